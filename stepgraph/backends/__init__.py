@@ -1,0 +1,62 @@
+"""Backends: CUDA graphs, and the CPU tape. `backend_for` picks one."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from stepgraph.backends.base import Backend, Graph, Workspace
+from stepgraph.errors import InvalidArgument
+
+__all__ = ["Backend", "Graph", "Workspace", "backend_for", "backend_named"]
+
+NAMES = {"cuda": "cuda", "tape": "cpu"}
+"""Each backend's name and the type of device it records."""
+
+
+def backend_for(device: torch.device | str) -> Backend:
+    """The backend for a device: CUDA graphs for a GPU, the tape for the CPU. STEPGRAPH_BACKEND overrides.
+
+    Example:
+        >>> stepgraph.backend_for("cpu").name
+        'tape'
+    """
+    device = torch.device(device)
+    forced = os.environ.get("STEPGRAPH_BACKEND")
+    if forced:
+        return backend_named(forced, device)
+    for name, kind in NAMES.items():
+        if kind == device.type:
+            return backend_named(name, device)
+    raise InvalidArgument(
+        f"no backend records work on {device.type!r} devices",
+        rule="backend",
+        why="there are two: cuda (CUDA graphs) and tape (the CPU).",
+        fix="move the model and the batch to 'cuda' or 'cpu'.",
+    )
+
+
+def backend_named(name: str, device: torch.device | None = None) -> Backend:
+    """The backend of that name."""
+    if name not in NAMES:
+        raise InvalidArgument(
+            f"unknown backend {name!r}",
+            rule="backend",
+            why="backend= and STEPGRAPH_BACKEND take the name of a backend.",
+            fix="use " + " or ".join(repr(n) for n in NAMES) + ".",
+        )
+    if name == "tape":
+        from stepgraph.backends.tape import TapeBackend
+
+        return TapeBackend()
+    if not torch.cuda.is_available():
+        raise InvalidArgument(
+            "the cuda backend was asked for, and torch sees no GPU",
+            rule="backend",
+            why="CUDA graphs need one.",
+            fix="use backend='tape' with tensors on the CPU.",
+        )
+    from stepgraph.backends.cuda import CudaBackend
+
+    return CudaBackend(device if device is not None and device.type == "cuda" else None)

@@ -1,0 +1,100 @@
+"""Storages on the tape: where each tensor's memory lives, and when it dies.
+
+A graph must be able to write the same memory again at each replay, but holding on to every intermediate tensor of a
+step would hide the deaths that make pool memory reusable, and cost as much memory as the step ever touched. So while
+the tape records it holds storages weakly: a weak reference's callback is the moment of death, and gives the block back
+to the address pool. When the recording ends, what is still alive (outputs, gradients) is bound to its own storage, and
+all that died is laid out in one arena at its modelled addresses, so that a replay takes the memory a pool would.
+What was alive at the end is watched by its reference count from then on: once only graphs hold it, it is dead too.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+
+import torch
+
+from stepgraph.backends.tape_memory import GRANULE, AddressPool, Block, Ledger
+
+_use_count: Callable[[int], int] = torch._C._storage_Use_Count
+
+
+class Place:
+    """One storage as the tape knows it. `block` is its address in the pool; a storage from outside has none."""
+
+    __slots__ = ("aliases", "block", "num_bytes", "storage", "watch")
+
+    def __init__(self, num_bytes: int, storage: torch.UntypedStorage | None, block: Block | None) -> None:
+        self.num_bytes = num_bytes
+        self.storage = storage
+        self.block = block
+        self.aliases = 0
+        self.watch: weakref.ref[torch.UntypedStorage] | None = None
+
+    @property
+    def is_alive(self) -> bool:
+        return self.storage is not None or (self.watch is not None and self.watch() is not None)
+
+
+class TapePool:
+    """The storages born in one workspace's captures, with their addresses and the ledger of their writes."""
+
+    def __init__(self) -> None:
+        self.addresses = AddressPool()
+        self.ledger = Ledger()
+        self._live: dict[int, Place] = {}
+        self._survivors: list[tuple[int, Place]] = []
+        unused = torch.UntypedStorage(1)
+        self._idle_count = _use_count(unused._cdata)  # what Python's own handle counts for
+
+    def find(self, key: int) -> Place | None:
+        """The living storage of this identity, if it was born here."""
+        return self._live.get(key)
+
+    def birth(self, storage: torch.UntypedStorage) -> Place:
+        """A storage made while recording."""
+        self.reap()
+        key = storage._cdata
+        place = Place(storage.nbytes(), None, self.addresses.allocate(storage.nbytes()))
+        place.watch = weakref.ref(storage, lambda _: self._death(key, place))
+        self._live[key] = place
+        return place
+
+    def _death(self, key: int, place: Place) -> None:
+        if self._live.get(key) is place:
+            del self._live[key]
+        assert place.block is not None
+        self.addresses.release(place.block)
+
+    def settle(self, place: Place) -> bool:
+        """At the end of a recording: bind a storage that is still alive; False if it has died."""
+        if place.storage is not None:
+            return True
+        storage = place.watch() if place.watch is not None else None
+        if storage is None:
+            return False
+        place.storage, place.watch = storage, None
+        self._survivors.append((storage._cdata, place))
+        return True
+
+    def reap(self) -> None:
+        """Find survivors that only graphs hold on to by now, and give their addresses back."""
+        kept = []
+        for key, place in self._survivors:
+            if _use_count(key) - self._idle_count > place.aliases:
+                kept.append((key, place))
+            else:
+                self._death(key, place)
+        self._survivors = kept
+
+
+def arena_for(places: list[Place]) -> tuple[torch.UntypedStorage, int]:
+    """One storage over the address range of dead places, and the range's start."""
+    blocks = [place.block for place in places if place.block is not None]
+    if not blocks:
+        return torch.UntypedStorage(0), 0
+    start, stop = min(b.start for b in blocks), max(b.stop for b in blocks)
+    # storages start at 64-byte boundaries; blocks at multiples of GRANULE keep every tensor at one too
+    assert start % GRANULE == 0
+    return torch.UntypedStorage(stop - start), start

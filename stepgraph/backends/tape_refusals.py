@@ -1,0 +1,107 @@
+"""What the tape refuses because CUDA refuses it: the list, read off a GPU case by case.
+
+Three nets. ATen's own tags mark most operators whose result or shape depends on data. A short table names the ones
+that synchronize inside their CUDA kernels without a tag. And a function mode catches what never reaches the dispatcher
+on CPU tensors: `.tolist()`, `.numpy()`, `print(x)`. Host data is told by `lift_fresh`, through which every tensor made
+from Python values passes. Scalars assigned to a slice or a mask are fine on CUDA (`x[mask] = 0.0` is a fill), one
+assigned to a single element is not (`x[0] = 1.0` is a copy), so such scalars are marked and looked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from stepgraph.errors import CaptureRefused, ErrorEntry, entry
+from stepgraph.frames import caller_is_torch, user_location
+
+_SYNCHRONIZING = frozenset(
+    {
+        "aten::_linalg_check_errors",
+        "aten::is_nonzero",
+        "aten::bincount",
+        "aten::equal",
+        "aten::_ctc_loss",
+        "aten::unique_dim",
+        "aten::unique_consecutive",
+    }
+)
+_LIBRARY_CALLS = frozenset({"aten::_linalg_svd", "aten::_linalg_eigh", "aten::linalg_lstsq", "aten::linalg_eig"})
+_HOST_READS = frozenset({"tolist", "numpy", "__array__", "__repr__", "__format__", "__dlpack__", "__reduce_ex__"})
+_ASSIGNMENTS = frozenset({"__setitem__"})
+
+
+def refusal(
+    func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], is_host_scalar: Callable[[Any], bool]
+) -> tuple[ErrorEntry, str] | None:
+    """The rule an operator breaks and how to call it, or None where CUDA would record it."""
+    name = func._schema.name
+    if name == "aten::index":
+        return (entry("host-read"), "indexing with a mask") if _has_mask(args[1]) else None
+    if name in ("aten::index_put", "aten::index_put_", "aten::_index_put_impl_"):
+        broken = _has_mask(args[1]) and not is_host_scalar(args[2])
+        return (entry("host-read"), "assigning a tensor through a mask") if broken else None
+    if name == "aten::copy_" and is_host_scalar(args[1]):
+        return entry("host-data"), "assigning a number to one element"
+    if name == "aten::repeat_interleave":
+        given = kwargs.get("output_size", args[1] if len(args) > 1 and isinstance(args[1], int) else None)
+        return None if given is not None else (entry("host-read"), "repeat_interleave without output_size")
+    if name == "aten::histc":
+        low, high = (*args[2:4], 0, 0)[:2]
+        return (entry("host-read"), "histc without min and max") if low == high else None
+    if name in _LIBRARY_CALLS:
+        return entry("library-call"), name
+    tags = func.tags
+    if torch.Tag.data_dependent_output in tags or torch.Tag.dynamic_output_shape in tags or name in _SYNCHRONIZING:
+        return entry("host-read"), _spelling(name)
+    return None
+
+
+def _spelling(name: str) -> str:
+    return ".item()" if name == "aten::_local_scalar_dense" else name.removeprefix("aten::")
+
+
+def _has_mask(indices: Sequence[torch.Tensor | None]) -> bool:
+    return any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in indices)
+
+
+class HostReadGuard(TorchFunctionMode):
+    """Refuses host reads that the dispatcher does not see, and knows when a number is being assigned."""
+
+    def __init__(self, refuse: Callable[[CaptureRefused], None]) -> None:
+        super().__init__()
+        self._refuse = refuse
+        self._assigning = 0
+
+    @property
+    def assigning(self) -> bool:
+        """Whether `x[...] = value` is under way."""
+        return self._assigning > 0
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        name = getattr(func, "__name__", "")
+        if name in _HOST_READS and args and isinstance(args[0], torch.Tensor):
+            self._refuse(CaptureRefused(entry("host-read"), f"Tensor.{name}", user_location()))
+        if name == "cpu" and args and isinstance(args[0], torch.Tensor):
+            self._refuse(CaptureRefused(entry("host-data"), "Tensor.cpu()", user_location()))
+        if func is torch.tensor and args and isinstance(args[0], torch.Tensor):
+            return args[0].detach().clone()
+        if name not in _ASSIGNMENTS:
+            return func(*args, **(kwargs or {}))
+        self._assigning += 1
+        try:
+            return func(*args, **(kwargs or {}))
+        finally:
+            self._assigning -= 1
+
+
+def host_data_refusal() -> CaptureRefused | None:
+    """The refusal of a tensor made from Python values, unless torch's own code made it (an optimizer's constant 1)."""
+    if caller_is_torch():
+        return None
+    return CaptureRefused(entry("host-data"), "a tensor made from Python values", user_location())

@@ -1,0 +1,1 @@
+"""Measurements of the library on small, self-contained workloads."""

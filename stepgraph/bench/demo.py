@@ -1,0 +1,275 @@
+"""Trains one small GPT twice from one seed, eager and graphed, and compares the two runs bit for bit.
+
+Both runs execute the same `train_step` on the same batches. The model has dropout, the gradients are clipped and the
+optimizer is a plain AdamW, so the comparison covers what is easy to get wrong: the random sequence, in-place gradient
+work, and an optimizer that stays eager between two segments of the graph. The first steps of both runs, in which
+stepgraph warms up and captures, are left out of the times and kept in the comparison.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import stepgraph
+from stepgraph.models import GPT, GPTConfig
+
+__all__ = ["MIN_STEPS", "DemoResult", "resolve_device", "run_demo"]
+
+Batch = dict[str, Tensor]
+OnStep = Callable[[str], None]
+
+SETTLING_STEPS = 5
+"""Steps left out of the times: three of warm-up, the capture, and one more."""
+
+MIN_STEPS = SETTLING_STEPS + 1
+"""The fewest steps that leave one to time."""
+
+_BATCH_SIZE = 8
+_SEQ_LEN = 64
+_CONFIG = replace(GPTConfig.tiny(), num_layers=4, hidden_size=128, ffn_size=344, max_seq_len=_SEQ_LEN, dropout=0.1)
+
+
+@dataclass(frozen=True)
+class DemoResult:
+    """What the two runs took, and whether they are equal."""
+
+    device: str
+    """The device's name."""
+
+    backend: str
+    """The backend that replayed: "cuda", or "tape" on the CPU."""
+
+    torch_version: str
+    """The torch that ran both."""
+
+    steps: int
+    """Training steps in each run."""
+
+    seed: int
+    """The seed both runs start from."""
+
+    eager_step_ms: float
+    """Median time of an eager step."""
+
+    graphed_step_ms: float
+    """Median time of a replayed step."""
+
+    speedup: float | None
+    """Eager over graphed; None on the tape, whose time says nothing about a GPU's."""
+
+    eager_loss: float
+    """Loss of the eager run's last step."""
+
+    graphed_loss: float
+    """Loss of the graphed run's last step."""
+
+    loss_difference: float
+    """Largest difference between the runs' losses over all steps."""
+
+    differing_parameters: tuple[str, ...]
+    """Names of the parameters that are not equal bit for bit after the last step."""
+
+    eager_peak_bytes: int | None
+    """Peak memory of the eager run; None where the backend has no figure."""
+
+    graphed_peak_bytes: int | None
+    """Peak memory of the graphed run; None where the backend has no figure."""
+
+    graphs: int
+    """Graphs captured."""
+
+    segments: int
+    """Pieces the captured step was cut into, with eager code between them."""
+
+    nodes: int | None
+    """Nodes in the graphs; None where the backend cannot count them."""
+
+    replays: int
+    """Steps that were replayed."""
+
+    capture_seconds: float
+    """Time spent capturing."""
+
+    @property
+    def parameters_equal(self) -> bool:
+        """Whether every parameter has the same bits in both runs."""
+        return not self.differing_parameters
+
+    @property
+    def equal(self) -> bool:
+        """Whether the runs are equal, and the graphed one replayed at all."""
+        return self.parameters_equal and self.loss_difference == 0.0 and self.replays > 0
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields and the two verdicts as plain values."""
+        return asdict(self) | {"parameters_equal": self.parameters_equal, "equal": self.equal}
+
+
+@dataclass(frozen=True)
+class _Run:
+    """One training run: what it left behind and what it took."""
+
+    losses: list[float]
+    parameters: dict[str, Tensor]
+    step_ms: float
+    peak_bytes: int | None
+    report: dict[str, Any]
+
+
+def resolve_device(name: str) -> torch.device:
+    """Return the device of this name, where "auto" is the GPU if there is one; ValueError if it cannot be used."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ValueError(f"`{name}` is not a device; use auto, cpu, cuda or cuda:N") from error
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"`{name}` has no backend; use auto, cpu, cuda or cuda:N")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ValueError(f"`{name}` is not there: torch sees {torch.cuda.device_count()} CUDA devices; use auto or cpu")
+    return device
+
+
+def run_demo(steps: int, seed: int, device: torch.device, on_step: OnStep = lambda phase: None) -> DemoResult:
+    """Train `steps` steps eager, then graphed, and return the comparison.
+
+    `on_step` is called after every step with "eager" or "graphed", for a progress bar.
+    """
+    if steps < MIN_STEPS:
+        raise ValueError(f"run_demo, argument `steps`: {steps} leaves no step to time; use at least {MIN_STEPS}")
+    with _reproducible(device):
+        batches = _make_batches(steps, seed, device)
+        eager = _train(batches, seed, device, "eager", on_step)
+        graphed = _train(batches, seed, device, "graphed", on_step)
+    backend = stepgraph.backend_for(device).name
+    return DemoResult(
+        device=torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu, 1 thread",
+        backend=backend,
+        torch_version=torch.__version__,
+        steps=steps,
+        seed=seed,
+        eager_step_ms=eager.step_ms,
+        graphed_step_ms=graphed.step_ms,
+        speedup=eager.step_ms / graphed.step_ms if backend == "cuda" else None,
+        eager_loss=eager.losses[-1],
+        graphed_loss=graphed.losses[-1],
+        loss_difference=max(abs(a - b) for a, b in zip(eager.losses, graphed.losses, strict=True)),
+        differing_parameters=tuple(
+            name for name, value in eager.parameters.items() if not _same_bits(value, graphed.parameters[name])
+        ),
+        eager_peak_bytes=eager.peak_bytes,
+        graphed_peak_bytes=graphed.peak_bytes,
+        graphs=graphed.report["graphs"],
+        segments=graphed.report["segments"],
+        nodes=graphed.report["nodes"],
+        replays=graphed.report["replays"],
+        capture_seconds=graphed.report["capture_seconds"],
+    )
+
+
+def _train(batches: list[Batch], seed: int, device: torch.device, phase: str, on_step: OnStep) -> _Run:
+    """Train a fresh model over `batches`; phase "graphed" does so through `stepgraph.capture`."""
+    backend = stepgraph.backend_for(device)
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # the earlier run's cached blocks are no part of this run's peak
+    backend.reset_peak_memory()
+
+    torch.manual_seed(seed)
+    model = GPT(_CONFIG).to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+    def train_step(batch: Batch) -> Tensor:
+        loss: Tensor = model(batch["tokens"], batch["targets"])
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    losses: list[Tensor] = []
+    seconds: list[float] = []
+
+    def train_all(step: Callable[[Batch], Tensor]) -> None:
+        for batch in batches:
+            backend.synchronize()
+            start = time.perf_counter()
+            loss = step(batch)
+            backend.synchronize()
+            seconds.append(time.perf_counter() - start)
+            losses.append(loss)
+            on_step(phase)
+
+    report: dict[str, Any] = {}
+    if phase == "graphed":
+        with stepgraph.capture(train_step) as step:
+            train_all(step)
+            report = step.report().to_dict()
+    else:
+        train_all(train_step)
+    return _Run(
+        losses=[loss.item() for loss in losses],
+        parameters={name: parameter.detach().cpu() for name, parameter in model.named_parameters()},
+        step_ms=1e3 * statistics.median(seconds[SETTLING_STEPS:]),
+        peak_bytes=backend.peak_memory_bytes(),
+        report=report,
+    )
+
+
+def _make_batches(steps: int, seed: int, device: torch.device) -> list[Batch]:
+    """Sequences that count up by a stride of their own: something a small model learns in a few steps."""
+    generator = torch.Generator().manual_seed(seed)
+    positions = torch.arange(_SEQ_LEN + 1)
+    batches = []
+    for _ in range(steps):
+        first = torch.randint(_CONFIG.vocab_size, (_BATCH_SIZE, 1), generator=generator)
+        stride = torch.randint(1, 4, (_BATCH_SIZE, 1), generator=generator)
+        rows = ((first + stride * positions) % _CONFIG.vocab_size).to(device)
+        batches.append({"tokens": rows[:, :-1].contiguous(), "targets": rows[:, 1:].contiguous()})
+    return batches
+
+
+def _same_bits(a: Tensor, b: Tensor) -> bool:
+    """Compare bytes, so that NaN equals itself and -0.0 differs from 0.0."""
+    return a.shape == b.shape and torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
+
+
+@contextmanager
+def _reproducible(device: torch.device) -> Iterator[None]:
+    """Make eager equal to itself, without which equality to it means nothing; put every setting back after.
+
+    On the CPU that takes one thread (reductions split over threads may add in another order), on CUDA torch's
+    deterministic algorithms, with a fixed cuBLAS workspace that must be set before cuBLAS starts.
+    """
+    num_threads = torch.get_num_threads()
+    was_deterministic = torch.are_deterministic_algorithms_enabled()
+    was_warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    was_filling = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
+    workspace = os.environ.get("CUBLAS_WORKSPACE_CONFIG")
+    try:
+        if device.type == "cuda":
+            os.environ["CUBLAS_WORKSPACE_CONFIG"] = workspace or ":4096:8"
+            torch.use_deterministic_algorithms(True)
+            # The mode also fills every new tensor with NaN: kernels that are no part of the user's program.
+            torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+        else:
+            torch.set_num_threads(1)
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            yield
+    finally:
+        torch.set_num_threads(num_threads)
+        torch.use_deterministic_algorithms(was_deterministic, warn_only=was_warn_only)
+        torch.utils.deterministic.fill_uninitialized_memory = was_filling  # type: ignore[attr-defined]
+        if workspace is None:
+            os.environ.pop("CUBLAS_WORKSPACE_CONFIG", None)

@@ -1,0 +1,139 @@
+"""Static memory around a graph: what a call's tensors are copied into, and what its results are copied out of.
+
+A graph reads its inputs at the addresses of its capture. `StaticInputs` holds one buffer for each tensor of a call,
+with the same strides, and loads a new call's tensors into all of them with one fused copy. `StaticOutputs` holds the
+tensors that the step returned during capture; they are overwritten by every replay, so what the user gets are copies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from stepgraph.backends import Backend
+from stepgraph.errors import InvalidArgument
+from stepgraph.tree import Structure, flatten, unflatten
+
+
+def is_copied_in(leaf: Any) -> bool:
+    """Whether a leaf of a call is data, to be copied in. A parameter passed as an argument is the thing itself."""
+    return isinstance(leaf, torch.Tensor) and not isinstance(leaf, torch.nn.Parameter)
+
+
+def on_device(leaves: Sequence[Any], backend: Backend) -> list[Any]:
+    """A call's leaves with tensors in host memory moved to the backend's device."""
+    return [
+        leaf.to(backend.device, non_blocking=True) if is_copied_in(leaf) and not backend.owns(leaf) else leaf
+        for leaf in leaves
+    ]
+
+
+class StaticInputs:
+    """The buffers that a graph reads a call's tensors from."""
+
+    def __init__(self, leaves: Sequence[Any], names: Sequence[str], backend: Backend) -> None:
+        self.leaves = list(leaves)
+        """The call's leaves, with buffers in the place of tensors."""
+        self._indices = [i for i, leaf in enumerate(leaves) if is_copied_in(leaf)]
+        self._targets: list[torch.Tensor] = []
+        self._repeated: list[tuple[int, ...]] = []
+        with torch.inference_mode(False), torch.no_grad():
+            for i in self._indices:
+                buffer = _buffer_like(leaves[i], names[i], backend.device)
+                self.leaves[i] = buffer
+                repeated = tuple(d for d, s in enumerate(buffer.stride()) if s == 0 and buffer.shape[d] > 1)
+                self._repeated.append(repeated)
+                self._targets.append(_once(buffer.detach(), repeated))
+        self._any_repeated = any(self._repeated)
+        self._versions = [self.leaves[i]._version for i in self._indices]
+        self._mutated: list[int] = []
+        self._with_grad: list[int] = []
+
+    @property
+    def num_bytes(self) -> int:
+        """The buffers' memory."""
+        return sum(self.leaves[i].untyped_storage().nbytes() for i in self._indices)
+
+    def load(self, leaves: Sequence[Any]) -> None:
+        """Copy a call's tensors in."""
+        if not self._indices:
+            return
+        sources = [leaves[i] for i in self._indices]
+        if self._any_repeated:
+            sources = [_once(s, dims) for s, dims in zip(sources, self._repeated, strict=True)]
+        with torch.no_grad():
+            torch._foreach_copy_(self._targets, sources, non_blocking=True)
+
+    def note_use(self) -> None:
+        """After a capture: remember which inputs the step wrote to, and which were given a gradient."""
+        for i, before in zip(self._indices, self._versions, strict=True):
+            if self.leaves[i]._version != before:
+                self._mutated.append(i)
+            if self.leaves[i].is_leaf and self.leaves[i].grad is not None:
+                self._with_grad.append(i)
+
+    def store(self, leaves: Sequence[Any]) -> None:
+        """After a replay: give the caller's own tensors what eager code would have written to them."""
+        if self._mutated or self._with_grad:
+            with torch.no_grad():
+                for i in self._mutated:
+                    leaves[i].copy_(self.leaves[i])
+                for i in self._with_grad:
+                    grad = self.leaves[i].grad
+                    leaves[i].grad = grad.clone() if leaves[i].grad is None else leaves[i].grad + grad
+
+
+def _once(tensor: torch.Tensor, repeated: Sequence[int]) -> torch.Tensor:
+    """The tensor without the repetitions that expand() made, which cannot be copied into."""
+    for dim in repeated:
+        tensor = tensor.narrow(dim, 0, 1)
+    return tensor
+
+
+def _buffer_like(tensor: torch.Tensor, name: str, device: torch.device) -> torch.Tensor:
+    if type(tensor) is not torch.Tensor:
+        return torch.empty_like(tensor, device=device).requires_grad_(tensor.requires_grad)
+    buffer = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+    repeated = [d for d, s in enumerate(buffer.stride()) if s == 0]
+    if torch._debug_has_internal_overlap(_once(buffer, repeated)) == 1:
+        raise InvalidArgument(
+            f"argument `{name}`: its elements overlap in memory",
+            rule="overlapping-input",
+            why="an overlapping view cannot be copied into a static buffer.",
+            fix=f"pass {name}.contiguous().",
+        )
+    return buffer.requires_grad_(tensor.requires_grad)
+
+
+class StaticOutputs:
+    """What the step returned during capture, detached; copies of it are handed out."""
+
+    def __init__(self, tree: Any) -> None:
+        leaves, self.structure = flatten(tree)
+        self.leaves = [leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        self._is_single = self.structure.kind is None and isinstance(self.leaves[0], torch.Tensor)
+
+    @property
+    def tree(self) -> Any:
+        """The static tensors themselves, overwritten by the next call."""
+        return unflatten(self.structure, self.leaves)
+
+    def copies(self) -> Any:
+        """The results, safe to keep."""
+        if self._is_single:
+            return self.leaves[0].clone()
+        return unflatten(self.structure, [t.clone() if isinstance(t, torch.Tensor) else t for t in self.leaves])
+
+
+def detached(tree: Any) -> Any:
+    """An eager call's results without their autograd graph."""
+    leaves, structure = flatten(tree)
+    return unflatten(structure, [leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves])
+
+
+def static_part(tree: Any) -> tuple[Structure, list[Any]]:
+    """The part of a result that no replay computes again: its structure and its plain values."""
+    leaves, structure = flatten(tree)
+    return structure, ["tensor" if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]

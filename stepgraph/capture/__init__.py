@@ -1,0 +1,1 @@
+"""Capturing and replaying: sessions, chains of segments, whole steps."""

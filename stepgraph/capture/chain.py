@@ -1,0 +1,144 @@
+"""A captured step is a chain of segments: graphs, and eager calls between them.
+
+Where something must stay on the host (an optimizer whose captured form is not bit-equal) the recording is cut: the
+graph so far ends, the host call is noted, the next graph begins. During the recording nothing runs at all, neither the
+graphs nor the noted calls; a chain takes effect only when it is replayed, from its first link to its last. That makes
+a capture a transaction: if it fails anywhere there is nothing to take back but Python's own references.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from stepgraph.backends import Graph
+from stepgraph.capture.session import Session
+from stepgraph.errors import CaptureError
+from stepgraph.state.grads import Attachment, GradCapture, attach
+
+
+@dataclass(frozen=True, slots=True)
+class GraphLink:
+    """A segment that is replayed, and what `.grad` is after it."""
+
+    graph: Graph
+    grads: Attachment
+
+
+@dataclass(frozen=True, slots=True)
+class EagerLink:
+    """A segment that is called."""
+
+    name: str
+    call: Callable[[], Any]
+
+
+class Chain:
+    """The links of one captured step, in order."""
+
+    def __init__(self, links: Sequence[GraphLink | EagerLink], final: Attachment, session: Session) -> None:
+        self.links = tuple(links)
+        self._final = final
+        self._session = session
+        only = self.links[0] if len(self.links) == 1 else None
+        self._single = only.graph if isinstance(only, GraphLink) else None
+
+    def replay(self) -> None:
+        """Run the step once."""
+        if self._single is not None:
+            self._single.replay()
+        else:
+            for link in self.links:
+                if isinstance(link, GraphLink):
+                    link.graph.replay()
+                    attach(link.grads)
+                else:
+                    link.call()
+        attach(self._final)
+
+    @property
+    def nodes(self) -> int | None:
+        """Nodes of all graphs, or None where they cannot be counted."""
+        counts = [link.graph.nodes for link in self.links if isinstance(link, GraphLink)]
+        known = [count for count in counts if count is not None]
+        return sum(known) if len(known) == len(counts) else None
+
+    def describe(self) -> str:
+        """The chain in one line: `graph (120 nodes) > AdamW.step`."""
+        return " > ".join(
+            link.name if isinstance(link, EagerLink) else f"graph ({link.graph.nodes or '?'} nodes)"
+            for link in self.links
+        )
+
+    def free(self) -> None:
+        """Give the graphs back."""
+        for link in self.links:
+            if isinstance(link, GraphLink):
+                self._session.release(link.graph)
+
+
+class ChainRecorder:
+    """Records a chain, cutting it where it is told to."""
+
+    def __init__(self, session: Session, generators: Sequence[torch.Generator]) -> None:
+        self._session = session
+        self._generators = generators
+        self._links: list[GraphLink | EagerLink] = []
+        self._graph: Graph | None = None
+        self._grads: GradCapture | None = None
+
+    def recorded_anything(self) -> bool:
+        """Whether there is anything that could have read memory so far."""
+        return bool(self._links) or (self._graph is not None and self._graph.recorded_anything)
+
+    def begin(self, grads: GradCapture) -> None:
+        """Start the first segment."""
+        self._grads = grads
+        self._begin_graph()
+
+    def cut(self, name: str, call: Callable[[], Any]) -> None:
+        """End the segment, note a call to make at its place, and start the next segment."""
+        if self._graph is None:
+            raise CaptureError(
+                f"{name} was called outside the recording", rule="cut", why="there is no segment to end here."
+            )
+        self._end_graph()
+        self._links.append(EagerLink(name, call))
+        self._begin_graph()
+
+    def finish(self) -> Chain:
+        """End the last segment."""
+        final = self._end_graph()
+        return Chain(self._links, final, self._session)
+
+    def abort(self) -> None:
+        """Drop everything recorded."""
+        if self._graph is not None:
+            self._graph.abort()
+            self._graph = None
+        for link in self._links:
+            if isinstance(link, GraphLink):
+                self._session.release(link.graph)
+        self._links.clear()
+
+    def _begin_graph(self) -> None:
+        graph = self._session.workspace.graph(self._generators)
+        graph.begin()
+        self._graph = graph
+
+    def _end_graph(self) -> Attachment:
+        """End the current graph; an empty one is no segment."""
+        assert self._graph is not None
+        assert self._grads is not None
+        grads = self._grads.end_segment()
+        self._graph.end()
+        graph, self._graph = self._graph, None
+        if graph.nodes == 0:
+            graph.free()
+        else:
+            self._session.adopt(graph)
+            self._links.append(GraphLink(graph, grads))
+        return grads

@@ -1,0 +1,26 @@
+"""From whatever broke a capture to an error that names the line, the cause and the fix."""
+
+from __future__ import annotations
+
+from stepgraph.errors import CaptureError, CaptureRefused, StepgraphError, lookup
+from stepgraph.frames import error_location
+
+
+def capture_error(step: str, error: Exception) -> StepgraphError:
+    """The error to raise for a capture of `step` that ended in `error`."""
+    if isinstance(error, StepgraphError):
+        return error
+    if isinstance(error, CaptureRefused):
+        return CaptureError.from_entry(step, error.row, operation=error.operation, where=error.where)
+    raw = str(error).split("\n", 1)[0]
+    where = error_location(error)
+    row = lookup(str(error))
+    if row is not None:
+        return CaptureError.from_entry(step, row, where=where, raw=f"{type(error).__name__}: {raw}")
+    return CaptureError(
+        f"{step}: the step raised {type(error).__name__} while it was captured: {raw}",
+        rule="step-raised",
+        where=where,
+        why="it ran in warm-up; under capture tensors have no values yet, and code may look at whether it is captured.",
+        fix="see the original error above; run the step with backend='tape' on CPU tensors to find the line.",
+    )

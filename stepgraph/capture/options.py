@@ -1,0 +1,63 @@
+"""The options of `stepgraph.capture`, checked once."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from stepgraph.errors import InvalidArgument
+from stepgraph.state.optimizer import MODES
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """How a step is captured."""
+
+    warmup: int = 3
+    """Eager calls before a signature is captured; at least one, because the first shows what the step touches."""
+    max_graphs: int = 8
+    """Signatures that are captured; calls with further ones run eagerly and are counted."""
+    strict: bool = False
+    """Raise instead of running eagerly (warm-up aside)."""
+    on_error: str = "raise"
+    """A capture that fails: "raise", or "eager" to go on without graphs, with a warning."""
+    optimizer: str = "auto"
+    """Where optimizers run: "auto", "inside", "outside", or "capturable" to switch them to that form first."""
+    outputs: str = "copy"
+    """Results: "copy" is safe to keep, "static" is overwritten by the next call."""
+    generators: tuple[torch.Generator, ...] = ()
+    """Random generators that the step uses besides the device's default one."""
+
+    def __post_init__(self) -> None:
+        _at_least_one("warmup", self.warmup)
+        _at_least_one("max_graphs", self.max_graphs)
+        _one_of("on_error", self.on_error, ("raise", "eager"))
+        _one_of("optimizer", self.optimizer, MODES)
+        _one_of("outputs", self.outputs, ("copy", "static"))
+        for generator in self.generators:
+            if not isinstance(generator, torch.Generator):
+                raise InvalidArgument(
+                    f"generators: {generator!r} is no torch.Generator",
+                    rule="option",
+                    fix="pass a list of torch.Generator objects.",
+                )
+
+
+def _at_least_one(name: str, value: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise InvalidArgument(
+            f"{name}={value!r} is not a whole number of at least 1", rule="option", fix=f"{name}=3, for example."
+        )
+
+
+def _one_of(name: str, value: str, allowed: Sequence[str]) -> None:
+    if value not in allowed:
+        near = difflib.get_close_matches(str(value), allowed, n=1)
+        raise InvalidArgument(
+            f"{name}={value!r} is not one of {', '.join(map(repr, allowed))}",
+            rule="option",
+            fix=f"did you mean {near[0]!r}?" if near else f"{name}={allowed[0]!r} is the default.",
+        )

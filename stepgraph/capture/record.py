@@ -1,0 +1,115 @@
+"""The transaction around a capture: record the step once, with no effect, or leave everything as it was."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+
+from stepgraph.buffers import StaticInputs, StaticOutputs
+from stepgraph.capture.chain import Chain, ChainRecorder
+from stepgraph.capture.options import Options
+from stepgraph.capture.session import Session
+from stepgraph.capture.site import CapturedCall, Site
+from stepgraph.capture.warmup import note_result, refuse_obstacles, surroundings
+from stepgraph.errors import CaptureError
+from stepgraph.signature import Signature
+from stepgraph.state.grads import GradCapture
+from stepgraph.state.optimizer import (
+    HostCounters,
+    NumbersGuard,
+    Placement,
+    captured_inside,
+    check_forced,
+    cut_at,
+    place,
+)
+from stepgraph.tree import Structure, unflatten
+
+
+class StepCapture:
+    """Records one signature of a step."""
+
+    def __init__(self, name: str, function: Callable[..., Any], session: Session, options: Options) -> None:
+        self._name, self._function = name, function
+        self._session, self._options = session, options
+
+    def placements(self, site: Site, moved: dict[int, str]) -> dict[int, Placement]:
+        """Where each optimizer of the step runs. `moved` has the reasons of those that left the graph."""
+        found = {}
+        for optimizer in site.touched.optimizers:
+            placement = place(optimizer, self._options.optimizer, moved.get(id(optimizer)))
+            check_forced(optimizer, self._options.optimizer, placement)
+            found[id(optimizer)] = placement
+        return found
+
+    def run(
+        self, site: Site, signature: Signature, leaves: Sequence[Any], structure: Structure, moved: dict[int, str]
+    ) -> CapturedCall:
+        """Record the step for these inputs. Nothing takes effect; on failure everything is as it was."""
+        refuse_obstacles(self._name, site)
+        placements = self.placements(site, moved)
+        inside = [o for o in site.touched.optimizers if placements[id(o)].inside]
+        outside = [o for o in site.touched.optimizers if not placements[id(o)].inside]
+        inputs = StaticInputs(leaves, signature.names(), self._session.backend)
+        inputs.load(leaves)
+        args, kwargs = unflatten(structure, inputs.leaves)
+        while True:
+            counters = HostCounters(inside, self._session.backend)
+            try:
+                chain, outputs, grads = self._record(site, args, kwargs, inside, outside)
+            finally:
+                counters.rollback()
+            if grads.entries_unused:
+                break
+            chain.free()
+            grads.rollback()
+            site.hold_grads = True
+        grads.commit()
+        note_result(site, outputs.tree)
+        inputs.note_use()
+        guards = [NumbersGuard(o) for o in inside]
+        parameters = site.touched.parameters
+        return CapturedCall(
+            signature, site.touched.modules, parameters, inputs, chain, outputs, grads.carried_in, guards, counters
+        )
+
+    def _record(
+        self, site: Site, args: Any, kwargs: Any, inside: Sequence[Optimizer], outside: Sequence[Optimizer]
+    ) -> tuple[Chain, StaticOutputs, GradCapture]:
+        recorder = ChainRecorder(self._session, self._options.generators)
+        grads = GradCapture(
+            site.touched.parameters, self._session.grads, recorder.recorded_anything, hold=site.hold_grads
+        )
+        known = {id(o) for o in inside}
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(surroundings(self._options.optimizer, self._session.backend))
+            stack.enter_context(cut_at(outside, recorder.cut))
+            stack.enter_context(captured_inside(inside))
+            stack.callback(register_optimizer_step_pre_hook(_refuse_unknown(known)).remove)
+            grads.begin()
+            stack.enter_context(self._session.workspace.capturing())
+            try:
+                recorder.begin(grads)
+                outputs = StaticOutputs(self._function(*args, **kwargs))
+                chain = recorder.finish()
+            except BaseException:
+                recorder.abort()
+                grads.rollback()
+                raise
+        return chain, outputs, grads
+
+
+def _refuse_unknown(known: set[int]) -> Callable[..., None]:
+    def hook(optimizer: Optimizer, *_: Any) -> None:
+        if id(optimizer) not in known:
+            raise CaptureError(
+                f"{type(optimizer).__name__}.step was called, and was not during warm-up",
+                rule="late-optimizer",
+                why="where an optimizer runs is decided from what warm-up shows.",
+                fix="call every optimizer at each step, or raise warmup= until all have been called once.",
+            )
+
+    return hook

@@ -1,0 +1,98 @@
+"""What happened to a captured step: counted while it runs, shown as a table or as a dict."""
+
+from __future__ import annotations
+
+import io
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.table import Table
+
+
+@dataclass(slots=True)
+class Counts:
+    """The running counts of one captured step."""
+
+    captures: int = 0
+    recaptures: int = 0
+    replays: int = 0
+    capture_seconds: float = 0.0
+    eager_reasons: Counter[str] = field(default_factory=Counter)
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """The state of a captured step. `print(report)` shows a table, `report.to_dict()` is for machines."""
+
+    step: str
+    backend: str
+    graphs: int
+    """Signatures that are captured, each as a chain of segments."""
+    segments: int
+    """Segments of all chains: graphs, and eager calls between them."""
+    nodes: int | None
+    """Nodes of all graphs; None where they cannot be counted."""
+    captures: int
+    recaptures: int
+    replays: int
+    eager_calls: int
+    eager_reasons: dict[str, int]
+    capture_seconds: float
+    pool_bytes: int
+    static_bytes: int
+    signatures: tuple[str, ...]
+    chains: tuple[str, ...]
+    """Each signature's segments in order."""
+    optimizers: dict[str, str]
+    """Where each optimizer runs, and why."""
+    equality: str
+    """What the step's results are equal to."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, ready for JSON."""
+        return {
+            "step": self.step,
+            "backend": self.backend,
+            "graphs": self.graphs,
+            "segments": self.segments,
+            "nodes": self.nodes,
+            "captures": self.captures,
+            "recaptures": self.recaptures,
+            "replays": self.replays,
+            "eager_calls": self.eager_calls,
+            "eager_reasons": dict(self.eager_reasons),
+            "capture_seconds": self.capture_seconds,
+            "pool_bytes": self.pool_bytes,
+            "static_bytes": self.static_bytes,
+            "signatures": list(self.signatures),
+            "chains": list(self.chains),
+            "optimizers": dict(self.optimizers),
+            "equality": self.equality,
+        }
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        table = Table(title=f"{self.step} on {self.backend}", title_justify="left", show_header=False)
+        table.add_column(style="bold", no_wrap=True)
+        table.add_column(overflow="fold")
+        table.add_row("graphs", f"{self.graphs} ({self.captures} captures, {self.recaptures} recaptures)")
+        table.add_row("segments", str(self.segments))
+        table.add_row("nodes", "not counted" if self.nodes is None else str(self.nodes))
+        table.add_row("replays", str(self.replays))
+        reasons = ", ".join(f"{reason}: {count}" for reason, count in self.eager_reasons.items())
+        table.add_row("eager calls", f"{self.eager_calls}" + (f" ({reasons})" if reasons else ""))
+        table.add_row("capture time", f"{self.capture_seconds:.3f} s")
+        table.add_row("pool", f"{self.pool_bytes / 2**20:.1f} MiB")
+        table.add_row("static inputs", f"{self.static_bytes / 2**20:.1f} MiB")
+        for signature, chain in zip(self.signatures, self.chains, strict=True):
+            table.add_row("signature", f"{signature}\n{chain}")
+        for name, place in self.optimizers.items():
+            table.add_row(name, place)
+        table.add_row("equal to", self.equality)
+        yield table
+
+    def __str__(self) -> str:
+        text = io.StringIO()
+        Console(file=text, width=100).print(self)
+        return text.getvalue().rstrip()

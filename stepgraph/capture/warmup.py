@@ -1,0 +1,109 @@
+"""Warm-up: the step runs eagerly, as the user wrote it, and is watched.
+
+It runs on the capture stream and in the capture's memory, so that libraries load, kernels are chosen, optimizer state
+comes into being and autograd's accumulators belong to the right stream. What it touches is noted. So is what no replay
+could repeat: a host random draw, an optimizer's number that the step itself changes, a plain value in the result that
+is another each time. These are obstacles; the capture that follows is refused with their names.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.optim.optimizer import Optimizer
+
+from stepgraph.backends import Backend
+from stepgraph.buffers import static_part
+from stepgraph.capture.session import Session
+from stepgraph.capture.site import Site
+from stepgraph.errors import CaptureError
+from stepgraph.state.module_state import discovering
+from stepgraph.state.optimizer import NumbersGuard, capturable_on_cpu, make_capturable
+from stepgraph.state.rng import HostRandomWatch
+from stepgraph.tree import Structure, paths
+
+
+@contextlib.contextmanager
+def surroundings(optimizer_mode: str, backend: Backend) -> Iterator[None]:
+    """What an eager call, a capture and the replay after it have in common."""
+    with contextlib.ExitStack() as stack:
+        if optimizer_mode == "capturable" and backend.device.type == "cpu":
+            stack.enter_context(capturable_on_cpu())
+        if torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu"):
+            # casts cached around the step would be baked in, or leak out of the capture
+            torch.clear_autocast_cache()
+            stack.callback(torch.clear_autocast_cache)
+        yield
+
+
+def warm_up(
+    function: Callable[[], Any], original: Callable[..., Any], site: Site, session: Session, optimizer_mode: str
+) -> Any:
+    """Call the step once and note what it touches. `original` is the user's own function."""
+    backend = session.backend
+    host_random = HostRandomWatch(backend.device)
+    numbers = {id(o): NumbersGuard(o) for o in site.touched.optimizers}
+
+    def see(optimizer: Optimizer) -> None:
+        if optimizer_mode == "capturable" and not all(g.get("capturable") for g in optimizer.param_groups):
+            make_capturable(optimizer, backend.device)
+        numbers.setdefault(id(optimizer), NumbersGuard(optimizer))
+
+    with (
+        discovering(site.touched, original, see),
+        session.workspace.warming_up(),
+        surroundings(optimizer_mode, backend),
+    ):
+        result = function()
+    for source in host_random.advanced():
+        site.obstacles["host-random"] = f"the step draws from {source}"
+    for guard in numbers.values():
+        changed = guard.changed()
+        if changed is not None and optimizer_mode != "capturable":
+            site.obstacles["host-value"] = f"the step itself changes {changed}"
+    note_result(site, result)
+    return result
+
+
+def note_result(site: Site, result: Any) -> None:
+    """Compare the static part of a result with that of the call before."""
+    structure, values = static_part(result)
+    if site.results is not None:
+        before, earlier = site.results
+        if structure != before:
+            site.obstacles["varying-output"] = "the result's structure is another at each call"
+        else:
+            for path, one, two in zip(_result_paths(structure), earlier, values, strict=True):
+                if one is not two and one != two:
+                    site.obstacles["varying-output"] = f"{path} was {one!r}, then {two!r}"
+    site.results = (structure, values)
+
+
+def _result_paths(structure: Structure) -> list[str]:
+    return paths(structure, "result")
+
+
+_WHY = {
+    "host-random": (
+        "it would be drawn once, at capture, and frozen.",
+        "draw on the step's device (torch.rand(..., device=x.device)), or draw outside and pass it as an argument.",
+    ),
+    "host-value": (
+        "Python code runs only at capture, not at replay: the number would stand still.",
+        "change it outside the step: call scheduler.step() after the captured step.",
+    ),
+    "varying-output": (
+        "a replay computes tensors; a plain value in the result would be that of the capture for ever.",
+        "return a tensor (loss.detach(), not loss.item()), or compute the value outside the step.",
+    ),
+}
+
+
+def refuse_obstacles(step: str, site: Site) -> None:
+    """Raise for the first thing that warm-up found in the way of a replay."""
+    for rule, what in site.obstacles.items():
+        why, fix = _WHY[rule]
+        raise CaptureError(f"{step}: {what}", rule=rule, why=why, fix=fix)

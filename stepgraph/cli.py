@@ -1,0 +1,72 @@
+"""The command line: thin commands over the library, which they import only when they run."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+from typing import Annotated
+
+import typer
+
+__all__ = ["app", "main"]
+
+app = typer.Typer(
+    name="stepgraph",
+    help="Capture a PyTorch training step as CUDA graphs, replay it, and prove that nothing changed but the time.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+def _print_version(is_wanted: bool) -> None:
+    if is_wanted:
+        typer.echo(f"stepgraph {importlib.metadata.version('stepgraph')}")
+        raise typer.Exit
+
+
+@app.callback()
+def stepgraph(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Hold the options that stand before a command."""
+
+
+@app.command()
+def demo(
+    # The least is demo.MIN_STEPS, written out: reading it would import torch for `stepgraph --help`.
+    steps: Annotated[int, typer.Option(min=6, help="Training steps in each run.")] = 30,
+    seed: Annotated[int, typer.Option(help="Seed of the weights, the data and the dropout.")] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON and nothing else.")] = False,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N; auto takes a GPU if there is one.")] = "auto",
+) -> None:
+    """Train a small GPT eager and graphed from one seed and compare bit for bit; exit with 1 if they differ."""
+    from rich.console import Console
+
+    from stepgraph.bench.demo import resolve_device, run_demo
+    from stepgraph.bench.demo_view import demo_progress, render_demo
+
+    try:
+        where = resolve_device(device)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--device") from error
+    if as_json:
+        result = run_demo(steps, seed, where)
+        typer.echo(json.dumps(result.to_dict(), indent=2))
+    else:
+        console = Console()
+        with demo_progress(console, steps) as on_step:
+            result = run_demo(steps, seed, where, on_step)
+        console.print(render_demo(result))
+    raise typer.Exit(0 if result.equal else 1)
+
+
+def main() -> None:
+    """Run the command line."""
+    app()
+
+
+if __name__ == "__main__":
+    main()

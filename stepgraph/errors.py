@@ -1,0 +1,309 @@
+"""Every exception stepgraph raises, and the table that turns a CUDA failure into a cause and a fix.
+
+CUDA reports a broken capture in one line that names neither the user's code nor the remedy ("operation failed due to
+a previous error during capture"). Each error here says what happened, why, and what to type instead, and carries a
+rule id that is a heading of `docs/errors.md`. `ERROR_TABLE` is the single source of that knowledge: raised errors, the
+tape's refusals and the docs page all read it.
+"""
+
+from __future__ import annotations
+
+import linecache
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+
+class StepgraphWarning(UserWarning):
+    """Something the user should know and may want to change; the program is still right."""
+
+
+class StepgraphError(Exception):
+    """The base of all errors: what happened, details, why, how to fix it, and the rule's id.
+
+    Example:
+        >>> print(StepgraphError("the batch is on another device", rule="device", fix="move it"))
+        the batch is on another device   [device]
+        Fix: move it
+    """
+
+    def __init__(self, what: str, *, rule: str, details: Iterable[str] = (), why: str = "", fix: str = "") -> None:
+        self.what, self.rule, self.details, self.why, self.fix = what, rule, tuple(details), why, fix
+        lines = [f"{what}   [{rule}]", *(f"  {line}" for line in self.details)]
+        lines += [f"Why: {why}"] if why else []
+        lines += [f"Fix: {fix}"] if fix else []
+        super().__init__("\n".join(lines))
+
+
+class InvalidArgument(StepgraphError, ValueError):
+    """An option or an argument given to stepgraph that it cannot work with."""
+
+
+class SignatureMismatch(StepgraphError):
+    """A call under `strict=True` that no captured graph fits."""
+
+
+class ClosedError(StepgraphError):
+    """A captured step or a session used after it was closed."""
+
+
+class StaleMemoryError(StepgraphError, RuntimeError):
+    """A graph was about to read memory that another graph's replay has overwritten since."""
+
+
+@dataclass(frozen=True, slots=True)
+class Location:
+    """A line of the user's code."""
+
+    file: str
+    line: int
+    function: str
+
+    def __str__(self) -> str:
+        source = linecache.getline(self.file, self.line).strip()
+        return f"{self.file}:{self.line} in {self.function}" + (f": `{source}`" if source else "")
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorEntry:
+    """One row of the error table."""
+
+    rule: str
+    """The id shown in brackets; a heading of docs/errors.md."""
+    code: int | None
+    """The CUDA runtime's error number, where the failure has one."""
+    name: str
+    """The CUDA name, or a short name of ours."""
+    texts: tuple[str, ...]
+    """Pieces of the raw message that identify it."""
+    what: str
+    why: str
+    fix: str
+
+
+ERROR_TABLE: tuple[ErrorEntry, ...] = (
+    ErrorEntry(
+        "host-data",
+        None,
+        "unpinned copy",
+        ("unless the CPU tensor is pinned",),
+        "data moves between host and device memory while the step is captured",
+        "a graph replays fixed device work; a copy from or to pageable host memory needs the host at every replay. "
+        "torch.tensor, as_tensor, from_numpy, a list used as an index, `x[0] = 1.0` and .cpu() all make one.",
+        "pass the data to the step as an argument, make it before the step, or build it on the device "
+        "(torch.full, torch.arange, x[0].fill_(1.0)).",
+    ),
+    ErrorEntry(
+        "host-read",
+        900,
+        "cudaErrorStreamCaptureUnsupported",
+        ("operation not permitted when stream is capturing", "cudaErrorStreamCaptureUnsupported"),
+        "the step waits for the device, or reads a tensor's value on the host, while it is captured",
+        "nothing runs during capture, so there is no value yet, and a replay could not act on it. .item(), bool(), "
+        "float(), .tolist(), print, nonzero, mask indexing, unique and torch.cuda.synchronize all do this.",
+        "return the tensor and read it after the step, or stay on the device (torch.where, masked_fill, "
+        "F.one_hot(x, n), repeat_interleave(..., output_size=n)).",
+    ),
+    ErrorEntry(
+        "capture-invalidated",
+        901,
+        "cudaErrorStreamCaptureInvalidated",
+        ("operation failed due to a previous error during capture", "cudaErrorStreamCaptureInvalidated"),
+        "the capture was broken by an earlier call",
+        "a call that CUDA forbids during capture ran before this point, in the step (its error may have been caught "
+        "there) or in code that shares its thread.",
+        "look for a try/except in the step around a host read; run the step with backend='tape' on CPU tensors to "
+        "get the line.",
+    ),
+    ErrorEntry(
+        "capture-merge",
+        902,
+        "cudaErrorStreamCaptureMerge",
+        ("merge of separate capture sequences", "cudaErrorStreamCaptureMerge"),
+        "two captures were about to be joined",
+        "the step waits on a stream that another capture is recording.",
+        "capture one step at a time, or share one stepgraph.Session between them.",
+    ),
+    ErrorEntry(
+        "capture-unmatched",
+        903,
+        "cudaErrorStreamCaptureUnmatched",
+        ("capture was not initiated in this stream", "cudaErrorStreamCaptureUnmatched"),
+        "the capture ended on another stream than it began on",
+        "the step left another stream current when it returned.",
+        "enter streams with `with torch.cuda.stream(s):` so that they are left again.",
+    ),
+    ErrorEntry(
+        "unjoined-stream",
+        904,
+        "cudaErrorStreamCaptureUnjoined",
+        ("capturing stream has unjoined work", "cudaErrorStreamCaptureUnjoined"),
+        "a side stream that the step started was not joined before the step returned",
+        "a graph ends where its capture stream ends; work on another stream would be lost.",
+        "torch.cuda.current_stream().wait_stream(side) before the step returns.",
+    ),
+    ErrorEntry(
+        "capture-isolation",
+        905,
+        "cudaErrorStreamCaptureIsolation",
+        ("dependency created on uncaptured work in another stream", "cudaErrorStreamCaptureIsolation"),
+        "the step waits for work that was queued outside the capture",
+        "an event or stream of before the capture cannot be a part of the graph.",
+        "wait for that work before the step is called, or move it into the step.",
+    ),
+    ErrorEntry(
+        "legacy-stream",
+        906,
+        "cudaErrorStreamCaptureImplicit",
+        ("would make the legacy stream depend on a capturing", "cudaErrorStreamCaptureImplicit"),
+        "work was queued on the default stream while another stream is captured",
+        "often a parameter's gradient accumulator that was made on the default stream and is still alive: a loss of "
+        "an eager step was kept with its graph, or DDP was built on the default stream.",
+        "drop or .detach() losses kept from before, and build DDP under `with session.stream():`.",
+    ),
+    ErrorEntry(
+        "captured-event",
+        907,
+        "cudaErrorCapturedEvent",
+        ("operation not permitted on an event last recorded in a capturing stream", "cudaErrorCapturedEvent"),
+        "the host asks for an event that was recorded inside the capture",
+        "the event belongs to the graph and never happens outside it.",
+        "time and query around the step, not in it.",
+    ),
+    ErrorEntry(
+        "capture-thread",
+        908,
+        "cudaErrorStreamCaptureWrongThread",
+        ("attempt to terminate a thread-local capture sequence from another thread", "StreamCaptureWrongThread"),
+        "the capture was ended by another thread than began it",
+        "a capture belongs to the thread that called the step.",
+        "call the step from one thread.",
+    ),
+    ErrorEntry(
+        "illegal-address",
+        700,
+        "cudaErrorIllegalAddress",
+        ("illegal memory access", "cudaErrorIllegalAddress"),
+        "a kernel touched memory that is not there any more",
+        "a graph uses the addresses of its capture; a tensor it reads was freed or moved since.",
+        "keep the tensors that the step uses alive and in place, or step.reset() after moving them. The process must "
+        "be restarted: CUDA does not recover from this.",
+    ),
+    ErrorEntry(
+        "out-of-memory",
+        2,
+        "cudaErrorMemoryAllocation",
+        ("out of memory", "cudaErrorMemoryAllocation"),
+        "the device ran out of memory during capture",
+        "a graph holds its activations' memory for as long as it lives, beside what eager code has cached.",
+        "share one stepgraph.Session between steps, lower max_graphs, close steps no longer used, or make the batch "
+        "smaller.",
+    ),
+    ErrorEntry(
+        "generator",
+        None,
+        "unregistered generator",
+        ("CUDA generator not in capture mode", "generator is not registered"),
+        "the step draws random numbers from a generator that the graph does not know",
+        "a graph advances only the generators registered with it; another one would repeat its numbers.",
+        "stepgraph.capture(step, generators=[generator]).",
+    ),
+    ErrorEntry(
+        "reseed",
+        None,
+        "reseeding",
+        ("can be called during stream capture only if new seed",),
+        "the step seeds a random generator",
+        "the seed would be set once, at capture, and not at the replays.",
+        "seed before the step.",
+    ),
+    ErrorEntry(
+        "optimizer-capturable",
+        None,
+        "optimizer not capturable",
+        ("param_groups' capturable is False",),
+        "an optimizer that keeps its step count on the host was about to be captured",
+        "the count would be frozen, and with it the bias correction.",
+        "leave optimizer='auto', or use optimizer='capturable'.",
+    ),
+    ErrorEntry(
+        "tape-limit",
+        None,
+        "not modelled",
+        ("the tape does not record",),
+        "the tape does not record this kind of work",
+        "it sees plain CPU tensors and ATen operators; sparse tensors and higher-order operators (torch.cond, "
+        "flex_attention) are outside its model.",
+        "capture on a GPU, or leave this part out of the step.",
+    ),
+    ErrorEntry(
+        "library-call",
+        None,
+        "library call",
+        ("CUSOLVER_STATUS", "cusolver error", "MAGMA"),
+        "a linear-algebra call that works on the host was about to be captured",
+        "this decomposition synchronizes inside its library.",
+        "move it out of the step, or take a form that stays on the device (torch.linalg.qr, inv_ex, cholesky_ex).",
+    ),
+)
+
+
+def lookup(text: str) -> ErrorEntry | None:
+    """The row of the error table that a raw message belongs to."""
+    folded = text.lower()
+    return next((row for row in ERROR_TABLE if any(piece.lower() in folded for piece in row.texts)), None)
+
+
+def entry(rule: str) -> ErrorEntry:
+    """The row of the error table with this rule id."""
+    return next(row for row in ERROR_TABLE if row.rule == rule)
+
+
+class CaptureRefused(RuntimeError):
+    """Raised by the tape at the line that CUDA would refuse; the session turns it into a `CaptureError`."""
+
+    def __init__(self, row: ErrorEntry, what: str, where: Location | None) -> None:
+        code = f" (CUDA error {row.code})" if row.code is not None else ""
+        super().__init__(f"{what}: {row.what}{code}")
+        self.row, self.operation, self.where = row, what, where
+
+
+class CaptureError(StepgraphError, RuntimeError):
+    """A capture that failed. The state of the program is that of before the call.
+
+    `code` is CUDA's error number where there is one, `where` the user's line, `entry` the row of the error table.
+    """
+
+    def __init__(
+        self,
+        what: str,
+        *,
+        rule: str,
+        details: Iterable[str] = (),
+        why: str = "",
+        fix: str = "",
+        code: int | None = None,
+        where: Location | None = None,
+        entry: ErrorEntry | None = None,
+    ) -> None:
+        self.code, self.where, self.entry = code, where, entry
+        lines = [f"at    {where}"] if where else []
+        lines += [f"cuda  {code} {entry.name}"] if entry is not None and code is not None else []
+        super().__init__(what, rule=rule, details=[*lines, *details], why=why, fix=fix)
+
+    @classmethod
+    def from_entry(
+        cls, step: str, row: ErrorEntry, *, operation: str = "", where: Location | None = None, raw: str = ""
+    ) -> CaptureError:
+        """The error for a failure that the table knows."""
+        details = [f"op    {operation}"] if operation else []
+        details += [f"torch {raw}"] if raw else []
+        return cls(
+            f"{step}: {row.what}",
+            rule=row.rule,
+            details=details,
+            why=row.why,
+            fix=row.fix,
+            code=row.code,
+            where=where,
+            entry=row,
+        )

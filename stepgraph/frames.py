@@ -1,0 +1,73 @@
+"""Whose line is it? Finds the user's frame among torch's and our own.
+
+A refusal is worth its line number: the innermost frame that is neither torch nor this engine. The reference models
+and benchmarks that ship with the package are user code here: they know nothing of graphs.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import types
+
+import torch
+
+from stepgraph.errors import Location
+
+_TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
+_HERE = os.path.dirname(os.path.abspath(__file__)) + os.sep
+_USER_ROOMS = tuple(_HERE + room + os.sep for room in ("models", "bench"))
+_PLUMBING = tuple(
+    _TORCH + name
+    for name in (
+        "utils/_python_dispatch.py",
+        "overrides.py",
+        "_ops.py",
+        "_compile.py",
+        "_dynamo",
+        "utils/_contextlib.py",
+    )
+)
+
+
+def is_engine(file: str) -> bool:
+    """Whether a file is part of stepgraph's own machinery."""
+    return file.startswith(_HERE) and not file.startswith(_USER_ROOMS)
+
+
+def is_user(file: str) -> bool:
+    """Whether a file is the user's: not torch, not the engine, not generated code."""
+    return not (file.startswith((_TORCH, "<")) or is_engine(file) or file.endswith("contextlib.py"))
+
+
+def caller_is_torch() -> bool:
+    """Whether the innermost frame above the dispatch plumbing is torch's own Python code."""
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if not (is_engine(file) or file.startswith((*_PLUMBING, "<"))):
+            return file.startswith(_TORCH)
+        frame = frame.f_back
+    return False
+
+
+def user_location() -> Location | None:
+    """The user's innermost line on the current stack."""
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if is_user(frame.f_code.co_filename):
+            return Location(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
+        frame = frame.f_back
+    return None
+
+
+def error_location(error: BaseException) -> Location | None:
+    """The user's innermost line in an error's traceback."""
+    found = None
+    trace = error.__traceback__
+    while trace is not None:
+        code = trace.tb_frame.f_code
+        if is_user(code.co_filename):
+            found = Location(code.co_filename, trace.tb_lineno, code.co_name)
+        trace = trace.tb_next
+    return found

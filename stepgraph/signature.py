@@ -1,0 +1,252 @@
+"""What a call looks like: the part of the world that a captured graph takes for granted.
+
+A graph replays fixed shapes, addresses and kernels. Whatever would have made eager code launch other kernels belongs
+to the signature: each tensor's geometry, each plain value, each module's training flag, grad mode, autocast, the
+numeric flags of the process, and which gradients are None. A call is replayed only by the graph of its own signature.
+
+The key is a flat tuple, cheap to build and to hash; names for its parts are made only when a difference must be told.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+import sys
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from stepgraph.errors import InvalidArgument
+from stepgraph.tree import Structure, paths, step_into
+
+_BY_VALUE = (bool, int, str, bytes, complex, type(None), torch.dtype, torch.device, torch.Size, range, enum.Enum)
+_SHORT = {torch.float32: "f32", torch.float64: "f64", torch.bfloat16: "bf16", torch.float16: "f16"}
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """One thing that is not as it was: where, what, and both values."""
+
+    path: str
+    what: str
+    captured: str
+    received: str
+
+    def __str__(self) -> str:
+        return f"{self.path}: {self.what} (captured {self.captured}, received {self.received})"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Signature:
+    """A call's signature. Equal keys mean that one graph serves both calls."""
+
+    structure: Structure
+    leaves: tuple[Hashable, ...]
+    ambient: tuple[Hashable, ...]
+    training: tuple[bool, ...]
+    no_grad: tuple[bool, ...]
+    arguments: tuple[str, ...] = ()
+    """Names of the positional parameters, for messages."""
+
+    @property
+    def family(self) -> tuple[Hashable, ...]:
+        """The key without the gradients: calls of one family warm each other up."""
+        return (self.structure, self.leaves, self.ambient, self.training)
+
+    @property
+    def key(self) -> tuple[Hashable, ...]:
+        """The whole key."""
+        return (self.structure, self.leaves, self.ambient, self.training, self.no_grad)
+
+    def describe(self) -> str:
+        """One line for reports: the tensors and plain values of the call, and what is unusual around it."""
+        parts = [f"{p}={describe_leaf(k)}" for p, k in zip(self.names(), self.leaves, strict=True)]
+        if self.training and not any(self.training):
+            parts.append("eval")
+        ambient = dict(zip(AMBIENT_NAMES, self.ambient, strict=True))
+        parts += [name for name, usual in (("grad mode", True), ("inference mode", False)) if ambient[name] != usual]
+        if self.no_grad and all(self.no_grad):
+            parts.append("no .grad yet")
+        return ", ".join(parts) or "no arguments"
+
+    def names(self) -> list[str]:
+        """The path of each leaf, from the arguments' names."""
+        positional, keyword = self.structure.children
+        found: list[str] = []
+        for index, child in enumerate(positional.children):
+            found += paths(child, argument_name(self.arguments, index))
+        for key, child in zip(keyword.keys, keyword.children, strict=True):
+            found += paths(child, str(key))
+        return found
+
+
+def tensor_key(tensor: torch.Tensor) -> tuple[Hashable, ...]:
+    """A tensor's part of the key."""
+    return (
+        type(tensor),
+        tensor.shape,
+        tensor.stride(),
+        tensor.dtype,
+        tensor.device,
+        tensor.requires_grad,
+        tensor.is_conj() or tensor.is_neg(),
+    )
+
+
+def leaf_key(leaf: Any) -> Hashable:
+    """Any leaf's part of the key: tensors by geometry, plain values by value, other objects by identity."""
+    if isinstance(leaf, torch.Tensor):
+        return tensor_key(leaf)
+    if isinstance(leaf, float):
+        return (float, "nan" if math.isnan(leaf) else leaf.hex())
+    if isinstance(leaf, _BY_VALUE):
+        return (type(leaf), leaf)
+    if _is_numpy(leaf):
+        raise InvalidArgument(
+            f"a numpy {type(leaf).__name__} was passed to a captured step",
+            rule="host-data",
+            why="its values would be frozen at capture: only tensors are copied in at each call.",
+            fix="pass torch.from_numpy(array), or a tensor.",
+        )
+    return (type(leaf), "object", id(leaf))
+
+
+def _is_numpy(leaf: Any) -> bool:
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and isinstance(leaf, (numpy.ndarray, numpy.generic))
+
+
+def describe_leaf(key: Any) -> str:
+    """A leaf's key in words: `f32[4, 16] cpu`, `'mean'`, `<Linear object>`."""
+    if len(key) > 3:
+        kind, shape, _, dtype, device, requires_grad, flipped = key
+        name = _SHORT.get(dtype, str(dtype).removeprefix("torch."))
+        notes = "" if kind is torch.Tensor else f" {kind.__name__}"
+        notes += " requires_grad" * requires_grad + " conj" * flipped
+        return f"{name}{list(shape)} {device}{notes}"
+    if len(key) == 3:
+        return f"<{key[0].__name__} object>"
+    return str(float("nan") if key[1] == "nan" else float.fromhex(key[1])) if key[0] is float else repr(key[1])
+
+
+def argument_name(names: Sequence[str], index: int) -> str:
+    """A positional argument's name, as the step's own signature gives it."""
+    return names[index] if index < len(names) else f"args[{index}]"
+
+
+def _autocast(device: str) -> Callable[[], Hashable]:
+    return lambda: torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
+
+
+def _precision(device: str, op: str) -> Callable[[], Hashable]:
+    getter = getattr(torch._C, "_get_fp32_precision_getter", None)
+    if getter is not None:
+        return lambda: getter(device, op)
+    legacy = torch._C._get_cublas_allow_tf32 if op == "matmul" else torch._C._get_cudnn_allow_tf32
+    return legacy
+
+
+_AMBIENT: tuple[tuple[str, Callable[[], Hashable]], ...] = (
+    ("grad mode", torch.is_grad_enabled),
+    ("inference mode", torch.is_inference_mode_enabled),
+    ("autocast on cuda", _autocast("cuda")),
+    ("autocast on cpu", _autocast("cpu")),
+    ("autocast cache", torch.is_autocast_cache_enabled),
+    ("default dtype", torch.get_default_dtype),
+    ("float32 precision of matmul", _precision("cuda", "matmul")),
+    ("float32 precision of conv", _precision("cuda", "conv")),
+    ("deterministic algorithms", torch.are_deterministic_algorithms_enabled),
+    ("deterministic warn-only", torch.is_deterministic_algorithms_warn_only_enabled),
+    ("cudnn deterministic", torch._C._get_cudnn_deterministic),
+    ("cudnn benchmark", torch._C._get_cudnn_benchmark),
+    ("cudnn enabled", torch._C._get_cudnn_enabled),
+    ("flash attention", torch._C._get_flash_sdp_enabled),
+    ("memory-efficient attention", torch._C._get_mem_efficient_sdp_enabled),
+    ("math attention", torch._C._get_math_sdp_enabled),
+    ("cudnn attention", torch._C._get_cudnn_sdp_enabled),
+    ("bf16 reduction", torch._C._get_cublas_allow_bf16_reduced_precision_reduction),
+    ("fp16 reduction", torch._C._get_cublas_allow_fp16_reduced_precision_reduction),
+)
+AMBIENT_NAMES = tuple(name for name, _ in _AMBIENT)
+_AMBIENT_GETTERS = tuple(getter for _, getter in _AMBIENT)
+
+
+def ambient_key() -> tuple[Hashable, ...]:
+    """The flags of the process and thread that choose kernels."""
+    return tuple([getter() for getter in _AMBIENT_GETTERS])
+
+
+def differences(
+    captured: Signature, received: Signature, module_names: Sequence[str] = (), parameter_names: Sequence[str] = ()
+) -> list[Difference]:
+    """Everything that differs between two signatures, each by name."""
+    found = _call_differences(captured, received)
+    if not found:
+        for path, one, two in zip(captured.names(), captured.leaves, received.leaves, strict=True):
+            if one != two:
+                found.append(Difference(path, _what_changed(one, two), describe_leaf(one), describe_leaf(two)))
+    for name, before, now in zip(AMBIENT_NAMES, captured.ambient, received.ambient, strict=True):
+        if before != now:
+            found.append(Difference(name, "changed", str(before), str(now)))
+    found += _flag_differences("training", captured.training, received.training, module_names)
+    found += _flag_differences(".grad is None", captured.no_grad, received.no_grad, parameter_names)
+    return found
+
+
+def _what_changed(one: Any, two: Any) -> str:
+    if len(one) > 3 and len(two) > 3:
+        names = ("type", "shape", "strides", "dtype", "device", "requires_grad", "conj or neg bit")
+        changed = [name for name, a, b in zip(names, one, two, strict=True) if a != b]
+        if "shape" in changed and "strides" in changed:
+            changed.remove("strides")
+        return " and ".join(changed) + " changed"
+    return "value changed" if one[0] is two[0] else "type changed"
+
+
+def _call_differences(captured: Signature, received: Signature) -> list[Difference]:
+    if captured.structure == received.structure:
+        return []
+    (args, kwargs), (new_args, new_kwargs) = captured.structure.children, received.structure.children
+    names = captured.arguments or received.arguments
+    found = _key_differences("the arguments", args, new_args, lambda k: argument_name(names, k))
+    return found + _key_differences("the keyword arguments", kwargs, new_kwargs, str)
+
+
+def _structure_differences(path: str, one: Structure, two: Structure) -> list[Difference]:
+    if one == two:
+        return []
+    if one.kind is not two.kind:
+        return [Difference(path, "type changed", _kind(one), _kind(two))]
+    found = _key_differences(path, one, two, lambda k: step_into(one, k, path))
+    return found or [Difference(path, "container changed", _kind(one), _kind(two))]
+
+
+def _key_differences(path: str, one: Structure, two: Structure, name: Callable[[Any], str]) -> list[Difference]:
+    found = [Difference(name(k), "missing", "present", "absent") for k in one.keys if k not in two.keys]
+    found += [Difference(name(k), "extra", "absent", "present") for k in two.keys if k not in one.keys]
+    if not found and one.keys != two.keys:
+        found.append(Difference(path, "keys reordered", str(list(one.keys)), str(list(two.keys))))
+    others = dict(zip(two.keys, two.children, strict=True))
+    for key, child in zip(one.keys, one.children, strict=True):
+        if key in others:
+            found += _structure_differences(name(key), child, others[key])
+    return found
+
+
+def _kind(structure: Structure) -> str:
+    return structure.kind.__name__ if structure.kind else "a leaf"
+
+
+def _flag_differences(
+    what: str, one: tuple[bool, ...], two: tuple[bool, ...], names: Sequence[str]
+) -> list[Difference]:
+    if len(one) != len(two):
+        return [Difference(what, "the step touches other objects", str(len(one)), str(len(two)))]
+    changed = [i for i, (a, b) in enumerate(zip(one, two, strict=True)) if a != b]
+    label = [names[i] if i < len(names) else f"#{i}" for i in changed]
+    if len(changed) > 4:
+        more = f"{label[0]} and {len(changed) - 1} more"
+        return [Difference(more, what, str(one[changed[0]]), str(two[changed[0]]))]
+    return [Difference(n, what, str(one[i]), str(two[i])) for n, i in zip(label, changed, strict=True)]

@@ -1,0 +1,1 @@
+"""What capture must protect and replay must refresh: gradients, optimizers, modules, random state."""

@@ -1,0 +1,186 @@
+"""Gradients under replay: `.grad` as eager would leave it, in memory that graphs agree on.
+
+A graph writes gradients to fixed addresses, and `.grad` is attached to them after each replay. The session keeps one
+address for each parameter (`GradBuffers`): the first graph that makes a gradient gives it its address, later graphs
+copy theirs there as their last node, so that any number of graphs share one set of gradients and nothing that outlives
+a replay is ever handed to another capture.
+
+What was in `.grad` before the call is harder. Most steps throw it away (`zero_grad()` comes first), some add to it, a
+few read it first. CUDA does not say which. But if the old gradient's memory died before anything was recorded, the
+graph cannot know its address: then nothing has to be carried in, and its memory is free for the capture. So the first
+try lets go of the old gradients and watches them die, with a copy in host memory in case the capture fails. If one
+outlives the first node, the recording is thrown away (nothing has run) and made again with the old gradients held at
+the session's addresses, to which each later call's `.grad` is carried.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+Attachment = list[tuple[torch.Tensor, torch.Tensor | None]]
+"""Parameters and what their `.grad` is to be."""
+
+
+def attach(attachment: Attachment) -> None:
+    """Make `.grad` what it is after a replay."""
+    for parameter, grad in attachment:
+        if parameter.grad is not grad:
+            parameter.grad = grad
+
+
+class GradBuffers:
+    """The address at which a session keeps each parameter's gradient."""
+
+    def __init__(self) -> None:
+        self._kept: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def get(self, parameter: torch.Tensor) -> torch.Tensor | None:
+        found = self._kept.get(id(parameter))
+        return found[1] if found is not None else None
+
+    def keep(self, parameter: torch.Tensor, grad: torch.Tensor) -> None:
+        self._kept[id(parameter)] = (parameter, grad)
+
+    def clear(self) -> None:
+        self._kept.clear()
+
+
+@dataclass(slots=True)
+class _Entry:
+    """A gradient that was there when the capture began, and how to bring it back."""
+
+    parameter: torch.Tensor
+    kept: torch.Tensor | None
+    """The session's own buffer, if `.grad` was that one."""
+    on_host: torch.Tensor | None
+    alive: weakref.ref[torch.Tensor] | None
+
+    def restore(self) -> None:
+        grad = self.kept
+        if grad is None and self.alive is not None:
+            grad = self.alive()
+        if grad is None:
+            assert self.on_host is not None
+            grad = _copy_to(self.on_host, self.parameter.device)
+        self.parameter.grad = grad
+
+
+class GradCapture:
+    """Gradients during one recording. `hold` chooses between the two ways of the module's docstring."""
+
+    def __init__(
+        self,
+        parameters: Sequence[torch.Tensor],
+        buffers: GradBuffers,
+        recorded_anything: Callable[[], bool],
+        *,
+        hold: bool,
+    ) -> None:
+        self._parameters = list(parameters)
+        self._buffers = buffers
+        self._recorded_anything = recorded_anything
+        self._hold = hold
+        self._entries: list[_Entry] = []
+        self._empty = [p for p in parameters if p.grad is None]
+        self._watches: list[weakref.ref[torch.UntypedStorage]] = []
+        self._died_in_time = 0
+        self._last: dict[int, torch.Tensor | None] = {}
+        self._made: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self.carried_in: list[tuple[torch.Tensor, torch.Tensor]] = []
+        """Parameters whose `.grad` must be at its buffer before a replay, with that buffer."""
+
+    def begin(self) -> None:
+        """Put `.grad` where the recording may find it."""
+        for parameter in self._parameters:
+            if parameter.grad is not None:
+                (self._hold_entry if self._hold else self._release_entry)(parameter, parameter.grad)
+            self._last[id(parameter)] = parameter.grad if self._hold else None
+
+    def _hold_entry(self, parameter: torch.Tensor, grad: torch.Tensor) -> None:
+        kept = self._buffers.get(parameter)
+        if kept is None or not _same_layout(kept, grad):
+            kept = grad
+        elif kept is not grad:
+            kept.copy_(grad)
+            parameter.grad = kept
+        self._made[id(parameter)] = (parameter, kept)
+        self.carried_in.append((parameter, kept))
+        self._entries.append(_Entry(parameter, kept, None, None))
+
+    def _release_entry(self, parameter: torch.Tensor, grad: torch.Tensor) -> None:
+        if self._buffers.get(parameter) is grad:
+            self._entries.append(_Entry(parameter, grad, None, None))
+            parameter.grad = torch.empty_like(grad)  # stands in for it; nothing runs, so its contents do not matter
+        else:
+            self._entries.append(_Entry(parameter, None, _copy_to(grad, torch.device("cpu")), weakref.ref(grad)))
+        del grad
+        assert parameter.grad is not None
+        self._watches.append(weakref.ref(parameter.grad.untyped_storage(), self._died))
+
+    def _died(self, _: object) -> None:
+        self._died_in_time += not self._recorded_anything()
+
+    @property
+    def entries_unused(self) -> bool:
+        """Whether the recording provably knows nothing of the gradients that were there before."""
+        return self._hold or self._died_in_time == len(self._watches)
+
+    def end_segment(self) -> Attachment:
+        """While still recording: bring new gradients to their addresses. Returns what `.grad` is from here on."""
+        found: Attachment = []
+        targets, sources = [], []
+        for parameter in self._parameters:
+            grad = parameter.grad
+            if grad is not None and grad is not self._last[id(parameter)]:
+                made = self._made.get(id(parameter))
+                kept = made[1] if made is not None else self._buffers.get(parameter)
+                if kept is not None and _same_layout(kept, grad):
+                    targets.append(kept)
+                    sources.append(grad)
+                    grad = parameter.grad = kept
+                self._made[id(parameter)] = (parameter, grad)
+            self._last[id(parameter)] = grad
+            found.append((parameter, grad))
+        if targets:
+            with torch.no_grad():
+                torch._foreach_copy_(targets, sources)
+        return found
+
+    def commit(self) -> None:
+        """The recording is good: its gradients' addresses are the session's."""
+        self._watches.clear()
+        for parameter, grad in self._made.values():
+            self._buffers.keep(parameter, grad)
+
+    def rollback(self) -> None:
+        """`.grad` as before the recording."""
+        self._watches.clear()
+        for entry in self._entries:
+            entry.restore()
+        for parameter in self._empty:
+            parameter.grad = None
+        self._made.clear()
+        self._last.clear()
+
+
+def carry_in(carried: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Before a replay: bring `.grad` to the address that the graph reads."""
+    for parameter, kept in carried:
+        grad = parameter.grad
+        if grad is not kept:
+            assert grad is not None, "a call without gradients has another signature"
+            kept.copy_(grad)
+            parameter.grad = kept
+
+
+def _copy_to(grad: torch.Tensor, device: torch.device) -> torch.Tensor:
+    copy = torch.empty_strided(grad.shape, grad.stride(), dtype=grad.dtype, device=device)
+    return copy.copy_(grad)
+
+
+def _same_layout(one: torch.Tensor, two: torch.Tensor) -> bool:
+    return one.shape == two.shape and one.stride() == two.stride() and one.dtype == two.dtype

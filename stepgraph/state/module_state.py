@@ -1,0 +1,129 @@
+"""What a step touches: its modules, parameters and optimizers, found while it runs.
+
+During warm-up torch's global hooks tell which modules are called and which optimizers step, and the roots of each
+backward lead to the accumulators of every leaf that a gradient flows to, so that parameters used without a module are
+found too. The hooks are gone when the call is over. With compiled code no module hook is set (the compiler would trace
+it, and compile again once it is gone); the closure tells the modules then.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+
+from stepgraph.state.reach import is_compiled, reachable
+
+
+class Touched:
+    """The modules, parameters and optimizers of a step, each once, in the order found."""
+
+    def __init__(self) -> None:
+        self._modules: dict[int, torch.nn.Module] = {}
+        self._parameters: dict[int, torch.Tensor] = {}
+        self._optimizers: dict[int, Optimizer] = {}
+        self._names: dict[int, str] = {}
+
+    @property
+    def modules(self) -> list[torch.nn.Module]:
+        return list(self._modules.values())
+
+    @property
+    def parameters(self) -> list[torch.Tensor]:
+        return list(self._parameters.values())
+
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        return list(self._optimizers.values())
+
+    def name(self, value: torch.nn.Module | torch.Tensor) -> str:
+        """A module's or parameter's path, as far as it is known."""
+        return self._names.get(id(value), type(value).__name__)
+
+    def add_module(self, module: torch.nn.Module, name: str = "") -> None:
+        """A module with all that is in it."""
+        if id(module) in self._modules:
+            return
+        root = name or type(module).__name__
+        for path, child in module.named_modules():
+            if id(child) not in self._modules:
+                self._modules[id(child)] = child
+                self._names.setdefault(id(child), f"{root}.{path}" if path else root)
+        for path, parameter in module.named_parameters():
+            self.add_parameter(parameter, f"{root}.{path}")
+
+    def add_parameter(self, parameter: torch.Tensor, name: str = "") -> None:
+        self._parameters.setdefault(id(parameter), parameter)
+        if name:
+            self._names.setdefault(id(parameter), name)
+
+    def add_optimizer(self, optimizer: Optimizer) -> None:
+        self._optimizers.setdefault(id(optimizer), optimizer)
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                self.add_parameter(parameter)
+
+    def add_accumulators(self, roots: Any) -> None:
+        """Every leaf that a backward from these tensors gives a gradient to."""
+        for leaf in _leaves_behind(roots):
+            self.add_parameter(leaf)
+
+
+def _leaves_behind(roots: Any) -> Iterator[torch.Tensor]:
+    tensors = [roots] if isinstance(roots, torch.Tensor) else list(roots)
+    nodes = [t.grad_fn for t in tensors if isinstance(t, torch.Tensor) and t.grad_fn is not None]
+    seen = set(nodes)
+    while nodes:
+        node = nodes.pop()
+        variable = getattr(node, "variable", None)
+        if variable is not None:
+            yield variable
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen:
+                seen.add(following)
+                nodes.append(following)
+
+
+@contextlib.contextmanager
+def discovering(
+    touched: Touched, function: Callable[..., Any], on_optimizer: Callable[[Optimizer], None]
+) -> Iterator[None]:
+    """Note what a call touches. `on_optimizer` sees each optimizer before it steps."""
+    objects = list(reachable(function))
+    compiled = any(is_compiled(value) for value in objects)
+
+    def optimizer_hook(optimizer: Optimizer, *_: Any) -> None:
+        touched.add_optimizer(optimizer)
+        on_optimizer(optimizer)
+
+    with contextlib.ExitStack() as stack:
+        stack.callback(register_optimizer_step_pre_hook(optimizer_hook).remove)
+        if compiled:
+            for value in objects:
+                if isinstance(value, torch.nn.Module):
+                    touched.add_module(value)
+        else:
+            hook = register_module_forward_pre_hook(lambda module, _: touched.add_module(module))
+            stack.callback(hook.remove)
+        stack.enter_context(_backward_roots(touched.add_accumulators))
+        yield
+
+
+@contextlib.contextmanager
+def _backward_roots(see: Callable[[Any], None]) -> Iterator[None]:
+    """Show the roots of each backward. torch has no hook for this, so its one entry point is wrapped meanwhile."""
+    original = torch.autograd.backward
+
+    def backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
+        see(tensors)
+        original(tensors, *args, **kwargs)
+
+    torch.autograd.backward = backward
+    try:
+        yield
+    finally:
+        torch.autograd.backward = original

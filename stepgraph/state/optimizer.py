@@ -1,0 +1,228 @@
+"""Optimizers under capture: inside the graph only where a replay is bit for bit the eager step.
+
+The measure is the user's own program in eager: same arithmetic, same Python-float learning rate. Adam with
+`capturable=True` is not that (its bias correction runs in float32 on the device), nor is a float32 tensor learning
+rate. So an optimizer goes inside a graph only when its kernels take no number that changes from step to step: the
+fused ones count their steps on the device, SGD and RMSprop use no count. Their numbers (learning rate, weight decay,
+betas, ...) are baked into the graph and compared before each replay; when one changes, the optimizer leaves the graph
+for good. Any other optimizer runs eagerly at its place, between two graphs, which is right by construction.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.optim.optimizer import Optimizer
+
+from stepgraph.backends import Backend
+from stepgraph.errors import CaptureError, entry
+
+MODES = ("auto", "inside", "outside", "capturable")
+_FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
+_STEPLESS = (torch.optim.SGD, torch.optim.RMSprop)
+_HEALTH_CHECKS = ("_cuda_graph_capture_health_check", "_accelerator_graph_capture_health_check")
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where an optimizer runs, and why."""
+
+    inside: bool
+    reason: str
+
+
+def place(optimizer: Optimizer, mode: str, moved: str | None = None) -> Placement:
+    """Decide whether an optimizer's step is captured. `moved` names a number of it that changed after a capture."""
+    kind = type(optimizer)
+    if mode == "outside":
+        return Placement(False, "optimizer='outside'")
+    if moved is not None:
+        return Placement(False, f"its numbers change: {moved}")
+    if kind in _FUSED and all(group.get("fused") for group in optimizer.param_groups):
+        return Placement(True, "fused: its step count is on the device")
+    if all(group.get("capturable") for group in optimizer.param_groups):
+        return Placement(True, "capturable: its step count is on the device")
+    if kind in _STEPLESS and not any(_is_tensor_number(g) or g["differentiable"] for g in optimizer.param_groups):
+        return Placement(True, f"{kind.__name__} uses no step count")
+    if mode == "inside" and not _counts_on_host(optimizer):
+        return Placement(True, "optimizer='inside'")
+    reason = "its step count is on the host" if _counts_on_host(optimizer) else "not known to replay bit for bit"
+    return Placement(False, reason)
+
+
+def _is_tensor_number(group: dict[str, Any]) -> bool:
+    return any(isinstance(v, torch.Tensor) for k, v in group.items() if k != "params")
+
+
+def _counts_on_host(optimizer: Optimizer) -> bool:
+    is_torch = type(optimizer).__module__.startswith("torch.optim")
+    return is_torch and type(optimizer) not in _STEPLESS
+
+
+def check_forced(optimizer: Optimizer, mode: str, placement: Placement) -> None:
+    """Refuse `optimizer='inside'` where it would freeze the step count."""
+    if mode == "inside" and not placement.inside and _counts_on_host(optimizer):
+        row = entry("optimizer-capturable")
+        what = f"{type(optimizer).__name__}: {row.what}"
+        raise CaptureError(what, rule=row.rule, why=row.why, fix=row.fix, entry=row)
+
+
+def _number(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return ("tensor", value.data_ptr())
+    return tuple(_number(v) for v in value) if isinstance(value, (tuple, list)) else value
+
+
+class NumbersGuard:
+    """The numbers of an optimizer that a graph has baked in."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer = optimizer
+        self._keys = [[k for k in group if k != "params"] for group in optimizer.param_groups]
+        self._captured = self._read()
+
+    def _read(self) -> list[list[Any]]:
+        groups = self.optimizer.param_groups
+        return [[_number(g.get(k)) for k in keys] for g, keys in zip(groups, self._keys, strict=False)]
+
+    def changed(self) -> str | None:
+        """The first number that is not what it was, in words."""
+        now = self._read()
+        if now == self._captured:
+            return None
+        name = type(self.optimizer).__name__
+        for i, (keys, before, after) in enumerate(zip(self._keys, self._captured, now, strict=False)):
+            for key, one, two in zip(keys, before, after, strict=True):
+                if one != two:
+                    return f"{name}.param_groups[{i}][{key!r}] {one} -> {two}"
+        return f"{name}.param_groups"
+
+
+class HostCounters:
+    """Step counts that a captured optimizer keeps in host memory (RMSprop's, for its state_dict): one more each replay.
+
+    On CUDA such a count is plain host work: capture runs it once and replays never. It is taken back after capture and
+    advanced at each replay, with one fused call.
+    """
+
+    def __init__(self, optimizers: Sequence[Optimizer], backend: Backend) -> None:
+        tensors = [v for o in optimizers for state in o.state.values() for v in state.values()]
+        self._tensors = [t for t in tensors if isinstance(t, torch.Tensor) and not backend.owns(t)]
+        self._before = [t.clone() for t in self._tensors]
+        self._counting: list[torch.Tensor] = []
+        self._steps: list[torch.Tensor] = []
+
+    def rollback(self) -> None:
+        """Take back what the capture did."""
+        for tensor, before in zip(self._tensors, self._before, strict=True):
+            step = tensor - before
+            if bool(step.any()):
+                self._counting.append(tensor)
+                self._steps.append(step)
+            tensor.copy_(before)
+
+    def advance(self) -> None:
+        """What a replay would have done."""
+        if self._counting:
+            torch._foreach_add_(self._counting, self._steps)
+
+
+@contextlib.contextmanager
+def cut_at(optimizers: Sequence[Optimizer], cut: Callable[[str, Callable[[], Any]], None]) -> Iterator[None]:
+    """While recording, turn each step of these optimizers into a cut: the step is noted, not run.
+
+    Nothing runs during capture, so an optimizer between two graphs must not run either. Its `step` is shadowed on the
+    instance, where schedulers and scalers look it up too, and found again at the end.
+    """
+    with contextlib.ExitStack() as stack:
+        for optimizer in optimizers:
+            stack.enter_context(_shadowed(optimizer, "step", _cutting_step(optimizer, cut)))
+        yield
+
+
+def _cutting_step(optimizer: Optimizer, cut: Callable[[str, Callable[[], Any]], None]) -> Callable[..., None]:
+    step = optimizer.step
+    name = f"{type(optimizer).__name__}.step"
+
+    def noted(*args: Any, **kwargs: Any) -> None:
+        if args or kwargs.get("closure") is not None:
+            raise CaptureError(
+                f"{name} was called with a closure",
+                rule="optimizer-closure",
+                why="the optimizer runs between graphs, and its closure would run there, eagerly and unrecorded.",
+                fix="compute the loss and call backward() before step().",
+            )
+        cut(name, lambda: step(**kwargs))
+
+    return noted
+
+
+@contextlib.contextmanager
+def captured_inside(optimizers: Sequence[Optimizer]) -> Iterator[None]:
+    """Let these optimizers step inside a capture: `place` has found them fit, whatever their capturable flag says."""
+    with contextlib.ExitStack() as stack:
+        for optimizer in optimizers:
+            for check in _HEALTH_CHECKS:
+                if hasattr(optimizer, check):
+                    stack.enter_context(_shadowed(optimizer, check, lambda: None))
+        yield
+
+
+@contextlib.contextmanager
+def _shadowed(instance: Any, name: str, value: Any) -> Iterator[None]:
+    """Set an attribute on one instance, and leave the instance as it was."""
+    missing = object()
+    before = instance.__dict__.get(name, missing)
+    instance.__dict__[name] = value
+    try:
+        yield
+    finally:
+        if before is missing:
+            del instance.__dict__[name]
+        else:
+            instance.__dict__[name] = before
+
+
+def make_capturable(optimizer: Optimizer, device: torch.device) -> bool:
+    """Switch an optimizer to its capturable form: step counts and learning rate on the device. False if it has none."""
+    if not all("capturable" in group for group in optimizer.param_groups):
+        return False
+    for group in optimizer.param_groups:
+        group["capturable"] = True
+        if not isinstance(group["lr"], torch.Tensor):
+            group["lr"] = torch.tensor(group["lr"], dtype=torch.float32, device=device)
+    for state in optimizer.state.values():
+        if isinstance(state.get("step"), torch.Tensor):
+            state["step"] = state["step"].to(device=device, dtype=torch.float32)
+    return True
+
+
+@contextlib.contextmanager
+def capturable_on_cpu() -> Iterator[None]:
+    """Let capturable optimizers run on CPU tensors, where torch refuses them although they compute the same.
+
+    torch.optim lists the devices that have graphs (`_get_capturable_supported_devices`); the tape gives the CPU some.
+    """
+    modules: list[Any] = [
+        importlib.import_module(f"torch.optim.{name}")
+        for name in ("adam", "adamw", "nadam", "radam", "adamax", "adadelta", "asgd", "rprop", "rmsprop")
+    ]
+    originals = [
+        (m, m._get_capturable_supported_devices) for m in modules if hasattr(m, "_get_capturable_supported_devices")
+    ]
+    try:
+        for module, original in originals:
+            module._get_capturable_supported_devices = _with_cpu(original)
+        yield
+    finally:
+        for module, original in originals:
+            module._get_capturable_supported_devices = original
+
+
+def _with_cpu(original: Callable[..., list[str]]) -> Callable[..., list[str]]:
+    return lambda *args, **kwargs: [*original(*args, **kwargs), "cpu"]

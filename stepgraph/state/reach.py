@@ -1,0 +1,97 @@
+"""What a step can reach before it has run: the modules, optimizers and tensors in its closure.
+
+Looks where Python looks names up: closure cells, defaults, the globals that the code names, the bound object, and one
+level into containers and plain objects found there; into functions found there it follows. It decides which device a
+step is for, and finds modules when hooks must not be used because compiled code would see them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+_MAX_FUNCTIONS = 64
+
+
+def reachable(function: Any) -> Iterator[Any]:
+    """Every object a callable can name, most direct first."""
+    seen: set[int] = set()
+    queue: list[tuple[Any, int]] = [(function, 0)]
+    functions = 0
+    while queue:
+        value, depth = queue.pop(0)
+        if id(value) in seen or value is None or isinstance(value, (str, bytes, int, float, type, types.ModuleType)):
+            continue
+        seen.add(id(value))
+        yield value
+        if isinstance(value, (torch.Tensor, torch.nn.Module, torch.optim.Optimizer)):
+            continue
+        if isinstance(value, (functools.partial, types.MethodType, types.FunctionType)) or depth == 0:
+            functions += 1
+            if functions <= _MAX_FUNCTIONS:
+                queue += [(v, 1) for v in _of_callable(value)]
+        elif depth == 1:
+            queue += [(v, 2) for v in _of_container(value)]
+
+
+def _of_callable(value: Any) -> list[Any]:
+    if isinstance(value, functools.partial):
+        return [value.func, *value.args, *value.keywords.values()]
+    if isinstance(value, types.MethodType):
+        return [value.__self__, *_of_container(value.__self__), value.__func__]
+    if not isinstance(value, types.FunctionType):
+        call = vars(type(value)).get("__call__")
+        return [*_of_container(value), *([call] if isinstance(call, types.FunctionType) else [])]
+    found: list[Any] = []
+    for cell in value.__closure__ or ():
+        try:
+            found.append(cell.cell_contents)
+        except ValueError:  # a cell not filled yet
+            continue
+    found += [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
+    found += [value.__globals__[name] for name in _names(value.__code__) if name in value.__globals__]
+    wrapped = getattr(value, "__wrapped__", None)
+    return [*found, *([wrapped] if wrapped is not None else [])]
+
+
+def _names(code: types.CodeType) -> set[str]:
+    names = set(code.co_names)
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            names |= _names(constant)
+    return names
+
+
+def _of_container(value: Any) -> list[Any]:
+    if isinstance(value, dict):
+        return list(value.values())
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return list(value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return [getattr(value, f.name, None) for f in dataclasses.fields(value)]
+    return list(getattr(value, "__dict__", {}).values())
+
+
+def is_compiled(value: Any) -> bool:
+    """Whether a callable or module goes through torch.compile."""
+    if isinstance(value, torch.nn.Module):
+        return any(
+            hasattr(m, "_orig_mod") or getattr(m, "_compiled_call_impl", None) is not None for m in value.modules()
+        )
+    return hasattr(value, "_torchdynamo_orig_callable")
+
+
+def devices(values: Iterator[Any]) -> Iterator[torch.device]:
+    """The devices of the tensors among these objects and in the modules and optimizers among them."""
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value.device
+        elif isinstance(value, torch.nn.Module):
+            yield from (t.device for t in value.parameters())
+        elif isinstance(value, torch.optim.Optimizer):
+            yield from (p.device for group in value.param_groups for p in group["params"])
