@@ -47,7 +47,7 @@ class StaticInputs:
                 self._repeated.append(repeated)
                 self._targets.append(_once(buffer.detach(), repeated))
         self._any_repeated = any(self._repeated)
-        self._versions = [self.leaves[i]._version for i in self._indices]
+        self._versions: list[int] = []
         self._mutated: list[int] = []
         self._with_grad: list[int] = []
 
@@ -66,10 +66,17 @@ class StaticInputs:
         with torch.no_grad():
             torch._foreach_copy_(self._targets, sources, non_blocking=True)
 
+    def watch(self) -> None:
+        """Before a recording: the buffers as a new call's tensors would be."""
+        for i in self._indices:
+            if self.leaves[i].is_leaf:
+                self.leaves[i].grad = None
+        self._versions = [_version(self.leaves[i]) for i in self._indices]
+
     def note_use(self) -> None:
-        """After a capture: remember which inputs the step wrote to, and which were given a gradient."""
+        """After a recording: remember which inputs the step wrote to, and which were given a gradient."""
         for i, before in zip(self._indices, self._versions, strict=True):
-            if self.leaves[i]._version != before:
+            if _version(self.leaves[i]) != before:
                 self._mutated.append(i)
             if self.leaves[i].is_leaf and self.leaves[i].grad is not None:
                 self._with_grad.append(i)
@@ -83,6 +90,10 @@ class StaticInputs:
                 for i in self._with_grad:
                     grad = self.leaves[i].grad
                     leaves[i].grad = grad.clone() if leaves[i].grad is None else leaves[i].grad + grad
+
+
+def _version(tensor: torch.Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def _once(tensor: torch.Tensor, repeated: Sequence[int]) -> torch.Tensor:

@@ -9,10 +9,11 @@ from __future__ import annotations
 import os
 import sys
 import types
+import warnings
 
 import torch
 
-from stepgraph.errors import Location
+from stepgraph.errors import Location, StepgraphWarning
 
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 _HERE = os.path.dirname(os.path.abspath(__file__)) + os.sep
@@ -49,6 +50,14 @@ def caller_is_torch() -> bool:
             return file.startswith(_TORCH)
         frame = frame.f_back
     return False
+
+
+def warn_user(message: str) -> None:
+    """Warn at the user's line, however deep in the engine the cause was found."""
+    level, frame = 1, sys._getframe(0)
+    while frame.f_back is not None and is_engine(frame.f_code.co_filename):
+        level, frame = level + 1, frame.f_back
+    warnings.warn(message, StepgraphWarning, stacklevel=level)
 
 
 def user_location() -> Location | None:

@@ -68,7 +68,7 @@ class CudaGraph(Graph):
 
     @property
     def recorded_anything(self) -> bool:
-        runtime = _runtime()
+        runtime = self._workspace.runtime
         if runtime is None:
             return True
         stream = runtime.cudaStream_t(self._workspace.stream_handle)
@@ -84,7 +84,7 @@ class CudaGraph(Graph):
         return self._nodes
 
     def _count_nodes(self) -> int | None:
-        runtime = _runtime()
+        runtime = self._workspace.runtime
         if runtime is None:
             return None
         error, _, count = runtime.cudaGraphGetNodes(runtime.cudaGraph_t(self._graph.raw_cuda_graph()), 0)
@@ -98,7 +98,11 @@ class CudaWorkspace(Workspace):
         self._device = device
         self.device_index = device.index or 0
         self._stream = torch.cuda.Stream(device)
+        torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()  # what building the model left cached is of no use to a private pool
         self._pool: torch.cuda.MemPool | None = torch.cuda.MemPool()
+        self._anchor: CudaGraph | None = None
+        self.runtime = _runtime()
 
     @property
     def pool_id(self) -> Any:
@@ -126,9 +130,16 @@ class CudaWorkspace(Workspace):
             outer.wait_stream(self._stream)
 
     @contextlib.contextmanager
-    def warming_up(self) -> Iterator[None]:
-        with self.stream(), self._allocating_in_pool():
-            yield
+    def warming_up(self, *, first: bool = False) -> Iterator[None]:
+        if first:
+            # state made now lives on; among a pool's blocks it would only break them up
+            with self.stream():
+                yield
+            torch.cuda.synchronize(self._device)
+            torch.cuda.empty_cache()
+        else:
+            with self.stream(), self._allocating_in_pool():
+                yield
 
     @contextlib.contextmanager
     def _allocating_in_pool(self) -> Iterator[None]:
@@ -146,17 +157,28 @@ class CudaWorkspace(Workspace):
 
     @contextlib.contextmanager
     def capturing(self) -> Iterator[None]:
-        gc.collect()
         torch.cuda.synchronize(self._device)
         torch.cuda.empty_cache()
         enabled = gc.isenabled()
         gc.disable()
         try:
             with self.stream():
+                self._drop_anchor()
                 yield
         finally:
             if enabled:
                 gc.enable()
+
+    def _drop_anchor(self) -> None:
+        """Keep one empty graph in the pool for as long as it is used.
+
+        When the last graph of a pool is freed, torch's host allocator forgets the pool and asserts at the next capture
+        (CachingHostAllocator.h: use_count > 0).
+        """
+        if self._anchor is None:
+            self._anchor = CudaGraph(self, ())
+            self._anchor.begin()
+            self._anchor.end()
 
     def pool_bytes(self) -> int:
         if self._pool is None:
@@ -166,6 +188,9 @@ class CudaWorkspace(Workspace):
         return sum(s["total_size"] for s in segments if tuple(s.get("segment_pool_id", ())) == pool)
 
     def close(self) -> None:
+        if self._anchor is not None:
+            self._anchor.free()
+            self._anchor = None
         self._pool = None
 
 

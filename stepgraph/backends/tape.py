@@ -222,9 +222,9 @@ class TapeGraph(Graph):
     def _check(self, func: Any, name: str, tensors: Sequence[torch.Tensor], leaves: Sequence[Any]) -> None:
         if any(t.layout is not torch.strided for t in tensors):
             self.refuse(CaptureRefused(entry("tape-limit"), f"{name} on a sparse tensor", user_location()))
-        for leaf in leaves:
-            if isinstance(leaf, torch.Generator) and not any(leaf is g for g in self._generators):
-                self.refuse(CaptureRefused(entry("generator"), name, user_location()))
+        known = {id_of(g) for g in self._generators}
+        if any(isinstance(leaf, torch.Generator) and id_of(leaf) not in known for leaf in leaves):
+            self.refuse(CaptureRefused(entry("generator"), name, user_location()))
 
     def _results(self, out: Any, known: set[int]) -> list[tuple[Ref, int]]:
         """Results in memory that is not an argument's, with the birth of what is new."""
@@ -311,6 +311,11 @@ class TapeGraph(Graph):
                     op.args, op.kwargs = tree_unflatten(leaves, op.spec)
                     op.results = [(alias(ref), index) for ref, index in op.results]
                     op.leaves = []
+
+
+def id_of(generator: Any) -> int:
+    """A generator's identity; operators see it through a new Python object each time."""
+    return int(generator._cdata)
 
 
 def _bytes_of(storage: torch.UntypedStorage | None) -> torch.Tensor:
@@ -414,7 +419,7 @@ class TapeWorkspace(Workspace):
         yield
 
     @contextlib.contextmanager
-    def warming_up(self) -> Iterator[None]:
+    def warming_up(self, *, first: bool = False) -> Iterator[None]:
         with torch.compiler.set_stance("force_eager"):
             yield
 

@@ -91,6 +91,8 @@ class HostReadGuard(TorchFunctionMode):
             self._refuse(CaptureRefused(entry("host-data"), "Tensor.cpu()", user_location()))
         if func is torch.tensor and args and isinstance(args[0], torch.Tensor):
             return args[0].detach().clone()
+        if name == "one_hot" and (len(args) > 1 or kwargs):
+            return _one_hot(*args, **(kwargs or {}))
         if name not in _ASSIGNMENTS:
             return func(*args, **(kwargs or {}))
         self._assigning += 1
@@ -98,6 +100,14 @@ class HostReadGuard(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
         finally:
             self._assigning -= 1
+
+
+def _one_hot(tensor: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
+    """F.one_hot as it is on CUDA: on the CPU it also reads the values to check them."""
+    if num_classes <= 0:
+        return torch.nn.functional.one_hot(tensor, num_classes)
+    hot = torch.zeros(*tensor.shape, num_classes, dtype=torch.int64, device=tensor.device)
+    return hot.scatter_(-1, tensor.unsqueeze(-1), 1)
 
 
 def host_data_refusal() -> CaptureRefused | None:

@@ -125,9 +125,8 @@ class ChainRecorder:
         self._links.clear()
 
     def _begin_graph(self) -> None:
-        graph = self._session.workspace.graph(self._generators)
-        graph.begin()
-        self._graph = graph
+        self._graph = self._session.workspace.graph(self._generators)
+        self._graph.begin()
 
     def _end_graph(self) -> Attachment:
         """End the current graph; an empty one is no segment."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import inspect
 import time
-import warnings
 from collections.abc import Callable, Hashable, Sequence
 from itertools import chain as chained
 from types import TracebackType
@@ -28,7 +27,8 @@ from stepgraph.capture.report import Counts, Report
 from stepgraph.capture.session import Session
 from stepgraph.capture.site import CapturedCall, Site
 from stepgraph.capture.warmup import surroundings, warm_up
-from stepgraph.errors import ClosedError, SignatureMismatch, StepgraphError, StepgraphWarning
+from stepgraph.errors import ClosedError, SignatureMismatch
+from stepgraph.frames import warn_user
 from stepgraph.signature import Signature, ambient_key, differences, leaf_key
 from stepgraph.state.reach import devices, reachable
 from stepgraph.tree import Structure, flatten, unflatten
@@ -105,7 +105,7 @@ class CapturedStep(Generic[P, R]):
         if self._session.backend.is_capturing():  # called from a step that is being captured: a part of it
             return self._call(leaves, structure)
         known = site is not None
-        site = site or Site(structure)
+        site = site or Site()
         decision = decide(
             Situation(
                 warm_calls=site.warm_calls if known else 0,
@@ -120,13 +120,12 @@ class CapturedStep(Generic[P, R]):
         if decision.action is Action.EAGER:
             return self._eager(decision.reason, signature, leaves, structure)
         self._sites[(structure, keys, ambient)] = site
+        site.signature = signature
         if decision.action is Action.CAPTURE:
             return self._capture_and_replay(site, signature, leaves, structure)
         site.keep_alive = [leaf for leaf in leaves if not isinstance(leaf, torch.Tensor)]
         moved = on_device(leaves, self._session.backend)
-        result = warm_up(
-            lambda: self._call(moved, structure), self._function, site, self._session, self._options.optimizer
-        )
+        result = warm_up(self._function, moved, structure, site, self._session, self._options.optimizer)
         site.count_warm_call()
         self._counts.eager_reasons[decision.reason] += 1
         return detached(result)
@@ -139,8 +138,8 @@ class CapturedStep(Generic[P, R]):
             raised = capture_error(self._name, error)
             if self._options.strict or self._options.on_error == "raise":
                 raise raised from (None if raised is error else error)
-            site.failure = f"[{raised.rule}]" if isinstance(raised, StepgraphError) else str(raised)
-            warnings.warn(f"{raised}\nThe step goes on in eager.", StepgraphWarning, stacklevel=4)
+            site.failure = f"[{raised.rule}]"
+            warn_user(f"{raised}\nThe step goes on in eager.")
             return self._eager(f"capture failed: {site.failure}", signature, leaves, structure)
         self._counts.captures += 1
         site.calls.insert(0, call)
@@ -167,7 +166,7 @@ class CapturedStep(Generic[P, R]):
         if self._warned and not self._options.strict:
             return
         self._warned = True
-        known = [call.signature for site in self._sites.values() for call in site.calls]
+        known = [site.signature for site in self._sites.values() if site.signature is not None]
         found = min((differences(k, signature) for k in known), key=len, default=[])
         told = [str(d) for d in found[:8]]
         if self._options.strict:
@@ -176,15 +175,10 @@ class CapturedStep(Generic[P, R]):
                 rule="max-graphs",
                 details=told,
                 why="each signature is a graph of its own, and strict=True forbids running it eagerly.",
-                fix="pad inputs to a few shapes, pass changing values as tensors, or raise max_graphs.",
+                fix=_FEWER_SIGNATURES,
             )
-        warnings.warn(
-            f"{self._name}: this call runs eagerly, {reason}   [max-graphs]\n  "
-            + "\n  ".join(told)
-            + "\nFix: pad inputs to a few shapes, pass changing values as tensors, or raise max_graphs.",
-            StepgraphWarning,
-            stacklevel=5,
-        )
+        lines = [f"{self._name}: this call runs eagerly, {reason}   [max-graphs]", *(f"  {line}" for line in told)]
+        warn_user("\n".join([*lines, f"Fix: {_FEWER_SIGNATURES}"]))
 
     # -- setting up
 
@@ -286,6 +280,7 @@ class CapturedStep(Generic[P, R]):
         self.close()
 
 
+_FEWER_SIGNATURES = "pad inputs to a few shapes, pass changing values as tensors, or raise max_graphs."
 _EQUALITY = {
     "own": "the step as written, in eager, bit for bit",
     "capturable": "the step in eager with its optimizers switched to capturable=True and a float32 learning rate",

@@ -57,6 +57,7 @@ class StepCapture:
         inputs.load(leaves)
         args, kwargs = unflatten(structure, inputs.leaves)
         while True:
+            inputs.watch()
             counters = HostCounters(inside, self._session.backend)
             try:
                 chain, outputs, grads = self._record(site, args, kwargs, inside, outside)

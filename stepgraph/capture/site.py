@@ -9,7 +9,7 @@ it fits.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -62,8 +62,9 @@ class CapturedCall:
 class Site:
     """The graphs and the warm-up of calls with the same arguments and flags."""
 
-    def __init__(self, structure: Hashable) -> None:
-        self.structure = structure
+    def __init__(self) -> None:
+        self.signature: Signature | None = None
+        """The latest signature seen here, to tell others from."""
         self.touched = Touched()
         self.calls: list[CapturedCall] = []
         self.failure: str | None = None

@@ -9,7 +9,7 @@ is another each time. These are obstacles; the capture that follows is refused w
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from stepgraph.errors import CaptureError
 from stepgraph.state.module_state import discovering
 from stepgraph.state.optimizer import NumbersGuard, capturable_on_cpu, make_capturable
 from stepgraph.state.rng import HostRandomWatch
-from stepgraph.tree import Structure, paths
+from stepgraph.tree import Structure, paths, unflatten
 
 
 @contextlib.contextmanager
@@ -40,9 +40,14 @@ def surroundings(optimizer_mode: str, backend: Backend) -> Iterator[None]:
 
 
 def warm_up(
-    function: Callable[[], Any], original: Callable[..., Any], site: Site, session: Session, optimizer_mode: str
+    step: Callable[..., Any],
+    leaves: Sequence[Any],
+    structure: Structure,
+    site: Site,
+    session: Session,
+    optimizer_mode: str,
 ) -> Any:
-    """Call the step once and note what it touches. `original` is the user's own function."""
+    """Call the step once on these inputs and note what it touches."""
     backend = session.backend
     host_random = HostRandomWatch(backend.device)
     numbers = {id(o): NumbersGuard(o) for o in site.touched.optimizers}
@@ -53,11 +58,12 @@ def warm_up(
         numbers.setdefault(id(optimizer), NumbersGuard(optimizer))
 
     with (
-        discovering(site.touched, original, see),
-        session.workspace.warming_up(),
+        discovering(site.touched, step, {id(leaf) for leaf in leaves}, see),
+        session.workspace.warming_up(first=session.claim_first_call()),
         surroundings(optimizer_mode, backend),
     ):
-        result = function()
+        args, kwargs = unflatten(structure, leaves)
+        result = step(*args, **kwargs)
     for source in host_random.advanced():
         site.obstacles["host-random"] = f"the step draws from {source}"
     for guard in numbers.values():

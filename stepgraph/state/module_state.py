@@ -9,7 +9,7 @@ it, and compile again once it is gone); the closure tells the modules then.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from typing import Any
 
 import torch
@@ -67,10 +67,11 @@ class Touched:
             for parameter in group["params"]:
                 self.add_parameter(parameter)
 
-    def add_accumulators(self, roots: Any) -> None:
-        """Every leaf that a backward from these tensors gives a gradient to."""
+    def add_accumulators(self, roots: Any, inputs: Container[int]) -> None:
+        """Every leaf that a backward from these tensors gives a gradient to, but for the call's own inputs (by id)."""
         for leaf in _leaves_behind(roots):
-            self.add_parameter(leaf)
+            if id(leaf) not in inputs:
+                self.add_parameter(leaf)
 
 
 def _leaves_behind(roots: Any) -> Iterator[torch.Tensor]:
@@ -90,9 +91,12 @@ def _leaves_behind(roots: Any) -> Iterator[torch.Tensor]:
 
 @contextlib.contextmanager
 def discovering(
-    touched: Touched, function: Callable[..., Any], on_optimizer: Callable[[Optimizer], None]
+    touched: Touched,
+    function: Callable[..., Any],
+    inputs: Container[int],
+    on_optimizer: Callable[[Optimizer], None],
 ) -> Iterator[None]:
-    """Note what a call touches. `on_optimizer` sees each optimizer before it steps."""
+    """Note what a call touches. `inputs` are its tensors by id; `on_optimizer` sees optimizers before they step."""
     objects = list(reachable(function))
     compiled = any(is_compiled(value) for value in objects)
 
@@ -109,7 +113,7 @@ def discovering(
         else:
             hook = register_module_forward_pre_hook(lambda module, _: touched.add_module(module))
             stack.callback(hook.remove)
-        stack.enter_context(_backward_roots(touched.add_accumulators))
+        stack.enter_context(_backward_roots(lambda roots: touched.add_accumulators(roots, inputs)))
         yield
 
 

@@ -1,0 +1,47 @@
+"""Fixtures for all suites: one body runs on each device there is; `--require-gpu` makes a missing GPU a failure."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--require-gpu", action="store_true", help="fail, instead of skipping, where there is no GPU")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available() or config.getoption("--require-gpu"):
+        return
+    for item in items:
+        if item.get_closest_marker("gpu") is not None:
+            item.add_marker(pytest.mark.skip(reason="no GPU"))
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("gpu") is not None and not torch.cuda.is_available():
+        pytest.fail("--require-gpu was given and torch sees no GPU")
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> torch.device:
+    """Each device that has a backend."""
+    return torch.device(request.param)
+
+
+@pytest.fixture(autouse=True)
+def reproducible() -> Iterator[None]:
+    """Eager equal to itself: one CPU thread, deterministic algorithms, a fixed seed."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    torch.manual_seed(0)
+    yield
+    torch.use_deterministic_algorithms(False)
+    torch.set_num_threads(threads)

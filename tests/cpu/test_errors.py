@@ -1,0 +1,217 @@
+"""Errors: each raw CUDA message finds its row, each error says what, why and how, each rule has its page."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+import stepgraph
+from stepgraph import errors
+from stepgraph.errors import (
+    ERROR_TABLE,
+    CaptureError,
+    CaptureRefused,
+    ErrorEntry,
+    InvalidArgument,
+    Location,
+    StepgraphError,
+    entry,
+    lookup,
+)
+
+PACKAGE = Path(stepgraph.__file__).parent
+PAGE = PACKAGE.parent / "docs" / "errors.md"
+HINT = (
+    "\nSearch for `{name}' in https://docs.nvidia.com/cuda/cuda-runtime-api/group__CUDART__TYPES.html for more "
+    "information.\nCUDA kernel errors might be asynchronously reported at some other API call, so the stacktrace below "
+    "might be incorrect.\nFor debugging consider passing CUDA_LAUNCH_BLOCKING=1"
+)
+RAW = {
+    "CUDA error: operation not permitted when stream is capturing"
+    + HINT.format(name="cudaErrorStreamCaptureUnsupported"): ("host-read", 900),
+    "CUDA error: operation failed due to a previous error during capture"
+    + HINT.format(name="cudaErrorStreamCaptureInvalidated"): ("capture-invalidated", 901),
+    "CUDA error: operation would result in a merge of separate capture sequences": ("capture-merge", 902),
+    "CUDA error: capture was not initiated in this stream": ("capture-unmatched", 903),
+    "CUDA error: capturing stream has unjoined work": ("unjoined-stream", 904),
+    "CUDA error: dependency created on uncaptured work in another stream": ("capture-isolation", 905),
+    "CUDA error: operation would make the legacy stream depend on a capturing blocking stream": ("legacy-stream", 906),
+    "CUDA error: operation not permitted on an event last recorded in a capturing stream": ("captured-event", 907),
+    "CUDA error: attempt to terminate a thread-local capture sequence from another thread": ("capture-thread", 908),
+    "CUDA error: an illegal memory access was encountered": ("illegal-address", 700),
+    "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 139.81 GiB of which 1.5 GiB is "
+    "free.": ("out-of-memory", 2),
+    "CUDA error: out of memory" + HINT.format(name="cudaErrorMemoryAllocation"): ("out-of-memory", 2),
+    "Cannot copy between CPU and CUDA tensors during CUDA graph capture unless the CPU tensor is pinned. Please use "
+    "tensor.pin_memory() or allocate the tensor with pin_memory=True.": ("host-data", None),
+    "Attempt to increase offset for a CUDA generator not in capture mode.": ("generator", None),
+    "CUDAGeneratorImpl::set_current_seed can be called during stream capture only if new seed is the same as the "
+    "original seed.": ("reseed", None),
+    "Attempting CUDA graph capture of step() for an instance of AdamW but param_groups' capturable is False.": (
+        "optimizer-capturable",
+        None,
+    ),
+    "cusolver error: CUSOLVER_STATUS_INTERNAL_ERROR, when calling `cusolverDnCreate(handle)`": ("library-call", None),
+    "the tape does not record aten::_sparse_mm": ("tape-limit", None),
+}
+
+
+@pytest.mark.parametrize(("text", "expected"), RAW.items(), ids=[rule for rule, _ in RAW.values()])
+def test_lookup_finds_the_row_of_a_raw_message(text: str, expected: tuple[str, int | None]) -> None:
+    found = lookup(text)
+    assert found is not None
+    assert (found.rule, found.code) == expected
+
+
+def test_lookup_cases_cover_the_table() -> None:
+    assert {rule for rule, _ in RAW.values()} == {row.rule for row in ERROR_TABLE}
+
+
+@pytest.mark.parametrize("row", [row for row in ERROR_TABLE if row.code is not None], ids=lambda row: row.rule)
+def test_lookup_finds_a_row_by_its_cuda_name_alone(row: ErrorEntry) -> None:
+    if row.name != "cudaErrorMemoryAllocation":
+        assert lookup(f"RuntimeError: {row.name}: something the driver said") is row
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "mat1 and mat2 shapes cannot be multiplied (1x3 and 2x2)", "CUDA error: device-side assert triggered"],
+)
+def test_lookup_of_an_unknown_text_is_none(text: str) -> None:
+    assert lookup(text) is None
+
+
+def test_table_rules_and_codes_are_unique() -> None:
+    rules = [row.rule for row in ERROR_TABLE]
+    codes = [row.code for row in ERROR_TABLE if row.code is not None]
+    assert len(set(rules)) == len(rules)
+    assert len(set(codes)) == len(codes)
+
+
+@pytest.mark.parametrize("row", ERROR_TABLE, ids=lambda row: row.rule)
+def test_table_row_says_what_why_and_how(row: ErrorEntry) -> None:
+    assert re.fullmatch(r"[a-z]+(-[a-z]+)*", row.rule)
+    assert all((row.what, row.why, row.fix, row.texts))
+    assert entry(row.rule) is row
+
+
+def test_table_texts_do_not_hide_each_other() -> None:
+    for row in ERROR_TABLE:
+        for text in row.texts:
+            assert lookup(text) is row, text
+
+
+# -- what the package raises
+
+
+def error_calls() -> list[tuple[Path, ast.Call]]:
+    """Every construction of one of our errors in the package."""
+    ours = {
+        name
+        for name, value in vars(errors).items()
+        if isinstance(value, type) and issubclass(value, StepgraphError) and name != "StepgraphError"
+    }
+    return [
+        (path, node)
+        for path in sorted(PACKAGE.rglob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ours
+    ]
+
+
+def raised_rules() -> set[str]:
+    """The rules of the table, of `rule="..."`, of rows asked for by name, and of obstacles found in warm-up."""
+    found = {row.rule for row in ERROR_TABLE}
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.keyword) and node.arg == "rule":
+                values: list[ast.expr] = [node.value]
+            elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "entry":
+                values = node.args
+            elif isinstance(node, ast.Subscript) and getattr(node.value, "attr", "") == "obstacles":
+                values = [node.slice]
+            else:
+                continue
+            found |= {v.value for v in values if isinstance(v, ast.Constant) and isinstance(v.value, str)}
+    return found
+
+
+def test_raised_rules_are_found() -> None:
+    assert {"host-read", "closed", "backend", "varying-output", "stale-memory"} <= raised_rules()
+
+
+@pytest.mark.parametrize("rule", sorted(raised_rules()))
+def test_raised_rule_is_a_heading_of_the_errors_page(rule: str) -> None:
+    assert f"\n## {rule}\n" in "\n" + PAGE.read_text() + "\n"
+
+
+def test_errors_page_has_no_rule_that_nothing_raises() -> None:
+    headings = set(re.findall(r"^## ([a-z]+(?:-[a-z]+)*)$", PAGE.read_text(), flags=re.MULTILINE))
+    assert headings <= raised_rules()
+
+
+@pytest.mark.parametrize(
+    ("path", "call"), error_calls(), ids=lambda value: value.name if isinstance(value, Path) else str(value.lineno)
+)
+def test_raised_error_says_why_and_how_to_fix_it(path: Path, call: ast.Call) -> None:
+    given = {keyword.arg for keyword in call.keywords}
+    assert {"rule", "why", "fix"} <= given, f"{path.name}:{call.lineno}"
+
+
+# -- the shape of a message
+
+
+def test_message_is_what_rule_details_why_fix() -> None:
+    error = StepgraphError("it broke", rule="some-rule", details=["captured  a", "received  b"], why="so.", fix="do.")
+    assert str(error).splitlines() == [
+        "it broke   [some-rule]",
+        "  captured  a",
+        "  received  b",
+        "Why: so.",
+        "Fix: do.",
+    ]
+    assert (error.what, error.rule, error.why, error.fix) == ("it broke", "some-rule", "so.", "do.")
+    assert error.details == ("captured  a", "received  b")
+
+
+def test_message_leaves_out_what_is_not_known() -> None:
+    assert str(StepgraphError("it broke", rule="some-rule")) == "it broke   [some-rule]"
+
+
+def test_capture_error_shows_line_code_and_operation() -> None:
+    where = Location(__file__, 1, "train_step")
+    error = CaptureError.from_entry("step", entry("host-read"), operation=".item()", where=where, raw="RuntimeError: x")
+    lines = str(error).splitlines()
+    assert lines[0] == f"step: {entry('host-read').what}   [host-read]"
+    assert lines[1].startswith(f"  at    {__file__}:1 in train_step: `")
+    assert lines[2:5] == ["  cuda  900 cudaErrorStreamCaptureUnsupported", "  op    .item()", "  torch RuntimeError: x"]
+    assert [line.partition(":")[0] for line in lines[5:]] == ["Why", "Fix"]
+    assert (error.code, error.where, error.entry) == (900, where, entry("host-read"))
+
+
+def test_capture_error_without_a_code_shows_none() -> None:
+    error = CaptureError.from_entry("step", entry("reseed"))
+    assert error.code is None
+    assert "cuda  " not in str(error)
+
+
+def test_location_shows_its_source_line() -> None:
+    number = next(i for i, text in enumerate(Path(__file__).read_text().splitlines(), 1) if text.startswith("HINT"))
+    assert str(Location(__file__, number, "<module>")) == f"{__file__}:{number} in <module>: `HINT = (`"
+    assert str(Location("gone.py", 3, "f")) == "gone.py:3 in f"
+
+
+def test_refusal_names_operation_and_code() -> None:
+    refused = CaptureRefused(entry("host-read"), ".item()", None)
+    assert str(refused).startswith(".item(): ")
+    assert str(refused).endswith("(CUDA error 900)")
+    assert "CUDA error" not in str(CaptureRefused(entry("reseed"), "torch.manual_seed", None))
+
+
+def test_errors_are_also_what_python_calls_them() -> None:
+    assert issubclass(InvalidArgument, ValueError)
+    assert issubclass(CaptureError, RuntimeError)
+    assert issubclass(stepgraph.StaleMemoryError, RuntimeError)
+    assert issubclass(stepgraph.StepgraphWarning, UserWarning)
+    assert issubclass(stepgraph.ClosedError, StepgraphError)
