@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from stepgraph.backends import Backend
-from stepgraph.errors import InvalidArgument
+from stepgraph.errors import CaptureError
 from stepgraph.tree import Structure, flatten, unflatten
 
 
@@ -33,7 +33,7 @@ def on_device(leaves: Sequence[Any], backend: Backend) -> list[Any]:
 class StaticInputs:
     """The buffers that a graph reads a call's tensors from."""
 
-    def __init__(self, leaves: Sequence[Any], names: Sequence[str], backend: Backend) -> None:
+    def __init__(self, leaves: Sequence[Any], backend: Backend) -> None:
         self.leaves = list(leaves)
         """The call's leaves, with buffers in the place of tensors."""
         self._indices = [i for i, leaf in enumerate(leaves) if is_copied_in(leaf)]
@@ -41,7 +41,7 @@ class StaticInputs:
         self._repeated: list[tuple[int, ...]] = []
         with torch.inference_mode(False), torch.no_grad():
             for i in self._indices:
-                buffer = _buffer_like(leaves[i], names[i], backend.device)
+                buffer = _buffer_like(leaves[i], backend.device)
                 self.leaves[i] = buffer
                 repeated = tuple(d for d, s in enumerate(buffer.stride()) if s == 0 and buffer.shape[d] > 1)
                 self._repeated.append(repeated)
@@ -73,13 +73,20 @@ class StaticInputs:
                 self.leaves[i].grad = None
         self._versions = [_version(self.leaves[i]) for i in self._indices]
 
-    def note_use(self) -> None:
+    def note_use(self, leaves: Sequence[Any], names: Sequence[str]) -> None:
         """After a recording: remember which inputs the step wrote to, and which were given a gradient."""
         for i, before in zip(self._indices, self._versions, strict=True):
             if _version(self.leaves[i]) != before:
                 self._mutated.append(i)
             if self.leaves[i].is_leaf and self.leaves[i].grad is not None:
                 self._with_grad.append(i)
+                if not leaves[i].is_leaf:
+                    raise CaptureError(
+                        f"argument `{names[i]}`: the step's backward reaches a tensor that was computed outside it",
+                        rule="outer-graph",
+                        why="the gradient would have to flow on into the caller's graph, which no replay knows.",
+                        fix=f"pass {names[i]}.detach(), or compute it inside the step.",
+                    )
 
     def store(self, leaves: Sequence[Any]) -> None:
         """After a replay: give the caller's own tensors what eager code would have written to them."""
@@ -103,18 +110,10 @@ def _once(tensor: torch.Tensor, repeated: Sequence[int]) -> torch.Tensor:
     return tensor
 
 
-def _buffer_like(tensor: torch.Tensor, name: str, device: torch.device) -> torch.Tensor:
+def _buffer_like(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     if type(tensor) is not torch.Tensor:
         return torch.empty_like(tensor, device=device).requires_grad_(tensor.requires_grad)
     buffer = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
-    repeated = [d for d, s in enumerate(buffer.stride()) if s == 0]
-    if torch._debug_has_internal_overlap(_once(buffer, repeated)) == 1:
-        raise InvalidArgument(
-            f"argument `{name}`: its elements overlap in memory",
-            rule="overlapping-input",
-            why="an overlapping view cannot be copied into a static buffer.",
-            fix=f"pass {name}.contiguous().",
-        )
     return buffer.requires_grad_(tensor.requires_grad)
 
 

@@ -202,7 +202,7 @@ ERROR_TABLE: tuple[ErrorEntry, ...] = (
         "generator",
         None,
         "unregistered generator",
-        ("CUDA generator not in capture mode", "generator is not registered"),
+        ("CUDA generator not in capture mode", "construct a new CUDAGeneratorImpl", "generator is not registered"),
         "the step draws random numbers from a generator that the graph does not know",
         "a graph advances only the generators registered with it; another one would repeat its numbers.",
         "stepgraph.capture(step, generators=[generator]).",

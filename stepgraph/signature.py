@@ -90,7 +90,7 @@ def tensor_key(tensor: torch.Tensor) -> tuple[Hashable, ...]:
         tensor.stride(),
         tensor.dtype,
         tensor.device,
-        tensor.requires_grad,
+        tensor.requires_grad and ("leaf" if tensor.is_leaf else "computed"),
         tensor.is_conj() or tensor.is_neg(),
     )
 
@@ -113,6 +113,11 @@ def leaf_key(leaf: Any) -> Hashable:
     return (type(leaf), "object", id(leaf))
 
 
+def is_plain(value: Any) -> bool:
+    """Whether a value is told by what it is, not by which object it is."""
+    return isinstance(value, (float, *_BY_VALUE))
+
+
 def _is_numpy(leaf: Any) -> bool:
     numpy = sys.modules.get("numpy")
     return numpy is not None and isinstance(leaf, (numpy.ndarray, numpy.generic))
@@ -124,7 +129,8 @@ def describe_leaf(key: Any) -> str:
         kind, shape, _, dtype, device, requires_grad, flipped = key
         name = _SHORT.get(dtype, str(dtype).removeprefix("torch."))
         notes = "" if kind is torch.Tensor else f" {kind.__name__}"
-        notes += " requires_grad" * requires_grad + " conj" * flipped
+        notes += f" requires_grad ({requires_grad})" if requires_grad else ""
+        notes += " conj" * flipped
         return f"{name}{list(shape)} {device}{notes}"
     if len(key) == 3:
         return f"<{key[0].__name__} object>"

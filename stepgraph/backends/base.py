@@ -66,11 +66,12 @@ class Workspace(ABC):
         """Run on the capture stream, after all the caller's stream has queued and before what it queues next."""
 
     @abstractmethod
-    def warming_up(self, *, first: bool = False) -> AbstractContextManager[None]:
-        """Run eagerly as a capture would: on its stream, with its memory, with its view of compiled code.
+    def warming_up(self) -> AbstractContextManager[None]:
+        """Run eagerly as a capture would: on its stream, with its memory, with its view of compiled code."""
 
-        A first call makes what the step keeps for good (optimizer state), which is not for the pool.
-        """
+    @abstractmethod
+    def keeping(self) -> AbstractContextManager[None]:
+        """Inside `warming_up`: what is made here lives on (optimizer state) and is not for the pool."""
 
     @abstractmethod
     def capturing(self) -> AbstractContextManager[None]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -51,14 +51,20 @@ class CudaGraph(Graph):
         self._graph.instantiate()
 
     def abort(self) -> None:
-        with contextlib.suppress(RuntimeError), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            self._graph.capture_end()
+        broken = False
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                self._graph.capture_end()
+        except RuntimeError:
+            broken = True
         for generator in (torch.cuda.default_generators[self._workspace.device_index], *self._generators):
-            # pytorch leaves a generator in capture mode when the capture failed; a cloned state is out of it
+            # torch leaves a generator in capture mode when the capture failed; a cloned state is out of it
             generator.graphsafe_set_state(generator.clone_state())
         with contextlib.suppress(RuntimeError):
             self._graph.reset()
+        if broken:
+            self._workspace.abandon_pool()
 
     def replay(self) -> None:
         self._graph.replay()
@@ -91,23 +97,40 @@ class CudaGraph(Graph):
         return int(count) if int(error) == 0 else None
 
 
+class _Pool:
+    """A private memory pool, kept in being by an empty graph.
+
+    When the last graph of a pool is freed, torch forgets the pool, and asserts if its id is used again
+    (CachingHostAllocator.h: use_count > 0).
+    """
+
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self.id: Any = torch.cuda.graph_pool_handle()
+        self._anchor = torch.cuda.CUDAGraph()
+        with torch.cuda.stream(stream), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="The CUDA Graph is empty")
+            self._anchor.capture_begin(self.id, capture_error_mode="thread_local")
+            self._anchor.capture_end()
+
+    def free(self) -> None:
+        self._anchor.reset()
+
+
 class CudaWorkspace(Workspace):
     """One side stream and one private memory pool on one GPU."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self.device_index = device.index or 0
+        self.runtime = _runtime()
         self._stream = torch.cuda.Stream(device)
         torch.cuda.synchronize(device)
         torch.cuda.empty_cache()  # what building the model left cached is of no use to a private pool
-        self._pool: torch.cuda.MemPool | None = torch.cuda.MemPool()
-        self._anchor: CudaGraph | None = None
-        self.runtime = _runtime()
+        self._pools = [_Pool(self._stream)]
 
     @property
     def pool_id(self) -> Any:
-        assert self._pool is not None, "the workspace is closed"
-        return self._pool.id
+        return self._pools[-1].id
 
     @property
     def stream_handle(self) -> int:
@@ -115,6 +138,17 @@ class CudaWorkspace(Workspace):
 
     def graph(self, generators: Sequence[torch.Generator] = ()) -> CudaGraph:
         return CudaGraph(self, [g for g in generators if g.device.type == "cuda"])
+
+    def abandon_pool(self) -> None:
+        """Leave a pool that a broken capture was recording to, and record to a new one from now on.
+
+        torch ends a pool's recording only when the capture ended well. Its allocator on the device can be told; the
+        one for pinned memory cannot, and would refuse the pool from then on.
+        """
+        with contextlib.suppress(RuntimeError):  # it had not begun
+            torch._C._cuda_endAllocateToPool(self.device_index, self.pool_id)
+            torch._C._cuda_releasePool(self.device_index, self.pool_id)
+        self._pools.append(_Pool(self._stream))
 
     @contextlib.contextmanager
     def stream(self) -> Iterator[None]:
@@ -130,28 +164,34 @@ class CudaWorkspace(Workspace):
             outer.wait_stream(self._stream)
 
     @contextlib.contextmanager
-    def warming_up(self, *, first: bool = False) -> Iterator[None]:
-        if first:
-            # state made now lives on; among a pool's blocks it would only break them up
-            with self.stream():
+    def warming_up(self) -> Iterator[None]:
+        with self.stream():
+            self._route_to_pool()
+            try:
                 yield
-            torch.cuda.synchronize(self._device)
-            torch.cuda.empty_cache()
-        else:
-            with self.stream(), self._allocating_in_pool():
-                yield
+            finally:
+                self._route_away()
 
     @contextlib.contextmanager
-    def _allocating_in_pool(self) -> Iterator[None]:
-        """Let eager work on the stream, in autograd's threads too, allocate from the pool that captures will use."""
-        begin: Callable[..., None] | None = getattr(torch._C, "_cuda_beginAllocateCurrentStreamToPool", None)
-        if begin is None:
-            yield
-            return
-        begin(self.device_index, self.pool_id)
+    def keeping(self) -> Iterator[None]:
+        # on the default stream, whose free memory, left over from building the model, no other stream can use
+        self._route_away()
+        default = torch.cuda.default_stream(self._device)
+        default.wait_stream(self._stream)
         try:
-            yield
+            with torch.cuda.stream(default):
+                yield
         finally:
+            self._stream.wait_stream(default)
+            self._route_to_pool()
+
+    def _route_to_pool(self) -> None:
+        """Let eager work on the stream, in autograd's threads too, allocate from the pool that captures will use."""
+        if hasattr(torch._C, "_cuda_beginAllocateCurrentStreamToPool"):
+            torch._C._cuda_beginAllocateCurrentStreamToPool(self.device_index, self.pool_id)
+
+    def _route_away(self) -> None:
+        if hasattr(torch._C, "_cuda_beginAllocateCurrentStreamToPool"):
             torch._C._cuda_endAllocateToPool(self.device_index, self.pool_id)
             torch._C._cuda_releasePool(self.device_index, self.pool_id)
 
@@ -163,35 +203,20 @@ class CudaWorkspace(Workspace):
         gc.disable()
         try:
             with self.stream():
-                self._drop_anchor()
                 yield
         finally:
             if enabled:
                 gc.enable()
 
-    def _drop_anchor(self) -> None:
-        """Keep one empty graph in the pool for as long as it is used.
-
-        When the last graph of a pool is freed, torch's host allocator forgets the pool and asserts at the next capture
-        (CachingHostAllocator.h: use_count > 0).
-        """
-        if self._anchor is None:
-            self._anchor = CudaGraph(self, ())
-            self._anchor.begin()
-            self._anchor.end()
-
     def pool_bytes(self) -> int:
-        if self._pool is None:
-            return 0
-        pool = tuple(self.pool_id)
+        ids = {tuple(pool.id) for pool in self._pools}
         segments = torch.cuda.memory_snapshot()
-        return sum(s["total_size"] for s in segments if tuple(s.get("segment_pool_id", ())) == pool)
+        return sum(s["total_size"] for s in segments if tuple(s.get("segment_pool_id", ())) in ids)
 
     def close(self) -> None:
-        if self._anchor is not None:
-            self._anchor.free()
-            self._anchor = None
-        self._pool = None
+        for pool in self._pools:
+            pool.free()
+        self._pools.clear()
 
 
 class CudaBackend(Backend):

@@ -37,7 +37,6 @@ from stepgraph.backends.tape_rng import recorded_rng_calls
 from stepgraph.errors import CaptureRefused, StaleMemoryError, entry
 from stepgraph.frames import user_location
 
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
 _COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
 _ALLOCATIONS = frozenset(
     f"aten::{n}" for n in ("empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided")
@@ -230,7 +229,9 @@ class TapeGraph(Graph):
         """Results in memory that is not an argument's, with the birth of what is new."""
         found = []
         for index, result in enumerate(tree_flatten(out)[0]):
-            if not isinstance(result, torch.Tensor) or result.layout is not torch.strided:
+            if not isinstance(result, torch.Tensor) or not _has_memory(type(result)):
+                continue
+            if result.layout is not torch.strided:
                 continue
             storage = result.untyped_storage()
             if storage._cdata in known:
@@ -313,6 +314,12 @@ class TapeGraph(Graph):
                     op.leaves = []
 
 
+def _has_memory(kind: type) -> bool:
+    """Whether tensors of this type are their own memory, and not wrappers that dispatch to others."""
+    dispatch_rule: Any = getattr(kind, "__torch_dispatch__", None)
+    return kind is torch.Tensor or dispatch_rule is torch._C._disabled_torch_dispatch_impl
+
+
 def id_of(generator: Any) -> int:
     """A generator's identity; operators see it through a new Python object each time."""
     return int(generator._cdata)
@@ -378,8 +385,8 @@ class Recorder(dispatch.TorchDispatchMode):
             return func(*args, **kwargs)
         if not isinstance(func, torch._ops.OpOverload):
             graph.refuse(CaptureRefused(entry("tape-limit"), f"higher-order operator {func}", user_location()))
-        if any(t not in _PLAIN for t in types):
-            return NotImplemented  # a tensor subclass: let it take itself apart first
+        if not all(_has_memory(t) for t in types):
+            return NotImplemented  # a wrapper around other tensors: let it take itself apart first
         with torch._C.DisableTorchFunction():
             if func._schema.name in ("aten::lift_fresh", "aten::lift_fresh_copy"):
                 return self._host_data(graph, func, args)
@@ -419,9 +426,13 @@ class TapeWorkspace(Workspace):
         yield
 
     @contextlib.contextmanager
-    def warming_up(self, *, first: bool = False) -> Iterator[None]:
+    def warming_up(self) -> Iterator[None]:
         with torch.compiler.set_stance("force_eager"):
             yield
+
+    @contextlib.contextmanager
+    def keeping(self) -> Iterator[None]:
+        yield
 
     @contextlib.contextmanager
     def capturing(self) -> Iterator[None]:

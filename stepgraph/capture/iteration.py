@@ -67,6 +67,8 @@ class CapturedStep(Generic[P, R]):
 
     def _dispatch(self, call_tree: tuple[Any, Any]) -> Any:
         leaves, structure = flatten(call_tree)
+        if self._session.backend.is_capturing():  # called from a step that is being captured: a part of it
+            return self._call(leaves, structure)
         keys = tuple([leaf_key(leaf) for leaf in leaves])
         ambient = ambient_key()
         site = self._sites.get((structure, keys, ambient))
@@ -102,8 +104,6 @@ class CapturedStep(Generic[P, R]):
         ambient: tuple[Hashable, ...],
     ) -> Any:
         self._check_open()
-        if self._session.backend.is_capturing():  # called from a step that is being captured: a part of it
-            return self._call(leaves, structure)
         known = site is not None
         site = site or Site()
         decision = decide(

@@ -40,9 +40,7 @@ class StepCapture:
         """Where each optimizer of the step runs. `moved` has the reasons of those that left the graph."""
         found = {}
         for optimizer in site.touched.optimizers:
-            placement = place(optimizer, self._options.optimizer, moved.get(id(optimizer)))
-            check_forced(optimizer, self._options.optimizer, placement)
-            found[id(optimizer)] = placement
+            found[id(optimizer)] = place(optimizer, self._options.optimizer, moved.get(id(optimizer)))
         return found
 
     def run(
@@ -51,9 +49,11 @@ class StepCapture:
         """Record the step for these inputs. Nothing takes effect; on failure everything is as it was."""
         refuse_obstacles(self._name, site)
         placements = self.placements(site, moved)
+        for optimizer in site.touched.optimizers:
+            check_forced(optimizer, self._options.optimizer, placements[id(optimizer)])
         inside = [o for o in site.touched.optimizers if placements[id(o)].inside]
         outside = [o for o in site.touched.optimizers if not placements[id(o)].inside]
-        inputs = StaticInputs(leaves, signature.names(), self._session.backend)
+        inputs = StaticInputs(leaves, self._session.backend)
         inputs.load(leaves)
         args, kwargs = unflatten(structure, inputs.leaves)
         while True:
@@ -68,9 +68,14 @@ class StepCapture:
             chain.free()
             grads.rollback()
             site.hold_grads = True
+        try:
+            inputs.note_use(leaves, signature.names())
+        except CaptureError:
+            chain.free()
+            grads.rollback()
+            raise
         grads.commit()
         note_result(site, outputs.tree)
-        inputs.note_use()
         guards = [NumbersGuard(o) for o in inside]
         parameters = site.touched.parameters
         return CapturedCall(
@@ -90,14 +95,17 @@ class StepCapture:
             stack.enter_context(cut_at(outside, recorder.cut))
             stack.enter_context(captured_inside(inside))
             stack.callback(register_optimizer_step_pre_hook(_refuse_unknown(known)).remove)
-            grads.begin()
-            stack.enter_context(self._session.workspace.capturing())
             try:
-                recorder.begin(grads)
-                outputs = StaticOutputs(self._function(*args, **kwargs))
-                chain = recorder.finish()
+                grads.begin()
+                with self._session.workspace.capturing():
+                    try:
+                        recorder.begin(grads)
+                        outputs = StaticOutputs(self._function(*args, **kwargs))
+                        chain = recorder.finish()
+                    except BaseException:
+                        recorder.abort()
+                        raise
             except BaseException:
-                recorder.abort()
                 grads.rollback()
                 raise
         return chain, outputs, grads

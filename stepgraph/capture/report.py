@@ -9,6 +9,7 @@ from typing import Any
 
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
+from rich.text import Text
 
 
 @dataclass(slots=True)
@@ -76,20 +77,22 @@ class Report:
         table = Table(title=f"{self.step} on {self.backend}", title_justify="left", show_header=False)
         table.add_column(style="bold", no_wrap=True)
         table.add_column(overflow="fold")
-        table.add_row("graphs", f"{self.graphs} ({self.captures} captures, {self.recaptures} recaptures)")
-        table.add_row("segments", str(self.segments))
-        table.add_row("nodes", "not counted" if self.nodes is None else str(self.nodes))
-        table.add_row("replays", str(self.replays))
         reasons = ", ".join(f"{reason}: {count}" for reason, count in self.eager_reasons.items())
-        table.add_row("eager calls", f"{self.eager_calls}" + (f" ({reasons})" if reasons else ""))
-        table.add_row("capture time", f"{self.capture_seconds:.3f} s")
-        table.add_row("pool", f"{self.pool_bytes / 2**20:.1f} MiB")
-        table.add_row("static inputs", f"{self.static_bytes / 2**20:.1f} MiB")
-        for signature, chain in zip(self.signatures, self.chains, strict=True):
-            table.add_row("signature", f"{signature}\n{chain}")
-        for name, place in self.optimizers.items():
-            table.add_row(name, place)
-        table.add_row("equal to", self.equality)
+        rows = [
+            ("graphs", f"{self.graphs} ({self.captures} captures, {self.recaptures} recaptures)"),
+            ("segments", str(self.segments)),
+            ("nodes", "not counted" if self.nodes is None else str(self.nodes)),
+            ("replays", str(self.replays)),
+            ("eager calls", f"{self.eager_calls}" + (f" ({reasons})" if reasons else "")),
+            ("capture time", f"{self.capture_seconds:.3f} s"),
+            ("pool", f"{self.pool_bytes / 2**20:.1f} MiB"),
+            ("static inputs", f"{self.static_bytes / 2**20:.1f} MiB"),
+            *(("signature", f"{s}\n{c}") for s, c in zip(self.signatures, self.chains, strict=True)),
+            *self.optimizers.items(),
+            ("equal to", self.equality),
+        ]
+        for name, value in rows:
+            table.add_row(Text(name), Text(value))  # as text: brackets are no markup here
         yield table
 
     def __str__(self) -> str:

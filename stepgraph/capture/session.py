@@ -48,7 +48,6 @@ class Session:
         self._backend = backend_named(backend) if isinstance(backend, str) else backend
         self._resources = _Resources()
         self._closed = False
-        self._has_run = False
         self._finalizer = weakref.finalize(self, self._resources.release)
 
     @property
@@ -99,11 +98,6 @@ class Session:
     def stream(self) -> AbstractContextManager[None]:
         """Run on the capture stream: build DDP and anything else that remembers its stream under it."""
         return self.workspace.stream()
-
-    def claim_first_call(self) -> bool:
-        """True once: for the first step that runs in this session."""
-        is_first, self._has_run = not self._has_run, True
-        return is_first
 
     def adopt(self, graph: Graph) -> None:
         """Own a graph until it is released."""

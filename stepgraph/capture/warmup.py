@@ -13,13 +13,18 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch.optim.optimizer import Optimizer
+from torch.optim.optimizer import (
+    Optimizer,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
-from stepgraph.backends import Backend
+from stepgraph.backends import Backend, Workspace
 from stepgraph.buffers import static_part
 from stepgraph.capture.session import Session
 from stepgraph.capture.site import Site
 from stepgraph.errors import CaptureError
+from stepgraph.signature import is_plain
 from stepgraph.state.module_state import discovering
 from stepgraph.state.optimizer import NumbersGuard, capturable_on_cpu, make_capturable
 from stepgraph.state.rng import HostRandomWatch
@@ -59,7 +64,8 @@ def warm_up(
 
     with (
         discovering(site.touched, step, {id(leaf) for leaf in leaves}, see),
-        session.workspace.warming_up(first=session.claim_first_call()),
+        session.workspace.warming_up(),
+        _state_outside_the_pool(session.workspace),
         surroundings(optimizer_mode, backend),
     ):
         args, kwargs = unflatten(structure, leaves)
@@ -74,6 +80,21 @@ def warm_up(
     return result
 
 
+@contextlib.contextmanager
+def _state_outside_the_pool(workspace: Workspace) -> Iterator[None]:
+    """Let an optimizer make its state, at its first step, elsewhere: in the pool it would only be in the way."""
+    with contextlib.ExitStack() as stack:
+        kept = stack.enter_context(contextlib.ExitStack())
+
+        def before(optimizer: Optimizer, *_: Any) -> None:
+            if not optimizer.state:
+                kept.enter_context(workspace.keeping())
+
+        stack.callback(register_optimizer_step_pre_hook(before).remove)
+        stack.callback(register_optimizer_step_post_hook(lambda *_: kept.close()).remove)
+        yield
+
+
 def note_result(site: Site, result: Any) -> None:
     """Compare the static part of a result with that of the call before."""
     structure, values = static_part(result)
@@ -83,7 +104,7 @@ def note_result(site: Site, result: Any) -> None:
             site.obstacles["varying-output"] = "the result's structure is another at each call"
         else:
             for path, one, two in zip(_result_paths(structure), earlier, values, strict=True):
-                if one is not two and one != two:
+                if one is not two and (not is_plain(one) or one != two):
                     site.obstacles["varying-output"] = f"{path} was {one!r}, then {two!r}"
     site.results = (structure, values)
 

@@ -21,6 +21,8 @@ from dataclasses import dataclass
 
 import torch
 
+from stepgraph.errors import CaptureError
+
 Attachment = list[tuple[torch.Tensor, torch.Tensor | None]]
 """Parameters and what their `.grad` is to be."""
 
@@ -97,6 +99,7 @@ class GradCapture:
         """Put `.grad` where the recording may find it."""
         for parameter in self._parameters:
             if parameter.grad is not None:
+                _check_dense(parameter.grad)
                 (self._hold_entry if self._hold else self._release_entry)(parameter, parameter.grad)
             self._last[id(parameter)] = parameter.grad if self._hold else None
 
@@ -136,6 +139,7 @@ class GradCapture:
         for parameter in self._parameters:
             grad = parameter.grad
             if grad is not None and grad is not self._last[id(parameter)]:
+                _check_dense(grad)
                 made = self._made.get(id(parameter))
                 kept = made[1] if made is not None else self._buffers.get(parameter)
                 if kept is not None and _same_layout(kept, grad):
@@ -175,6 +179,16 @@ def carry_in(carried: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
             assert grad is not None, "a call without gradients has another signature"
             kept.copy_(grad)
             parameter.grad = kept
+
+
+def _check_dense(grad: torch.Tensor) -> None:
+    if grad.layout is not torch.strided:
+        raise CaptureError(
+            f"a parameter of shape {list(grad.shape)} has a sparse gradient",
+            rule="sparse-grad",
+            why="a sparse gradient has as many entries as the batch has rows: its memory differs from call to call.",
+            fix="use dense gradients (nn.Embedding(..., sparse=False)).",
+        )
 
 
 def _copy_to(grad: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -43,6 +43,8 @@ def place(optimizer: Optimizer, mode: str, moved: str | None = None) -> Placemen
         return Placement(False, "optimizer='outside'")
     if moved is not None:
         return Placement(False, f"its numbers change: {moved}")
+    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+        return Placement(False, "it has step hooks, which must run at each step")
     if kind in _FUSED and all(group.get("fused") for group in optimizer.param_groups):
         return Placement(True, "fused: its step count is on the device")
     if all(group.get("capturable") for group in optimizer.param_groups):
@@ -86,9 +88,15 @@ class NumbersGuard:
         self._keys = [[k for k in group if k != "params"] for group in optimizer.param_groups]
         self._captured = self._read()
 
-    def _read(self) -> list[list[Any]]:
-        groups = self.optimizer.param_groups
-        return [[_number(g.get(k)) for k in keys] for g, keys in zip(groups, self._keys, strict=False)]
+    def _read(self) -> list[Any]:
+        optimizer = self.optimizer
+        groups = optimizer.param_groups
+        return [
+            len(groups),
+            len(optimizer._optimizer_step_pre_hooks) + len(optimizer._optimizer_step_post_hooks),
+            *([_number(g.get(k)) for k in keys] for g, keys in zip(groups, self._keys, strict=False)),
+            [len(g["params"]) for g in groups],
+        ]
 
     def changed(self) -> str | None:
         """The first number that is not what it was, in words."""
@@ -96,11 +104,15 @@ class NumbersGuard:
         if now == self._captured:
             return None
         name = type(self.optimizer).__name__
-        for i, (keys, before, after) in enumerate(zip(self._keys, self._captured, now, strict=False)):
+        if now[0] != self._captured[0] or now[-1] != self._captured[-1]:
+            return f"{name}.param_groups: a group or a parameter was added or removed"
+        if now[1] != self._captured[1]:
+            return f"{name}: a step hook was added or removed"
+        for i, (keys, before, after) in enumerate(zip(self._keys, self._captured[2:-1], now[2:-1], strict=True)):
             for key, one, two in zip(keys, before, after, strict=True):
                 if one != two:
                     return f"{name}.param_groups[{i}][{key!r}] {one} -> {two}"
-        return f"{name}.param_groups"
+        return None
 
 
 class HostCounters:

@@ -207,7 +207,7 @@ def test_backend_refuses_with_line_and_goes_on(name: str, workspace: Workspace, 
     with pytest.raises(RuntimeError) as caught:
         record_cold(workspace, lambda: (x.mul_(2), work(x)))
     error = capture_error("step", caught.value)
-    assert error.rule == rule
+    assert error.rule == rule, str(caught.value)
     assert error.where.file == __file__
     assert torch.equal(x, before)
     # the process stays usable: eager, dropout included, and a mended recording

@@ -12,15 +12,22 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 from stepgraph.backends import backend_for
 from stepgraph.buffers import StaticInputs, StaticOutputs, detached, is_copied_in, on_device, static_part
+from stepgraph.errors import CaptureError
 
 BACKEND = backend_for("cpu")
 
 
 def static_inputs(*leaves: Any) -> StaticInputs:
     """Static inputs made and loaded as a capture does."""
-    inputs = StaticInputs(leaves, [f"x{i}" for i in range(len(leaves))], BACKEND)
+    inputs = StaticInputs(leaves, BACKEND)
     inputs.load(leaves)
+    inputs.watch()
     return inputs
+
+
+def note_use(inputs: StaticInputs, *leaves: Any) -> None:
+    """What a capture does once it has recorded the step."""
+    inputs.note_use(leaves, [f"x{i}" for i in range(len(leaves))])
 
 
 def geometries() -> dict[str, torch.Tensor]:
@@ -71,7 +78,7 @@ def test_inputs_that_were_only_read_are_not_written_back(name: str) -> None:
     tensor = geometries()[name]
     inputs = static_inputs(tensor)
     inputs.leaves[0].clone()  # what a step does with it
-    inputs.note_use()
+    note_use(inputs, tensor)
     version = tensor._version
     inputs.store([tensor])
     assert tensor._version == version
@@ -128,7 +135,7 @@ def test_inputs_pass_plain_values_and_parameters_through() -> None:
     assert inputs.leaves[:3] == [3, "mean", None]
     assert inputs.leaves[3] is parameter
     assert inputs.num_bytes == 0
-    inputs.note_use()
+    note_use(inputs, 3, "mean", None, parameter)
     inputs.store([3, "mean", None, parameter])
     assert parameter.tolist() == [1.0, 1.0]
 
@@ -148,7 +155,7 @@ def test_inputs_written_by_the_step_are_stored_back() -> None:
     inputs = static_inputs(torch.zeros(3), torch.zeros(3), torch.zeros(3))
     inputs.leaves[1].add_(1)
     inputs.leaves[2][0] = 5.0
-    inputs.note_use()
+    note_use(inputs, *inputs.leaves)
     call = [torch.full((3,), 7.0) for _ in range(3)]
     inputs.load(call)
     inputs.leaves[1].add_(1)
@@ -162,7 +169,7 @@ def test_inputs_written_by_the_step_are_stored_back_through_a_view() -> None:
     view = base.t()
     inputs = static_inputs(view)
     inputs.leaves[0][1].add_(1)
-    inputs.note_use()
+    note_use(inputs, view)
     inputs.store([view])
     assert base.tolist() == [[0.0, 1.0]] * 3
 
@@ -170,14 +177,25 @@ def test_inputs_written_by_the_step_are_stored_back_through_a_view() -> None:
 def test_inputs_gradient_is_given_to_the_callers_leaf() -> None:
     inputs = static_inputs(torch.ones(2, requires_grad=True))
     (inputs.leaves[0] * 3).sum().backward()
-    inputs.note_use()
     mine = torch.ones(2, requires_grad=True)
+    note_use(inputs, mine)
     inputs.store([mine])
     assert mine.grad is not None
     assert mine.grad.tolist() == [3.0, 3.0]
     assert mine.grad.data_ptr() != inputs.leaves[0].grad.data_ptr()
     inputs.store([mine])
     assert mine.grad.tolist() == [6.0, 6.0]
+
+
+def test_inputs_computed_outside_are_refused_a_gradient() -> None:
+    computed = torch.ones(2, requires_grad=True) * 2
+    inputs = static_inputs(computed)
+    inputs.leaves[0].sum().backward()
+    with pytest.raises(CaptureError) as caught:
+        note_use(inputs, computed)
+    assert caught.value.rule == "outer-graph"
+    assert "`x0`" in caught.value.what
+    assert "x0.detach()" in caught.value.fix
 
 
 def test_inputs_that_are_one_tensor_stay_one_tensor() -> None:

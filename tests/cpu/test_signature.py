@@ -114,6 +114,7 @@ TENSOR = torch.zeros(2, 3)
         (torch.zeros(1, 3).expand(2, 3), "strides changed"),
         (torch.zeros(2, 3, dtype=torch.bfloat16), "dtype changed"),
         (torch.zeros(2, 3, requires_grad=True), "requires_grad changed"),
+        (torch.zeros(2, 3, requires_grad=True) * 1, "requires_grad changed"),
         (torch.zeros(2, 3, device="meta"), "device changed"),
         (torch.nn.Parameter(torch.zeros(2, 3), requires_grad=False), "type changed"),
         (torch.zeros(2, 4, dtype=torch.float64), "shape and dtype changed"),
@@ -129,6 +130,11 @@ def test_differences_of_a_tensor(other: Any, what: str) -> None:
 def test_differences_of_a_conjugate_view() -> None:
     plain = torch.zeros(2, dtype=torch.complex64)
     assert named(signature(plain), signature(plain.conj())) == [("batch", "conj or neg bit changed")]
+
+
+def test_differences_tell_a_leaf_from_a_computed_tensor() -> None:
+    leaf = torch.zeros(2, requires_grad=True)
+    assert named(signature(leaf), signature(leaf * 1)) == [("batch", "requires_grad changed")]
 
 
 def test_signature_tells_conj_from_neg() -> None:
@@ -374,7 +380,7 @@ def test_family_is_the_key_without_gradients() -> None:
         (lambda: signature({"ids": torch.zeros(2, dtype=torch.int64)}), "batch['ids']=int64[2] cpu"),
         (lambda: signature(Batch(torch.zeros(1, requires_grad=True), 0.5)), None),
         (lambda: signature(torch.zeros(2, dtype=torch.complex64).conj()), "batch=complex64[2] cpu conj"),
-        (lambda: signature(torch.nn.Parameter(torch.zeros(2))), "batch=f32[2] cpu Parameter requires_grad"),
+        (lambda: signature(torch.nn.Parameter(torch.zeros(2))), "batch=f32[2] cpu Parameter requires_grad (leaf)"),
         (lambda: signature(torch.nn.Identity()), "batch=<Identity object>"),
         (lambda: signature(NAN, -0.0), "batch=nan, scale=-0.0"),
         (lambda: signature(1, training=(False, False)), "batch=1, eval"),
@@ -385,7 +391,7 @@ def test_family_is_the_key_without_gradients() -> None:
 )
 def test_describe_is_one_line_with_names(made: Callable[[], Signature], expected: str | None) -> None:
     if expected is None:
-        expected = "batch.ids=f32[1] cpu requires_grad, batch.mask=0.5"
+        expected = "batch.ids=f32[1] cpu requires_grad (leaf), batch.mask=0.5"
     assert made().describe() == expected
 
 

@@ -90,12 +90,10 @@ def test_report_prints_brackets_as_they_are() -> None:
         example(
             signatures=("batch['ids']=int64[2] cpu, batch[0]='[red]'",),
             eager_reasons={"capture failed: [host-read]": 2},
-            step="steps[bold]",
         )
     )
     assert "batch['ids']=int64[2] cpu, batch[0]='[red]'" in text
     assert "capture failed: [host-read]: 2" in text
-    assert "steps[bold]" in text
 
 
 def test_report_says_when_nodes_are_not_counted() -> None:
@@ -134,7 +132,7 @@ def test_report_counts_what_happened() -> None:
     assert report.eager_calls == 5
     assert report.eager_reasons == {"warm-up": 4, "past max_graphs=2": 1}
     assert report.replays + report.eager_calls == 8
-    assert report.signatures == ("x=f32[2, 4] cpu", "x=f32[3, 4] cpu")
+    assert [text.partition(", no")[0] for text in report.signatures] == ["x=f32[2, 4] cpu", "x=f32[3, 4] cpu"]
     assert report.static_bytes == (2 + 3) * 4 * 4
     assert report.pool_bytes > 0
     assert report.capture_seconds > 0
