@@ -22,348 +22,18 @@ from __future__ import annotations
 import contextlib
 import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.utils import _python_dispatch as dispatch
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from stepgraph.backends.base import Backend, Graph, Workspace
-from stepgraph.backends.tape_memory import Footprint, GraphTrace
-from stepgraph.backends.tape_pool import Place, TapePool, arena_for
+from stepgraph.backends.base import Backend, Workspace
+from stepgraph.backends.tape_graph import Head, TapeGraph, has_memory
+from stepgraph.backends.tape_pool import TapePool
 from stepgraph.backends.tape_refusals import HostReadGuard, host_data_refusal, refusal
 from stepgraph.backends.tape_rng import recorded_rng_calls
-from stepgraph.errors import CaptureRefused, StaleMemoryError, entry
+from stepgraph.errors import CaptureRefused, entry
 from stepgraph.frames import user_location
-
-_COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
-_ALLOCATIONS = frozenset(
-    f"aten::{n}" for n in ("empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided")
-)
-_OVERWRITES = frozenset(f"aten::{n}" for n in ("copy_", "fill_", "zero_", "_foreach_copy_", "_foreach_zero_"))
-# operators that write to an argument although their schema does not say so
-_UNDECLARED_WRITES = {
-    "aten::native_batch_norm": ("running_mean", "running_var"),
-    "aten::batch_norm_update_stats": ("running_mean", "running_var"),
-    "aten::rrelu_with_noise": ("noise",),
-}
-
-
-@dataclass(frozen=True, slots=True)
-class Ref:
-    """A tensor by its address: a place and a geometry in it."""
-
-    place: Place
-    offset: int
-    shape: torch.Size
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-    conj: bool
-    neg: bool
-
-
-@dataclass(slots=True)
-class Op:
-    """One noted operator: arguments by address, and which results go where."""
-
-    func: Callable[..., Any]
-    leaves: list[Any]
-    spec: TreeSpec | None
-    results: list[tuple[Any, int]]
-    grad: bool
-    args: tuple[Any, ...] = ()
-    kwargs: Mapping[str, Any] | None = None
-
-    def run(self) -> None:
-        out = self.func(*self.args, **(self.kwargs or {}))
-        if self.results:
-            flat = [out] if isinstance(out, torch.Tensor) else tree_flatten(out)[0]
-            for target, index in self.results:
-                target.copy_(flat[index])
-
-
-class TapeGraph(Graph):
-    """One recording: a list of operators and the memory they use."""
-
-    def __init__(self, workspace: TapeWorkspace, generators: Sequence[torch.Generator]) -> None:
-        self._workspace = workspace
-        self._pool = workspace.pool
-        self._generators = (torch.default_generator, *generators)
-        self._ops: list[Op] = []
-        self._outside: dict[int, Place] = {}
-        self._born: dict[int, Place] = {}
-        self._backups: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._backed_up: set[int] = set()
-        self._reads: dict[int, Place] = {}
-        self._writes: dict[int, Place] = {}
-        self._trace: GraphTrace | None = None
-        self._random_states: list[torch.Tensor] = []
-        self._refused: CaptureRefused | None = None
-        self._counted: list[Place] = []
-
-    # -- the life of a graph
-
-    def begin(self) -> None:
-        self._pool.reap()
-        self._random_states = [g.get_state() for g in self._generators]
-        self._workspace.recording = self
-
-    def end(self) -> None:
-        if self._refused is not None:  # the step caught it; CUDA's capture would be broken all the same
-            raise self._refused
-        self._stop()
-        born = list(self._born.values())
-        survivors = [place for place in born if self._pool.settle(place)]
-        self._bind([place for place in born if place.storage is None])
-        for place in survivors:
-            _bytes_of(place.storage).fill_(0xFF)  # NaN in every floating type
-        blocks = [place.block for place in born if place.block is not None]
-        written = [p.block for p in (*survivors, *self._writes.values()) if p.block is not None]
-        read = [place.block for place in self._reads.values() if place.block is not None]
-        self._trace = GraphTrace(Footprint(blocks), read, written)
-        self._pool.ledger.add(self._trace)
-
-    def abort(self) -> None:
-        self._stop()
-        self.free()
-
-    def free(self) -> None:
-        if self._trace is not None:
-            self._pool.ledger.remove(self._trace)
-            self._trace = None
-        for place in self._counted:
-            place.aliases -= 1
-        for held in (self._ops, self._born, self._outside, self._counted, self._reads, self._writes):
-            held.clear()
-
-    def replay(self) -> None:
-        assert self._trace is not None, "replay of a graph that was not recorded"
-        if self._pool.ledger.stale_read(self._trace) is not None:
-            raise StaleMemoryError(
-                "a graph was about to read memory that another graph's replay has overwritten",
-                rule="stale-memory",
-                why="the tensor it reads was dropped, so a later capture was given its memory, and that graph ran "
-                "after the one that writes the tensor.",
-                fix="keep a reference to the tensor for as long as a graph reads it, or replay the graph that writes "
-                "it again first.",
-            )
-        grad = torch.is_grad_enabled()
-        try:
-            with torch.inference_mode(False), torch.autocast("cpu", enabled=False):
-                for op in self._ops:
-                    torch._C._set_grad_enabled(op.grad)  # a few kernels look at it
-                    op.run()
-        finally:
-            torch._C._set_grad_enabled(grad)
-        self._pool.ledger.replayed(self._trace)
-
-    @property
-    def recorded_anything(self) -> bool:
-        return bool(self._ops)
-
-    @property
-    def nodes(self) -> int:
-        return len(self._ops)
-
-    def _stop(self) -> None:
-        """Stop recording; memory and random state as before."""
-        if self._workspace.recording is self:
-            self._workspace.recording = None
-        with torch.no_grad():
-            for target, saved in reversed(self._backups):
-                target.copy_(saved)
-        self._backups.clear()
-        for generator, state in zip(self._generators, self._random_states, strict=False):
-            generator.set_state(state)
-        self._random_states = []
-
-    # -- recording
-
-    def refuse(self, error: CaptureRefused) -> None:
-        """Break the recording, as CUDA does: it stays broken even if the step catches the error."""
-        self._refused = self._refused or error
-        raise error
-
-    def call(self, action: Callable[[], None]) -> None:
-        """Note a host call that must happen at each replay."""
-        self._ops.append(Op(action, [], None, [], torch.is_grad_enabled()))
-
-    def record(self, func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Execute one operator and note it."""
-        name = func._schema.name
-        leaves, spec = tree_flatten((args, kwargs))
-        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        if any(t.is_meta for t in tensors):
-            return func(*args, **kwargs)
-        self._check(func, name, tensors, leaves)
-        collective = func.namespace in _COLLECTIVES
-        known = {t.untyped_storage()._cdata for t in tensors}
-        written = tensors if collective else _written_arguments(func, args, kwargs)
-        written_keys = {t.untyped_storage()._cdata for t in written}
-        for tensor in tensors:
-            fresh_start = name in _OVERWRITES and tensor.untyped_storage()._cdata in written_keys
-            self._note_read(tensor, overwritten=fresh_start and _covers_storage(tensor))
-        for tensor in written:
-            self._note_write(tensor)
-        noted = [self._ref(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-        out = func(*args, **kwargs)
-        if collective:
-            _wait(out)
-        results = self._results(out, known)
-        changes_metadata = torch.Tag.inplace_view in func.tags and not name.startswith("aten::resize")
-        is_view = not written and not results
-        if name not in _ALLOCATIONS and not changes_metadata and not is_view:
-            runner = _waiting(func) if collective else func
-            self._ops.append(Op(runner, noted, spec, list(results), torch.is_grad_enabled()))
-        return out
-
-    def _check(self, func: Any, name: str, tensors: Sequence[torch.Tensor], leaves: Sequence[Any]) -> None:
-        if any(t.layout is not torch.strided for t in tensors):
-            self.refuse(CaptureRefused(entry("tape-limit"), f"{name} on a sparse tensor", user_location()))
-        known = {id_of(g) for g in self._generators}
-        if any(isinstance(leaf, torch.Generator) and id_of(leaf) not in known for leaf in leaves):
-            self.refuse(CaptureRefused(entry("generator"), name, user_location()))
-
-    def _results(self, out: Any, known: set[int]) -> list[tuple[Ref, int]]:
-        """Results in memory that is not an argument's, with the birth of what is new."""
-        found = []
-        for index, result in enumerate(tree_flatten(out)[0]):
-            if not isinstance(result, torch.Tensor) or not _has_memory(type(result)):
-                continue
-            if result.layout is not torch.strided:
-                continue
-            storage = result.untyped_storage()
-            if storage._cdata in known:
-                continue
-            if self._pool.find(storage._cdata) is None and storage._cdata not in self._outside:
-                place = self._pool.birth(storage)
-                self._born[id(place)] = place
-            found.append((self._ref(result), index))
-        return found
-
-    def adopt(self, tensor: torch.Tensor) -> None:
-        """A constant made by torch's own code: baked into the graph as it is."""
-        self._place(tensor)
-
-    def _place(self, tensor: torch.Tensor) -> Place:
-        storage = tensor.untyped_storage()
-        place = self._pool.find(storage._cdata) or self._outside.get(storage._cdata)
-        if place is None:
-            place = self._outside[storage._cdata] = Place(storage.nbytes(), storage, None)
-        return place
-
-    def _ref(self, tensor: torch.Tensor) -> Ref:
-        return Ref(
-            self._place(tensor),
-            int(tensor.storage_offset()),
-            tensor.shape,
-            tensor.stride(),
-            tensor.dtype,
-            tensor.is_conj(),
-            tensor.is_neg(),
-        )
-
-    def _note_read(self, tensor: torch.Tensor, *, overwritten: bool) -> None:
-        place = self._pool.find(tensor.untyped_storage()._cdata)
-        if place is None or overwritten or id(place) in self._writes or id(place) in self._born:
-            return
-        self._reads.setdefault(id(place), place)
-
-    def _note_write(self, tensor: torch.Tensor) -> None:
-        storage = tensor.untyped_storage()
-        place = self._place(tensor)
-        if id(place) in self._born:
-            return
-        self._writes.setdefault(id(place), place)
-        if storage._cdata not in self._backed_up:
-            self._backed_up.add(storage._cdata)
-            whole = _bytes_of(storage)
-            self._backups.append((whole, whole.clone()))
-
-    # -- binding addresses to memory
-
-    def _bind(self, dead: list[Place]) -> None:
-        """Turn every noted address into a tensor over its final memory."""
-        arena, start = arena_for(dead)
-        _bytes_of(arena).fill_(0xFF)
-        made: dict[Ref, torch.Tensor] = {}
-
-        def alias(ref: Ref) -> torch.Tensor:
-            tensor = made.get(ref)
-            if tensor is None:
-                storage, shift = ref.place.storage, 0
-                if storage is None:
-                    assert ref.place.block is not None
-                    storage, shift = arena, (ref.place.block.start - start) // ref.dtype.itemsize
-                else:
-                    ref.place.aliases += 1
-                    self._counted.append(ref.place)
-                tensor = torch.empty(0, dtype=ref.dtype).set_(storage, ref.offset + shift, ref.shape, ref.stride)
-                tensor = tensor.conj() if ref.conj else tensor
-                tensor = torch._neg_view(tensor) if ref.neg else tensor
-                made[ref] = tensor
-            return tensor
-
-        with torch.inference_mode(False), torch.no_grad():
-            for op in self._ops:
-                if op.spec is not None:
-                    leaves = [alias(leaf) if isinstance(leaf, Ref) else leaf for leaf in op.leaves]
-                    op.args, op.kwargs = tree_unflatten(leaves, op.spec)
-                    op.results = [(alias(ref), index) for ref, index in op.results]
-                    op.leaves = []
-
-
-def _has_memory(kind: type) -> bool:
-    """Whether tensors of this type are their own memory, and not wrappers that dispatch to others."""
-    dispatch_rule: Any = getattr(kind, "__torch_dispatch__", None)
-    return kind is torch.Tensor or dispatch_rule is torch._C._disabled_torch_dispatch_impl
-
-
-def id_of(generator: Any) -> int:
-    """A generator's identity; operators see it through a new Python object each time."""
-    return int(generator._cdata)
-
-
-def _bytes_of(storage: torch.UntypedStorage | None) -> torch.Tensor:
-    assert storage is not None
-    with torch.inference_mode(False):
-        return torch.empty(0, dtype=torch.uint8).set_(storage)
-
-
-def _covers_storage(tensor: torch.Tensor) -> bool:
-    return tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()
-
-
-def _written_arguments(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
-    undeclared = _UNDECLARED_WRITES.get(func._schema.name, ())
-    if not func._schema.is_mutable and not undeclared:
-        return []
-    found = []
-    for index, argument in enumerate(func._schema.arguments):
-        declared = argument.alias_info is not None and argument.alias_info.is_write
-        if declared or argument.name in undeclared:
-            positional = index < len(args) and not argument.kwarg_only
-            value = args[index] if positional else kwargs.get(argument.name)
-            found += [leaf for leaf in tree_flatten(value)[0] if isinstance(leaf, torch.Tensor)]
-    return found
-
-
-def _wait(out: Any) -> None:
-    for leaf in tree_flatten(out)[0]:
-        if isinstance(leaf, torch.Tensor):
-            torch.ops._c10d_functional.wait_tensor(leaf)
-        elif hasattr(leaf, "wait"):
-            leaf.wait()
-
-
-def _waiting(func: Callable[..., Any]) -> Callable[..., Any]:
-    def call(*args: Any, **kwargs: Any) -> Any:
-        out = func(*args, **kwargs)
-        _wait(out)
-        return out
-
-    return call
 
 
 class Recorder(dispatch.TorchDispatchMode):
@@ -371,21 +41,21 @@ class Recorder(dispatch.TorchDispatchMode):
 
     supports_higher_order_operators = True
 
-    def __init__(self, workspace: TapeWorkspace, guard: HostReadGuard) -> None:
+    def __init__(self, head: Head, guard: HostReadGuard) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._workspace = workspace
+        self._head = head
         self._guard = guard
         self._host_scalars: set[int] = set()
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        graph, kwargs = self._workspace.recording, kwargs or {}
+        graph, kwargs = self._head.graph, kwargs or {}
         if graph is None:
             return func(*args, **kwargs)
         if not isinstance(func, torch._ops.OpOverload):
             graph.refuse(CaptureRefused(entry("tape-limit"), f"higher-order operator {func}", user_location()))
-        if not all(_has_memory(t) for t in types):
+        if not all(has_memory(t) for t in types):
             return NotImplemented  # a wrapper around other tensors: let it take itself apart first
         with torch._C.DisableTorchFunction():
             if func._schema.name in ("aten::lift_fresh", "aten::lift_fresh_copy"):
@@ -412,14 +82,15 @@ class Recorder(dispatch.TorchDispatchMode):
 
 
 class TapeWorkspace(Workspace):
-    """One pool of addresses; the graph that records right now."""
+    """One pool of addresses and one recording head."""
 
     def __init__(self) -> None:
-        self.pool = TapePool()
-        self.recording: TapeGraph | None = None
+        self._pool = TapePool()
+        self._head = Head()
 
     def graph(self, generators: Sequence[torch.Generator] = ()) -> TapeGraph:
-        return TapeGraph(self, [g for g in generators if g is not torch.default_generator and g.device.type == "cpu"])
+        own = [g for g in generators if g is not torch.default_generator and g.device.type == "cpu"]
+        return TapeGraph(self._head, self._pool, own)
 
     @contextlib.contextmanager
     def stream(self) -> Iterator[None]:
@@ -441,25 +112,25 @@ class TapeWorkspace(Workspace):
         gc.disable()
         guard = HostReadGuard(self._refuse)
         try:
-            with self.warming_up(), recorded_rng_calls(self._call, self._refuse), guard, Recorder(self, guard):
+            with self.warming_up(), recorded_rng_calls(self._call, self._refuse), guard, Recorder(self._head, guard):
                 yield
         finally:
             if enabled:
                 gc.enable()
 
     def _refuse(self, error: CaptureRefused) -> None:
-        if self.recording is not None:
-            self.recording.refuse(error)
+        if self._head.graph is not None:
+            self._head.graph.refuse(error)
 
     def _call(self, action: Callable[[], None]) -> None:
-        if self.recording is not None:
-            self.recording.call(action)
+        if self._head.graph is not None:
+            self._head.graph.call(action)
 
     def pool_bytes(self) -> int:
-        return self.pool.addresses.high_water
+        return self._pool.addresses.high_water
 
     def close(self) -> None:
-        self.pool = TapePool()
+        self._pool = TapePool()
 
 
 class TapeBackend(Backend):

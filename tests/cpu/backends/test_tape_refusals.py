@@ -123,7 +123,7 @@ def test_other_work_is_refused_by_its_rule_at_its_line(name: str) -> None:
     assert is_at(error, function)
 
 
-@pytest.mark.parametrize("name", [*HOST_READS, *HOST_DATA])
+@pytest.mark.parametrize("name", ["item", "numpy", "mask index", "mask = tensor", "inv", "tensor", "cpu"])
 def test_refusal_leaves_the_program_as_it_was(name: str) -> None:
     x, state = VALUES[0].clone(), torch.get_rng_state()
 
