@@ -14,7 +14,7 @@ import torch
 
 from stepgraph.backends import Backend
 from stepgraph.errors import CaptureError
-from stepgraph.tree import Structure, flatten, unflatten
+from stepgraph.tree import Structure, flatten, settled, unflatten
 
 
 def is_copied_in(leaf: Any) -> bool:
@@ -36,7 +36,11 @@ class StaticInputs:
     def __init__(self, leaves: Sequence[Any], backend: Backend) -> None:
         self.leaves = list(leaves)
         """The call's leaves, with buffers in the place of tensors."""
-        self._indices = [i for i, leaf in enumerate(leaves) if is_copied_in(leaf)]
+        first: dict[int, int] = {}
+        for i, leaf in enumerate(leaves):
+            if is_copied_in(leaf):
+                first.setdefault(id(leaf), i)
+        self._indices = list(first.values())
         self._targets: list[torch.Tensor] = []
         self._repeated: list[tuple[int, ...]] = []
         with torch.inference_mode(False), torch.no_grad():
@@ -46,6 +50,8 @@ class StaticInputs:
                 repeated = tuple(d for d, s in enumerate(buffer.stride()) if s == 0 and buffer.shape[d] > 1)
                 self._repeated.append(repeated)
                 self._targets.append(_once(buffer.detach(), repeated))
+        for i, leaf in enumerate(leaves):  # a tensor that is passed twice stays one
+            self.leaves[i] = self.leaves[first.get(id(leaf), i)]
         self._any_repeated = any(self._repeated)
         self._versions: list[int] = []
         self._mutated: list[int] = []
@@ -78,6 +84,7 @@ class StaticInputs:
         for i, before in zip(self._indices, self._versions, strict=True):
             if _version(self.leaves[i]) != before:
                 self._mutated.append(i)
+                self._refuse_shared(i, leaves, names)
             if self.leaves[i].is_leaf and self.leaves[i].grad is not None:
                 self._with_grad.append(i)
                 if not leaves[i].is_leaf:
@@ -87,6 +94,17 @@ class StaticInputs:
                         why="the gradient would have to flow on into the caller's graph, which no replay knows.",
                         fix=f"pass {names[i]}.detach(), or compute it inside the step.",
                     )
+
+    def _refuse_shared(self, index: int, leaves: Sequence[Any], names: Sequence[str]) -> None:
+        own = leaves[index].untyped_storage()._cdata
+        for i in self._indices:
+            if i != index and leaves[i].untyped_storage()._cdata == own:
+                raise CaptureError(
+                    f"the step writes to argument `{names[index]}`, which shares memory with `{names[i]}`",
+                    rule="shared-input",
+                    why="each argument is copied into a buffer of its own, where the write would not be seen.",
+                    fix=f"pass the whole tensor once and take the views inside the step, or pass {names[i]}.clone().",
+                )
 
     def store(self, leaves: Sequence[Any]) -> None:
         """After a replay: give the caller's own tensors what eager code would have written to them."""
@@ -121,7 +139,8 @@ class StaticOutputs:
     """What the step returned during capture, detached; copies of it are handed out."""
 
     def __init__(self, tree: Any) -> None:
-        leaves, self.structure = flatten(tree)
+        leaves, structure = flatten(tree)
+        self.structure = settled(structure)
         self.leaves = [leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         self._is_single = self.structure.kind is None and isinstance(self.leaves[0], torch.Tensor)
 
@@ -146,4 +165,4 @@ def detached(tree: Any) -> Any:
 def static_part(tree: Any) -> tuple[Structure, list[Any]]:
     """The part of a result that no replay computes again: its structure and its plain values."""
     leaves, structure = flatten(tree)
-    return structure, ["tensor" if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+    return settled(structure), ["tensor" if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]

@@ -10,7 +10,6 @@ The key is a flat tuple, cheap to build and to hash; names for its parts are mad
 from __future__ import annotations
 
 import enum
-import math
 import sys
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ import torch
 from stepgraph.errors import InvalidArgument
 from stepgraph.tree import Structure, paths, step_into
 
-_BY_VALUE = (bool, int, str, bytes, complex, type(None), torch.dtype, torch.device, torch.Size, range, enum.Enum)
+_BY_VALUE = (bool, int, str, bytes, type(None), torch.dtype, torch.device, torch.Size, range, enum.Enum)
 _SHORT = {torch.float32: "f32", torch.float64: "f64", torch.bfloat16: "bf16", torch.float16: "f16"}
 
 
@@ -66,7 +65,7 @@ class Signature:
         if self.training and not any(self.training):
             parts.append("eval")
         ambient = dict(zip(AMBIENT_NAMES, self.ambient, strict=True))
-        parts += [name for name, usual in (("grad mode", True), ("inference mode", False)) if ambient[name] != usual]
+        parts += ["inference mode"] if ambient["inference mode"] else ["no grad"] * (not ambient["grad mode"])
         if self.no_grad and all(self.no_grad):
             parts.append("no .grad yet")
         return ", ".join(parts) or "no arguments"
@@ -91,7 +90,8 @@ def tensor_key(tensor: torch.Tensor) -> tuple[Hashable, ...]:
         tensor.dtype,
         tensor.device,
         tensor.requires_grad and ("leaf" if tensor.is_leaf else "computed"),
-        tensor.is_conj() or tensor.is_neg(),
+        tensor.is_conj(),
+        tensor.is_neg(),
     )
 
 
@@ -99,8 +99,10 @@ def leaf_key(leaf: Any) -> Hashable:
     """Any leaf's part of the key: tensors by geometry, plain values by value, other objects by identity."""
     if isinstance(leaf, torch.Tensor):
         return tensor_key(leaf)
-    if isinstance(leaf, float):
-        return (float, "nan" if math.isnan(leaf) else leaf.hex())
+    if type(leaf) is float:
+        return (float, leaf.hex())
+    if type(leaf) is complex:
+        return (complex, f"{leaf.real.hex()} {leaf.imag.hex()}")
     if isinstance(leaf, _BY_VALUE):
         return (type(leaf), leaf)
     if _is_numpy(leaf):
@@ -113,9 +115,37 @@ def leaf_key(leaf: Any) -> Hashable:
     return (type(leaf), "object", id(leaf))
 
 
+def leaf_keys(leaves: Sequence[Any]) -> tuple[Hashable, ...]:
+    """The keys of a call's leaves. A tensor that is passed twice is one tensor, and that is part of its key."""
+    keys = [leaf_key(leaf) for leaf in leaves]
+    if len({id(leaf) for leaf in leaves}) < len(leaves):
+        first: dict[int, int] = {}
+        for index, leaf in enumerate(leaves):
+            if isinstance(leaf, torch.Tensor) and first.setdefault(id(leaf), index) != index:
+                keys[index] = (*tensor_key(leaf), first[id(leaf)])
+    return tuple(keys)
+
+
+def refuse_opaque(leaves: Sequence[Any]) -> None:
+    """Refuse objects that hide tensors: they are told by identity, so that their tensors would be frozen."""
+    for leaf in leaves:
+        if isinstance(leaf, torch.Tensor) or is_plain(leaf) or type(leaf).__module__.partition(".")[0] == "torch":
+            continue
+        if isinstance(leaf, (torch.nn.Module, torch.optim.Optimizer)):
+            continue
+        hidden = [k for k, v in getattr(leaf, "__dict__", {}).items() if isinstance(v, torch.Tensor)]
+        if hidden:
+            raise InvalidArgument(
+                f"an argument of type {type(leaf).__name__} holds tensors (`{hidden[0]}`) that stepgraph cannot see",
+                rule="opaque-argument",
+                why="an object of an unknown class is told by identity; its tensors would be those of the capture.",
+                fix="make it a dataclass, pass a dict or a tuple, or register it with torch.utils._pytree.",
+            )
+
+
 def is_plain(value: Any) -> bool:
     """Whether a value is told by what it is, not by which object it is."""
-    return isinstance(value, (float, *_BY_VALUE))
+    return isinstance(value, (float, complex, *_BY_VALUE)) and not _is_numpy(value)
 
 
 def _is_numpy(leaf: Any) -> bool:
@@ -126,15 +156,19 @@ def _is_numpy(leaf: Any) -> bool:
 def describe_leaf(key: Any) -> str:
     """A leaf's key in words: `f32[4, 16] cpu`, `'mean'`, `<Linear object>`."""
     if len(key) > 3:
-        kind, shape, _, dtype, device, requires_grad, flipped = key
+        kind, shape, _, dtype, device, requires_grad, conj, neg, *same = key
         name = _SHORT.get(dtype, str(dtype).removeprefix("torch."))
         notes = "" if kind is torch.Tensor else f" {kind.__name__}"
         notes += f" requires_grad ({requires_grad})" if requires_grad else ""
-        notes += " conj" * flipped
+        notes += " conj" * conj + " neg" * neg + (f" (the same tensor as leaf {same[0]})" if same else "")
         return f"{name}{list(shape)} {device}{notes}"
     if len(key) == 3:
         return f"<{key[0].__name__} object>"
-    return str(float("nan") if key[1] == "nan" else float.fromhex(key[1])) if key[0] is float else repr(key[1])
+    if key[0] is float:
+        return str(float.fromhex(key[1]))
+    if key[0] is complex:
+        return str(complex(*map(float.fromhex, key[1].split())))
+    return repr(key[1])
 
 
 def argument_name(names: Sequence[str], index: int) -> str:
@@ -203,8 +237,9 @@ def differences(
 
 def _what_changed(one: Any, two: Any) -> str:
     if len(one) > 3 and len(two) > 3:
-        names = ("type", "shape", "strides", "dtype", "device", "requires_grad", "conj or neg bit")
-        changed = [name for name, a, b in zip(names, one, two, strict=True) if a != b]
+        names = ("type", "shape", "strides", "dtype", "device", "requires_grad", "conj bit", "neg bit")
+        changed = [name for name, a, b in zip(names, one, two, strict=False) if a != b]
+        changed += ["sharing with another argument"] * (one[8:] != two[8:])
         if "shape" in changed and "strides" in changed:
             changed.remove("strides")
         return " and ".join(changed) + " changed"

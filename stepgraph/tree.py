@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, NamedTuple, cast
 
@@ -25,6 +26,7 @@ class Structure(NamedTuple):
 
 
 LEAF = Structure(None)
+_DICTS = (dict, OrderedDict, defaultdict)
 
 
 def flatten(tree: Any) -> tuple[list[Any], Structure]:
@@ -35,7 +37,7 @@ def flatten(tree: Any) -> tuple[list[Any], Structure]:
 
 def _flatten(node: Any, emit: Callable[[Any], None]) -> Structure:
     kind = type(node)
-    if kind is dict or (isinstance(node, dict) and kind not in torch_pytree.SUPPORTED_NODES):
+    if kind in _DICTS or (isinstance(node, dict) and kind not in torch_pytree.SUPPORTED_NODES):
         return Structure(kind, tuple(node), _factory(node), tuple(_flatten(v, emit) for v in node.values()))
     if kind is tuple or kind is list:
         return Structure(kind, tuple(range(len(node))), None, tuple(_flatten(v, emit) for v in node))
@@ -76,6 +78,16 @@ def _unflatten(structure: Structure, leaves: Iterator[Any]) -> Any:
             return cast(Any, kind)(structure.context, pairs)
         return pairs if kind is dict else kind(pairs)
     return kind(*values)
+
+
+def settled(structure: Structure) -> Structure:
+    """The same structure, fit to be kept: it holds no instance of the tree that it was taken from."""
+    if structure.kind is None:
+        return structure
+    context = structure.context
+    if isinstance(context, _Template):
+        context = context.emptied(structure.keys)
+    return structure._replace(context=context, children=tuple(settled(child) for child in structure.children))
 
 
 def paths(structure: Structure, prefix: str = "") -> list[str]:
@@ -127,6 +139,9 @@ class _Template:
         for name, value in zip(names, values, strict=True):
             object.__setattr__(made, name, value)
         return made
+
+    def emptied(self, names: Sequence[str]) -> _Template:
+        return _Template(self.build(names, [None] * len(names)))
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _Template)

@@ -126,11 +126,13 @@ class CudaWorkspace(Workspace):
         self._stream = torch.cuda.Stream(device)
         torch.cuda.synchronize(device)
         torch.cuda.empty_cache()  # what building the model left cached is of no use to a private pool
-        self._pools = [_Pool(self._stream)]
+        self._pool: _Pool | None = _Pool(self._stream)
+        self._pool_ids = {tuple(self.pool_id)}
 
     @property
     def pool_id(self) -> Any:
-        return self._pools[-1].id
+        assert self._pool is not None, "the workspace is closed"
+        return self._pool.id
 
     @property
     def stream_handle(self) -> int:
@@ -148,7 +150,10 @@ class CudaWorkspace(Workspace):
         with contextlib.suppress(RuntimeError):  # it had not begun
             torch._C._cuda_endAllocateToPool(self.device_index, self.pool_id)
             torch._C._cuda_releasePool(self.device_index, self.pool_id)
-        self._pools.append(_Pool(self._stream))
+        assert self._pool is not None
+        self._pool.free()  # graphs recorded before keep it in being; without any its memory can go
+        self._pool = _Pool(self._stream)
+        self._pool_ids.add(tuple(self.pool_id))
 
     @contextlib.contextmanager
     def stream(self) -> Iterator[None]:
@@ -209,14 +214,13 @@ class CudaWorkspace(Workspace):
                 gc.enable()
 
     def pool_bytes(self) -> int:
-        ids = {tuple(pool.id) for pool in self._pools}
         segments = torch.cuda.memory_snapshot()
-        return sum(s["total_size"] for s in segments if tuple(s.get("segment_pool_id", ())) in ids)
+        return sum(s["total_size"] for s in segments if tuple(s.get("segment_pool_id", ())) in self._pool_ids)
 
     def close(self) -> None:
-        for pool in self._pools:
-            pool.free()
-        self._pools.clear()
+        if self._pool is not None:
+            self._pool.free()
+            self._pool = None
 
 
 class CudaBackend(Backend):

@@ -89,6 +89,7 @@ class TapeGraph(Graph):
         self._writes: dict[int, Place] = {}
         self._trace: GraphTrace | None = None
         self._random_states: list[torch.Tensor] = []
+        self._seeds: list[int] = []
         self._refused: CaptureRefused | None = None
         self._counted: list[Place] = []
 
@@ -97,18 +98,21 @@ class TapeGraph(Graph):
     def begin(self) -> None:
         self._pool.reap()
         self._random_states = [g.get_state() for g in self._generators]
+        self._seeds = [g.initial_seed() for g in self._generators]
         self._head.graph = self
 
     def end(self) -> None:
         if self._refused is not None:  # the step caught it; CUDA's capture would be broken all the same
             raise self._refused
+        if [g.initial_seed() for g in self._generators] != self._seeds:
+            raise CaptureRefused(entry("reseed"), "a generator was seeded", None)
         self._stop()
         born = list(self._born.values())
         survivors = [place for place in born if self._pool.settle(place)]
         self._bind([place for place in born if place.storage is None])
         for place in survivors:
             _bytes_of(place.storage).fill_(0xFF)  # NaN in every floating type
-        blocks = [place.block for place in born if place.block is not None]
+        blocks = [place.block for place in (*born, *self._writes.values()) if place.block is not None]
         written = [p.block for p in (*survivors, *self._writes.values()) if p.block is not None]
         read = [place.block for place in self._reads.values() if place.block is not None]
         self._trace = GraphTrace(Footprint(blocks), read, written)
@@ -116,6 +120,8 @@ class TapeGraph(Graph):
 
     def abort(self) -> None:
         self._stop()
+        for place in self._born.values():
+            self._pool.disown(place)
         self.free()
 
     def free(self) -> None:
@@ -126,6 +132,9 @@ class TapeGraph(Graph):
             place.aliases -= 1
         for held in (self._ops, self._born, self._outside, self._counted, self._reads, self._writes):
             held.clear()
+
+    def __del__(self) -> None:
+        self.free()  # a graph that is dropped holds its memory no more than one that is freed
 
     def replay(self) -> None:
         assert self._trace is not None, "replay of a graph that was not recorded"
@@ -189,6 +198,7 @@ class TapeGraph(Graph):
         self._check(func, name, tensors, leaves)
         collective = func.namespace in _COLLECTIVES
         known = {t.untyped_storage()._cdata for t in tensors}
+        known |= {leaf._cdata for leaf in leaves if isinstance(leaf, torch.UntypedStorage)}
         written = tensors if collective else _written_arguments(func, args, kwargs)
         written_keys = {t.untyped_storage()._cdata for t in written}
         for tensor in tensors:
@@ -200,10 +210,13 @@ class TapeGraph(Graph):
         out = func(*args, **kwargs)
         if collective:
             _wait(out)
+        self._note_resizing(name, written)
+        for index, leaf in enumerate(leaves):  # an `out=` argument may have been resized
+            if isinstance(leaf, torch.Tensor) and leaf.shape != noted[index].shape and not _changes_metadata(func):
+                noted[index] = self._ref(leaf)
         results = self._results(out, known)
-        changes_metadata = torch.Tag.inplace_view in func.tags and not name.startswith("aten::resize")
         is_view = not written and not results
-        if name not in _ALLOCATIONS and not changes_metadata and not is_view:
+        if name not in _ALLOCATIONS and not _changes_metadata(func) and not is_view:
             runner = _waiting(func) if collective else func
             self._ops.append(Op(runner, noted, spec, list(results), torch.is_grad_enabled()))
         return out
@@ -222,7 +235,7 @@ class TapeGraph(Graph):
             if not isinstance(result, torch.Tensor) or not has_memory(type(result)):
                 continue
             if result.layout is not torch.strided:
-                continue
+                self.refuse(CaptureRefused(entry("tape-limit"), "an operator with a sparse result", user_location()))
             storage = result.untyped_storage()
             if storage._cdata in known:
                 continue
@@ -231,6 +244,17 @@ class TapeGraph(Graph):
                 self._born[id(place)] = place
             found.append((self._ref(result), index))
         return found
+
+    def _note_resizing(self, name: str, written: Sequence[torch.Tensor]) -> None:
+        """Memory that an operator made larger: born here, it moves to a larger block; from outside, it is refused."""
+        for tensor in written:
+            storage = tensor.untyped_storage()
+            place = self._place(tensor)
+            if storage.nbytes() <= place.num_bytes:
+                continue
+            if id(place) not in self._born:
+                self.refuse(CaptureRefused(entry("tape-limit"), f"{name} resizes outside memory", user_location()))
+            self._pool.grow(place, storage.nbytes())
 
     def adopt(self, tensor: torch.Tensor) -> None:
         """A constant made by torch's own code: baked into the graph as it is."""
@@ -302,6 +326,10 @@ class TapeGraph(Graph):
                     op.args, op.kwargs = tree_unflatten(leaves, op.spec)
                     op.results = [(alias(ref), index) for ref, index in op.results]
                     op.leaves = []
+
+
+def _changes_metadata(func: torch._ops.OpOverload) -> bool:
+    return torch.Tag.inplace_view in func.tags and not func._schema.name.startswith("aten::resize")
 
 
 def has_memory(kind: type) -> bool:

@@ -102,12 +102,18 @@ class Ledger:
     def __init__(self) -> None:
         self._tick = 0
         self._traces: list[GraphTrace] = []
+        self._freed: list[GraphTrace] = []
 
     def add(self, trace: GraphTrace) -> None:
         self._traces.append(trace)
 
     def remove(self, trace: GraphTrace) -> None:
+        """Forget a graph, but not what it overwrote while someone may still read what was there before."""
         self._traces.remove(trace)
+        self._freed.append(trace)
+        written = [b.written_at for t in self._traces for b in t.reads if b.written_at is not None]
+        oldest = min(written, default=self._tick)
+        self._freed = [t for t in self._freed if t.replayed_at > oldest]
 
     def stale_read(self, trace: GraphTrace) -> Block | None:
         """A block that the graph would read although another graph has overwritten it since it was written."""
@@ -115,8 +121,8 @@ class Ledger:
             written = block.written_at
             if written is None:
                 continue
-            for other in self._traces:
-                if other is not trace and other.replayed_at > written and other.footprint.overlaps(block):
+            for other in (*self._traces, *self._freed):
+                if other.replayed_at > written and other.footprint.overlaps(block):
                     return block
         return None
 

@@ -67,6 +67,19 @@ class TapePool:
         assert place.block is not None
         self.addresses.release(place.block)
 
+    def grow(self, place: Place, num_bytes: int) -> None:
+        """Move a storage that was resized to a block that holds it."""
+        assert place.block is not None
+        self.addresses.release(place.block)
+        place.block, place.num_bytes = self.addresses.allocate(num_bytes), num_bytes
+
+    def disown(self, place: Place) -> None:
+        """Forget a storage of a recording that was dropped; if it is still alive, it is plain memory from now on."""
+        storage = place.watch() if place.watch is not None else None
+        if storage is not None:
+            place.watch = None
+            self._death(storage._cdata, place)
+
     def settle(self, place: Place) -> bool:
         """At the end of a recording: bind a storage that is still alive; False if it has died."""
         if place.storage is not None:

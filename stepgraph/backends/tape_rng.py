@@ -22,6 +22,8 @@ def recorded_rng_calls(
     record: Callable[[Callable[[], None]], None], refuse: Callable[[CaptureRefused], None]
 ) -> Iterator[None]:
     """Record `torch.get_rng_state` and `torch.set_rng_state`; refuse seeding."""
+    names = ("get_rng_state", "set_rng_state", "manual_seed")
+    originals = [(module, name, getattr(module, name)) for module in (torch, torch.random) for name in names]
     get, put, seed = torch.get_rng_state, torch.set_rng_state, torch.manual_seed
     saved: list[tuple[torch.Tensor, list[torch.Tensor]]] = []
 
@@ -42,9 +44,10 @@ def recorded_rng_calls(
         return seed(value)
 
     replacements = {"get_rng_state": get_rng_state, "set_rng_state": set_rng_state, "manual_seed": manual_seed}
-    for name, function in replacements.items():
-        setattr(torch, name, function)
+    for module, name, _ in originals:
+        setattr(module, name, replacements[name])
     try:
         yield
     finally:
-        torch.get_rng_state, torch.set_rng_state, torch.manual_seed = get, put, seed
+        for module, name, original in originals:
+            setattr(module, name, original)

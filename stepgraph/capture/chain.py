@@ -103,7 +103,10 @@ class ChainRecorder:
         """End the segment, note a call to make at its place, and start the next segment."""
         if self._graph is None:
             raise CaptureError(
-                f"{name} was called outside the recording", rule="cut", why="there is no segment to end here."
+                f"{name} was called outside the recording",
+                rule="cut",
+                why="there is no segment to end here.",
+                fix="call it from the thread that runs the step, before the step returns.",
             )
         self._end_graph()
         self._links.append(EagerLink(name, call))

@@ -29,9 +29,9 @@ from stepgraph.capture.site import CapturedCall, Site
 from stepgraph.capture.warmup import surroundings, warm_up
 from stepgraph.errors import ClosedError, SignatureMismatch
 from stepgraph.frames import warn_user
-from stepgraph.signature import Signature, ambient_key, differences, leaf_key
+from stepgraph.signature import Signature, ambient_key, differences, leaf_keys, refuse_opaque
 from stepgraph.state.reach import devices, reachable
-from stepgraph.tree import Structure, flatten, unflatten
+from stepgraph.tree import Structure, flatten, settled, unflatten
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -69,7 +69,7 @@ class CapturedStep(Generic[P, R]):
         leaves, structure = flatten(call_tree)
         if self._session.backend.is_capturing():  # called from a step that is being captured: a part of it
             return self._call(leaves, structure)
-        keys = tuple([leaf_key(leaf) for leaf in leaves])
+        keys = leaf_keys(leaves)
         ambient = ambient_key()
         site = self._sites.get((structure, keys, ambient))
         if site is not None:
@@ -104,8 +104,11 @@ class CapturedStep(Generic[P, R]):
         ambient: tuple[Hashable, ...],
     ) -> Any:
         self._check_open()
+        structure = settled(structure)
         known = site is not None
-        site = site or Site()
+        if site is None:
+            refuse_opaque(leaves)
+            site = Site()
         decision = decide(
             Situation(
                 warm_calls=site.warm_calls if known else 0,

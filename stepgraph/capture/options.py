@@ -42,6 +42,7 @@ class Options:
                 raise InvalidArgument(
                     f"generators: {generator!r} is no torch.Generator",
                     rule="option",
+                    why="each is registered with every graph, so that replays advance it.",
                     fix="pass a list of torch.Generator objects.",
                 )
 
@@ -49,7 +50,10 @@ class Options:
 def _at_least_one(name: str, value: int) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise InvalidArgument(
-            f"{name}={value!r} is not a whole number of at least 1", rule="option", fix=f"{name}=3, for example."
+            f"{name}={value!r} is not a whole number of at least 1",
+            rule="option",
+            why="the first eager call shows what the step touches, and at least one graph must fit.",
+            fix=f"{name}=3, for example.",
         )
 
 
@@ -59,5 +63,6 @@ def _one_of(name: str, value: str, allowed: Sequence[str]) -> None:
         raise InvalidArgument(
             f"{name}={value!r} is not one of {', '.join(map(repr, allowed))}",
             rule="option",
+            why="a misspelt option must not be taken for another one.",
             fix=f"did you mean {near[0]!r}?" if near else f"{name}={allowed[0]!r} is the default.",
         )

@@ -83,7 +83,6 @@ OTHERS: dict[str, tuple[str, Callable[[torch.Tensor], Any]]] = {
     "stray generator, in place": ("generator", lambda x: x.clone().normal_(generator=STRAY)),
     "manual_seed": ("reseed", lambda x: torch.manual_seed(1)),
     "random.manual_seed": ("reseed", lambda x: torch.random.manual_seed(1)),
-    "Generator.manual_seed": ("reseed", lambda x: torch.default_generator.manual_seed(1)),
     "svd": ("library-call", lambda x: torch.linalg.svd(MATRIX)),
     "eigh": ("library-call", lambda x: torch.linalg.eigh(MATRIX)),
     "sparse made": ("tape-limit", lambda x: MATRIX.to_sparse()),
@@ -113,6 +112,12 @@ def test_host_data_is_refused_as_an_unpinned_copy_at_its_line(name: str) -> None
     error = refused(HOST_DATA[name], VALUES[0])
     assert error.row.rule == "host-data"
     assert is_at(error, HOST_DATA[name])
+
+
+def test_seeding_a_generator_itself_is_refused_at_the_end() -> None:
+    error = refused(lambda x: torch.default_generator.manual_seed(1), VALUES[0])
+    assert error.row.rule == "reseed"
+    assert error.where is None  # a method of a C object: only its effect is seen
 
 
 @pytest.mark.parametrize("name", OTHERS)
