@@ -27,7 +27,7 @@ from stepgraph.capture.report import Counts, Report
 from stepgraph.capture.session import Session
 from stepgraph.capture.site import CapturedCall, Site
 from stepgraph.capture.warmup import surroundings, warm_up
-from stepgraph.errors import ClosedError, SignatureMismatch
+from stepgraph.errors import ClosedError, InvalidArgument, SignatureMismatch
 from stepgraph.frames import warn_user
 from stepgraph.signature import Signature, ambient_key, differences, leaf_keys, refuse_opaque
 from stepgraph.state.reach import devices, reachable
@@ -56,6 +56,19 @@ class CapturedStep(Generic[P, R]):
         self._moved: dict[int, str] = {}
         self._counts = Counts()
         self._settled = self._closed = self._warned = False
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._attribute = name
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        """On a method: each instance gets a captured step of its own."""
+        if instance is None:
+            return self
+        bound = self._function.__get__(instance, owner)
+        session = None if self._owns_session else self._session
+        step: CapturedStep[..., Any] = CapturedStep(bound, self._options, session, self._wanted)
+        vars(instance)[self._attribute] = step
+        return step
 
     # -- calling
 
@@ -198,7 +211,21 @@ class CapturedStep(Generic[P, R]):
             fallback = "cuda" if not found and torch.cuda.is_available() else "cpu"
             backend = backend_for(cuda or (found[0] if found else fallback))
         self._session.settle(backend)
+        self._check_devices(leaves)
         self._settled = True
+
+    def _check_devices(self, leaves: Sequence[Any]) -> None:
+        """The tape has no GPU: a step on one would be recorded in part."""
+        if self._session.backend.device.type != "cpu":
+            return
+        for device in devices(chained(iter(leaves), reachable(self._function))):
+            if device.type != "cpu":
+                raise InvalidArgument(
+                    f"{self._name}: the tape was asked for, and the step uses tensors on {device}",
+                    rule="backend",
+                    why="the tape records work on CPU tensors only.",
+                    fix="move the model and the batch to the CPU, or leave backend= and STEPGRAPH_BACKEND unset.",
+                )
 
     def _signature(
         self, site: Site, keys: tuple[Hashable, ...], ambient: tuple[Hashable, ...], structure: Structure

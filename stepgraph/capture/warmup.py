@@ -54,6 +54,7 @@ def warm_up(
 ) -> Any:
     """Call the step once on these inputs and note what it touches."""
     backend = session.backend
+    site.obstacles.clear()  # what only a first call does (lazy initialization) is in nobody's way
     host_random = HostRandomWatch(backend.device)
     numbers = {id(o): NumbersGuard(o) for o in site.touched.optimizers}
 

@@ -551,3 +551,188 @@ def test_capture_compiled_module(device: torch.device) -> None:
     report = assert_captured_equals_eager(build, device)
     assert report.graphs == 1
     torch.compiler.reset()
+
+
+def test_capture_one_tensor_passed_twice_stays_one(device: torch.device) -> None:
+    def step(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        a.add_(1)
+        return b.sum()
+
+    with stepgraph.capture(step) as captured:
+        x = torch.zeros(3, device=device)
+        assert [captured(x, x).item() for _ in range(6)] == [3.0 * (i + 1) for i in range(6)]
+        y = torch.zeros(3, device=device)
+        assert captured(y, torch.zeros(3, device=device)).item() == 0
+
+
+def test_capture_write_through_one_of_two_views_is_refused(device: torch.device) -> None:
+    def step(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        a.add_(1)
+        return b.sum()
+
+    base = torch.zeros(4, device=device)
+    with stepgraph.capture(step) as captured:
+        for _ in range(3):
+            captured(base[:3], base[1:])
+        before = base.clone()
+        with pytest.raises(stepgraph.CaptureError, match=r"shared-input"):
+            captured(base[:3], base[1:])
+        assert torch.equal(base, before)
+
+
+def test_capture_gradient_into_the_callers_graph_is_refused(device: torch.device) -> None:
+    def step(x: torch.Tensor) -> torch.Tensor:
+        loss = x.pow(2).sum()
+        loss.backward()
+        return loss
+
+    base = torch.ones(3, device=device, requires_grad=True)
+    with stepgraph.capture(step) as captured:
+        for _ in range(3):
+            captured(base * 2)
+        with pytest.raises(stepgraph.CaptureError, match=r"outer-graph"):
+            captured(base * 2)
+
+
+def test_capture_object_that_hides_tensors_is_refused(device: torch.device) -> None:
+    class Batch:
+        def __init__(self) -> None:
+            self.x = torch.ones(2, device=device)
+
+    with (
+        stepgraph.capture(lambda batch: batch.x * 2) as step,
+        pytest.raises(stepgraph.InvalidArgument, match="opaque-argument"),
+    ):
+        step(Batch())
+
+
+def test_capture_sparse_gradients_are_refused_by_name(device: torch.device) -> None:
+    model = nn.Embedding(8, 4, sparse=True).to(device)
+
+    def step(ids: torch.Tensor) -> torch.Tensor:
+        model.zero_grad()
+        loss = model(ids).pow(2).sum()
+        loss.backward()
+        return loss
+
+    ids = torch.arange(4, device=device)
+    with stepgraph.capture(step) as captured:
+        for _ in range(3):
+            captured(ids)
+        with pytest.raises(stepgraph.CaptureError, match="sparse-grad"):
+            captured(ids)
+        assert model.weight.grad.is_sparse
+
+
+def test_capture_optimizer_with_step_hooks_runs_them_at_every_step(device: torch.device) -> None:
+    made = program(device, fused=True)
+    calls: list[int] = []
+    made.optimizers[0].register_step_post_hook(lambda *_: calls.append(1))
+    with stepgraph.capture(made.step) as step:
+        train(step, made, 8)
+        assert len(calls) == 8
+        assert "hooks" in step.report().optimizers["AdamW"]
+
+
+def test_capture_optimizer_hook_added_later_is_noticed(device: torch.device) -> None:
+    made = program(device, fused=True)
+    calls: list[int] = []
+    with stepgraph.capture(made.step) as step:
+        train(step, made, 6)
+        made.optimizers[0].register_step_pre_hook(lambda *_: calls.append(1))
+        train(step, made, 4)
+        assert len(calls) == 4
+        assert step.report().recaptures == 1
+
+
+def test_capture_added_parameter_group_is_noticed(device: torch.device) -> None:
+    def build(device: torch.device) -> Program:
+        made = program(device, fused=True)
+        extra = nn.Linear(4, 4).to(device)
+        inner = made.modules[0]
+        optimizer = made.optimizers[0]
+
+        def step(x: torch.Tensor) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = extra(inner(x)).pow(2).mean()
+            loss.backward()
+            optimizer.step()
+            return loss
+
+        def before_call(index: int) -> None:
+            if index == 7:
+                optimizer.add_param_group({"params": list(extra.parameters())})
+
+        return Program(step, made.batches, [inner, extra], [optimizer], before_call=before_call)
+
+    assert assert_captured_equals_eager(build, device).recaptures == 1
+
+
+def test_capture_step_captured_before_can_be_nested(device: torch.device) -> None:
+    inner = stepgraph.capture(lambda x: x * 2)
+    for i in range(6):
+        inner(torch.full((2,), float(i), device=device))
+    with stepgraph.capture(lambda x: inner(x) + 1) as outer:
+        for i in range(8):
+            assert outer(torch.full((2,), float(i), device=device)).tolist() == [2.0 * i + 1] * 2
+        assert outer.report().replays == 5
+    inner.close()
+
+
+def test_capture_report_never_raises_and_prints(device: torch.device) -> None:
+    made = program(device)
+    with stepgraph.capture(made.step, optimizer="inside", on_error="eager") as step, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for i in range(5):
+            assert "eager calls" in str(step.report())
+            step(*made.batches[i])
+        assert "capture failed: [optimizer-capturable]: 2" in str(step.report())
+
+
+def test_capture_result_with_an_object_of_its_own_each_time_is_refused(device: torch.device) -> None:
+    with stepgraph.capture(lambda x: {"x": x * 2, "extra": object()}) as step:
+        for _ in range(3):
+            step(torch.ones(2, device=device))
+        with pytest.raises(stepgraph.CaptureError, match=r"varying-output"):
+            step(torch.ones(2, device=device))
+
+
+def test_capture_on_a_method_is_one_step_an_instance(device: torch.device) -> None:
+    class Trainer:
+        def __init__(self, factor: float) -> None:
+            self.weight = torch.full((2,), factor, device=device)
+
+        @stepgraph.capture
+        def step(self, x: torch.Tensor) -> torch.Tensor:
+            return x * self.weight
+
+    trainers = [Trainer(2.0), Trainer(3.0)]
+    for i in range(6):
+        for trainer, factor in zip(trainers, (2.0, 3.0), strict=True):
+            assert trainer.step(torch.full((2,), float(i), device=device)).tolist() == [factor * i] * 2
+    for trainer in trainers:
+        assert trainer.step.report().replays == 3
+        trainer.step.close()
+
+
+def test_capture_what_only_the_first_call_does_is_no_obstacle(device: torch.device) -> None:
+    import random
+
+    made: list[float] = []
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        if not made:
+            made.append(random.random())
+        return x * made[0]
+
+    with stepgraph.capture(step) as captured:
+        for _ in range(6):
+            captured(torch.ones(2, device=device))
+        assert captured.report().replays == 3
+
+
+def test_capture_of_what_needs_no_graph_at_all(device: torch.device) -> None:
+    with stepgraph.capture(lambda x: None) as step:
+        for _ in range(6):
+            assert step(torch.ones(2, device=device)) is None
+        assert step.report().segments == 0
