@@ -71,15 +71,13 @@ class Worker:
     log: IO[str]
 
 
-def plan(workloads: Sequence[str], variants: Sequence[str]) -> list[list[Job]]:
-    """Return the jobs in order, in groups that may run at the same time.
+def plan(workloads: Sequence[str], variants: Sequence[str]) -> list[Job]:
+    """Return the jobs in order. Equality is run on the first workload: on a GPU-bound one it takes minutes.
 
-    A timed variant has the machine to itself. The two equality runs measure no time, and so share it. They run on the
-    first workload only: on a GPU-bound one they take minutes and show the same.
+    Each has the GPU to itself, the equality runs too: beside another process, atomics add in another order.
     """
-    untimed = [(workloads[0], v) for v in EQUALITY if v in variants]
-    timed = [[(w, v)] for w in workloads for v in TIMED if v in variants]
-    return [*timed, untimed] if untimed else timed
+    timed = [(w, v) for w in workloads for v in TIMED if v in variants]
+    return timed + [(workloads[0], v) for v in EQUALITY if v in variants]
 
 
 def start_worker(job: Job, args: argparse.Namespace) -> Worker:
@@ -134,24 +132,18 @@ def collect(worker: Worker, timeout_s: float) -> Record:
     return {"workload": worker.job[0], "variant": worker.job[1], "error": error_line(error)}
 
 
-def run_all(
-    groups: list[list[Job]], args: argparse.Namespace, publish: Callable[[list[Record]], Record]
-) -> list[Record]:
-    """Run every group in turn, saying how it went on stderr and publishing what there is after each."""
+def run_all(jobs: list[Job], args: argparse.Namespace, publish: Callable[[list[Record]], Record]) -> list[Record]:
+    """Run every job in turn, saying how it went on stderr and publishing what there is after each."""
     records: list[Record] = []
-    total = sum(map(len, groups))
-    print(f"{total} workers import torch", file=sys.stderr)
-    workers = {job: start_worker(job, args) for group in groups for job in group}
+    print(f"{len(jobs)} workers import torch", file=sys.stderr)
+    workers = {job: start_worker(job, args) for job in jobs}
     try:
         for waiting in workers.values():
             waiting.process.stdout.readline()
-        for group in groups:
-            for job in group:
-                release(workers[job])
-            for job in group:
-                record = collect(workers[job], args.timeout)
-                records.append(record)
-                print(progress(record, len(records), total), file=sys.stderr, flush=True)
+        for each in workers.values():
+            release(each)
+            records.append(collect(each, args.timeout))
+            print(progress(records[-1], len(records), len(jobs)), file=sys.stderr, flush=True)
             publish(records)
     finally:
         for each in workers.values():

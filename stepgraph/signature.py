@@ -283,6 +283,8 @@ def _kind(structure: Structure) -> str:
 def _flag_differences(
     what: str, one: tuple[bool, ...], two: tuple[bool, ...], names: Sequence[str]
 ) -> list[Difference]:
+    if not one or not two:  # not known yet
+        return []
     if len(one) != len(two):
         return [Difference(what, "the step touches other objects", str(len(one)), str(len(two)))]
     changed = [i for i, (a, b) in enumerate(zip(one, two, strict=True)) if a != b]

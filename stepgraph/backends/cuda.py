@@ -3,8 +3,8 @@
 What it adds to `torch.cuda.CUDAGraph`: one stream and one pool a session, also for warm-up, so that the memory that
 eager warm-up cached is what the capture takes; the garbage collector held off (destroying another graph during a
 capture breaks it); `thread_local` error mode, so that a DataLoader's pin-memory thread cannot; and a failed capture
-that leaves the process usable: the stream capture is ended and the random generators are taken out of capture mode,
-which torch leaves them in ("Offset increment outside graph capture encountered unexpectedly").
+that leaves the process usable: the stream capture is ended, its pool is left, and the random generators are taken out
+of capture mode, which torch leaves them in ("Offset increment outside graph capture encountered unexpectedly").
 """
 
 from __future__ import annotations
@@ -58,13 +58,10 @@ class CudaGraph(Graph):
                 self._graph.capture_end()
         except RuntimeError:
             broken = True
-        for generator in (torch.cuda.default_generators[self._workspace.device_index], *self._generators):
-            # torch leaves a generator in capture mode when the capture failed; a cloned state is out of it
-            generator.graphsafe_set_state(generator.clone_state())
         with contextlib.suppress(RuntimeError):
             self._graph.reset()
         if broken:
-            self._workspace.abandon_pool()
+            self._workspace.abandon_pool(self._generators)
 
     def replay(self) -> None:
         self._graph.replay()
@@ -104,9 +101,11 @@ class _Pool:
     (CachingHostAllocator.h: use_count > 0).
     """
 
-    def __init__(self, stream: torch.cuda.Stream) -> None:
+    def __init__(self, stream: torch.cuda.Stream, generators: Sequence[torch.Generator] = ()) -> None:
         self.id: Any = torch.cuda.graph_pool_handle()
         self._anchor = torch.cuda.CUDAGraph()
+        for generator in generators:
+            self._anchor.register_generator_state(generator)
         with torch.cuda.stream(stream), warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="The CUDA Graph is empty")
             self._anchor.capture_begin(self.id, capture_error_mode="thread_local")
@@ -141,18 +140,19 @@ class CudaWorkspace(Workspace):
     def graph(self, generators: Sequence[torch.Generator] = ()) -> CudaGraph:
         return CudaGraph(self, [g for g in generators if g.device.type == "cuda"])
 
-    def abandon_pool(self) -> None:
+    def abandon_pool(self, generators: Sequence[torch.Generator]) -> None:
         """Leave a pool that a broken capture was recording to, and record to a new one from now on.
 
         torch ends a pool's recording only when the capture ended well. Its allocator on the device can be told; the
-        one for pinned memory cannot, and would refuse the pool from then on.
+        one for pinned memory cannot, and would refuse the pool from then on. The random generators, too, are left in
+        capture mode; the empty capture of the new pool takes them out of it, in place, for other graphs know them.
         """
         with contextlib.suppress(RuntimeError):  # it had not begun
             torch._C._cuda_endAllocateToPool(self.device_index, self.pool_id)
             torch._C._cuda_releasePool(self.device_index, self.pool_id)
         assert self._pool is not None
         self._pool.free()  # graphs recorded before keep it in being; without any its memory can go
-        self._pool = _Pool(self._stream)
+        self._pool = _Pool(self._stream, generators)
         self._pool_ids.add(tuple(self.pool_id))
 
     @contextlib.contextmanager

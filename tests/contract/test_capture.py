@@ -736,3 +736,35 @@ def test_capture_of_what_needs_no_graph_at_all(device: torch.device) -> None:
         for _ in range(6):
             assert step(torch.ones(2, device=device)) is None
         assert step.report().segments == 0
+
+
+def test_capture_that_fails_leaves_the_random_sequence_of_other_graphs(device: torch.device) -> None:
+    generator = torch.Generator(device)
+
+    def run(capture_it: bool) -> list[torch.Tensor]:
+        generator.manual_seed(5)
+        torch.manual_seed(5)
+
+        def step(x: torch.Tensor) -> torch.Tensor:
+            noise = torch.rand(x.shape, device=device, generator=generator)
+            y = nn.functional.dropout(x, 0.5) + noise
+            if x.shape[0] == 3:
+                y = y * float(capture_it or True)
+                y.sum().item()
+            return y
+
+        results = []
+        captured = stepgraph.capture(step, generators=[generator], on_error="eager") if capture_it else step
+        for i in range(24):
+            results.append(captured(torch.ones(3 if i % 3 == 2 else 8, device=device)))
+        if capture_it:
+            assert captured.report().replays > 10
+            assert captured.report().eager_reasons["capture failed: [host-read]"] > 2
+            captured.close()
+        return results
+
+    expected = run(False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        received = run(True)
+    assert all(torch.equal(a, b) for a, b in zip(expected, received, strict=True))
