@@ -1,15 +1,17 @@
 """stepgraph: capture a PyTorch training step as CUDA graphs, replay it, and prove that nothing changed but the time."""
 
 from stepgraph.backends import Backend, backend_for
-from stepgraph.capture.iteration import CapturedStep, capture
+from stepgraph.capture.iteration import capture
 from stepgraph.capture.report import Report
 from stepgraph.capture.session import Session
+from stepgraph.capture.step import CapturedStep
 from stepgraph.errors import (
     CaptureError,
     ClosedError,
     InvalidArgument,
     SignatureMismatch,
     StaleMemoryError,
+    StateChanged,
     StepgraphError,
     StepgraphWarning,
 )
@@ -26,6 +28,7 @@ __all__ = [
     "Session",
     "SignatureMismatch",
     "StaleMemoryError",
+    "StateChanged",
     "StepgraphError",
     "StepgraphWarning",
     "backend_for",

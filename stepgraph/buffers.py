@@ -70,7 +70,10 @@ class StaticInputs:
         if self._any_repeated:
             sources = [_once(s, dims) for s, dims in zip(sources, self._repeated, strict=True)]
         with torch.no_grad():
-            torch._foreach_copy_(self._targets, sources, non_blocking=True)
+            if len(sources) == 1:
+                self._targets[0].copy_(sources[0], non_blocking=True)
+            else:
+                torch._foreach_copy_(self._targets, sources, non_blocking=True)
 
     def watch(self) -> None:
         """Before a recording: the buffers as a new call's tensors would be."""

@@ -42,6 +42,10 @@ class SignatureMismatch(StepgraphError):
     """A call under `strict=True` that no captured graph fits."""
 
 
+class StateChanged(StepgraphError):
+    """Under `strict=True`: something that a graph has baked in is not as it was at the capture."""
+
+
 class ClosedError(StepgraphError):
     """A captured step or a session used after it was closed."""
 

@@ -41,23 +41,39 @@ class Chain:
 
     def __init__(self, links: Sequence[GraphLink | EagerLink], final: Attachment, session: Session) -> None:
         self.links = tuple(links)
-        self._final = final
+        self.final = final
+        """What `.grad` is after the step."""
         self._session = session
-        only = self.links[0] if len(self.links) == 1 else None
-        self._single = only.graph if isinstance(only, GraphLink) else None
+        self._in_turn = self._plan()
 
-    def replay(self) -> None:
-        """Run the step once."""
-        if self._single is not None:
-            self._single.replay()
-        else:
-            for link in self.links:
-                if isinstance(link, GraphLink):
-                    link.graph.replay()
-                    attach(link.grads)
-                else:
-                    link.call()
-        attach(self._final)
+    def _plan(self) -> list[tuple[Callable[[], Any], Attachment]]:
+        """Each link's work, and which gradients it changes for a step that finds them as it left them."""
+        now = {id(parameter): grad for parameter, grad in self.final}
+        plan: list[tuple[Callable[[], Any], Attachment]] = []
+        for link in self.links:
+            changes: Attachment = []
+            if isinstance(link, GraphLink):
+                changes = [(p, g) for p, g in link.grads if now.get(id(p)) is not g]
+                now.update({id(p): g for p, g in changes})
+            plan.append((link.graph.replay if isinstance(link, GraphLink) else link.call, changes))
+        last = [(p, g) for p, g in self.final if now.get(id(p)) is not g]
+        return [*plan, (_nothing, last)] if last else plan
+
+    def replay(self, *, steady: bool = False) -> None:
+        """Run the step once. `steady`: every `.grad` is what this chain left at its last replay."""
+        if steady:
+            for run, changes in self._in_turn:
+                run()
+                if changes:
+                    attach(changes)
+            return
+        for link in self.links:
+            if isinstance(link, GraphLink):
+                link.graph.replay()
+                attach(link.grads)
+            else:
+                link.call()
+        attach(self.final)
 
     @property
     def nodes(self) -> int | None:
@@ -78,6 +94,10 @@ class Chain:
         for link in self.links:
             if isinstance(link, GraphLink):
                 self._session.release(link.graph)
+
+
+def _nothing() -> None:
+    return
 
 
 class ChainRecorder:

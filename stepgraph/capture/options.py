@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -30,6 +31,10 @@ class Options:
     """Results: "copy" is safe to keep, "static" is overwritten by the next call."""
     generators: tuple[torch.Generator, ...] = ()
     """Random generators that the step uses besides the device's default one."""
+    ignore: tuple[str, ...] = ()
+    """Host values that may change without harm, by the name that the warning gives them: "self.steps"."""
+    safe_hooks: tuple[Any, ...] = ()
+    """Module hooks that may be recorded (their tensor work replays, their Python does not): functions or names."""
 
     def __post_init__(self) -> None:
         _at_least_one("warmup", self.warmup)

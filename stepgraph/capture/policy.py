@@ -36,15 +36,15 @@ class Situation:
     num_warming: int
     """Other signatures that are still warming up."""
     max_graphs: int
-    failure: str | None
-    """Why an earlier capture of this signature failed."""
+    obstacle: str | None
+    """Why this signature is not captured any more: a capture failed, a host value keeps changing."""
 
 
 def decide(situation: Situation) -> Decision:
     """Warm up, capture, or stay eager."""
     s = situation
-    if s.failure is not None:
-        return Decision(Action.EAGER, f"capture failed: {s.failure}")
+    if s.obstacle is not None:
+        return Decision(Action.EAGER, s.obstacle)
     taken = s.num_graphs + (s.num_warming if s.warm_calls == 0 else 0)
     if taken >= s.max_graphs:
         return Decision(Action.EAGER, f"past max_graphs={s.max_graphs}")

@@ -12,20 +12,23 @@ from stepgraph.buffers import StaticInputs, StaticOutputs
 from stepgraph.capture.chain import Chain, ChainRecorder
 from stepgraph.capture.options import Options
 from stepgraph.capture.session import Session
-from stepgraph.capture.site import CapturedCall, Site
+from stepgraph.capture.site import CapturedCall, Guards, Site
 from stepgraph.capture.warmup import note_result, refuse_obstacles, surroundings
 from stepgraph.errors import CaptureError
 from stepgraph.signature import Signature
 from stepgraph.state.grads import GradCapture
+from stepgraph.state.guards import ModelGuard, RegistrationEvents, refuse_hooks
 from stepgraph.state.optimizer import (
     HostCounters,
     NumbersGuard,
     Placement,
+    StateGuard,
     captured_inside,
     check_forced,
     cut_at,
     place,
 )
+from stepgraph.state.watch import Watch
 from stepgraph.tree import Structure, unflatten
 
 
@@ -35,6 +38,11 @@ class StepCapture:
     def __init__(self, name: str, function: Callable[..., Any], session: Session, options: Options) -> None:
         self._name, self._function = name, function
         self._session, self._options = session, options
+        self._events = RegistrationEvents()
+
+    def close(self) -> None:
+        """Stop listening to the model."""
+        self._events.close()
 
     def placements(self, site: Site, moved: dict[int, str]) -> dict[int, Placement]:
         """Where each optimizer of the step runs. `moved` has the reasons of those that left the graph."""
@@ -48,6 +56,7 @@ class StepCapture:
     ) -> CapturedCall:
         """Record the step for these inputs. Nothing takes effect; on failure everything is as it was."""
         refuse_obstacles(self._name, site)
+        refuse_hooks(self._name, site.touched.modules, self._options.safe_hooks, site.touched.name)
         placements = self.placements(site, moved)
         for optimizer in site.touched.optimizers:
             check_forced(optimizer, self._options.optimizer, placements[id(optimizer)])
@@ -76,11 +85,14 @@ class StepCapture:
             raise
         grads.commit()
         note_result(site, outputs.tree)
-        guards = [NumbersGuard(o) for o in inside]
-        parameters = site.touched.parameters
-        return CapturedCall(
-            signature, site.touched.modules, parameters, inputs, chain, outputs, grads.carried_in, guards, counters
+        modules, parameters = site.touched.modules, site.touched.parameters
+        guards = Guards(
+            tuple(NumbersGuard(o) for o in inside),
+            tuple(StateGuard(o) for o in inside),
+            ModelGuard(modules, parameters, site.touched.name, self._events),
+            Watch(self._function, self._options.ignore),
         )
+        return CapturedCall(signature, modules, parameters, inputs, chain, outputs, grads.carried_in, guards, counters)
 
     def _record(
         self, site: Site, args: Any, kwargs: Any, inside: Sequence[Optimizer], outside: Sequence[Optimizer]

@@ -17,8 +17,8 @@ class Counts:
     """The running counts of one captured step."""
 
     captures: int = 0
-    recaptures: int = 0
     replays: int = 0
+    recapture_reasons: Counter[str] = field(default_factory=Counter)
     capture_seconds: float = 0.0
     eager_reasons: Counter[str] = field(default_factory=Counter)
 
@@ -37,6 +37,8 @@ class Report:
     """Nodes of all graphs; None where they cannot be counted."""
     captures: int
     recaptures: int
+    recapture_reasons: dict[str, int]
+    """Why graphs were dropped and captured anew."""
     replays: int
     eager_calls: int
     eager_reasons: dict[str, int]
@@ -61,6 +63,7 @@ class Report:
             "nodes": self.nodes,
             "captures": self.captures,
             "recaptures": self.recaptures,
+            "recapture_reasons": dict(self.recapture_reasons),
             "replays": self.replays,
             "eager_calls": self.eager_calls,
             "eager_reasons": dict(self.eager_reasons),
@@ -80,6 +83,7 @@ class Report:
         reasons = ", ".join(f"{reason}: {count}" for reason, count in self.eager_reasons.items())
         rows = [
             ("graphs", f"{self.graphs} ({self.captures} captures, {self.recaptures} recaptures)"),
+            *(("recaptured for", f"{reason}: {count}") for reason, count in self.recapture_reasons.items()),
             ("segments", str(self.segments)),
             ("nodes", "not counted" if self.nodes is None else str(self.nodes)),
             ("replays", str(self.replays)),

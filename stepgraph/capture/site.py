@@ -8,8 +8,10 @@ it fits.
 
 from __future__ import annotations
 
+import operator
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -17,8 +19,27 @@ from stepgraph.buffers import StaticInputs, StaticOutputs
 from stepgraph.capture.chain import Chain
 from stepgraph.signature import Signature
 from stepgraph.state.grads import carry_in
+from stepgraph.state.guards import ModelGuard
 from stepgraph.state.module_state import Touched
-from stepgraph.state.optimizer import HostCounters, NumbersGuard
+from stepgraph.state.optimizer import HostCounters, NumbersGuard, StateGuard
+from stepgraph.state.watch import Watch
+
+_grad = operator.attrgetter("grad")
+_training = operator.attrgetter("training")
+
+
+@dataclass(frozen=True, slots=True)
+class Guards:
+    """What is asked before each replay, each kind with a remedy of its own."""
+
+    numbers: tuple[NumbersGuard, ...]
+    """Optimizers inside the graph, whose numbers are baked in: one that changes leaves the graph."""
+    states: tuple[StateGuard, ...]
+    """The same optimizers' state: loaded anew, the step is captured anew."""
+    model: ModelGuard
+    """Modules, parameters and buffers: changed, the step is looked at and captured anew."""
+    values: Watch
+    """Host values that the step reads: changed, the step is captured anew, or stays eager if they keep changing."""
 
 
 class CapturedCall:
@@ -33,29 +54,40 @@ class CapturedCall:
         chain: Chain,
         outputs: StaticOutputs,
         carried_in: Sequence[tuple[torch.Tensor, torch.Tensor]],
-        guards: Sequence[NumbersGuard],
+        guards: Guards,
         counters: HostCounters,
     ) -> None:
         self.signature = signature
         self.inputs, self.chain, self.outputs = inputs, chain, outputs
-        self.guards = tuple(guards)
+        self.guards = guards
         self._modules, self._parameters = tuple(modules), tuple(parameters)
         self._training, self._no_grad = list(signature.training), list(signature.no_grad)
         self._carried_in = tuple(carried_in)
         self._counters = counters
+        left = {id(p): grad for p, grad in chain.final}
+        self._left = [left.get(id(p)) for p in parameters]
+        """The gradients that a replay leaves; a call that finds just these needs no look at each one."""
+        self._may_be_steady = [grad is None for grad in self._left] == self._no_grad and all(
+            left.get(id(p)) is kept for p, kept in self._carried_in
+        )
+        self._is_steady = False
 
     def fits(self) -> bool:
         """Whether modules and gradients are as they were before the capture."""
-        return [m.training for m in self._modules] == self._training and [
-            p.grad is None for p in self._parameters
-        ] == self._no_grad
+        if list(map(_training, self._modules)) != self._training:
+            return False
+        grads = list(map(_grad, self._parameters))
+        self._is_steady = self._may_be_steady and all(map(operator.is_, grads, self._left))
+        return self._is_steady or [grad is None for grad in grads] == self._no_grad
 
     def replay(self, leaves: Sequence[object]) -> None:
-        """Run the captured step once on these inputs."""
+        """Run the captured step once on these inputs, after `fits` has looked at the gradients."""
         self.inputs.load(leaves)
-        carry_in(self._carried_in)
+        if not self._is_steady:
+            carry_in(self._carried_in)
         self._counters.advance()
-        self.chain.replay()
+        self.chain.replay(steady=self._is_steady)
+        self._is_steady = False
         self.inputs.store(leaves)
 
 
@@ -67,7 +99,10 @@ class Site:
         """The latest signature seen here, to tell others from."""
         self.touched = Touched()
         self.calls: list[CapturedCall] = []
-        self.failure: str | None = None
+        self.obstacle: str | None = None
+        """Why calls here stay eager for good."""
+        self.changes: Counter[str] = Counter()
+        """How often the step was captured anew for a host value that changed."""
         self.hold_grads = False
         """Whether a recording has shown that the step uses the gradients it finds."""
         self.obstacles: dict[str, str] = {}
@@ -77,6 +112,7 @@ class Site:
         self.keep_alive: list[object] = []
         """Arguments that are told by identity, kept so that no other object takes their identity."""
         self._warm: Counter[frozenset[int]] = Counter()
+        self._credit = 0
 
     def find(self) -> CapturedCall | None:
         """The graph for the state of this moment."""
@@ -91,12 +127,18 @@ class Site:
     @property
     def warm_calls(self) -> int:
         """Eager calls so far with the modules in their present modes."""
-        return self._warm[self._mode()]
+        return self._warm[self._mode()] + self._credit
 
     @property
     def is_warming(self) -> bool:
         """Whether nothing is captured yet."""
         return not self.calls
+
+    def start_over(self, credit: int) -> None:
+        """The model is another one: look at the step again, as if it had been called `credit` times."""
+        self.touched, self.calls, self.hold_grads = Touched(), [], False
+        self._warm.clear()
+        self._credit = credit
 
     def count_warm_call(self) -> None:
         self._warm[self._mode()] += 1

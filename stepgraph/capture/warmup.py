@@ -21,6 +21,7 @@ from torch.optim.optimizer import (
 
 from stepgraph.backends import Backend, Workspace
 from stepgraph.buffers import static_part
+from stepgraph.capture.options import Options
 from stepgraph.capture.session import Session
 from stepgraph.capture.site import Site
 from stepgraph.errors import CaptureError
@@ -28,6 +29,7 @@ from stepgraph.signature import is_plain
 from stepgraph.state.module_state import discovering
 from stepgraph.state.optimizer import NumbersGuard, capturable_on_cpu, make_capturable
 from stepgraph.state.rng import HostRandomWatch
+from stepgraph.state.watch import Watch
 from stepgraph.tree import Structure, paths, unflatten
 
 
@@ -50,16 +52,17 @@ def warm_up(
     structure: Structure,
     site: Site,
     session: Session,
-    optimizer_mode: str,
+    options: Options,
 ) -> Any:
     """Call the step once on these inputs and note what it touches."""
     backend = session.backend
     site.obstacles.clear()  # what only a first call does (lazy initialization) is in nobody's way
     host_random = HostRandomWatch(backend.device)
     numbers = {id(o): NumbersGuard(o) for o in site.touched.optimizers}
+    values = Watch(step, options.ignore)
 
     def see(optimizer: Optimizer) -> None:
-        if optimizer_mode == "capturable" and not all(g.get("capturable") for g in optimizer.param_groups):
+        if options.optimizer == "capturable" and not all(g.get("capturable") for g in optimizer.param_groups):
             make_capturable(optimizer, backend.device)
         numbers.setdefault(id(optimizer), NumbersGuard(optimizer))
 
@@ -67,7 +70,7 @@ def warm_up(
         discovering(site.touched, step, {id(leaf) for leaf in leaves}, see),
         session.workspace.warming_up(),
         _state_outside_the_pool(session.workspace),
-        surroundings(optimizer_mode, backend),
+        surroundings(options.optimizer, backend),
     ):
         args, kwargs = unflatten(structure, leaves)
         result = step(*args, **kwargs)
@@ -75,8 +78,10 @@ def warm_up(
         site.obstacles["host-random"] = f"the step draws from {source}"
     for guard in numbers.values():
         changed = guard.changed()
-        if changed is not None and optimizer_mode != "capturable":
+        if changed is not None and options.optimizer != "capturable":
             site.obstacles["host-value"] = f"the step itself changes {changed}"
+    for change in values.changed():
+        site.obstacles["host-value"] = f"the step itself changes {change}"
     note_result(site, result)
     return result
 
@@ -120,8 +125,9 @@ _WHY = {
         "draw on the step's device (torch.rand(..., device=x.device)), or draw outside and pass it as an argument.",
     ),
     "host-value": (
-        "Python code runs only at capture, not at replay: the number would stand still.",
-        "change it outside the step: call scheduler.step() after the captured step.",
+        "Python code runs only at capture, not at replay: the value would stand still.",
+        "change it outside the step (call scheduler.step() after it, count and append in the loop), make it a tensor "
+        "that is changed in place, or, if nothing depends on it, name it in ignore=[...].",
     ),
     "varying-output": (
         "a replay computes tensors; a plain value in the result would be that of the capture for ever.",

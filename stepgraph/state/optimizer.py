@@ -74,45 +74,77 @@ def check_forced(optimizer: Optimizer, mode: str, placement: Placement) -> None:
         raise CaptureError(what, rule=row.rule, why=row.why, fix=row.fix, entry=row)
 
 
-def _number(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return ("tensor", value.data_ptr())
-    return tuple(_number(v) for v in value) if isinstance(value, (tuple, list)) else value
-
-
 class NumbersGuard:
     """The numbers of an optimizer that a graph has baked in."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = optimizer
-        self._keys = [[k for k in group if k != "params"] for group in optimizer.param_groups]
-        self._captured = self._read()
+        self._hooks = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
+        self._num_hooks = self._count_hooks()
+        self._groups = [_GroupNumbers(group) for group in optimizer.param_groups]
 
-    def _read(self) -> list[Any]:
-        optimizer = self.optimizer
-        groups = optimizer.param_groups
-        return [
-            len(groups),
-            len(optimizer._optimizer_step_pre_hooks) + len(optimizer._optimizer_step_post_hooks),
-            *([_number(g.get(k)) for k in keys] for g, keys in zip(groups, self._keys, strict=False)),
-            [len(g["params"]) for g in groups],
-        ]
+    def _count_hooks(self) -> int:
+        before, after = self._hooks
+        return len(before) + len(after)
 
     def changed(self) -> str | None:
         """The first number that is not what it was, in words."""
-        now = self._read()
-        if now == self._captured:
-            return None
+        groups = self.optimizer.param_groups
         name = type(self.optimizer).__name__
-        if now[0] != self._captured[0] or now[-1] != self._captured[-1]:
-            return f"{name}.param_groups: a group or a parameter was added or removed"
-        if now[1] != self._captured[1]:
-            return f"{name}: a step hook was added or removed"
-        for i, (keys, before, after) in enumerate(zip(self._keys, self._captured[2:-1], now[2:-1], strict=True)):
-            for key, one, two in zip(keys, before, after, strict=True):
-                if one != two:
-                    return f"{name}.param_groups[{i}][{key!r}] {one} -> {two}"
-        return None
+        if len(groups) != len(self._groups):
+            return f"{name}.param_groups: a group was added or removed"
+        for index, (captured, group) in enumerate(zip(self._groups, groups, strict=True)):
+            difference = captured.difference(group)
+            if difference is not None:
+                return f"{name}.param_groups[{index}]{difference}"
+        return f"{name}: a step hook was added or removed" if self._count_hooks() != self._num_hooks else None
+
+
+class _GroupNumbers:
+    """One parameter group's numbers: plain ones by value, tensors by which and where they are."""
+
+    def __init__(self, group: dict[str, Any]) -> None:
+        keys = [k for k in group if k != "params"]
+        self._plain = [k for k in keys if not _has_tensor(group[k])]
+        self._values = [group[k] for k in self._plain]
+        self._tensors = [(k, group[k], _address(group[k])) for k in keys if _has_tensor(group[k])]
+        self._num_params = len(group["params"])
+
+    def difference(self, group: dict[str, Any]) -> str | None:
+        """The first difference, as it is written behind the group."""
+        if len(group["params"]) != self._num_params:
+            return "['params']: a parameter was added or removed"
+        for key, value, address in self._tensors:
+            if group.get(key) is not value or _address(value) != address:
+                return f"[{key!r}] is another tensor"
+        now = [group.get(k) for k in self._plain]
+        if _has_tensor(now):
+            return ": a number became a tensor"
+        if now == self._values:
+            return None
+        pairs = zip(self._plain, self._values, now, strict=True)
+        return next(f"[{key!r}] {one} -> {two}" for key, one, two in pairs if one != two)
+
+
+def _has_tensor(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) or (
+        isinstance(value, (tuple, list)) and any(isinstance(v, torch.Tensor) for v in value)
+    )
+
+
+def _address(value: Any) -> Any:
+    return value.data_ptr() if isinstance(value, torch.Tensor) else [_address(v) for v in value if _has_tensor(v)]
+
+
+class StateGuard:
+    """The state that a captured optimizer's kernels read and write; loading a state_dict puts another in its place."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer, self._state = optimizer, optimizer.state
+
+    def changed(self) -> str | None:
+        """Whether the state was loaded or replaced."""
+        return None if self._optimizer.state is self._state else f"the state of {type(self._optimizer).__name__}"
 
 
 class HostCounters:

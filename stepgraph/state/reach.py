@@ -54,16 +54,17 @@ def _of_callable(value: Any) -> list[Any]:
         except ValueError:  # a cell not filled yet
             continue
     found += [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
-    found += [value.__globals__[name] for name in _names(value.__code__) if name in value.__globals__]
+    found += [value.__globals__[name] for name in names_in(value.__code__) if name in value.__globals__]
     wrapped = getattr(value, "__wrapped__", None)
     return [*found, *([wrapped] if wrapped is not None else [])]
 
 
-def _names(code: types.CodeType) -> set[str]:
+def names_in(code: types.CodeType) -> set[str]:
+    """Every name that a function's code looks up, inner functions included."""
     names = set(code.co_names)
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
-            names |= _names(constant)
+            names |= names_in(constant)
     return names
 
 

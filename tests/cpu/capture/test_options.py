@@ -119,6 +119,8 @@ def test_options_are_frozen_and_have_a_docstring_each() -> None:
         "optimizer",
         "outputs",
         "generators",
+        "ignore",
+        "safe_hooks",
     }
 
 

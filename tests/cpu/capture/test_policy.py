@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from stepgraph.capture.policy import Action, Situation, decide
 
-FRESH = Situation(warm_calls=0, warmup=3, num_graphs=0, num_warming=0, max_graphs=2, failure=None)
+FRESH = Situation(warm_calls=0, warmup=3, num_graphs=0, num_warming=0, max_graphs=2, obstacle=None)
 
 
 @pytest.mark.parametrize(
@@ -28,9 +28,9 @@ FRESH = Situation(warm_calls=0, warmup=3, num_graphs=0, num_warming=0, max_graph
         ({"num_graphs": 1, "num_warming": 1}, Action.EAGER, "past max_graphs=2"),
         ({"num_graphs": 1, "num_warming": 1, "warm_calls": 1}, Action.WARM_UP, "warm-up"),
         ({"num_graphs": 1, "num_warming": 1, "warm_calls": 3}, Action.CAPTURE, "warmed up"),
-        ({"failure": "[host-read]"}, Action.EAGER, "capture failed: [host-read]"),
-        ({"failure": "[host-read]", "warm_calls": 3}, Action.EAGER, "capture failed: [host-read]"),
-        ({"failure": "[host-read]", "num_graphs": 9}, Action.EAGER, "capture failed: [host-read]"),
+        ({"obstacle": "capture failed: [host-read]"}, Action.EAGER, "capture failed: [host-read]"),
+        ({"obstacle": "capture failed: [host-read]", "warm_calls": 3}, Action.EAGER, "capture failed: [host-read]"),
+        ({"obstacle": "capture failed: [host-read]", "num_graphs": 9}, Action.EAGER, "capture failed: [host-read]"),
     ],
     ids=str,
 )
@@ -57,7 +57,7 @@ def test_decide_never_goes_past_its_limits(situation: Situation) -> None:
     action = decide(situation).action
     if action in (Action.CAPTURE, Action.WARM_UP):
         assert situation.num_graphs < situation.max_graphs
-        assert situation.failure is None
+        assert situation.obstacle is None
         assert (action is Action.CAPTURE) == (situation.warm_calls >= situation.warmup)
     assert action is not Action.REPLAY, "a call that has a graph is not asked about"
 

@@ -1,0 +1,387 @@
+"""A captured step: what happens at each call.
+
+A call is looked up by its signature. If a graph is known for it and its guards find nothing changed, the inputs are
+copied in, the chain of segments is replayed, and copies of the outputs are handed out. If not, the step runs eagerly a
+few times (`warmup`), then it is recorded (`record`), and the recording is replayed at once: N calls train exactly N
+steps, whichever way each went.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import time
+from collections.abc import Callable, Hashable, Sequence
+from itertools import chain as chained
+from types import TracebackType
+from typing import Any, Generic, ParamSpec, TypeVar, cast
+
+import torch
+
+from stepgraph.backends import Backend, backend_for, backend_named
+from stepgraph.buffers import detached, on_device
+from stepgraph.capture.failure import capture_error
+from stepgraph.capture.options import Options
+from stepgraph.capture.policy import Action, Situation, decide
+from stepgraph.capture.record import StepCapture
+from stepgraph.capture.report import Counts, Report
+from stepgraph.capture.session import Session
+from stepgraph.capture.site import CapturedCall, Site
+from stepgraph.capture.warmup import surroundings, warm_up
+from stepgraph.errors import ClosedError, InvalidArgument, SignatureMismatch, StateChanged
+from stepgraph.frames import warn_user
+from stepgraph.signature import Signature, ambient_key, differences, leaf_keys, refuse_opaque
+from stepgraph.state.reach import devices, reachable
+from stepgraph.state.watch import Change
+from stepgraph.tree import Structure, flatten, settled, unflatten
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class CapturedStep(Generic[P, R]):
+    """A step that captures itself. Call it as you would the function; see `stepgraph.capture`."""
+
+    def __init__(
+        self, function: Callable[P, R], options: Options, session: Session | None, backend: Backend | str | None
+    ) -> None:
+        functools.update_wrapper(self, function)
+        self._function = function
+        self._name = getattr(function, "__name__", type(function).__name__)
+        self._arguments = _argument_names(function)
+        self._options = options
+        self._session = session if session is not None else Session()
+        self._owns_session = session is None
+        self._wanted = backend
+        self._capture = StepCapture(self._name, function, self._session, options)
+        self._sites: dict[Hashable, Site] = {}
+        self._moved: dict[int, str] = {}
+        self._counts = Counts()
+        self._settled = self._closed = self._warned = False
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._attribute = name
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        """On a method: each instance gets a captured step of its own."""
+        if instance is None:
+            return self
+        bound = self._function.__get__(instance, owner)
+        session = None if self._owns_session else self._session
+        step: CapturedStep[..., Any] = CapturedStep(bound, self._options, session, self._wanted)
+        vars(instance)[self._attribute] = step
+        return step
+
+    # -- calling
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        """Run the step once: by replay where a graph fits, eagerly where none does yet."""
+        if self._session.closed or not self._settled:
+            self._settle((args, kwargs))
+        return cast(R, self._dispatch((args, kwargs)))
+
+    def _dispatch(self, call_tree: tuple[Any, Any]) -> Any:
+        leaves, structure = flatten(call_tree)
+        if self._session.backend.is_capturing():  # called from a step that is being captured: a part of it
+            return self._call(leaves, structure)
+        keys = leaf_keys(leaves)
+        ambient = ambient_key()
+        site = self._sites.get((structure, keys, ambient))
+        if site is not None:
+            call = site.find()
+            if call is not None:
+                return self._replay(site, call, leaves, structure)
+        return self._without_graph(site, leaves, structure, keys, ambient)
+
+    def _replay(self, site: Site, call: CapturedCall, leaves: Sequence[Any], structure: Structure) -> Any:
+        guards = call.guards
+        for guard in guards.numbers:
+            moved = guard.changed()
+            if moved is not None:
+                self._moved[id(guard.optimizer)] = moved
+                return self._recapture(site, call, moved, leaves, structure)
+        for state in guards.states:
+            loaded = state.changed()
+            if loaded is not None:
+                self._raise_if_strict(loaded)
+                return self._recapture(site, call, loaded, leaves, structure)
+        rebuilt = guards.model.changed()
+        if rebuilt is not None:
+            return self._start_over(site, rebuilt, leaves, structure)
+        changes = guards.values.changed()
+        if changes:
+            return self._values_changed(site, call, changes, leaves, structure)
+        call.replay(leaves)
+        self._counts.replays += 1
+        return call.outputs.copies() if self._options.outputs == "copy" else call.outputs.tree
+
+    def _recapture(self, site: Site, call: CapturedCall, why: str, leaves: Sequence[Any], structure: Structure) -> Any:
+        """Record the same call again; what it touches is known."""
+        site.calls.remove(call)
+        call.chain.free()
+        self._counts.recapture_reasons[why] += 1
+        return self._capture_and_replay(site, call.signature, leaves, structure)
+
+    def _start_over(self, site: Site, why: str, leaves: Sequence[Any], structure: Structure) -> Any:
+        """The model is not what it was: this call runs eagerly and is watched, the next one is captured."""
+        self._raise_if_strict(why)
+        self._counts.recapture_reasons[why] += 1
+        for call in site.calls:
+            call.chain.free()
+        site.start_over(credit=self._options.warmup - 1)
+        return self._warm_up(site, f"changed: {why}", leaves, structure)
+
+    def _values_changed(
+        self, site: Site, call: CapturedCall, changes: Sequence[Change], leaves: Sequence[Any], structure: Structure
+    ) -> Any:
+        """A host value that the graph has baked in changed: capture again twice, then give up on graphs."""
+        told = "; ".join(map(str, changes))
+        self._raise_if_strict(told)
+        site.changes.update(change.name for change in changes)
+        often = [name for name, count in site.changes.items() if count > _MAX_VALUE_CHANGES]
+        outcome = "The step stays eager from now on." if often else "The step is captured again."
+        warn_user(
+            f"{self._name}: a value that the step reads has changed since capture   [host-value]\n  "
+            + "\n  ".join(map(str, changes))
+            + f"\n{outcome}\nFix: pass it as an argument or as a tensor, or, if nothing depends on it, "
+            f"ignore={[change.name for change in changes]!r}."
+        )
+        if not often:
+            return self._recapture(site, call, told, leaves, structure)
+        site.calls.remove(call)
+        call.chain.free()
+        site.obstacle = f"host value keeps changing: {', '.join(often)}"
+        return self._eager(site.obstacle, call.signature, leaves, structure)
+
+    def _raise_if_strict(self, why: str) -> None:
+        if self._options.strict:
+            raise StateChanged(
+                f"{self._name}: {why}",
+                rule="state-changed",
+                why="the captured graph goes on with what it was recorded with, and strict=True forbids anything else.",
+                fix="call step.reset() after the change, or leave strict=False: the step is then captured again.",
+            )
+
+    def _without_graph(
+        self,
+        site: Site | None,
+        leaves: Sequence[Any],
+        structure: Structure,
+        keys: tuple[Hashable, ...],
+        ambient: tuple[Hashable, ...],
+    ) -> Any:
+        self._check_open()
+        structure = settled(structure)
+        known = site is not None
+        if site is None:
+            refuse_opaque(leaves)
+            site = Site()
+        decision = decide(
+            Situation(
+                warm_calls=site.warm_calls if known else 0,
+                warmup=self._options.warmup,
+                num_graphs=sum(len(s.calls) for s in self._sites.values()),
+                num_warming=sum(s.is_warming and s is not site for s in self._sites.values()),
+                max_graphs=self._options.max_graphs,
+                obstacle=site.obstacle,
+            )
+        )
+        signature = self._signature(site, keys, ambient, structure)
+        if decision.action is Action.EAGER:
+            return self._eager(decision.reason, signature, leaves, structure)
+        self._sites[(structure, keys, ambient)] = site
+        site.signature = signature
+        if decision.action is Action.CAPTURE:
+            return self._capture_and_replay(site, signature, leaves, structure)
+        site.keep_alive = [leaf for leaf in leaves if not isinstance(leaf, torch.Tensor)]
+        return self._warm_up(site, decision.reason, leaves, structure)
+
+    def _warm_up(self, site: Site, reason: str, leaves: Sequence[Any], structure: Structure) -> Any:
+        moved = on_device(leaves, self._session.backend)
+        result = warm_up(self._function, moved, structure, site, self._session, self._options)
+        site.count_warm_call()
+        self._counts.eager_reasons[reason] += 1
+        return detached(result)
+
+    def _capture_and_replay(self, site: Site, signature: Signature, leaves: Sequence[Any], structure: Structure) -> Any:
+        begun = time.perf_counter()
+        try:
+            call = self._capture.run(site, signature, leaves, structure, self._moved)
+        except Exception as error:  # noqa: BLE001 (whatever broke the capture, its state is rolled back)
+            raised = capture_error(self._name, error)
+            if self._options.strict or self._options.on_error == "raise":
+                raise raised from (None if raised is error else error)
+            site.obstacle = f"capture failed: [{raised.rule}]"
+            warn_user(f"{raised}\nThe step goes on in eager.")
+            return self._eager(site.obstacle, signature, leaves, structure)
+        self._counts.captures += 1
+        site.calls.insert(0, call)
+        self._session.backend.synchronize()
+        self._counts.capture_seconds += time.perf_counter() - begun
+        call.replay(leaves)
+        self._counts.replays += 1
+        return call.outputs.copies() if self._options.outputs == "copy" else call.outputs.tree
+
+    def _eager(self, reason: str, signature: Signature, leaves: Sequence[Any], structure: Structure) -> Any:
+        if reason.startswith("past"):
+            self._tell_past_limit(reason, signature)
+        self._counts.eager_reasons[reason] += 1
+        moved = on_device(leaves, self._session.backend)
+        with surroundings(self._options.optimizer, self._session.backend):
+            return detached(self._call(moved, structure))
+
+    def _call(self, leaves: Sequence[Any], structure: Structure) -> Any:
+        args, kwargs = unflatten(structure, leaves)
+        return self._function(*args, **kwargs)
+
+    def _tell_past_limit(self, reason: str, signature: Signature) -> None:
+        """Say once, or raise under strict, that a call found no graph, and how it differs from the nearest one."""
+        if self._warned and not self._options.strict:
+            return
+        self._warned = True
+        known = [site.signature for site in self._sites.values() if site.signature is not None]
+        found = min((differences(k, signature) for k in known), key=len, default=[])
+        told = [str(d) for d in found[:8]]
+        if self._options.strict:
+            raise SignatureMismatch(
+                f"{self._name}: a call with a new signature, {reason}",
+                rule="max-graphs",
+                details=told,
+                why="each signature is a graph of its own, and strict=True forbids running it eagerly.",
+                fix=_FEWER_SIGNATURES,
+            )
+        lines = [f"{self._name}: this call runs eagerly, {reason}   [max-graphs]", *(f"  {line}" for line in told)]
+        warn_user("\n".join([*lines, f"Fix: {_FEWER_SIGNATURES}"]))
+
+    # -- setting up
+
+    def _settle(self, call_tree: tuple[Any, Any]) -> None:
+        """At the first call: choose the backend from what the step uses."""
+        self._check_open()
+        leaves, _ = flatten(call_tree)
+        backend = backend_named(self._wanted) if isinstance(self._wanted, str) else self._wanted
+        if backend is None and self._session.has_backend:
+            backend = self._session.backend
+        if backend is None:
+            found = list(devices(chained(iter(leaves), reachable(self._function))))
+            cuda = next((d for d in found if d.type == "cuda"), None)
+            fallback = "cuda" if not found and torch.cuda.is_available() else "cpu"
+            backend = backend_for(cuda or (found[0] if found else fallback))
+        self._session.settle(backend)
+        self._check_devices(leaves)
+        self._settled = True
+
+    def _check_devices(self, leaves: Sequence[Any]) -> None:
+        """The tape has no GPU: a step on one would be recorded in part."""
+        if self._session.backend.device.type != "cpu":
+            return
+        for device in devices(chained(iter(leaves), reachable(self._function))):
+            if device.type != "cpu":
+                raise InvalidArgument(
+                    f"{self._name}: the tape was asked for, and the step uses tensors on {device}",
+                    rule="backend",
+                    why="the tape records work on CPU tensors only.",
+                    fix="move the model and the batch to the CPU, or leave backend= and STEPGRAPH_BACKEND unset.",
+                )
+
+    def _signature(
+        self, site: Site, keys: tuple[Hashable, ...], ambient: tuple[Hashable, ...], structure: Structure
+    ) -> Signature:
+        return Signature(
+            structure,
+            keys,
+            ambient,
+            tuple(m.training for m in site.touched.modules),
+            tuple(p.grad is None for p in site.touched.parameters),
+            self._arguments,
+        )
+
+    def _check_open(self) -> None:
+        if self._closed or self._session.closed:
+            raise ClosedError(
+                f"{self._name}: this captured step was closed",
+                rule="closed",
+                why="its graphs are gone.",
+                fix="capture the step again: step = stepgraph.capture(train_step).",
+            )
+
+    # -- looking and ending
+
+    def report(self) -> Report:
+        """What happened so far: graphs, replays, eager calls with their reasons, time and memory."""
+        calls = [call for site in self._sites.values() for call in site.calls]
+        nodes = [call.chain.nodes for call in calls]
+        known_nodes = [n for n in nodes if n is not None]
+        counts = self._counts
+        return Report(
+            step=self._name,
+            backend=self._session.backend.name if self._session.has_backend else "not chosen yet",
+            graphs=len(calls),
+            segments=sum(len(call.chain.links) for call in calls),
+            nodes=sum(known_nodes) if len(known_nodes) == len(nodes) else None,
+            captures=counts.captures,
+            recaptures=counts.recapture_reasons.total(),
+            recapture_reasons=dict(counts.recapture_reasons),
+            replays=counts.replays,
+            eager_calls=counts.eager_reasons.total(),
+            eager_reasons=dict(counts.eager_reasons),
+            capture_seconds=counts.capture_seconds,
+            pool_bytes=self._session.pool_bytes(),
+            static_bytes=sum(call.inputs.num_bytes for call in calls),
+            signatures=tuple(call.signature.describe() for call in calls),
+            chains=tuple(call.chain.describe() for call in calls),
+            optimizers=self._placements(),
+            equality=_EQUALITY["capturable" if self._options.optimizer == "capturable" else "own"],
+        )
+
+    def _placements(self) -> dict[str, str]:
+        found: dict[str, str] = {}
+        for site in self._sites.values():
+            for optimizer in site.touched.optimizers:
+                placement = self._capture.placements(site, self._moved)[id(optimizer)]
+                where = "inside the graph" if placement.inside else "eager, between graphs"
+                found[type(optimizer).__name__] = f"{where} ({placement.reason})"
+        return found
+
+    def reset(self) -> None:
+        """Drop all graphs; the next calls warm up and capture anew."""
+        for site in self._sites.values():
+            for call in site.calls:
+                call.chain.free()
+        self._sites.clear()
+        self._warned = False
+
+    def close(self) -> None:
+        """Free the graphs, and the session if it is the step's own. Closing twice is fine."""
+        if not self._closed:
+            self.reset()
+            self._closed = True
+            self._capture.close()
+            if self._owns_session:
+                self._session.close()
+
+    def __enter__(self) -> CapturedStep[P, R]:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+_MAX_VALUE_CHANGES = 2
+"""Captures anew for one host value, after which its step stays eager."""
+_FEWER_SIGNATURES = "pad inputs to a few shapes, pass changing values as tensors, or raise max_graphs."
+_EQUALITY = {
+    "own": "the step as written, in eager, bit for bit",
+    "capturable": "the step in eager with its optimizers switched to capturable=True and a float32 learning rate",
+}
+
+
+def _argument_names(function: Callable[..., Any]) -> tuple[str, ...]:
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        return ()
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return tuple(p.name for p in parameters if p.kind in kinds)

@@ -1,0 +1,233 @@
+"""Host values that a step reads: noted at capture, compared at replay, never silently frozen.
+
+Python runs only when a step is recorded. A loss weight in a closure, a temperature in a global, a flag on `self` are
+read once and are constants from then on. So every number, boolean and string that the step's code can name is noted
+when it is captured (closure cells, the globals its code names, the bound object, and one level into objects, dicts,
+lists and dataclasses found there; the functions it calls, too), and so is which tensor or object each name stands for.
+
+Reading them again at each replay must cost next to nothing: values are grouped by where they are stored, and each
+group is read with one `itemgetter` and compared with one tuple comparison.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import functools
+import operator
+import types
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from stepgraph.frames import is_user
+from stepgraph.state.reach import names_in
+
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), enum.Enum, torch.dtype, torch.device)
+_UNWATCHED = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.MethodType)
+_MAX_FUNCTIONS = 64
+_MAX_ITEMS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A watched value that is not what it was."""
+
+    name: str
+    before: str
+    now: str
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.before} -> {self.now}"
+
+
+def _told(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"a tensor of shape {list(value.shape)}"
+    return repr(value) if isinstance(value, _PLAIN) else f"<{type(value).__name__} at {id(value):#x}>"
+
+
+class _Group:
+    """Values stored side by side: what each is called, how to read them all, and what they were."""
+
+    __slots__ = ("names", "plain", "read", "tensors", "values")
+
+    def __init__(self, names: Sequence[str], read: Callable[[], tuple[Any, ...]], *, plain: bool) -> None:
+        self.names, self.read, self.plain = tuple(names), read, plain
+        self.values = read()
+        self.tensors = [(v, v.data_ptr()) for v in self.values if isinstance(v, torch.Tensor)] if not plain else []
+
+    def changed(self) -> bool:
+        try:
+            now = self.read()
+            if self.plain:
+                return bool(now != self.values)
+            return not all(map(operator.is_, now, self.values)) or any(t.data_ptr() != p for t, p in self.tensors)
+        except (LookupError, AttributeError, ValueError, RuntimeError):  # gone, or no longer a plain value
+            return True
+
+    def changes(self) -> Iterator[Change]:
+        try:
+            now = self.read()
+        except (LookupError, AttributeError, ValueError):
+            yield Change(self.names[0], _told(self.values[0]), "gone")
+            return
+        moved = {id(t) for t, p in self.tensors if t.data_ptr() != p}
+        for name, one, two in zip(self.names, self.values, now, strict=False):
+            if id(two) in moved:
+                yield Change(name, "a tensor", "the same tensor at another address")
+            elif one is not two and not (self.plain and type(one) is type(two) and one == two):
+                yield Change(name, _told(one), _told(two))
+
+
+class Watch:
+    """The watched values of one step, as they were when it was made."""
+
+    def __init__(self, function: Callable[..., Any], ignore: Collection[str] = ()) -> None:
+        self._ignore = frozenset(ignore)
+        self._groups: list[_Group] = []
+        self._seen: set[int] = set()
+        self._functions = 0
+        self._follow(function)
+
+    def __len__(self) -> int:
+        return sum(len(group.names) for group in self._groups)
+
+    def changed(self) -> list[Change]:
+        """What is not as it was; empty in next to no time when nothing changed."""
+        found: list[Change] = []
+        for group in self._groups:
+            if group.changed():
+                found += group.changes()
+        return found
+
+    # -- finding what to watch
+
+    def _follow(self, function: Any) -> None:
+        """Watch what a callable can name."""
+        if id(function) in self._seen or self._functions >= _MAX_FUNCTIONS:
+            return
+        self._seen.add(id(function))
+        if isinstance(function, functools.partial):
+            self._follow(function.func)
+            self._add_items("partial argument", dict(enumerate(function.args)) | function.keywords)
+        elif isinstance(function, types.MethodType):
+            self._add_object("self", function.__self__)
+            self._follow(function.__func__)
+        elif isinstance(function, types.FunctionType):
+            if is_user(function.__code__.co_filename):
+                self._functions += 1
+                self._add_function(function)
+        elif not isinstance(function, torch.nn.Module):
+            self._add_object(type(function).__name__, function)
+            call = vars(type(function)).get("__call__")
+            if isinstance(call, types.FunctionType):
+                self._follow(call)
+
+    def _add_function(self, function: types.FunctionType) -> None:
+        names = function.__code__.co_freevars
+        cells = {name: cell for name, cell in zip(names, function.__closure__ or (), strict=True) if _filled(cell)}
+        self._add_named(
+            {name: cell.cell_contents for name, cell in cells.items()},
+            lambda chosen: functools.partial(_read_cells, [cells[name] for name in chosen]),
+        )
+        scope = function.__globals__
+        named = {name: scope[name] for name in sorted(names_in(function.__code__)) if name in scope}
+        self._add_named(named, lambda chosen: functools.partial(_read_items, scope, chosen))
+        wrapped = getattr(function, "__wrapped__", None)
+        if wrapped is not None:
+            self._follow(wrapped)
+
+    def _add_named(
+        self, values: Mapping[str, Any], reader: Callable[[list[str]], Callable[[], tuple[Any, ...]]]
+    ) -> None:
+        """Variables: their values, which objects they stand for, and one level into those."""
+        self._add_groups(values, str, reader)
+        for name, value in values.items():
+            if isinstance(value, (types.FunctionType, types.MethodType, functools.partial)):
+                self._follow(value)
+            elif name not in self._ignore:
+                self._add_object(name, value)
+
+    def _add_object(self, name: str, value: Any) -> None:
+        """One level into an object, a dict, a list or a dataclass."""
+        if isinstance(value, (*_PLAIN, *_UNWATCHED, torch.Tensor)) or id(value) in self._seen:
+            return
+        self._seen.add(id(value))
+        if isinstance(value, dict):
+            if len(value) <= _MAX_ITEMS:
+                self._add_items(name, value)
+            self._add_length(name, value)
+        elif isinstance(value, (list, set)):
+            self._add_length(name, value)
+            if isinstance(value, list) and len(value) <= _MAX_ITEMS and all(isinstance(v, _PLAIN) for v in value):
+                self._groups.append(
+                    _Group([f"{name}[{i}]" for i in range(len(value))], lambda: tuple(value), plain=True)
+                )
+        elif dataclasses.is_dataclass(value) and not hasattr(value, "__dict__"):
+            fields = [f.name for f in dataclasses.fields(value)]
+            self._add_groups(
+                {f: getattr(value, f, None) for f in fields},
+                lambda field: f"{name}.{field}",
+                lambda chosen: functools.partial(_read_attributes, value, chosen),
+            )
+        elif _is_users(type(value)):
+            attributes = {k: v for k, v in vars(value).items() if not k.startswith("__")}
+            if isinstance(value, torch.nn.Module):  # its own numbers; torch's bookkeeping is looked after elsewhere
+                attributes = {k: v for k, v in attributes.items() if k != "training" and isinstance(v, _PLAIN)}
+            self._add_groups(
+                attributes,
+                lambda key: f"{name}.{key}",
+                lambda chosen: functools.partial(_read_items, vars(value), chosen),
+            )
+
+    def _add_items(self, name: str, mapping: Mapping[Any, Any]) -> None:
+        self._add_groups(
+            mapping,
+            lambda key: f"{name}[{key!r}]",
+            lambda chosen: functools.partial(_read_items, mapping, chosen),
+        )
+
+    def _add_length(self, name: str, value: Collection[Any]) -> None:
+        if f"len({name})" not in self._ignore and name not in self._ignore:
+            self._groups.append(_Group([f"len({name})"], lambda: (len(value),), plain=True))
+
+    def _add_groups(
+        self,
+        values: Mapping[Any, Any],
+        spell: Callable[[Any], str],
+        reader: Callable[[list[Any]], Callable[[], tuple[Any, ...]]],
+    ) -> None:
+        """Split values that are stored together into plain ones and objects."""
+        watched = {k: v for k, v in values.items() if not isinstance(v, _UNWATCHED) and spell(k) not in self._ignore}
+        for plain in (True, False):
+            chosen = [k for k, v in watched.items() if isinstance(v, _PLAIN) == plain]
+            if chosen:
+                self._groups.append(_Group([spell(k) for k in chosen], reader(chosen), plain=plain))
+
+
+def _filled(cell: types.CellType) -> bool:
+    try:
+        return cell.cell_contents is not cell
+    except ValueError:
+        return False
+
+
+def _read_cells(cells: Sequence[types.CellType]) -> tuple[Any, ...]:
+    return tuple([cell.cell_contents for cell in cells])
+
+
+def _read_items(mapping: Mapping[Any, Any], keys: Sequence[Any]) -> tuple[Any, ...]:
+    return tuple([mapping[key] for key in keys])
+
+
+def _read_attributes(value: Any, names: Sequence[str]) -> tuple[Any, ...]:
+    return tuple([getattr(value, name) for name in names])
+
+
+def _is_users(kind: type) -> bool:
+    """Whether a class is the user's own, and not torch's, whose numbers have guards of their own, or a library's."""
+    root = kind.__module__.partition(".")[0]
+    return root not in ("torch", "builtins", "numpy", "stepgraph", "typing", "collections", "random", "logging")

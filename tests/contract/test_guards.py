@@ -1,0 +1,377 @@
+"""Whatever a user does around a captured step is noticed, handled or refused: never silently stale."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import stepgraph
+from tests.harness import Program, assert_captured_equals_eager
+
+CHANGE_AT = 7
+
+
+def changing(
+    device: torch.device, change: Callable[[nn.Module, torch.optim.Optimizer], None], **kwargs: Any
+) -> Program:
+    """A plain program that is changed before one of its calls."""
+    model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 4)).to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, **kwargs)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = model(x).float().pow(2).mean()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    def before_call(index: int) -> None:
+        if index == CHANGE_AT:
+            change(model, optimizer)
+
+    batches = [(torch.randn(4, 8, device=device),) for _ in range(14)]
+    return Program(step, batches, [model], [optimizer], before_call=before_call)
+
+
+def hand_over(optimizer: torch.optim.Optimizer, old: torch.Tensor, new: torch.Tensor) -> None:
+    """Let the optimizer go on with another parameter in the place of one."""
+    group = optimizer.param_groups[0]["params"]
+    group[[p is old for p in group].index(True)] = new
+    optimizer.state[new] = optimizer.state.pop(old)
+
+
+def replace_parameter(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    old = model[3].weight
+    model[3].weight = nn.Parameter(old.detach().clone() * 0.5)
+    hand_over(optimizer, old, model[3].weight)
+
+
+def swap_data(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    model[0].weight.data = model[0].weight.data.clone() * 0.5
+
+
+def replace_buffer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    model[1].running_mean = torch.zeros_like(model[1].running_mean)
+
+
+def freeze(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    model[0].requires_grad_(False)
+
+
+def add_module(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    model.append(nn.Tanh())
+
+
+def remove_module(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    del model[2]
+
+
+def load_assign(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    state = {k: v.clone() * 0.5 if v.is_floating_point() else v.clone() for k, v in model.state_dict().items()}
+    before = list(model.parameters())
+    model.load_state_dict(state, assign=True)
+    for old, new in zip(before, model.parameters(), strict=True):
+        hand_over(optimizer, old, new)
+
+
+CHANGES: dict[str, tuple[Callable[..., None], str]] = {
+    "parameter replaced": (replace_parameter, "replaced"),
+    "data swapped": (swap_data, "moved"),
+    "buffer replaced": (replace_buffer, "replaced"),
+    "frozen": (freeze, "requires_grad"),
+    "module added": (add_module, "added"),
+    "module removed": (remove_module, "removed"),
+    "load_state_dict assign": (load_assign, "replaced"),
+}
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("name", CHANGES)
+def test_guard_notices_and_captures_once_more(name: str, fused: bool, device: torch.device) -> None:
+    change, told = CHANGES[name]
+    report = assert_captured_equals_eager(lambda d: changing(d, change, fused=fused), device)
+    assert report.recaptures == 1, report.recapture_reasons
+    assert told in next(iter(report.recapture_reasons))
+    assert report.captures == 2
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_guard_raises_under_strict(name: str, device: torch.device) -> None:
+    change, told = CHANGES[name]
+    made = changing(device, change)
+    with stepgraph.capture(made.step, strict=True) as step:
+        for i in range(6):
+            step(*made.batches[i])
+        change(made.modules[0], made.optimizers[0])
+        with pytest.raises(stepgraph.StateChanged, match=told):
+            step(*made.batches[6])
+
+
+def test_guard_in_place_load_state_dict_keeps_the_graph(device: torch.device) -> None:
+    def load(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        state = {k: v * 0.5 if v.is_floating_point() else v for k, v in model.state_dict().items()}
+        model.load_state_dict(state)
+
+    report = assert_captured_equals_eager(lambda d: changing(d, load), device)
+    assert (report.captures, report.recaptures) == (1, 0)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_guard_optimizer_load_state_dict(fused: bool, device: torch.device) -> None:
+    def load(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        state = copy.deepcopy(optimizer.state_dict())
+        for entry in state["state"].values():
+            entry["exp_avg"] = entry["exp_avg"] * 2
+        optimizer.load_state_dict(state)
+
+    report = assert_captured_equals_eager(lambda d: changing(d, load, fused=fused), device)
+    assert report.recaptures == (1 if fused else 0)
+
+
+def test_guard_model_moved_to_another_dtype(device: torch.device) -> None:
+    def to_double(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        model.double()
+
+    def build(device: torch.device) -> Program:
+        made = changing(device, to_double)
+        model, optimizer = made.modules[0], made.optimizers[0]
+
+        def step(x: torch.Tensor) -> torch.Tensor:
+            model.zero_grad()
+            loss = model(x.to(model[0].weight.dtype)).float().pow(2).mean()
+            loss.backward()
+            with torch.no_grad():
+                for p in model.parameters():
+                    p.sub_(p.grad, alpha=0.1)
+            return loss
+
+        return Program(step, made.batches, [model], [optimizer], before_call=made.before_call)
+
+    report = assert_captured_equals_eager(build, device)
+    assert report.recaptures == 1
+
+
+def test_guard_hook_on_a_captured_module_is_refused_by_name(device: torch.device) -> None:
+    made = changing(device, lambda m, o: None)
+
+    def my_hook(module: nn.Module, args: Any, out: torch.Tensor) -> torch.Tensor:
+        return out * 2
+
+    made.modules[0][0].register_forward_hook(my_hook)
+    with stepgraph.capture(made.step) as step:
+        for i in range(3):
+            step(*made.batches[i])
+        with pytest.raises(stepgraph.CaptureError, match="module-hook") as caught:
+            step(*made.batches[3])
+        assert "my_hook" in str(caught.value)
+    for safe in (my_hook, my_hook.__qualname__):
+        with stepgraph.capture(made.step, safe_hooks=[safe]) as step:
+            for i in range(6):
+                step(*made.batches[i])
+            assert step.report().replays == 3
+
+
+def test_guard_hook_added_after_capture_is_noticed(device: torch.device) -> None:
+    made = changing(device, lambda m, o: None)
+    calls: list[int] = []
+    with stepgraph.capture(made.step, on_error="eager") as step, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for i in range(6):
+            step(*made.batches[i])
+        handle = made.modules[0][0].register_forward_hook(lambda *_: calls.append(1))
+        for i in range(4):
+            step(*made.batches[i])
+        assert len(calls) >= 4
+        assert "hook" in next(iter(step.report().recapture_reasons))
+        handle.remove()
+
+
+def test_guard_known_hooks_of_torch_are_captured(device: torch.device) -> None:
+    def build(device: torch.device) -> Program:
+        layer = nn.utils.parametrizations.weight_norm(nn.Linear(8, 4)).to(device)
+        old = nn.utils.weight_norm(nn.Linear(8, 4).to(device))
+        model = nn.ModuleList([layer, old])
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def step(x: torch.Tensor) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = (layer(x) + old(x)).pow(2).mean()
+            loss.backward()
+            optimizer.step()
+            return loss
+
+        return Program(step, [(torch.randn(4, 8, device=device),) for _ in range(10)], [model], [optimizer])
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert assert_captured_equals_eager(build, device).recaptures == 0
+
+
+class Config:
+    def __init__(self) -> None:
+        self.temperature = 1.0
+
+
+SCALE = {"value": 1.0}
+
+
+def test_watch_value_that_changed_is_never_frozen(device: torch.device) -> None:
+    config = Config()
+    weight = 1.0
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        return x * weight * config.temperature * SCALE["value"]
+
+    with stepgraph.capture(step) as captured:
+        x = torch.ones(2, device=device)
+        for _ in range(5):
+            assert captured(x).tolist() == [1.0, 1.0]
+        weight = 2.0
+        with pytest.warns(stepgraph.StepgraphWarning, match=r"weight: 1\.0 -> 2\.0"):
+            assert captured(x).tolist() == [2.0, 2.0]
+        config.temperature = 3.0
+        with pytest.warns(stepgraph.StepgraphWarning, match=r"config\.temperature: 1\.0 -> 3\.0"):
+            assert captured(x).tolist() == [6.0, 6.0]
+        SCALE["value"] = 0.5
+        with pytest.warns(stepgraph.StepgraphWarning, match=r"SCALE\['value'\]: 1\.0 -> 0\.5"):
+            assert captured(x).tolist() == [3.0, 3.0]
+        assert captured.report().recaptures == 3
+        assert captured(x).tolist() == [3.0, 3.0]
+    SCALE["value"] = 1.0
+
+
+def test_watch_value_that_keeps_changing_stays_eager_and_says_so(device: torch.device) -> None:
+    factor = 0.0
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        return x * factor
+
+    with stepgraph.capture(step) as captured, warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        x = torch.ones(2, device=device)
+        for i in range(12):
+            factor = float(max(0, i - 4))
+            assert captured(x).tolist() == [factor] * 2
+        report = captured.report()
+    assert report.recaptures == 2
+    assert report.eager_reasons["host value keeps changing: factor"] == 5
+    assert len(seen) == 3
+    assert "stays eager" in str(seen[-1].message)
+    assert "ignore=['factor']" in str(seen[-1].message)
+
+
+def test_watch_strict_raises_with_the_name(device: torch.device) -> None:
+    factor = 1.0
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        return x * factor
+
+    with stepgraph.capture(step, strict=True) as captured:
+        for _ in range(5):
+            captured(torch.ones(2, device=device))
+        factor = 2.0
+        with pytest.raises(stepgraph.StateChanged, match=r"factor: 1\.0 -> 2\.0"):
+            captured(torch.ones(2, device=device))
+
+
+def test_watch_ignored_value_is_left_alone(device: torch.device) -> None:
+    class Trainer:
+        def __init__(self) -> None:
+            self.steps, self.alpha = 0, 2.0
+
+        def step(self, x: torch.Tensor) -> torch.Tensor:
+            return x * self.alpha
+
+    trainer = Trainer()
+    with stepgraph.capture(trainer.step, ignore=["self.steps"]) as captured:
+        for _ in range(8):
+            captured(torch.ones(2, device=device))
+            trainer.steps += 1
+        assert captured.report().replays == 5
+        trainer.alpha = 5.0
+        with pytest.warns(stepgraph.StepgraphWarning, match=r"self\.alpha"):
+            assert captured(torch.ones(2, device=device)).tolist() == [5.0, 5.0]
+
+
+def test_watch_tensor_in_a_closure_by_identity_and_address(device: torch.device) -> None:
+    mask = torch.ones(2, device=device)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        return x * mask
+
+    with stepgraph.capture(step) as captured:
+        x = torch.ones(2, device=device)
+        for _ in range(5):
+            captured(x)
+        mask.mul_(3)
+        assert captured(x).tolist() == [3.0, 3.0]
+        assert captured.report().recaptures == 0
+        mask = torch.full((2,), 4.0, device=device)
+        with pytest.warns(stepgraph.StepgraphWarning, match="mask"):
+            assert captured(x).tolist() == [4.0, 4.0]
+        mask.data = torch.full((2,), 5.0, device=device)
+        with pytest.warns(stepgraph.StepgraphWarning, match="another address"):
+            assert captured(x).tolist() == [5.0, 5.0]
+
+
+def test_watch_value_in_a_function_that_the_step_calls(device: torch.device) -> None:
+    weight = 1.0
+
+    def loss_of(x: torch.Tensor) -> torch.Tensor:
+        return x * weight
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        return loss_of(x) + 1
+
+    with stepgraph.capture(step) as captured:
+        for _ in range(5):
+            captured(torch.ones(2, device=device))
+        weight = 3.0
+        with pytest.warns(stepgraph.StepgraphWarning, match="weight"):
+            assert captured(torch.ones(2, device=device)).tolist() == [4.0, 4.0]
+
+
+@pytest.mark.parametrize("kind", ["counter", "list", "attribute"])
+def test_watch_value_that_the_step_itself_changes_is_refused(kind: str, device: torch.device) -> None:
+    config, losses, count = Config(), [], 0
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        nonlocal count
+        if kind == "counter":
+            count += 1
+        elif kind == "list":
+            losses.append(x)
+        else:
+            config.temperature += 1
+        return x * 2
+
+    with stepgraph.capture(step) as captured:
+        for _ in range(3):
+            captured(torch.ones(2, device=device))
+        with pytest.raises(stepgraph.CaptureError, match="host-value") as caught:
+            captured(torch.ones(2, device=device))
+    named = {"counter": "count: ", "list": "len(losses): ", "attribute": "config.temperature: "}
+    assert named[kind] in str(caught.value)
+
+
+def test_watch_rebound_model_is_noticed(device: torch.device) -> None:
+    model = nn.Linear(2, 2).to(device)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            return model(x)
+
+    with stepgraph.capture(step) as captured:
+        x = torch.ones(2, device=device)
+        for _ in range(5):
+            captured(x)
+        model = nn.Linear(2, 2).to(device)
+        with pytest.warns(stepgraph.StepgraphWarning, match="model"):
+            assert torch.equal(captured(x), step(x))
+        assert torch.equal(captured(x), step(x))
