@@ -53,6 +53,7 @@ class StaticInputs:
         for i, leaf in enumerate(leaves):  # a tensor that is passed twice stays one
             self.leaves[i] = self.leaves[first.get(id(leaf), i)]
         self._any_repeated = any(self._repeated)
+        self._needs_no_grad = any(leaves[i].requires_grad for i in self._indices)
         self._versions: list[int] = []
         self._mutated: list[int] = []
         self._with_grad: list[int] = []
@@ -69,11 +70,17 @@ class StaticInputs:
         sources = [leaves[i] for i in self._indices]
         if self._any_repeated:
             sources = [_once(s, dims) for s, dims in zip(sources, self._repeated, strict=True)]
-        with torch.no_grad():
-            if len(sources) == 1:
-                self._targets[0].copy_(sources[0], non_blocking=True)
-            else:
-                torch._foreach_copy_(self._targets, sources, non_blocking=True)
+        if self._needs_no_grad:
+            with torch.no_grad():
+                self._copy(sources)
+        else:
+            self._copy(sources)
+
+    def _copy(self, sources: list[torch.Tensor]) -> None:
+        if len(sources) == 1:
+            self._targets[0].copy_(sources[0], non_blocking=True)
+        else:
+            torch._foreach_copy_(self._targets, sources, non_blocking=True)
 
     def watch(self) -> None:
         """Before a recording: the buffers as a new call's tensors would be."""

@@ -161,8 +161,9 @@ ERROR_TABLE: tuple[ErrorEntry, ...] = (
         ("would make the legacy stream depend on a capturing", "cudaErrorStreamCaptureImplicit"),
         "work was queued on the default stream while another stream is captured",
         "often a parameter's gradient accumulator that was made on the default stream and is still alive: a loss of "
-        "an eager step was kept with its graph, or DDP was built on the default stream.",
-        "drop or .detach() losses kept from before, and build DDP under `with session.stream():`.",
+        "an eager step was kept with its graph, or DDP or nn.utils.weight_norm was built on the default stream.",
+        "drop or .detach() losses kept from before, build DDP under `with session.stream():`, and take "
+        "nn.utils.parametrizations.weight_norm.",
     ),
     ErrorEntry(
         "captured-event",

@@ -55,6 +55,7 @@ class CapturedStep(Generic[P, R]):
         self._wanted = backend
         self._capture = StepCapture(self._name, function, self._session, options)
         self._sites: dict[Hashable, Site] = {}
+        self._tensor_calls: dict[int, Structure] = {}
         self._moved: dict[int, str] = {}
         self._counts = Counts()
         self._settled = self._closed = self._warned = False
@@ -81,7 +82,7 @@ class CapturedStep(Generic[P, R]):
         return cast(R, self._dispatch((args, kwargs)))
 
     def _dispatch(self, call_tree: tuple[Any, Any]) -> Any:
-        leaves, structure = flatten(call_tree)
+        leaves, structure = self._flatten(call_tree)
         if self._session.backend.is_capturing():  # called from a step that is being captured: a part of it
             return self._call(leaves, structure)
         keys = leaf_keys(leaves)
@@ -92,6 +93,15 @@ class CapturedStep(Generic[P, R]):
             if call is not None:
                 return self._replay(site, call, leaves, structure)
         return self._without_graph(site, leaves, structure, keys, ambient)
+
+    def _flatten(self, call_tree: tuple[Any, Any]) -> tuple[list[Any], Structure]:
+        """Take a call apart; one of plain tensors alone has a structure that is known from its length."""
+        args, kwargs = call_tree
+        if kwargs or any(type(arg) is not torch.Tensor for arg in args):
+            return flatten(call_tree)
+        if len(args) not in self._tensor_calls:
+            self._tensor_calls[len(args)] = flatten(call_tree)[1]
+        return list(args), self._tensor_calls[len(args)]
 
     def _replay(self, site: Site, call: CapturedCall, leaves: Sequence[Any], structure: Structure) -> Any:
         guards = call.guards
