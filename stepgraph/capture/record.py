@@ -90,7 +90,7 @@ class StepCapture:
             tuple(NumbersGuard(o) for o in inside),
             tuple(StateGuard(o) for o in inside),
             ModelGuard(modules, parameters, site.touched.name, self._events),
-            Watch(self._function, self._options.ignore),
+            Watch(self._function, self._options.ignore, site.touched.named_modules),
         )
         return CapturedCall(signature, modules, parameters, inputs, chain, outputs, grads.carried_in, guards, counters)
 

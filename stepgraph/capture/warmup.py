@@ -59,7 +59,7 @@ def warm_up(
     site.obstacles.clear()  # what only a first call does (lazy initialization) is in nobody's way
     host_random = HostRandomWatch(backend.device)
     numbers = {id(o): NumbersGuard(o) for o in site.touched.optimizers}
-    values = Watch(step, options.ignore)
+    values = Watch(step, options.ignore, site.touched.named_modules)
 
     def see(optimizer: Optimizer) -> None:
         if options.optimizer == "capturable" and not all(g.get("capturable") for g in optimizer.param_groups):

@@ -9,6 +9,7 @@ it, and compile again once it is gone); the closure tells the modules then.
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Callable, Container, Iterator
 from typing import Any
 
@@ -27,6 +28,7 @@ class Touched:
         self._parameters: dict[int, torch.Tensor] = {}
         self._optimizers: dict[int, Optimizer] = {}
         self._names: dict[int, str] = {}
+        self._roots: Counter[str] = Counter()
 
     @property
     def modules(self) -> list[torch.nn.Module]:
@@ -40,6 +42,11 @@ class Touched:
     def optimizers(self) -> list[Optimizer]:
         return list(self._optimizers.values())
 
+    @property
+    def named_modules(self) -> dict[str, torch.nn.Module]:
+        """The modules by their paths."""
+        return {self.name(module): module for module in self._modules.values()}
+
     def name(self, value: torch.nn.Module | torch.Tensor) -> str:
         """A module's or parameter's path, as far as it is known."""
         return self._names.get(id(value), type(value).__name__)
@@ -48,13 +55,18 @@ class Touched:
         """A module with all that is in it."""
         if id(module) in self._modules:
             return
-        root = name or type(module).__name__
+        root = name or self._fresh_root(type(module).__name__)
         for path, child in module.named_modules():
             if id(child) not in self._modules:
                 self._modules[id(child)] = child
                 self._names.setdefault(id(child), f"{root}.{path}" if path else root)
         for path, parameter in module.named_parameters():
             self.add_parameter(parameter, f"{root}.{path}")
+
+    def _fresh_root(self, kind: str) -> str:
+        """A name for a model that no other one has."""
+        self._roots[kind] += 1
+        return kind if self._roots[kind] == 1 else f"{kind}#{self._roots[kind]}"
 
     def add_parameter(self, parameter: torch.Tensor, name: str = "") -> None:
         self._parameters.setdefault(id(parameter), parameter)

@@ -85,12 +85,18 @@ class _Group:
 class Watch:
     """The watched values of one step, as they were when it was made."""
 
-    def __init__(self, function: Callable[..., Any], ignore: Collection[str] = ()) -> None:
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        ignore: Collection[str] = (),
+        modules: Mapping[str, torch.nn.Module] | None = None,
+    ) -> None:
         self._ignore = frozenset(ignore)
         self._groups: list[_Group] = []
         self._seen: set[int] = set()
         self._functions = 0
         self._follow(function)
+        self._add_modules(modules or {})
 
     def __len__(self) -> int:
         return sum(len(group.names) for group in self._groups)
@@ -183,6 +189,20 @@ class Watch:
                 lambda chosen: functools.partial(_read_items, vars(value), chosen),
             )
 
+    def _add_modules(self, modules: Mapping[str, torch.nn.Module]) -> None:
+        """The numbers of the modules that the step calls, in one group: dropout's p, a norm's eps, a user's flag."""
+        slots = {
+            f"{path}.{key}": (vars(module), key)
+            for path, module in modules.items()
+            if id(module) not in self._seen
+            for key, value in vars(module).items()
+            if _is_module_number(module, key, value)
+        }
+        chosen = [spot for name, spot in slots.items() if name not in self._ignore]
+        if chosen:
+            names = [name for name in slots if name not in self._ignore]
+            self._groups.append(_Group(names, lambda: tuple([d[k] for d, k in chosen]), plain=True))
+
     def _add_items(self, name: str, mapping: Mapping[Any, Any]) -> None:
         self._add_groups(
             mapping,
@@ -225,6 +245,13 @@ def _read_items(mapping: Mapping[Any, Any], keys: Sequence[Any]) -> tuple[Any, .
 
 def _read_attributes(value: Any, names: Sequence[str]) -> tuple[Any, ...]:
     return tuple([getattr(value, name) for name in names])
+
+
+def _is_module_number(module: torch.nn.Module, key: str, value: Any) -> bool:
+    """Whether an attribute is a number that a forward may read; sizes of torch's own layers never change."""
+    if key.startswith("_") or key == "training" or not isinstance(value, _PLAIN):
+        return False
+    return isinstance(value, float) or _is_users(type(module))
 
 
 def _is_users(kind: type) -> bool:

@@ -376,3 +376,70 @@ def test_watch_rebound_model_is_noticed(device: torch.device) -> None:
         with pytest.warns(stepgraph.StepgraphWarning, match="model"):
             assert torch.equal(captured(x), step(x))
         assert torch.equal(captured(x), step(x))
+
+
+def test_watch_number_of_a_module_is_never_frozen(device: torch.device) -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.factor, self.enabled = 2.0, True
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * self.factor if self.enabled else x
+
+    model = nn.Sequential(nn.Dropout(0.0), nn.Sequential(Scaled())).to(device)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            return model(x)
+
+    with stepgraph.capture(step) as captured:
+        x = torch.ones(4, device=device)
+        for _ in range(5):
+            assert captured(x).tolist() == [2.0] * 4
+        model[1][0].factor = 3.0
+        with pytest.warns(stepgraph.StepgraphWarning, match=r"factor: 2\.0 -> 3\.0"):
+            assert captured(x).tolist() == [3.0] * 4
+        model[1][0].enabled = False
+        with pytest.warns(stepgraph.StepgraphWarning, match=r"enabled: True -> False"):
+            assert captured(x).tolist() == [1.0] * 4
+        model[0].p = 1.0
+        with pytest.warns(stepgraph.StepgraphWarning, match=r"\.p: 0\.0 -> 1\.0"):
+            assert captured(x).tolist() == [0.0] * 4
+
+
+def test_watch_module_that_counts_its_calls_is_refused_or_ignored(device: torch.device) -> None:
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.calls = 0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.calls += 1
+            return x * 2
+
+    model = nn.Sequential(Counting())
+    with stepgraph.capture(lambda x: model(x)) as captured:
+        for _ in range(3):
+            captured(torch.ones(2, device=device))
+        with pytest.raises(stepgraph.CaptureError, match=r"Sequential\.0\.calls"):
+            captured(torch.ones(2, device=device))
+    with stepgraph.capture(lambda x: model(x), ignore=["Sequential.0.calls"]) as captured:
+        for _ in range(6):
+            captured(torch.ones(2, device=device))
+        assert captured.report().replays == 3
+
+
+def test_watch_two_models_of_one_class_are_told_apart(device: torch.device) -> None:
+    one, two = nn.Sequential(nn.Dropout(0.0)), nn.Sequential(nn.Dropout(0.0))
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        return one(x) + two(x)
+
+    with stepgraph.capture(step) as captured:
+        x = torch.ones(2, device=device)
+        for _ in range(5):
+            assert captured(x).tolist() == [2.0, 2.0]
+        two[0].p = 1.0
+        with pytest.warns(stepgraph.StepgraphWarning, match=r"Sequential#2\.0\.p"):
+            assert captured(x).tolist() == [1.0, 1.0]
