@@ -28,6 +28,7 @@ from stepgraph.state.optimizer import (
     cut_at,
     place,
 )
+from stepgraph.state.scaler import cut_at_scalers, scalers_of
 from stepgraph.state.watch import Watch
 from stepgraph.tree import Structure, unflatten
 
@@ -48,7 +49,10 @@ class StepCapture:
         """Where each optimizer of the step runs. `moved` has the reasons of those that left the graph."""
         found = {}
         for optimizer in site.touched.optimizers:
-            found[id(optimizer)] = place(optimizer, self._options.optimizer, moved.get(id(optimizer)))
+            if id(optimizer) in site.scaled:
+                found[id(optimizer)] = Placement(False, "a GradScaler steps it")
+            else:
+                found[id(optimizer)] = place(optimizer, self._options.optimizer, moved.get(id(optimizer)))
         return found
 
     def run(
@@ -86,6 +90,7 @@ class StepCapture:
         grads.commit()
         note_result(site, outputs.tree)
         modules, parameters = site.touched.modules, site.touched.parameters
+        inside = [o for o in inside if id(o) not in site.scaled]
         guards = Guards(
             tuple(NumbersGuard(o) for o in inside),
             tuple(StateGuard(o) for o in inside),
@@ -105,6 +110,7 @@ class StepCapture:
         with contextlib.ExitStack() as stack:
             stack.enter_context(surroundings(self._options.optimizer, self._session.backend))
             stack.enter_context(cut_at(outside, recorder.cut))
+            stack.enter_context(cut_at_scalers(scalers_of(self._function), recorder.cut, site.scaled))
             stack.enter_context(captured_inside(inside))
             stack.callback(register_optimizer_step_pre_hook(_refuse_unknown(known)).remove)
             try:

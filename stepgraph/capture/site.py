@@ -18,7 +18,7 @@ import torch
 from stepgraph.buffers import StaticInputs, StaticOutputs
 from stepgraph.capture.chain import Chain
 from stepgraph.signature import Signature
-from stepgraph.state.grads import carry_in
+from stepgraph.state.grads import Attachment, carry_in
 from stepgraph.state.guards import ModelGuard
 from stepgraph.state.module_state import Touched
 from stepgraph.state.optimizer import HostCounters, NumbersGuard, StateGuard
@@ -53,7 +53,7 @@ class CapturedCall:
         inputs: StaticInputs,
         chain: Chain,
         outputs: StaticOutputs,
-        carried_in: Sequence[tuple[torch.Tensor, torch.Tensor]],
+        carried_in: Attachment,
         guards: Guards,
         counters: HostCounters,
     ) -> None:
@@ -62,7 +62,7 @@ class CapturedCall:
         self.guards = guards
         self._modules, self._parameters = tuple(modules), tuple(parameters)
         self._training, self._no_grad = list(signature.training), list(signature.no_grad)
-        self._carried_in = tuple(carried_in)
+        self._carried_in = carried_in
         self._counters = counters
         left = {id(p): grad for p, grad in chain.final}
         self._left = [left.get(id(p)) for p in parameters]
@@ -105,6 +105,8 @@ class Site:
         """How often the step was captured anew for a host value that changed."""
         self.hold_grads = False
         """Whether a recording has shown that the step uses the gradients it finds."""
+        self.scaled: set[int] = set()
+        """Optimizers that a GradScaler steps, by id: they run with it, between graphs."""
         self.obstacles: dict[str, str] = {}
         """What warm-up found that no replay could repeat: rule -> description."""
         self.results: tuple[object, list[object]] | None = None

@@ -92,7 +92,7 @@ class GradCapture:
         self._died_in_time = 0
         self._last: dict[int, torch.Tensor | None] = {}
         self._made: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        self.carried_in: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.carried_in: Attachment = []
         """Parameters whose `.grad` must be at its buffer before a replay, with that buffer."""
 
     def begin(self) -> None:
@@ -155,8 +155,10 @@ class GradCapture:
         return found
 
     def commit(self) -> None:
-        """The recording is good: its gradients' addresses are the session's."""
+        """The recording is good: its addresses are the session's, and `.grad` is what a replay begins with."""
         self._watches.clear()
+        attach(self.carried_in)
+        attach([(parameter, None) for parameter in self._empty])
         for parameter, grad in self._made.values():
             self._buffers.keep(parameter, grad)
 
@@ -171,12 +173,13 @@ class GradCapture:
         self._last.clear()
 
 
-def carry_in(carried: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+def carry_in(carried: Attachment) -> None:
     """Before a replay: bring `.grad` to the address that the graph reads."""
     for parameter, kept in carried:
         grad = parameter.grad
         if grad is not kept:
             assert grad is not None, "a call without gradients has another signature"
+            assert kept is not None
             kept.copy_(grad)
             parameter.grad = kept
 

@@ -21,6 +21,7 @@ from torch.optim.optimizer import Optimizer
 
 from stepgraph.backends import Backend
 from stepgraph.errors import CaptureError, entry
+from stepgraph.state.patch import shadowed
 
 MODES = ("auto", "inside", "outside", "capturable")
 _FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
@@ -185,7 +186,7 @@ def cut_at(optimizers: Sequence[Optimizer], cut: Callable[[str, Callable[[], Any
     """
     with contextlib.ExitStack() as stack:
         for optimizer in optimizers:
-            stack.enter_context(_shadowed(optimizer, "step", _cutting_step(optimizer, cut)))
+            stack.enter_context(shadowed(optimizer, "step", _cutting_step(optimizer, cut)))
         yield
 
 
@@ -213,23 +214,8 @@ def captured_inside(optimizers: Sequence[Optimizer]) -> Iterator[None]:
         for optimizer in optimizers:
             for check in _HEALTH_CHECKS:
                 if hasattr(optimizer, check):
-                    stack.enter_context(_shadowed(optimizer, check, lambda: None))
+                    stack.enter_context(shadowed(optimizer, check, lambda: None))
         yield
-
-
-@contextlib.contextmanager
-def _shadowed(instance: Any, name: str, value: Any) -> Iterator[None]:
-    """Set an attribute on one instance, and leave the instance as it was."""
-    missing = object()
-    before = instance.__dict__.get(name, missing)
-    instance.__dict__[name] = value
-    try:
-        yield
-    finally:
-        if before is missing:
-            del instance.__dict__[name]
-        else:
-            instance.__dict__[name] = before
 
 
 def make_capturable(optimizer: Optimizer, device: torch.device) -> bool:

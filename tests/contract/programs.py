@@ -204,6 +204,25 @@ def step_first(device: torch.device) -> Program:
     return Program(step, vectors(device, 4, 8), [model], [optimizer])
 
 
+def step_first_outside(device: torch.device) -> Program:
+    """The same with an optimizer between graphs, which must see the gradients of before, or none at the first call."""
+    model = nn.Linear(8, 4).to(device)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        loss = model(x).pow(2).mean()
+        loss.backward()
+        return loss
+
+    def before_call(index: int) -> None:
+        if index % 5 == 4:
+            optimizer.zero_grad(set_to_none=True)
+
+    return Program(step, vectors(device, 4, 8), [model], [optimizer], before_call=before_call)
+
+
 def zeroing_in_place(device: torch.device) -> Program:
     model = nn.Linear(8, 4).to(device)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
@@ -382,6 +401,7 @@ PROGRAMS: dict[str, Callable[[torch.device], Program]] = {
     "accumulation_inside": accumulation_inside,
     "accumulation_across_calls": accumulation_across_calls,
     "step_first": step_first,
+    "step_first_outside": step_first_outside,
     "zeroing_in_place": zeroing_in_place,
     "zeroing_last": zeroing_last,
     "moving_average_inside": moving_average_inside,

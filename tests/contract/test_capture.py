@@ -768,3 +768,48 @@ def test_capture_that_fails_leaves_the_random_sequence_of_other_graphs(device: t
         warnings.simplefilter("ignore")
         received = run(True)
     assert all(torch.equal(a, b) for a, b in zip(expected, received, strict=True))
+
+
+@pytest.mark.parametrize("shared", [True, False], ids=["one session", "two sessions"])
+@pytest.mark.parametrize("to_none", [True, False], ids=["to none", "in place"])
+@pytest.mark.parametrize("fused", [True, False], ids=["fused", "plain"])
+def test_capture_accumulation_across_two_functions(
+    shared: bool, to_none: bool, fused: bool, device: torch.device
+) -> None:
+    def build() -> tuple[nn.Module, Any, Any]:
+        torch.manual_seed(7)
+        model = nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.1), nn.Linear(16, 4)).to(device)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=fused)
+
+        def accumulate(x: torch.Tensor, last: bool) -> torch.Tensor:
+            loss = model(x).pow(2).mean() / (1 if last else 2)
+            loss.backward()
+            return loss
+
+        def update() -> None:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=to_none)
+
+        return model, accumulate, update
+
+    batches = torch.randn(12, 3, 4, 8, device=device)
+
+    def run(accumulate: Any, update: Any) -> list[torch.Tensor]:
+        torch.manual_seed(3)
+        losses = []
+        for step in batches:
+            losses += [accumulate(x, last=i == 2).detach().clone() for i, x in enumerate(step)]
+            update()
+        return losses
+
+    model, accumulate, update = build()
+    expected = run(accumulate, update)
+    twin, accumulate, update = build()
+    with stepgraph.Session() as session, stepgraph.Session() as other:
+        one = stepgraph.capture(accumulate, session=session)
+        two = stepgraph.capture(update, session=session if shared else other)
+        received = run(one, two)
+        assert one.report().replays > 20
+        assert two.report().replays == 9
+    assert all(torch.equal(a, b) for a, b in zip(expected, received, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), twin.parameters(), strict=True))

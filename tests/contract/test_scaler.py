@@ -1,0 +1,82 @@
+"""GradScaler inside a captured step: scaled, unscaled, skipped and grown exactly as in eager."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import stepgraph
+from tests.harness import Program, assert_captured_equals_eager, same_bits
+
+
+def scaled_program(device: torch.device, *, clip: bool, fused: bool, overflow_at: tuple[int, ...] = ()) -> Program:
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4)).to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=fused)
+    scaler = torch.amp.GradScaler(device.type, init_scale=256.0, growth_interval=4)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad()
+        with torch.autocast(device.type, dtype=torch.float16 if device.type == "cuda" else torch.bfloat16):
+            loss = model(x).float().pow(2).mean()
+        scaler.scale(loss).backward()
+        if clip:
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        scaler.step(optimizer)
+        scaler.update()
+        return loss
+
+    batches = []
+    for i in range(24):
+        x = torch.randn(4, 8, device=device)
+        batches.append((x * float("inf") if i in overflow_at else x,))
+    program = Program(step, batches, [model], [optimizer])
+    program.extra["scaler"] = scaler
+    return program
+
+
+@pytest.mark.parametrize("clip", [False, True])
+@pytest.mark.parametrize("fused", [False, True])
+def test_scaler_step_equals_eager(clip: bool, fused: bool, device: torch.device) -> None:
+    report = assert_captured_equals_eager(lambda d: scaled_program(d, clip=clip, fused=fused), device)
+    assert report.segments == (5 if clip else 3)
+    assert report.optimizers["AdamW"] == "eager, between graphs (a GradScaler steps it)"
+
+
+def test_scaler_skips_overflowing_steps_as_eager_does(device: torch.device) -> None:
+    made: list[Program] = []
+
+    def build(device: torch.device) -> Program:
+        made.append(scaled_program(device, clip=False, fused=False, overflow_at=(6, 7, 15)))
+        return made[-1]
+
+    assert_captured_equals_eager(build, device)
+    scales = [program.extra["scaler"].state_dict() for program in made]
+    assert all(scale == scales[0] for scale in scales)
+    assert scales[0]["scale"] != 256.0
+
+
+def test_scaler_loaded_between_calls_is_live(device: torch.device) -> None:
+    def build(device: torch.device) -> Program:
+        program = scaled_program(device, clip=False, fused=False)
+        scaler = program.extra["scaler"]
+
+        def before_call(index: int) -> None:
+            if index == 8:
+                scaler.load_state_dict(scaler.state_dict() | {"scale": 64.0})
+
+        program.before_call = before_call
+        return program
+
+    assert assert_captured_equals_eager(build, device).recaptures == 0
+
+
+def test_scaler_methods_are_as_before_after_a_capture(device: torch.device) -> None:
+    program = scaled_program(device, clip=True, fused=False)
+    scaler = program.extra["scaler"]
+    with stepgraph.capture(program.step) as step:
+        for batch in program.batches[:6]:
+            step(*batch)
+        assert not {"step", "update", "unscale_"} & set(vars(scaler))
+        assert same_bits(torch.tensor(scaler.get_scale()), torch.tensor(512.0))
