@@ -19,6 +19,7 @@ from stepgraph.signature import Signature
 from stepgraph.state.grads import GradCapture
 from stepgraph.state.guards import ModelGuard, RegistrationEvents, refuse_hooks
 from stepgraph.state.optimizer import (
+    BornState,
     HostCounters,
     NumbersGuard,
     Placement,
@@ -31,6 +32,10 @@ from stepgraph.state.optimizer import (
 from stepgraph.state.scaler import cut_at_scalers, scalers_of
 from stepgraph.state.watch import Watch
 from stepgraph.tree import Structure, unflatten
+
+
+class NotWarm(Exception):
+    """The recording made state that only an eager step may make."""
 
 
 class StepCapture:
@@ -71,11 +76,17 @@ class StepCapture:
         args, kwargs = unflatten(structure, inputs.leaves)
         while True:
             inputs.watch()
-            counters = HostCounters(inside, self._session.backend)
+            counters, born = HostCounters(inside, self._session.backend), BornState(inside)
             try:
                 chain, outputs, grads = self._record(site, args, kwargs, inside, outside)
             finally:
                 counters.rollback()
+                made_state = born.any()
+                born.rollback()
+            if made_state:
+                chain.free()
+                grads.rollback()
+                raise NotWarm
             if grads.entries_unused:
                 break
             chain.free()

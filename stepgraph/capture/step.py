@@ -23,7 +23,7 @@ from stepgraph.buffers import detached, on_device
 from stepgraph.capture.failure import capture_error
 from stepgraph.capture.options import Options
 from stepgraph.capture.policy import Action, Situation, decide
-from stepgraph.capture.record import StepCapture
+from stepgraph.capture.record import NotWarm, StepCapture
 from stepgraph.capture.report import Counts, Report
 from stepgraph.capture.session import Session
 from stepgraph.capture.site import CapturedCall, Site
@@ -217,6 +217,8 @@ class CapturedStep(Generic[P, R]):
         begun = time.perf_counter()
         try:
             call = self._capture.run(site, signature, leaves, structure, self._moved)
+        except NotWarm:
+            return self._warm_up(site, "warm-up", leaves, structure)
         except Exception as error:  # noqa: BLE001 (whatever broke the capture, its state is rolled back)
             raised = capture_error(self._name, error)
             if self._options.strict or self._options.on_error == "raise":

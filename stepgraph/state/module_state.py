@@ -79,6 +79,19 @@ class Touched:
             for parameter in group["params"]:
                 self.add_parameter(parameter)
 
+    def add_reachable(self, value: Any) -> None:
+        """Parameters that the step can name, whatever it does with them: it may only zero their gradients."""
+        if isinstance(value, torch.nn.Module):
+            for path, parameter in value.named_parameters():
+                if parameter.requires_grad:
+                    self.add_parameter(parameter, f"{type(value).__name__}.{path}")
+        elif isinstance(value, Optimizer):
+            for group in value.param_groups:
+                for parameter in group["params"]:
+                    self.add_parameter(parameter)
+        elif isinstance(value, torch.Tensor) and value.is_leaf and value.requires_grad:
+            self.add_parameter(value)
+
     def add_accumulators(self, roots: Any, inputs: Container[int]) -> None:
         """Every leaf that a backward from these tensors gives a gradient to, but for the call's own inputs (by id)."""
         for leaf in _leaves_behind(roots):
@@ -111,6 +124,8 @@ def discovering(
     """Note what a call touches. `inputs` are its tensors by id; `on_optimizer` sees optimizers before they step."""
     objects = list(reachable(function))
     compiled = any(is_compiled(value) for value in objects)
+    for value in objects:
+        touched.add_reachable(value)
 
     def optimizer_hook(optimizer: Optimizer, *_: Any) -> None:
         touched.add_optimizer(optimizer)

@@ -148,6 +148,38 @@ class StateGuard:
         return None if self._optimizer.state is self._state else f"the state of {type(self._optimizer).__name__}"
 
 
+class BornState:
+    """Whether a recording made optimizer state: its zeros would be written again at each replay.
+
+    Optimizers make their state at the first step that finds gradients. If warm-up had none, the recording has to be
+    dropped, with what it made, and the step has to run eagerly once more.
+    """
+
+    def __init__(self, optimizers: Sequence[Optimizer]) -> None:
+        self._before = [(o, {p: dict(state) for p, state in o.state.items()}) for o in optimizers]
+
+    def any(self) -> bool:
+        """Whether there is state that was not there before."""
+        return any(
+            value is not before.get(parameter, {}).get(key, _MISSING)
+            for optimizer, before in self._before
+            for parameter, state in optimizer.state.items()
+            for key, value in state.items()
+        )
+
+    def rollback(self) -> None:
+        """Drop it."""
+        for optimizer, before in self._before:
+            for parameter in list(optimizer.state):
+                if parameter not in before:
+                    del optimizer.state[parameter]
+                else:
+                    optimizer.state[parameter] = before[parameter]
+
+
+_MISSING = object()
+
+
 class HostCounters:
     """Step counts that a captured optimizer keeps in host memory (RMSprop's, for its state_dict): one more each replay.
 

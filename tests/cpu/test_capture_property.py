@@ -1,0 +1,109 @@
+"""Any step made of these pieces, with anything done between its calls, equals eager after every call."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from tests.harness import Program, assert_captured_equals_eager
+
+OPTIMIZERS = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=1e-2),
+    "adamw fused": lambda p: torch.optim.AdamW(p, lr=1e-2, fused=True),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=1e-2),
+}
+PIECES = ("zero to none", "zero in place", "backward", "backward", "clip", "optimizer", "average", "noise")
+ACTIONS = (
+    "nothing",
+    "nothing",
+    "zero to none",
+    "zero in place",
+    "own grad",
+    "drop one grad",
+    "lr",
+    "mode",
+    "size",
+    "optimizer",
+)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def small_heap() -> Iterator[None]:
+    """Each capture collects garbage first; objects of before are set apart so that it costs little."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+def build(optimizer_name: str, pieces: list[str], actions: list[str]) -> Program:
+    model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Dropout(0.2), nn.Linear(6, 2))
+    average = [p.detach().clone() for p in model.parameters()]
+    optimizer = OPTIMIZERS[optimizer_name](model.parameters())
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        loss = torch.zeros(())
+        for piece in pieces:
+            if piece == "zero to none":
+                optimizer.zero_grad(set_to_none=True)
+            elif piece == "zero in place":
+                optimizer.zero_grad(set_to_none=False)
+            elif piece == "backward":
+                loss = model(x).pow(2).mean()
+                loss.backward()
+            elif piece == "clip":
+                nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            elif piece == "optimizer":
+                optimizer.step()
+            elif piece == "average":
+                with torch.no_grad():
+                    torch._foreach_lerp_(average, list(model.parameters()), 0.1)
+            else:
+                with torch.no_grad():
+                    model[0].bias.add_(torch.randn(6), alpha=1e-3)
+        return loss
+
+    def before_call(index: int) -> None:
+        action = actions[index % len(actions)]
+        parameters = list(model.parameters())
+        if action == "zero to none":
+            optimizer.zero_grad(set_to_none=True)
+        elif action == "zero in place":
+            optimizer.zero_grad(set_to_none=False)
+        elif action == "own grad":
+            for p in parameters:
+                p.grad = torch.full_like(p, 0.1)
+        elif action == "drop one grad":
+            parameters[0].grad = None
+        elif action == "lr":
+            optimizer.param_groups[0]["lr"] *= 0.9
+        elif action == "mode":
+            model.train(not model.training)
+        elif action == "optimizer":
+            optimizer.step()
+
+    batches = [(torch.randn(3 if actions[i % len(actions)] == "size" else 5, 4),) for i in range(20)]
+    return Program(step, batches, [model], [optimizer], tensors=average, before_call=before_call)
+
+
+@settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    st.sampled_from(sorted(OPTIMIZERS)),
+    st.lists(st.sampled_from(PIECES), min_size=1, max_size=6),
+    st.lists(st.sampled_from(ACTIONS), min_size=1, max_size=5),
+)
+@example("adamw", ["zero to none"], ["own grad"])  # parameters that only zero_grad touches
+@example("adamw fused", ["optimizer"], ["nothing", "nothing", "own grad"])  # state that would be born in the capture
+def test_any_step_with_anything_between_its_calls_equals_eager(
+    optimizer: str, pieces: list[str], actions: list[str]
+) -> None:
+    assert_captured_equals_eager(
+        lambda device: build(optimizer, pieces, actions), torch.device("cpu"), warmup=2, max_graphs=16
+    )
