@@ -189,38 +189,27 @@ def accumulation_across_calls(device: torch.device) -> Program:
     return Program(step, vectors(device, 4, 8), [model], [optimizer], before_call=before_call)
 
 
-def step_first(device: torch.device) -> Program:
-    """The optimizer uses the gradients of the call before: they must be carried into the graph."""
-    model = nn.Linear(8, 4).to(device)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+def step_first(make_optimizer: Callable[..., torch.optim.Optimizer]) -> Callable[[torch.device], Program]:
+    """The optimizer uses the gradients of the call before, which must be carried in, or none where they were dropped."""
 
-    def step(x: torch.Tensor) -> torch.Tensor:
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        loss = model(x).pow(2).mean()
-        loss.backward()
-        return loss
+    def build(device: torch.device) -> Program:
+        model = nn.Linear(8, 4).to(device)
+        optimizer = make_optimizer(model.parameters())
 
-    return Program(step, vectors(device, 4, 8), [model], [optimizer])
-
-
-def step_first_outside(device: torch.device) -> Program:
-    """The same with an optimizer between graphs, which must see the gradients of before, or none at the first call."""
-    model = nn.Linear(8, 4).to(device)
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
-
-    def step(x: torch.Tensor) -> torch.Tensor:
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        loss = model(x).pow(2).mean()
-        loss.backward()
-        return loss
-
-    def before_call(index: int) -> None:
-        if index % 5 == 4:
+        def step(x: torch.Tensor) -> torch.Tensor:
+            optimizer.step()
             optimizer.zero_grad(set_to_none=True)
+            loss = model(x).pow(2).mean()
+            loss.backward()
+            return loss
 
-    return Program(step, vectors(device, 4, 8), [model], [optimizer], before_call=before_call)
+        def before_call(index: int) -> None:
+            if index % 5 == 4:
+                optimizer.zero_grad(set_to_none=True)
+
+        return Program(step, vectors(device, 4, 8), [model], [optimizer], before_call=before_call)
+
+    return build
 
 
 def zeroing_in_place(device: torch.device) -> Program:
@@ -400,8 +389,8 @@ PROGRAMS: dict[str, Callable[[torch.device], Program]] = {
     "clipped": clipped,
     "accumulation_inside": accumulation_inside,
     "accumulation_across_calls": accumulation_across_calls,
-    "step_first": step_first,
-    "step_first_outside": step_first_outside,
+    "step_first_inside": step_first(lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9)),
+    "step_first_outside": step_first(lambda p: torch.optim.Adam(p, lr=0.1)),
     "zeroing_in_place": zeroing_in_place,
     "zeroing_last": zeroing_last,
     "moving_average_inside": moving_average_inside,

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Iterator
-
-import pytest
 import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
@@ -32,15 +28,6 @@ ACTIONS = (
     "size",
     "optimizer",
 )
-
-
-@pytest.fixture(scope="module", autouse=True)
-def small_heap() -> Iterator[None]:
-    """Each capture collects garbage first; objects of before are set apart so that it costs little."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 def build(optimizer_name: str, pieces: list[str], actions: list[str]) -> Program:

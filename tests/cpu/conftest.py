@@ -1,4 +1,4 @@
-"""Fixtures for the tape's tests."""
+"""Fixtures for the suites on the tape."""
 
 import gc
 from collections.abc import Iterator
