@@ -190,7 +190,7 @@ def accumulation_across_calls(device: torch.device) -> Program:
 
 
 def step_first(make_optimizer: Callable[..., torch.optim.Optimizer]) -> Callable[[torch.device], Program]:
-    """The optimizer uses the gradients of the call before: they must be carried in, or be None where they were dropped."""
+    """The optimizer uses the gradients of the call before: carried in, or None where they were dropped."""
 
     def build(device: torch.device) -> Program:
         model = nn.Linear(8, 4).to(device)
