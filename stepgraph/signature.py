@@ -44,8 +44,8 @@ class Signature:
     structure: Structure
     leaves: tuple[Hashable, ...]
     ambient: tuple[Hashable, ...]
-    training: tuple[bool, ...]
-    no_grad: tuple[bool, ...]
+    training: tuple[bool, ...] = ()
+    no_grad: tuple[bool, ...] = ()
     arguments: tuple[str, ...] = ()
     """Names of the positional parameters, for messages."""
 

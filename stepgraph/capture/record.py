@@ -15,7 +15,6 @@ from stepgraph.capture.session import Session
 from stepgraph.capture.site import CapturedCall, Guards, Site
 from stepgraph.capture.warmup import note_result, refuse_obstacles, surroundings
 from stepgraph.errors import CaptureError
-from stepgraph.signature import Signature
 from stepgraph.state.grads import GradCapture
 from stepgraph.state.guards import ModelGuard, RegistrationEvents, refuse_hooks
 from stepgraph.state.optimizer import (
@@ -60,10 +59,9 @@ class StepCapture:
                 found[id(optimizer)] = place(optimizer, self._options.optimizer, moved.get(id(optimizer)))
         return found
 
-    def run(
-        self, site: Site, signature: Signature, leaves: Sequence[Any], structure: Structure, moved: dict[int, str]
-    ) -> CapturedCall:
+    def run(self, site: Site, leaves: Sequence[Any], structure: Structure, moved: dict[int, str]) -> CapturedCall:
         """Record the step for these inputs. Nothing takes effect; on failure everything is as it was."""
+        signature = site.sign()
         refuse_obstacles(self._name, site)
         refuse_hooks(self._name, site.touched.modules, self._options.safe_hooks, site.touched.name)
         placements = self.placements(site, moved)
@@ -81,8 +79,7 @@ class StepCapture:
                 chain, outputs, grads = self._record(site, args, kwargs, inside, outside)
             finally:
                 counters.rollback()
-                made_state = born.any()
-                born.rollback()
+                made_state = born.rollback()
             if made_state:
                 chain.free()
                 grads.rollback()

@@ -11,7 +11,7 @@ from __future__ import annotations
 import operator
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -94,9 +94,9 @@ class CapturedCall:
 class Site:
     """The graphs and the warm-up of calls with the same arguments and flags."""
 
-    def __init__(self) -> None:
-        self.signature: Signature | None = None
-        """The latest signature seen here, to tell others from."""
+    def __init__(self, call: Signature) -> None:
+        self._call = call
+        """The part of the signature that all calls here share: the arguments and the flags."""
         self.touched = Touched()
         self.calls: list[CapturedCall] = []
         self.obstacle: str | None = None
@@ -115,6 +115,14 @@ class Site:
         """Arguments that are told by identity, kept so that no other object takes their identity."""
         self._warm: Counter[frozenset[int]] = Counter()
         self._credit = 0
+
+    def sign(self) -> Signature:
+        """The signature of a call at this moment, over all that the step is known to touch."""
+        return replace(
+            self._call,
+            training=tuple(m.training for m in self.touched.modules),
+            no_grad=tuple(p.grad is None for p in self.touched.parameters),
+        )
 
     def find(self) -> CapturedCall | None:
         """The graph for the state of this moment."""

@@ -130,7 +130,7 @@ class CapturedStep(Generic[P, R]):
         site.calls.remove(call)
         call.chain.free()
         self._counts.recapture_reasons[why] += 1
-        return self._capture_and_replay(site, call.signature, leaves, structure)
+        return self._capture_and_replay(site, leaves, structure)
 
     def _start_over(self, site: Site, why: str, leaves: Sequence[Any], structure: Structure) -> Any:
         """The model is not what it was: this call runs eagerly and is watched, the next one is captured."""
@@ -161,7 +161,7 @@ class CapturedStep(Generic[P, R]):
         site.calls.remove(call)
         call.chain.free()
         site.obstacle = f"host value keeps changing: {', '.join(often)}"
-        return self._eager(site.obstacle, call.signature, leaves, structure)
+        return self._eager(site, site.obstacle, leaves, structure)
 
     def _raise_if_strict(self, why: str) -> None:
         if self._options.strict:
@@ -185,7 +185,7 @@ class CapturedStep(Generic[P, R]):
         known = site is not None
         if site is None:
             refuse_opaque(leaves)
-            site = Site()
+            site = Site(Signature(structure, keys, ambient, arguments=self._arguments))
         decision = decide(
             Situation(
                 warm_calls=site.warm_calls if known else 0,
@@ -196,27 +196,24 @@ class CapturedStep(Generic[P, R]):
                 obstacle=site.obstacle,
             )
         )
-        signature = self._signature(site, keys, ambient, structure)
         if decision.action is Action.EAGER:
-            return self._eager(decision.reason, signature, leaves, structure)
+            return self._eager(site, decision.reason, leaves, structure)
         self._sites[(structure, keys, ambient)] = site
-        site.signature = signature
         if decision.action is Action.CAPTURE:
-            return self._capture_and_replay(site, signature, leaves, structure)
+            return self._capture_and_replay(site, leaves, structure)
         site.keep_alive = [leaf for leaf in leaves if not isinstance(leaf, torch.Tensor)]
         return self._warm_up(site, decision.reason, leaves, structure)
 
     def _warm_up(self, site: Site, reason: str, leaves: Sequence[Any], structure: Structure) -> Any:
-        moved = on_device(leaves, self._session.backend)
-        result = warm_up(self._function, moved, structure, site, self._session, self._options)
+        result = warm_up(self._function, leaves, structure, site, self._session, self._options)
         site.count_warm_call()
         self._counts.eager_reasons[reason] += 1
         return detached(result)
 
-    def _capture_and_replay(self, site: Site, signature: Signature, leaves: Sequence[Any], structure: Structure) -> Any:
+    def _capture_and_replay(self, site: Site, leaves: Sequence[Any], structure: Structure) -> Any:
         begun = time.perf_counter()
         try:
-            call = self._capture.run(site, signature, leaves, structure, self._moved)
+            call = self._capture.run(site, leaves, structure, self._moved)
         except NotWarm:
             return self._warm_up(site, "warm-up", leaves, structure)
         except Exception as error:  # noqa: BLE001 (whatever broke the capture, its state is rolled back)
@@ -225,7 +222,7 @@ class CapturedStep(Generic[P, R]):
                 raise raised from (None if raised is error else error)
             site.obstacle = f"capture failed: [{raised.rule}]"
             warn_user(f"{raised}\nThe step goes on in eager.")
-            return self._eager(site.obstacle, signature, leaves, structure)
+            return self._eager(site, site.obstacle, leaves, structure)
         self._counts.captures += 1
         site.calls.insert(0, call)
         self._session.backend.synchronize()
@@ -234,9 +231,9 @@ class CapturedStep(Generic[P, R]):
         self._counts.replays += 1
         return call.outputs.copies() if self._options.outputs == "copy" else call.outputs.tree
 
-    def _eager(self, reason: str, signature: Signature, leaves: Sequence[Any], structure: Structure) -> Any:
-        if reason.startswith("past"):
-            self._tell_past_limit(reason, signature)
+    def _eager(self, site: Site, reason: str, leaves: Sequence[Any], structure: Structure) -> Any:
+        if site.obstacle is None:
+            self._tell_past_limit(reason, site.sign())
         self._counts.eager_reasons[reason] += 1
         moved = on_device(leaves, self._session.backend)
         with surroundings(self._options.optimizer, self._session.backend):
@@ -251,8 +248,7 @@ class CapturedStep(Generic[P, R]):
         if self._warned and not self._options.strict:
             return
         self._warned = True
-        known = [site.signature for site in self._sites.values() if site.signature is not None]
-        found = min((differences(k, signature) for k in known), key=len, default=[])
+        found = min((differences(s.sign(), signature) for s in self._sites.values()), key=len, default=[])
         told = [str(d) for d in found[:8]]
         if self._options.strict:
             raise SignatureMismatch(
@@ -295,18 +291,6 @@ class CapturedStep(Generic[P, R]):
                     why="the tape records work on CPU tensors only.",
                     fix="move the model and the batch to the CPU, or leave backend= and STEPGRAPH_BACKEND unset.",
                 )
-
-    def _signature(
-        self, site: Site, keys: tuple[Hashable, ...], ambient: tuple[Hashable, ...], structure: Structure
-    ) -> Signature:
-        return Signature(
-            structure,
-            keys,
-            ambient,
-            tuple(m.training for m in site.touched.modules),
-            tuple(p.grad is None for p in site.touched.parameters),
-            self._arguments,
-        )
 
     def _check_open(self) -> None:
         if self._closed or self._session.closed:

@@ -20,7 +20,7 @@ from torch.optim.optimizer import (
 )
 
 from stepgraph.backends import Backend, Workspace
-from stepgraph.buffers import static_part
+from stepgraph.buffers import on_device, static_part
 from stepgraph.capture.options import Options
 from stepgraph.capture.session import Session
 from stepgraph.capture.site import Site
@@ -56,6 +56,7 @@ def warm_up(
 ) -> Any:
     """Call the step once on these inputs and note what it touches."""
     backend = session.backend
+    moved = on_device(leaves, backend)
     site.obstacles.clear()  # what only a first call does (lazy initialization) is in nobody's way
     host_random = HostRandomWatch(backend.device)
     numbers = {id(o): NumbersGuard(o) for o in site.touched.optimizers}
@@ -67,12 +68,12 @@ def warm_up(
         numbers.setdefault(id(optimizer), NumbersGuard(optimizer))
 
     with (
-        discovering(site.touched, step, {id(leaf) for leaf in leaves}, see),
+        discovering(site.touched, step, {id(leaf) for leaf in (*leaves, *moved)}, see),
         session.workspace.warming_up(),
         _state_outside_the_pool(session.workspace),
         surroundings(options.optimizer, backend),
     ):
-        args, kwargs = unflatten(structure, leaves)
+        args, kwargs = unflatten(structure, moved)
         result = step(*args, **kwargs)
     for source in host_random.advanced():
         site.obstacles["host-random"] = f"the step draws from {source}"
@@ -109,14 +110,10 @@ def note_result(site: Site, result: Any) -> None:
         if structure != before:
             site.obstacles["varying-output"] = "the result's structure is another at each call"
         else:
-            for path, one, two in zip(_result_paths(structure), earlier, values, strict=True):
+            for path, one, two in zip(paths(structure, "result"), earlier, values, strict=True):
                 if one is not two and (not is_plain(one) or one != two):
                     site.obstacles["varying-output"] = f"{path} was {one!r}, then {two!r}"
     site.results = (structure, values)
-
-
-def _result_paths(structure: Structure) -> list[str]:
-    return paths(structure, "result")
 
 
 _WHY = {

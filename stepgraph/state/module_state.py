@@ -75,9 +75,7 @@ class Touched:
 
     def add_optimizer(self, optimizer: Optimizer) -> None:
         self._optimizers.setdefault(id(optimizer), optimizer)
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                self.add_parameter(parameter)
+        self.add_reachable(optimizer)
 
     def add_reachable(self, value: Any) -> None:
         """Parameters that the step can name, whatever it does with them: it may only zero their gradients."""

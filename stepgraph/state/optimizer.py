@@ -158,23 +158,21 @@ class BornState:
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
         self._before = [(o, {p: dict(state) for p, state in o.state.items()}) for o in optimizers]
 
-    def any(self) -> bool:
-        """Whether there is state that was not there before."""
-        return any(
-            value is not before.get(parameter, {}).get(key, _MISSING)
-            for optimizer, before in self._before
-            for parameter, state in optimizer.state.items()
-            for key, value in state.items()
-        )
-
-    def rollback(self) -> None:
-        """Drop it."""
+    def rollback(self) -> bool:
+        """Drop what was not there before; whether there was any."""
+        found = False
         for optimizer, before in self._before:
-            for parameter in list(optimizer.state):
-                if parameter not in before:
-                    del optimizer.state[parameter]
+            for parameter, state in list(optimizer.state.items()):
+                earlier = before.get(parameter, {})
+                if all(value is earlier.get(key, _MISSING) for key, value in state.items()):
+                    continue
+                found = True
+                if parameter in before:
+                    state.clear()
+                    state.update(earlier)
                 else:
-                    optimizer.state[parameter] = before[parameter]
+                    del optimizer.state[parameter]
+        return found
 
 
 _MISSING = object()

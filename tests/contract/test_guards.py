@@ -443,3 +443,34 @@ def test_watch_two_models_of_one_class_are_told_apart(device: torch.device) -> N
         two[0].p = 1.0
         with pytest.warns(stepgraph.StepgraphWarning, match=r"Sequential#2\.0\.p"):
             assert captured(x).tolist() == [1.0, 1.0]
+
+
+def test_guard_recapture_after_the_step_has_touched_more_replays_again(device: torch.device) -> None:
+    """Eval mode calls a module that training does not: what was captured before must still be found after a change."""
+
+    def build(device: torch.device) -> Program:
+        model = nn.ModuleDict({"body": nn.Linear(8, 8), "extra": nn.Linear(8, 8)}).to(device)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        inner = [model]  # out of the closure's reach: found only by what is called
+
+        def step(x: torch.Tensor) -> torch.Tensor:
+            optimizer.zero_grad()
+            body = inner[0]["body"]
+            out = body(x) if body.training else inner[0]["extra"](body(x))
+            loss = out.pow(2).mean()
+            loss.backward()
+            optimizer.step()
+            return loss
+
+        def before_call(index: int) -> None:
+            model.train(index not in range(6, 12))
+            if index == 14:
+                optimizer.param_groups[0]["lr"] = 0.05
+
+        batches = [(torch.randn(4, 8, device=device),) for _ in range(24)]
+        return Program(step, batches, [model], [optimizer], before_call=before_call)
+
+    report = assert_captured_equals_eager(build, device)
+    assert (report.captures, report.recaptures) == (3, 1)
+    # three in each mode, and the first call back in training, which finds gradients that no call before it found
+    assert report.eager_reasons == {"warm-up": 7}
