@@ -50,11 +50,6 @@ class Signature:
     """Names of the positional parameters, for messages."""
 
     @property
-    def family(self) -> tuple[Hashable, ...]:
-        """The key without the gradients: calls of one family warm each other up."""
-        return (self.structure, self.leaves, self.ambient, self.training)
-
-    @property
     def key(self) -> tuple[Hashable, ...]:
         """The whole key."""
         return (self.structure, self.leaves, self.ambient, self.training, self.no_grad)

@@ -200,4 +200,5 @@ def _copy_to(grad: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def _same_layout(one: torch.Tensor, two: torch.Tensor) -> bool:
-    return one.shape == two.shape and one.stride() == two.stride() and one.dtype == two.dtype
+    same_place = one.device == two.device and one.dtype == two.dtype
+    return same_place and one.shape == two.shape and one.stride() == two.stride()

@@ -11,10 +11,10 @@ group is read with one `itemgetter` and compared with one tuple comparison.
 
 from __future__ import annotations
 
-import dataclasses
 import enum
 import functools
 import operator
+import sys
 import types
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,6 +27,7 @@ from stepgraph.state.reach import names_in
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), enum.Enum, torch.dtype, torch.device)
 _UNWATCHED = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.MethodType)
+_NAMESPACES = ("argparse", "types")
 _MAX_FUNCTIONS = 64
 _MAX_ITEMS = 64
 
@@ -172,17 +173,17 @@ class Watch:
                 self._groups.append(
                     _Group([f"{name}[{i}]" for i in range(len(value))], lambda: tuple(value), plain=True)
                 )
-        elif dataclasses.is_dataclass(value) and not hasattr(value, "__dict__"):
-            fields = [f.name for f in dataclasses.fields(value)]
+        elif not hasattr(value, "__dict__") and _is_users(type(value)):
+            slots = [slot for kind in type(value).__mro__ for slot in getattr(kind, "__slots__", ())]
             self._add_groups(
-                {f: getattr(value, f, None) for f in fields},
-                lambda field: f"{name}.{field}",
+                {slot: getattr(value, slot) for slot in slots if not slot.startswith("_") and hasattr(value, slot)},
+                lambda slot: f"{name}.{slot}",
                 lambda chosen: functools.partial(_read_attributes, value, chosen),
             )
-        elif _is_users(type(value)):
-            attributes = {k: v for k, v in vars(value).items() if not k.startswith("__")}
-            if isinstance(value, torch.nn.Module):  # its own numbers; torch's bookkeeping is looked after elsewhere
-                attributes = {k: v for k, v in attributes.items() if k != "training" and isinstance(v, _PLAIN)}
+        elif isinstance(value, torch.nn.Module) or _is_users(type(value)):
+            attributes = {k: v for k, v in getattr(value, "__dict__", {}).items() if not k.startswith("__")}
+            if isinstance(value, torch.nn.Module):  # its numbers; modules, parameters and buffers have a guard
+                attributes = {k: v for k, v in attributes.items() if _is_module_number(value, k, v)}
             self._add_groups(
                 attributes,
                 lambda key: f"{name}.{key}",
@@ -255,6 +256,6 @@ def _is_module_number(module: torch.nn.Module, key: str, value: Any) -> bool:
 
 
 def _is_users(kind: type) -> bool:
-    """Whether a class is the user's own, and not torch's, whose numbers have guards of their own, or a library's."""
+    """Whether a class holds the user's values: their own, a library's, a namespace; not torch's or a standard one."""
     root = kind.__module__.partition(".")[0]
-    return root not in ("torch", "builtins", "numpy", "stepgraph", "typing", "collections", "random", "logging")
+    return root in _NAMESPACES or root not in (*sys.stdlib_module_names, "torch", "numpy", "stepgraph")

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 import copy
+import io
+import re
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -474,3 +478,45 @@ def test_guard_recapture_after_the_step_has_touched_more_replays_again(device: t
     assert (report.captures, report.recaptures) == (3, 1)
     # three in each mode, and the first call back in training, which finds gradients that no call before it found
     assert report.eager_reasons == {"warm-up": 7}
+
+
+def test_watch_module_named_in_the_closure(device: torch.device) -> None:
+    drop = nn.Dropout(0.0)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        return drop(x)
+
+    with stepgraph.capture(step) as captured:
+        x = torch.ones(2, device=device)
+        for _ in range(5):
+            assert captured(x).tolist() == [1.0, 1.0]
+        drop.p = 1.0
+        with pytest.warns(stepgraph.StepgraphWarning, match=r"drop\.p: 0\.0 -> 1\.0"):
+            assert captured(x).tolist() == [0.0, 0.0]
+
+
+class Slotted:
+    __slots__ = ("value",)
+
+    def __init__(self) -> None:
+        self.value = 2.0
+
+
+def test_watch_takes_any_object_that_a_step_names(device: torch.device) -> None:
+    path, pattern, slotted, stream = Path("a"), re.compile("a"), Slotted(), io.StringIO()
+    args = argparse.Namespace(alpha=1.0)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        assert all(named is not None for named in (path, pattern, stream))
+        return x * slotted.value * args.alpha
+
+    with stepgraph.capture(step) as captured:
+        for _ in range(6):
+            assert captured(torch.ones(2, device=device)).tolist() == [2.0, 2.0]
+        assert captured.report().replays == 3
+        args.alpha = 2.0
+        with pytest.warns(stepgraph.StepgraphWarning, match=r"args\.alpha: 1\.0 -> 2\.0"):
+            assert captured(torch.ones(2, device=device)).tolist() == [4.0, 4.0]
+        slotted.value = 3.0
+        with pytest.warns(stepgraph.StepgraphWarning, match=r"slotted\.value: 2\.0 -> 3\.0"):
+            assert captured(torch.ones(2, device=device)).tolist() == [6.0, 6.0]

@@ -362,13 +362,6 @@ def test_differences_of_other_objects_are_told() -> None:
     assert found == Difference("training", "the step touches other objects", "1", "2")
 
 
-def test_family_is_the_key_without_gradients() -> None:
-    one, two = signature(TENSOR, no_grad=(True,)), signature(TENSOR, no_grad=(False,))
-    assert one.key != two.key
-    assert one.family == two.family
-    assert one.family != signature(TENSOR, training=(True,)).family
-
-
 # -- in words
 
 
