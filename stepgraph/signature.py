@@ -10,6 +10,7 @@ The key is a flat tuple, cheap to build and to hash; names for its parts are mad
 from __future__ import annotations
 
 import enum
+import functools
 import sys
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
@@ -112,8 +113,8 @@ def leaf_key(leaf: Any) -> Hashable:
 
 def leaf_keys(leaves: Sequence[Any]) -> tuple[Hashable, ...]:
     """The keys of a call's leaves. A tensor that is passed twice is one tensor, and that is part of its key."""
-    keys = [leaf_key(leaf) for leaf in leaves]
-    if len({id(leaf) for leaf in leaves}) < len(leaves):
+    keys = list(map(leaf_key, leaves))
+    if len(leaves) > 1 and len(set(map(id, leaves))) < len(leaves):
         first: dict[int, int] = {}
         for index, leaf in enumerate(leaves):
             if isinstance(leaf, torch.Tensor) and first.setdefault(id(leaf), index) != index:
@@ -178,7 +179,7 @@ def _autocast(device: str) -> Callable[[], Hashable]:
 def _precision(device: str, op: str) -> Callable[[], Hashable]:
     getter = getattr(torch._C, "_get_fp32_precision_getter", None)
     if getter is not None:
-        return lambda: getter(device, op)
+        return functools.partial(getter, device, op)
     legacy = torch._C._get_cublas_allow_tf32 if op == "matmul" else torch._C._get_cudnn_allow_tf32
     return legacy
 

@@ -28,7 +28,7 @@ from stepgraph.state.optimizer import (
     cut_at,
     place,
 )
-from stepgraph.state.scaler import cut_at_scalers, scalers_of
+from stepgraph.state.scaler import ScalerCapture, ScalerGuard, scalers_of
 from stepgraph.state.watch import Watch
 from stepgraph.tree import Structure, unflatten
 
@@ -76,7 +76,7 @@ class StepCapture:
             inputs.watch()
             counters, born = HostCounters(inside, self._session.backend), BornState(inside)
             try:
-                chain, outputs, grads = self._record(site, args, kwargs, inside, outside)
+                chain, outputs, grads, scalers = self._record(site, args, kwargs, inside, outside)
             finally:
                 counters.rollback()
                 made_state = born.rollback()
@@ -84,11 +84,12 @@ class StepCapture:
                 chain.free()
                 grads.rollback()
                 raise NotWarm
-            if grads.entries_unused:
+            if grads.entries_unused and scalers.is_sound:
                 break
             chain.free()
             grads.rollback()
-            site.hold_grads = True
+            site.hold_grads = site.hold_grads or not grads.entries_unused
+            site.cut_scalers = site.cut_scalers or not scalers.is_sound
         try:
             inputs.note_use(leaves, signature.names())
         except CaptureError:
@@ -98,10 +99,13 @@ class StepCapture:
         grads.commit()
         note_result(site, outputs.tree)
         modules, parameters = site.touched.modules, site.touched.parameters
-        inside = [o for o in inside if id(o) not in site.scaled]
+        if site.cut_scalers:
+            site.scaled |= scalers.stepped
+            inside = [o for o in inside if id(o) not in site.scaled]
+        recorded = [] if site.cut_scalers else scalers_of(self._function)
         guards = Guards(
             tuple(NumbersGuard(o) for o in inside),
-            tuple(StateGuard(o) for o in inside),
+            (*(StateGuard(o) for o in inside), *(ScalerGuard(s) for s in recorded)),
             ModelGuard(modules, parameters, site.touched.name, self._events),
             Watch(self._function, self._options.ignore, site.touched.named_modules),
         )
@@ -109,16 +113,17 @@ class StepCapture:
 
     def _record(
         self, site: Site, args: Any, kwargs: Any, inside: Sequence[Optimizer], outside: Sequence[Optimizer]
-    ) -> tuple[Chain, StaticOutputs, GradCapture]:
+    ) -> tuple[Chain, StaticOutputs, GradCapture, ScalerCapture]:
         recorder = ChainRecorder(self._session, self._options.generators)
         grads = GradCapture(
             site.touched.parameters, self._session.grads, recorder.recorded_anything, hold=site.hold_grads
         )
+        scalers = ScalerCapture(scalers_of(self._function), inside, recorder.cut, whole=not site.cut_scalers)
         known = {id(o) for o in inside}
         with contextlib.ExitStack() as stack:
             stack.enter_context(surroundings(self._options.optimizer, self._session.backend))
             stack.enter_context(cut_at(outside, recorder.cut))
-            stack.enter_context(cut_at_scalers(scalers_of(self._function), recorder.cut, site.scaled))
+            stack.enter_context(scalers.recording())
             stack.enter_context(captured_inside(inside))
             stack.callback(register_optimizer_step_pre_hook(_refuse_unknown(known)).remove)
             try:
@@ -134,7 +139,7 @@ class StepCapture:
             except BaseException:
                 grads.rollback()
                 raise
-        return chain, outputs, grads
+        return chain, outputs, grads, scalers
 
 
 def _refuse_unknown(known: set[int]) -> Callable[..., None]:

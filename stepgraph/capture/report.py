@@ -4,12 +4,22 @@ from __future__ import annotations
 
 import io
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 from rich.text import Text
+
+from stepgraph.capture.options import Options
+from stepgraph.capture.session import Session
+from stepgraph.capture.site import Site
+
+_EQUALITY = {
+    "own": "the step as written, in eager, bit for bit",
+    "capturable": "the step in eager with its optimizers switched to capturable=True and a float32 learning rate",
+}
 
 
 @dataclass(slots=True)
@@ -103,3 +113,32 @@ class Report:
         text = io.StringIO()
         Console(file=text, width=100).print(self)
         return text.getvalue().rstrip()
+
+
+def report_of(
+    step: str, session: Session, sites: Sequence[Site], counts: Counts, optimizers: dict[str, str], options: Options
+) -> Report:
+    """The report of a captured step at this moment."""
+    calls = [call for site in sites for call in site.calls]
+    nodes = [call.chain.nodes for call in calls]
+    known_nodes = [n for n in nodes if n is not None]
+    return Report(
+        step=step,
+        backend=session.backend.name if session.has_backend else "not chosen yet",
+        graphs=len(calls),
+        segments=sum(len(call.chain.links) for call in calls),
+        nodes=sum(known_nodes) if len(known_nodes) == len(nodes) else None,
+        captures=counts.captures,
+        recaptures=counts.recapture_reasons.total(),
+        recapture_reasons=dict(counts.recapture_reasons),
+        replays=counts.replays,
+        eager_calls=counts.eager_reasons.total(),
+        eager_reasons=dict(counts.eager_reasons),
+        capture_seconds=counts.capture_seconds,
+        pool_bytes=session.pool_bytes(),
+        static_bytes=sum(call.inputs.num_bytes for call in calls),
+        signatures=tuple(call.signature.describe() for call in calls),
+        chains=tuple(call.chain.describe() for call in calls),
+        optimizers=optimizers,
+        equality=_EQUALITY["capturable" if options.optimizer == "capturable" else "own"],
+    )

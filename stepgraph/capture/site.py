@@ -22,10 +22,11 @@ from stepgraph.state.grads import Attachment, carry_in
 from stepgraph.state.guards import ModelGuard
 from stepgraph.state.module_state import Touched
 from stepgraph.state.optimizer import HostCounters, NumbersGuard, StateGuard
+from stepgraph.state.scaler import ScalerGuard
 from stepgraph.state.watch import Watch
 
 _grad = operator.attrgetter("grad")
-_training = operator.attrgetter("training")
+_training = operator.itemgetter("training")
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +35,8 @@ class Guards:
 
     numbers: tuple[NumbersGuard, ...]
     """Optimizers inside the graph, whose numbers are baked in: one that changes leaves the graph."""
-    states: tuple[StateGuard, ...]
-    """The same optimizers' state: loaded anew, the step is captured anew."""
+    states: tuple[StateGuard | ScalerGuard, ...]
+    """The same optimizers' state, and recorded GradScalers: loaded anew, the step is captured anew."""
     model: ModelGuard
     """Modules, parameters and buffers: changed, the step is looked at and captured anew."""
     values: Watch
@@ -60,7 +61,8 @@ class CapturedCall:
         self.signature = signature
         self.inputs, self.chain, self.outputs = inputs, chain, outputs
         self.guards = guards
-        self._modules, self._parameters = tuple(modules), tuple(parameters)
+        self._parameters = tuple(parameters)
+        self._modes = [vars(module) for module in modules]
         self._training, self._no_grad = list(signature.training), list(signature.no_grad)
         self._carried_in = carried_in
         self._counters = counters
@@ -70,24 +72,35 @@ class CapturedCall:
         self._may_be_steady = [grad is None for grad in self._left] == self._no_grad and all(
             left.get(id(p)) is kept for p, kept in self._carried_in
         )
+        self._steadily = list(zip(parameters, self._left, [p.requires_grad for p in parameters], strict=True))
         self._is_steady = False
 
     def fits(self) -> bool:
         """Whether modules and gradients are as they were before the capture."""
-        if list(map(_training, self._modules)) != self._training:
+        if list(map(_training, self._modes)) != self._training:
             return False
-        grads = list(map(_grad, self._parameters))
-        self._is_steady = self._may_be_steady and all(map(operator.is_, grads, self._left))
-        return self._is_steady or [grad is None for grad in grads] == self._no_grad
+        self._is_steady = self._may_be_steady and self._finds_what_it_left()
+        return self._is_steady or [grad is None for grad in map(_grad, self._parameters)] == self._no_grad
+
+    def _finds_what_it_left(self) -> bool:
+        # one pass over the parameters for both questions: this loop is most of what a replay costs the host
+        for parameter, left, flag in self._steadily:
+            if parameter.grad is not left or parameter.requires_grad is not flag:
+                return False
+        return True
+
+    def model_changed(self) -> str | None:
+        """What is another about the model than at capture, after `fits` has looked at the parameters."""
+        return self.guards.model.changed(flags_seen=self._is_steady)
 
     def replay(self, leaves: Sequence[object]) -> None:
         """Run the captured step once on these inputs, after `fits` has looked at the gradients."""
         self.inputs.load(leaves)
-        if not self._is_steady:
+        steady, self._is_steady = self._is_steady, False
+        if not steady:
             carry_in(self._carried_in)
         self._counters.advance()
-        self.chain.replay(steady=self._is_steady)
-        self._is_steady = False
+        self.chain.replay(steady=steady)
         self.inputs.store(leaves)
 
 
@@ -105,6 +118,8 @@ class Site:
         """How often the step was captured anew for a host value that changed."""
         self.hold_grads = False
         """Whether a recording has shown that the step uses the gradients it finds."""
+        self.cut_scalers = False
+        """Whether a recording has shown that a GradScaler of the step cannot be recorded."""
         self.scaled: set[int] = set()
         """Optimizers that a GradScaler steps, by id: they run with it, between graphs."""
         self.obstacles: dict[str, str] = {}

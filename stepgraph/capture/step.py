@@ -12,26 +12,25 @@ import functools
 import inspect
 import time
 from collections.abc import Callable, Hashable, Sequence
-from itertools import chain as chained
 from types import TracebackType
 from typing import Any, Generic, ParamSpec, TypeVar, cast
 
 import torch
 
-from stepgraph.backends import Backend, backend_for, backend_named
+from stepgraph.backends import Backend
 from stepgraph.buffers import detached, on_device
+from stepgraph.capture.choice import choose_backend, refuse_other_devices
 from stepgraph.capture.failure import capture_error
 from stepgraph.capture.options import Options
 from stepgraph.capture.policy import Action, Situation, decide
 from stepgraph.capture.record import NotWarm, StepCapture
-from stepgraph.capture.report import Counts, Report
+from stepgraph.capture.report import Counts, Report, report_of
 from stepgraph.capture.session import Session
 from stepgraph.capture.site import CapturedCall, Site
 from stepgraph.capture.warmup import surroundings, warm_up
-from stepgraph.errors import ClosedError, InvalidArgument, SignatureMismatch, StateChanged
+from stepgraph.errors import ClosedError, SignatureMismatch, StateChanged
 from stepgraph.frames import warn_user
 from stepgraph.signature import Signature, ambient_key, differences, leaf_keys, refuse_opaque
-from stepgraph.state.reach import devices, reachable
 from stepgraph.state.watch import Change
 from stepgraph.tree import Structure, flatten, settled, unflatten
 
@@ -83,7 +82,7 @@ class CapturedStep(Generic[P, R]):
 
     def _dispatch(self, call_tree: tuple[Any, Any]) -> Any:
         leaves, structure = self._flatten(call_tree)
-        if self._session.backend.is_capturing():  # called from a step that is being captured: a part of it
+        if self._backend.is_capturing():  # called from a step that is being captured: a part of it
             return self._call(leaves, structure)
         keys = leaf_keys(leaves)
         ambient = ambient_key()
@@ -97,7 +96,7 @@ class CapturedStep(Generic[P, R]):
     def _flatten(self, call_tree: tuple[Any, Any]) -> tuple[list[Any], Structure]:
         """Take a call apart; one of plain tensors alone has a structure that is known from its length."""
         args, kwargs = call_tree
-        if kwargs or any(type(arg) is not torch.Tensor for arg in args):
+        if kwargs or set(map(type, args)) != _TENSORS:
             return flatten(call_tree)
         if len(args) not in self._tensor_calls:
             self._tensor_calls[len(args)] = flatten(call_tree)[1]
@@ -115,7 +114,7 @@ class CapturedStep(Generic[P, R]):
             if loaded is not None:
                 self._raise_if_strict(loaded)
                 return self._recapture(site, call, loaded, leaves, structure)
-        rebuilt = guards.model.changed()
+        rebuilt = call.model_changed()
         if rebuilt is not None:
             return self._start_over(site, rebuilt, leaves, structure)
         changes = guards.values.changed()
@@ -267,30 +266,10 @@ class CapturedStep(Generic[P, R]):
         """At the first call: choose the backend from what the step uses."""
         self._check_open()
         leaves, _ = flatten(call_tree)
-        backend = backend_named(self._wanted) if isinstance(self._wanted, str) else self._wanted
-        if backend is None and self._session.has_backend:
-            backend = self._session.backend
-        if backend is None:
-            found = list(devices(chained(iter(leaves), reachable(self._function))))
-            cuda = next((d for d in found if d.type == "cuda"), None)
-            fallback = "cuda" if not found and torch.cuda.is_available() else "cpu"
-            backend = backend_for(cuda or (found[0] if found else fallback))
-        self._session.settle(backend)
-        self._check_devices(leaves)
+        self._session.settle(choose_backend(self._function, leaves, self._wanted, self._session))
+        self._backend = self._session.backend
+        refuse_other_devices(self._name, self._function, leaves, self._backend)
         self._settled = True
-
-    def _check_devices(self, leaves: Sequence[Any]) -> None:
-        """The tape has no GPU: a step on one would be recorded in part."""
-        if self._session.backend.device.type != "cpu":
-            return
-        for device in devices(chained(iter(leaves), reachable(self._function))):
-            if device.type != "cpu":
-                raise InvalidArgument(
-                    f"{self._name}: the tape was asked for, and the step uses tensors on {device}",
-                    rule="backend",
-                    why="the tape records work on CPU tensors only.",
-                    fix="move the model and the batch to the CPU, or leave backend= and STEPGRAPH_BACKEND unset.",
-                )
 
     def _check_open(self) -> None:
         if self._closed or self._session.closed:
@@ -305,29 +284,8 @@ class CapturedStep(Generic[P, R]):
 
     def report(self) -> Report:
         """What happened so far: graphs, replays, eager calls with their reasons, time and memory."""
-        calls = [call for site in self._sites.values() for call in site.calls]
-        nodes = [call.chain.nodes for call in calls]
-        known_nodes = [n for n in nodes if n is not None]
-        counts = self._counts
-        return Report(
-            step=self._name,
-            backend=self._session.backend.name if self._session.has_backend else "not chosen yet",
-            graphs=len(calls),
-            segments=sum(len(call.chain.links) for call in calls),
-            nodes=sum(known_nodes) if len(known_nodes) == len(nodes) else None,
-            captures=counts.captures,
-            recaptures=counts.recapture_reasons.total(),
-            recapture_reasons=dict(counts.recapture_reasons),
-            replays=counts.replays,
-            eager_calls=counts.eager_reasons.total(),
-            eager_reasons=dict(counts.eager_reasons),
-            capture_seconds=counts.capture_seconds,
-            pool_bytes=self._session.pool_bytes(),
-            static_bytes=sum(call.inputs.num_bytes for call in calls),
-            signatures=tuple(call.signature.describe() for call in calls),
-            chains=tuple(call.chain.describe() for call in calls),
-            optimizers=self._placements(),
-            equality=_EQUALITY["capturable" if self._options.optimizer == "capturable" else "own"],
+        return report_of(
+            self._name, self._session, list(self._sites.values()), self._counts, self._placements(), self._options
         )
 
     def _placements(self) -> dict[str, str]:
@@ -367,11 +325,8 @@ class CapturedStep(Generic[P, R]):
 
 _MAX_VALUE_CHANGES = 2
 """Captures anew for one host value, after which its step stays eager."""
+_TENSORS = {torch.Tensor}
 _FEWER_SIGNATURES = "pad inputs to a few shapes, pass changing values as tensors, or raise max_graphs."
-_EQUALITY = {
-    "own": "the step as written, in eager, bit for bit",
-    "capturable": "the step in eager with its optimizers switched to capturable=True and a float32 learning rate",
-}
 
 
 def _argument_names(function: Callable[..., Any]) -> tuple[str, ...]:

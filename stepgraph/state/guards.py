@@ -104,13 +104,16 @@ class ModelGuard:
         self._events_seen, self._handles_seen = events.count, RemovableHandle.next_id
         events.listen_to(modules)
 
-    def changed(self) -> str | None:
-        """What is not as it was, by name; None in a few microseconds where all is."""
-        if not all(map(operator.is_, [d.get(key) for d, key in self._slots], self._slot_values)):
+    def changed(self, *, flags_seen: bool = False) -> str | None:
+        """What is not as it was, by name; None in a few microseconds where all is.
+
+        `flags_seen`: the caller has just seen that each `requires_grad` is as it was.
+        """
+        if self._slots and not all(map(operator.is_, [d.get(key) for d, key in self._slots], self._slot_values)):
             return self._replaced()
         if not _same_addresses(self._tensors, self._addresses, self._indices):
             return self._moved()
-        if list(map(_requires_grad, self._parameters)) != self._flags:
+        if not flags_seen and list(map(_requires_grad, self._parameters)) != self._flags:
             return self._changed_flag()
         if self._events.count != self._events_seen or [len(m._modules) for m in self._parents] != self._num_children:
             layout = self._read_layout()

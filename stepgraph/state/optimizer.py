@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -107,17 +108,20 @@ class _GroupNumbers:
     def __init__(self, group: dict[str, Any]) -> None:
         keys = [k for k in group if k != "params"]
         self._plain = [k for k in keys if not _has_tensor(group[k])]
-        self._values = [group[k] for k in self._plain]
+        self._values = [list(v) if isinstance(v := group[k], list) else v for k in self._plain]
+        self._read = operator.itemgetter(*self._plain, "params")
         self._tensors = [(k, group[k], _address(group[k])) for k in keys if _has_tensor(group[k])]
         self._num_params = len(group["params"])
 
     def difference(self, group: dict[str, Any]) -> str | None:
         """The first difference, as it is written behind the group."""
-        if len(group["params"]) != self._num_params:
-            return "['params']: a parameter was added or removed"
         for key, value, address in self._tensors:
             if group.get(key) is not value or _address(value) != address:
                 return f"[{key!r}] is another tensor"
+        if self._is_untouched(group):
+            return None
+        if len(group["params"]) != self._num_params:
+            return "['params']: a parameter was added or removed"
         now = [group.get(k) for k in self._plain]
         if _has_tensor(now):
             return ": a number became a tensor"
@@ -125,6 +129,14 @@ class _GroupNumbers:
             return None
         pairs = zip(self._plain, self._values, now, strict=True)
         return next(f"[{key!r}] {one} -> {two}" for key, one, two in pairs if one != two)
+
+    def _is_untouched(self, group: dict[str, Any]) -> bool:
+        """Whether the numbers are the very objects they were, as they nearly always are."""
+        try:
+            *numbers, params = self._read(group)
+        except KeyError:
+            return False
+        return len(params) == self._num_params and all(map(operator.is_, numbers, self._values))
 
 
 def _has_tensor(value: Any) -> bool:
@@ -221,7 +233,6 @@ def cut_at(optimizers: Sequence[Optimizer], cut: Callable[[str, Callable[[], Any
 
 
 def _cutting_step(optimizer: Optimizer, cut: Callable[[str, Callable[[], Any]], None]) -> Callable[..., None]:
-    step = optimizer.step
     name = f"{type(optimizer).__name__}.step"
 
     def noted(*args: Any, **kwargs: Any) -> None:
@@ -232,7 +243,7 @@ def _cutting_step(optimizer: Optimizer, cut: Callable[[str, Callable[[], Any]], 
                 why="the optimizer runs between graphs, and its closure would run there, eagerly and unrecorded.",
                 fix="compute the loss and call backward() before step().",
             )
-        cut(name, lambda: step(**kwargs))
+        cut(name, lambda: optimizer.step(**kwargs))  # looked up then: a scheduler made later wraps it
 
     return noted
 

@@ -34,7 +34,8 @@ def reachable(function: Any) -> Iterator[Any]:
         if isinstance(value, (functools.partial, types.MethodType, types.FunctionType)) or depth == 0:
             functions += 1
             if functions <= _MAX_FUNCTIONS:
-                queue += [(v, 1) for v in _of_callable(value)]
+                behind = value.func if isinstance(value, functools.partial) else None  # as direct as the partial
+                queue += [(v, 0 if v is behind else 1) for v in _of_callable(value)]
         elif depth == 1:
             queue += [(v, 2) for v in _of_container(value)]
 

@@ -119,7 +119,9 @@ class Watch:
         self._seen.add(id(function))
         if isinstance(function, functools.partial):
             self._follow(function.func)
-            self._add_items("partial argument", dict(enumerate(function.args)) | function.keywords)
+            self._add_items("partial argument", function.keywords)
+            for name, value in [*enumerate(function.args), *function.keywords.items()]:
+                self._look_into(str(name), value)
         elif isinstance(function, types.MethodType):
             self._add_object("self", function.__self__)
             self._follow(function.__func__)
@@ -128,10 +130,8 @@ class Watch:
                 self._functions += 1
                 self._add_function(function)
         elif not isinstance(function, torch.nn.Module):
-            self._add_object(type(function).__name__, function)
-            call = vars(type(function)).get("__call__")
-            if isinstance(call, types.FunctionType):
-                self._follow(call)
+            self._seen.discard(id(function))
+            self._look_into(type(function).__name__, function)
 
     def _add_function(self, function: types.FunctionType) -> None:
         names = function.__code__.co_freevars
@@ -153,10 +153,17 @@ class Watch:
         """Variables: their values, which objects they stand for, and one level into those."""
         self._add_groups(values, str, reader)
         for name, value in values.items():
-            if isinstance(value, (types.FunctionType, types.MethodType, functools.partial)):
-                self._follow(value)
-            elif name not in self._ignore:
-                self._add_object(name, value)
+            self._look_into(name, value)
+
+    def _look_into(self, name: str, value: Any) -> None:
+        """What a name stands for: a function is followed, an object looked into, and its `__call__` followed."""
+        if isinstance(value, (types.FunctionType, types.MethodType, functools.partial)):
+            self._follow(value)
+        elif name not in self._ignore:
+            self._add_object(name, value)
+            call = vars(type(value)).get("__call__")
+            if isinstance(call, types.FunctionType):
+                self._follow(call)
 
     def _add_object(self, name: str, value: Any) -> None:
         """One level into an object, a dict, a list or a dataclass."""

@@ -40,15 +40,21 @@ def scaled_program(device: torch.device, *, clip: bool, fused: bool, overflow_at
 @pytest.mark.parametrize("fused", [False, True])
 def test_scaler_step_equals_eager(clip: bool, fused: bool, device: torch.device) -> None:
     report = assert_captured_equals_eager(lambda d: scaled_program(d, clip=clip, fused=fused), device)
-    assert report.segments == (5 if clip else 3)
-    assert report.optimizers["AdamW"] == "eager, between graphs (a GradScaler steps it)"
+    if fused:
+        assert report.segments == 1
+        assert report.optimizers["AdamW"] == "inside the graph (fused: its step count is on the device)"
+    else:
+        assert report.segments == (5 if clip else 3)
+        assert report.optimizers["AdamW"] == "eager, between graphs (a GradScaler steps it)"
 
 
-def test_scaler_skips_overflowing_steps_as_eager_does(device: torch.device) -> None:
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("clip", [False, True])
+def test_scaler_skips_overflowing_steps_as_eager_does(clip: bool, fused: bool, device: torch.device) -> None:
     made: list[Program] = []
 
     def build(device: torch.device) -> Program:
-        made.append(scaled_program(device, clip=False, fused=False, overflow_at=(6, 7, 15)))
+        made.append(scaled_program(device, clip=clip, fused=fused, overflow_at=(6, 7, 15)))
         return made[-1]
 
     assert_captured_equals_eager(build, device)
@@ -80,3 +86,88 @@ def test_scaler_methods_are_as_before_after_a_capture(device: torch.device) -> N
             step(*batch)
         assert not {"step", "update", "unscale_"} & set(vars(scaler))
         assert same_bits(torch.tensor(scaler.get_scale()), torch.tensor(512.0))
+
+
+def test_recorded_scaler_captures_anew_when_its_numbers_change(device: torch.device) -> None:
+    def build(device: torch.device) -> Program:
+        program = scaled_program(device, clip=True, fused=True)
+        scaler = program.extra["scaler"]
+
+        def before_call(index: int) -> None:
+            if index == 8:
+                scaler.load_state_dict(scaler.state_dict() | {"scale": 64.0, "growth_factor": 4.0})
+            if index == 12:
+                scaler.load_state_dict(scaler.state_dict() | {"scale": 32.0})
+
+        program.before_call = before_call
+        return program
+
+    report = assert_captured_equals_eager(build, device)
+    assert report.recapture_reasons == {"GradScaler growth_factor 2.0 -> 4.0": 1}
+
+
+def test_scaler_updated_outside_the_step_equals_eager(device: torch.device) -> None:
+    """Without `update()` the scaler's stages go on after the step: it cannot be recorded, and is cut."""
+
+    def build(device: torch.device) -> Program:
+        model = nn.Linear(8, 4).to(device)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+        scaler = torch.amp.GradScaler(device.type, init_scale=256.0, growth_interval=3)
+
+        def step(x: torch.Tensor) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = model(x).pow(2).mean()
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            return loss
+
+        batches = [(torch.randn(4, 8, device=device),) for _ in range(12)]
+        return Program(step, batches, [model], [optimizer], before_call=lambda i: scaler.update() if i else None)
+
+    assert assert_captured_equals_eager(build, device).segments == 2
+
+
+@pytest.mark.parametrize("both_fused", [False, True])
+def test_scaler_of_two_optimizers_equals_eager(both_fused: bool, device: torch.device) -> None:
+    def build(device: torch.device) -> Program:
+        body, head = nn.Linear(8, 8).to(device), nn.Linear(8, 4).to(device)
+        first = torch.optim.AdamW(body.parameters(), lr=1e-2, fused=True)
+        second = torch.optim.AdamW(head.parameters(), lr=1e-2, fused=both_fused)
+        scaler = torch.amp.GradScaler(device.type, init_scale=256.0, growth_interval=3)
+
+        def step(x: torch.Tensor) -> torch.Tensor:
+            first.zero_grad()
+            second.zero_grad()
+            loss = head(body(x).tanh()).pow(2).mean()
+            scaler.scale(loss).backward()
+            scaler.step(first)
+            scaler.step(second)
+            scaler.update()
+            return loss
+
+        batches = [(torch.randn(4, 8, device=device) * (float("inf") if i == 7 else 1),) for i in range(14)]
+        return Program(step, batches, [body, head], [first, second])
+
+    assert assert_captured_equals_eager(build, device).segments == (1 if both_fused else 4)
+
+
+def test_scaler_is_as_before_when_its_recording_fails(device: torch.device) -> None:
+    program = scaled_program(device, clip=True, fused=True)
+    scaler, fails = program.extra["scaler"], [True]
+
+    def failing(x: torch.Tensor) -> torch.Tensor:
+        loss = program.step(x)
+        if stepgraph.backend_for(device).is_capturing() and fails[0]:
+            loss.item()
+        return loss
+
+    with stepgraph.capture(failing, warmup=1, ignore=["fails"]) as step:
+        step(*program.batches[0])
+        before = scaler.state_dict()
+        with pytest.raises(stepgraph.CaptureError):
+            step(*program.batches[1])
+        assert scaler.state_dict() == before
+        assert dict(scaler._per_optimizer_states) == {}
+        fails[0] = False
+        step(*program.batches[1])
+        assert step.report().replays == 1

@@ -1,0 +1,42 @@
+"""Which backend a step is for: the one that was named, the session's, or that of the tensors the step uses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import chain
+from typing import Any
+
+import torch
+
+from stepgraph.backends import Backend, backend_for, backend_named
+from stepgraph.capture.session import Session
+from stepgraph.errors import InvalidArgument
+from stepgraph.state.reach import devices, reachable
+
+
+def choose_backend(
+    function: Callable[..., Any], leaves: Sequence[Any], wanted: Backend | str | None, session: Session
+) -> Backend:
+    """The backend for a step, from its first call's leaves and from what it can name."""
+    if wanted is not None:
+        return backend_named(wanted) if isinstance(wanted, str) else wanted
+    if session.has_backend:
+        return session.backend
+    found = list(devices(chain(iter(leaves), reachable(function))))
+    cuda = next((d for d in found if d.type == "cuda"), None)
+    fallback = "cuda" if not found and torch.cuda.is_available() else "cpu"
+    return backend_for(cuda or (found[0] if found else fallback))
+
+
+def refuse_other_devices(name: str, function: Callable[..., Any], leaves: Sequence[Any], backend: Backend) -> None:
+    """The tape has no GPU: a step on one would be recorded in part."""
+    if backend.device.type != "cpu":
+        return
+    for device in devices(chain(iter(leaves), reachable(function))):
+        if device.type != "cpu":
+            raise InvalidArgument(
+                f"{name}: the tape was asked for, and the step uses tensors on {device}",
+                rule="backend",
+                why="the tape records work on CPU tensors only.",
+                fix="move the model and the batch to the CPU, or leave backend= and STEPGRAPH_BACKEND unset.",
+            )

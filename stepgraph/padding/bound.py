@@ -1,0 +1,240 @@
+"""Buckets for calls of one structure: chooses the size of each group and pads the call's tensors to it.
+
+Names are looked up once; a call then costs a look at the bucketed sizes. A padded tensor is dense, in the order of the
+strides of the tensor it came from, so that all batches of one bucket have one signature. That is also why a tensor
+which has the bucket's size and has gaps between its rows (`tokens[:, :-1]`) is copied, and any other is passed on as
+it is.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+
+from stepgraph.errors import InvalidArgument
+from stepgraph.padding.buckets import RESULT, Buckets, Choice, Number
+from stepgraph.padding.layout import copy_to, dense_strides, holds, overlap, version
+from stepgraph.padding.names import described, dotted, find, invalid
+
+
+class Made(NamedTuple):
+    """A tensor that stands for one of the caller's during a call."""
+
+    source: torch.Tensor
+    made: torch.Tensor
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class Padded:
+    """A call's leaves at their bucket's sizes."""
+
+    leaves: list[Any]
+    choice: Choice
+    """The size of each group; calls with equal choices have equal shapes."""
+    lengths: tuple[int, ...]
+    """The size of each group before padding: that of its largest member."""
+    made: tuple[Made, ...]
+
+    def store(self) -> None:
+        """After the step: give the caller's own tensors what the step wrote to, and left as gradients on, these."""
+        for source, made, before in self.made:
+            if made.requires_grad and made.is_leaf and made.grad is not None:
+                grad = overlap(made.grad, source.shape)
+                source.grad = grad.clone() if source.grad is None else source.grad + grad
+            if version(made) != before:
+                with torch.no_grad():
+                    source.copy_(overlap(made, source.shape))
+
+
+@dataclass(frozen=True, slots=True)
+class _Member:
+    """A bucketed leaf at its place in the call."""
+
+    index: int
+    name: str
+    dims: tuple[tuple[int, int], ...]
+    pad: Number
+    kind: int
+    """Equal for leaves that are padded alike: one tensor passed as both stays one."""
+    fills: dict[torch.dtype, Number] = field(default_factory=dict)
+    """The pad value for each dtype that was seen and holds it."""
+
+
+class BoundBuckets:
+    """The buckets of calls with one structure."""
+
+    def __init__(self, buckets: Buckets, names: Sequence[str], leaves: Sequence[Any]) -> None:
+        self.buckets = buckets
+        self._names = tuple(names)
+        self._members: list[_Member] = []
+        kinds: list[tuple[object, ...]] = []
+        taken: dict[int, str] = {}
+        _refuse_argument_called_result(buckets, names)
+        told = [described(leaf) for leaf in leaves]
+        for leaf in buckets.arguments:
+            index = find(leaf.name, names, told, "the call")
+            if taken.setdefault(index, leaf.name) != leaf.name:
+                raise invalid(
+                    f"buckets: `{taken[index]}` and `{leaf.name}` are the same leaf, {names[index]}",
+                    why="two entries for one tensor could contradict each other.",
+                    fix="put all dimensions of a tensor into one entry.",
+                )
+            kind = (leaf.dims, type(leaf.pad), repr(leaf.pad))
+            kinds += [kind] if kind not in kinds else []
+            self._members.append(_Member(index, names[index], leaf.dims, leaf.pad, kinds.index(kind)))
+        self.lengths(leaves)
+        for member in self._members:
+            _fill(member, leaves[member.index])
+
+    def pad(self, leaves: Sequence[Any]) -> Padded:
+        """The call padded: each group to the smallest size that holds its largest member."""
+        lengths = self.lengths(leaves)
+        choice = self.choose(lengths, leaves)
+        padded, made = self._fit(leaves, choice)
+        return Padded(padded, choice, lengths, tuple(made))
+
+    def lengths(self, leaves: Sequence[Any]) -> tuple[int, ...]:
+        """The largest size in each group."""
+        found = [0] * len(self.buckets.groups)
+        for member in self._members:
+            leaf = leaves[member.index]
+            _check_leaf(member, leaf)
+            shape = leaf.shape
+            for dim, group in member.dims:
+                if shape[dim] > found[group]:
+                    found[group] = shape[dim]
+        return tuple(found)
+
+    def choose(self, lengths: Sequence[int], leaves: Sequence[Any]) -> Choice:
+        """The smallest size in each group that holds this length."""
+        choice = []
+        for group, (sizes, length) in enumerate(zip(self.buckets.groups, lengths, strict=True)):
+            place = bisect_left(sizes, length)
+            if place == len(sizes):
+                raise self._overflow(group, length, leaves)
+            choice.append(sizes[place])
+        return tuple(choice)
+
+    def _overflow(self, group: int, length: int, leaves: Sequence[Any]) -> InvalidArgument:
+        sizes = list(self.buckets.groups[group])
+        member, dim = next(
+            (m, d) for m in self._members for d, g in m.dims if g == group and leaves[m.index].shape[d] == length
+        )
+        together = ", ".join(f'"{dotted(m.name)}"' for m in self._members for _, g in m.dims if g == group)
+        return InvalidArgument(
+            f"argument `{member.name}`, dimension {dim}: {length} is past the largest bucket, {sizes[-1]}",
+            rule="bucket-overflow",
+            details=[f"received  {described(leaves[member.index])}", f"buckets   {sizes}"],
+            why="a batch is padded up to a bucket, never cut.",
+            fix=f"add a size of at least {length} to the list of {together}, or cut the batch to {sizes[-1]}.",
+        )
+
+    def all_choices(self, leaves: Sequence[Any]) -> list[Choice]:
+        """Every combination of sizes, the one with most elements first: what is captured first sets the pool's size."""
+
+        def elements(choice: Choice) -> int:
+            return sum(math.prod(_target(m, leaves[m.index].shape, choice)) for m in self._members)
+
+        return sorted(itertools.product(*self.buckets.groups), key=lambda c: (elements(c), c), reverse=True)
+
+    def example(self, leaves: Sequence[Any], choice: Choice) -> list[Any]:
+        """A call of another choice, made from this one: cut where too long, padded where too short."""
+        self.lengths(leaves)
+        return self._fit(leaves, choice)[0]
+
+    def other_sizes(self, leaves: Sequence[Any]) -> dict[int, str]:
+        """Sizes that results may have from dimensions without buckets or from plain numbers, and whose they are."""
+        dims = {m.index: {d % leaves[m.index].ndim for d, _ in m.dims} for m in self._members}
+        found: dict[int, str] = {}
+        for index, (name, leaf) in enumerate(zip(self._names, leaves, strict=True)):
+            if type(leaf) is int:
+                found.setdefault(leaf, f"argument {name}")
+            for dim, size in enumerate(leaf.shape if isinstance(leaf, torch.Tensor) else ()):
+                if dim not in dims.get(index, ()):
+                    found.setdefault(size, f"dimension {dim} of {name}")
+        return found
+
+    def _fit(self, leaves: Sequence[Any], choice: Choice) -> tuple[list[Any], list[Made]]:
+        fitted, made = list(leaves), []
+        done: dict[tuple[int, int], torch.Tensor] = {}
+        first: dict[int, int] = {}
+        for member in self._members:
+            leaf = leaves[member.index]
+            key = (id(leaf), member.kind)
+            if key not in done:
+                shape = _target(member, leaf.shape, choice)
+                strides = dense_strides(shape, leaf.stride())
+                if strides == leaf.stride() and shape == leaf.shape:
+                    alone = first.setdefault(id(leaf), member.kind) == member.kind or leaf.requires_grad
+                    done[key] = leaf if alone else leaf.detach()  # padded otherwise, it would be another tensor too
+                else:
+                    done[key] = copy_to(leaf, shape, strides, _fill(member, leaf))
+                    made.append(Made(leaf, done[key], version(done[key])))
+            fitted[member.index] = done[key]
+        return fitted, made
+
+
+def _target(member: _Member, shape: Sequence[int], choice: Choice) -> tuple[int, ...]:
+    target = list(shape)
+    for dim, group in member.dims:
+        target[dim] = choice[group]
+    return tuple(target)
+
+
+def _check_leaf(member: _Member, leaf: Any) -> None:
+    """What a name stands for may change from call to call, so that each call is looked at."""
+    if type(leaf) is not torch.Tensor and (not isinstance(leaf, torch.Tensor) or isinstance(leaf, torch.nn.Parameter)):
+        raise invalid(
+            f"buckets: `{member.name}` is no tensor to pad: {described(leaf)}",
+            why="padding makes a larger copy of a tensor; parameters and other objects are used as they are.",
+            fix=f"drop it from buckets, or pass a tensor for `{member.name}`.",
+        )
+    if leaf.layout is not torch.strided:
+        raise invalid(
+            f"buckets: `{member.name}` is a {leaf.layout} tensor",
+            why="only dense tensors are padded.",
+            fix=f"pass {member.name}.to_dense().",
+        )
+    rank = leaf.dim()
+    for dim, _ in member.dims:
+        if not -rank <= dim < rank:
+            raise invalid(
+                f"buckets: `{member.name}` has no dimension {dim}: {described(leaf)}",
+                why=f"it has {rank}, counted from 0, or from -1 at the end.",
+                fix=f"give a dimension between {-rank} and {rank - 1}." if rank else "drop it from buckets.",
+            )
+    if len(member.dims) > 1 and len({dim % rank for dim, _ in member.dims}) < len(member.dims):
+        raise invalid(
+            f"buckets: `{member.name}`: {[d for d, _ in member.dims]} name one dimension twice: {described(leaf)}",
+            why="a dimension has one list of sizes.",
+            fix="drop one of them.",
+        )
+
+
+def _fill(member: _Member, leaf: torch.Tensor) -> Number:
+    """The member's pad value, once it is known that the leaf's dtype holds it."""
+    if leaf.dtype not in member.fills:
+        if not holds(leaf.dtype, member.pad):
+            raise invalid(
+                f"pad_values: `{member.name}` is {described(leaf)}, which does not hold {member.pad!r}",
+                why="the padding would be filled with another number than was asked for.",
+                fix=f'pad_values={{"{dotted(member.name)}": ...}} with a number that fits {leaf.dtype}.',
+            )
+        member.fills[leaf.dtype] = member.pad
+    return member.fills[leaf.dtype]
+
+
+def _refuse_argument_called_result(buckets: Buckets, names: Sequence[str]) -> None:
+    if buckets.results and any(dotted(name).partition(".")[0] == RESULT for name in names):
+        raise invalid(
+            f"buckets: `{buckets.results[0].name}` could be an argument or what the step returns",
+            why="`result` stands for what the step returns, and this step has an argument of that name.",
+            fix="give the argument another name.",
+        )

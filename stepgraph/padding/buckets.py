@@ -1,0 +1,202 @@
+"""What the user asked for: `buckets=` and `pad_values=`, checked once and put into groups.
+
+Dimensions with the same list of sizes are one group and get the same size at each call: the `input_ids`, `labels` and
+mask of a batch are padded together. Groups with different lists are independent, and each combination of their sizes
+is a graph. Names that begin with `result` say which dimensions of the step's results are bucketed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from stepgraph.errors import InvalidArgument
+from stepgraph.padding.names import dotted, invalid
+
+Sizes: TypeAlias = tuple[int, ...]
+Choice: TypeAlias = tuple[int, ...]
+"""A size for each group, in the groups' order."""
+Number: TypeAlias = bool | int | float | complex
+
+RESULT = "result"
+_EXAMPLE = 'buckets={"batch.input_ids": {1: [128, 256, 512]}}'
+
+
+@dataclass(frozen=True, slots=True)
+class BucketedLeaf:
+    """One tensor with bucketed dimensions."""
+
+    name: str
+    """As the user wrote it."""
+    dims: tuple[tuple[int, int], ...]
+    """(dimension, group); a negative dimension counts from the end."""
+    pad: Number = 0
+    """What the padding is filled with; 0 is False for a boolean tensor."""
+
+
+@dataclass(frozen=True, slots=True)
+class Buckets:
+    """Which dimensions are padded, together with which others, and to which sizes."""
+
+    groups: tuple[Sizes, ...]
+    """Each group's sizes, smallest first."""
+    arguments: tuple[BucketedLeaf, ...]
+    results: tuple[BucketedLeaf, ...]
+    """What the user said of results; the dimensions of others are found out."""
+
+    @classmethod
+    def parse(
+        cls,
+        buckets: Mapping[str, Mapping[int, Iterable[int]]] | None,
+        pad_values: Mapping[str, Number] | None = None,
+    ) -> Buckets | None:
+        """Read the two options of `stepgraph.capture`. Without buckets: None."""
+        if not buckets:
+            if pad_values:
+                raise _pads_nothing(next(iter(pad_values)))
+            return None
+        pads = _read_pads(pad_values or {})
+        groups: list[Sizes] = []
+        found: dict[str, BucketedLeaf] = {}
+        for name, given in _mapping(buckets, "buckets").items():
+            path = dotted(_string(name, "buckets"))
+            if path in found:
+                raise invalid(
+                    f"buckets: `{found[path].name}` and `{name}` are the same leaf",
+                    why="two entries for one tensor could contradict each other.",
+                    fix="put all dimensions of a tensor into one entry.",
+                )
+            dims = _read_dims(name, given, groups)
+            found[path] = BucketedLeaf(name, dims, pads.pop(path, 0) if not _is_result(path) else 0)
+        for path in pads:
+            raise _pads_nothing(path)
+        results = tuple(leaf for path, leaf in found.items() if _is_result(path))
+        arguments = tuple(leaf for path, leaf in found.items() if not _is_result(path))
+        _check_lists(groups, arguments, results)
+        return cls(tuple(groups), arguments, results)
+
+    @property
+    def num_choices(self) -> int:
+        """How many combinations of sizes there are: the product over the groups, a graph each."""
+        return math.prod(map(len, self.groups))
+
+    def describe(self) -> str:
+        """The groups' sizes in a line: `[128, 256] x [1, 2, 4]: 6 graphs`."""
+        lists = " x ".join(str(list(sizes)) for sizes in self.groups)
+        return f"{lists}: {self.num_choices} graph{'s' * (self.num_choices != 1)}"
+
+    def check_limit(self, max_graphs: int) -> None:
+        """Refuse more combinations than graphs are allowed: all given sizes are captured."""
+        if self.num_choices > max_graphs:
+            raise invalid(
+                f"buckets: {self.describe()}, and max_graphs={max_graphs}",
+                why="each combination of sizes is a graph, and groups with different lists are combined freely.",
+                fix=f"give fewer sizes, give dimensions that grow together the same list, or "
+                f"max_graphs={self.num_choices}.",
+            )
+
+
+def _is_result(path: str) -> bool:
+    return path.partition(".")[0] == RESULT
+
+
+def _read_dims(name: str, given: Any, groups: list[Sizes]) -> tuple[tuple[int, int], ...]:
+    dims = []
+    for dim, sizes in _mapping(given, f"buckets[{name!r}]").items():
+        if not isinstance(dim, int) or isinstance(dim, bool):
+            raise invalid(
+                f"buckets: {dim!r} is no dimension of `{name}`",
+                why="dimensions are counted: 0 is the first, -1 the last.",
+                fix=f"{_EXAMPLE}, for example.",
+            )
+        wanted = _read_sizes(f"`{name}`, dimension {dim}", sizes)
+        if wanted not in groups:
+            groups.append(wanted)
+        dims.append((dim, groups.index(wanted)))
+    if not dims and not _is_result(dotted(name)):
+        raise invalid(
+            f"buckets: no dimension is given for `{name}`",
+            why="only dimensions with sizes are padded; only a result may have none.",
+            fix=f"{_EXAMPLE}, for example.",
+        )
+    return tuple(dims)
+
+
+def _read_sizes(where: str, given: Any) -> Sizes:
+    """The sizes, smallest first: their order and repetitions mean nothing."""
+    sizes = list(given) if isinstance(given, Iterable) and not isinstance(given, (str, bytes)) else []
+    if not sizes or not all(isinstance(s, int) and not isinstance(s, bool) and s > 0 for s in sizes):
+        raise invalid(
+            f"buckets: {where}: {given!r} is no list of sizes",
+            why="a dimension is padded up to the smallest of its sizes that holds it: whole numbers of at least 1.",
+            fix=f"{_EXAMPLE}, for example.",
+        )
+    return tuple(sorted(set(sizes)))
+
+
+def _read_pads(given: Any) -> dict[str, Number]:
+    pads: dict[str, Number] = {}
+    for name, value in _mapping(given, "pad_values").items():
+        if not isinstance(value, (bool, int, float, complex)):
+            raise invalid(
+                f"pad_values: {value!r} for `{name}` is no number",
+                why="padding is filled with one number.",
+                fix='pad_values={"batch.labels": -100}, for example.',
+            )
+        path = dotted(_string(name, "pad_values"))
+        if path in pads:
+            raise invalid(
+                f"pad_values: `{path}` is there twice",
+                why="padding is filled with one number.",
+                fix="give each leaf one value.",
+            )
+        pads[path] = value
+    return pads
+
+
+def _pads_nothing(name: str) -> InvalidArgument:
+    return invalid(
+        f"pad_values: `{name}` is no argument with buckets",
+        why="only bucketed arguments are padded, so this value would never be used.",
+        fix=f'give its sizes too: buckets={{"{name}": {{1: [128, 256, 512]}}}}, or drop the value.',
+    )
+
+
+def _check_lists(groups: list[Sizes], arguments: tuple[BucketedLeaf, ...], results: tuple[BucketedLeaf, ...]) -> None:
+    padded = {group for leaf in arguments for _, group in leaf.dims}
+    for leaf in results:
+        for dim, group in leaf.dims:
+            if group not in padded:
+                raise invalid(
+                    f"buckets: `{leaf.name}`, dimension {dim}: no argument has the sizes {list(groups[group])}",
+                    why="a result is cut back to the size that an argument had; equal lists say which.",
+                    fix="give it the same list as the argument that it grows with.",
+                )
+    if not arguments:
+        raise invalid(
+            "buckets: only results are named",
+            why="what is padded are arguments.",
+            fix=f"{_EXAMPLE}, for example.",
+        )
+
+
+def _mapping(given: Any, what: str) -> Mapping[Any, Any]:
+    if not isinstance(given, Mapping):
+        raise invalid(
+            f"{what}: {given!r} is no dict",
+            why="sizes are given for each leaf and dimension by name.",
+            fix=f'{_EXAMPLE}, pad_values={{"batch.labels": -100}}, for example.',
+        )
+    return given
+
+
+def _string(name: Any, what: str) -> str:
+    if not isinstance(name, str) or not name:
+        raise invalid(
+            f"{what}: {name!r} is no name of a leaf",
+            why="leaves are named as you would write them, from the argument's name on.",
+            fix=f"{_EXAMPLE}, for example.",
+        )
+    return name

@@ -1,0 +1,183 @@
+"""Which dimensions of a step's results are bucketed, and cutting them back.
+
+A result of the size 256 may have the padded length, or the model's width. One call cannot tell. Two sizes can: a
+dimension that has the bucket's size in each of them grows with it. So shapes are compared over all choices that were
+seen. Where only one size was seen (a list of one, or the first warm-up call) a dimension is taken for the bucketed one
+if nothing else is known to have that size; if something has, and the batch was padded, that is an error which asks the
+user to say it: `"result.logits": {1: [256]}`, or `"result.logits": {}` for none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+
+from stepgraph.errors import InvalidArgument
+from stepgraph.padding.buckets import RESULT, Buckets, Choice, Sizes
+from stepgraph.padding.names import dotted, find, invalid
+from stepgraph.tree import Structure, paths
+
+Shapes: TypeAlias = Mapping[str, tuple[int, ...]]
+"""The shape of each tensor among a call's results, by name."""
+Dims: TypeAlias = tuple[tuple[int, int], ...]
+"""(dimension, group)"""
+
+
+def result_names(structure: Structure) -> list[str]:
+    """The names of a result's leaves: `result`, `result['logits']`, `result[0]`."""
+    return paths(structure, RESULT)
+
+
+def named_shapes(structure: Structure, leaves: Sequence[Any]) -> dict[str, tuple[int, ...]]:
+    """The shapes of a call's results."""
+    named = zip(result_names(structure), leaves, strict=True)
+    return {name: tuple(leaf.shape) for name, leaf in named if isinstance(leaf, torch.Tensor)}
+
+
+@dataclass(frozen=True, slots=True)
+class Doubt:
+    """A dimension that has a bucket's size, and may have it for another reason."""
+
+    name: str
+    dim: int
+    groups: tuple[int, ...]
+    """The groups that it may belong to."""
+    other: str | None
+    """What else has that size."""
+
+
+@dataclass(frozen=True, slots=True)
+class ResultDims:
+    """The bucketed dimensions of a step's results, as far as they are known."""
+
+    groups: tuple[Sizes, ...]
+    dims: Mapping[str, Dims]
+    """For each result with bucketed dimensions; names as `result_names` gives them."""
+    doubts: tuple[Doubt, ...] = ()
+    derived: tuple[str, ...] = ()
+    """Dimensions that change with the bucket and are not its size, each in words; they are not cut."""
+
+    def check(self, choice: Choice, lengths: Sequence[int]) -> None:
+        """Refuse to guess: raise if a doubt would make a difference to this call's results."""
+        for doubt in self.doubts:
+            possible = {lengths[group] for group in doubt.groups}
+            if doubt.other is not None:
+                possible.add(choice[doubt.groups[0]])
+            if len(possible) > 1:
+                raise self._undecided(doubt, choice)
+
+    def slice_back(self, names: Sequence[str], leaves: Sequence[Any], lengths: Sequence[int]) -> list[Any]:
+        """The results with bucketed dimensions cut to their lengths: views where something is cut, else as they are."""
+        cut = list(leaves)
+        for index, name in enumerate(names):
+            for dim, group in self.dims.get(name, ()):
+                if cut[index].shape[dim] != lengths[group]:
+                    cut[index] = cut[index].narrow(dim, 0, lengths[group])
+        return cut
+
+    def warning(self) -> str | None:
+        """What to tell the user about results that come back padded."""
+        if not self.derived:
+            return None
+        lines = "\n  ".join(self.derived)
+        return (
+            f"results change with the bucket, and are not of its size: they come back padded   [bucket-result]\n  "
+            f"{lines}\nFix: cut them yourself; an entry for them in buckets ({{}} for none) ends this warning."
+        )
+
+    def _undecided(self, doubt: Doubt, choice: Choice) -> InvalidArgument:
+        path, size = dotted(doubt.name), choice[doubt.groups[0]]
+        lists = " or ".join(str(list(self.groups[g])) for g in doubt.groups)
+        also = f"{doubt.other} is {size} too" if doubt.other else f"the lists {lists} both have {size}"
+        return InvalidArgument(
+            f"buckets: dimension {doubt.dim} of `{doubt.name}` has the bucket's size, {size}, and {also}",
+            rule="bucket-result",
+            why="a result is cut back to the batch's own length where it was padded and nowhere else, and the size "
+            "alone does not tell whether this is such a dimension.",
+            fix=f'say it in buckets: "{path}": {{{doubt.dim}: {lists}}} if it is, "{path}": {{}} if it is not.',
+        )
+
+
+def result_dims(
+    buckets: Buckets, seen: Mapping[Choice, Shapes], other_sizes: Mapping[int, str], earlier: ResultDims | None = None
+) -> ResultDims:
+    """Which dimensions of the results are bucketed, from the shapes that each choice gave.
+
+    `other_sizes` has the sizes of all that is known not to be bucketed, and whose they are: the call's own
+    (`BoundBuckets.other_sizes`), those of parameters and buffers. `earlier` is what results were cut by before.
+    """
+    names = list(dict.fromkeys(name for shapes in seen.values() for name in shapes))
+    dims: dict[str, Dims] = _said(buckets, names, seen)
+    said = set(dims)
+    doubts: list[Doubt] = []
+    derived: list[str] = []
+    for name in names:
+        if name in said:
+            continue
+        found = {choice: shapes[name] for choice, shapes in seen.items() if name in shapes}
+        ranks = {len(shape) for shape in found.values()}
+        if len(ranks) > 1:
+            derived.append(f"{name}: {', '.join(str(list(shape)) for shape in found.values())}")
+            continue
+        mine: list[tuple[int, int]] = []
+        for dim in range(ranks.pop()):
+            sizes = {choice: shape[dim] for choice, shape in found.items()}
+            groups = tuple(
+                g for g in range(len(buckets.groups)) if all(size == choice[g] for choice, size in sizes.items())
+            )
+            if groups:
+                mine.append((dim, groups[0]))
+                constant = len(set(sizes.values())) == 1
+                other = other_sizes.get(next(iter(sizes.values()))) if constant else None
+                if other is not None or len(groups) > 1:
+                    doubts.append(Doubt(name, dim, groups, other))
+            elif len(set(sizes.values())) > 1:
+                told = ", ".join(f"{size} in bucket {_told(choice)}" for choice, size in sizes.items())
+                derived.append(f"{name}, dimension {dim}: {told}")
+        if mine:
+            dims[name] = tuple(mine)
+    made = ResultDims(buckets.groups, {n: d for n, d in dims.items() if d}, tuple(doubts), tuple(derived))
+    if earlier is not None:
+        _refuse_contradiction(earlier, made)
+    return made
+
+
+def _said(buckets: Buckets, names: Sequence[str], seen: Mapping[Choice, Shapes]) -> dict[str, Dims]:
+    """The dimensions that the user named, checked against what the step returned."""
+    said: dict[str, Dims] = {}
+    for leaf in buckets.results:
+        told = {name: str(list(shape)) for shapes in seen.values() for name, shape in shapes.items()}
+        name = names[find(leaf.name, names, [told[n] for n in names], "what the step returns")]
+        for choice, shape in [(choice, shapes[name]) for choice, shapes in seen.items() if name in shapes]:
+            for dim, group in leaf.dims:
+                if not -len(shape) <= dim < len(shape) or shape[dim] != choice[group]:
+                    raise invalid(
+                        f"buckets: dimension {dim} of `{name}` has not the bucket's size, {choice[group]}",
+                        details=[f"shape  {list(shape)}"],
+                        why="only a dimension that was padded can be cut back.",
+                        fix=f"name the dimension that has it, or leave `{leaf.name}` out of buckets.",
+                    )
+        said[name] = leaf.dims
+    return said
+
+
+def _refuse_contradiction(earlier: ResultDims, now: ResultDims) -> None:
+    open_then = {(doubt.name, doubt.dim) for doubt in earlier.doubts}
+    for name, dims in earlier.dims.items():
+        for dim, group in dims:
+            if (name, dim) not in open_then and (dim, group) not in now.dims.get(name, ()):
+                raise InvalidArgument(
+                    f"buckets: dimension {dim} of `{name}` was taken for a padded one, and does not grow with the "
+                    f"bucket",
+                    rule="bucket-result",
+                    why="in the first calls its size was that of the bucket and of nothing else known; where the batch "
+                    "was padded, this result was cut short.",
+                    fix=f'say it in buckets: "{dotted(name)}": {{}}.',
+                )
+
+
+def _told(choice: Choice) -> str:
+    return " x ".join(map(str, choice))
