@@ -15,6 +15,7 @@ from stepgraph.capture.session import Session
 from stepgraph.capture.site import CapturedCall, Guards, Site
 from stepgraph.capture.warmup import note_result, refuse_obstacles, surroundings
 from stepgraph.errors import CaptureError
+from stepgraph.state.ddp import Replicas, refuse_replicas
 from stepgraph.state.grads import GradCapture
 from stepgraph.state.guards import ModelGuard, RegistrationEvents, refuse_hooks
 from stepgraph.state.optimizer import (
@@ -28,6 +29,7 @@ from stepgraph.state.optimizer import (
     cut_at,
     place,
 )
+from stepgraph.state.rng_tracker import NamesGuard, tracker_for
 from stepgraph.state.scaler import ScalerCapture, ScalerGuard, scalers_of
 from stepgraph.state.watch import Watch
 from stepgraph.tree import Structure, unflatten
@@ -64,6 +66,8 @@ class StepCapture:
         signature = site.sign()
         refuse_obstacles(self._name, site)
         refuse_hooks(self._name, site.touched.modules, self._options.safe_hooks, site.touched.name)
+        refuse_replicas(self._name, site.touched, self._options.safe_hooks, self._session.backend)
+        replicas = Replicas(site.touched.modules)
         placements = self.placements(site, moved)
         for optimizer in site.touched.optimizers:
             check_forced(optimizer, self._options.optimizer, placements[id(optimizer)])
@@ -72,11 +76,13 @@ class StepCapture:
         inputs = StaticInputs(leaves, self._session.backend)
         inputs.load(leaves)
         args, kwargs = unflatten(structure, inputs.leaves)
+        random = NamesGuard(tracker_for(self._session.backend))
         while True:
             inputs.watch()
             counters, born = HostCounters(inside, self._session.backend), BornState(inside)
             try:
-                chain, outputs, grads, scalers = self._record(site, args, kwargs, inside, outside)
+                with replicas.recording(self._session.drop_graphs):
+                    chain, outputs, grads, scalers = self._record(site, args, kwargs, inside, outside)
             finally:
                 counters.rollback()
                 made_state = born.rollback()
@@ -86,10 +92,10 @@ class StepCapture:
                 raise NotWarm
             if grads.entries_unused and scalers.is_sound:
                 break
-            chain.free()
-            grads.rollback()
             site.hold_grads = site.hold_grads or not grads.entries_unused
             site.cut_scalers = site.cut_scalers or not scalers.is_sound
+            chain.free()
+            grads.rollback()
         try:
             inputs.note_use(leaves, signature.names())
         except CaptureError:
@@ -102,12 +108,15 @@ class StepCapture:
         if site.cut_scalers:
             site.scaled |= scalers.stepped
             inside = [o for o in inside if id(o) not in site.scaled]
-        recorded = [] if site.cut_scalers else scalers_of(self._function)
+        whole = site.with_objects(self._function)
+        recorded = [] if site.cut_scalers else scalers_of(whole)
         guards = Guards(
             tuple(NumbersGuard(o) for o in inside),
-            (*(StateGuard(o) for o in inside), *(ScalerGuard(s) for s in recorded)),
+            (*(StateGuard(o) for o in inside), *(ScalerGuard(s) for s in recorded), *random.if_needed()),
             ModelGuard(modules, parameters, site.touched.name, self._events),
-            Watch(self._function, self._options.ignore, site.touched.named_modules),
+            Watch(whole, self._options.ignore, site.touched.named_modules),
+            random,
+            replicas,
         )
         return CapturedCall(signature, modules, parameters, inputs, chain, outputs, grads.carried_in, guards, counters)
 
@@ -118,7 +127,8 @@ class StepCapture:
         grads = GradCapture(
             site.touched.parameters, self._session.grads, recorder.recorded_anything, hold=site.hold_grads
         )
-        scalers = ScalerCapture(scalers_of(self._function), inside, recorder.cut, whole=not site.cut_scalers)
+        found = scalers_of(site.with_objects(self._function))
+        scalers = ScalerCapture(found, inside, recorder.cut, whole=not site.cut_scalers)
         known = {id(o) for o in inside}
         with contextlib.ExitStack() as stack:
             stack.enter_context(surroundings(self._options.optimizer, self._session.backend))
