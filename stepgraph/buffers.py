@@ -54,17 +54,31 @@ class StaticInputs:
             self.leaves[i] = self.leaves[first.get(id(leaf), i)]
         self._any_repeated = any(self._repeated)
         self._needs_no_grad = any(leaves[i].requires_grad for i in self._indices)
+        self._is_simple = len(self._indices) == 1 and not self._any_repeated and not self._needs_no_grad
         self._versions: list[int] = []
-        self._mutated: list[int] = []
-        self._with_grad: list[int] = []
+        self._mutated: set[int] = set()
+        self._with_grad: set[int] = set()
 
     @property
     def num_bytes(self) -> int:
         """The buffers' memory."""
         return sum(self.leaves[i].untyped_storage().nbytes() for i in self._indices)
 
+    @property
+    def written(self) -> frozenset[int]:
+        """Which inputs the step writes to, as far as `note_use` has seen."""
+        return frozenset(self._mutated)
+
+    @property
+    def writes_back(self) -> bool:
+        """Whether `store` has anything to do."""
+        return bool(self._mutated or self._with_grad)
+
     def load(self, leaves: Sequence[Any]) -> None:
         """Copy a call's tensors in."""
+        if self._is_simple:
+            self._targets[0].copy_(leaves[self._indices[0]], non_blocking=True)
+            return
         if not self._indices:
             return
         sources = [leaves[i] for i in self._indices]
@@ -93,10 +107,10 @@ class StaticInputs:
         """After a recording: remember which inputs the step wrote to, and which were given a gradient."""
         for i, before in zip(self._indices, self._versions, strict=True):
             if _version(self.leaves[i]) != before:
-                self._mutated.append(i)
+                self._mutated.add(i)
                 self._refuse_shared(i, leaves, names)
             if self.leaves[i].is_leaf and self.leaves[i].grad is not None:
-                self._with_grad.append(i)
+                self._with_grad.add(i)
                 if not leaves[i].is_leaf:
                     raise CaptureError(
                         f"argument `{names[i]}`: the step's backward reaches a tensor that was computed outside it",
@@ -139,7 +153,7 @@ def _once(tensor: torch.Tensor, repeated: Sequence[int]) -> torch.Tensor:
 
 
 def _buffer_like(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    if type(tensor) is not torch.Tensor:
+    if type(tensor) is not torch.Tensor or tensor.device != device:  # from the host: with the strides of .to(device)
         return torch.empty_like(tensor, device=device).requires_grad_(tensor.requires_grad)
     buffer = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
     return buffer.requires_grad_(tensor.requires_grad)

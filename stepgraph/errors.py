@@ -46,6 +46,10 @@ class StateChanged(StepgraphError):
     """Under `strict=True`: something that a graph has baked in is not as it was at the capture."""
 
 
+class NonFinite(StepgraphError, ArithmeticError):
+    """With `nan_check="device"`: a loss or a gradient of an earlier call held a NaN or an infinity."""
+
+
 class ClosedError(StepgraphError):
     """A captured step or a session used after it was closed."""
 
@@ -219,7 +223,8 @@ ERROR_TABLE: tuple[ErrorEntry, ...] = (
         ("can be called during stream capture only if new seed",),
         "the step seeds a random generator",
         "the seed would be set once, at capture, and not at the replays.",
-        "seed before the step.",
+        "seed before the step. For a checkpoint inside a tracker's fork: preserve_rng_state=False and "
+        "context_fn=tracker.checkpoint_contexts.",
     ),
     ErrorEntry(
         "optimizer-capturable",

@@ -43,11 +43,30 @@ def is_user(file: str) -> bool:
 
 def caller_is_torch() -> bool:
     """Whether the innermost frame above the dispatch plumbing is torch's own Python code."""
+    return _calling_file().startswith(_TORCH)
+
+
+def caller_is_autograd() -> bool:
+    """Whether autograd's engine called, with no Python code between it and the operator."""
+    return _calling_file() == _TORCH + os.path.join("autograd", "graph.py")
+
+
+def _calling_file() -> str:
     frame: types.FrameType | None = sys._getframe(1)
     while frame is not None:
         file = frame.f_code.co_filename
         if not (is_engine(file) or file.startswith((*_PLUMBING, "<"))):
-            return file.startswith(_TORCH)
+            return file
+        frame = frame.f_back
+    return ""
+
+
+def called_from_torch(file: str) -> bool:
+    """Whether a function of this file of torch, such as `utils/checkpoint.py`, is on the stack."""
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_filename == _TORCH + file:
+            return True
         frame = frame.f_back
     return False
 

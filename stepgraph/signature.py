@@ -12,6 +12,7 @@ from __future__ import annotations
 import enum
 import functools
 import sys
+import types
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +22,15 @@ import torch
 from stepgraph.errors import InvalidArgument
 from stepgraph.tree import Structure, paths, step_into
 
-_BY_VALUE = (bool, int, str, bytes, type(None), torch.dtype, torch.device, torch.Size, range, enum.Enum)
+
+class Described:
+    """An object of ours that is passed to a step: told by identity, and its `repr` says what it is."""
+
+
+_BY_VALUE = (
+    *(bool, int, str, bytes, type(None), torch.dtype, torch.device, torch.Size, range, enum.Enum, Described),
+    types.MethodType,  # made anew at each look-up: told by its function and the object it is bound to
+)
 _SHORT = {torch.float32: "f32", torch.float64: "f64", torch.bfloat16: "bf16", torch.float16: "f16"}
 
 
@@ -93,8 +102,12 @@ def tensor_key(tensor: torch.Tensor) -> tuple[Hashable, ...]:
 
 def leaf_key(leaf: Any) -> Hashable:
     """Any leaf's part of the key: tensors by geometry, plain values by value, other objects by identity."""
-    if isinstance(leaf, torch.Tensor):
+    if type(leaf) is torch.Tensor:
         return tensor_key(leaf)
+    if isinstance(leaf, torch.Tensor):
+        # a parameter is not copied in: it is the thing itself, and a graph has its address baked in
+        own = ("itself", id(leaf), leaf.data_ptr()) if isinstance(leaf, torch.nn.Parameter) else ()
+        return (*tensor_key(leaf), *own)
     if type(leaf) is float:
         return (float, leaf.hex())
     if type(leaf) is complex:
@@ -156,7 +169,9 @@ def describe_leaf(key: Any) -> str:
         name = _SHORT.get(dtype, str(dtype).removeprefix("torch."))
         notes = "" if kind is torch.Tensor else f" {kind.__name__}"
         notes += f" requires_grad ({requires_grad})" if requires_grad else ""
-        notes += " conj" * conj + " neg" * neg + (f" (the same tensor as leaf {same[0]})" if same else "")
+        notes += " conj" * conj + " neg" * neg
+        if same and same[0] != "itself":
+            notes += f" (the same tensor as leaf {same[0]})"
         return f"{name}{list(shape)} {device}{notes}"
     if len(key) == 3:
         return f"<{key[0].__name__} object>"
@@ -235,7 +250,8 @@ def _what_changed(one: Any, two: Any) -> str:
     if len(one) > 3 and len(two) > 3:
         names = ("type", "shape", "strides", "dtype", "device", "requires_grad", "conj bit", "neg bit")
         changed = [name for name, a, b in zip(names, one, two, strict=False) if a != b]
-        changed += ["sharing with another argument"] * (one[8:] != two[8:])
+        if one[8:] != two[8:] and not changed:
+            changed.append("parameter" if one[8:9] == ("itself",) else "sharing with another argument")
         if "shape" in changed and "strides" in changed:
             changed.remove("strides")
         return " and ".join(changed) + " changed"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import importlib
 import os
 from collections.abc import Iterator
 
@@ -45,3 +47,13 @@ def reproducible() -> Iterator[None]:
     yield
     torch.use_deterministic_algorithms(False)
     torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def small_heap() -> Iterator[None]:
+    """Each capture on the tape collects garbage first; objects of before are set apart so that it costs little."""
+    importlib.import_module("torch._dynamo")  # most of these objects; the first capture would bring them
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()

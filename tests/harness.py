@@ -25,6 +25,8 @@ class Program:
     before_call: Callable[[int], None] = lambda index: None
     generators: Sequence[torch.Generator] = ()
     extra: dict[str, Any] = field(default_factory=dict)
+    named_states: Callable[[], dict[str, torch.Tensor]] = dict
+    """The tracker's random states, where the program uses any."""
 
 
 def snapshot(program: Program, device: torch.device) -> dict[str, Any]:
@@ -50,6 +52,8 @@ def snapshot(program: Program, device: torch.device) -> dict[str, Any]:
         found["rng cuda"] = torch.cuda.get_rng_state(device)
     for i, generator in enumerate(program.generators):
         found[f"rng {i}"] = generator.get_state()
+    for name, state in program.named_states().items():
+        found[f"rng {name}"] = state
     return found
 
 

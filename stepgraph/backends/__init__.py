@@ -6,10 +6,10 @@ import os
 
 import torch
 
-from stepgraph.backends.base import Backend, Graph, Workspace
+from stepgraph.backends.base import Backend, CopyStream, Graph, Reading, Workspace
 from stepgraph.errors import InvalidArgument
 
-__all__ = ["Backend", "Graph", "Workspace", "backend_for", "backend_named"]
+__all__ = ["Backend", "CopyStream", "Graph", "Reading", "Workspace", "backend_for", "backend_named"]
 
 NAMES = {"cuda": "cuda", "tape": "cpu"}
 """Each backend's name and the type of device it records."""

@@ -9,7 +9,7 @@ passes it is a backend.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import ClassVar
 
@@ -38,6 +38,11 @@ class Graph(ABC):
     @abstractmethod
     def replay(self) -> None:
         """Run the recorded work once, on the caller's stream."""
+
+    @property
+    def launch(self) -> Callable[[], None]:
+        """What `replay` comes down to once the graph has ended, to be called without a way round."""
+        return self.replay
 
     @abstractmethod
     def free(self) -> None:
@@ -86,6 +91,33 @@ class Workspace(ABC):
         """Give the pool back. Graphs must have been freed."""
 
 
+class CopyStream(ABC):
+    """A stream for copies into static buffers, beside the one that the caller computes on."""
+
+    @abstractmethod
+    def copying(self, *, after_caller: bool) -> AbstractContextManager[None]:
+        """Run on this stream, after the work that `mark_used` saw and before what the caller's stream queues next.
+
+        `after_caller`: also after all that the caller's stream has queued by now, which may still make what is copied.
+        """
+
+    @abstractmethod
+    def mark_used(self) -> None:
+        """What the caller's stream has queued by now reads the buffers: later copies wait for it."""
+
+
+class Reading(ABC):
+    """A small tensor on its way to the host."""
+
+    @abstractmethod
+    def is_ready(self) -> bool:
+        """Whether it has arrived. Never waits."""
+
+    @abstractmethod
+    def value(self) -> torch.Tensor:
+        """The tensor in host memory; waits for it if it has not arrived."""
+
+
 class Backend(ABC):
     """A device on which steps are captured and replayed."""
 
@@ -98,12 +130,45 @@ class Backend(ABC):
         """A new pool and capture stream."""
 
     @abstractmethod
+    def copy_stream(self) -> CopyStream:
+        """A new stream for copies."""
+
+    @abstractmethod
     def is_capturing(self) -> bool:
         """Whether the calling thread records a graph right now."""
+
+    @property
+    @abstractmethod
+    def default_generator(self) -> torch.Generator:
+        """The generator that random work on this device draws from when none is given."""
+
+    @abstractmethod
+    def swap_random_state(self, generator: torch.Generator) -> None:
+        """Swap the states of a generator and the default one, in eager code and in the graph being recorded.
+
+        Recorded, what follows draws at every replay from the state that this generator has then, and advances it. The
+        graph must know the generator, and the swap must be undone before the graph ends.
+        """
+
+    @abstractmethod
+    def get_random_state(self, generator: torch.Generator) -> torch.Tensor:
+        """A generator's state; inside a recording it is good only until that recording ends."""
+
+    @abstractmethod
+    def set_random_state(self, generator: torch.Generator, state: torch.Tensor) -> None:
+        """Set a generator's state; inside a recording, to one that was read in the same recording."""
+
+    @abstractmethod
+    def can_record_here(self) -> bool:
+        """Whether a graph could record work on the calling thread's stream: CUDA cannot on its default one."""
 
     @abstractmethod
     def owns(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor's memory is this device's, so that a graph can use it."""
+
+    @abstractmethod
+    def read_later(self, tensor: torch.Tensor) -> Reading:
+        """Send a tensor to the host, behind what the caller's stream has queued, and wait for nothing."""
 
     @abstractmethod
     def synchronize(self) -> None:

@@ -12,12 +12,13 @@ from __future__ import annotations
 import contextlib
 import gc
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 
-from stepgraph.backends.base import Backend, Graph, Workspace
+from stepgraph.backends.base import Backend, CopyStream, Graph, Workspace
+from stepgraph.backends.cuda_reading import CudaReading
 
 
 def _runtime() -> Any | None:
@@ -29,6 +30,35 @@ def _runtime() -> Any | None:
     return runtime
 
 
+def _register(graph: torch.cuda.CUDAGraph, generators: Sequence[torch.Generator]) -> None:
+    """Make a graph know generators.
+
+    A generator's first graph makes the tensors that hold its seed and offset on the device, and every later capture
+    and replay fills them: made under inference mode they could only be filled under it (pytorch#166792). The default
+    generator is among `generators` because `capture_begin` would register it by itself, in whatever mode it is called.
+    """
+    with torch.inference_mode(False):
+        for generator in generators:
+            graph.register_generator_state(generator)
+
+
+def _begin(graph: torch.cuda.CUDAGraph, pool: Any) -> bool:
+    """Begin a capture; whether that, and so each replay, needs inference mode.
+
+    It does where a graph that is not ours was captured under inference mode and is alive: its tensors for seed and
+    offset are all graphs' of that generator. torch fills them before anything else of the capture has begun.
+    """
+    try:
+        graph.capture_begin(pool, capture_error_mode="thread_local")
+        return False
+    except RuntimeError as error:
+        if "inference tensor" not in str(error) or torch.is_inference_mode_enabled():
+            raise
+    with torch.inference_mode():
+        graph.capture_begin(pool, capture_error_mode="thread_local")
+    return True
+
+
 class CudaGraph(Graph):
     """One `torch.cuda.CUDAGraph` in a workspace's pool."""
 
@@ -37,11 +67,11 @@ class CudaGraph(Graph):
         self._generators = tuple(generators)
         self._graph = torch.cuda.CUDAGraph(keep_graph=True)
         self._nodes: int | None = None
-        for generator in self._generators:
-            self._graph.register_generator_state(generator)
+        self._in_inference_mode = False
+        _register(self._graph, (workspace.default_generator, *self._generators))
 
     def begin(self) -> None:
-        self._graph.capture_begin(self._workspace.pool_id, capture_error_mode="thread_local")
+        self._in_inference_mode = _begin(self._graph, self._workspace.pool_id)
 
     def end(self) -> None:
         with warnings.catch_warnings():
@@ -64,7 +94,15 @@ class CudaGraph(Graph):
             self._workspace.abandon_pool(self._generators)
 
     def replay(self) -> None:
-        self._graph.replay()
+        if self._in_inference_mode:
+            with torch.inference_mode():
+                self._graph.replay()
+        else:
+            self._graph.replay()
+
+    @property
+    def launch(self) -> Callable[[], None]:
+        return self.replay if self._in_inference_mode else self._graph.replay
 
     def free(self) -> None:
         self._graph.reset()
@@ -101,14 +139,13 @@ class _Pool:
     (CachingHostAllocator.h: use_count > 0).
     """
 
-    def __init__(self, stream: torch.cuda.Stream, generators: Sequence[torch.Generator] = ()) -> None:
+    def __init__(self, stream: torch.cuda.Stream, generators: Sequence[torch.Generator]) -> None:
         self.id: Any = torch.cuda.graph_pool_handle()
         self._anchor = torch.cuda.CUDAGraph()
-        for generator in generators:
-            self._anchor.register_generator_state(generator)
+        _register(self._anchor, generators)
         with torch.cuda.stream(stream), warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="The CUDA Graph is empty")
-            self._anchor.capture_begin(self.id, capture_error_mode="thread_local")
+            _begin(self._anchor, self.id)
             self._anchor.capture_end()
 
     def free(self) -> None:
@@ -125,13 +162,17 @@ class CudaWorkspace(Workspace):
         self._stream = torch.cuda.Stream(device)
         torch.cuda.synchronize(device)
         torch.cuda.empty_cache()  # what building the model left cached is of no use to a private pool
-        self._pool: _Pool | None = _Pool(self._stream)
+        self._pool: _Pool | None = _Pool(self._stream, (self.default_generator,))
         self._pool_ids = {tuple(self.pool_id)}
 
     @property
     def pool_id(self) -> Any:
         assert self._pool is not None, "the workspace is closed"
         return self._pool.id
+
+    @property
+    def default_generator(self) -> torch.Generator:
+        return torch.cuda.default_generators[self.device_index]
 
     @property
     def stream_handle(self) -> int:
@@ -152,7 +193,7 @@ class CudaWorkspace(Workspace):
             torch._C._cuda_releasePool(self.device_index, self.pool_id)
         assert self._pool is not None
         self._pool.free()  # graphs recorded before keep it in being; without any its memory can go
-        self._pool = _Pool(self._stream, generators)
+        self._pool = _Pool(self._stream, (self.default_generator, *generators))
         self._pool_ids.add(tuple(self.pool_id))
 
     @contextlib.contextmanager
@@ -223,6 +264,30 @@ class CudaWorkspace(Workspace):
             self._pool = None
 
 
+class CudaCopyStream(CopyStream):
+    """One side stream, ordered with the caller's by events; the host waits for neither."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)
+        self._used = torch.cuda.Event()
+
+    @contextlib.contextmanager
+    def copying(self, *, after_caller: bool) -> Iterator[None]:
+        caller = torch.cuda.current_stream(self._device)
+        self._stream.wait_event(self._used)  # nothing to wait for where nothing was marked yet
+        if after_caller:
+            self._stream.wait_stream(caller)
+        try:
+            with torch.cuda.stream(self._stream):
+                yield
+        finally:
+            caller.wait_stream(self._stream)
+
+    def mark_used(self) -> None:
+        self._used.record(torch.cuda.current_stream(self._device))
+
+
 class CudaBackend(Backend):
     """CUDA graphs on one GPU."""
 
@@ -236,11 +301,38 @@ class CudaBackend(Backend):
         with torch.cuda.device(self.device):
             return CudaWorkspace(self.device)
 
+    def copy_stream(self) -> CudaCopyStream:
+        return CudaCopyStream(self.device)
+
     def is_capturing(self) -> bool:
         return torch.cuda.is_current_stream_capturing()
 
+    @property
+    def default_generator(self) -> torch.Generator:
+        torch.cuda.init()
+        return torch.cuda.default_generators[self.device.index]
+
+    def swap_random_state(self, generator: torch.Generator) -> None:
+        # not the states' values but the objects that hold them, which graphs know; nothing is left to do at a replay
+        default = self.default_generator
+        held = default.graphsafe_get_state()
+        default.graphsafe_set_state(generator)
+        generator.graphsafe_set_state(held)
+
+    def get_random_state(self, generator: torch.Generator) -> torch.Tensor:
+        return generator.get_state()
+
+    def set_random_state(self, generator: torch.Generator, state: torch.Tensor) -> None:
+        generator.set_state(state)
+
+    def can_record_here(self) -> bool:
+        return torch.cuda.current_stream(self.device) != torch.cuda.default_stream(self.device)
+
     def owns(self, tensor: torch.Tensor) -> bool:
         return tensor.device == self.device
+
+    def read_later(self, tensor: torch.Tensor) -> CudaReading:
+        return CudaReading(tensor)
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.device)

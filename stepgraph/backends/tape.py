@@ -21,17 +21,17 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.utils import _python_dispatch as dispatch
 
-from stepgraph.backends.base import Backend, Workspace
+from stepgraph.backends.base import Backend, CopyStream, Reading, Workspace
 from stepgraph.backends.tape_graph import Head, TapeGraph, has_memory
 from stepgraph.backends.tape_pool import TapePool
 from stepgraph.backends.tape_refusals import HostReadGuard, host_data_refusal, refusal
-from stepgraph.backends.tape_rng import recorded_rng_calls
+from stepgraph.backends.tape_rng import RandomCalls, recorded_rng_calls, swap_states
 from stepgraph.errors import CaptureRefused, entry
 from stepgraph.frames import user_location
 
@@ -41,10 +41,11 @@ class Recorder(dispatch.TorchDispatchMode):
 
     supports_higher_order_operators = True
 
-    def __init__(self, head: Head, guard: HostReadGuard) -> None:
+    def __init__(self, head: Head, guard: HostReadGuard, random: RandomCalls) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._head = head
         self._guard = guard
+        self.random = random
         self._host_scalars: set[int] = set()
 
     def __torch_dispatch__(
@@ -110,9 +111,9 @@ class TapeWorkspace(Workspace):
         enabled = gc.isenabled()
         gc.collect()
         gc.disable()
-        guard = HostReadGuard(self._refuse)
+        guard, random = HostReadGuard(self._refuse), RandomCalls(self._head)
         try:
-            with self.warming_up(), recorded_rng_calls(self._call, self._refuse), guard, Recorder(self._head, guard):
+            with self.warming_up(), recorded_rng_calls(random), guard, Recorder(self._head, guard, random):
                 yield
         finally:
             if enabled:
@@ -122,15 +123,35 @@ class TapeWorkspace(Workspace):
         if self._head.graph is not None:
             self._head.graph.refuse(error)
 
-    def _call(self, action: Callable[[], None]) -> None:
-        if self._head.graph is not None:
-            self._head.graph.call(action)
-
     def pool_bytes(self) -> int:
         return self._pool.addresses.high_water
 
     def close(self) -> None:
         self._pool = TapePool()
+
+
+class TapeCopyStream(CopyStream):
+    """No stream: a copy is done when the call returns."""
+
+    @contextlib.contextmanager
+    def copying(self, *, after_caller: bool) -> Iterator[None]:
+        yield
+
+    def mark_used(self) -> None:
+        return
+
+
+class TapeReading(Reading):
+    """A copy: on the CPU everything has arrived."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._copy = tensor.clone()
+
+    def is_ready(self) -> bool:
+        return True
+
+    def value(self) -> torch.Tensor:
+        return self._copy
 
 
 class TapeBackend(Backend):
@@ -144,12 +165,46 @@ class TapeBackend(Backend):
     def workspace(self) -> TapeWorkspace:
         return TapeWorkspace()
 
+    def copy_stream(self) -> TapeCopyStream:
+        return TapeCopyStream()
+
     def is_capturing(self) -> bool:
+        return self._recorder() is not None
+
+    def _recorder(self) -> Recorder | None:
         modes = dispatch._get_current_dispatch_mode_stack()
-        return any(isinstance(mode, Recorder) for mode in modes)
+        return next((mode for mode in modes if isinstance(mode, Recorder)), None)
+
+    @property
+    def default_generator(self) -> torch.Generator:
+        return torch.default_generator
+
+    def swap_random_state(self, generator: torch.Generator) -> None:
+        recorder = self._recorder()
+        if recorder is None:
+            swap_states(torch.default_generator, generator)
+        else:
+            recorder.random.swap(generator)
+
+    def get_random_state(self, generator: torch.Generator) -> torch.Tensor:
+        recorder = self._recorder()
+        return generator.get_state() if recorder is None else recorder.random.get(generator)
+
+    def set_random_state(self, generator: torch.Generator, state: torch.Tensor) -> None:
+        recorder = self._recorder()
+        if recorder is None:
+            generator.set_state(state)
+        else:
+            recorder.random.put(generator, state)
+
+    def can_record_here(self) -> bool:
+        return True
 
     def owns(self, tensor: torch.Tensor) -> bool:
         return tensor.device.type == "cpu"
+
+    def read_later(self, tensor: torch.Tensor) -> TapeReading:
+        return TapeReading(tensor)
 
     def synchronize(self) -> None:
         return

@@ -184,7 +184,11 @@ class TapeGraph(Graph):
         self._refused = self._refused or error
         raise error
 
-    def call(self, action: Callable[[], None]) -> None:
+    def knows(self, generator: torch.Generator) -> bool:
+        """Whether a generator is one whose state the recording puts back and replays advance."""
+        return any(id_of(generator) == id_of(known) for known in self._generators)
+
+    def call(self, action: Callable[[], Any]) -> None:
         """Note a host call that must happen at each replay."""
         self._ops.append(Op(action, [], None, [], torch.is_grad_enabled()))
 
@@ -224,8 +228,7 @@ class TapeGraph(Graph):
     def _check(self, func: Any, name: str, tensors: Sequence[torch.Tensor], leaves: Sequence[Any]) -> None:
         if any(t.layout is not torch.strided for t in tensors):
             self.refuse(CaptureRefused(entry("tape-limit"), f"{name} on a sparse tensor", user_location()))
-        known = {id_of(g) for g in self._generators}
-        if any(isinstance(leaf, torch.Generator) and id_of(leaf) not in known for leaf in leaves):
+        if any(isinstance(leaf, torch.Generator) and not self.knows(leaf) for leaf in leaves):
             self.refuse(CaptureRefused(entry("generator"), name, user_location()))
 
     def _results(self, out: Any, known: set[int]) -> list[tuple[Ref, int]]:

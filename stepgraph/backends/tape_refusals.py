@@ -16,7 +16,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from stepgraph.errors import CaptureRefused, ErrorEntry, entry
-from stepgraph.frames import caller_is_torch, user_location
+from stepgraph.frames import caller_is_autograd, caller_is_torch, user_location
 
 _SYNCHRONIZING = frozenset(
     {
@@ -54,10 +54,20 @@ def refusal(
         return (entry("host-read"), "histc without min and max") if low == high else None
     if name in _LIBRARY_CALLS:
         return entry("library-call"), name
+    if name == "aten::_local_scalar_dense" and _is_flag_of_ddp(args[0]):
+        return None
     tags = func.tags
     if torch.Tag.data_dependent_output in tags or torch.Tag.dynamic_output_shape in tags or name in _SYNCHRONIZING:
         return entry("host-read"), _spelling(name)
     return None
+
+
+def _is_flag_of_ddp(value: torch.Tensor) -> bool:
+    """Whether it is one of DDP's own notes on which parameters were used: host memory, with a GPU too.
+
+    With `static_graph=True` its reducer reads them in each backward. No other C++ code of a backward reads an int32.
+    """
+    return value.dtype is torch.int32 and value.dim() == 0 and caller_is_autograd()
 
 
 def _spelling(name: str) -> str:

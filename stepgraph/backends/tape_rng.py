@@ -1,8 +1,10 @@
-"""Random state on the tape: what a step does to the CPU generator must happen again at every replay.
+"""Random state on the tape: what a step does to a CPU generator must happen again at every replay.
 
 Kernels draw from the generator by themselves. But `torch.get_rng_state` and `set_rng_state`, which activation
-checkpointing uses to repeat its dropout masks, are host calls that no dispatcher sees. While the tape records they are
-replaced, in this one place, by forms that also leave an entry on it. Seeding inside a step is refused, as on CUDA.
+checkpointing uses to repeat its dropout masks, and the swaps by which a named state takes the default generator's
+place, are host calls that no dispatcher sees. While the tape records, each is made through `RandomCalls`, which also
+leaves an entry on the tape; for torch's two functions they are replaced, in this one place, by such forms. Another
+seed is refused, as on CUDA.
 """
 
 from __future__ import annotations
@@ -13,37 +15,78 @@ from typing import Any
 
 import torch
 
+from stepgraph.backends.tape_graph import Head
 from stepgraph.errors import CaptureRefused, entry
 from stepgraph.frames import user_location
 
 
-@contextlib.contextmanager
-def recorded_rng_calls(
-    record: Callable[[Callable[[], None]], None], refuse: Callable[[CaptureRefused], None]
-) -> Iterator[None]:
-    """Record `torch.get_rng_state` and `torch.set_rng_state`; refuse seeding."""
-    names = ("get_rng_state", "set_rng_state", "manual_seed")
-    originals = [(module, name, getattr(module, name)) for module in (torch, torch.random) for name in names]
-    get, put, seed = torch.get_rng_state, torch.set_rng_state, torch.manual_seed
-    saved: list[tuple[torch.Tensor, list[torch.Tensor]]] = []
+class RandomCalls:
+    """Calls on random state while the tape records: made at once, and again at each replay."""
 
-    def get_rng_state() -> torch.Tensor:
-        state = get()
+    def __init__(self, head: Head) -> None:
+        self._head = head
+        self._read: dict[int, tuple[torch.Tensor, list[torch.Tensor]]] = {}
+        """States that were read in this recording, and where each replay puts its own."""
+
+    def get(self, generator: torch.Generator) -> torch.Tensor:
+        """A generator's state. Set again later in the recording, it is at each replay the one read at that replay."""
+        state = generator.get_state()
         cell = [state]
-        saved.append((state, cell))
-        record(lambda: cell.__setitem__(0, get()))
+        self._read[id(state)] = (state, cell)
+        self._note(lambda: cell.__setitem__(0, generator.get_state()))
         return state
 
-    def set_rng_state(new_state: torch.Tensor) -> None:
-        cell = next((cell for state, cell in saved if state is new_state), [new_state])
-        record(lambda: put(cell[0]))
-        put(new_state)
+    def put(self, generator: torch.Generator, state: torch.Tensor) -> None:
+        """Set a generator's state, which must be one of the same seed."""
+        if _seed_of(state) != generator.initial_seed():
+            self.refuse("reseed", "setting a random state of another seed")
+        _, cell = self._read.get(id(state), (state, [state]))
+        self._note(lambda: generator.set_state(cell[0]))
+        generator.set_state(state)
+
+    def swap(self, generator: torch.Generator) -> None:
+        """Swap a generator's state with that of the default one."""
+        if self._head.graph is not None and not self._head.graph.knows(generator):
+            self.refuse("generator", "drawing from a generator's state")
+        self._note(lambda: swap_states(torch.default_generator, generator))
+        swap_states(torch.default_generator, generator)
+
+    def refuse(self, rule: str, what: str) -> None:
+        """Break the recording, if one is under way."""
+        if self._head.graph is not None:
+            self._head.graph.refuse(CaptureRefused(entry(rule), what, user_location()))
+
+    def _note(self, action: Callable[[], Any]) -> None:
+        if self._head.graph is not None:
+            self._head.graph.call(action)
+
+
+def swap_states(one: torch.Generator, two: torch.Generator) -> None:
+    """Exchange the states of two generators."""
+    first, second = one.get_state(), two.get_state()
+    one.set_state(second)
+    two.set_state(first)
+
+
+def _seed_of(state: torch.Tensor) -> int:
+    return torch.Generator().set_state(state).initial_seed()
+
+
+@contextlib.contextmanager
+def recorded_rng_calls(calls: RandomCalls) -> Iterator[None]:
+    """Record `torch.get_rng_state` and `torch.set_rng_state`; refuse seeding."""
+    seed = torch.manual_seed
 
     def manual_seed(value: Any) -> torch.Generator:
-        refuse(CaptureRefused(entry("reseed"), "torch.manual_seed", user_location()))
+        calls.refuse("reseed", "torch.manual_seed")
         return seed(value)
 
-    replacements = {"get_rng_state": get_rng_state, "set_rng_state": set_rng_state, "manual_seed": manual_seed}
+    replacements = {
+        "get_rng_state": lambda: calls.get(torch.default_generator),
+        "set_rng_state": lambda new_state: calls.put(torch.default_generator, new_state),
+        "manual_seed": manual_seed,
+    }
+    originals = [(module, name, getattr(module, name)) for module in (torch, torch.random) for name in replacements]
     for module, name, _ in originals:
         setattr(module, name, replacements[name])
     try:

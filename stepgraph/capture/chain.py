@@ -18,6 +18,7 @@ from stepgraph.backends import Graph
 from stepgraph.capture.session import Session
 from stepgraph.errors import CaptureError
 from stepgraph.state.grads import Attachment, GradCapture, attach
+from stepgraph.state.rng_tracker import tracker_for
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +56,7 @@ class Chain:
             if isinstance(link, GraphLink):
                 changes = [(p, g) for p, g in link.grads if now.get(id(p)) is not g]
                 now.update({id(p): g for p, g in changes})
-            plan.append((link.graph.replay if isinstance(link, GraphLink) else link.call, changes))
+            plan.append((link.graph.launch if isinstance(link, GraphLink) else link.call, changes))
         last = [(p, g) for p, g in self.final if now.get(id(p)) is not g]
         return [*plan, (_nothing, last)] if last else plan
 
@@ -105,7 +106,8 @@ class ChainRecorder:
 
     def __init__(self, session: Session, generators: Sequence[torch.Generator]) -> None:
         self._session = session
-        self._generators = generators
+        self._random = tracker_for(session.backend)
+        self._generators = tuple(dict.fromkeys((*generators, *self._random.generators)))
         self._links: list[GraphLink | EagerLink] = []
         self._graph: Graph | None = None
         self._grads: GradCapture | None = None
@@ -128,9 +130,10 @@ class ChainRecorder:
                 why="there is no segment to end here.",
                 fix="call it from the thread that runs the step, before the step returns.",
             )
-        self._end_graph()
-        self._links.append(EagerLink(name, call))
-        self._begin_graph()
+        with self._random.left() as forked:  # each graph begins and ends with every random state in its place
+            self._end_graph()
+            self._links.append(EagerLink(name, self._random.under(forked, call)))
+            self._begin_graph()
 
     def finish(self) -> Chain:
         """End the last segment."""
@@ -148,6 +151,7 @@ class ChainRecorder:
         self._links.clear()
 
     def _begin_graph(self) -> None:
+        self._random.begin_segment()
         self._graph = self._session.workspace.graph(self._generators)
         self._graph.begin()
 

@@ -33,6 +33,7 @@ def capture(  # type: ignore[misc]
     generators: Sequence[torch.Generator] = (),
     ignore: Sequence[str] = (),
     safe_hooks: Sequence[Any] = (),
+    nan_check: str = "off",
     session: Session | None = None,
     backend: Backend | str | None = None,
 ) -> Any:
@@ -49,7 +50,16 @@ def capture(  # type: ignore[misc]
     out detached, as copies (`outputs="static"`: as buffers that the next call overwrites).
     """
     options = Options(
-        warmup, max_graphs, strict, on_error, optimizer, outputs, tuple(generators), tuple(ignore), tuple(safe_hooks)
+        warmup=warmup,
+        max_graphs=max_graphs,
+        strict=strict,
+        on_error=on_error,
+        optimizer=optimizer,
+        outputs=outputs,
+        generators=tuple(generators),
+        ignore=tuple(ignore),
+        safe_hooks=tuple(safe_hooks),
+        nan_check=nan_check,
     )
     if step is None:
         return lambda function: CapturedStep(function, options, session, backend)

@@ -36,12 +36,23 @@ class Options:
     safe_hooks: tuple[Any, ...] = ()
     """Module hooks that may be recorded (their tensor work replays, their Python does not): functions or names."""
 
+    nan_check: str | bool = "off"
+    """Whether losses and gradients are watched for NaN and inf: "device" computes a flag in the graph, read later."""
+
     def __post_init__(self) -> None:
         _at_least_one("warmup", self.warmup)
         _at_least_one("max_graphs", self.max_graphs)
         _one_of("on_error", self.on_error, ("raise", "eager"))
         _one_of("optimizer", self.optimizer, MODES)
         _one_of("outputs", self.outputs, ("copy", "static"))
+        if self.nan_check is True:
+            raise InvalidArgument(
+                "nan_check=True would read the loss on the host at each step",
+                rule="option",
+                why="a host read stops the queue and cannot be captured.",
+                fix="nan_check='device' keeps a flag on the device, which is read one call later.",
+            )
+        _one_of("nan_check", self.nan_check, ("off", "device"))
         for generator in self.generators:
             if not isinstance(generator, torch.Generator):
                 raise InvalidArgument(
@@ -62,7 +73,7 @@ def _at_least_one(name: str, value: int) -> None:
         )
 
 
-def _one_of(name: str, value: str, allowed: Sequence[str]) -> None:
+def _one_of(name: str, value: str | bool, allowed: Sequence[str]) -> None:
     if value not in allowed:
         near = difflib.get_close_matches(str(value), allowed, n=1)
         raise InvalidArgument(

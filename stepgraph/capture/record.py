@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
@@ -13,11 +14,12 @@ from stepgraph.capture.chain import Chain, ChainRecorder
 from stepgraph.capture.options import Options
 from stepgraph.capture.session import Session
 from stepgraph.capture.site import CapturedCall, Guards, Site
-from stepgraph.capture.warmup import note_result, refuse_obstacles, surroundings
+from stepgraph.capture.warmup import flags_of, note_result, refuse_obstacles, surroundings
 from stepgraph.errors import CaptureError
 from stepgraph.state.ddp import Replicas, refuse_replicas
 from stepgraph.state.grads import GradCapture
 from stepgraph.state.guards import ModelGuard, RegistrationEvents, refuse_hooks
+from stepgraph.state.nonfinite import Flags
 from stepgraph.state.optimizer import (
     BornState,
     HostCounters,
@@ -37,6 +39,22 @@ from stepgraph.tree import Structure, unflatten
 
 class NotWarm(Exception):
     """The recording made state that only an eager step may make."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Recording:
+    """What one run of the step under capture has made; nothing of it has taken effect."""
+
+    chain: Chain
+    outputs: StaticOutputs
+    grads: GradCapture
+    scalers: ScalerCapture
+    flags: Flags | None
+
+    def drop(self) -> None:
+        """Leave everything as before the recording."""
+        self.chain.free()
+        self.grads.rollback()
 
 
 class StepCapture:
@@ -61,8 +79,18 @@ class StepCapture:
                 found[id(optimizer)] = place(optimizer, self._options.optimizer, moved.get(id(optimizer)))
         return found
 
-    def run(self, site: Site, leaves: Sequence[Any], structure: Structure, moved: dict[int, str]) -> CapturedCall:
-        """Record the step for these inputs. Nothing takes effect; on failure everything is as it was."""
+    def run(
+        self,
+        site: Site,
+        leaves: Sequence[Any],
+        structure: Structure,
+        moved: dict[int, str],
+        raise_held: Callable[[], None],
+    ) -> CapturedCall:
+        """Record the step for these inputs. Nothing takes effect; on failure everything is as it was.
+
+        `raise_held` is called when that is still so, and all is recorded.
+        """
         signature = site.sign()
         refuse_obstacles(self._name, site)
         refuse_hooks(self._name, site.touched.modules, self._options.safe_hooks, site.touched.name)
@@ -82,31 +110,29 @@ class StepCapture:
             counters, born = HostCounters(inside, self._session.backend), BornState(inside)
             try:
                 with replicas.recording(self._session.drop_graphs):
-                    chain, outputs, grads, scalers = self._record(site, args, kwargs, inside, outside)
+                    made = self._record(site, args, kwargs, inside, outside)
             finally:
                 counters.rollback()
                 made_state = born.rollback()
             if made_state:
-                chain.free()
-                grads.rollback()
+                made.drop()
                 raise NotWarm
-            if grads.entries_unused and scalers.is_sound:
+            if made.grads.entries_unused and made.scalers.is_sound:
                 break
-            site.hold_grads = site.hold_grads or not grads.entries_unused
-            site.cut_scalers = site.cut_scalers or not scalers.is_sound
-            chain.free()
-            grads.rollback()
+            site.hold_grads = site.hold_grads or not made.grads.entries_unused
+            site.cut_scalers = site.cut_scalers or not made.scalers.is_sound
+            made.drop()
         try:
             inputs.note_use(leaves, signature.names())
-        except CaptureError:
-            chain.free()
-            grads.rollback()
+            raise_held()
+        except BaseException:
+            made.drop()
             raise
-        grads.commit()
-        note_result(site, outputs.tree)
+        made.grads.commit()
+        note_result(site, made.outputs.tree)
         modules, parameters = site.touched.modules, site.touched.parameters
         if site.cut_scalers:
-            site.scaled |= scalers.stepped
+            site.scaled |= made.scalers.stepped
             inside = [o for o in inside if id(o) not in site.scaled]
         whole = site.with_objects(self._function)
         recorded = [] if site.cut_scalers else scalers_of(whole)
@@ -118,22 +144,27 @@ class StepCapture:
             random,
             replicas,
         )
-        return CapturedCall(signature, modules, parameters, inputs, chain, outputs, grads.carried_in, guards, counters)
+        return CapturedCall(
+            *(signature, modules, parameters, inputs, made.chain, made.outputs),
+            *(made.grads.carried_in, guards, counters, made.flags),
+        )
 
     def _record(
         self, site: Site, args: Any, kwargs: Any, inside: Sequence[Optimizer], outside: Sequence[Optimizer]
-    ) -> tuple[Chain, StaticOutputs, GradCapture, ScalerCapture]:
+    ) -> _Recording:
         recorder = ChainRecorder(self._session, self._options.generators)
         grads = GradCapture(
             site.touched.parameters, self._session.grads, recorder.recorded_anything, hold=site.hold_grads
         )
         found = scalers_of(site.with_objects(self._function))
         scalers = ScalerCapture(found, inside, recorder.cut, whole=not site.cut_scalers)
+        flags = flags_of(site, self._options, self._function)
         known = {id(o) for o in inside}
         with contextlib.ExitStack() as stack:
             stack.enter_context(surroundings(self._options.optimizer, self._session.backend))
-            stack.enter_context(cut_at(outside, recorder.cut))
+            stack.enter_context(cut_at(outside, recorder.cut, flags.see_optimizer))
             stack.enter_context(scalers.recording())
+            stack.enter_context(flags.at_optimizers())
             stack.enter_context(captured_inside(inside))
             stack.callback(register_optimizer_step_pre_hook(_refuse_unknown(known)).remove)
             try:
@@ -142,6 +173,7 @@ class StepCapture:
                     try:
                         recorder.begin(grads)
                         outputs = StaticOutputs(self._function(*args, **kwargs))
+                        found_flags = flags.finish(outputs.tree, site.touched.parameters)
                         chain = recorder.finish()
                     except BaseException:
                         recorder.abort()
@@ -149,7 +181,7 @@ class StepCapture:
             except BaseException:
                 grads.rollback()
                 raise
-        return chain, outputs, grads, scalers
+        return _Recording(chain, outputs, grads, scalers, found_flags)
 
 
 def _refuse_unknown(known: set[int]) -> Callable[..., None]:

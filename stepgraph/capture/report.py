@@ -32,6 +32,11 @@ class Counts:
     capture_seconds: float = 0.0
     eager_reasons: Counter[str] = field(default_factory=Counter)
 
+    @property
+    def calls(self) -> int:
+        """Calls so far, whichever way each went."""
+        return self.replays + self.eager_reasons.total()
+
 
 @dataclass(frozen=True, slots=True)
 class Report:

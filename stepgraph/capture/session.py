@@ -2,11 +2,14 @@
 
 Nothing is global: two sessions live side by side in one process. Closing one, also by `with`, by an exception or at
 the interpreter's exit, frees its graphs and then its pool. Steps that are given the same session share its memory.
+A session also drops its graphs, and lets its steps capture anew, when what they hold on to is about to go: the
+communicators of a process group, the buckets of a DDP.
 """
 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from types import TracebackType
 
@@ -15,6 +18,7 @@ import torch
 from stepgraph.backends import Backend, Graph, Workspace, backend_for, backend_named
 from stepgraph.errors import ClosedError, InvalidArgument
 from stepgraph.state.grads import GradBuffers
+from stepgraph.state.teardown import BeforeGroupsEnd, is_distributed
 
 
 class _Resources:
@@ -24,11 +28,31 @@ class _Resources:
         self.graphs: list[Graph] = []
         self.workspace: Workspace | None = None
         self.grads = GradBuffers()
+        self.listeners: list[weakref.WeakMethod[Callable[[], None]]] = []
+        self.groups: BeforeGroupsEnd | None = None
 
-    def release(self) -> None:
+    def adopt(self, graph: Graph) -> None:
+        self.graphs.append(graph)
+        if self.groups is None and is_distributed():
+            self.groups = BeforeGroupsEnd(self.drop_graphs)
+
+    def free_graphs(self) -> None:
         graphs, self.graphs = self.graphs, []
         for graph in graphs:
             graph.free()
+
+    def drop_graphs(self) -> None:
+        self.free_graphs()
+        for listener in self.listeners:
+            tell = listener()
+            if tell is not None:
+                tell()
+
+    def release(self) -> None:
+        self.free_graphs()
+        if self.groups is not None:
+            self.groups.close()
+            self.groups = None
         self.grads.clear()
         if self.workspace is not None:
             self.workspace.close()
@@ -101,7 +125,16 @@ class Session:
 
     def adopt(self, graph: Graph) -> None:
         """Own a graph until it is released."""
-        self._resources.graphs.append(graph)
+        self._resources.adopt(graph)
+
+    def when_dropped(self, tell: Callable[[], None]) -> None:
+        """Call a method, for as long as its object lives, when all graphs are gone at once."""
+        living = [listener for listener in self._resources.listeners if listener() is not None]
+        self._resources.listeners = [*living, weakref.WeakMethod(tell)]
+
+    def drop_graphs(self) -> None:
+        """Free all graphs, because what they use is going away; steps capture anew."""
+        self._resources.drop_graphs()
 
     def release(self, graph: Graph) -> None:
         """Free one graph."""

@@ -8,20 +8,25 @@ it fits.
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
 from stepgraph.buffers import StaticInputs, StaticOutputs
 from stepgraph.capture.chain import Chain
 from stepgraph.signature import Signature
+from stepgraph.state.ddp import Replicas
 from stepgraph.state.grads import Attachment, carry_in
 from stepgraph.state.guards import ModelGuard
 from stepgraph.state.module_state import Touched
+from stepgraph.state.nonfinite import Flags
 from stepgraph.state.optimizer import HostCounters, NumbersGuard, StateGuard
+from stepgraph.state.rng_tracker import NamesGuard
 from stepgraph.state.scaler import ScalerGuard
 from stepgraph.state.watch import Watch
 
@@ -35,12 +40,16 @@ class Guards:
 
     numbers: tuple[NumbersGuard, ...]
     """Optimizers inside the graph, whose numbers are baked in: one that changes leaves the graph."""
-    states: tuple[StateGuard | ScalerGuard, ...]
+    states: tuple[StateGuard | ScalerGuard | NamesGuard, ...]
     """The same optimizers' state, and recorded GradScalers: loaded anew, the step is captured anew."""
     model: ModelGuard
     """Modules, parameters and buffers: changed, the step is looked at and captured anew."""
     values: Watch
     """Host values that the step reads: changed, the step is captured anew, or stays eager if they keep changing."""
+    random: NamesGuard
+    """The named random state that the call is made under: each has a graph of its own."""
+    replicas: Replicas
+    """DDP modules, whose flags tell graphs apart, and are left by a replay as by the step."""
 
 
 class CapturedCall:
@@ -57,15 +66,16 @@ class CapturedCall:
         carried_in: Attachment,
         guards: Guards,
         counters: HostCounters,
+        flags: Flags | None,
     ) -> None:
         self.signature = signature
+        self.flags = flags
         self.inputs, self.chain, self.outputs = inputs, chain, outputs
         self.guards = guards
         self._parameters = tuple(parameters)
         self._modes = [vars(module) for module in modules]
         self._training, self._no_grad = list(signature.training), list(signature.no_grad)
         self._carried_in = carried_in
-        self._counters = counters
         left = {id(p): grad for p, grad in chain.final}
         self._left = [left.get(id(p)) for p in parameters]
         """The gradients that a replay leaves; a call that finds just these needs no look at each one."""
@@ -74,10 +84,15 @@ class CapturedCall:
         )
         self._steadily = list(zip(parameters, self._left, [p.requires_grad for p in parameters], strict=True))
         self._is_steady = False
+        self._before_replay = [part.advance for part in (counters, guards.replicas) if part.is_needed]
+        self._writes_back = inputs.writes_back
 
     def fits(self) -> bool:
         """Whether modules and gradients are as they were before the capture."""
-        if list(map(_training, self._modes)) != self._training:
+        guards = self.guards
+        if list(map(_training, self._modes)) != self._training or not guards.random.fits():
+            return False
+        if guards.replicas.is_needed and not guards.replicas.fit():
             return False
         self._is_steady = self._may_be_steady and self._finds_what_it_left()
         return self._is_steady or [grad is None for grad in map(_grad, self._parameters)] == self._no_grad
@@ -99,9 +114,11 @@ class CapturedCall:
         steady, self._is_steady = self._is_steady, False
         if not steady:
             carry_in(self._carried_in)
-        self._counters.advance()
+        for advance in self._before_replay:
+            advance()
         self.chain.replay(steady=steady)
-        self.inputs.store(leaves)
+        if self._writes_back:
+            self.inputs.store(leaves)
 
 
 class Site:
@@ -126,8 +143,8 @@ class Site:
         """What warm-up found that no replay could repeat: rule -> description."""
         self.results: tuple[object, list[object]] | None = None
         """The static part of an earlier call's results."""
-        self.keep_alive: list[object] = []
-        """Arguments that are told by identity, kept so that no other object takes their identity."""
+        self.keep_alive: dict[str, object] = {}
+        """Arguments that are told by identity, by name, kept so that no other object takes their identity."""
         self._warm: Counter[frozenset[int]] = Counter()
         self._credit = 0
 
@@ -138,6 +155,10 @@ class Site:
             training=tuple(m.training for m in self.touched.modules),
             no_grad=tuple(p.grad is None for p in self.touched.parameters),
         )
+
+    def with_objects(self, step: Callable[..., Any]) -> Callable[..., Any]:
+        """The step and the objects passed to it, to look into: what they hold is baked in as a closure's values are."""
+        return functools.partial(step, **self.keep_alive) if self.keep_alive else step
 
     def find(self) -> CapturedCall | None:
         """The graph for the state of this moment."""

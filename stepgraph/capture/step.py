@@ -8,6 +8,7 @@ steps, whichever way each went.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import time
@@ -18,19 +19,22 @@ from typing import Any, Generic, ParamSpec, TypeVar, cast
 import torch
 
 from stepgraph.backends import Backend
-from stepgraph.buffers import detached, on_device
+from stepgraph.buffers import detached, is_copied_in, on_device
 from stepgraph.capture.choice import choose_backend, refuse_other_devices
 from stepgraph.capture.failure import capture_error
+from stepgraph.capture.interrupt import interrupts_held
 from stepgraph.capture.options import Options
 from stepgraph.capture.policy import Action, Situation, decide
 from stepgraph.capture.record import NotWarm, StepCapture
 from stepgraph.capture.report import Counts, Report, report_of
 from stepgraph.capture.session import Session
 from stepgraph.capture.site import CapturedCall, Site
-from stepgraph.capture.warmup import surroundings, warm_up
+from stepgraph.capture.warmup import flags_of, surroundings, warm_up
 from stepgraph.errors import ClosedError, SignatureMismatch, StateChanged
 from stepgraph.frames import warn_user
 from stepgraph.signature import Signature, ambient_key, differences, leaf_keys, refuse_opaque
+from stepgraph.state.ddp import warmup_calls
+from stepgraph.state.nonfinite import FlagReader
 from stepgraph.state.watch import Change
 from stepgraph.tree import Structure, flatten, settled, unflatten
 
@@ -57,7 +61,9 @@ class CapturedStep(Generic[P, R]):
         self._tensor_calls: dict[int, Structure] = {}
         self._moved: dict[int, str] = {}
         self._counts = Counts()
+        self._flags = FlagReader(self._name)
         self._settled = self._closed = self._warned = False
+        self._session.when_dropped(self._forget_graphs)
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._attribute = name
@@ -84,6 +90,8 @@ class CapturedStep(Generic[P, R]):
         leaves, structure = self._flatten(call_tree)
         if self._backend.is_capturing():  # called from a step that is being captured: a part of it
             return self._call(leaves, structure)
+        if self._flags.pending:
+            self._flags.check()
         keys = leaf_keys(leaves)
         ambient = ambient_key()
         site = self._sites.get((structure, keys, ambient))
@@ -120,8 +128,13 @@ class CapturedStep(Generic[P, R]):
         changes = guards.values.changed()
         if changes:
             return self._values_changed(site, call, changes, leaves, structure)
+        return self._run(call, leaves)
+
+    def _run(self, call: CapturedCall, leaves: Sequence[Any]) -> Any:
         call.replay(leaves)
         self._counts.replays += 1
+        if call.flags is not None:
+            self._flags.post(self._counts.calls, call.flags, self._backend)
         return call.outputs.copies() if self._options.outputs == "copy" else call.outputs.tree
 
     def _recapture(self, site: Site, call: CapturedCall, why: str, leaves: Sequence[Any], structure: Structure) -> Any:
@@ -188,7 +201,7 @@ class CapturedStep(Generic[P, R]):
         decision = decide(
             Situation(
                 warm_calls=site.warm_calls if known else 0,
-                warmup=self._options.warmup,
+                warmup=warmup_calls(self._options.warmup, site.touched.modules),
                 num_graphs=sum(len(s.calls) for s in self._sites.values()),
                 num_warming=sum(s.is_warming and s is not site for s in self._sites.values()),
                 max_graphs=self._options.max_graphs,
@@ -200,43 +213,51 @@ class CapturedStep(Generic[P, R]):
         self._sites[(structure, keys, ambient)] = site
         if decision.action is Action.CAPTURE:
             return self._capture_and_replay(site, leaves, structure)
-        site.keep_alive = [leaf for leaf in leaves if not isinstance(leaf, torch.Tensor)]
+        named = zip(site.sign().names(), leaves, strict=True)
+        site.keep_alive = {name: leaf for name, leaf in named if not is_copied_in(leaf)}
         return self._warm_up(site, decision.reason, leaves, structure)
 
     def _warm_up(self, site: Site, reason: str, leaves: Sequence[Any], structure: Structure) -> Any:
-        result = warm_up(self._function, leaves, structure, site, self._session, self._options)
+        result, flags = warm_up(self._function, leaves, structure, site, self._session, self._options)
         site.count_warm_call()
         self._counts.eager_reasons[reason] += 1
+        self._flags.post(self._counts.calls, flags, self._backend)
         return detached(result)
 
     def _capture_and_replay(self, site: Site, leaves: Sequence[Any], structure: Structure) -> Any:
         begun = time.perf_counter()
-        try:
-            call = self._capture.run(site, leaves, structure, self._moved)
-        except NotWarm:
-            return self._warm_up(site, "warm-up", leaves, structure)
-        except Exception as error:  # noqa: BLE001 (whatever broke the capture, its state is rolled back)
-            raised = capture_error(self._name, error)
-            if self._options.strict or self._options.on_error == "raise":
-                raise raised from (None if raised is error else error)
-            site.obstacle = f"capture failed: [{raised.rule}]"
-            warn_user(f"{raised}\nThe step goes on in eager.")
-            return self._eager(site, site.obstacle, leaves, structure)
-        self._counts.captures += 1
-        site.calls.insert(0, call)
-        self._session.backend.synchronize()
-        self._counts.capture_seconds += time.perf_counter() - begun
-        call.replay(leaves)
-        self._counts.replays += 1
-        return call.outputs.copies() if self._options.outputs == "copy" else call.outputs.tree
+        with contextlib.ExitStack() as held:
+            raise_held = held.enter_context(interrupts_held())
+            try:
+                call = self._capture.run(site, leaves, structure, self._moved, raise_held)
+            except NotWarm:
+                held.close()
+                return self._warm_up(site, "warm-up", leaves, structure)
+            except Exception as error:  # noqa: BLE001 (whatever broke the capture, its state is rolled back)
+                held.close()
+                raised = capture_error(self._name, error)
+                if self._options.strict or self._options.on_error == "raise":
+                    raise raised from (None if raised is error else error)
+                site.obstacle = f"capture failed: [{raised.rule}]"
+                warn_user(f"{raised}\nThe step goes on in eager.")
+                return self._eager(site, site.obstacle, leaves, structure)
+            self._counts.captures += 1
+            site.calls.insert(0, call)
+            self._session.backend.synchronize()
+            self._counts.capture_seconds += time.perf_counter() - begun
+            return self._run(call, leaves)
 
     def _eager(self, site: Site, reason: str, leaves: Sequence[Any], structure: Structure) -> Any:
         if site.obstacle is None:
             self._tell_past_limit(reason, site.sign())
         self._counts.eager_reasons[reason] += 1
         moved = on_device(leaves, self._session.backend)
-        with surroundings(self._options.optimizer, self._session.backend):
-            return detached(self._call(moved, structure))
+        flags = flags_of(site, self._options, self._function)
+        with surroundings(self._options.optimizer, self._session.backend), flags.at_optimizers():
+            result = self._call(moved, structure)
+            found = flags.finish(result, site.touched.parameters)
+        self._flags.post(self._counts.calls, found, self._backend)
+        return detached(result)
 
     def _call(self, leaves: Sequence[Any], structure: Structure) -> Any:
         args, kwargs = unflatten(structure, leaves)
@@ -305,8 +326,17 @@ class CapturedStep(Generic[P, R]):
         self._sites.clear()
         self._warned = False
 
+    def _forget_graphs(self) -> None:
+        """The session has dropped all graphs: warm up and capture anew."""
+        for site in self._sites.values():
+            site.start_over(credit=0)
+
     def close(self) -> None:
         """Free the graphs, and the session if it is the step's own. Closing twice is fine."""
+        self._end()
+        self._flags.check(wait=True)
+
+    def _end(self) -> None:
         if not self._closed:
             self.reset()
             self._closed = True
@@ -320,7 +350,10 @@ class CapturedStep(Generic[P, R]):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        if error is None:
+            self.close()
+        else:
+            self._end()  # the error under way is the one to see
 
 
 _MAX_VALUE_CHANGES = 2

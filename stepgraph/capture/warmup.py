@@ -26,9 +26,12 @@ from stepgraph.capture.session import Session
 from stepgraph.capture.site import Site
 from stepgraph.errors import CaptureError
 from stepgraph.signature import is_plain
+from stepgraph.state.ddp import finding_default_stream
 from stepgraph.state.module_state import discovering
+from stepgraph.state.nonfinite import FlagCollector, Flags
 from stepgraph.state.optimizer import NumbersGuard, capturable_on_cpu, make_capturable
 from stepgraph.state.rng import HostRandomWatch
+from stepgraph.state.scaler import scalers_of
 from stepgraph.state.watch import Watch
 from stepgraph.tree import Structure, paths, unflatten
 
@@ -53,14 +56,16 @@ def warm_up(
     site: Site,
     session: Session,
     options: Options,
-) -> Any:
-    """Call the step once on these inputs and note what it touches."""
+) -> tuple[Any, Flags | None]:
+    """Call the step once on these inputs and note what it touches. Also: the flags of `nan_check`."""
     backend = session.backend
     moved = on_device(leaves, backend)
     site.obstacles.clear()  # what only a first call does (lazy initialization) is in nobody's way
     host_random = HostRandomWatch(backend.device)
     numbers = {id(o): NumbersGuard(o) for o in site.touched.optimizers}
-    values = Watch(step, options.ignore, site.touched.named_modules)
+    whole = site.with_objects(step)
+    flags = flags_of(site, options, step)
+    values = Watch(whole, options.ignore, site.touched.named_modules)
 
     def see(optimizer: Optimizer) -> None:
         if options.optimizer == "capturable" and not all(g.get("capturable") for g in optimizer.param_groups):
@@ -68,13 +73,16 @@ def warm_up(
         numbers.setdefault(id(optimizer), NumbersGuard(optimizer))
 
     with (
-        discovering(site.touched, step, {id(leaf) for leaf in (*leaves, *moved)}, see),
+        discovering(site.touched, whole, {id(leaf) for leaf in (*leaves, *moved)}, see),
         session.workspace.warming_up(),
         _state_outside_the_pool(session.workspace),
         surroundings(options.optimizer, backend),
+        finding_default_stream(site.touched, backend) as unrecordable,
+        flags.at_optimizers(),
     ):
         args, kwargs = unflatten(structure, moved)
         result = step(*args, **kwargs)
+        found_flags = flags.finish(result, site.touched.parameters)
     for source in host_random.advanced():
         site.obstacles["host-random"] = f"the step draws from {source}"
     for guard in numbers.values():
@@ -83,8 +91,17 @@ def warm_up(
             site.obstacles["host-value"] = f"the step itself changes {changed}"
     for change in values.changed():
         site.obstacles["host-value"] = f"the step itself changes {change}"
+    for name in unrecordable[:1]:
+        site.obstacles["ddp-stream"] = f"DDP accumulates the gradient of `{name}` on the default stream"
     note_result(site, result)
-    return result
+    return result, found_flags
+
+
+def flags_of(site: Site, options: Options, step: Callable[..., Any]) -> FlagCollector:
+    """What looks for NaN and inf in one call of the step."""
+    wanted = options.nan_check == "device"
+    scaled = wanted and bool(scalers_of(site.with_objects(step)))
+    return FlagCollector(site.touched.name, wanted=wanted, gradients=not scaled)
 
 
 @contextlib.contextmanager
@@ -125,6 +142,11 @@ _WHY = {
         "Python code runs only at capture, not at replay: the value would stand still.",
         "change it outside the step (call scheduler.step() after it, count and append in the loop), make it a tensor "
         "that is changed in place, or, if nothing depends on it, name it in ignore=[...].",
+    ),
+    "ddp-stream": (
+        "its accumulators remember the stream that DDP was built on, and CUDA records nothing on the default one.",
+        "build it on the session's stream: `with session.stream(): model = DistributedDataParallel(model)`, and "
+        "stepgraph.capture(step, session=session).",
     ),
     "varying-output": (
         "a replay computes tensors; a plain value in the result would be that of the capture for ever.",

@@ -1,5 +1,8 @@
 """Models in plain torch, to train, measure and test with; they know nothing of graphs."""
 
 from stepgraph.models.gpt import GPT, GPTConfig
+from stepgraph.models.mamba import Mamba, MambaConfig
+from stepgraph.models.moe import MoEGPT, MoEOutput
+from stepgraph.models.moe_config import MoEConfig
 
-__all__ = ["GPT", "GPTConfig"]
+__all__ = ["GPT", "GPTConfig", "Mamba", "MambaConfig", "MoEConfig", "MoEGPT", "MoEOutput"]

@@ -16,30 +16,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-__all__ = ["GPT", "GPTConfig"]
+from stepgraph.models.language_model import LanguageModel, ModelConfig, RMSNorm
 
-_INIT_STD = 0.02
+__all__ = ["GPT", "GPTConfig"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class GPTConfig:
+class GPTConfig(ModelConfig):
     """The shape of a GPT; start from a named one and change it with `dataclasses.replace`.
 
     Example:
         `replace(GPTConfig.tiny(), dropout=0.1)`
     """
 
-    vocab_size: int
-    """Number of tokens the embedding and the head know."""
-
-    num_layers: int
-    """Number of blocks, each one attention and one MLP."""
-
-    hidden_size: int
-    """Width of the residual stream."""
-
     num_heads: int
-    """Number of query heads; each is `hidden_size // num_heads` wide."""
+    """Number of query heads."""
 
     num_kv_heads: int
     """Number of key and value heads; each serves `num_heads // num_kv_heads` query heads."""
@@ -50,39 +41,38 @@ class GPTConfig:
     max_seq_len: int
     """Longest sequence the rotary tables cover."""
 
-    dropout: float = 0.0
-    """Probability of dropping an embedding, an attention weight or a residual branch's element in training."""
+    head_dim: int | None = None
+    """Width of one head; None shares `hidden_size` among the query heads."""
 
-    tie_embeddings: bool = False
-    """Whether the head uses the embedding's weight."""
+    qk_norm: bool = False
+    """Whether queries and keys pass an RMSNorm of their own in each head."""
 
     rope_base: float = 10_000.0
     """Base of the rotary frequencies."""
 
-    norm_eps: float = 1e-5
-    """Added to the mean square in RMSNorm."""
-
     def __post_init__(self) -> None:
-        sizes = ("vocab_size", "num_layers", "hidden_size", "num_heads", "num_kv_heads", "ffn_size", "max_seq_len")
-        for name in sizes:
-            if getattr(self, name) < 1:
-                raise ValueError(f"GPTConfig: `{name}` is {getattr(self, name)}; it must be at least 1")
-        if self.hidden_size % (2 * self.num_heads):
-            raise ValueError(
-                f"GPTConfig: `hidden_size` {self.hidden_size} is not a multiple of 2 * `num_heads` "
-                f"{self.num_heads}; heads share the width, and rotary positions need an even one"
+        super().__post_init__()
+        self._require_positive("num_heads", "num_kv_heads", "ffn_size", "max_seq_len")
+        if self.head_dim is None:
+            self._require(
+                self.hidden_size % (2 * self.num_heads) == 0,
+                f"`hidden_size` {self.hidden_size} is not a multiple of 2 * `num_heads` {self.num_heads}; heads share "
+                "the width, and rotary positions need an even one",
             )
-        if self.num_heads % self.num_kv_heads:
-            raise ValueError(
-                f"GPTConfig: `num_heads` {self.num_heads} is not a multiple of `num_kv_heads` {self.num_kv_heads}"
+        else:
+            self._require(
+                self.head_dim >= 2 and self.head_dim % 2 == 0,
+                f"`head_dim` is {self.head_dim}; rotary positions need an even width",
             )
-        if not 0.0 <= self.dropout < 1.0:
-            raise ValueError(f"GPTConfig: `dropout` is {self.dropout}; it must be in [0, 1)")
+        self._require(
+            self.num_heads % self.num_kv_heads == 0,
+            f"`num_heads` {self.num_heads} is not a multiple of `num_kv_heads` {self.num_kv_heads}",
+        )
 
     @property
     def head_size(self) -> int:
         """Width of one attention head."""
-        return self.hidden_size // self.num_heads
+        return self.hidden_size // self.num_heads if self.head_dim is None else self.head_dim
 
     @classmethod
     def tiny(cls) -> GPTConfig:
@@ -103,19 +93,6 @@ class GPTConfig:
             ffn_size=2048,
             max_seq_len=1024,
         )
-
-
-class RMSNorm(nn.Module):
-    """Scales each vector to unit root mean square, then by a learned weight."""
-
-    def __init__(self, size: int, eps: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(size))
-        self.eps = eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Normalize the last dimension of `x`."""
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
 
 class RotaryPositions(nn.Module):
@@ -146,15 +123,18 @@ class Attention(nn.Module):
         self.head_size = config.head_size
         self.is_grouped = config.num_kv_heads != config.num_heads
         self.dropout = config.dropout
-        kv_size = config.num_kv_heads * config.head_size
-        self.q_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
+        q_size, kv_size = config.num_heads * config.head_size, config.num_kv_heads * config.head_size
+        self.q_proj = nn.Linear(config.hidden_size, q_size, bias=False)
         self.k_proj = nn.Linear(config.hidden_size, kv_size, bias=False)
         self.v_proj = nn.Linear(config.hidden_size, kv_size, bias=False)
-        self.out_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
+        self.out_proj = nn.Linear(q_size, config.hidden_size, bias=False)
+        self.q_norm = RMSNorm(config.head_size, config.norm_eps) if config.qk_norm else nn.Identity()
+        self.k_norm = RMSNorm(config.head_size, config.norm_eps) if config.qk_norm else nn.Identity()
 
     def forward(self, x: Tensor, rotary: RotaryPositions) -> Tensor:
         """Attend from each position of `x` to itself and to those before it."""
-        q, k = rotary(self._split_heads(self.q_proj(x))), rotary(self._split_heads(self.k_proj(x)))
+        q = rotary(self.q_norm(self._split_heads(self.q_proj(x))))
+        k = rotary(self.k_norm(self._split_heads(self.k_proj(x))))
         v = self._split_heads(self.v_proj(x))
         dropout = self.dropout if self.training else 0.0
         mixed = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True, enable_gqa=self.is_grouped)
@@ -168,11 +148,11 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     """SwiGLU: a gate of SiLU times a linear branch, projected back."""
 
-    def __init__(self, config: GPTConfig) -> None:
+    def __init__(self, hidden_size: int, ffn_size: int) -> None:
         super().__init__()
-        self.gate_proj = nn.Linear(config.hidden_size, config.ffn_size, bias=False)
-        self.up_proj = nn.Linear(config.hidden_size, config.ffn_size, bias=False)
-        self.down_proj = nn.Linear(config.ffn_size, config.hidden_size, bias=False)
+        self.gate_proj = nn.Linear(hidden_size, ffn_size, bias=False)
+        self.up_proj = nn.Linear(hidden_size, ffn_size, bias=False)
+        self.down_proj = nn.Linear(ffn_size, hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """Transform each position of `x` by itself."""
@@ -188,7 +168,7 @@ class Block(nn.Module):
         self.attn_norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.attn = Attention(config)
         self.mlp_norm = RMSNorm(config.hidden_size, config.norm_eps)
-        self.mlp = MLP(config)
+        self.mlp = MLP(config.hidden_size, config.ffn_size)
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor, rotary: RotaryPositions) -> Tensor:
@@ -198,49 +178,35 @@ class Block(nn.Module):
         return out
 
 
-class GPT(nn.Module):
+class GPT(LanguageModel):
     """A dense GPT whose weights follow from torch's global seed.
 
     Example:
         `GPT(GPTConfig.tiny())(tokens)` gives logits, `GPT(GPTConfig.tiny())(tokens, targets)` the mean loss.
     """
 
+    config: GPTConfig
+
     def __init__(self, config: GPTConfig) -> None:
-        super().__init__()
-        self.config = config
-        self.embedding = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.dropout = nn.Dropout(config.dropout)
+        super().__init__(config, (Block(config) for _ in range(config.num_layers)))
         self.rotary = RotaryPositions(config.head_size, config.max_seq_len, config.rope_base)
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_layers))
-        self.norm = RMSNorm(config.hidden_size, config.norm_eps)
-        self.head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        if config.tie_embeddings:
-            self.head.weight = self.embedding.weight
-        self._init_weights()
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
         """Return the logits for `tokens` [batch, sequence], or with `targets` the mean cross-entropy in float32.
 
         A target of -100 is left out of the mean.
         """
-        if tokens.shape[-1] > self.config.max_seq_len:
-            raise ValueError(
-                f"GPT.forward, argument `tokens`: sequence of {tokens.shape[-1]} is longer than "
-                f"`max_seq_len` {self.config.max_seq_len}; raise `max_seq_len` or cut the sequence"
-            )
-        x = self.dropout(self.embedding(tokens))
+        check_length(self, tokens, self.config)
+        x = self.embed(tokens)
         for block in self.blocks:
             x = block(x, self.rotary)
-        logits: Tensor = self.head(self.norm(x))
-        if targets is None:
-            return logits
-        return F.cross_entropy(logits.flatten(0, -2).float(), targets.flatten())
+        return self.read_out(x, targets)
 
-    @torch.no_grad()
-    def _init_weights(self) -> None:
-        # Each block adds two branches to the residual stream; scaling them keeps its variance from growing with depth.
-        branch_std = _INIT_STD / (2 * self.config.num_layers) ** 0.5
-        for name, parameter in self.named_parameters():
-            if parameter.dim() > 1:
-                is_branch_end = name.endswith(("out_proj.weight", "down_proj.weight"))
-                nn.init.normal_(parameter, std=branch_std if is_branch_end else _INIT_STD)
+
+def check_length(model: nn.Module, tokens: Tensor, config: GPTConfig) -> None:
+    """Refuse a sequence that the rotary tables do not cover."""
+    if tokens.shape[-1] > config.max_seq_len:
+        raise ValueError(
+            f"{type(model).__name__}.forward, argument `tokens`: sequence of {tokens.shape[-1]} is longer than "
+            f"`max_seq_len` {config.max_seq_len}; raise `max_seq_len` or cut the sequence"
+        )

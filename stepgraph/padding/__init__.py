@@ -12,6 +12,15 @@ the padding in, counts it in eager too.
 
 from stepgraph.padding.bound import BoundBuckets, Padded
 from stepgraph.padding.buckets import Buckets, Choice
-from stepgraph.padding.results import ResultDims, named_shapes, result_dims
+from stepgraph.padding.results import ResultDims, named_shapes, result_dims, result_names
 
-__all__ = ["BoundBuckets", "Buckets", "Choice", "Padded", "ResultDims", "named_shapes", "result_dims"]
+__all__ = [
+    "BoundBuckets",
+    "Buckets",
+    "Choice",
+    "Padded",
+    "ResultDims",
+    "named_shapes",
+    "result_dims",
+    "result_names",
+]

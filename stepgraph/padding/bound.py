@@ -11,24 +11,16 @@ from __future__ import annotations
 import itertools
 import math
 from bisect import bisect_left
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 
 from stepgraph.errors import InvalidArgument
 from stepgraph.padding.buckets import RESULT, Buckets, Choice, Number
-from stepgraph.padding.layout import copy_to, dense_strides, holds, overlap, version
+from stepgraph.padding.layout import Copy, Made, copied, dense_strides, holds, plan_copy, written
 from stepgraph.padding.names import described, dotted, find, invalid
-
-
-class Made(NamedTuple):
-    """A tensor that stands for one of the caller's during a call."""
-
-    source: torch.Tensor
-    made: torch.Tensor
-    version: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,17 +32,12 @@ class Padded:
     """The size of each group; calls with equal choices have equal shapes."""
     lengths: tuple[int, ...]
     """The size of each group before padding: that of its largest member."""
-    made: tuple[Made, ...]
+    made: list[Made]
 
     def store(self) -> None:
-        """After the step: give the caller's own tensors what the step wrote to, and left as gradients on, these."""
-        for source, made, before in self.made:
-            if made.requires_grad and made.is_leaf and made.grad is not None:
-                grad = overlap(made.grad, source.shape)
-                source.grad = grad.clone() if source.grad is None else source.grad + grad
-            if version(made) != before:
-                with torch.no_grad():
-                    source.copy_(overlap(made, source.shape))
+        """After the step: give the caller's own tensors what it wrote to these, and the gradients it left on them."""
+        for made in self.made:
+            made.store()
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +50,17 @@ class _Member:
     pad: Number
     kind: int
     """Equal for leaves that are padded alike: one tensor passed as both stays one."""
-    fills: dict[torch.dtype, Number] = field(default_factory=dict)
-    """The pad value for each dtype that was seen and holds it."""
+
+
+class _Plan(NamedTuple):
+    """What to do with calls of these shapes."""
+
+    choice: Choice
+    lengths: tuple[int, ...]
+    copies: list[Copy | None]
+
+
+_MAX_PLANS = 4096
 
 
 class BoundBuckets:
@@ -89,16 +85,31 @@ class BoundBuckets:
             kind = (leaf.dims, type(leaf.pad), repr(leaf.pad))
             kinds += [kind] if kind not in kinds else []
             self._members.append(_Member(index, names[index], leaf.dims, leaf.pad, kinds.index(kind)))
+        self._indices = [member.index for member in self._members]
+        self._plans: dict[tuple[Hashable, ...], _Plan] = {}
         self.lengths(leaves)
         for member in self._members:
             _fill(member, leaves[member.index])
 
     def pad(self, leaves: Sequence[Any]) -> Padded:
         """The call padded: each group to the smallest size that holds its largest member."""
-        lengths = self.lengths(leaves)
-        choice = self.choose(lengths, leaves)
-        padded, made = self._fit(leaves, choice)
-        return Padded(padded, choice, lengths, tuple(made))
+        try:
+            key = tuple(
+                [(type(leaf), leaf.shape, leaf.stride(), leaf.dtype) for leaf in [leaves[i] for i in self._indices]]
+            )
+            plan = self._plans.get(key)
+        except (AttributeError, RuntimeError):  # no tensor, or one without strides
+            self.lengths(leaves)
+            raise
+        if plan is None:
+            lengths = self.lengths(leaves)
+            choice = self.choose(lengths, leaves)
+            plan = _Plan(choice, lengths, self._copies(leaves, choice))
+            if len(self._plans) >= _MAX_PLANS:
+                self._plans.clear()
+            self._plans[key] = plan
+        padded, made = self._fit(leaves, plan.copies)
+        return Padded(padded, plan.choice, plan.lengths, made)
 
     def lengths(self, leaves: Sequence[Any]) -> tuple[int, ...]:
         """The largest size in each group."""
@@ -147,7 +158,7 @@ class BoundBuckets:
     def example(self, leaves: Sequence[Any], choice: Choice) -> list[Any]:
         """A call of another choice, made from this one: cut where too long, padded where too short."""
         self.lengths(leaves)
-        return self._fit(leaves, choice)[0]
+        return self._fit(leaves, self._copies(leaves, choice))[0]
 
     def other_sizes(self, leaves: Sequence[Any]) -> dict[int, str]:
         """Sizes that results may have from dimensions without buckets or from plain numbers, and whose they are."""
@@ -161,23 +172,35 @@ class BoundBuckets:
                     found.setdefault(size, f"dimension {dim} of {name}")
         return found
 
-    def _fit(self, leaves: Sequence[Any], choice: Choice) -> tuple[list[Any], list[Made]]:
+    def _copies(self, leaves: Sequence[Any], choice: Choice) -> list[Copy | None]:
+        """What each member needs to have the chosen sizes; None where it has them."""
+        copies: list[Copy | None] = []
+        for member in self._members:
+            leaf = leaves[member.index]
+            shape = _target(member, leaf.shape, choice)
+            strides = dense_strides(shape, leaf.stride())
+            fits = shape == leaf.shape and strides == leaf.stride()
+            copies.append(None if fits else plan_copy(leaf.shape, shape, strides, _fill(member, leaf)))
+        return copies
+
+    def _fit(self, leaves: Sequence[Any], copies: Sequence[Copy | None]) -> tuple[list[Any], list[Made]]:
         fitted, made = list(leaves), []
         done: dict[tuple[int, int], torch.Tensor] = {}
         first: dict[int, int] = {}
-        for member in self._members:
+        for member, copy in zip(self._members, copies, strict=True):
             leaf = leaves[member.index]
             key = (id(leaf), member.kind)
-            if key not in done:
-                shape = _target(member, leaf.shape, choice)
-                strides = dense_strides(shape, leaf.stride())
-                if strides == leaf.stride() and shape == leaf.shape:
-                    alone = first.setdefault(id(leaf), member.kind) == member.kind or leaf.requires_grad
-                    done[key] = leaf if alone else leaf.detach()  # padded otherwise, it would be another tensor too
-                else:
-                    done[key] = copy_to(leaf, shape, strides, _fill(member, leaf))
-                    made.append(Made(leaf, done[key], version(done[key])))
-            fitted[member.index] = done[key]
+            known = done.get(key)
+            if known is None:
+                if copy is not None:
+                    known = copied(leaf, copy)
+                    made.append(Made(leaf, known, written(known)))
+                elif first.setdefault(id(leaf), member.kind) == member.kind or leaf.requires_grad:
+                    known = leaf
+                else:  # one tensor with two pad values: two tensors in every bucket, so here too
+                    known = leaf.detach()
+                done[key] = known
+            fitted[member.index] = known
         return fitted, made
 
 
@@ -220,15 +243,13 @@ def _check_leaf(member: _Member, leaf: Any) -> None:
 
 def _fill(member: _Member, leaf: torch.Tensor) -> Number:
     """The member's pad value, once it is known that the leaf's dtype holds it."""
-    if leaf.dtype not in member.fills:
-        if not holds(leaf.dtype, member.pad):
-            raise invalid(
-                f"pad_values: `{member.name}` is {described(leaf)}, which does not hold {member.pad!r}",
-                why="the padding would be filled with another number than was asked for.",
-                fix=f'pad_values={{"{dotted(member.name)}": ...}} with a number that fits {leaf.dtype}.',
-            )
-        member.fills[leaf.dtype] = member.pad
-    return member.fills[leaf.dtype]
+    if not holds(leaf.dtype, member.pad):
+        raise invalid(
+            f"pad_values: `{member.name}` is {described(leaf)}, which does not hold {member.pad!r}",
+            why="the padding would be filled with another number than was asked for.",
+            fix=f'pad_values={{"{dotted(member.name)}": ...}} with a number that fits {leaf.dtype}.',
+        )
+    return member.pad
 
 
 def _refuse_argument_called_result(buckets: Buckets, names: Sequence[str]) -> None:

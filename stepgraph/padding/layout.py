@@ -5,6 +5,7 @@ from __future__ import annotations
 import cmath
 import itertools
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -12,30 +13,78 @@ from stepgraph.padding.buckets import Number
 
 
 def dense_strides(shape: Sequence[int], like: Sequence[int]) -> tuple[int, ...]:
-    """Strides without gaps for a shape, with the dimensions in the order that other strides have."""
-    order = list(range(len(shape) - 1, -1, -1))
-    if 0 not in like and any(like[d] < like[d + 1] for d in range(len(like) - 1)):
-        order.sort(key=like.__getitem__)
-    strides, step = [0] * len(shape), 1
-    for dim in order:
+    """Strides without gaps for a shape, with its dimensions in the order that other strides show.
+
+    The stride of a size of 1 means nothing and shows no order. It is that of a contiguous tensor, whatever it was.
+    """
+    inner_first = range(len(shape) - 1, -1, -1)
+    strides = [1] * len(shape)
+    step = 1
+    for dim in inner_first:
+        strides[dim] = step
+        step *= max(shape[dim], 1)
+    if 0 in like or all(a >= b for a, b in itertools.pairwise(like)):
+        return tuple(strides)
+    step = 1
+    for dim in sorted((d for d in inner_first if shape[d] != 1), key=like.__getitem__):
         strides[dim] = step
         step *= max(shape[dim], 1)
     return tuple(strides)
 
 
-def copy_to(leaf: torch.Tensor, shape: Sequence[int], strides: Sequence[int], fill: Number) -> torch.Tensor:
-    """A tensor of this shape with what fits of the leaf in it, on the leaf's device and, like it, pinned or not."""
-    pads = [n for old, new in zip(reversed(leaf.shape), reversed(shape), strict=True) for n in (0, new - old)]
-    if type(leaf) is not torch.Tensor or (leaf.requires_grad and not leaf.is_leaf):
-        return torch.constant_pad_nd(leaf, pads, fill)
+class Copy(NamedTuple):
+    """How a tensor is brought to another shape."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    pads: list[int]
+    """As torch.constant_pad_nd takes them: before and after each dimension, the last one first; negative ones cut."""
+    by_torch: bool
+    """Whether torch's padding, which is one call, has these strides: it keeps those of a tensor that it does not
+    enlarge, and may take one of four or five dimensions for channels-last."""
+    fill: Number
+
+
+def plan_copy(old: Sequence[int], new: tuple[int, ...], strides: tuple[int, ...], fill: Number) -> Copy:
+    """The copy from one shape to another."""
+    pads = [n for before, after in zip(reversed(old), reversed(new), strict=True) for n in (0, after - before)]
+    by_torch = any(n > 0 for n in pads) and len(new) < 4 and strides == dense_strides(new, ())
+    return Copy(new, strides, pads, by_torch, fill)
+
+
+def copied(leaf: torch.Tensor, copy: Copy) -> torch.Tensor:
+    """What fits of the leaf, and padding around it: on the leaf's device and, like it, pinned or not."""
+    is_computed = leaf.requires_grad and not leaf.is_leaf
+    if is_computed or type(leaf) is not torch.Tensor:
+        return torch.constant_pad_nd(leaf, copy.pads, copy.fill)
     source = leaf.detach() if leaf.requires_grad else leaf
     pinned = leaf.is_cpu and leaf.is_pinned()
-    if not pinned and all(a >= b for a, b in itertools.pairwise(strides)):
-        made = torch.constant_pad_nd(source, pads, fill)
+    if copy.by_torch and not pinned:
+        made = torch.constant_pad_nd(source, copy.pads, copy.fill)
     else:
-        made = torch.empty_strided(shape, strides, dtype=leaf.dtype, device=leaf.device, pin_memory=pinned).fill_(fill)
-        overlap(made, leaf.shape).copy_(overlap(source, shape))
+        made = torch.empty_strided(
+            copy.shape, copy.strides, dtype=leaf.dtype, device=leaf.device, pin_memory=pinned
+        ).fill_(copy.fill)
+        overlap(made, leaf.shape).copy_(overlap(source, copy.shape))
     return made.requires_grad_() if leaf.requires_grad else made
+
+
+class Made(NamedTuple):
+    """A tensor that stands for one of the caller's during a call."""
+
+    source: torch.Tensor
+    made: torch.Tensor
+    writes: int
+
+    def store(self) -> None:
+        """Give the source what was written to its stand-in since, and the gradient that was left on it."""
+        source, made, writes = self
+        if made.requires_grad and made.is_leaf and made.grad is not None:
+            grad = overlap(made.grad, source.shape)
+            source.grad = grad.clone() if source.grad is None else source.grad + grad
+        if written(made) != writes:
+            with torch.no_grad():
+                source.copy_(overlap(made, source.shape))
 
 
 def overlap(tensor: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
@@ -46,7 +95,7 @@ def overlap(tensor: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
     return tensor
 
 
-def version(tensor: torch.Tensor) -> int:
+def written(tensor: torch.Tensor) -> int:
     """How often a tensor was written to; inference tensors do not count."""
     return 0 if tensor.is_inference() else tensor._version
 

@@ -70,7 +70,11 @@ class ResultDims:
                 raise self._undecided(doubt, choice)
 
     def slice_back(self, names: Sequence[str], leaves: Sequence[Any], lengths: Sequence[int]) -> list[Any]:
-        """The results with bucketed dimensions cut to their lengths: views where something is cut, else as they are."""
+        """The results with bucketed dimensions cut to their lengths.
+
+        What is cut is a view, the rest is as it was. Copies that are safe to keep are made of these, by the caller:
+        they are then as small as the batch.
+        """
         cut = list(leaves)
         for index, name in enumerate(names):
             for dim, group in self.dims.get(name, ()):

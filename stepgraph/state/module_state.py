@@ -92,12 +92,12 @@ class Touched:
 
     def add_accumulators(self, roots: Any, inputs: Container[int]) -> None:
         """Every leaf that a backward from these tensors gives a gradient to, but for the call's own inputs (by id)."""
-        for leaf in _leaves_behind(roots):
+        for leaf in leaves_behind(roots):
             if id(leaf) not in inputs:
                 self.add_parameter(leaf)
 
 
-def _leaves_behind(roots: Any) -> Iterator[torch.Tensor]:
+def leaves_behind(roots: Any) -> Iterator[torch.Tensor]:
     tensors = [roots] if isinstance(roots, torch.Tensor) else list(roots)
     nodes = [t.grad_fn for t in tensors if isinstance(t, torch.Tensor) and t.grad_fn is not None]
     seen = set(nodes)

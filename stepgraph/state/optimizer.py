@@ -92,6 +92,12 @@ class NumbersGuard:
     def changed(self) -> str | None:
         """The first number that is not what it was, in words."""
         groups = self.optimizer.param_groups
+        if len(groups) == len(self._groups) and self._count_hooks() == self._num_hooks:
+            for captured, group in zip(self._groups, groups, strict=True):
+                if not captured.is_untouched(group):
+                    break
+            else:
+                return None
         name = type(self.optimizer).__name__
         if len(groups) != len(self._groups):
             return f"{name}.param_groups: a group was added or removed"
@@ -118,8 +124,6 @@ class _GroupNumbers:
         for key, value, address in self._tensors:
             if group.get(key) is not value or _address(value) != address:
                 return f"[{key!r}] is another tensor"
-        if self._is_untouched(group):
-            return None
         if len(group["params"]) != self._num_params:
             return "['params']: a parameter was added or removed"
         now = [group.get(k) for k in self._plain]
@@ -130,13 +134,15 @@ class _GroupNumbers:
         pairs = zip(self._plain, self._values, now, strict=True)
         return next(f"[{key!r}] {one} -> {two}" for key, one, two in pairs if one != two)
 
-    def _is_untouched(self, group: dict[str, Any]) -> bool:
+    def is_untouched(self, group: dict[str, Any]) -> bool:
         """Whether the numbers are the very objects they were, as they nearly always are."""
         try:
-            *numbers, params = self._read(group)
+            numbers = self._read(group)  # the list of parameters comes last, and has no partner in `_values`
         except KeyError:
             return False
-        return len(params) == self._num_params and all(map(operator.is_, numbers, self._values))
+        if self._tensors or len(numbers[-1]) != self._num_params:
+            return False
+        return all(map(operator.is_, numbers, self._values))
 
 
 def _has_tensor(value: Any) -> bool:
@@ -213,26 +219,36 @@ class HostCounters:
                 self._steps.append(step)
             tensor.copy_(before)
 
+    @property
+    def is_needed(self) -> bool:
+        """Whether there is anything to advance."""
+        return bool(self._counting)
+
     def advance(self) -> None:
         """What a replay would have done."""
-        if self._counting:
-            torch._foreach_add_(self._counting, self._steps)
+        torch._foreach_add_(self._counting, self._steps)
 
 
 @contextlib.contextmanager
-def cut_at(optimizers: Sequence[Optimizer], cut: Callable[[str, Callable[[], Any]], None]) -> Iterator[None]:
+def cut_at(
+    optimizers: Sequence[Optimizer],
+    cut: Callable[[str, Callable[[], Any]], None],
+    before: Callable[[Optimizer], None],
+) -> Iterator[None]:
     """While recording, turn each step of these optimizers into a cut: the step is noted, not run.
 
     Nothing runs during capture, so an optimizer between two graphs must not run either. Its `step` is shadowed on the
-    instance, where schedulers and scalers look it up too, and found again at the end.
+    instance, where schedulers and scalers look it up too, and found again at the end. `before` is called first.
     """
     with contextlib.ExitStack() as stack:
         for optimizer in optimizers:
-            stack.enter_context(shadowed(optimizer, "step", _cutting_step(optimizer, cut)))
+            stack.enter_context(shadowed(optimizer, "step", _cutting_step(optimizer, cut, before)))
         yield
 
 
-def _cutting_step(optimizer: Optimizer, cut: Callable[[str, Callable[[], Any]], None]) -> Callable[..., None]:
+def _cutting_step(
+    optimizer: Optimizer, cut: Callable[[str, Callable[[], Any]], None], before: Callable[[Optimizer], None]
+) -> Callable[..., None]:
     name = f"{type(optimizer).__name__}.step"
 
     def noted(*args: Any, **kwargs: Any) -> None:
@@ -243,6 +259,7 @@ def _cutting_step(optimizer: Optimizer, cut: Callable[[str, Callable[[], Any]], 
                 why="the optimizer runs between graphs, and its closure would run there, eagerly and unrecorded.",
                 fix="compute the loss and call backward() before step().",
             )
+        before(optimizer)
         cut(name, lambda: optimizer.step(**kwargs))  # looked up then: a scheduler made later wraps it
 
     return noted

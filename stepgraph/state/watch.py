@@ -125,6 +125,7 @@ class Watch:
         elif isinstance(function, types.MethodType):
             self._add_object("self", function.__self__)
             self._follow(function.__func__)
+            self._add_named_by(function.__func__, function.__self__)
         elif isinstance(function, types.FunctionType):
             if is_user(function.__code__.co_filename):
                 self._functions += 1
@@ -143,9 +144,25 @@ class Watch:
         scope = function.__globals__
         named = {name: scope[name] for name in sorted(names_in(function.__code__)) if name in scope}
         self._add_named(named, lambda chosen: functools.partial(_read_items, scope, chosen))
+        defaults = _defaults(function)
+        self._add_named(defaults, lambda chosen: functools.partial(_read_items, defaults, chosen))
         wrapped = getattr(function, "__wrapped__", None)
         if wrapped is not None:
             self._follow(wrapped)
+
+    def _add_named_by(self, method: Any, owner: Any) -> None:
+        """What a method reads through `self`: one level into the attributes it names, and the methods it calls."""
+        if not isinstance(method, types.FunctionType) or not is_user(method.__code__.co_filename):
+            return
+        for name in sorted(names_in(method.__code__)):
+            called = getattr(type(owner), name, None)
+            called = called.fget if isinstance(called, property) else called
+            if name in getattr(owner, "__dict__", {}):
+                self._look_into(f"self.{name}", vars(owner)[name])
+            elif isinstance(called, types.FunctionType) and id(called) not in self._seen:
+                self._follow(called)
+                if id(called) in self._seen:  # not past the limit of functions
+                    self._add_named_by(called, owner)
 
     def _add_named(
         self, values: Mapping[str, Any], reader: Callable[[list[str]], Callable[[], tuple[Any, ...]]]
@@ -164,6 +181,7 @@ class Watch:
             call = vars(type(value)).get("__call__")
             if isinstance(call, types.FunctionType):
                 self._follow(call)
+                self._add_named_by(call, value)
 
     def _add_object(self, name: str, value: Any) -> None:
         """One level into an object, a dict, a list or a dataclass."""
@@ -176,10 +194,8 @@ class Watch:
             self._add_length(name, value)
         elif isinstance(value, (list, set)):
             self._add_length(name, value)
-            if isinstance(value, list) and len(value) <= _MAX_ITEMS and all(isinstance(v, _PLAIN) for v in value):
-                self._groups.append(
-                    _Group([f"{name}[{i}]" for i in range(len(value))], lambda: tuple(value), plain=True)
-                )
+            if isinstance(value, list) and len(value) <= _MAX_ITEMS:
+                self._add_items(name, value)
         elif not hasattr(value, "__dict__") and _is_users(type(value)):
             slots = [slot for kind in type(value).__mro__ for slot in getattr(kind, "__slots__", ())]
             self._add_groups(
@@ -211,11 +227,11 @@ class Watch:
             names = [name for name in slots if name not in self._ignore]
             self._groups.append(_Group(names, lambda: tuple([d[k] for d, k in chosen]), plain=True))
 
-    def _add_items(self, name: str, mapping: Mapping[Any, Any]) -> None:
+    def _add_items(self, name: str, items: Mapping[Any, Any] | list[Any]) -> None:
         self._add_groups(
-            mapping,
+            dict(enumerate(items)) if isinstance(items, list) else items,
             lambda key: f"{name}[{key!r}]",
-            lambda chosen: functools.partial(_read_items, mapping, chosen),
+            lambda chosen: functools.partial(_read_items, items, chosen),
         )
 
     def _add_length(self, name: str, value: Collection[Any]) -> None:
@@ -243,12 +259,20 @@ def _filled(cell: types.CellType) -> bool:
         return False
 
 
+def _defaults(function: types.FunctionType) -> dict[str, Any]:
+    """The objects that a function's parameters stand for by default; plain ones cannot change."""
+    code, values = function.__code__, function.__defaults__ or ()
+    names = code.co_varnames[code.co_argcount - len(values) : code.co_argcount]
+    named = dict(zip(names, values, strict=True)) | (function.__kwdefaults__ or {})
+    return {name: value for name, value in named.items() if not isinstance(value, _PLAIN)}
+
+
 def _read_cells(cells: Sequence[types.CellType]) -> tuple[Any, ...]:
     return tuple([cell.cell_contents for cell in cells])
 
 
-def _read_items(mapping: Mapping[Any, Any], keys: Sequence[Any]) -> tuple[Any, ...]:
-    return tuple([mapping[key] for key in keys])
+def _read_items(items: Mapping[Any, Any] | list[Any], keys: Sequence[Any]) -> tuple[Any, ...]:
+    return tuple([items[key] for key in keys])
 
 
 def _read_attributes(value: Any, names: Sequence[str]) -> tuple[Any, ...]:

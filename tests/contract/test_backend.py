@@ -98,6 +98,58 @@ def test_graph_advances_registered_generators(workspace: Workspace, device: torc
         assert torch.equal(one, y)
 
 
+def test_swapped_random_state_is_drawn_from_at_each_replay(
+    backend: Backend, workspace: Workspace, device: torch.device
+) -> None:
+    generator = torch.Generator(device)
+
+    def work() -> tuple[torch.Tensor, ...]:
+        before = torch.rand(4, device=device)
+        backend.swap_random_state(generator)
+        inside = torch.rand(4, device=device)
+        backend.swap_random_state(generator)
+        return before, inside, torch.rand(4, device=device)
+
+    def seed() -> None:
+        torch.manual_seed(5)
+        generator.manual_seed(3)
+
+    seed()
+    expected = [work() for _ in range(3)]
+    states = [backend.default_generator.get_state(), generator.get_state()]
+    seed()
+    graph, results = record_cold(workspace, work, generator)
+    for drawn in expected:
+        graph.replay()
+        assert all(torch.equal(one, two) for one, two in zip(drawn, results, strict=True))
+    assert torch.equal(states[0], backend.default_generator.get_state())
+    assert torch.equal(states[1], generator.get_state())
+
+
+def test_random_state_read_in_a_recording_is_set_in_it(
+    backend: Backend, workspace: Workspace, device: torch.device
+) -> None:
+    generator = torch.Generator(device).manual_seed(3)
+
+    def draw() -> torch.Tensor:
+        return torch.rand(4, device=device, generator=generator)
+
+    def work() -> tuple[torch.Tensor, ...]:
+        first = draw()
+        state = backend.get_random_state(generator)
+        second = draw()
+        backend.set_random_state(generator, state)
+        return first, second, draw()
+
+    graph, results = record_cold(workspace, work, generator)
+    eager = torch.Generator(device).manual_seed(3)
+    for _ in range(3):
+        graph.replay()
+        first, second = (torch.rand(4, device=device, generator=eager) for _ in range(2))
+        assert all(torch.equal(one, two) for one, two in zip((first, second, second), results, strict=True))
+    assert torch.equal(eager.get_state(), generator.get_state())
+
+
 def test_graph_counts_nodes_and_knows_when_it_is_empty(workspace: Workspace, device: torch.device) -> None:
     x = torch.ones(4, device=device)
     seen = []

@@ -9,7 +9,7 @@ import torch
 
 import stepgraph
 from stepgraph.errors import Location
-from stepgraph.frames import caller_is_torch, error_location, is_engine, is_user, user_location
+from stepgraph.frames import called_from_torch, caller_is_torch, error_location, is_engine, is_user, user_location
 
 PACKAGE = Path(stepgraph.__file__).parent
 TORCH = Path(torch.__file__).parent
@@ -126,3 +126,15 @@ def test_error_location_ends_before_torchs_own_lines() -> None:
 
 def test_error_location_of_an_error_never_raised_is_none() -> None:
     assert error_location(ValueError("not raised")) is None
+
+
+def test_called_from_torch_sees_a_file_of_torch_anywhere_on_the_stack() -> None:
+    seen: list[bool] = []
+
+    def work(x: torch.Tensor) -> torch.Tensor:
+        seen.append(called_from_torch("utils/checkpoint.py"))
+        return x * 2
+
+    torch.utils.checkpoint.checkpoint(work, torch.ones(2), use_reentrant=False)
+    work(torch.ones(2))
+    assert seen == [True, False]

@@ -83,6 +83,8 @@ OTHERS: dict[str, tuple[str, Callable[[torch.Tensor], Any]]] = {
     "stray generator, in place": ("generator", lambda x: x.clone().normal_(generator=STRAY)),
     "manual_seed": ("reseed", lambda x: torch.manual_seed(1)),
     "random.manual_seed": ("reseed", lambda x: torch.random.manual_seed(1)),
+    "set_rng_state of another seed": ("reseed", lambda x: torch.set_rng_state(STRAY.get_state())),
+    "swap with a stray generator": ("generator", lambda x: TapeBackend().swap_random_state(STRAY)),
     "svd": ("library-call", lambda x: torch.linalg.svd(MATRIX)),
     "eigh": ("library-call", lambda x: torch.linalg.eigh(MATRIX)),
     "sparse made": ("tape-limit", lambda x: MATRIX.to_sparse()),

@@ -38,6 +38,11 @@ def attend_by_hand(attention: Attention, x: torch.Tensor, config: GPTConfig) -> 
     q = (x @ attention.q_proj.weight.double().T).view(batch, length, config.num_heads, size).transpose(1, 2)
     k = (x @ attention.k_proj.weight.double().T).view(batch, length, config.num_kv_heads, size).transpose(1, 2)
     v = (x @ attention.v_proj.weight.double().T).view(batch, length, config.num_kv_heads, size).transpose(1, 2)
+    if config.qk_norm:
+        q, k = (
+            x / (x.square().mean(-1, keepdim=True) + config.norm_eps).sqrt() * norm.weight.double()
+            for x, norm in ((q, attention.q_norm), (k, attention.k_norm))
+        )
     q, k = rotate_by_hand(q, config.rope_base), rotate_by_hand(k, config.rope_base)
     future = torch.ones(length, length, dtype=torch.bool).triu(1)
     heads = []
@@ -48,10 +53,15 @@ def attend_by_hand(attention: Attention, x: torch.Tensor, config: GPTConfig) -> 
     return torch.cat(heads, dim=-1) @ attention.out_proj.weight.double().T
 
 
-@pytest.mark.parametrize("num_kv_heads", [1, 2, 4])
-def test_attention_equals_written_out_form(num_kv_heads: int) -> None:
-    config = replace(TINY, num_kv_heads=num_kv_heads)
+@pytest.mark.parametrize(
+    "change", [{"num_kv_heads": 1}, {"num_kv_heads": 2}, {"num_kv_heads": 4}, {"head_dim": 24}, {"qk_norm": True}]
+)
+def test_attention_equals_written_out_form(change: dict[str, int]) -> None:
+    config = replace(TINY, **change)
     model = make_model(config)
+    for name, parameter in model.named_parameters():
+        if name.endswith(("q_norm.weight", "k_norm.weight")):
+            torch.nn.init.uniform_(parameter, 0.5, 1.5)
     x = torch.randn(2, 12, config.hidden_size)
     expected = attend_by_hand(model.blocks[0].attn, x, config)
     # float32 against float64: a few roundings of values around 1e-2.

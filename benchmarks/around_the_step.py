@@ -1,0 +1,311 @@
+"""What surrounds a captured step: the memory of many signatures, and a long run with everything that loops have.
+
+    python benchmarks/around_the_step.py
+
+Memory: a GPT is trained at eight sequence lengths in one session, each a graph of its own, and at the longest alone.
+All graphs share one pool, so the eight should take little more than the longest: the target is 1.3 times its pool.
+They are captured longest first and, in another run, shortest first, which is the harder order for an allocator.
+`reserved` is the peak of torch's allocator over the run, what was reserved before it not counted.
+
+Training: a small GPT with dropout, gradients accumulated over four microbatches and clipped, a learning rate that
+warms up and decays, an evaluation every 100 steps; under bf16 autocast with plain AdamW, and under fp16 autocast with a
+GradScaler and fused AdamW, whose scale starts so high that steps are skipped. A learning rate that is a plain number
+takes the optimizer out of the graph when it changes; as a tensor it stays inside (`fp16, one graph`). Eager and
+captured train from one seed under deterministic algorithms. At the end losses, evaluations, parameters, gradients,
+optimizer state, the scale and the random state are compared bit for bit: the target is no difference at all. Where
+there is one, eager is run again, to show how far it differs from itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import gc
+import json
+import math
+import os
+import platform
+import shlex
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+import torch
+from torch import Tensor
+
+import stepgraph
+from stepgraph.models import GPT, GPTConfig
+
+TARGET_RATIO = 1.3
+"""The most that eight signatures may take, in pools of the largest."""
+MICROBATCHES = 4
+EVALUATE_EVERY = 100
+MODES = ("bf16", "fp16", "fp16, one graph")
+
+Record = dict[str, Any]
+
+
+# -- memory of many signatures
+
+
+def memory_config(device: torch.device) -> tuple[GPTConfig, int, list[int]]:
+    """The model, the batch size and the sequence lengths, longest first."""
+    if device.type == "cpu":
+        return replace(GPTConfig.tiny(), num_layers=1, max_seq_len=64), 2, list(range(64, 0, -8))
+    return replace(GPTConfig.gpt2_small(), num_layers=4), 8, list(range(1024, 0, -128))
+
+
+def signatures_memory(device: torch.device, lengths: Sequence[int]) -> Record:
+    """Train at these lengths in turn, in one session, until each has a graph that has replayed."""
+    config, batch, _ = memory_config(device)
+    backend = stepgraph.Session(backend="cuda" if device.type == "cuda" else "tape").backend
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    backend.reset_peak_memory()
+    before = torch.cuda.memory_reserved(device) if device.type == "cuda" else 0
+    torch.manual_seed(0)
+    with torch.device(device):
+        model = GPT(config).to(torch.bfloat16)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+
+    def train_step(tokens: Tensor) -> Tensor:
+        optimizer.zero_grad(set_to_none=True)
+        loss = model(tokens, tokens)
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    with stepgraph.capture(train_step, max_graphs=len(lengths)) as step:
+        for length in [n for _ in range(5) for n in lengths]:
+            step(torch.randint(config.vocab_size, (batch, length), device=device))
+        backend.synchronize()
+        report = step.report()
+    peak = backend.peak_memory_bytes()
+    return {
+        "lengths": list(lengths),
+        "graphs": report.graphs,
+        "replays": report.replays,
+        "pool_bytes": report.pool_bytes,
+        "static_bytes": report.static_bytes,
+        "reserved_bytes": None if peak is None else peak - before,
+        "capture_seconds": report.capture_seconds,
+    }
+
+
+def measure_memory(device: torch.device) -> Record:
+    """Eight lengths in both orders against the longest alone."""
+    *_, lengths = memory_config(device)
+    alone = signatures_memory(device, lengths[:1])
+    orders = {
+        "largest_first": signatures_memory(device, lengths),
+        "smallest_first": signatures_memory(device, lengths[::-1]),
+    }
+    for record in orders.values():
+        record["pool_ratio"] = record["pool_bytes"] / alone["pool_bytes"]
+        if alone["reserved_bytes"]:
+            record["reserved_ratio"] = record["reserved_bytes"] / alone["reserved_bytes"]
+    return {"largest_alone": alone, **orders}
+
+
+# -- a long run
+
+
+class Training:
+    """A training program from one seed, eager or captured, with what must be equal at its end."""
+
+    def __init__(self, device: torch.device, mode: str, steps: int) -> None:
+        torch.manual_seed(0)
+        self.device, self.scaled = device, mode != "bf16"
+        on_gpu = device.type == "cuda"
+        self.half = torch.float16 if self.scaled and on_gpu else torch.bfloat16  # the CPU's scaler works around bf16
+        size = {"num_layers": 4, "max_seq_len": 128} if on_gpu else {"num_layers": 1, "max_seq_len": 8}
+        self.config = replace(GPTConfig.tiny(), dropout=0.1, **size)
+        with torch.device(device):
+            self.model = GPT(self.config)
+        lr = torch.tensor(1e-3, device=device) if mode == "fp16, one graph" else 1e-3
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=lr, fused=self.scaled)
+        self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: _rate(step, steps))
+        too_high = 2.0**34 if on_gpu else 2.0**127
+        self.scaler = torch.amp.GradScaler(device.type, init_scale=too_high, growth_interval=20, enabled=self.scaled)
+        self.steps = steps
+        self.losses: list[Tensor] = []
+        self.evaluations: list[Tensor] = []
+        self.seconds = 0.0
+
+    def train_step(self, tokens: Tensor) -> Tensor:
+        """Four microbatches, clipped, then the optimizer."""
+        self.optimizer.zero_grad(set_to_none=True)
+        total = torch.zeros((), device=self.device)
+        for micro in tokens.unbind(0):
+            with torch.autocast(self.device.type, self.half):
+                loss = self.model(micro, micro) / MICROBATCHES
+            self.scaler.scale(loss).backward()
+            total += loss.detach()
+        self.scaler.unscale_(self.optimizer)
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        return total
+
+    def evaluate(self, tokens: Tensor) -> Tensor:
+        """The loss without dropout."""
+        with torch.no_grad(), torch.autocast(self.device.type, self.half):
+            loss: Tensor = self.model(tokens, tokens)
+            return loss
+
+    def batches(self, count: int, *shape: int) -> Iterator[Tensor]:
+        generator = torch.Generator(self.device).manual_seed(1)
+        shape = (*shape, 4, self.config.max_seq_len)
+        for _ in range(count):
+            yield torch.randint(self.config.vocab_size, shape, device=self.device, generator=generator)
+
+    def run(self, train_step: Callable[[Tensor], Tensor], evaluate: Callable[[Tensor], Tensor]) -> None:
+        """The loop, as anyone writes it."""
+        held_out = list(self.batches(5))
+        started = time.perf_counter()
+        for index, tokens in enumerate(self.batches(self.steps, MICROBATCHES)):
+            self.losses.append(train_step(tokens).detach())
+            self.scheduler.step()
+            if (index + 1) % EVALUATE_EVERY == 0 or index + 1 == self.steps:
+                self.model.eval()
+                self.evaluations += [evaluate(tokens).detach() for tokens in held_out]
+                self.model.train()
+        float(self.losses[-1])  # waits for the device
+        self.seconds = time.perf_counter() - started
+
+    def state(self) -> dict[str, list[Any]]:
+        """All that must be equal, by kind."""
+        optimizer = self.optimizer.state_dict()
+        random = [torch.get_rng_state()]
+        if self.device.type == "cuda":
+            random.append(torch.cuda.get_rng_state(self.device))
+        return {
+            "losses": self.losses,
+            "evaluations": self.evaluations,
+            "parameters": list(self.model.parameters()),
+            "gradients": [p.grad for p in self.model.parameters()],
+            "optimizer state": [value for state in optimizer["state"].values() for value in state.values()],
+            "optimizer numbers": [
+                {k: v for k, v in group.items() if k != "params"} for group in optimizer["param_groups"]
+            ],
+            "scaler": [self.scaler.state_dict()],
+            "random state": random,
+        }
+
+
+def _rate(step: int, steps: int) -> float:
+    """Warm-up over a tenth of the run, then a cosine."""
+    warm = max(1, steps // 10)
+    return (step + 1) / warm if step < warm else 0.5 * (1 + math.cos(math.pi * (step - warm) / max(1, steps - warm)))
+
+
+def differing(one: dict[str, list[Any]], two: dict[str, list[Any]]) -> dict[str, int]:
+    """How many of each kind are not the same bits."""
+    return {kind: sum(not _same(a, b) for a, b in zip(values, two[kind], strict=True)) for kind, values in one.items()}
+
+
+def _same(one: Any, two: Any) -> bool:
+    if not isinstance(one, Tensor) or not isinstance(two, Tensor):
+        return bool(type(one) is type(two) and one == two)
+    if (one.shape, one.dtype, one.device) != (two.shape, two.dtype, two.device):
+        return False
+    bits = [tensor.detach().contiguous().view(-1).view(torch.uint8) for tensor in (one, two)]
+    return torch.equal(*bits)
+
+
+def measure_training(device: torch.device, mode: str, steps: int) -> Record:
+    """Train eager and captured, and compare."""
+    eager = Training(device, mode, steps)
+    eager.run(eager.train_step, eager.evaluate)
+    expected = eager.state()
+    captured = Training(device, mode, steps)
+    with stepgraph.Session() as session:
+        train_step = stepgraph.capture(captured.train_step, session=session)
+        evaluate = stepgraph.capture(captured.evaluate, session=session)
+        captured.run(train_step, evaluate)
+        reports = {"train_step": train_step.report(), "evaluate": evaluate.report()}
+        differences = differing(expected, captured.state())
+    record: Record = {
+        "mode": mode,
+        "half": str(captured.half),
+        "steps": steps,
+        "bit_equal": not any(differences.values()),
+        "compared": {kind: len(values) for kind, values in expected.items()},
+        "differing": differences,
+        "final_loss": float(captured.losses[-1]),
+        "scale": captured.scaler.get_scale(),
+        "skipped_steps": steps - int(_steps_taken(captured.optimizer)),
+        "eager_ms": 1e3 * eager.seconds / steps,
+        "captured_ms": 1e3 * captured.seconds / steps,
+    }
+    for name, report in reports.items():
+        shown = ("replays", "captures", "recaptures", "recapture_reasons", "eager_calls", "eager_reasons", "segments")
+        record[name] = {key: report.to_dict()[key] for key in shown}
+    if not record["bit_equal"]:
+        again = Training(device, mode, steps)
+        again.run(again.train_step, again.evaluate)
+        record["eager_against_eager"] = differing(expected, again.state())
+    return record
+
+
+def _steps_taken(optimizer: torch.optim.Optimizer) -> float:
+    return max(float(state["step"]) for state in optimizer.state.values())
+
+
+def main(options: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cuda", help="cuda, or cpu for the tape: does it run at all?")
+    parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--only", choices=["memory", "training"])
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args(options)
+    device = torch.device(args.device)
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    if device.type == "cpu":
+        torch.set_num_threads(1)
+    record: Record = {
+        "date": datetime.date.today().isoformat(),
+        "gpu": torch.cuda.get_device_name() if device.type == "cuda" else "none: the tape, on the CPU",
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "command": command_line(options),
+        "targets": {},
+    }
+    if args.only != "training":
+        record["memory"] = measure_memory(device)
+        ratios = {order: record["memory"][order]["pool_ratio"] for order in ("largest_first", "smallest_first")}
+        record["targets"]["pool_ratio"] = {
+            "target": TARGET_RATIO,
+            **ratios,
+            "reached": max(ratios.values()) < TARGET_RATIO,
+        }
+    if args.only != "memory":
+        record["training"] = [measure_training(device, mode, args.steps) for mode in MODES]
+        equal = [run["bit_equal"] for run in record["training"]]
+        record["targets"]["bit_equal_after_training"] = {"target": True, "reached": all(equal)}
+    text = json.dumps(record, indent=2)
+    print(text)
+    if args.out is not None:
+        args.out.mkdir(parents=True, exist_ok=True)
+        (args.out / "around_the_step.json").write_text(text + "\n")
+    return 0 if all(target["reached"] for target in record["targets"].values()) else 1
+
+
+def command_line(options: Sequence[str]) -> str:
+    """The command as typed, but for the output folder, which only says where this report was put first."""
+    words = ["python", "benchmarks/around_the_step.py", *options]
+    if "--out" in words:
+        at = words.index("--out")
+        del words[at : at + 2]
+    return shlex.join(words)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,41 @@
+"""The flags around a call, put back for the time of a recording that is made later."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Hashable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from stepgraph.signature import AMBIENT_NAMES, ambient_key
+
+_RESTORED = ("grad mode", "inference mode", "autocast on cuda", "autocast on cpu", "autocast cache")
+
+
+def other_flags(ambient: Sequence[Hashable]) -> list[str]:
+    """The flags that are not as they were at a call, but for those that `as_called` puts back."""
+    pairs = zip(AMBIENT_NAMES, ambient, ambient_key(), strict=True)
+    return [name for name, then, now in pairs if then != now and name not in _RESTORED]
+
+
+@contextlib.contextmanager
+def as_called(ambient: Sequence[Hashable]) -> Iterator[None]:
+    """Grad mode, inference mode and autocast as they were at a call."""
+    flags: dict[str, Any] = dict(zip(AMBIENT_NAMES, ambient, strict=True))
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.inference_mode(flags["inference mode"]))
+        stack.enter_context(torch.set_grad_enabled(flags["grad mode"]))
+        stack.enter_context(under_autocast(flags["autocast on cuda"], flags["autocast on cpu"]))
+        yield
+
+
+@contextlib.contextmanager
+def under_autocast(*dtypes: Any) -> Iterator[None]:
+    """Autocast on CUDA and on the CPU with these dtypes, or off; without the cache, whose casts would be baked in."""
+    with contextlib.ExitStack() as stack:
+        for device, dtype in zip(("cuda", "cpu"), dtypes, strict=True):
+            if dtype or torch.is_autocast_enabled(device):
+                kind = {"dtype": dtype} if dtype else {}
+                stack.enter_context(torch.autocast(device, enabled=bool(dtype), cache_enabled=False, **kind))
+        yield

@@ -1,0 +1,99 @@
+"""The edge of a module's graph: static tensors that a caller's tensors are brought to.
+
+A tensor that is already at its place, because the graph before wrote it there, is not copied. Neither is one that
+several graphs share and that was brought to its buffer for the first of them: a shared buffer remembers which tensor,
+at which version, it holds. What remains goes in with one fused copy.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class ArgMetadata:
+    """A tensor's geometry without its memory: what is needed to make a buffer like it."""
+
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    requires_grad: bool
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> ArgMetadata:
+        """The geometry of a tensor."""
+        return cls(tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad)
+
+    def empty(self, device: torch.device) -> torch.Tensor:
+        """A new tensor of this geometry, with nothing in it."""
+        with torch.inference_mode(False):
+            made = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=device)
+            return made.requires_grad_(self.requires_grad)
+
+
+class SharedBuffer:
+    """A static tensor that several graphs read, and what it holds."""
+
+    __slots__ = ("_source", "_version", "tensor")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+        self._source: weakref.ref[torch.Tensor] | None = None
+        self._version = -1
+
+    def holds(self, source: torch.Tensor) -> bool:
+        """Whether this very tensor, unchanged since, was copied in last."""
+        return self._source is not None and self._source() is source and source._version == self._version
+
+    def note(self, source: torch.Tensor) -> None:
+        """Remember what is being copied in."""
+        self._source, self._version = weakref.ref(source), source._version
+
+
+class Boundary:
+    """Static tensors on one side of a graph, by their index among the leaves of a call."""
+
+    def __init__(self, tensors: Mapping[int, torch.Tensor], shared: Mapping[int, SharedBuffer] | None = None) -> None:
+        self.tensors = dict(tensors)
+        self._shared = dict(shared or {})
+        self._edges = []
+        for index, tensor in self.tensors.items():
+            repeated = tuple(d for d, s in enumerate(tensor.stride()) if s == 0 and tensor.shape[d] > 1)
+            target = _once(tensor.detach(), repeated)
+            self._edges.append((index, target, target.data_ptr(), repeated, self._shared.get(index)))
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of the buffers."""
+        return sum(tensor.untyped_storage().nbytes() for tensor in self.tensors.values())
+
+    def load(self, leaves: Sequence[Any]) -> None:
+        """Bring a call's tensors here."""
+        targets, sources = [], []
+        for index, target, address, repeated, shared in self._edges:
+            source = leaves[index]
+            if source.data_ptr() == address or (shared is not None and shared.holds(source)):
+                continue
+            if shared is not None and not source.is_inference():
+                shared.note(source)
+            targets.append(target)
+            sources.append(_once(source.detach(), repeated) if repeated else source)
+        if targets:
+            with torch.no_grad():
+                if len(targets) == 1:
+                    targets[0].copy_(sources[0], non_blocking=True)
+                else:
+                    torch._foreach_copy_(targets, sources, non_blocking=True)
+
+
+def _once(tensor: torch.Tensor, repeated: Sequence[int]) -> torch.Tensor:
+    """The tensor without the repetitions that expand() made, which cannot be copied into."""
+    for dim in repeated:
+        tensor = tensor.narrow(dim, 0, 1)
+    return tensor

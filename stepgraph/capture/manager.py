@@ -1,0 +1,313 @@
+"""A manager: the runners of one module, or of one of its methods, and the choice among them at each call.
+
+Calls with the same arguments, flags and modes are a site. While it warms up, its calls run eagerly and are recorded;
+then its graphs are captured, and each call takes a runner that is ready. Where there is none, the call gets another
+runner, up to `max_runners`; where nothing can be replayed, it runs eagerly, and is counted with the reason.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import Counter
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from stepgraph.capture.failure import capture_error
+from stepgraph.capture.module_session import ModuleSession
+from stepgraph.capture.pair import PairCapture
+from stepgraph.capture.recorder import RecordedCall
+from stepgraph.capture.runner import Runner, RunnerState
+from stepgraph.capture.static_result import StaticResult
+from stepgraph.errors import CaptureError, InvalidArgument, SignatureMismatch, StateChanged, StepgraphError
+from stepgraph.frames import warn_user
+from stepgraph.signature import Signature, ambient_key, differences, is_plain, leaf_keys, refuse_opaque
+from stepgraph.state.guards import ModelGuard, refuse_hooks
+from stepgraph.state.watch import Watch
+from stepgraph.tree import Structure, flatten, settled, unflatten
+
+_training = operator.itemgetter("training")
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleOptions:
+    """How modules are graphed."""
+
+    warmup: int = 3
+    """Rounds that run eagerly before the graphs are captured."""
+    strict: bool = False
+    """Raise where a call would run eagerly, warm-up aside."""
+    max_signatures: int = 8
+    """Kinds of calls that a module gets graphs for; further ones run eagerly, counted."""
+    max_runners: int = 16
+    """Calls of one kind that may be under way at a time."""
+    safe_hooks: tuple[Any, ...] = ()
+    """Hooks inside graphed modules that may be recorded: functions or names."""
+    ignore: tuple[str, ...] = ()
+    """Host values that may change without harm."""
+    outputs: str = "guarded"
+    """"guarded": a result that is still held at the next call is copied; "static": it is overwritten."""
+    generators: tuple[torch.Generator, ...] = ()
+
+
+class ModuleSite:
+    """All calls of one module that look alike, and their runners."""
+
+    def __init__(self, manager: CudaGraphManager, call: Signature) -> None:
+        self.manager, self.call = manager, call
+        self.runners: list[Runner] = []
+        self.recorded: RecordedCall | None = None
+        self.obstacle: str | None = None
+        """Why calls here stay eager."""
+        self.model: ModelGuard | None = None
+        self.values: Watch | None = None
+        self._result: tuple[Structure, list[Any]] | None = None
+        self.keep_alive: list[Any] = []
+
+    def note_result(self, result: StaticResult) -> None:
+        """Compare what no replay computes again with the call before."""
+        now = (result.structure, result.plain_values)
+        if self._result is not None:
+            structure, values = self._result
+            same = structure == now[0] and len(values) == len(now[1])
+            if not same or any(a is not b and (not is_plain(a) or a != b) for a, b in zip(values, now[1], strict=True)):
+                self.obstacle = "its result holds a plain value, or a structure, that is another at each call"
+        self._result = now
+
+
+class CudaGraphManager:
+    """Graphs for the calls of one module. `graph_modules` makes one for each module in its scope.
+
+    Example:
+        >>> layer.forward = CudaGraphManager(config, base_module=layer)
+    """
+
+    def __init__(
+        self,
+        config: Any = None,
+        base_module: torch.nn.Module | None = None,
+        function_name: str | None = None,
+        need_backward: bool = True,
+        *,
+        session: ModuleSession | None = None,
+        name: str = "",
+    ) -> None:
+        if base_module is None:
+            raise InvalidArgument(
+                "CudaGraphManager was given no base_module",
+                rule="option",
+                why="the module's parameters, hooks and modes belong to what a graph takes for granted.",
+                fix="CudaGraphManager(config, base_module=layer).",
+            )
+        self.module = base_module
+        self.function_name = function_name or "forward"
+        self.name = name or type(base_module).__name__
+        self.options = config if isinstance(config, ModuleOptions) else _options_from(config)
+        self.session = session if session is not None else ModuleSession()
+        self.original: Callable[..., Any] = getattr(base_module, self.function_name)
+        self.need_backward = need_backward
+        self.eager_reasons: Counter[str] = Counter()
+        self.recapture_reasons: Counter[str] = Counter()
+        self.sites: dict[Hashable, ModuleSite] = {}
+        self._modules = list(base_module.modules())
+        self._modes = [vars(module) for module in self._modules]
+        self._pair: PairCapture | None = None
+        self._kinds = 0
+        self.session.add(self)
+
+    # -- calling
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the module: by replay where a runner fits, eagerly where none does yet."""
+        session = self.session
+        if session.is_closed or session.backend_for(self.module).is_capturing():
+            return self.original(*args, **kwargs)  # a part of a larger capture
+        leaves, structure = flatten((args, kwargs))
+        key = (structure, leaf_keys(leaves), ambient_key(), self._training())
+        site = self.sites.get(key)
+        if site is not None and site.runners:
+            if self._guard(site):
+                runner = self._ready(site)
+                if runner is not None:
+                    return runner.run(leaves)
+        elif site is None:
+            site = self._new_site(key, leaves, structure)
+        return self._without_graph(site, leaves, structure)
+
+    def _training(self) -> tuple[bool, ...]:
+        return tuple(map(_training, self._modes))
+
+    def _ready(self, site: ModuleSite) -> Runner | None:
+        guarded = self.options.outputs == "guarded"
+        kept = False
+        for runner in site.runners:
+            if runner.state is RunnerState.FWD_READY:
+                if not guarded or not runner.result.note_kept():
+                    return runner
+                kept = True
+        if kept:
+            self.eager_reasons["a result of an earlier call is still held; it is copied from now on"] += 1
+            return None
+        return self._another(site)
+
+    def _another(self, site: ModuleSite) -> Runner | None:
+        """All runners wait for their backward: one more."""
+        if len(site.runners) >= self.options.max_runners:
+            raise CaptureError(
+                f"{self.name}: {len(site.runners) + 1} calls are under way at once, and max_runners is "
+                f"{self.options.max_runners}",
+                rule="max-runners",
+                why="each call keeps its activations in a runner until its backward has run.",
+                fix=f"raise max_runners to {len(site.runners) + 1} or more, or call backward() sooner.",
+            )
+        assert site.recorded is not None
+        runner = self.session.capture_one(site, site.recorded)
+        if runner is None:
+            self.eager_reasons["no further runner could be captured"] += 1
+        return runner
+
+    def _guard(self, site: ModuleSite) -> bool:
+        """Whether nothing that the graphs have baked in has changed."""
+        assert site.model is not None
+        assert site.values is not None
+        why = site.model.changed()
+        if why is None:
+            changes = site.values.changed()
+            if not changes:
+                return True
+            why = "; ".join(map(str, changes))
+            warn_user(
+                f"{self.name}: a value that the module reads has changed since capture   [host-value]\n  {why}\n"
+                "Its graphs are captured again.\nFix: pass it as an argument or as a tensor, or ignore it by name."
+            )
+        if self.options.strict:
+            raise StateChanged(
+                f"{self.name}: {why}",
+                rule="state-changed",
+                why="the captured graphs go on with what they were recorded with, and strict=True forbids else.",
+                fix="call handle.reset() after the change, or leave strict=False.",
+            )
+        self.recapture_reasons[why] += 1
+        self.drop()
+        if self.recapture_reasons[why] > 2:
+            site.obstacle = f"it keeps changing: {why}"
+        return False
+
+    def _new_site(self, key: Hashable, leaves: Sequence[Any], structure: Structure) -> ModuleSite:
+        site = ModuleSite(self, Signature(settled(structure), leaf_keys(leaves), ambient_key(), self._training()))
+        site.keep_alive = [leaf for leaf in leaves if not isinstance(leaf, torch.Tensor)]
+        try:
+            refuse_opaque(leaves)
+        except InvalidArgument as error:
+            site.obstacle = error.what
+        if len(self.sites) >= self.options.max_signatures:
+            self._refuse_signature(site)
+            site.obstacle = f"past max_signatures={self.options.max_signatures}"
+        else:
+            self.sites[key] = site
+        return site
+
+    def _refuse_signature(self, site: ModuleSite) -> None:
+        if self.options.strict:
+            found = min((differences(s.call, site.call) for s in self.sites.values()), key=len)
+            raise SignatureMismatch(
+                f"{self.name}: a call unlike those that have graphs",
+                rule="max-graphs",
+                details=[str(d) for d in found[:8]],
+                why="each kind of call has graphs of its own, and strict=True forbids running it eagerly.",
+                fix="pad inputs to a few shapes, or raise max_signatures.",
+            )
+
+    def _without_graph(self, site: ModuleSite, leaves: Sequence[Any], structure: Structure) -> Any:
+        def run() -> Any:
+            args, kwargs = unflatten(structure, leaves)
+            return self.original(*args, **kwargs)
+
+        if site.runners:
+            return run()  # counted where it was decided
+        if site.obstacle is not None:
+            self._count_obstacle(site.obstacle)
+            return run()
+        if self.session.recorder.comes_round(site):
+            self.session.create_warm()
+            if site.runners:
+                args, kwargs = unflatten(structure, leaves)
+                return self(*args, **kwargs)
+            if site.obstacle is not None:
+                self._count_obstacle(site.obstacle)
+                return run()
+        self.eager_reasons["warm-up"] += 1
+        return self.session.warming(lambda: self.session.recorder.run(site, leaves, structure, run))
+
+    def _count_obstacle(self, obstacle: str) -> None:
+        if self.options.strict and not obstacle.startswith("past"):
+            raise CaptureError(
+                f"{self.name} runs eagerly: {obstacle}",
+                rule="step-raised",
+                why="strict=True forbids running a graphed module eagerly.",
+                fix="leave it out of the scope, or see the error that was warned of.",
+            )
+        self.eager_reasons[obstacle] += 1
+
+    # -- capturing
+
+    def pair(self) -> PairCapture:
+        """What records this module's graphs, made when the first one is."""
+        if self._pair is None:
+            self._pair = PairCapture(
+                self.original,
+                self.module,
+                self.session.session,
+                self.options.generators,
+                need_backward=self.need_backward,
+            )
+            self._pair.outside = self.session.outside_parameters(self)
+        return self._pair
+
+    def check_capturable(self) -> None:
+        """Raise for what would not run at replays: hooks on modules inside this one."""
+        names = {id(m): f"{self.name}.{path}" if path else self.name for path, m in self.module.named_modules()}
+        inner = self._modules if self.function_name != "forward" else self._modules[1:]
+        refuse_hooks(self.name, inner, self.options.safe_hooks, lambda m: names.get(id(m), type(m).__name__))
+
+    def guard(self, site: ModuleSite) -> None:
+        """Note what the graphs of a site have baked in."""
+        names = {id(p): f"{self.name}.{path}" for path, p in self.module.named_parameters()}
+        names |= {id(m): f"{self.name}.{path}" if path else self.name for path, m in self.module.named_modules()}
+        parameters = list(self.module.parameters())
+        site.model = ModelGuard(
+            self._modules, parameters, lambda v: names.get(id(v), type(v).__name__), self.session.events
+        )
+        modules = {f"{self.name}.{path}" if path else self.name: m for path, m in self.module.named_modules()}
+        site.values = Watch(self.original, self.options.ignore, modules)
+
+    def failed(self, site: ModuleSite, error: Exception) -> None:
+        """A capture failed: the module stays eager for these calls."""
+        raised = capture_error(self.name, error)
+        if self.options.strict:
+            raise raised from (None if raised is error else error)
+        site.obstacle = f"capture failed: [{raised.rule}]" if isinstance(raised, StepgraphError) else str(raised)
+        warn_user(f"{raised}\nThe module runs eagerly.")
+
+    def drop(self) -> None:
+        """Free this module's graphs; its calls warm up again."""
+        for site in self.sites.values():
+            for runner in site.runners:
+                runner.retire()
+            site.runners, site.recorded = [], None
+        self._modules = list(self.module.modules())
+        self._modes = [vars(module) for module in self._modules]
+        self._pair = None
+        self.session.recorder.forget()
+
+
+def _options_from(config: Any) -> ModuleOptions:
+    """The options that a configuration object names as the field does."""
+    found = {}
+    for ours, theirs in (("warmup", "cuda_graph_warmup_steps"), ("max_runners", "cuda_graph_max_runners")):
+        value = getattr(config, theirs, None)
+        if value is not None:
+            found[ours] = value
+    return ModuleOptions(**found)

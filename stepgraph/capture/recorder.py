@@ -1,0 +1,158 @@
+"""The recorder: in which order the modules of a session run, seen while they still run eagerly.
+
+Training goes round: the module that was called first is called again once no backward is outstanding. One round is one
+warm-up step. The recorder notes each forward and each backward of the last round in order, which result of one call is
+an argument of another, which tensor several calls share, and which results gradients came back to. From that the graphs
+are captured in the order they will be replayed in, and tensors need not be copied from one graph to the next.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections import Counter
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from stepgraph.capture.boundary import ArgMetadata
+from stepgraph.capture.static_result import StaticResult
+from stepgraph.signature import ambient_key
+from stepgraph.tree import Structure, settled
+
+if TYPE_CHECKING:
+    from stepgraph.capture.manager import ModuleSite
+
+
+@dataclass(eq=False, slots=True)
+class RecordedCall:
+    """One eager call of a module that is to be graphed."""
+
+    site: ModuleSite
+    structure: Structure
+    leaves: list[Any]
+    """The arguments, with geometry in the place of tensors."""
+    ambient: tuple[Hashable, ...]
+    slot: int
+    """How many calls of the same kind were under way."""
+    made_by: dict[int, tuple[RecordedCall, int]] = field(default_factory=dict)
+    """Arguments that are another call's result: which call, which of its tensors."""
+    shared: dict[int, int] = field(default_factory=dict)
+    """Arguments that other calls were given too, by leaf index: a number for the tensor."""
+    grads: dict[int, ArgMetadata] = field(default_factory=dict)
+    """The results that gradients came back to."""
+    backward_ambient: tuple[Hashable, ...] | None = None
+    num_results: int = 0
+
+    @property
+    def metas(self) -> list[ArgMetadata | None]:
+        """The gradient's geometry for each result."""
+        return [self.grads.get(index) for index in range(self.num_results)]
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """A forward or a backward of a recorded call."""
+
+    call: RecordedCall
+    backward: bool
+
+
+class _Outstanding:
+    """A call whose backward has not run; gone with the autograd graph that holds it, if it never does."""
+
+    __slots__ = ("__weakref__", "call", "recorder")
+
+    def __init__(self, call: RecordedCall, recorder: Recorder) -> None:
+        self.call, self.recorder = call, recorder
+
+
+class Recorder:
+    """The order of one session's modules."""
+
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+        """What happened in the round under way."""
+        self.round: list[Event] = []
+        """What happened in the last whole round."""
+        self.rounds: Counter[int] = Counter()
+        """In how many rounds each kind of call occurred, by the id of its site."""
+        self._outstanding: weakref.WeakSet[_Outstanding] = weakref.WeakSet()
+        self._first: ModuleSite | None = None
+        self._producers: dict[int, tuple[weakref.ref[torch.Tensor], RecordedCall, int]] = {}
+        self._seen: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether no recorded call waits for its backward."""
+        return not self._outstanding
+
+    def comes_round(self, site: ModuleSite) -> bool:
+        """Before a call: whether it is the first of a new round; the last one is then complete."""
+        if self._first is None or (site is self._first and self.is_settled):
+            self.round, self.events = self.events, []
+            self._producers.clear()
+            self._seen.clear()
+            for kind in {id(event.call.site) for event in self.round}:
+                self.rounds[kind] += 1
+            self._first = site
+            return bool(self.round)
+        return False
+
+    def forget(self) -> None:
+        """Start over: the next call begins a round."""
+        self.events, self.round, self._first = [], [], None
+        self._producers.clear()
+        self._seen.clear()
+        self.rounds.clear()
+
+    def run(self, site: ModuleSite, leaves: Sequence[Any], structure: Structure, run: Callable[[], Any]) -> Any:
+        """Call the module eagerly and note what goes in and what comes out."""
+        slot = sum(waiting.call.site is site for waiting in self._outstanding)
+        metas = [ArgMetadata.of(leaf) if _is_data(leaf) else leaf for leaf in leaves]
+        call = RecordedCall(site, settled(structure), metas, ambient_key(), slot)
+        for index, leaf in enumerate(leaves):
+            if _is_data(leaf):
+                self._trace(call, index, leaf)
+        self.events.append(Event(call, backward=False))
+        result = run()
+        made = StaticResult(result, {i: leaf for i, leaf in enumerate(leaves) if _is_data(leaf)})
+        call.num_results = len(made.tensors)
+        site.note_result(made)
+        waiting = _Outstanding(call, self) if any(made.differentiable) else None
+        if waiting is not None:
+            self._outstanding.add(waiting)
+        for index, tensor in enumerate(made.tensors):
+            self._producers[id(tensor)] = (weakref.ref(tensor), call, index)
+            if waiting is not None and tensor.requires_grad:
+                tensor.register_hook(functools.partial(_saw_grad, waiting, index))
+        return result
+
+    def _trace(self, call: RecordedCall, index: int, tensor: torch.Tensor) -> None:
+        producer = self._producers.get(id(tensor))
+        if producer is not None and producer[0]() is tensor:
+            call.made_by[index] = (producer[1], producer[2])
+            return
+        seen = self._seen.get(id(tensor))
+        if seen is None or seen[0]() is not tensor:
+            seen = self._seen[id(tensor)] = (weakref.ref(tensor), len(self._seen))
+        call.shared[index] = seen[1]
+
+    def saw_backward(self, waiting: _Outstanding, index: int, grad: torch.Tensor) -> None:
+        """A gradient has come back to a result."""
+        call = waiting.call
+        if waiting in self._outstanding:
+            self._outstanding.discard(waiting)
+            call.backward_ambient = ambient_key()
+            self.events.append(Event(call, backward=True))
+        call.grads[index] = ArgMetadata.of(grad)
+
+
+def _saw_grad(waiting: _Outstanding, index: int, grad: torch.Tensor) -> None:
+    waiting.recorder.saw_backward(waiting, index, grad)
+
+
+def _is_data(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor) and not isinstance(leaf, torch.nn.Parameter)

@@ -1,0 +1,41 @@
+"""The node in autograd's graph that stands for a replayed module.
+
+Its inputs are the tensors through which gradients flow back to the caller, and an anchor: an empty leaf that makes
+autograd build the node where no argument needs a gradient, and that tells a full backward, which reaches every leaf,
+from one that was asked for certain tensors only. Parameters whose gradients the graph itself accumulates are no inputs:
+each input costs the host more than the look at it in the runner.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from stepgraph.capture.runner import Use
+
+
+class ReplayNode(torch.autograd.Function):
+    """Hands out a replayed forward's results, and replays the backward."""
+
+    @staticmethod
+    def forward(ctx: Any, use: Use, anchor: torch.Tensor, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.use = use
+        use.node = weakref.ref(ctx)
+        results = use.hand_out()
+        constant = [t for t, d in zip(results, use.runner.result.differentiable, strict=True) if not d]
+        if constant:
+            ctx.mark_non_differentiable(*constant)
+        ctx.set_materialize_grads(False)
+        return results
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        return (None, None, *ctx.use.backward(grads))
+
+
+def is_replayed(tensor: torch.Tensor) -> bool:
+    """Whether a tensor came straight out of a replayed module, so that its gradient goes straight back into one."""
+    return type(tensor.grad_fn) is ReplayNode._backward_cls

@@ -1,0 +1,227 @@
+"""A runner: one forward graph of a module and its backward graphs, with static memory of their own.
+
+Between a forward and its backward the runner's activations must stay, so a runner serves one call at a time: it is
+FWD_READY, then BWD_READY until the backward has run or the caller has dropped the results. A call that finds no runner
+ready takes another one. Everything that outlives a graph (arguments, results, activations, gradients at the edge) keeps
+its memory for as long as the runner lives; only what lives inside one graph is shared with others. So runners may be
+replayed in any order.
+"""
+
+from __future__ import annotations
+
+import enum
+import weakref
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import torch
+
+from stepgraph.backends import Graph
+from stepgraph.capture.boundary import ArgMetadata, Boundary
+from stepgraph.capture.replay_node import ReplayNode, is_replayed
+from stepgraph.capture.static_result import StaticResult
+from stepgraph.errors import CaptureError, StaleMemoryError
+from stepgraph.state.param_grads import GradPart
+
+
+class RunnerState(enum.Enum):
+    """Which pass a runner is ready for."""
+
+    FWD_READY = 0
+    BWD_READY = 1
+
+
+class BackwardGraph:
+    """One recorded backward: for one set of results that gradients arrive at."""
+
+    def __init__(
+        self,
+        graph: Graph,
+        grads_in: Boundary,
+        grads_out: Sequence[torch.Tensor | None],
+        accumulated: GradPart,
+        marks: Sequence[tuple[torch.Tensor, dict[str, Any]]],
+    ) -> None:
+        self.graph, self.grads_in, self.accumulated = graph, grads_in, accumulated
+        self.grads_out = tuple(grads_out)
+        """The gradient of each input of the node, or None."""
+        self.marks = tuple(marks)
+        """Attributes that the backward sets on parameters."""
+
+
+class Runner:
+    """One forward/backward pair. `capture_backward` records a backward that is not known yet."""
+
+    def __init__(
+        self,
+        graph: Graph,
+        boundary: Boundary,
+        result: StaticResult,
+        mutated: Sequence[int],
+        flows: Sequence[int],
+        outside: Sequence[torch.Tensor],
+        saved: frozenset[int],
+        anchor: torch.Tensor,
+        rivals: weakref.WeakSet[Use],
+    ) -> None:
+        self.graph, self.boundary, self.result = graph, boundary, result
+        self.flows = tuple(flows)
+        """The arguments that gradients flow back to, by leaf index."""
+        self.outside = tuple(outside)
+        """Parameters whose gradients autograd accumulates."""
+        self.backwards: dict[Hashable, BackwardGraph] = {}
+        self.capture_backward: Callable[[Runner, Sequence[ArgMetadata | None]], BackwardGraph] | None = None
+        self.state = RunnerState.FWD_READY
+        self.forwards = self.backward_runs = 0
+        self.anchor = anchor
+        self._anchor_node = torch.autograd.graph.get_gradient_edge(anchor).node if anchor.requires_grad else None
+        self._mutated = tuple(mutated)
+        self._saved_inputs = [i for i in flows if boundary.tensors[i].untyped_storage()._cdata in saved]
+        self._saved_results = [
+            i for i, t in enumerate(result.tensors) if t.untyped_storage()._cdata in saved and result.differentiable[i]
+        ]
+        self.rivals = rivals
+        """Calls under way, of all runners that add to the same gradients."""
+        self.retired = False
+
+    def run(self, leaves: Sequence[Any]) -> Any:
+        """Replay the forward for these arguments; under autograd where gradients can flow."""
+        self.boundary.load(leaves)
+        self.graph.replay()
+        self.forwards += 1
+        for index in self._mutated:
+            with torch.no_grad():
+                leaves[index].copy_(self.boundary.tensors[index])
+        if not self.anchor.requires_grad:
+            return self.result.build(self.result.hand_out(), leaves)
+        self.state = RunnerState.BWD_READY
+        use = Use(self, leaves, self._saved_inputs)
+        self.rivals.add(use)
+        inputs = [leaves[i] for i in self.flows]
+        results = ReplayNode.apply(use, self.anchor, *inputs, *self.outside)  # type: ignore[no-untyped-call]
+        return self.result.build(results, leaves)
+
+    def release(self) -> None:
+        """The call is over: ready for the next one."""
+        self.state = RunnerState.FWD_READY
+        if self.retired:
+            self.free()
+
+    def retire(self) -> None:
+        """Free the graphs, now or when the call under way is over."""
+        self.retired = True
+        if self.state is RunnerState.FWD_READY:
+            self.free()
+
+    def free(self) -> None:
+        """Free the graphs."""
+        self.graph.free()
+        for backward in self.backwards.values():
+            backward.graph.free()
+        self.backwards.clear()
+
+
+class Use:
+    """One call of a runner, from its forward to its backward."""
+
+    __slots__ = ("__weakref__", "_aliases", "_done", "_number", "_probes", "node", "runner")
+
+    def __init__(self, runner: Runner, leaves: Sequence[Any], saved_inputs: Sequence[int]) -> None:
+        self.runner = runner
+        self.node: weakref.ref[Any] | None = None
+        self._number = runner.forwards
+        self._done = False
+        # a gradient that goes straight back into a replayed module is read there and then, any other one is copied
+        self._aliases = [is_replayed(leaves[i]) for i in runner.flows]
+        tensors = runner.boundary.tensors
+        chained = [leaves[i] for i in saved_inputs if leaves[i].data_ptr() == tensors[i].data_ptr()]
+        self._probes = [_probe(tensor) for tensor in chained]
+
+    def hand_out(self) -> tuple[torch.Tensor, ...]:
+        """The results, free of history."""
+        results = self.runner.result.hand_out()
+        self._probes += [_probe(results[i]) for i in self.runner._saved_results if not self.runner.result.copied[i]]
+        return results
+
+    def backward(self, grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        """Replay the backward for these gradients of the results."""
+        runner = self.runner
+        self._check()
+        metas = [None if grad is None else ArgMetadata.of(grad) for grad in grads]
+        recorded = runner.backwards.get((*metas, *_autocast()))
+        if recorded is None:
+            assert runner.capture_backward is not None
+            recorded = runner.capture_backward(runner, metas)
+        several = len(runner.rivals) > 1 and any(_will_run(other) for other in runner.rivals if other is not self)
+        recorded.accumulated.attach()
+        if several:
+            recorded.accumulated.begin_sum(torch._C._current_graph_task_id())
+        recorded.grads_in.load(grads)
+        recorded.graph.replay()
+        runner.backward_runs += 1
+        if not several:
+            recorded.accumulated.end_sum()
+        for parameter, marks in recorded.marks:
+            parameter.__dict__.update(marks)
+        found: list[torch.Tensor | None] = []
+        for index, grad in enumerate(recorded.grads_out):
+            alias = index < len(self._aliases) and self._aliases[index]
+            found.append(grad if grad is None else grad.data if alias else grad.clone())
+        self._end()
+        return found
+
+    def _check(self) -> None:
+        runner = self.runner
+        if torch.is_grad_enabled():
+            raise CaptureError(
+                "a backward with create_graph=True reached a graphed module",
+                rule="create-graph",
+                why="a replayed backward has no graph of its own: the second derivative would be a constant.",
+                fix="leave this module out of the scope, or close the graphs for that part of the training.",
+            )
+        if runner._anchor_node is not None and not torch._C._will_engine_execute_node(runner._anchor_node):
+            raise CaptureError(
+                "a backward for certain tensors only (autograd.grad, or backward(inputs=...)) reached a graphed module",
+                rule="partial-backward",
+                why="the recorded backward computes, and accumulates, the gradients of all its parameters.",
+                fix="call loss.backward() without inputs=, or leave this module out of the scope.",
+            )
+        if runner.forwards != self._number or (runner.retired and runner.state is RunnerState.FWD_READY):
+            raise StaleMemoryError(
+                "a second backward through a graphed module that was called again since",
+                rule="stale-memory",
+                why="its activations were overwritten by the later call.",
+                fix="run the backward (with retain_graph) before the module is called again.",
+            )
+        for probe, version in self._probes:
+            if probe._version != version:
+                raise CaptureError(
+                    "a tensor that a graphed module's backward needs was changed in place after its forward",
+                    rule="inplace-saved",
+                    details=[f"a tensor of shape {list(probe.shape)}, version {version} -> {probe._version}"],
+                    why="the activations lie in this memory; eager autograd refuses the same.",
+                    fix="use the out-of-place form of the operation that changes it.",
+                )
+
+    def _end(self) -> None:
+        if not self._done:
+            self._done = True
+            self._probes = []  # the node may live on with a loss that is kept, and must hold no memory
+            self.runner.rivals.discard(self)
+            self.runner.release()
+
+    def __del__(self) -> None:
+        self._end()  # the results were dropped without a backward
+
+
+def _probe(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
+    return tensor.detach(), tensor._version
+
+
+def _will_run(use: Use) -> bool:
+    node = use.node() if use.node is not None else None
+    return node is not None and torch._C._will_engine_execute_node(node)
+
+
+def _autocast() -> tuple[Hashable, ...]:
+    return tuple(torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) for device in ("cuda", "cpu"))

@@ -1,0 +1,94 @@
+"""What a module's graph returns: tensors in static memory, inputs passed through, plain values.
+
+A tensor is handed out as it lies, without a copy, because mostly the next graph reads it there. If a caller still
+holds it, or a view of it, when the graph is to run again, it would change under their eyes; so before each run the
+references to its memory are counted, and a tensor that was found to be kept is copied from then on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from stepgraph.tree import Structure, flatten, settled, unflatten
+
+
+@dataclass(frozen=True, slots=True)
+class _Passed:
+    """A result that is an argument of the call, by its index among the leaves."""
+
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Tensor:
+    """A result that the graph computes, by its index among the result's tensors."""
+
+    index: int
+
+
+class StaticResult:
+    """The results of a recorded call."""
+
+    def __init__(self, tree: Any, inputs: dict[int, torch.Tensor]) -> None:
+        leaves, structure = flatten(tree)
+        self.structure: Structure = settled(structure)
+        self.tensors: list[torch.Tensor] = []
+        """The tensors that the graph computes, each once, with their autograd history."""
+        passed = {id(tensor): index for index, tensor in inputs.items()}
+        found: dict[int, int] = {}
+        self._leaves: list[Any] = []
+        for leaf in leaves:
+            if not isinstance(leaf, torch.Tensor):
+                self._leaves.append(leaf)
+            elif id(leaf) in passed:
+                self._leaves.append(_Passed(passed[id(leaf)]))
+            else:
+                if id(leaf) not in found:
+                    found[id(leaf)] = len(self.tensors)
+                    self.tensors.append(leaf)
+                self._leaves.append(_Tensor(found[id(leaf)]))
+        self._plain = [leaf.data for leaf in self.tensors]
+        self._storages = [t.untyped_storage()._cdata for t in self._plain]
+        self._references = [0] * len(self.tensors)
+        self.copied = [False] * len(self.tensors)
+        """Which tensors are handed out as copies."""
+        self.differentiable = [tensor.requires_grad for tensor in self.tensors]
+        self._single = len(self._leaves) == 1 and self.structure.kind is None and isinstance(self._leaves[0], _Tensor)
+
+    def count_references(self) -> None:
+        """Once all graphs that know these tensors are recorded: how many references are our own."""
+        self._references = [torch._C._storage_Use_Count(cdata) for cdata in self._storages]
+
+    def note_kept(self) -> bool:
+        """Whether a caller still holds a tensor of the last run that was not a copy; those are copied from now on."""
+        found = False
+        for index, (cdata, own) in enumerate(zip(self._storages, self._references, strict=True)):
+            if not self.copied[index] and torch._C._storage_Use_Count(cdata) > own:
+                self.copied[index] = found = True
+        return found
+
+    def hand_out(self) -> tuple[torch.Tensor, ...]:
+        """The tensors, free of history."""
+        # `.data` is no view: a caller may change it in place, as they may any module's result
+        return tuple([t.clone() if c else t.data for t, c in zip(self._plain, self.copied, strict=True)])
+
+    def build(self, tensors: Sequence[torch.Tensor], leaves: Sequence[Any]) -> Any:
+        """The result around these tensors, for a call with these arguments."""
+        if self._single:
+            return tensors[0]
+        return unflatten(self.structure, [_fill(leaf, tensors, leaves) for leaf in self._leaves])
+
+    @property
+    def plain_values(self) -> list[Any]:
+        """What no replay computes again."""
+        return ["tensor" if isinstance(leaf, (_Passed, _Tensor)) else leaf for leaf in self._leaves]
+
+
+def _fill(leaf: Any, tensors: Sequence[torch.Tensor], leaves: Sequence[Any]) -> Any:
+    if isinstance(leaf, _Tensor):
+        return tensors[leaf.index]
+    return leaves[leaf.index] if isinstance(leaf, _Passed) else leaf

@@ -1,0 +1,116 @@
+"""What the language models here share: the two ends of the network, and how its weights start.
+
+Tokens become vectors, blocks add to them one after the other, a norm and a linear head turn them into logits. The
+models differ in their blocks only. So a model makes its blocks and runs them; embedding, head, loss and first weights
+are written once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+__all__ = ["LanguageModel", "ModelConfig", "RMSNorm", "autocast_dtype"]
+
+_INIT_STD = 0.02
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """The part of a model's shape that does not depend on its kind of block."""
+
+    vocab_size: int
+    """Number of tokens the embedding and the head know."""
+
+    num_layers: int
+    """Number of blocks."""
+
+    hidden_size: int
+    """Width of the residual stream."""
+
+    dropout: float = 0.0
+    """Probability of dropping an embedding, an attention weight or a residual branch's element in training."""
+
+    tie_embeddings: bool = False
+    """Whether the head uses the embedding's weight."""
+
+    norm_eps: float = 1e-5
+    """Added to the mean square in RMSNorm."""
+
+    def __post_init__(self) -> None:
+        self._require_positive("vocab_size", "num_layers", "hidden_size")
+        self._require(0.0 <= self.dropout < 1.0, f"`dropout` is {self.dropout}; it must be in [0, 1)")
+
+    def _require_positive(self, *names: str) -> None:
+        for name in names:
+            self._require(getattr(self, name) >= 1, f"`{name}` is {getattr(self, name)}; it must be at least 1")
+
+    def _require(self, holds: bool, otherwise: str) -> None:
+        if not holds:
+            raise ValueError(f"{type(self).__name__}: {otherwise}")
+
+
+class RMSNorm(nn.Module):
+    """Scales each vector to unit root mean square, then by a learned weight."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalize the last dimension of `x`."""
+        # the types differ behind a linear layer under autocast, where torch has no fused kernel for two
+        return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps)
+
+
+def autocast_dtype(device_type: str) -> torch.dtype | None:
+    """Return the type in which autocast has matrix products computed on such a device, or None where it is off."""
+    if not torch.amp.is_autocast_available(device_type) or not torch.is_autocast_enabled(device_type):
+        return None
+    return torch.get_autocast_dtype(device_type)
+
+
+class LanguageModel(nn.Module):
+    """Embedding, blocks, norm and head; a subclass runs the blocks between `embed` and `read_out`."""
+
+    def __init__(self, config: ModelConfig, blocks: Iterable[nn.Module]) -> None:
+        super().__init__()
+        self.config = config
+        self.embedding = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.dropout = nn.Dropout(config.dropout)
+        self.blocks = nn.ModuleList(blocks)
+        self.norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        if config.tie_embeddings:
+            self.head.weight = self.embedding.weight
+        self._init_weights()
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Turn `tokens` [batch, sequence] into the residual stream."""
+        out: Tensor = self.dropout(self.embedding(tokens))
+        return out
+
+    def read_out(self, x: Tensor, targets: Tensor | None) -> Tensor:
+        """Return the logits for the residual stream `x`, or with `targets` the mean cross-entropy in float32.
+
+        A target of -100 is left out of the mean.
+        """
+        logits: Tensor = self.head(self.norm(x))
+        if targets is None:
+            return logits
+        return F.cross_entropy(logits.flatten(0, -2).float(), targets.flatten())
+
+    @torch.no_grad()
+    def _init_weights(self) -> None:
+        # A block adds one or two branches to the residual stream; scaled, they do not make it grow with depth.
+        branch_std = _INIT_STD / (2 * self.config.num_layers) ** 0.5
+        for name, parameter in self.named_parameters():
+            path = name.removesuffix(".weight")
+            if parameter.dim() > 1 and not path.endswith("conv"):  # a filter of a few taps is no matrix
+                is_branch_end = path.endswith(("out_proj", "down_proj"))
+                nn.init.normal_(parameter, std=branch_std if is_branch_end else _INIT_STD)

@@ -1,0 +1,188 @@
+"""A GPT whose MLPs are mixtures of experts, in plain torch.
+
+Attention is the dense GPT's. In place of one MLP a layer has many, the experts, and a router that chooses a few of
+them for each token. The layer is written as the four parts that it is made of, each a method with tensors in and
+tensors out: `route` (norm, router, shared expert), `preprocess` (which token goes where), `run_experts` (copy the
+tokens there and compute), `combine` (bring them back, weighted).
+
+How the experts run is a choice with a price:
+
+- `"grouped"` computes exactly the chosen rows. How many each expert has stays on the device. Where torch has no such
+  kernel (see `Experts.can_group`), each expert gets room for all tokens: as static and as exact, but it computes
+  `num_experts / top_k` times as much.
+- `"capacity"` gives each expert the same number of slots and drops choices that find none left.
+- `"loop"` computes exactly the chosen rows too, expert by expert, and reads on the host how many there are.
+
+What training needs beside the output is returned, not kept: the auxiliary loss to add to the loss, and how many
+choices each expert got, for `update_bias` after the step. A forward changes nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from stepgraph.models.experts import Experts, Placement, collect, dispatch, place_padded, place_sorted
+from stepgraph.models.gpt import MLP, Attention, RotaryPositions, check_length
+from stepgraph.models.language_model import LanguageModel, RMSNorm
+from stepgraph.models.moe_config import MoEConfig
+from stepgraph.models.router import Router
+
+__all__ = ["MoE", "MoEGPT", "MoEOutput", "Routing"]
+
+
+class Routing(NamedTuple):
+    """What `MoE.route` finds out about a batch of tokens."""
+
+    hidden: Tensor
+    """[tokens, width] the tokens, normed: what the experts get."""
+
+    weights: Tensor
+    """[tokens, top_k] the factor on each chosen expert's output."""
+
+    choices: Tensor
+    """[tokens, top_k] the chosen experts, the highest score first."""
+
+    load: Tensor
+    """[experts] how often each expert was chosen."""
+
+    aux_loss: Tensor
+    """The load-balancing loss: 1 where tokens and scores are spread evenly, up to `num_experts / top_k`."""
+
+    shared: Tensor | None
+    """[tokens, width] the shared expert's output, if there is one."""
+
+
+class SharedExpert(nn.Module):
+    """An MLP that every token passes, scaled by a gate of its own if the config asks for one."""
+
+    def __init__(self, config: MoEConfig) -> None:
+        super().__init__()
+        self.mlp = MLP(config.hidden_size, config.shared_ffn_size)
+        self.gate = nn.Linear(config.hidden_size, 1, bias=False) if config.shared_gate else None
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Transform each token of `hidden` by itself."""
+        out: Tensor = self.mlp(hidden)
+        return out if self.gate is None else out * self.gate(hidden).sigmoid()
+
+
+class MoE(nn.Module):
+    """The feed-forward branch of a layer: its norm, router, experts and shared expert."""
+
+    def __init__(self, config: MoEConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.router = Router(config)
+        self.shared = SharedExpert(config) if config.shared_ffn_size else None
+        self.experts = Experts(config.num_experts, config.hidden_size, config.ffn_size)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the branch's output for the residual stream `x`, the auxiliary loss and the load."""
+        routing = self.route(x)
+        placement = self.preprocess(routing.choices)
+        expert_out = self.run_experts(routing.hidden, placement)
+        out = self.combine(expert_out, routing.weights, placement, routing.shared)
+        return out.view_as(x), routing.aux_loss, routing.load
+
+    def route(self, x: Tensor) -> Routing:
+        """Norm the tokens of `x`, choose their experts, and run the shared one."""
+        hidden = self.norm(x).flatten(0, -2)
+        weights, choices, load, aux_loss = self.router(hidden)
+        shared = None if self.shared is None else self.shared(hidden)
+        return Routing(hidden, weights, choices, load, aux_loss, shared)
+
+    def preprocess(self, choices: Tensor) -> Placement:
+        """Find a slot for every choice."""
+        config = self.config
+        if config.experts == "capacity":
+            even_share = choices.numel() / config.num_experts
+            capacity = min(math.ceil(even_share * config.capacity_factor), choices.shape[0])
+        elif config.experts == "grouped" and not self.experts.can_group():
+            capacity = choices.shape[0]  # no expert can be chosen by more: nothing is dropped
+        else:
+            return place_sorted(choices, self.router.expert_ids)
+        return place_padded(choices, self.router.expert_ids, capacity)
+
+    def run_experts(self, hidden: Tensor, placement: Placement) -> Tensor:
+        """Copy tokens into their slots and run each expert on its own."""
+        slots = dispatch(hidden, placement)
+        if placement.filled is not None:
+            return self.experts.padded(slots)
+        if self.config.experts == "loop":
+            return self.experts.loop(slots, placement.ends)
+        return self.experts.grouped(slots, placement.ends)
+
+    def combine(self, expert_out: Tensor, weights: Tensor, placement: Placement, shared: Tensor | None) -> Tensor:
+        """Add up each token's experts by weight, and the shared one."""
+        rows = collect(expert_out, placement).view(*weights.shape, -1)
+        out = torch.bmm(weights.to(rows.dtype).unsqueeze(1), rows).squeeze(1)
+        return out if shared is None else out + shared
+
+
+class MoEBlock(nn.Module):
+    """One layer: attention, then the experts, each normed before and added to the residual stream."""
+
+    def __init__(self, config: MoEConfig) -> None:
+        super().__init__()
+        self.attn_norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.attn = Attention(config)
+        self.moe = MoE(config)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, x: Tensor, rotary: RotaryPositions) -> tuple[Tensor, Tensor, Tensor]:
+        """Add this layer's two branches to the residual stream `x`; return it, the auxiliary loss and the load."""
+        x = x + self.dropout(self.attn(self.attn_norm(x), rotary))
+        out, aux_loss, load = self.moe(x)
+        return x + self.dropout(out), aux_loss, load
+
+
+class MoEOutput(NamedTuple):
+    """What `MoEGPT` returns."""
+
+    out: Tensor
+    """The logits, or the mean cross-entropy where targets were given."""
+
+    aux_loss: Tensor
+    """The load-balancing loss, mean of the layers: add it to the loss with a small weight."""
+
+    load: Tensor
+    """[layers, experts] how often each expert was chosen; what `MoEGPT.update_bias` wants."""
+
+
+class MoEGPT(LanguageModel):
+    """A GPT with experts whose weights follow from torch's global seed.
+
+    Example:
+        `out, aux_loss, load = MoEGPT(MoEConfig.tiny())(tokens, targets); (out + 0.01 * aux_loss).backward()`
+    """
+
+    config: MoEConfig
+
+    def __init__(self, config: MoEConfig) -> None:
+        super().__init__(config, (MoEBlock(config) for _ in range(config.num_layers)))
+        self.rotary = RotaryPositions(config.head_size, config.max_seq_len, config.rope_base)
+
+    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> MoEOutput:
+        """Return the logits for `tokens` [batch, sequence], or with `targets` the loss, and the state of balance."""
+        check_length(self, tokens, self.config)
+        x = self.embed(tokens)
+        aux_losses, loads = [], []
+        for block in self.blocks:
+            x, aux_loss, load = block(x, self.rotary)
+            aux_losses.append(aux_loss)
+            loads.append(load)
+        return MoEOutput(self.read_out(x, targets), torch.stack(aux_losses).mean(), torch.stack(loads))
+
+    def update_bias(self, load: Tensor) -> None:
+        """Move every router's bias one step toward even `load` [layers, experts]: once a step, after all microbatches.
+
+        Works on the device, without a read on the host, so it may be part of a captured step.
+        """
+        routers = [module for module in self.modules() if isinstance(module, Router)]
+        for router, of_layer in zip(routers, load.unbind(), strict=True):
+            router.update_bias(of_layer)

@@ -1,0 +1,61 @@
+"""Graphs go before process groups.
+
+A graph with a collective in it holds on to its communicator, and NCCL does not let a communicator go before every such
+graph is gone: `destroy_process_group()` at the end of a script would hang (pytorch#115388). At the interpreter's exit
+sessions free their graphs first by themselves. For groups that are shut down earlier, and torch has no event for that,
+the two methods in which it ends are wrapped for as long as anyone has graphs to free.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+
+_ENDS = ("shutdown", "abort")
+_LISTENERS = "__stepgraph_listeners__"
+
+
+def is_distributed() -> bool:
+    """Whether there is a process group."""
+    return dist.is_available() and dist.is_initialized()
+
+
+class BeforeGroupsEnd:
+    """Calls back before any process group is shut down, until it is closed. Instances may be closed in any order."""
+
+    def __init__(self, call: Callable[[], None]) -> None:
+        self._call = call
+        for name in _ENDS:
+            end = vars(dist.ProcessGroup).get(name)
+            if end is None:
+                continue
+            if not hasattr(end, _LISTENERS):
+                end = _announcing(end)
+                setattr(dist.ProcessGroup, name, end)
+            getattr(end, _LISTENERS).append(call)
+
+    def close(self) -> None:
+        """Call back no more; the last one to leave puts torch's own methods back."""
+        for name in _ENDS:
+            end = vars(dist.ProcessGroup).get(name)
+            listeners = getattr(end, _LISTENERS, [])
+            if self._call in listeners:
+                listeners.remove(self._call)
+                if not listeners:
+                    setattr(dist.ProcessGroup, name, end.__wrapped__)  # type: ignore[union-attr]
+
+
+def _announcing(end: Any) -> Any:
+    listeners: list[Callable[[], None]] = []
+
+    @functools.wraps(end)
+    def announced(group: Any, *args: Any, **kwargs: Any) -> Any:
+        for call in tuple(listeners):
+            call()
+        return end.__get__(group)(*args, **kwargs)
+
+    setattr(announced, _LISTENERS, listeners)
+    return announced

@@ -1,0 +1,309 @@
+"""Gradients that outlive a call: accumulated inside a step, across steps, across sessions, captured and eager in turn.
+
+`.grad` is memory that everyone shares: two captured functions, the loop between them, a call that happens to run
+eagerly. Wherever it comes from (None, another graph's buffer, a tensor of the user's), the next call must add to what
+is there, and what it leaves must be there for whoever comes next. All is compared after every call, not at the end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import stepgraph
+from tests.harness import Program, assert_captured_equals_eager, assert_same_history, snapshot
+
+MICROBATCHES, UPDATES = 3, 8
+
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=1e-2),
+    "adamw fused": lambda p: torch.optim.AdamW(p, lr=1e-2, fused=True),
+}
+
+
+class Synced(nn.Module):
+    """As data parallel wrappers do: gradients are averaged on the way back, unless under `no_sync()`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.1), nn.Linear(16, 4))
+        self.require_sync = True
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        before, self.require_sync = self.require_sync, False
+        try:
+            yield
+        finally:
+            self.require_sync = before
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.body(x)
+        return out
+
+    def sync(self) -> None:
+        """What the reducer would do with every gradient."""
+        if self.require_sync:
+            for parameter in self.parameters():
+                assert parameter.grad is not None
+                parameter.grad.mul_(0.5).add_(0.25)
+
+
+@dataclass
+class Loop:
+    """Accumulation over two functions, and the calls made so far: the state after each of them."""
+
+    program: Program
+    model: Synced
+    optimizer: torch.optim.Optimizer
+    device: torch.device
+    history: list[Any] = field(default_factory=list)
+
+    def accumulate(self, x: torch.Tensor, last: bool = True) -> torch.Tensor:
+        """Forward and backward of a microbatch; the gradients are synchronised after the last one."""
+        with contextlib.nullcontext() if last else self.model.no_sync():
+            loss = self.model(x).pow(2).mean() / MICROBATCHES
+            loss.backward()
+            self.model.sync()
+        return loss
+
+    def update(self) -> None:
+        self.optimizer.step()
+
+    def update_and_zero(self) -> None:
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def update_and_zero_in_place(self) -> None:
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=False)
+
+    def note(self, result: torch.Tensor | None) -> None:
+        kept = [] if result is None else [result.detach().clone()]
+        self.history.append((kept, snapshot(self.program, self.device)))
+
+
+def build(device: torch.device, optimizer: str = "adamw") -> Loop:
+    torch.manual_seed(7)
+    model = Synced().to(device)
+    made = OPTIMIZERS[optimizer](model.parameters())
+    torch.manual_seed(11)
+    return Loop(Program(lambda: None, [], [model], [made]), model, made, device)
+
+
+def batches(device: torch.device) -> torch.Tensor:
+    return torch.randn(UPDATES, MICROBATCHES, 4, 8, device=device, generator=torch.Generator(device).manual_seed(3))
+
+
+ZERO: dict[str, tuple[str, Callable[[torch.optim.Optimizer], None]]] = {
+    "inside, to none": ("update_and_zero", lambda optimizer: None),
+    "inside, in place": ("update_and_zero_in_place", lambda optimizer: None),
+    "outside, to none": ("update", lambda optimizer: optimizer.zero_grad(set_to_none=True)),
+    "outside, in place": ("update", lambda optimizer: optimizer.zero_grad(set_to_none=False)),
+    "never": ("update", lambda optimizer: None),
+}
+"""Which function updates, and what the loop does after it."""
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "start", "sessions"),
+    [("adamw", "none", 1), ("adamw", "present", 2), ("adamw fused", "none", 2), ("sgd", "present", 1)],
+    ids=lambda value: f"{value} sessions" if isinstance(value, int) else value,
+)
+@pytest.mark.parametrize("zero", ZERO)
+def test_accumulation_across_two_functions_equals_eager(
+    zero: str, optimizer: str, start: str, sessions: int, device: torch.device
+) -> None:
+    name, afterwards = ZERO[zero]
+
+    def run(loop: Loop, accumulate: Any, update: Any) -> list[Any]:
+        if start == "present":
+            for parameter in loop.model.parameters():
+                parameter.grad = torch.full_like(parameter, 0.5)
+        for step in batches(device):
+            for i, x in enumerate(step):
+                loop.note(accumulate(x, last=i == MICROBATCHES - 1))
+            update()
+            afterwards(loop.optimizer)
+            loop.note(None)
+        return loop.history
+
+    eager = build(device, optimizer)
+    expected = run(eager, eager.accumulate, getattr(eager, name))
+    loop = build(device, optimizer)
+    with stepgraph.Session() as one, stepgraph.Session() as two:
+        accumulate = stepgraph.capture(loop.accumulate, session=one)
+        update = stepgraph.capture(getattr(loop, name), session=(one, two)[sessions - 1])
+        received = run(loop, accumulate, update)
+        reports = accumulate.report(), update.report()
+    assert_same_history(expected, received, "captured differs from eager")
+    assert reports[0].replays >= (UPDATES - 4) * MICROBATCHES
+    assert reports[1].replays == UPDATES - 3
+    assert [report.recaptures for report in reports] == [0, 0]
+    assert set(reports[0].eager_reasons) == {"warm-up"}
+
+
+def test_accumulation_branch_as_an_argument_is_a_graph_of_its_own(device: torch.device) -> None:
+    """`last` is part of the signature: each of its values has a graph, and neither is taken for the other."""
+    loop = build(device)
+    with stepgraph.capture(loop.accumulate) as accumulate:
+        for step in batches(device):
+            for i, x in enumerate(step):
+                accumulate(x, last=i == MICROBATCHES - 1)
+        report = accumulate.report()
+    named = {signature.partition("last=")[2].partition(",")[0].partition(" ")[0] for signature in report.signatures}
+    assert named == {"True", "False"}
+    assert report.recaptures == 0
+
+
+def test_accumulation_no_sync_around_the_call_is_never_frozen(device: torch.device) -> None:
+    """The branch taken by a flag on the model, which the step reads, is noticed: told, and counted."""
+
+    def run(loop: Loop, accumulate: Any) -> list[Any]:
+        for step in batches(device):
+            for i, x in enumerate(step):
+                with contextlib.nullcontext() if i == MICROBATCHES - 1 else loop.model.no_sync():
+                    loop.note(accumulate(x))
+            loop.update_and_zero()
+        return loop.history
+
+    eager = build(device)
+    expected = run(eager, eager.accumulate)
+    loop = build(device)
+    with stepgraph.capture(loop.accumulate) as accumulate:
+        with pytest.warns(stepgraph.StepgraphWarning, match="require_sync"):
+            received = run(loop, accumulate)
+        assert any("require_sync" in reason for reason in accumulate.report().recapture_reasons)
+    assert_same_history(expected, received, "captured differs from eager")
+
+
+SWITCHES: dict[str, Callable[[int], bool]] = {
+    "every other call": lambda call: call % 2 == 0,
+    "eager in the middle": lambda call: call % MICROBATCHES != 1,
+    "eager first": lambda call: call % MICROBATCHES != 0,
+    "eager last": lambda call: call % MICROBATCHES != MICROBATCHES - 1,
+    "whole updates": lambda call: call // MICROBATCHES % 2 == 0,
+}
+"""Which calls are captured."""
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "to_none"), [("adamw", True), ("adamw fused", False)], ids=["adamw to none", "adamw fused in place"]
+)
+@pytest.mark.parametrize("switch", SWITCHES)
+def test_accumulation_captured_and_eager_calls_in_turn(
+    switch: str, optimizer: str, to_none: bool, device: torch.device
+) -> None:
+    """An eager call adds to the buffer that a graph left, a graph to what an eager call left."""
+
+    def run(loop: Loop, accumulate: Any, update: Any) -> list[Any]:
+        for number, step in enumerate(batches(device)):
+            for i, x in enumerate(step):
+                captured = SWITCHES[switch](number * MICROBATCHES + i)
+                loop.note((accumulate if captured else loop.accumulate)(x, last=True))
+            (update if number % 4 else loop.update)()
+            loop.optimizer.zero_grad(set_to_none=to_none)
+            loop.note(None)
+        return loop.history
+
+    eager = build(device, optimizer)
+    expected = run(eager, eager.accumulate, eager.update)
+    loop = build(device, optimizer)
+    with stepgraph.Session() as session:
+        accumulate = stepgraph.capture(loop.accumulate, session=session)
+        update = stepgraph.capture(loop.update, session=session)
+        assert_same_history(expected, run(loop, accumulate, update), "captured differs from eager")
+        assert accumulate.report().replays > UPDATES
+        assert update.report().replays == UPDATES - 2 - 3  # two of them are the loop's own
+
+
+def test_accumulation_gradients_kept_by_the_loop_are_its_own(device: torch.device) -> None:
+    """Copies taken between calls stay; so does a tensor of the user's that was `.grad` before a captured call."""
+    loop = build(device)
+    (weight, *_) = loop.model.parameters()
+    with stepgraph.capture(loop.accumulate) as accumulate:
+        copies = []
+        for step in batches(device):
+            accumulate(step[0])
+            assert weight.grad is not None
+            copies.append((weight.grad.clone(), weight.grad.sum().item()))
+        mine = torch.ones_like(weight)
+        weight.grad = mine
+        accumulate(batches(device)[0][0])
+        assert accumulate.report().replays == UPDATES - 2
+    assert all(copy.sum().item() == total for copy, total in copies)
+    assert mine.sum().item() == weight.numel() or weight.grad is mine
+
+
+INSIDE: dict[str, bool | None] = {"to none": True, "in place": False, "as it comes": None}
+
+
+@pytest.mark.parametrize("zero", INSIDE)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_accumulation_inside_one_step(optimizer: str, zero: str, device: torch.device) -> None:
+    """Microbatches in one step with clipping, the gradients zeroed in the step, or by the loop every second call."""
+
+    def build_one(device: torch.device) -> Program:
+        model = Synced().to(device)
+        made = OPTIMIZERS[optimizer](model.parameters())
+        to_none = INSIDE[zero]
+
+        def step(stacked: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            if to_none is not None:
+                made.zero_grad(set_to_none=to_none)
+            losses = []
+            for i, x in enumerate(stacked.unbind(0)):
+                with contextlib.nullcontext() if i == MICROBATCHES - 1 else model.no_sync():
+                    loss = model(x).pow(2).mean() / MICROBATCHES
+                    loss.backward()
+                    model.sync()
+                losses.append(loss.detach())
+            norm = nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            made.step()
+            return torch.stack(losses), norm
+
+        def before_call(index: int) -> None:
+            if to_none is None and index % 2:
+                made.zero_grad(set_to_none=index % 4 == 1)
+
+        return Program(
+            step,
+            [(torch.randn(MICROBATCHES, 4, 8, device=device),) for _ in range(16)],
+            [model],
+            [made],
+            before_call=before_call,
+        )
+
+    report = assert_captured_equals_eager(build_one, device)
+    assert report.recaptures == 0
+    assert set(report.eager_reasons) == {"warm-up"}
+
+
+def test_accumulation_number_of_microbatches_as_an_argument(device: torch.device) -> None:
+    """Another number of microbatches is another graph, never the old one with fewer or more of them."""
+
+    def build_one(device: torch.device) -> Program:
+        model = nn.Linear(8, 4).to(device)
+        made = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def step(x: torch.Tensor, num_microbatches: int) -> torch.Tensor:
+            made.zero_grad()
+            total = torch.zeros((), device=device)
+            for micro in x.chunk(num_microbatches):
+                loss = model(micro).pow(2).mean() / num_microbatches
+                loss.backward()
+                total += loss.detach()
+            made.step()
+            return total
+
+        numbers = [1, 2, 4] * 6
+        return Program(step, [(torch.randn(8, 8, device=device), n) for n in numbers], [model], [made])
+
+    assert assert_captured_equals_eager(build_one, device).graphs == 3

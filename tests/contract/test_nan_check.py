@@ -1,0 +1,130 @@
+"""`nan_check="device"`: NaN and inf noticed one call later, by name, in warm-up and in replays alike."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import stepgraph
+from tests.harness import Program, assert_captured_equals_eager
+
+GOOD = 12
+
+
+def batches(device: torch.device, bad_at: int | None = None, value: float = float("nan")) -> list[torch.Tensor]:
+    found = [torch.randn(4, 8, device=device) for _ in range(GOOD)]
+    if bad_at is not None:
+        found[bad_at][1, 2] = value
+    return found
+
+
+def program(device: torch.device, *, fused: bool = False) -> Program:
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4)).to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=fused)
+
+    def step(x: torch.Tensor) -> dict[str, torch.Tensor]:
+        optimizer.zero_grad()
+        loss = model(x).pow(2).mean()
+        loss.backward()
+        optimizer.step()
+        return {"loss": loss, "count": torch.ones(2, dtype=torch.int64, device=x.device)}
+
+    return Program(step, [(x,) for x in batches(device)], [model], [optimizer])
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_nan_check_changes_nothing_while_all_is_finite(fused: bool, device: torch.device) -> None:
+    report = assert_captured_equals_eager(lambda d: program(d, fused=fused), device, nan_check="device")
+    assert report.segments == (1 if fused else 3)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("bad_at", [0, 2, 3, 7])
+@pytest.mark.parametrize("fused", [False, True])
+def test_nan_check_names_the_call_and_the_tensor_one_call_later(
+    bad_at: int, value: float, fused: bool, device: torch.device
+) -> None:
+    made = program(device, fused=fused)
+    inputs = batches(device, bad_at, value)
+    with pytest.raises(stepgraph.NonFinite) as caught, stepgraph.capture(made.step, nan_check="device") as step:
+        for x in inputs[: bad_at + 1]:
+            step(x)  # not yet
+        stepgraph.backend_for(device).synchronize()
+        step(inputs[-1])
+    assert f"was not finite in call {bad_at + 1}" in str(caught.value)
+    assert "Sequential" in str(caught.value)
+    assert ".grad" in str(caught.value)
+
+
+def test_nan_check_at_close_waits_for_what_is_left(device: torch.device) -> None:
+    made = program(device)
+    step = stepgraph.capture(made.step, nan_check="device")
+    for x in batches(device, bad_at=GOOD - 1):
+        step(x)
+    with pytest.raises(stepgraph.NonFinite, match=f"in call {GOOD}"):
+        step.close()
+    step.close()  # told once
+
+
+def test_nan_check_does_not_hide_the_error_that_ends_the_loop(device: torch.device) -> None:
+    made = program(device)
+    with pytest.raises(KeyError), stepgraph.capture(made.step, nan_check="device") as step:
+        for x in batches(device, bad_at=GOOD - 1):
+            step(x)
+        raise KeyError
+
+
+def test_nan_check_sees_a_loss_without_gradients(device: torch.device) -> None:
+    model = nn.Linear(8, 4).to(device)
+
+    @torch.no_grad()
+    def evaluate(x: torch.Tensor) -> torch.Tensor:
+        return model(x).log()
+
+    step = stepgraph.capture(evaluate, nan_check="device")
+    with pytest.raises(stepgraph.NonFinite, match="`result` was not finite in call 1"), step:
+        step(torch.randn(4, 8, device=device))
+
+
+def test_nan_check_sees_gradients_that_the_step_throws_away(device: torch.device) -> None:
+    model = nn.Linear(8, 4).to(device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+
+    def train(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        loss = model(x).pow(2).mean()
+        (loss * weight).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    step = stepgraph.capture(train, nan_check="device")
+    weights = [torch.tensor(w, device=device) for w in (1.0, 1.0, 1.0, 1.0, 1.0, float("inf"))]
+    with pytest.raises(stepgraph.NonFinite, match=r"grad` was not finite in call 6"), step:
+        for weight in weights:
+            step(torch.randn(4, 8, device=device), weight)
+
+
+def test_nan_check_leaves_overflowing_gradients_to_a_scaler(device: torch.device) -> None:
+    model = nn.Linear(8, 4).to(device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    scaler = torch.amp.GradScaler(device.type, init_scale=2.0**127)
+
+    def train(x: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = model(x).pow(2).mean()
+        scaler.scale(loss * 16).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        return loss
+
+    with stepgraph.capture(train, nan_check="device") as step:
+        for x in batches(device):
+            step(x)
+        assert step.report().replays > 0
+    assert scaler.get_scale() < 2.0**127
+
+
+def test_nan_check_on_the_host_is_refused_with_the_fix() -> None:
+    with pytest.raises(stepgraph.InvalidArgument, match="nan_check='device'"):
+        stepgraph.capture(lambda x: x, nan_check=True)

@@ -1,0 +1,223 @@
+"""One rank of a real gloo group: DDP steps, eager and captured, compared bit for bit after every call."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.nn.parallel import DistributedDataParallel
+
+import stepgraph
+from tests.harness import Program, assert_captured_equals_eager, assert_same_history, run
+
+CPU = torch.device("cpu")
+SYNCED = [(index * 7 % 5) % 2 == 1 for index in range(1, 40)]
+"""An irregular pattern of steps with and without synchronization."""
+
+
+def make_model(buffers: bool = False, **options: Any) -> DistributedDataParallel:
+    norm = [nn.BatchNorm1d(16)] if buffers else []
+    return DistributedDataParallel(nn.Sequential(nn.Linear(8, 16), *norm, nn.Dropout(0.2), nn.Linear(16, 4)), **options)
+
+
+def batches(count: int = 16) -> list[tuple[torch.Tensor]]:
+    """Other data on each rank."""
+    generator = torch.Generator().manual_seed(100 + dist.get_rank())
+    return [(torch.randn(4, 8, generator=generator),) for _ in range(count)]
+
+
+def plain(set_to_none: bool = True, optimizer: str = "AdamW", hook: Any = None, **options: Any) -> Program:
+    model = make_model(**options)
+    if hook is not None:
+        model.register_comm_hook(None, hook)
+    chosen = getattr(torch.optim, optimizer)(model.parameters(), lr=1e-2)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        chosen.zero_grad(set_to_none=set_to_none)
+        loss = model(x).pow(2).mean()
+        loss.backward()
+        chosen.step()
+        return loss
+
+    return Program(step, batches(), [model], [chosen])
+
+
+def accumulating(set_to_none: bool = True, around: bool = False, **options: Any) -> Program:
+    """Steps without synchronization between those with it, told by an argument or entered around the call."""
+    model = make_model(buffers=True, **options)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)
+
+    def step(x: torch.Tensor, synced: bool) -> torch.Tensor:
+        with contextlib.nullcontext() if synced or around else model.no_sync():
+            loss = model(x).pow(2).mean()
+            loss.backward()
+        if synced:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=set_to_none)
+        return loss
+
+    outside = contextlib.ExitStack()
+
+    def before_call(index: int) -> None:
+        outside.close()
+        if around and not pattern[index]:
+            outside.enter_context(model.no_sync())
+
+    pattern = [True, *SYNCED]  # with static_graph=True the first step must be synchronized
+    calls = [(x, synced) for (x,), synced in zip(batches(len(pattern)), pattern, strict=True)]
+    return Program(step, calls, [model], [optimizer], before_call=before_call)
+
+
+def unused_parameters() -> Program:
+    """A parameter that no rank uses: static_graph finds out once and leaves it alone from then on."""
+    model = DistributedDataParallel(Half(), static_graph=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = model(x).pow(2).mean()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    return Program(step, batches(), [model], [optimizer])
+
+
+class Half(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.unused = nn.Linear(8, 4), nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.used(x)
+
+
+PROGRAMS: dict[str, Callable[[], Program]] = {
+    "plain": plain,
+    "many buckets": lambda: plain(bucket_cap_mb=1e-4, buffers=True),
+    "optimizer inside": lambda: plain(optimizer="SGD"),
+    "gradients kept": lambda: plain(set_to_none=False),
+    "bucket views": lambda: plain(gradient_as_bucket_view=True),
+    "bucket views kept": lambda: plain(gradient_as_bucket_view=True, set_to_none=False),
+    "static graph": lambda: plain(static_graph=True, buffers=True),
+    "unused parameters": unused_parameters,
+    "compressed": lambda: plain(hook=default_hooks.fp16_compress_hook),
+    "no_sync": accumulating,
+    "no_sync, bucket views": lambda: accumulating(gradient_as_bucket_view=True),
+    "no_sync, bucket views kept": lambda: accumulating(gradient_as_bucket_view=True, set_to_none=False),
+    "no_sync, static graph": lambda: accumulating(static_graph=True),
+    "no_sync around": lambda: accumulating(around=True),
+}
+
+
+def equality() -> None:
+    for name, build in PROGRAMS.items():
+        built: list[Program] = []
+
+        def remembered(_: torch.device, build: Callable[[], Program] = build, built: list[Program] = built) -> Program:
+            built.append(build())
+            return built[-1]
+
+        try:
+            report = assert_captured_equals_eager(remembered, CPU)
+        except AssertionError as error:
+            raise AssertionError(f"{name}: {error}") from error
+        assert report.eager_reasons["warm-up"] >= 11, name
+        for parameter in built[-1].modules[0].parameters():
+            everywhere = [torch.empty_like(parameter) for _ in range(dist.get_world_size())]
+            dist.all_gather(everywhere, parameter.detach())
+            assert all(torch.equal(parameter, other) for other in everywhere), f"{name}: ranks differ"
+
+
+class RefusedInBackward(torch.autograd.Function):
+    """Reads a value on the host in its backward: a capture breaks off there, when half of DDP's gradients are in."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        grad.sum().item()
+        return grad
+
+
+def broken() -> None:
+    """A capture that fails half-way through DDP's backward leaves a DDP that goes on, and takes no graph with it."""
+
+    def build(_: torch.device) -> tuple[Program, Callable[[torch.Tensor], torch.Tensor]]:
+        first, second = nn.Linear(8, 8), nn.Linear(8, 4)
+        holder = nn.Module()
+        holder.first, holder.second, holder.forward = first, second, lambda x, cut: second(cut(first(x)))
+        model = DistributedDataParallel(holder, bucket_cap_mb=1e-4)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+
+        def train(x: torch.Tensor, cut: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = model(x, cut).pow(2).mean()
+            loss.backward()
+            optimizer.step()
+            return loss
+
+        good, bad = lambda x: train(x, torch.tanh), lambda x: train(x, RefusedInBackward.apply)
+        return Program(good, batches(48), [model], [optimizer]), bad
+
+    def alternating(good: Any, bad: Any) -> Callable[[torch.Tensor], torch.Tensor]:
+        calls = iter(range(48))
+        return lambda x: bad(x) if next(calls) in (20, 23, 26, 29, 32, 35) else good(x)
+
+    torch.manual_seed(7)
+    program, bad = build(CPU)
+    expected = run(program, alternating(program.step, bad), CPU)
+    torch.manual_seed(7)
+    program, bad = build(CPU)
+    with stepgraph.Session() as session:
+        good = stepgraph.capture(program.step, session=session)
+        eager = stepgraph.capture(bad, session=session, on_error="eager")
+        received = run(program, alternating(good, eager), CPU)
+        assert_same_history(expected, received, "captured differs from eager")
+        report = good.report()
+    assert eager.report().eager_reasons["capture failed: [host-read]"] >= 1
+    assert report.captures == 2, "the graph of before the failure is gone, and the step was captured anew"
+    assert report.replays >= 4
+
+
+def left_open() -> stepgraph.CapturedStep[..., Any]:
+    """A step that is replayed and never closed."""
+    program = plain()
+    step = stepgraph.capture(program.step)
+    for batch in program.batches:
+        step(*batch)
+    assert step.report().graphs == 1
+    return step
+
+
+def one_dies() -> None:
+    """One rank ends with an error, the others find out at their next collective."""
+    step = left_open()
+    if dist.get_rank() == 1:
+        raise ValueError("the user's own error")
+    while True:
+        step(*batches(1)[0])
+
+
+SCENARIOS: dict[str, Callable[[], Any]] = {
+    "equality": equality,
+    "broken": broken,
+    "left open": left_open,
+    "one dies": one_dies,
+}
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    store = f"file://{sys.argv[3]}"
+    dist.init_process_group("gloo", init_method=store, rank=int(sys.argv[1]), world_size=int(sys.argv[2]))
+    kept = SCENARIOS[sys.argv[4]]()
+    dist.destroy_process_group()
+    print("done")

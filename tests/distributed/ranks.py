@@ -1,0 +1,42 @@
+"""Starts the ranks of a real process group, each a process of its own, and collects how they ended."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+def run_ranks(
+    worker: str, world: int, store: Path, *args: str, timeout_s: float = 110
+) -> list[subprocess.CompletedProcess[str]]:
+    """Run `tests/distributed/<worker>.py rank world store ...` for each rank; a rank that hangs fails the test."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, str(Path(__file__).with_name(f"{worker}.py"))]
+    ranks = [
+        subprocess.Popen(
+            [*command, str(rank), str(world), str(store), *args],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment,
+        )
+        for rank in range(world)
+    ]
+    done = []
+    try:
+        for rank in ranks:
+            out, err = rank.communicate(timeout=timeout_s)
+            done.append(subprocess.CompletedProcess(rank.args, rank.returncode, out, err))
+    finally:
+        for rank in ranks:
+            rank.kill()
+    return done
+
+
+def last_lines(ranks: list[subprocess.CompletedProcess[str]]) -> list[str]:
+    """What each rank said last; its errors where it failed."""
+    return [r.stdout.strip().splitlines()[-1] if r.returncode == 0 and r.stdout.strip() else r.stderr for r in ranks]

@@ -1,0 +1,16 @@
+"""DistributedDataParallel in a captured step, with real processes over gloo."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.distributed.ranks import last_lines, run_ranks
+
+
+def test_captured_ddp_equals_eager_ddp(tmp_path: Path) -> None:
+    """Three ranks: with two, a division and a multiplication by one half have the same bits."""
+    assert last_lines(run_ranks("ddp_worker", 3, tmp_path / "store", "equality")) == ["done"] * 3
+
+
+def test_capture_that_fails_in_ddp_backward_leaves_a_ddp_that_goes_on(tmp_path: Path) -> None:
+    assert last_lines(run_ranks("ddp_worker", 2, tmp_path / "store", "broken")) == ["done"] * 2

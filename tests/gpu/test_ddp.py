@@ -1,0 +1,42 @@
+"""DDP over NCCL with one rank, each scenario in a process of its own: a hang fails its test and no other."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import stepgraph
+
+pytestmark = pytest.mark.gpu
+
+ROOT = Path(__file__).parents[2]
+WORKER = Path(__file__).with_name("nccl_worker.py")
+
+
+def run_worker(scenario: str, store: Path) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+    command = [sys.executable, str(WORKER), scenario, str(store)]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=110)
+
+
+@pytest.mark.parametrize("scenario", ["equality", "side stream", "hundredth iteration"])
+def test_captured_ddp_equals_eager_ddp(scenario: str, tmp_path: Path) -> None:
+    done = run_worker(scenario, tmp_path / "store")
+    assert (done.returncode, done.stdout.split()[-1:]) == (0, ["done"]), done.stderr
+
+
+@pytest.mark.parametrize("scenario", ["default stream", "blocking wait"])
+def test_ddp_that_cannot_be_captured_is_refused(scenario: str, tmp_path: Path) -> None:
+    done = run_worker(scenario, tmp_path / "store")
+    assert (done.returncode, done.stdout.split()[-1:]) == (0, ["done"]), done.stderr
+
+
+def test_default_stream_is_told_from_the_sessions() -> None:
+    backend = stepgraph.backend_for("cuda")
+    assert not backend.can_record_here()
+    with stepgraph.Session(backend=backend) as session, session.stream():
+        assert backend.can_record_here()

@@ -1,0 +1,34 @@
+"""How a process with live CUDA graphs ends: the right exit code, no hang. NCCL lets no communicator go before them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.exiting import end_of
+
+pytestmark = pytest.mark.gpu
+
+CODES = {"plain": 0, "exit": 3, "error": 1, "interrupt": -2, "interrupt in capture": -2}
+
+
+@pytest.mark.parametrize("ending", CODES)
+def test_process_with_graphs_ends_with_its_code(ending: str) -> None:
+    done = end_of("cuda", ending)
+    assert done.returncode == CODES[ending], done.stderr
+    assert done.stdout.split() == (["trained", "ended"] if ending == "plain" else ["trained"])
+    assert done.stderr.count("Traceback") == (ending not in ("plain", "exit")), done.stderr
+    assert "Exception ignored" not in done.stderr
+
+
+@pytest.mark.parametrize("ending", ["plain", "destroy", "destroy at exit", "close and destroy"])
+def test_process_with_graphs_that_hold_communicators_ends(ending: str, tmp_path: Path) -> None:
+    done = end_of("cuda", ending, str(tmp_path / "store"))
+    assert (done.returncode, done.stdout.split()) == (0, ["trained", "ended"]), done.stderr
+
+
+@pytest.mark.parametrize(("ending", "code"), [("exit", 3), ("error", 1), ("interrupt", -2)])
+def test_process_with_communicators_that_is_cut_short_keeps_its_code(ending: str, code: int, tmp_path: Path) -> None:
+    done = end_of("cuda", ending, str(tmp_path / "store"))
+    assert (done.returncode, done.stdout.split()) == (code, ["trained"]), done.stderr
