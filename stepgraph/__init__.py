@@ -3,8 +3,18 @@
 from stepgraph import order
 from stepgraph.backends import Backend, backend_for
 from stepgraph.capture.full_iteration import FullCudaGraphWrapper
+from stepgraph.capture.graph_modules import GraphedModules, graph_modules
 from stepgraph.capture.iteration import capture
+from stepgraph.capture.manager import CudaGraphManager
+from stepgraph.capture.module_report import ModuleReport
+from stepgraph.capture.module_session import (
+    create_cudagraphs,
+    delete_cuda_graphs,
+    is_graph_capturing,
+    is_graph_warmup,
+)
 from stepgraph.capture.report import Report
+from stepgraph.capture.scopes import ScopeRegistry
 from stepgraph.capture.session import Session
 from stepgraph.capture.static_loader import StaticBufferLoader
 from stepgraph.capture.step import CapturedStep
@@ -28,11 +38,15 @@ __all__ = [
     "CaptureError",
     "CapturedStep",
     "ClosedError",
+    "CudaGraphManager",
     "CudaRNGStatesTracker",
     "FullCudaGraphWrapper",
+    "GraphedModules",
     "InvalidArgument",
+    "ModuleReport",
     "NonFinite",
     "Report",
+    "ScopeRegistry",
     "Session",
     "SignatureMismatch",
     "StaleMemoryError",
@@ -42,6 +56,11 @@ __all__ = [
     "StepgraphWarning",
     "backend_for",
     "capture",
+    "create_cudagraphs",
+    "delete_cuda_graphs",
     "get_cuda_rng_tracker",
+    "graph_modules",
+    "is_graph_capturing",
+    "is_graph_warmup",
     "order",
 ]

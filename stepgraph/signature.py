@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import enum
 import functools
+import inspect
 import sys
 import types
 from collections.abc import Callable, Hashable, Sequence
@@ -185,6 +186,16 @@ def describe_leaf(key: Any) -> str:
 def argument_name(names: Sequence[str], index: int) -> str:
     """A positional argument's name, as the step's own signature gives it."""
     return names[index] if index < len(names) else f"args[{index}]"
+
+
+def argument_names(function: Callable[..., Any]) -> tuple[str, ...]:
+    """The names of a function's positional parameters."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        return ()
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return tuple(p.name for p in parameters if p.kind in kinds)
 
 
 def _autocast(device: str) -> Callable[[], Hashable]:

@@ -8,6 +8,7 @@ With FILE it trains with DDP in a process group of one rank that meets there, ov
 from __future__ import annotations
 
 import atexit
+import functools
 import os
 import signal
 import subprocess
@@ -31,6 +32,21 @@ def end_of(device: str, ending: str, *file: str, timeout_s: float = 100) -> subp
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, __file__, device, ending, *file]
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout_s)
+
+
+@functools.cache
+def code_of_an_interrupt() -> int:
+    """What a plain Python program ends with here when it is interrupted: -2, unless something around it says else."""
+    program = "import os, signal; os.kill(os.getpid(), signal.SIGINT); input()"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, stdin=subprocess.DEVNULL, timeout=60)
+    assert b"KeyboardInterrupt" in done.stderr
+    return done.returncode
+
+
+def code_of(ending: str) -> int:
+    """What a process must end with."""
+    codes = {"plain": 0, "exit": 3, "error": 1}
+    return codes[ending] if ending in codes else code_of_an_interrupt()
 
 
 class Trainer:

@@ -9,7 +9,7 @@ import torch
 from stepgraph.backends.base import Backend, CopyStream, Graph, Reading, Workspace
 from stepgraph.errors import InvalidArgument
 
-__all__ = ["Backend", "CopyStream", "Graph", "Reading", "Workspace", "backend_for", "backend_named"]
+__all__ = ["Backend", "CopyStream", "Graph", "Reading", "Workspace", "backend_for", "backend_named", "is_capturing"]
 
 NAMES = {"cuda": "cuda", "tape": "cpu"}
 """Each backend's name and the type of device it records."""
@@ -35,6 +35,15 @@ def backend_for(device: torch.device | str) -> Backend:
         why="there are two: cuda (CUDA graphs) and tape (the CPU).",
         fix="move the model and the batch to 'cuda' or 'cpu'.",
     )
+
+
+def is_capturing() -> bool:
+    """Whether the calling thread records a graph right now, on whichever backend."""
+    from stepgraph.backends.tape import TapeBackend
+
+    if TapeBackend().is_capturing():
+        return True
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 def backend_named(name: str, device: torch.device | None = None) -> Backend:

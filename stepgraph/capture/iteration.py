@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ParamSpec, TypeVar, overload
 
 import torch
@@ -11,6 +11,7 @@ from stepgraph.backends import Backend
 from stepgraph.capture.options import Options
 from stepgraph.capture.session import Session
 from stepgraph.capture.step import CapturedStep
+from stepgraph.padding import Buckets
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -34,6 +35,8 @@ def capture(  # type: ignore[misc]
     ignore: Sequence[str] = (),
     safe_hooks: Sequence[Any] = (),
     nan_check: str = "off",
+    buckets: Mapping[str, Mapping[int, Sequence[int]]] | None = None,
+    pad_values: Mapping[str, Any] | None = None,
     session: Session | None = None,
     backend: Backend | str | None = None,
 ) -> Any:
@@ -60,6 +63,7 @@ def capture(  # type: ignore[misc]
         ignore=tuple(ignore),
         safe_hooks=tuple(safe_hooks),
         nan_check=nan_check,
+        buckets=Buckets.parse(buckets, pad_values),
     )
     if step is None:
         return lambda function: CapturedStep(function, options, session, backend)

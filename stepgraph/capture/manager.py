@@ -24,6 +24,7 @@ from stepgraph.capture.static_result import StaticResult
 from stepgraph.errors import CaptureError, InvalidArgument, SignatureMismatch, StateChanged, StepgraphError
 from stepgraph.frames import warn_user
 from stepgraph.signature import Signature, ambient_key, differences, is_plain, leaf_keys, refuse_opaque
+from stepgraph.state.ddp import in_ddp
 from stepgraph.state.guards import ModelGuard, refuse_hooks
 from stepgraph.state.watch import Watch
 from stepgraph.tree import Structure, flatten, settled, unflatten
@@ -111,6 +112,8 @@ class CudaGraphManager:
         self.eager_reasons: Counter[str] = Counter()
         self.recapture_reasons: Counter[str] = Counter()
         self.sites: dict[Hashable, ModuleSite] = {}
+        self.forwards = self.backwards = 0
+        """Replays of graphs that are gone."""
         self._modules = list(base_module.modules())
         self._modes = [vars(module) for module in self._modules]
         self._pair: PairCapture | None = None
@@ -125,7 +128,7 @@ class CudaGraphManager:
         if session.is_closed or session.backend_for(self.module).is_capturing():
             return self.original(*args, **kwargs)  # a part of a larger capture
         leaves, structure = flatten((args, kwargs))
-        key = (structure, leaf_keys(leaves), ambient_key(), self._training())
+        key = (structure, leaf_keys(leaves), ambient_key(), self._training(), in_ddp())
         site = self.sites.get(key)
         if site is not None and site.runners:
             if self._guard(site):
@@ -227,29 +230,31 @@ class CudaGraphManager:
 
         if site.runners:
             return run()  # counted where it was decided
-        if site.obstacle is not None:
-            self._count_obstacle(site.obstacle)
+        if self._is_blocked(site):
             return run()
         if self.session.recorder.comes_round(site):
             self.session.create_warm()
             if site.runners:
                 args, kwargs = unflatten(structure, leaves)
                 return self(*args, **kwargs)
-            if site.obstacle is not None:
-                self._count_obstacle(site.obstacle)
+            if self._is_blocked(site):
                 return run()
         self.eager_reasons["warm-up"] += 1
         return self.session.warming(lambda: self.session.recorder.run(site, leaves, structure, run))
 
-    def _count_obstacle(self, obstacle: str) -> None:
-        if self.options.strict and not obstacle.startswith("past"):
+    def _is_blocked(self, site: ModuleSite) -> bool:
+        """Whether calls here stay eager; counts this one if they do."""
+        if site.obstacle is None:
+            return False
+        if self.options.strict:
             raise CaptureError(
-                f"{self.name} runs eagerly: {obstacle}",
-                rule="step-raised",
+                f"{self.name} runs eagerly: {site.obstacle}",
+                rule="eager-module",
                 why="strict=True forbids running a graphed module eagerly.",
-                fix="leave it out of the scope, or see the error that was warned of.",
+                fix="mend what stands in the way, or leave the module out of the scope.",
             )
-        self.eager_reasons[obstacle] += 1
+        self.eager_reasons[site.obstacle] += 1
+        return True
 
     # -- capturing
 
@@ -276,9 +281,13 @@ class CudaGraphManager:
         """Note what the graphs of a site have baked in."""
         names = {id(p): f"{self.name}.{path}" for path, p in self.module.named_parameters()}
         names |= {id(m): f"{self.name}.{path}" if path else self.name for path, m in self.module.named_modules()}
-        parameters = list(self.module.parameters())
+        parameters = self.pair().known_parameters()
+        passed = [m for leaf in site.keep_alive if isinstance(leaf, torch.nn.Module) for m in leaf.modules()]
         site.model = ModelGuard(
-            self._modules, parameters, lambda v: names.get(id(v), type(v).__name__), self.session.events
+            [*self._modules, *passed],
+            [*parameters, *(p for m in passed for p in m._parameters.values() if p is not None)],
+            lambda v: names.get(id(v), type(v).__name__),
+            self.session.events,
         )
         modules = {f"{self.name}.{path}" if path else self.name: m for path, m in self.module.named_modules()}
         site.values = Watch(self.original, self.options.ignore, modules)
@@ -295,6 +304,8 @@ class CudaGraphManager:
         """Free this module's graphs; its calls warm up again."""
         for site in self.sites.values():
             for runner in site.runners:
+                self.forwards += runner.forwards
+                self.backwards += runner.backward_runs
                 runner.retire()
             site.runners, site.recorded = [], None
         self._modules = list(self.module.modules())

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from stepgraph.backends import Backend, backend_for
+from stepgraph.backends import Backend, backend_for, is_capturing
 from stepgraph.capture.ambient import other_flags
 from stepgraph.capture.boundary import SharedBuffer
 from stepgraph.capture.recorder import Event, RecordedCall, Recorder
@@ -24,6 +25,10 @@ if TYPE_CHECKING:
 _CUDA, _CPU = AMBIENT_NAMES.index("autocast on cuda"), AMBIENT_NAMES.index("autocast on cpu")
 
 
+_LIVE: weakref.WeakSet[ModuleSession] = weakref.WeakSet()
+"""For the functions without arguments below, which Megatron's loops call at the end of a step."""
+
+
 class ModuleSession:
     """The managers of one model, and all they have in common."""
 
@@ -37,6 +42,8 @@ class ModuleSession:
         self.capture_seconds = 0.0
         self.is_warming = False
         self.is_closed = False
+        self.session.when_dropped(self._dropped)
+        _LIVE.add(self)
 
     def add(self, manager: CudaGraphManager) -> None:
         """Take a manager in."""
@@ -129,7 +136,7 @@ class ModuleSession:
                     buffers[number] = SharedBuffer(call.leaves[index].empty(self.session.backend.device))
                 used[index] = buffers[number]
         pair = site.manager.pair()
-        runner = pair.forward(call.leaves, call.structure, call.ambient, given, used)
+        runner = pair.forward(call.leaves, call.structure, call.ambient, given, used, in_ddp=call.in_ddp)
         if not site.runners:
             site.manager.guard(site)
         site.runners.append(runner)
@@ -164,10 +171,11 @@ class ModuleSession:
         begun = time.perf_counter()
         try:
             with self.session.workspace.capturing():
-                runner = site.manager.pair().forward(call.leaves, call.structure, call.ambient, {}, {})
+                pair = site.manager.pair()
+                runner = pair.forward(call.leaves, call.structure, call.ambient, {}, {}, in_ddp=call.in_ddp)
                 if any(meta is not None for meta in call.metas) and call.backward_ambient is not None:
                     autocast = (call.backward_ambient[_CUDA], call.backward_ambient[_CPU])
-                    site.manager.pair().backward(runner, call.metas, {}, autocast)
+                    pair.backward(runner, call.metas, {}, autocast)
         except Exception as error:  # noqa: BLE001 (the call goes on eagerly)
             site.manager.failed(site, error)
             return None
@@ -188,6 +196,11 @@ class ModuleSession:
 
     # -- ending
 
+    def _dropped(self) -> None:
+        """The session has freed all graphs at once."""
+        for manager in self.managers:
+            manager.drop()
+
     def delete_cuda_graphs(self) -> None:
         """Free all graphs; calls warm up and are captured anew."""
         for manager in self.managers:
@@ -202,6 +215,28 @@ class ModuleSession:
             self.events.close()
             if self._owns_session:
                 self.session.close()
+
+
+def create_cudagraphs() -> None:
+    """Capture all forwards and backwards that were recorded and have no graphs yet, in the order of the last round."""
+    for shared in list(_LIVE):
+        shared.create_cudagraphs()
+
+
+def delete_cuda_graphs() -> None:
+    """Free the graphs of all graphed modules; their calls warm up and are captured anew."""
+    for shared in list(_LIVE):
+        shared.delete_cuda_graphs()
+
+
+def is_graph_capturing() -> bool:
+    """Whether the calling thread records a graph right now; autograd's device threads are asked like any other."""
+    return is_capturing()
+
+
+def is_graph_warmup() -> bool:
+    """Whether a graphed module runs eagerly to warm up, or waits for the backward of such a run."""
+    return any(shared.is_warming or not shared.recorder.is_settled for shared in list(_LIVE))
 
 
 def _shared_tensors(order: Iterable[Event]) -> set[int]:

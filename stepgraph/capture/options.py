@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from stepgraph.errors import InvalidArgument
+from stepgraph.padding import Buckets
 from stepgraph.state.optimizer import MODES
 
 
@@ -39,6 +40,9 @@ class Options:
     nan_check: str | bool = "off"
     """Whether losses and gradients are watched for NaN and inf: "device" computes a flag in the graph, read later."""
 
+    buckets: Buckets | None = None
+    """Sizes that batches are padded to, each a graph."""
+
     def __post_init__(self) -> None:
         _at_least_one("warmup", self.warmup)
         _at_least_one("max_graphs", self.max_graphs)
@@ -53,6 +57,8 @@ class Options:
                 fix="nan_check='device' keeps a flag on the device, which is read one call later.",
             )
         _one_of("nan_check", self.nan_check, ("off", "device"))
+        if self.buckets is not None:
+            self.buckets.check_limit(self.max_graphs)
         for generator in self.generators:
             if not isinstance(generator, torch.Generator):
                 raise InvalidArgument(

@@ -45,6 +45,7 @@ class PairCapture:
         self._stand_ins = StandIns(module)
         self._grads = ParamGrads(session.grads)
         self._rivals: weakref.WeakSet[Use] = weakref.WeakSet()
+        self._known: list[torch.Tensor] = []
         self.outside: set[int] = set()
         """Parameters, by id, whose gradients autograd accumulates: something must happen there in Python."""
 
@@ -55,6 +56,8 @@ class PairCapture:
         ambient: Sequence[Hashable],
         given: Mapping[int, torch.Tensor],
         shared: Mapping[int, SharedBuffer],
+        *,
+        in_ddp: bool = False,
     ) -> Runner:
         """Record a forward. `given` are arguments that lie in another graph's memory, `shared` those of several."""
         device = self._session.backend.device
@@ -74,7 +77,11 @@ class PairCapture:
             result = StaticResult(self._function(*args, **kwargs), tensors)
         differentiable = any(result.differentiable)
         foreign = self._foreign_leaves(result, tensors) if differentiable else []
-        outside = [p for p in self._stand_ins.parameters if id(p) in self.outside] + foreign if differentiable else []
+        routed = [p for p in self._stand_ins.parameters if in_ddp or id(p) in self.outside]
+        outside = [*routed, *foreign] if differentiable else []
+        reached = {id(leaf) for leaf in leaves_behind([t for t in result.tensors if t.requires_grad])}
+        found = zip(self._stand_ins.parameters, self._stand_ins.leaves, strict=True)
+        self._known = [p for p, leaf in found if id(leaf) in reached] if differentiable else self._stand_ins.parameters
         runner = Runner(
             graph,
             Boundary(tensors, shared),
@@ -88,6 +95,11 @@ class PairCapture:
         )
         runner.capture_backward = self.backward_now
         return runner
+
+    def known_parameters(self) -> list[torch.Tensor]:
+        """The parameters that the last forward's graph rests on, frozen ones among them."""
+        frozen = [p for p in self._module.parameters() if not p.requires_grad]
+        return [*self._known, *frozen]
 
     def _foreign_leaves(self, result: StaticResult, tensors: Mapping[int, torch.Tensor]) -> list[torch.Tensor]:
         known = {id(t) for t in (*tensors.values(), *self._stand_ins.leaves)}

@@ -31,6 +31,8 @@ from stepgraph.state.optimizer import (
     cut_at,
     place,
 )
+from stepgraph.state.reach import reachable
+from stepgraph.state.read_numbers import ReadNumbers
 from stepgraph.state.rng_tracker import NamesGuard, tracker_for
 from stepgraph.state.scaler import ScalerCapture, ScalerGuard, scalers_of
 from stepgraph.state.watch import Watch
@@ -50,6 +52,7 @@ class _Recording:
     grads: GradCapture
     scalers: ScalerCapture
     flags: Flags | None
+    read: ReadNumbers
 
     def drop(self) -> None:
         """Leave everything as before the recording."""
@@ -86,10 +89,13 @@ class StepCapture:
         structure: Structure,
         moved: dict[int, str],
         raise_held: Callable[[], None],
+        *,
+        ahead: bool = False,
     ) -> CapturedCall:
         """Record the step for these inputs. Nothing takes effect; on failure everything is as it was.
 
-        `raise_held` is called when that is still so, and all is recorded.
+        `raise_held` is called when that is still so, and all is recorded. `ahead`: the recording is for a later call,
+        and every `.grad` stays as it is.
         """
         signature = site.sign()
         refuse_obstacles(self._name, site)
@@ -128,7 +134,7 @@ class StepCapture:
         except BaseException:
             made.drop()
             raise
-        made.grads.commit()
+        (made.grads.commit_ahead if ahead else made.grads.commit)()
         note_result(site, made.outputs.tree)
         modules, parameters = site.touched.modules, site.touched.parameters
         if site.cut_scalers:
@@ -140,7 +146,7 @@ class StepCapture:
             tuple(NumbersGuard(o) for o in inside),
             (*(StateGuard(o) for o in inside), *(ScalerGuard(s) for s in recorded), *random.if_needed()),
             ModelGuard(modules, parameters, site.touched.name, self._events),
-            Watch(whole, self._options.ignore, site.touched.named_modules),
+            Watch(whole, self._options.ignore, site.touched.named_modules, made.read.found),
             random,
             replicas,
         )
@@ -160,12 +166,15 @@ class StepCapture:
         scalers = ScalerCapture(found, inside, recorder.cut, whole=not site.cut_scalers)
         flags = flags_of(site, self._options, self._function)
         known = {id(o) for o in inside}
+        read = ReadNumbers()
+        objects = {id(v): v for v in (*outside, *reachable(site.with_objects(self._function))) if id(v) not in known}
         with contextlib.ExitStack() as stack:
             stack.enter_context(surroundings(self._options.optimizer, self._session.backend))
             stack.enter_context(cut_at(outside, recorder.cut, flags.see_optimizer))
             stack.enter_context(scalers.recording())
             stack.enter_context(flags.at_optimizers())
             stack.enter_context(captured_inside(inside))
+            stack.enter_context(read.noting(objects.values()))
             stack.callback(register_optimizer_step_pre_hook(_refuse_unknown(known)).remove)
             try:
                 grads.begin()
@@ -181,7 +190,7 @@ class StepCapture:
             except BaseException:
                 grads.rollback()
                 raise
-        return _Recording(chain, outputs, grads, scalers, found_flags)
+        return _Recording(chain, outputs, grads, scalers, found_flags, read)
 
 
 def _refuse_unknown(known: set[int]) -> Callable[..., None]:

@@ -20,6 +20,7 @@ import torch
 from stepgraph.capture.boundary import ArgMetadata
 from stepgraph.capture.static_result import StaticResult
 from stepgraph.signature import ambient_key
+from stepgraph.state.ddp import in_ddp
 from stepgraph.tree import Structure, settled
 
 if TYPE_CHECKING:
@@ -35,6 +36,8 @@ class RecordedCall:
     leaves: list[Any]
     """The arguments, with geometry in the place of tensors."""
     ambient: tuple[Hashable, ...]
+    in_ddp: bool
+    """Whether it was made inside DDP's forward, which must see every gradient."""
     slot: int
     """How many calls of the same kind were under way."""
     made_by: dict[int, tuple[RecordedCall, int]] = field(default_factory=dict)
@@ -112,7 +115,7 @@ class Recorder:
         """Call the module eagerly and note what goes in and what comes out."""
         slot = sum(waiting.call.site is site for waiting in self._outstanding)
         metas = [ArgMetadata.of(leaf) if _is_data(leaf) else leaf for leaf in leaves]
-        call = RecordedCall(site, settled(structure), metas, ambient_key(), slot)
+        call = RecordedCall(site, settled(structure), metas, ambient_key(), in_ddp(), slot)
         for index, leaf in enumerate(leaves):
             if _is_data(leaf):
                 self._trace(call, index, leaf)

@@ -101,6 +101,11 @@ class Runner:
         results = ReplayNode.apply(use, self.anchor, *inputs, *self.outside)  # type: ignore[no-untyped-call]
         return self.result.build(results, leaves)
 
+    @property
+    def static_bytes(self) -> int:
+        """Memory at the graphs' edges."""
+        return self.boundary.num_bytes + sum(b.grads_in.num_bytes for b in self.backwards.values())
+
     def release(self) -> None:
         """The call is over: ready for the next one."""
         self.state = RunnerState.FWD_READY

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import operator
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -156,9 +156,22 @@ class Site:
             no_grad=tuple(p.grad is None for p in self.touched.parameters),
         )
 
+    def sign_as(self, leaves: tuple[Hashable, ...]) -> Signature:
+        """The signature of calls like these with other leaves."""
+        return replace(self._call, leaves=leaves)
+
     def with_objects(self, step: Callable[..., Any]) -> Callable[..., Any]:
         """The step and the objects passed to it, to look into: what they hold is baked in as a closure's values are."""
         return functools.partial(step, **self.keep_alive) if self.keep_alive else step
+
+    def sibling(self, call: Signature, credit: int) -> Site:
+        """A site for calls of another shape that touch the same things, warm as this one is."""
+        other = Site(call)
+        other.touched, other.results, other.keep_alive = self.touched, self.results, self.keep_alive
+        other.hold_grads, other.cut_scalers, other.scaled = self.hold_grads, self.cut_scalers, set(self.scaled)
+        other.obstacles = dict(self.obstacles)
+        other._credit = credit
+        return other
 
     def find(self) -> CapturedCall | None:
         """The graph for the state of this moment."""
@@ -182,7 +195,7 @@ class Site:
 
     def start_over(self, credit: int) -> None:
         """The model is another one: look at the step again, as if it had been called `credit` times."""
-        self.touched, self.calls, self.hold_grads = Touched(), [], False
+        self.touched, self.calls, self.hold_grads, self.results = Touched(), [], False, None
         self._warm.clear()
         self._credit = credit
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 import time
 from collections.abc import Callable, Hashable, Sequence
 from types import TracebackType
@@ -20,6 +19,7 @@ import torch
 
 from stepgraph.backends import Backend
 from stepgraph.buffers import detached, is_copied_in, on_device
+from stepgraph.capture.bucketing import Bucketing, Example
 from stepgraph.capture.choice import choose_backend, refuse_other_devices
 from stepgraph.capture.failure import capture_error
 from stepgraph.capture.interrupt import interrupts_held
@@ -32,7 +32,7 @@ from stepgraph.capture.site import CapturedCall, Site
 from stepgraph.capture.warmup import flags_of, surroundings, warm_up
 from stepgraph.errors import ClosedError, SignatureMismatch, StateChanged
 from stepgraph.frames import warn_user
-from stepgraph.signature import Signature, ambient_key, differences, leaf_keys, refuse_opaque
+from stepgraph.signature import Signature, ambient_key, argument_names, differences, leaf_keys, refuse_opaque
 from stepgraph.state.ddp import warmup_calls
 from stepgraph.state.nonfinite import FlagReader
 from stepgraph.state.watch import Change
@@ -51,7 +51,7 @@ class CapturedStep(Generic[P, R]):
         functools.update_wrapper(self, function)
         self._function = function
         self._name = getattr(function, "__name__", type(function).__name__)
-        self._arguments = _argument_names(function)
+        self._arguments = argument_names(function)
         self._options = options
         self._session = session if session is not None else Session()
         self._owns_session = session is None
@@ -62,6 +62,8 @@ class CapturedStep(Generic[P, R]):
         self._moved: dict[int, str] = {}
         self._counts = Counts()
         self._flags = FlagReader(self._name)
+        buckets = options.buckets
+        self._bucketing = Bucketing(function, self._name, self._arguments, buckets) if buckets is not None else None
         self._settled = self._closed = self._warned = False
         self._session.when_dropped(self._forget_graphs)
 
@@ -84,10 +86,14 @@ class CapturedStep(Generic[P, R]):
         """Run the step once: by replay where a graph fits, eagerly where none does yet."""
         if self._session.closed or not self._settled:
             self._settle((args, kwargs))
-        return cast(R, self._dispatch((args, kwargs)))
+        leaves, structure = self._flatten((args, kwargs))
+        if self._bucketing is None:
+            return cast(R, self._dispatch(leaves, structure))
+        padded = self._bucketing.pad(leaves, structure)
+        result = self._dispatch(padded.leaves, structure)
+        return cast(R, self._bucketing.cut(padded, structure, result))
 
-    def _dispatch(self, call_tree: tuple[Any, Any]) -> Any:
-        leaves, structure = self._flatten(call_tree)
+    def _dispatch(self, leaves: list[Any], structure: Structure) -> Any:
         if self._backend.is_capturing():  # called from a step that is being captured: a part of it
             return self._call(leaves, structure)
         if self._flags.pending:
@@ -168,8 +174,8 @@ class CapturedStep(Generic[P, R]):
             + f"\n{outcome}\nFix: pass it as an argument or as a tensor, or, if nothing depends on it, "
             f"ignore={[change.name for change in changes]!r}."
         )
-        if not often:
-            return self._recapture(site, call, told, leaves, structure)
+        if not often:  # the step may touch other things now: look at it once more
+            return self._start_over(site, told, leaves, structure)
         site.calls.remove(call)
         call.chain.free()
         site.obstacle = f"host value keeps changing: {', '.join(often)}"
@@ -225,6 +231,33 @@ class CapturedStep(Generic[P, R]):
         return detached(result)
 
     def _capture_and_replay(self, site: Site, leaves: Sequence[Any], structure: Structure) -> Any:
+        if self._bucketing is None:
+            return self._capture_one(site, leaves, structure)
+        larger, smaller = self._bucketing.others(leaves, structure)
+        for example in larger:
+            self._capture_ahead(site, example, structure)
+        result = self._capture_one(site, leaves, structure)
+        for example in smaller if site.calls else ():
+            self._capture_ahead(site, example, structure)
+        return result
+
+    def _capture_ahead(self, site: Site, example: Example, structure: Structure) -> None:
+        """Record a bucket that no call has filled yet. If it fails, its own first call will say why."""
+        choice, leaves = example
+        keys = leaf_keys(leaves)
+        place = (structure, keys, ambient_key())
+        other = self._sites.get(place) or site.sibling(site.sign_as(keys), self._options.warmup)
+        if other.find() is not None:
+            return
+        with contextlib.suppress(NotWarm, Exception), interrupts_held() as raise_held:
+            call = self._capture.run(other, leaves, structure, self._moved, raise_held, ahead=True)
+            other.calls.insert(0, call)
+            self._sites[place] = other
+            self._counts.captures += 1
+        if other.calls and self._bucketing is not None:
+            self._bucketing.note(structure, choice, leaves, other.calls[0].outputs.tree)
+
+    def _capture_one(self, site: Site, leaves: Sequence[Any], structure: Structure) -> Any:
         begun = time.perf_counter()
         with contextlib.ExitStack() as held:
             raise_held = held.enter_context(interrupts_held())
@@ -360,12 +393,3 @@ _MAX_VALUE_CHANGES = 2
 """Captures anew for one host value, after which its step stays eager."""
 _TENSORS = {torch.Tensor}
 _FEWER_SIGNATURES = "pad inputs to a few shapes, pass changing values as tensors, or raise max_graphs."
-
-
-def _argument_names(function: Callable[..., Any]) -> tuple[str, ...]:
-    try:
-        parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):
-        return ()
-    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return tuple(p.name for p in parameters if p.kind in kinds)

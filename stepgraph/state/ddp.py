@@ -184,3 +184,8 @@ def _begin_anew(ddp: DistributedDataParallel) -> bool:
         ddp._has_rebuilt_buckets = False
         return True
     return False
+
+
+def in_ddp() -> bool:
+    """Whether the calling code runs inside a DDP's forward."""
+    return DistributedDataParallel._active_ddp_module is not None

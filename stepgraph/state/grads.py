@@ -162,6 +162,13 @@ class GradCapture:
         for parameter, grad in self._made.values():
             self._buffers.keep(parameter, grad)
 
+    def commit_ahead(self) -> None:
+        """The recording is good and is not replayed now: its addresses are the session's, `.grad` is as before."""
+        made = list(self._made.values())
+        self.rollback()
+        for parameter, grad in made:
+            self._buffers.keep(parameter, grad)
+
     def rollback(self) -> None:
         """`.grad` as before the recording."""
         self._watches.clear()

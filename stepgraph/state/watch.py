@@ -47,7 +47,7 @@ class Change:
 def _told(value: Any) -> str:
     if isinstance(value, torch.Tensor):
         return f"a tensor of shape {list(value.shape)}"
-    return repr(value) if isinstance(value, _PLAIN) else f"<{type(value).__name__} at {id(value):#x}>"
+    return repr(value) if _is_plain(value) else f"<{type(value).__name__} at {id(value):#x}>"
 
 
 class _Group:
@@ -91,6 +91,7 @@ class Watch:
         function: Callable[..., Any],
         ignore: Collection[str] = (),
         modules: Mapping[str, torch.nn.Module] | None = None,
+        read: Mapping[tuple[str, int], Callable[[], Any]] | None = None,
     ) -> None:
         self._ignore = frozenset(ignore)
         self._groups: list[_Group] = []
@@ -98,6 +99,9 @@ class Watch:
         self._functions = 0
         self._follow(function)
         self._add_modules(modules or {})
+        for (name, _), reader in (read or {}).items():
+            if name not in self._ignore:
+                self._groups.append(_Group([name], functools.partial(_read_one, reader), plain=_is_plain(reader())))
 
     def __len__(self) -> int:
         return sum(len(group.names) for group in self._groups)
@@ -265,6 +269,14 @@ def _defaults(function: types.FunctionType) -> dict[str, Any]:
     names = code.co_varnames[code.co_argcount - len(values) : code.co_argcount]
     named = dict(zip(names, values, strict=True)) | (function.__kwdefaults__ or {})
     return {name: value for name, value in named.items() if not isinstance(value, _PLAIN)}
+
+
+def _read_one(reader: Callable[[], Any]) -> tuple[Any]:
+    return (reader(),)
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, _PLAIN) or (isinstance(value, tuple) and all(map(_is_plain, value)))
 
 
 def _read_cells(cells: Sequence[types.CellType]) -> tuple[Any, ...]:

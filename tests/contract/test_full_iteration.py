@@ -568,12 +568,15 @@ def test_wrapper_host_values_of_the_forward_step_are_never_frozen(device: torch.
         weight = 4.0
         with pytest.warns(stepgraph.StepgraphWarning, match=r"weight: 2.0 -> 4.0"):
             assert call() == 5.0
+        call()
         settings.offset = 2.0
         with pytest.warns(stepgraph.StepgraphWarning, match=r"settings.offset: 1.0 -> 2.0"):
             assert call() == 6.0
+        call()
         step.factor = 0.5
         with pytest.warns(stepgraph.StepgraphWarning, match=r"factor: 1.0 -> 0.5"):
             assert call() == 4.0
+        call()
         scale = 10.0
         with pytest.warns(stepgraph.StepgraphWarning, match=r"scale: 1.0 -> 10.0"):
             assert call() == 40.0

@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import stepgraph
+from tests.harness import Program, assert_captured_equals_eager
 
 Step = Callable[[torch.Tensor], torch.Tensor]
 Built = tuple[Step, Callable[[], None], str]
@@ -159,3 +161,62 @@ def test_watch_leaves_the_loops_own_records_alone(device: torch.device) -> None:
             trainer.history.append(result.sum().item())
             trainer.log["calls"] += 1
         assert captured.report().replays == 5
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
+def test_watch_optimizer_replaced_is_looked_at_anew(fused: bool, device: torch.device) -> None:
+    """Another optimizer over the same parameters: one eager call shows it, then the step is captured with it."""
+
+    class Owner:
+        def __init__(self) -> None:
+            self.model = nn.Linear(4, 4).to(device)
+            self.renew(1e-3)
+
+        def renew(self, lr: float) -> None:
+            self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=lr, fused=fused)
+
+        def step(self, x: torch.Tensor) -> torch.Tensor:
+            self.optimizer.zero_grad()
+            loss = self.model(x).pow(2).mean()
+            loss.backward()
+            self.optimizer.step()
+            return loss
+
+    def build(device: torch.device) -> Program:
+        owner = Owner()
+        batches = [(torch.randn(2, 4, device=device),) for _ in range(14)]
+        return Program(
+            owner.step, batches, [owner.model], before_call=lambda index: owner.renew(0.1) if index == 7 else None
+        )
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        report = assert_captured_equals_eager(build, device)
+    assert report.recaptures == 1
+    assert report.replays == 14 - 3 - 1
+
+
+def test_watch_flag_that_brings_in_parameters_never_seen(device: torch.device) -> None:
+    """A flag turns on a second network, out of the closure's reach: its gradients add up as the first one's do."""
+
+    def build(device: torch.device) -> Program:
+        nets = {"first": [nn.Linear(4, 4).to(device)], "second": [nn.Linear(4, 4).to(device)]}
+        flags = {"both": False}
+
+        def step(x: torch.Tensor) -> torch.Tensor:
+            out = nets["first"][0](x)
+            if flags["both"]:
+                out = nets["second"][0](out)
+            loss = out.pow(2).mean()
+            loss.backward()
+            return loss
+
+        batches = [(torch.randn(2, 4, device=device),) for _ in range(14)]
+        return Program(
+            step, batches, [net for (net,) in nets.values()], before_call=lambda index: flags.update(both=index >= 7)
+        )
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        report = assert_captured_equals_eager(build, device)
+    assert report.recapture_reasons == {"flags['both']: False -> True": 1}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.exiting import end_of
+from tests.exiting import code_of_an_interrupt, end_of
 
 
 def test_plain_end_without_close_is_clean() -> None:
@@ -27,7 +27,7 @@ def test_uncaught_error_is_the_users() -> None:
 @pytest.mark.parametrize("ending", ["interrupt", "interrupt in capture"])
 def test_interrupt_ends_the_process_as_python_does(ending: str) -> None:
     done = end_of("cpu", ending)
-    assert (done.returncode, done.stdout.split()) == (-2, ["trained"])
+    assert (done.returncode, done.stdout.split()) == (code_of_an_interrupt(), ["trained"])
     assert done.stderr.count("Traceback") == 1
     assert done.stderr.rstrip().endswith("KeyboardInterrupt")
     assert "ignored" not in done.stderr

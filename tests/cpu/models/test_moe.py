@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +13,8 @@ import torch.nn.functional as F
 
 from stepgraph.models import MoEConfig, MoEGPT
 from stepgraph.models.experts import Experts, collect, dispatch, place_padded, place_sorted
-from stepgraph.models.moe import MoE
+from stepgraph.models.gpt import RotaryPositions
+from stepgraph.models.moe import MoE, MoEBlock
 from stepgraph.models.router import Router
 
 TINY = MoEConfig.tiny()
@@ -252,6 +254,14 @@ def test_router_bias_moves_loads_toward_equal(dtype: torch.dtype) -> None:
     assert max(crowding[-20:]) < 1.25
 
 
+def test_router_bias_counts_on_in_bfloat16() -> None:
+    router = Router(replace(SMALL, bias_rate=0.001))
+    assert router.bias_steps is not None
+    router.bias_steps += 1000  # the next number that bf16 knows is 1004
+    router.bfloat16().update_bias(torch.tensor([7, 3, 5, 5, 0, 10]))
+    assert router.bias_steps.tolist() == [999, 1001, 1000, 1000, 1001, 999]
+
+
 def test_moe_update_bias_without_a_bias_names_the_field() -> None:
     with pytest.raises(ValueError, match="bias_rate"):
         make_model().update_bias(torch.ones(2, 8, dtype=torch.int64))
@@ -323,6 +333,16 @@ def test_moe_model_returns_mean_loss_and_load_of_each_layer() -> None:
     assert expected.item() == pytest.approx(math.log(TINY.vocab_size), abs=0.15)
 
 
+def test_moe_block_drops_from_the_experts_branch_in_training_only() -> None:
+    torch.manual_seed(0)
+    block, rotary = MoEBlock(replace(TINY, dropout=0.5)), RotaryPositions(16, 64, 10_000.0)
+    torch.nn.init.zeros_(block.attn.out_proj.weight)
+    x = torch.randn(2, 8, TINY.hidden_size)
+    assert not torch.equal(block(x, rotary)[0], block(x, rotary)[0])
+    block.eval()
+    assert torch.equal(block(x, rotary)[0], block(x, rotary)[0])
+
+
 def test_moe_model_is_causal() -> None:
     model, tokens = make_model(), random_tokens()
     changed = tokens.clone()
@@ -344,7 +364,8 @@ def test_moe_runs_in_bfloat16_and_under_autocast(way: str) -> None:
     assert (out.dtype, aux_loss.dtype) == (torch.float32, torch.float32)
     # bf16 keeps 8 bits, and close scores may choose otherwise: experts start small, so the loss moves little.
     torch.testing.assert_close(out, expected, rtol=0, atol=2e-2)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
+    with torch.autocast("cpu", dtype=torch.bfloat16), warnings.catch_warnings():
+        warnings.simplefilter("error")  # torch warns where a norm's types differ
         torch.testing.assert_close(make_model(config)(tokens, targets).out, expected, rtol=0, atol=2e-2)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stepgraph import InvalidArgument
@@ -77,6 +77,7 @@ def layer_order(
     return chunks, get_overlap_moe_expert_parallel_comm_order(chunks, layers, wgrad)[0]
 
 
+@settings(deadline=None, max_examples=100)
 @given(
     m=st.integers(1, 8),
     group=st.integers(1, 4),
@@ -97,6 +98,7 @@ def test_overlap_order_is_valid_and_loses_nothing(
         assert counts[-layer - 0.5] == (m if wgrad else 0)
 
 
+@settings(deadline=None, max_examples=100)
 @given(
     m=st.integers(1, 8),
     group=st.integers(1, 4),

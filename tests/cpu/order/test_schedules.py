@@ -6,7 +6,7 @@ from itertools import accumulate
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stepgraph import InvalidArgument
@@ -60,8 +60,9 @@ def test_warmup_is_never_more_than_all_forwards() -> None:
     assert num_warmup_microbatches(2, 1, 1, 8, 0) == 2
 
 
-def test_order_of_more_warmup_than_forwards_is_all_forwards_first() -> None:
-    assert convert_schedule_table_to_order(9, 1, get_schedule_table(2, 1, 1)) == [1, 1, -1, -1]
+@pytest.mark.parametrize("warmup", [2, 3, 9])
+def test_order_of_more_warmup_than_forwards_is_all_forwards_first(warmup: int) -> None:
+    assert convert_schedule_table_to_order(warmup, 1, get_schedule_table(2, 1, 1)) == [1, 1, -1, -1]
 
 
 def test_order_of_several_chunks_on_one_rank_does_not_pass_for_valid() -> None:
@@ -74,6 +75,7 @@ def test_order_of_an_empty_table_is_empty() -> None:
     assert convert_schedule_table_to_order(0, 1, []) == []
 
 
+@settings(deadline=None, max_examples=100)
 @given(
     m=st.integers(1, 12),
     c=st.integers(1, 4),

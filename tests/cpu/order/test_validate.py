@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stepgraph import InvalidArgument
@@ -150,6 +150,7 @@ def test_order_with_microbatches_is_read_as_it_says() -> None:
     ]
 
 
+@settings(deadline=None, max_examples=100)
 @given(orders())
 def test_entries_say_the_numbers_they_were_read_from(drawn: Drawn) -> None:
     entries = read_order(drawn.order, drawn.layers)
@@ -158,6 +159,7 @@ def test_entries_say_the_numbers_they_were_read_from(drawn: Drawn) -> None:
     assert count_microbatches(drawn.order) == drawn.num_microbatches
 
 
+@settings(deadline=None, max_examples=100)
 @given(orders(named=False), st.data())
 def test_order_that_lost_an_entry_is_an_error(drawn: Drawn, data: st.DataObject) -> None:
     """Except for a chunk's only weight gradient (its backward is whole then) and for the only backward (inference)."""

@@ -1,0 +1,187 @@
+"""Scopes: which parts of a model are graphed, by the field's words or by path.
+
+A word (`attn`, `mlp`, `moe`, `moe_router`, `moe_preprocess`, `mamba`) means something else in each model, so a registry
+says for each class of layer which of its submodules or methods a word stands for. Without words, whole layers are
+meant. Anything else is a path from the model: `"layers.3.mlp"`, or a glob, `"layers.*.self_attn"`, in which `*` stands
+for one segment. A path may end in a method: `"layers.*.moe.route"`.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+
+import torch
+
+from stepgraph.errors import InvalidArgument
+
+WORDS = ("attn", "mlp", "moe", "moe_router", "moe_preprocess", "mamba")
+_LLAMA = MappingProxyType({"attn": ("self_attn",), "mlp": ("mlp",)})
+_ROUTED = {"attn": ("self_attn",), "moe": ("mlp",), "moe_router": ("mlp.gate",)}
+_SHIPPED: Mapping[str, Mapping[str, tuple[str, ...]]] = MappingProxyType(
+    {
+        "stepgraph.Block": {"attn": ("attn",), "mlp": ("mlp",)},
+        "stepgraph.MoEBlock": {
+            "attn": ("attn",),
+            "moe": ("moe",),
+            "moe_router": ("moe.route",),
+            "moe_preprocess": ("moe.preprocess", "moe.combine"),
+        },
+        "stepgraph.MambaBlock": {"mamba": ("mixer",)},
+        "transformers.GPT2Block": {"attn": ("attn",), "mlp": ("mlp",)},
+        "transformers.LlamaDecoderLayer": _LLAMA,
+        "transformers.Qwen3DecoderLayer": _LLAMA,
+        "transformers.Qwen3MoeDecoderLayer": _ROUTED,
+        "transformers.MixtralDecoderLayer": {**_ROUTED, "moe": ("mlp", "block_sparse_moe")},
+        "transformers.GptOssDecoderLayer": {**_ROUTED, "moe_router": ("mlp.router",)},
+    }
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Something to graph: a module, or one of its methods."""
+
+    path: str
+    module: torch.nn.Module
+    method: str = "forward"
+
+
+class ScopeRegistry:
+    """What the words of a scope mean for each class of layer. Each `graph_modules` call may be given its own."""
+
+    def __init__(self) -> None:
+        self._layers: dict[type | str, Mapping[str, tuple[str, ...]]] = {}
+        self._layers.update(_SHIPPED)
+
+    def register(self, layer: type[torch.nn.Module], **words: str | Sequence[str]) -> ScopeRegistry:
+        """Say which submodule or method of a class of layer each word stands for.
+
+        Example:
+            >>> registry = stepgraph.ScopeRegistry().register(MyLayer, attn="attention", mlp="ffn")
+            >>> stepgraph.graph_modules(model, scope=["attn"], registry=registry)
+        """
+        for word in words:
+            if word not in WORDS:
+                raise _unknown(word, WORDS, "a scope")
+        self._layers[layer] = {w: (p,) if isinstance(p, str) else tuple(p) for w, p in words.items()}
+        return self
+
+    def words_of(self, layer: torch.nn.Module) -> Mapping[str, tuple[str, ...]] | None:
+        """The words of a layer, by its class, one of its bases, or its name in a known library."""
+        for kind in type(layer).__mro__:
+            if kind in self._layers:
+                return self._layers[kind]
+            name = f"{kind.__module__.partition('.')[0]}.{kind.__name__}"
+            if name in self._layers:
+                return self._layers[name]
+        return None
+
+    def resolve(self, model: torch.nn.Module, scope: Sequence[str]) -> list[Part]:
+        """The parts of a model that a scope names, in the order of the model."""
+        layers = {path: words for path, m in model.named_modules() if (words := self.words_of(m)) is not None}
+        if not scope:
+            if not layers:
+                raise _nothing("layers", model, layers)
+            return [Part(path, model.get_submodule(path)) for path in layers]
+        found: dict[str, Part] = {}
+        for entry in scope:
+            parts = self._of_word(model, entry, layers) if entry in WORDS else _of_path(model, entry)
+            if not parts:
+                raise _nothing(entry, model, layers)
+            found |= {part.path: part for part in parts}
+        _refuse_nested(found)
+        return list(found.values())
+
+    def _of_word(
+        self, model: torch.nn.Module, word: str, layers: Mapping[str, Mapping[str, tuple[str, ...]]]
+    ) -> list[Part]:
+        found = []
+        for path, words in layers.items():
+            for tail in words.get(word, ()):
+                part = _at(model, f"{path}.{tail}" if path else tail)
+                if part is not None:
+                    found.append(part)
+        return found
+
+
+def _at(model: torch.nn.Module, path: str) -> Part | None:
+    """The module at a path, or the method of the module before its last segment."""
+    parent, _, last = path.rpartition(".")
+    try:
+        owner = model.get_submodule(parent)
+    except AttributeError:
+        return None
+    value = getattr(owner, last, None) if last else owner
+    if isinstance(value, torch.nn.Module):
+        return Part(path, value)
+    return Part(path, owner, last) if callable(value) and not isinstance(value, torch.Tensor) else None
+
+
+def _of_path(model: torch.nn.Module, pattern: str) -> list[Part]:
+    if "*" not in pattern:
+        part = _at(model, pattern) if pattern else Part("", model)
+        return [part] if part is not None else []
+    *heads, last = pattern.split(".")
+    prefixes = [""]
+    for segment in heads:
+        prefixes = [
+            f"{prefix}.{name}" if prefix else name
+            for prefix in prefixes
+            for name, _ in model.get_submodule(prefix).named_children()
+            if segment in ("*", name)
+        ]
+    found = []
+    for prefix in prefixes:
+        names = [name for name, _ in model.get_submodule(prefix).named_children()] if last == "*" else [last]
+        for name in names:
+            part = _at(model, f"{prefix}.{name}" if prefix else name)
+            if part is not None:
+                found.append(part)
+    return found
+
+
+def _refuse_nested(parts: Mapping[str, Part]) -> None:
+    for path, part in parts.items():
+        for other in parts.values():
+            if part.method == "forward" and other.path.startswith(f"{path}." if path else "") and other is not part:
+                raise InvalidArgument(
+                    f"the scope names `{path or 'the model'}` and `{other.path}`, which is inside it",
+                    rule="scope",
+                    why="a module is graphed as a whole, with all that is in it.",
+                    fix=f"drop one of the two: {path!r} covers {other.path!r}.",
+                )
+
+
+def _nothing(
+    entry: str, model: torch.nn.Module, layers: Mapping[str, Mapping[str, tuple[str, ...]]]
+) -> InvalidArgument:
+    kinds = sorted({type(model.get_submodule(path)).__name__ for path in layers})
+    words = sorted({word for known in layers.values() for word in known})
+    names = [path for path, _ in model.named_modules() if path]
+    near = difflib.get_close_matches(entry, [*words, *WORDS, *names], n=1)
+    listed = ", ".join(names[:12]) + (", ..." if len(names) > 12 else "")
+    return InvalidArgument(
+        f"the scope {entry!r} matches nothing in {type(model).__name__}",
+        rule="scope",
+        details=[
+            f"words here  {', '.join(words) or 'none: no layer of a known class'}",
+            f"layers      {', '.join(kinds) or 'none of a known class'}",
+            f"modules     {listed}",
+        ],
+        why="a scope is one of the words, for layers whose class is registered, or a path or glob from the model.",
+        fix=(f"did you mean {near[0]!r}? Or " if near else "")
+        + "give a path such as 'layers.*.attn', or register the layer's class: ScopeRegistry().register(...).",
+    )
+
+
+def _unknown(word: str, allowed: Sequence[str], what: str) -> InvalidArgument:
+    near = difflib.get_close_matches(word, allowed, n=1)
+    return InvalidArgument(
+        f"{word!r} is not {what}",
+        rule="scope",
+        why=f"the words are {', '.join(allowed)}.",
+        fix=f"did you mean {near[0]!r}?" if near else f"use one of {', '.join(allowed)}.",
+    )

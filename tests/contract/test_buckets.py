@@ -1,0 +1,138 @@
+"""`buckets=`: batches of many lengths on a few graphs, equal to eager on the padded batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import stepgraph
+from tests.harness import Program, assert_same_history, run
+
+SIZES = [4, 8, 16]
+LENGTHS = (3, 7, 15, 2, 4, 8, 16, 1, 11, 5, 12, 6, 16, 3)
+
+
+def program(device: torch.device, lengths: tuple[int, ...] = LENGTHS, *, accumulate: bool = False) -> Program:
+    model = nn.Sequential(nn.Embedding(20, 12), nn.Dropout(0.1), nn.Linear(12, 20)).to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+    def step(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        if not accumulate:
+            optimizer.zero_grad()
+        logits = model(batch["ids"])
+        loss = F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), ignore_index=-100)
+        loss.backward()
+        optimizer.step()
+        return {"loss": loss, "logits": logits}
+
+    batches = [
+        ({name: torch.randint(0, 20, (3, length), device=device) for name in ("ids", "labels")},) for length in lengths
+    ]
+    return Program(step, batches, [model], [optimizer])
+
+
+def padded(batch: dict[str, torch.Tensor], sizes: list[int] = SIZES) -> dict[str, torch.Tensor]:
+    length = batch["ids"].shape[1]
+    room = (0, next(size for size in sizes if size >= length) - length)
+    return {"ids": F.pad(batch["ids"], room), "labels": F.pad(batch["labels"], room, value=-100)}
+
+
+def by_hand(step: Callable[..., Any]) -> Callable[..., Any]:
+    """The step in eager on the padded batch, with its outputs cut back."""
+
+    def padded_step(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        result = step(padded(batch))
+        return {"loss": result["loss"], "logits": result["logits"][:, : batch["ids"].shape[1]]}
+
+    return padded_step
+
+
+OPTIONS: dict[str, Any] = {
+    "buckets": {"batch.ids": {1: SIZES}, "batch.labels": {1: SIZES}},
+    "pad_values": {"batch.labels": -100},
+}
+
+
+def assert_equal_to_padded_eager(build: Callable[[torch.device], Program], device: torch.device) -> stepgraph.Report:
+    torch.manual_seed(7)
+    eager = build(device)
+    torch.manual_seed(11)
+    expected = run(eager, by_hand(eager.step), device)
+    torch.manual_seed(7)
+    made = build(device)
+    torch.manual_seed(11)
+    with stepgraph.capture(made.step, **OPTIONS) as step:
+        assert_same_history(expected, run(made, step, device), "captured differs from eager on the padded batch")
+        return step.report()
+
+
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_buckets_equal_eager_on_the_padded_batch(accumulate: bool, device: torch.device) -> None:
+    report = assert_equal_to_padded_eager(lambda d: program(d, accumulate=accumulate), device)
+    assert report.graphs == len(SIZES)
+
+
+def test_buckets_are_all_captured_at_once_the_largest_first(device: torch.device) -> None:
+    made = program(device, lengths=(7, 7, 7, 7, 7, 3, 16, 2, 13))
+    with stepgraph.capture(made.step, **OPTIONS) as step:
+        for i, batch in enumerate(made.batches):
+            step(*batch)
+            assert step.report().graphs == (0 if i < 3 else len(SIZES)), i
+        report = step.report()
+        assert report.eager_calls == 3, "only the first bucket warms up"
+        (largest, middle, smallest) = sorted(report.signatures, key=len, reverse=True)[:3]
+        assert "[3, 16]" in largest or "[3, 16]" in middle or "[3, 16]" in smallest
+
+
+def test_buckets_captured_ahead_leave_gradients_as_they_were(device: torch.device) -> None:
+    """A step that adds to the gradients it finds: capturing other buckets must not touch them."""
+    model = nn.Linear(1, 4).to(device)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        loss = model(x.unsqueeze(-1)).pow(2).sum()
+        loss.backward()
+        return loss
+
+    reference = nn.Linear(1, 4).to(device)
+    reference.load_state_dict(model.state_dict())
+    with stepgraph.capture(step, warmup=1, buckets={"x": {0: [4, 8]}}) as captured:
+        for length in (3, 4, 8, 2, 7, 4):
+            x = torch.randn(length, device=device)
+            captured(x)
+            room = (0, (4 if length <= 4 else 8) - length)
+            reference(F.pad(x, room).unsqueeze(-1)).pow(2).sum().backward()
+            assert torch.equal(model.weight.grad, reference.weight.grad)
+
+
+def test_bucket_past_the_largest_is_an_error_that_names_it(device: torch.device) -> None:
+    made = program(device, lengths=(20,))
+    with (
+        pytest.raises(stepgraph.InvalidArgument, match="20 is past the largest bucket, 16"),
+        stepgraph.capture(made.step, **OPTIONS) as step,
+    ):
+        step(*made.batches[0])
+
+
+def test_buckets_past_max_graphs_are_refused() -> None:
+    with pytest.raises(stepgraph.InvalidArgument, match="max_graphs"):
+        stepgraph.capture(lambda x: x, max_graphs=2, buckets={"x": {0: [1, 2, 3]}})
+
+
+def test_buckets_give_writes_back_to_the_callers_tensor(device: torch.device) -> None:
+    @torch.no_grad()
+    def double(x: torch.Tensor) -> torch.Tensor:
+        x.mul_(2)
+        return x.sum()
+
+    with stepgraph.capture(double, warmup=1, buckets={"x": {0: [4, 8]}}) as step:
+        for length in (3, 3, 4, 7, 2):
+            x = torch.arange(length, dtype=torch.float32, device=device)
+            before = x.clone()
+            total = step(x)
+            assert torch.equal(x, before * 2)
+            assert torch.equal(total, (before * 2).sum())
