@@ -124,7 +124,7 @@ class Training:
         self.device, self.scaled = device, mode != "bf16"
         on_gpu = device.type == "cuda"
         self.half = torch.float16 if self.scaled and on_gpu else torch.bfloat16  # the CPU's scaler works around bf16
-        size = {"num_layers": 4, "max_seq_len": 128} if on_gpu else {"num_layers": 1, "max_seq_len": 8}
+        size = {"num_layers": 2, "max_seq_len": 64} if on_gpu else {"num_layers": 1, "max_seq_len": 8}
         self.config = replace(GPTConfig.tiny(), dropout=0.1, **size)
         with torch.device(device):
             self.model = GPT(self.config)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import enum
 import functools
 import inspect
+import operator
 import sys
 import types
 from collections.abc import Callable, Hashable, Sequence
@@ -127,6 +128,8 @@ def leaf_key(leaf: Any) -> Hashable:
 
 def leaf_keys(leaves: Sequence[Any]) -> tuple[Hashable, ...]:
     """The keys of a call's leaves. A tensor that is passed twice is one tensor, and that is part of its key."""
+    if len(leaves) == 1 and type(leaves[0]) is torch.Tensor:
+        return (tensor_key(leaves[0]),)
     keys = list(map(leaf_key, leaves))
     if len(leaves) > 1 and len(set(map(id, leaves))) < len(leaves):
         first: dict[int, int] = {}
@@ -237,7 +240,7 @@ _AMBIENT_GETTERS = tuple(getter for _, getter in _AMBIENT)
 
 def ambient_key() -> tuple[Hashable, ...]:
     """The flags of the process and thread that choose kernels."""
-    return tuple([getter() for getter in _AMBIENT_GETTERS])
+    return tuple(map(operator.call, _AMBIENT_GETTERS))
 
 
 def differences(

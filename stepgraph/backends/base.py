@@ -138,6 +138,11 @@ class Backend(ABC):
         """Whether the calling thread records a graph right now."""
 
     @property
+    def capture_probe(self) -> Callable[[], bool]:
+        """What `is_capturing` comes down to, for code that asks at each call."""
+        return self.is_capturing
+
+    @property
     @abstractmethod
     def default_generator(self) -> torch.Generator:
         """The generator that random work on this device draws from when none is given."""

@@ -10,6 +10,7 @@ of capture mode, which torch leaves them in ("Offset increment outside graph cap
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -102,7 +103,7 @@ class CudaGraph(Graph):
 
     @property
     def launch(self) -> Callable[[], None]:
-        return self.replay if self._in_inference_mode else self._graph.replay
+        return self.replay if self._in_inference_mode else functools.partial(torch._C._CUDAGraph.replay, self._graph)
 
     def free(self) -> None:
         self._graph.reset()
@@ -306,6 +307,10 @@ class CudaBackend(Backend):
 
     def is_capturing(self) -> bool:
         return torch.cuda.is_current_stream_capturing()
+
+    @property
+    def capture_probe(self) -> Callable[[], bool]:
+        return getattr(torch._C, "_cuda_isCurrentStreamCapturing", self.is_capturing)
 
     @property
     def default_generator(self) -> torch.Generator:

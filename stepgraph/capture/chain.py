@@ -60,6 +60,12 @@ class Chain:
         last = [(p, g) for p, g in self.final if now.get(id(p)) is not g]
         return [*plan, (_nothing, last)] if last else plan
 
+    @property
+    def single_launch(self) -> Callable[[], Any] | None:
+        """What a steady replay comes down to where it is one graph and no gradient changes hands."""
+        run, changes = self._in_turn[0] if len(self._in_turn) == 1 else (None, ())
+        return None if changes else run
+
     def replay(self, *, steady: bool = False) -> None:
         """Run the step once. `steady`: every `.grad` is what this chain left at its last replay."""
         if steady:

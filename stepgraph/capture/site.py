@@ -82,7 +82,9 @@ class CapturedCall:
         self._may_be_steady = [grad is None for grad in self._left] == self._no_grad and all(
             left.get(id(p)) is kept for p, kept in self._carried_in
         )
-        self._steadily = list(zip(parameters, self._left, [p.requires_grad for p in parameters], strict=True))
+        needed = [p.requires_grad for p in parameters]
+        self._steadily = list(zip(parameters, self._left, needed, strict=True)) if self._may_be_steady else []
+        self._launch = chain.single_launch
         self._is_steady = False
         self._before_replay = [part.advance for part in (counters, guards.replicas) if part.is_needed]
         self._writes_back = inputs.writes_back
@@ -94,15 +96,13 @@ class CapturedCall:
             return False
         if guards.replicas.is_needed and not guards.replicas.fit():
             return False
-        self._is_steady = self._may_be_steady and self._finds_what_it_left()
-        return self._is_steady or [grad is None for grad in map(_grad, self._parameters)] == self._no_grad
-
-    def _finds_what_it_left(self) -> bool:
+        self._is_steady = self._may_be_steady
         # one pass over the parameters for both questions: this loop is most of what a replay costs the host
         for parameter, left, flag in self._steadily:
             if parameter.grad is not left or parameter.requires_grad is not flag:
-                return False
-        return True
+                self._is_steady = False
+                break
+        return self._is_steady or [grad is None for grad in map(_grad, self._parameters)] == self._no_grad
 
     def model_changed(self) -> str | None:
         """What is another about the model than at capture, after `fits` has looked at the parameters."""
@@ -116,7 +116,10 @@ class CapturedCall:
             carry_in(self._carried_in)
         for advance in self._before_replay:
             advance()
-        self.chain.replay(steady=steady)
+        if steady and self._launch is not None:
+            self._launch()
+        else:
+            self.chain.replay(steady=steady)
         if self._writes_back:
             self.inputs.store(leaves)
 

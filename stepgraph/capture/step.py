@@ -94,7 +94,7 @@ class CapturedStep(Generic[P, R]):
         return cast(R, self._bucketing.cut(padded, structure, result))
 
     def _dispatch(self, leaves: list[Any], structure: Structure) -> Any:
-        if self._backend.is_capturing():  # called from a step that is being captured: a part of it
+        if self._is_capturing():  # called from a step that is being captured: a part of it
             return self._call(leaves, structure)
         if self._flags.pending:
             self._flags.check()
@@ -322,6 +322,7 @@ class CapturedStep(Generic[P, R]):
         leaves, _ = flatten(call_tree)
         self._session.settle(choose_backend(self._function, leaves, self._wanted, self._session))
         self._backend = self._session.backend
+        self._is_capturing = self._backend.capture_probe
         refuse_other_devices(self._name, self._function, leaves, self._backend)
         self._settled = True
 

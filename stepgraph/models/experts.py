@@ -131,7 +131,7 @@ class Experts(nn.Module):
     def can_group(self) -> bool:
         """Whether `grouped` runs here without a read on the host, given the weights' device, type and widths."""
         device, dtype = self.down_proj.device, self._compute_dtype()
-        # bfloat16 has a kernel; other types run as a loop inside torch, which reads the ends, or not under compile
+        # Other types than bfloat16 have no kernel: torch loops and reads the ends, and compile refuses them.
         is_fit = dtype is torch.bfloat16 and all(size % 8 == 0 for size in self.down_proj.shape[1:])
         if not hasattr(F, "grouped_mm") or not is_fit:
             return False

@@ -91,7 +91,9 @@ class MoE(nn.Module):
 
     def route(self, x: Tensor) -> Routing:
         """Norm the tokens of `x`, choose their experts, and run the shared one."""
-        hidden = self.norm(x).flatten(0, -2)
+        # Flat first: what comes back from the norm is added up before it meets the residual stream's gradient, so the
+        # sum is the same, bit for bit, where this part is differentiated apart from the rest.
+        hidden = self.norm(x.flatten(0, -2))
         weights, choices, load, aux_loss = self.router(hidden)
         shared = None if self.shared is None else self.shared(hidden)
         return Routing(hidden, weights, choices, load, aux_loss, shared)

@@ -29,12 +29,11 @@ def validate_order(order: Sequence[float], num_layers_per_chunk: Sequence[int] |
     """Raise `InvalidArgument` if the order cannot be run, pointing at the entry; check it against the layers if given.
 
     Example:
-        >>> validate_order([1, -1, -1])
-        Traceback (most recent call last):
-        stepgraph.errors.InvalidArgument: entry 2 of the order is a backward of chunk 1 without a forward   [order]
-          order     1 -1 -1
-                         ^^
-          expected  `1` before it: chunk 1 has had 1 forward and 1 backward
+        >>> try:
+        ...     validate_order([1, -1, -1])
+        ... except InvalidArgument as error:
+        ...     print(error.what)
+        entry 2 of the order is a backward of chunk 1 without a forward
     """
     read_order(order, num_layers_per_chunk)
 

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from stepgraph.models import MoEConfig, MoEGPT
 from stepgraph.models.experts import Experts, collect, dispatch, place_padded, place_sorted
 from stepgraph.models.gpt import RotaryPositions
-from stepgraph.models.moe import MoE, MoEBlock
+from stepgraph.models.moe import MoE, MoEBlock, Routing
 from stepgraph.models.router import Router
 
 TINY = MoEConfig.tiny()
@@ -299,6 +299,41 @@ def test_moe_forward_calls_its_parts_with_tensors_between_them(monkeypatch: pyte
     received = layer(x)
     assert tuple(called) == parts
     assert all(torch.equal(one, two) for one, two in zip(expected, received, strict=True))
+
+
+class Apart(torch.autograd.Function):
+    """A part with an autograd graph of its own: one node in the model's, as a graphed part is."""
+
+    @staticmethod
+    def forward(ctx: Any, part: Any, x: torch.Tensor) -> Any:
+        with torch.enable_grad():
+            ctx.x = x.detach().requires_grad_()
+            ctx.outputs = part(ctx.x)
+        ctx.mark_non_differentiable(*(t for t in ctx.outputs if not t.is_floating_point()))
+        return tuple(t.detach() for t in ctx.outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        pairs = [(out, grad) for out, grad in zip(ctx.outputs, grads, strict=True) if out.requires_grad]
+        torch.autograd.backward(*zip(*pairs, strict=True))
+        return None, ctx.x.grad
+
+
+def test_moe_route_differentiated_apart_gives_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    def gradients(apart: bool) -> list[torch.Tensor | None]:
+        model = make_model(replace(TINY, shared_ffn_size=32, shared_gate=True))
+        for block in model.blocks:
+            route = block.moe.route
+            if apart:
+                monkeypatch.setattr(block.moe, "route", lambda x, route=route: Routing(*Apart.apply(route, x)))
+        out, aux_loss, _ = model(random_tokens(), random_tokens(seed=2))
+        (out + 0.01 * aux_loss).backward()
+        return [p.grad for p in model.parameters()]
+
+    for one, two in zip(gradients(apart=False), gradients(apart=True), strict=True):
+        assert one is not None
+        assert two is not None
+        assert torch.equal(one, two)
 
 
 @pytest.mark.parametrize("way", WAYS)
