@@ -101,6 +101,7 @@ def signatures_memory(device: torch.device, lengths: Sequence[int]) -> Record:
 def measure_memory(device: torch.device) -> Record:
     """Eight lengths in both orders against the longest alone."""
     *_, lengths = memory_config(device)
+    print(f"memory of {len(lengths)} sequence lengths", file=sys.stderr, flush=True)
     alone = signatures_memory(device, lengths[:1])
     orders = {
         "largest_first": signatures_memory(device, lengths),
@@ -223,12 +224,14 @@ def measure_training(device: torch.device, mode: str, steps: int) -> Record:
     """Train eager and captured, and compare."""
     eager = Training(device, mode, steps)
     eager.run(eager.train_step, eager.evaluate)
+    print(f"{mode}: {steps} eager steps in {eager.seconds:.1f} s", file=sys.stderr, flush=True)
     expected = eager.state()
     captured = Training(device, mode, steps)
     with stepgraph.Session() as session:
         train_step = stepgraph.capture(captured.train_step, session=session)
         evaluate = stepgraph.capture(captured.evaluate, session=session)
         captured.run(train_step, evaluate)
+        print(f"{mode}: {steps} captured steps in {captured.seconds:.1f} s", file=sys.stderr, flush=True)
         reports = {"train_step": train_step.report(), "evaluate": evaluate.report()}
         differences = differing(expected, captured.state())
     record: Record = {
@@ -263,6 +266,7 @@ def main(options: Sequence[str]) -> int:
     parser.add_argument("--device", default="cuda", help="cuda, or cpu for the tape: does it run at all?")
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--only", choices=["memory", "training"])
+    parser.add_argument("--modes", type=lambda text: text.split("/"), default=list(MODES), help=" / ".join(MODES))
     parser.add_argument("--out", type=Path)
     args = parser.parse_args(options)
     device = torch.device(args.device)
@@ -287,7 +291,7 @@ def main(options: Sequence[str]) -> int:
             "reached": max(ratios.values()) < TARGET_RATIO,
         }
     if args.only != "memory":
-        record["training"] = [measure_training(device, mode, args.steps) for mode in MODES]
+        record["training"] = [measure_training(device, mode, args.steps) for mode in args.modes]
         equal = [run["bit_equal"] for run in record["training"]]
         record["targets"]["bit_equal_after_training"] = {"target": True, "reached": all(equal)}
     text = json.dumps(record, indent=2)

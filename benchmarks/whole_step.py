@@ -49,6 +49,7 @@ from whole_step_report import (
     TIMED,
     WORKLOADS,
     Record,
+    Rows,
     error_line,
     last_json,
     markdown,
@@ -80,11 +81,9 @@ def plan(workloads: Sequence[str], variants: Sequence[str]) -> list[Job]:
     return timed + [(workloads[0], v) for v in EQUALITY if v in variants]
 
 
-def start_worker(job: Job, args: argparse.Namespace) -> Worker:
-    """Start a worker, which imports what it needs and waits."""
-    figures = ("steps", "equality_steps", "layers")
-    options = [text for f in figures for text in (f"--{f.replace('_', '-')}", str(getattr(args, f)))]
-    command = [sys.executable, str(Path(__file__).resolve()), "--worker", *job, "--wait", *options]
+def start_worker(job: Job, script: str, options: Sequence[str]) -> Worker:
+    """Start a worker of a benchmark's script, which imports what it needs and waits."""
+    command = [sys.executable, script, "--worker", *job, "--wait", *options]
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     log = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 - lives as long as the worker
     process = subprocess.Popen(
@@ -132,18 +131,30 @@ def collect(worker: Worker, timeout_s: float) -> Record:
     return {"workload": worker.job[0], "variant": worker.job[1], "error": error_line(error)}
 
 
-def run_all(jobs: list[Job], args: argparse.Namespace, publish: Callable[[list[Record]], Record]) -> list[Record]:
+def worker_options(args: argparse.Namespace, names: Sequence[str]) -> list[str]:
+    """Return the options of these names as a worker is given them."""
+    given = {f"--{name.replace('_', '-')}": getattr(args, name) for name in names}
+    return [text for option, value in given.items() if value is not None for text in (option, str(value))]
+
+
+def run_all(
+    jobs: list[Job],
+    start: Callable[[Job], Worker],
+    timeout_s: float,
+    publish: Callable[[list[Record]], Record],
+    outcome: Callable[[Record], str],
+) -> list[Record]:
     """Run every job in turn, saying how it went on stderr and publishing what there is after each."""
     records: list[Record] = []
     print(f"{len(jobs)} workers import torch", file=sys.stderr)
-    workers = {job: start_worker(job, args) for job in jobs}
+    workers = {job: start(job) for job in jobs}
     try:
         for waiting in workers.values():
             waiting.process.stdout.readline()
         for each in workers.values():
             release(each)
-            records.append(collect(each, args.timeout))
-            print(progress(records[-1], len(records), len(jobs)), file=sys.stderr, flush=True)
+            records.append(collect(each, timeout_s))
+            print(progress(records[-1], len(records), len(jobs), outcome), file=sys.stderr, flush=True)
             publish(records)
     finally:
         for each in workers.values():
@@ -152,18 +163,20 @@ def run_all(jobs: list[Job], args: argparse.Namespace, publish: Callable[[list[R
     return records
 
 
-def progress(record: Record, index: int, total: int) -> str:
+def progress(record: Record, index: int, total: int, outcome: Callable[[Record], str]) -> str:
     """Return one line on how a worker went."""
-    if "error" in record:
-        outcome = f"failed: {record['error']}"
-    elif "pairs" in record:
-        outcome = ", ".join(
-            f"{pair}: {sum(g['differing'] for g in groups.values())} tensors differ"
-            for pair, groups in record["pairs"].items()
-        )
-    else:
-        outcome = f"{record['step_ms']:.2f} ms"
-    return f"[{index}/{total}] {record['workload']} {record['variant']}: {outcome} ({record.get('worker_s', 0):.0f} s)"
+    told = f"failed: {record['error']}" if "error" in record else outcome(record)
+    return f"[{index}/{total}] {record['workload']} {record['variant']}: {told} ({record.get('worker_s', 0):.0f} s)"
+
+
+def told_outcome(record: Record) -> str:
+    """Return what was measured, in a few words."""
+    if "pairs" not in record:
+        return f"{record['step_ms']:.2f} ms"
+    return ", ".join(
+        f"{pair}: {sum(g['differing'] for g in groups.values())} tensors differ"
+        for pair, groups in record["pairs"].items()
+    )
 
 
 def machine_facts() -> Record:
@@ -187,14 +200,17 @@ def machine_facts() -> Record:
     }
 
 
-def command_line(options: Sequence[str]) -> str:
-    """Return the command as typed, but for the output folder, which only says where this report was put first."""
-    words = ["python", "benchmarks/whole_step.py", *options]
+def command_line(script: str, options: Sequence[str], folders: Sequence[str] = ("--out",)) -> str:
+    """Return the command as typed, but for folders, which only say where this machine keeps things."""
+    words = ["python", f"benchmarks/{script}", *options]
     for i, word in enumerate(words):
-        if word == "--out" and i + 1 < len(words):
+        option, is_joined, _ = word.partition("=")
+        if option not in folders:
+            continue
+        if is_joined:
+            words[i] = f"{option}=DIR"
+        elif i + 1 < len(words):
             words[i + 1] = "DIR"
-        elif word.startswith("--out="):
-            words[i] = "--out=DIR"
     return shlex.join(words)
 
 
@@ -204,16 +220,23 @@ def default_folder(facts: Record) -> Path:
     return ROOT / "benchmarks" / "results" / f"{facts['date']}-{gpu}"
 
 
-def show(summary: Record) -> None:
-    """Print the report's tables."""
+def write_report(folder: Path, name: str, summary: Record, text: str) -> None:
+    """Write what was measured as JSON, and the tables beside it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{name}.json").write_text(json.dumps(summary, indent=1) + "\n")
+    (folder / f"{name}.md").write_text(text)
+
+
+def show(tables: Sequence[tuple[str, Rows]], text: str) -> None:
+    """Print the report's tables, or its text where rich is missing."""
     try:
         from rich.console import Console
         from rich.table import Table
     except ImportError:
-        print(markdown(summary))
+        print(text)
         return
     console = Console(width=None if sys.stdout.isatty() else 170)
-    for title, rows in sections(summary):
+    for title, rows in tables:
         table = Table(*rows[0], title=title, title_justify="left")
         for row in rows[1:]:
             table.add_row(*row)
@@ -270,20 +293,21 @@ def main() -> int:
     if not torch.cuda.is_available():
         print("This benchmark needs a CUDA GPU, and torch finds none here.", file=sys.stderr)
         return 2
-    started, facts, command = time.perf_counter(), machine_facts(), command_line(sys.argv[1:])
+    started, facts, command = time.perf_counter(), machine_facts(), command_line("whole_step.py", sys.argv[1:])
     folder = args.out or default_folder(facts)
 
     def publish(records: list[Record]) -> Record:
         gpu = next((r["gpu"] for r in records if "gpu" in r), facts["GPU"])
         run = {"GPU": gpu, "layers": args.layers, "seconds in all": round(time.perf_counter() - started)}
         summary = summarise(records, args.workloads, facts | run, command)
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "whole_step.json").write_text(json.dumps(summary, indent=1) + "\n")
-        (folder / "whole_step.md").write_text(markdown(summary))
+        write_report(folder, "whole_step", summary, markdown(summary))
         return summary
 
-    records = run_all(plan(args.workloads, args.variants), args, publish)
-    show(publish(records))
+    script, options = str(Path(__file__).resolve()), worker_options(args, ("steps", "equality_steps", "layers"))
+    jobs = plan(args.workloads, args.variants)
+    records = run_all(jobs, lambda job: start_worker(job, script, options), args.timeout, publish, told_outcome)
+    summary = publish(records)
+    show(sections(summary), markdown(summary))
     return 1 if any("error" in r for r in records) else 0
 
 

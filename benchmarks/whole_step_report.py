@@ -218,12 +218,12 @@ def step_rows(records: Sequence[Record], workload: str) -> Rows:
     return rows
 
 
-def engine_rows(records: Sequence[Record]) -> Rows:
+def engine_rows(records: Sequence[Record], keys: Sequence[str] = ENGINE_KEYS) -> Rows:
     """Return what stepgraph's own report said in each run that used it."""
-    rows = [["workload", "variant", *ENGINE_KEYS]]
+    rows = [["workload", "variant", *keys]]
     for r in records:
         if r.get("engine"):
-            rows.append([r["workload"], r["variant"], *(short(r["engine"].get(key)) for key in ENGINE_KEYS)])
+            rows.append([r["workload"], r["variant"], *(short(r["engine"].get(key)) for key in keys)])
     return rows
 
 
@@ -289,11 +289,16 @@ def sections(summary: Record) -> list[tuple[str, Rows]]:
 
 def markdown(summary: Record) -> str:
     """Render the whole report."""
+    return as_page("Whole step", summary, sections(summary), "benchmarks/whole_step.py")
+
+
+def as_page(name: str, summary: Record, tables: Sequence[tuple[str, Rows]], script: str) -> str:
+    """Render a report: what it was measured on, the command, the tables."""
     facts = [f"- {key}: {value}" for key, value in summary["environment"].items()]
-    parts = ["# Whole step", "\n".join(facts), f"`{summary['command']}`"]
-    for title, rows in sections(summary):
+    parts = [f"# {name}", "\n".join(facts), f"`{summary['command']}`"]
+    for title, rows in tables:
         parts += [f"## {title}", markdown_table(rows)]
-    parts.append("The columns are explained at the head of `benchmarks/whole_step.py`.")
+    parts.append(f"The columns are explained at the head of `{script}`.")
     return "\n\n".join(parts) + "\n"
 
 

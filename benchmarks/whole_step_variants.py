@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import gc
 import importlib
+import itertools
 import json
 import math
 import os
@@ -15,7 +16,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -235,26 +236,23 @@ def profile_step(call: Callable[[], Tensor]) -> list[tuple[float, float]]:
         return gpu_intervals(json.loads(path.read_text(), strict=False))
 
 
-def measure(workload: str, variant: str, steps: int, layers: int) -> Record:
-    """Run one timed variant from the model's construction to its report."""
-    torch.cuda.reset_peak_memory_stats()
-    batches = build_batches(workload, 8)
-    step = build_step(variant, build_model(layers))
-    calls = 0
+@dataclass(frozen=True)
+class Clock:
+    """How steps are timed where they run."""
 
-    def call() -> Tensor:
-        nonlocal calls
-        calls += 1
-        return step(*batches[(calls - 1) % len(batches)])
+    block: Callable[[Callable[[], Tensor], int], tuple[list[float], Tensor]] = time_block
+    wall: Callable[[Callable[[], Tensor]], tuple[float, float]] = wall_seconds
+    intervals: Callable[[Callable[[], Tensor]], list[tuple[float, float]]] = profile_step
 
-    warm = [wall_seconds(call)[1] for _ in range(WARM_STEPS)]
-    first, _ = time_block(call, steps)
-    second, loss = time_block(call, steps)
-    final_loss, trained = loss.item(), calls
-    host = [wall_seconds(call)[0] for _ in range(HOST_CALLS)]
-    intervals = profile_step(call)
-    # The call that captures stands out among those after the warm-up, whichever of them it is.
-    capture_s = max(warm[WARMUP:]) if "hand" in variant or "ours" in variant else None
+
+def time_steps(call: Callable[[], Tensor], steps: int, warm_steps: int, host_calls: int, clock: Clock) -> Record:
+    """Call a step often enough for every figure of its time, and return them with the loss after the timed blocks."""
+    warm = [clock.wall(call)[1] for _ in range(warm_steps)]
+    first, _ = clock.block(call, steps)
+    second, loss = clock.block(call, steps)
+    final_loss = loss.item()
+    host = [clock.wall(call)[0] for _ in range(host_calls)]
+    intervals = clock.intervals(call)
     return {
         "step_ms": statistics.median(first),
         "again_ms": statistics.median(second),
@@ -264,12 +262,30 @@ def measure(workload: str, variant: str, steps: int, layers: int) -> Record:
         "gpu_intervals": len(intervals),
         "host_ms": statistics.median(host) * 1e3,
         "warm_calls_s": warm,
+        "loss": final_loss,
+        "trained_steps": warm_steps + 2 * steps,
+    }
+
+
+def on_batches(step: Step, batches: Sequence[tuple[Tensor, Tensor]]) -> Callable[[], Tensor]:
+    """Return a call without arguments that trains on the batches, again and again."""
+    endless = itertools.cycle(batches)
+    return lambda: step(*next(endless))
+
+
+def measure(workload: str, variant: str, steps: int, layers: int) -> Record:
+    """Run one timed variant from the model's construction to its report."""
+    torch.cuda.reset_peak_memory_stats()
+    batches = build_batches(workload, 8)
+    step = build_step(variant, build_model(layers))
+    figures = time_steps(on_batches(step, batches), steps, WARM_STEPS, HOST_CALLS, Clock())
+    # The call that captures stands out among those after the warm-up, whichever of them it is.
+    capture_s = max(figures["warm_calls_s"][WARMUP:]) if "hand" in variant or "ours" in variant else None
+    return figures | {
         "capture_s": capture_s,
         "capture_s_per_layer": None if capture_s is None else capture_s / layers,
         "reserved_bytes": torch.cuda.max_memory_reserved(),
         "allocated_bytes": torch.cuda.max_memory_allocated(),
-        "loss": final_loss,
-        "trained_steps": trained,
         "engine": engine_report(step),
     }
 
@@ -284,16 +300,25 @@ def train(batches: Sequence[tuple[Tensor, Tensor]], layers: int, *, captured: bo
 
         step = stepgraph.capture(step)
     losses = {f"step {i}": step(*batch) for i, batch in enumerate(batches)}
+    state = copied(trained_state(model, optimizer, losses))
+    return state, engine_report(step)
+
+
+def trained_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer, losses: dict[str, Tensor]) -> State:
+    """Return all that can be compared after a training, as it is."""
     names = [name for name, _ in model.named_parameters()]
     slots = optimizer.state_dict()["state"]
-    state = {
+    return {
         "losses": losses,
-        "parameters": model.state_dict(),
+        "parameters": dict(model.named_parameters()),
         "optimizer": {f"{names[i]}.{key}": value for i, slot in slots.items() for key, value in slot.items()},
         "gradients": {name: p.grad for name, p in model.named_parameters() if p.grad is not None},
     }
-    copies = {group: {name: t.detach().clone() for name, t in tensors.items()} for group, tensors in state.items()}
-    return copies, engine_report(step)
+
+
+def copied(state: State) -> State:
+    """Return a copy that no later step changes."""
+    return {group: {name: t.detach().clone() for name, t in tensors.items()} for group, tensors in state.items()}
 
 
 def measure_equality(workload: str, steps: int, layers: int, *, deterministic: bool) -> Record:
@@ -318,30 +343,43 @@ def measure_equality(workload: str, steps: int, layers: int, *, deterministic: b
     }
 
 
-def worker(args: argparse.Namespace) -> int:
-    """Measure one variant and print its record as one line of JSON."""
-    workload, variant = args.worker
-    record: Record = {"workload": workload, "variant": variant, "layers": args.layers}
-    if variant == "equality":
-        os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # cuBLAS is deterministic only with a fixed workspace
-    if args.wait:
-        for module in ("torch._dynamo", "torch.profiler", "stepgraph", "stepgraph.models.gpt"):
-            with contextlib.suppress(ImportError):  # a missing one is an error of the measurement, reported by it
-                importlib.import_module(module)
-        print("ready", flush=True)
-        if not sys.stdin.readline():
-            return 1  # the parent is gone
+def await_turn(imports: Sequence[str]) -> bool:
+    """Import what the measurement needs, say so, and wait to be told that it is this worker's turn."""
+    for module in imports:
+        with contextlib.suppress(ImportError):  # a missing one is an error of the measurement, reported by it
+            importlib.import_module(module)
+    print("ready", flush=True)
+    return bool(sys.stdin.readline())  # nothing where the parent is gone
+
+
+def attempt(record: Record, measuring: Callable[[], Record]) -> Record:
+    """Return a record with what was measured, or with the error, and the seconds it took."""
     start = time.perf_counter()
     try:
-        if variant in EQUALITY:
-            deterministic = variant == "equality"
-            record |= measure_equality(workload, args.equality_steps, args.layers, deterministic=deterministic)
-        else:
-            record |= measure(workload, variant, args.steps, args.layers)
-        record["gpu"] = torch.cuda.get_device_name()
+        record |= measuring()
     except Exception as error:  # noqa: BLE001 - whatever fails is the variant's result
         traceback.print_exc()
         record["error"] = f"{type(error).__name__}: {error_line(str(error))}"
     record["worker_s"] = time.perf_counter() - start
+    return record
+
+
+def worker(args: argparse.Namespace) -> int:
+    """Measure one variant and print its record as one line of JSON."""
+    workload, variant = args.worker
+    if variant == "equality":
+        os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # cuBLAS is deterministic only with a fixed workspace
+    if args.wait and not await_turn(("torch._dynamo", "torch.profiler", "stepgraph", "stepgraph.models.gpt")):
+        return 1
+
+    def measuring() -> Record:
+        if variant in EQUALITY:
+            deterministic = variant == "equality"
+            found = measure_equality(workload, args.equality_steps, args.layers, deterministic=deterministic)
+        else:
+            found = measure(workload, variant, args.steps, args.layers)
+        return found | {"gpu": torch.cuda.get_device_name()}
+
+    record = attempt({"workload": workload, "variant": variant, "layers": args.layers}, measuring)
     print(json.dumps(record, default=str), flush=True)
     return 1 if "error" in record else 0

@@ -66,9 +66,13 @@ class Location:
     line: int
     function: str
 
+    @property
+    def source(self) -> str:
+        """The line itself, where it can be read."""
+        return linecache.getline(self.file, self.line).strip()
+
     def __str__(self) -> str:
-        source = linecache.getline(self.file, self.line).strip()
-        return f"{self.file}:{self.line} in {self.function}" + (f": `{source}`" if source else "")
+        return f"{self.file}:{self.line} in {self.function}" + (f": `{self.source}`" if self.source else "")
 
 
 @dataclass(frozen=True, slots=True)

@@ -238,6 +238,33 @@ AMBIENT_NAMES = tuple(name for name, _ in _AMBIENT)
 _AMBIENT_GETTERS = tuple(getter for _, getter in _AMBIENT)
 
 
+_UNGUARDED = tuple(
+    getter
+    for name, getter in _AMBIENT
+    if name.startswith(("inference", "cudnn", "float32 precision")) or name.endswith("attention")
+)
+
+
+class AmbientReader:
+    """Reads the flags again and again: torch's compiler has a guard that compares most of them in one call."""
+
+    def __init__(self) -> None:
+        guards = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
+        self._make_guard: Callable[[], Any] | None = getattr(guards, "GlobalStateGuard", None)
+        self._guard: Any = None
+        self._rest: tuple[Hashable, ...] = ()
+        self._key: tuple[Hashable, ...] = ()
+
+    def read(self) -> tuple[Hashable, ...]:
+        """`ambient_key()`, in half the time where nothing changed."""
+        rest = tuple(map(operator.call, _UNGUARDED))
+        if self._guard is not None and rest == self._rest and self._guard.check():
+            return self._key
+        self._rest, self._key = rest, ambient_key()
+        self._guard = self._make_guard() if self._make_guard is not None else None
+        return self._key
+
+
 def ambient_key() -> tuple[Hashable, ...]:
     """The flags of the process and thread that choose kernels."""
     return tuple(map(operator.call, _AMBIENT_GETTERS))

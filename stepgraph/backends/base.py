@@ -23,6 +23,9 @@ class Graph(ABC):
     the user's code. Between them nothing takes effect: memory and random generators are as before once it has ended.
     """
 
+    note_loaded: Callable[[torch.Tensor], None] | None = None
+    """Where a backend watches for overwritten memory: to be told that a tensor in the pool was written by eager code."""
+
     @abstractmethod
     def begin(self) -> None:
         """Start to record. The workspace must be inside `capturing()`."""
@@ -63,8 +66,12 @@ class Workspace(ABC):
     """One session's pool and capture stream."""
 
     @abstractmethod
-    def graph(self, generators: Sequence[torch.Generator] = ()) -> Graph:
-        """A new, empty graph in this pool; replays advance `generators` besides the default one."""
+    def graph(self, generators: Sequence[torch.Generator] = (), lane: int = 0) -> Graph:
+        """A new, empty graph in this pool; replays advance `generators` besides the default one.
+
+        A lane is a part of the pool: graphs of one lane share memory, so that one may overwrite what a later captured
+        one has left; graphs of different lanes never touch each other's.
+        """
 
     @abstractmethod
     def stream(self) -> AbstractContextManager[None]:

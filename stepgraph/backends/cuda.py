@@ -63,8 +63,9 @@ def _begin(graph: torch.cuda.CUDAGraph, pool: Any) -> bool:
 class CudaGraph(Graph):
     """One `torch.cuda.CUDAGraph` in a workspace's pool."""
 
-    def __init__(self, workspace: CudaWorkspace, generators: Sequence[torch.Generator]) -> None:
+    def __init__(self, workspace: CudaWorkspace, generators: Sequence[torch.Generator], lane: int) -> None:
         self._workspace = workspace
+        self._lane = lane
         self._generators = tuple(generators)
         self._graph = torch.cuda.CUDAGraph(keep_graph=True)
         self._nodes: int | None = None
@@ -72,7 +73,7 @@ class CudaGraph(Graph):
         _register(self._graph, (workspace.default_generator, *self._generators))
 
     def begin(self) -> None:
-        self._in_inference_mode = _begin(self._graph, self._workspace.pool_id)
+        self._in_inference_mode = _begin(self._graph, self._workspace.pool_of(self._lane))
 
     def end(self) -> None:
         with warnings.catch_warnings():
@@ -92,7 +93,7 @@ class CudaGraph(Graph):
         with contextlib.suppress(RuntimeError):
             self._graph.reset()
         if broken:
-            self._workspace.abandon_pool(self._generators)
+            self._workspace.abandon_pool(self._generators, self._lane)
 
     def replay(self) -> None:
         if self._in_inference_mode:
@@ -163,13 +164,22 @@ class CudaWorkspace(Workspace):
         self._stream = torch.cuda.Stream(device)
         torch.cuda.synchronize(device)
         torch.cuda.empty_cache()  # what building the model left cached is of no use to a private pool
-        self._pool: _Pool | None = _Pool(self._stream, (self.default_generator,))
-        self._pool_ids = {tuple(self.pool_id)}
+        self._pools: dict[int, _Pool] = {}
+        """A pool for each lane."""
+        self._pool_ids: set[tuple[int, ...]] = set()
+        self._closed = False
+        self.pool_of(0)
 
-    @property
-    def pool_id(self) -> Any:
-        assert self._pool is not None, "the workspace is closed"
-        return self._pool.id
+    def pool_of(self, lane: int) -> Any:
+        """The id of a lane's pool."""
+        assert not self._closed, "the workspace is closed"
+        if lane not in self._pools:
+            self._new_pool(lane, (self.default_generator,))
+        return self._pools[lane].id
+
+    def _new_pool(self, lane: int, generators: Sequence[torch.Generator]) -> None:
+        self._pools[lane] = _Pool(self._stream, generators)
+        self._pool_ids.add(tuple(self._pools[lane].id))
 
     @property
     def default_generator(self) -> torch.Generator:
@@ -179,23 +189,22 @@ class CudaWorkspace(Workspace):
     def stream_handle(self) -> int:
         return int(self._stream.cuda_stream)
 
-    def graph(self, generators: Sequence[torch.Generator] = ()) -> CudaGraph:
-        return CudaGraph(self, [g for g in generators if g.device.type == "cuda"])
+    def graph(self, generators: Sequence[torch.Generator] = (), lane: int = 0) -> CudaGraph:
+        return CudaGraph(self, [g for g in generators if g.device.type == "cuda"], lane)
 
-    def abandon_pool(self, generators: Sequence[torch.Generator]) -> None:
+    def abandon_pool(self, generators: Sequence[torch.Generator], lane: int) -> None:
         """Leave a pool that a broken capture was recording to, and record to a new one from now on.
 
         torch ends a pool's recording only when the capture ended well. Its allocator on the device can be told; the
         one for pinned memory cannot, and would refuse the pool from then on. The random generators, too, are left in
         capture mode; the empty capture of the new pool takes them out of it, in place, for other graphs know them.
         """
+        pool = self._pools.pop(lane)
         with contextlib.suppress(RuntimeError):  # it had not begun
-            torch._C._cuda_endAllocateToPool(self.device_index, self.pool_id)
-            torch._C._cuda_releasePool(self.device_index, self.pool_id)
-        assert self._pool is not None
-        self._pool.free()  # graphs recorded before keep it in being; without any its memory can go
-        self._pool = _Pool(self._stream, (self.default_generator, *generators))
-        self._pool_ids.add(tuple(self.pool_id))
+            torch._C._cuda_endAllocateToPool(self.device_index, pool.id)
+            torch._C._cuda_releasePool(self.device_index, pool.id)
+        pool.free()  # graphs recorded before keep it in being; without any its memory can go
+        self._new_pool(lane, (self.default_generator, *generators))
 
     @contextlib.contextmanager
     def stream(self) -> Iterator[None]:
@@ -235,12 +244,12 @@ class CudaWorkspace(Workspace):
     def _route_to_pool(self) -> None:
         """Let eager work on the stream, in autograd's threads too, allocate from the pool that captures will use."""
         if hasattr(torch._C, "_cuda_beginAllocateCurrentStreamToPool"):
-            torch._C._cuda_beginAllocateCurrentStreamToPool(self.device_index, self.pool_id)
+            torch._C._cuda_beginAllocateCurrentStreamToPool(self.device_index, self.pool_of(0))
 
     def _route_away(self) -> None:
         if hasattr(torch._C, "_cuda_beginAllocateCurrentStreamToPool"):
-            torch._C._cuda_endAllocateToPool(self.device_index, self.pool_id)
-            torch._C._cuda_releasePool(self.device_index, self.pool_id)
+            torch._C._cuda_endAllocateToPool(self.device_index, self.pool_of(0))
+            torch._C._cuda_releasePool(self.device_index, self.pool_of(0))
 
     @contextlib.contextmanager
     def capturing(self) -> Iterator[None]:
@@ -260,9 +269,10 @@ class CudaWorkspace(Workspace):
         return sum(s["total_size"] for s in segments if tuple(s.get("segment_pool_id", ())) in self._pool_ids)
 
     def close(self) -> None:
-        if self._pool is not None:
-            self._pool.free()
-            self._pool = None
+        self._closed = True
+        for pool in self._pools.values():
+            pool.free()
+        self._pools.clear()
 
 
 class CudaCopyStream(CopyStream):

@@ -89,9 +89,9 @@ class TapeWorkspace(Workspace):
         self._pool = TapePool()
         self._head = Head()
 
-    def graph(self, generators: Sequence[torch.Generator] = ()) -> TapeGraph:
+    def graph(self, generators: Sequence[torch.Generator] = (), lane: int = 0) -> TapeGraph:
         own = [g for g in generators if g is not torch.default_generator and g.device.type == "cpu"]
-        return TapeGraph(self._head, self._pool, own)
+        return TapeGraph(self._head, self._pool, own, lane)
 
     @contextlib.contextmanager
     def stream(self) -> Iterator[None]:
@@ -124,7 +124,7 @@ class TapeWorkspace(Workspace):
             self._head.graph.refuse(error)
 
     def pool_bytes(self) -> int:
-        return self._pool.addresses.high_water
+        return self._pool.num_bytes
 
     def close(self) -> None:
         self._pool = TapePool()

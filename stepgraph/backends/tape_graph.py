@@ -76,9 +76,10 @@ class Head:
 class TapeGraph(Graph):
     """One recording: a list of operators and the memory they use."""
 
-    def __init__(self, head: Head, pool: TapePool, generators: Sequence[torch.Generator]) -> None:
+    def __init__(self, head: Head, pool: TapePool, generators: Sequence[torch.Generator], lane: int = 0) -> None:
         self._head = head
         self._pool = pool
+        self._lane = lane
         self._generators = (torch.default_generator, *generators)
         self._ops: list[Op] = []
         self._outside: dict[int, Place] = {}
@@ -156,6 +157,11 @@ class TapeGraph(Graph):
         finally:
             torch._C._set_grad_enabled(grad)
         self._pool.ledger.replayed(self._trace)
+
+    def note_loaded(self, tensor: torch.Tensor) -> None:
+        place = self._pool.find(tensor.untyped_storage()._cdata)
+        if place is not None and place.block is not None:
+            self._pool.ledger.loaded(place.block)
 
     @property
     def recorded_anything(self) -> bool:
@@ -243,7 +249,7 @@ class TapeGraph(Graph):
             if storage._cdata in known:
                 continue
             if self._pool.find(storage._cdata) is None and storage._cdata not in self._outside:
-                place = self._pool.birth(storage)
+                place = self._pool.birth(storage, self._lane)
                 self._born[id(place)] = place
             found.append((self._ref(result), index))
         return found

@@ -36,8 +36,8 @@ class Block:
 class AddressPool:
     """Best-fit allocation over a growing range of numbers."""
 
-    def __init__(self) -> None:
-        self.high_water = 0
+    def __init__(self, start: int = 0) -> None:
+        self.start = self.high_water = start
         self._free: list[tuple[int, int]] = []  # (start, stop), sorted, never adjacent
 
     def allocate(self, num_bytes: int) -> Block:
@@ -125,6 +125,11 @@ class Ledger:
                 if other.replayed_at > written and other.footprint.overlaps(block):
                     return block
         return None
+
+    def loaded(self, block: Block) -> None:
+        """Note that eager code has written a block."""
+        self._tick += 1
+        block.written_at = self._tick
 
     def replayed(self, trace: GraphTrace) -> None:
         """Note that a graph has run."""

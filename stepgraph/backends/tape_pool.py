@@ -18,6 +18,7 @@ import torch
 from stepgraph.backends.tape_memory import GRANULE, AddressPool, Block, Ledger
 
 _use_count: Callable[[int], int] = torch._C._storage_Use_Count
+_LANE_SHIFT = 44
 
 
 class Place:
@@ -41,7 +42,7 @@ class TapePool:
     """The storages born in one workspace's captures, with their addresses and the ledger of their writes."""
 
     def __init__(self) -> None:
-        self.addresses = AddressPool()
+        self._lanes: dict[int, AddressPool] = {}
         self.ledger = Ledger()
         self._live: dict[int, Place] = {}
         self._survivors: list[tuple[int, Place]] = []
@@ -52,11 +53,18 @@ class TapePool:
         """The living storage of this identity, if it was born here."""
         return self._live.get(key)
 
-    def birth(self, storage: torch.UntypedStorage) -> Place:
-        """A storage made while recording."""
+    @property
+    def num_bytes(self) -> int:
+        """The addresses that were ever given out."""
+        return sum(lane.high_water - lane.start for lane in self._lanes.values())
+
+    def birth(self, storage: torch.UntypedStorage, lane: int = 0) -> Place:
+        """A storage made while recording in a lane."""
         self.reap()
         key = storage._cdata
-        place = Place(storage.nbytes(), None, self.addresses.allocate(storage.nbytes()))
+        if lane not in self._lanes:
+            self._lanes[lane] = AddressPool(lane << _LANE_SHIFT)  # far enough from the others never to meet them
+        place = Place(storage.nbytes(), None, self._lanes[lane].allocate(storage.nbytes()))
         place.watch = weakref.ref(storage, lambda _: self._death(key, place))
         self._live[key] = place
         return place
@@ -65,13 +73,17 @@ class TapePool:
         if self._live.get(key) is place:
             del self._live[key]
         assert place.block is not None
-        self.addresses.release(place.block)
+        self._lane_of(place.block).release(place.block)
+
+    def _lane_of(self, block: Block) -> AddressPool:
+        return self._lanes[block.start >> _LANE_SHIFT]
 
     def grow(self, place: Place, num_bytes: int) -> None:
         """Move a storage that was resized to a block that holds it."""
         assert place.block is not None
-        self.addresses.release(place.block)
-        place.block, place.num_bytes = self.addresses.allocate(num_bytes), num_bytes
+        lane = self._lane_of(place.block)
+        lane.release(place.block)
+        place.block, place.num_bytes = lane.allocate(num_bytes), num_bytes
 
     def disown(self, place: Place) -> None:
         """Forget a storage of a recording that was dropped; if it is still alive, it is plain memory from now on."""

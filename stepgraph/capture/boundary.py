@@ -2,13 +2,13 @@
 
 A tensor that is already at its place, because the graph before wrote it there, is not copied. Neither is one that
 several graphs share and that was brought to its buffer for the first of them: a shared buffer remembers which tensor,
-at which version, it holds. What remains goes in with one fused copy.
+at which version, it holds. What remains goes in with one fused copy, unless the place holds what others still need.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,10 +40,12 @@ class ArgMetadata:
 class SharedBuffer:
     """A static tensor that several graphs read, and what it holds."""
 
-    __slots__ = ("_source", "_version", "tensor")
+    __slots__ = ("_source", "_version", "num_holders", "tensor")
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
+        self.num_holders = 0
+        """Calls under way that were given what it holds."""
         self._source: weakref.ref[torch.Tensor] | None = None
         self._version = -1
 
@@ -53,15 +55,24 @@ class SharedBuffer:
 
     def note(self, source: torch.Tensor) -> None:
         """Remember what is being copied in."""
-        self._source, self._version = weakref.ref(source), source._version
+        known = not source.is_inference()  # else nothing would tell of a change
+        self._source, self._version = (weakref.ref(source), source._version) if known else (None, -1)
 
 
 class Boundary:
     """Static tensors on one side of a graph, by their index among the leaves of a call."""
 
-    def __init__(self, tensors: Mapping[int, torch.Tensor], shared: Mapping[int, SharedBuffer] | None = None) -> None:
+    def __init__(
+        self,
+        tensors: Mapping[int, torch.Tensor],
+        shared: Mapping[int, SharedBuffer] | None = None,
+        in_use: Mapping[int, Callable[[], bool]] | None = None,
+    ) -> None:
         self.tensors = dict(tensors)
         self._shared = dict(shared or {})
+        self._in_use = {i: (self.tensors[i].data_ptr(), asked) for i, asked in (in_use or {}).items()}
+        """Tensors that are another graph's results: whether somebody still needs those."""
+        self.note_loaded: Callable[[torch.Tensor], None] | None = None
         self._edges = []
         for index, tensor in self.tensors.items():
             repeated = tuple(d for d, s in enumerate(tensor.stride()) if s == 0 and tensor.shape[d] > 1)
@@ -73,6 +84,23 @@ class Boundary:
         """Memory of the buffers."""
         return sum(tensor.untyped_storage().nbytes() for tensor in self.tensors.values())
 
+    def is_free_for(self, leaves: Sequence[Any]) -> bool:
+        """Whether a call's tensors can be brought here without overwriting what others need."""
+        for index, (address, in_use) in self._in_use.items():
+            if leaves[index].data_ptr() != address and in_use():
+                return False
+        return all(not buffer.num_holders or buffer.holds(leaves[i]) for i, buffer in self._shared.items())
+
+    def hold(self) -> None:
+        """A call is under way: shared buffers must stay as they are."""
+        for buffer in self._shared.values():
+            buffer.num_holders += 1
+
+    def release(self) -> None:
+        """The call is over."""
+        for buffer in self._shared.values():
+            buffer.num_holders -= 1
+
     def load(self, leaves: Sequence[Any]) -> None:
         """Bring a call's tensors here."""
         targets, sources = [], []
@@ -80,11 +108,14 @@ class Boundary:
             source = leaves[index]
             if source.data_ptr() == address or (shared is not None and shared.holds(source)):
                 continue
-            if shared is not None and not source.is_inference():
+            if shared is not None:
                 shared.note(source)
             targets.append(target)
             sources.append(_once(source.detach(), repeated) if repeated else source)
         if targets:
+            if self.note_loaded is not None:
+                for target in targets:
+                    self.note_loaded(target)
             with torch.no_grad():
                 if len(targets) == 1:
                     targets[0].copy_(sources[0], non_blocking=True)

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from stepgraph.errors import CaptureError, CaptureRefused, StepgraphError, lookup
+import re
+
+from stepgraph.errors import CaptureError, CaptureRefused, StepgraphError, entry, lookup
 from stepgraph.frames import error_location
+
+_READS = re.compile(r"\.(tolist|item|cpu|numpy)\(|\.to\(\s*(device\s*=\s*)?[\"']cpu")
 
 
 def capture_error(step: str, error: Exception) -> StepgraphError:
@@ -15,6 +19,8 @@ def capture_error(step: str, error: Exception) -> StepgraphError:
     raw = str(error).split("\n", 1)[0]
     where = error_location(error)
     row = lookup(str(error))
+    if row is not None and row.rule == "host-data" and where is not None and _READS.search(where.source):
+        row = entry("host-read")  # torch says the same of a copy to the host as of one from it
     if row is not None:
         return CaptureError.from_entry(step, row, where=where, raw=f"{type(error).__name__}: {raw}")
     return CaptureError(

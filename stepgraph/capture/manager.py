@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,7 +65,20 @@ class ModuleSite:
         self.model: ModelGuard | None = None
         self.values: Watch | None = None
         self._result: tuple[Structure, list[Any]] | None = None
+        self.copied: set[int] = set()
+        """Results that callers were found to hold, so that they are handed out as copies."""
         self.keep_alive: list[Any] = []
+
+    def add(self, runner: Runner) -> None:
+        """Take a runner in."""
+        runner.result.copy(self.copied)
+        self.runners.append(runner)
+
+    def copy_results(self, indices: Iterable[int]) -> None:
+        """Hand out copies of these results."""
+        self.copied.update(indices)
+        for runner in self.runners:
+            runner.result.copy(self.copied)
 
     def note_result(self, result: StaticResult) -> None:
         """Compare what no replay computes again with the call before."""
@@ -132,7 +145,7 @@ class CudaGraphManager:
         site = self.sites.get(key)
         if site is not None and site.runners:
             if self._guard(site):
-                runner = self._ready(site)
+                runner = self._ready(site, leaves)
                 if runner is not None:
                     return runner.run(leaves)
         elif site is None:
@@ -142,22 +155,36 @@ class CudaGraphManager:
     def _training(self) -> tuple[bool, ...]:
         return tuple(map(_training, self._modes))
 
-    def _ready(self, site: ModuleSite) -> Runner | None:
+    def _ready(self, site: ModuleSite, leaves: Sequence[Any]) -> Runner | None:
         guarded = self.options.outputs == "guarded"
-        kept = False
+        refused: Runner | None = None
         for runner in site.runners:
-            if runner.state is RunnerState.FWD_READY:
-                if not guarded or not runner.result.note_kept():
+            if runner.can_take(leaves):
+                if not guarded or not runner.lane.held_results(runner):
                     return runner
-                kept = True
-        if kept:
-            self.eager_reasons["a result of an earlier call is still held; it is copied from now on"] += 1
-            return None
-        return self._another(site)
+                refused = refused or runner
+        if refused is None:
+            return self._another(site)
+        self._keep_results(refused)
+        return None
+
+    def _keep_results(self, refused: Runner) -> None:
+        """A caller holds results that a replay would overwrite: they are copied from now on, and this call is eager."""
+        self.eager_reasons["a result of an earlier call is still held; it is copied from now on"] += 1
+        held = refused.lane.held_results(refused)
+        self.session.copy_results(held)
+        if any(id(refused) in runner.held_up for runner in held):  # since the call before this one
+            self.recapture_reasons["results of earlier calls are held on to"] += 1
+            self.session.delete_cuda_graphs()
+        for runner in held:
+            runner.held_up.add(id(refused))
 
     def _another(self, site: ModuleSite) -> Runner | None:
-        """All runners wait for their backward: one more."""
+        """All runners wait for their backward, or their memory is in use: one more."""
         if len(site.runners) >= self.options.max_runners:
+            if any(runner.state is RunnerState.FWD_READY for runner in site.runners):
+                self.eager_reasons["calls in another order than captured, and max_runners is reached"] += 1
+                return None
             raise CaptureError(
                 f"{self.name}: {len(site.runners) + 1} calls are under way at once, and max_runners is "
                 f"{self.options.max_runners}",

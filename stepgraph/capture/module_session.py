@@ -12,6 +12,7 @@ import torch
 from stepgraph.backends import Backend, backend_for, is_capturing
 from stepgraph.capture.ambient import other_flags
 from stepgraph.capture.boundary import SharedBuffer
+from stepgraph.capture.lane import Lanes
 from stepgraph.capture.recorder import Event, RecordedCall, Recorder
 from stepgraph.capture.runner import Runner
 from stepgraph.capture.session import Session
@@ -36,7 +37,8 @@ class ModuleSession:
         self.session = session if session is not None else Session()
         self._owns_session = session is None
         self.model = model
-        self.recorder = Recorder()
+        self.lanes = Lanes(self.session.lane_numbers)
+        self.recorder = Recorder(self.lanes.busy)
         self.events = RegistrationEvents()
         self.managers: list[CudaGraphManager] = []
         self.capture_seconds = 0.0
@@ -87,7 +89,7 @@ class ModuleSession:
         made: dict[tuple[int, int], Runner] = {}
         grads: dict[tuple[int, int], dict[int, torch.Tensor]] = {}
         shared = _shared_tensors(order)
-        buffers: dict[int, SharedBuffer] = {}
+        buffers: dict[tuple[int, int], SharedBuffer] = {}
         with self.session.workspace.capturing():
             for event in order:
                 call = event.call
@@ -117,7 +119,7 @@ class ModuleSession:
         call: RecordedCall,
         made: Mapping[tuple[int, int], Runner],
         shared: set[int],
-        buffers: dict[int, SharedBuffer],
+        buffers: dict[tuple[int, int], SharedBuffer],
     ) -> Runner:
         site = call.site
         site.manager.check_capturable()
@@ -126,20 +128,21 @@ class ModuleSession:
             raise RuntimeError(f"flags of the process have changed since the call: {', '.join(different)}")
         given = {}
         for index, (producer, result) in call.made_by.items():
-            runner = made.get((id(producer.site), producer.slot))
+            runner = made.get((id(producer.site), producer.slot)) if producer.slot == call.slot else None
             if runner is not None and runner.result.tensors[result].stride() == call.leaves[index].stride:
-                given[index] = runner.result.tensors[result].data
+                given[index] = runner, runner.result.tensors[result].data
         used = {}
         for index, number in call.shared.items():
             if number in shared and not call.leaves[index].requires_grad:
-                if number not in buffers:
-                    buffers[number] = SharedBuffer(call.leaves[index].empty(self.session.backend.device))
-                used[index] = buffers[number]
-        pair = site.manager.pair()
-        runner = pair.forward(call.leaves, call.structure, call.ambient, given, used, in_ddp=call.in_ddp)
+                key = (call.slot, number)  # a microbatch of its own may pass another tensor
+                if key not in buffers:
+                    buffers[key] = SharedBuffer(call.leaves[index].empty(self.session.backend.device))
+                used[index] = buffers[key]
+        pair, lane = site.manager.pair(), self.lanes.at(call.slot)
+        runner = pair.forward(call, given, used, lane)
         if not site.runners:
             site.manager.guard(site)
-        site.runners.append(runner)
+        site.add(runner)
         site.recorded = call
         return runner
 
@@ -162,7 +165,7 @@ class ModuleSession:
         autocast = (call.backward_ambient[_CUDA], call.backward_ambient[_CPU])
         recorded = call.site.manager.pair().backward(runner, metas, given, autocast)
         for index, grad in zip(runner.flows, recorded.grads_out, strict=False):
-            if grad is not None and index in call.made_by:
+            if grad is not None and index in call.made_by and call.made_by[index][0].slot == call.slot:
                 producer, result = call.made_by[index]
                 grads.setdefault((id(producer.site), producer.slot), {})[result] = grad
 
@@ -172,7 +175,7 @@ class ModuleSession:
         try:
             with self.session.workspace.capturing():
                 pair = site.manager.pair()
-                runner = pair.forward(call.leaves, call.structure, call.ambient, {}, {}, in_ddp=call.in_ddp)
+                runner = pair.forward(call, {}, {}, self.lanes.spare())
                 if any(meta is not None for meta in call.metas) and call.backward_ambient is not None:
                     autocast = (call.backward_ambient[_CUDA], call.backward_ambient[_CPU])
                     pair.backward(runner, call.metas, {}, autocast)
@@ -180,9 +183,16 @@ class ModuleSession:
             site.manager.failed(site, error)
             return None
         runner.result.count_references()
-        site.runners.append(runner)
+        site.add(runner)
         self.capture_seconds += time.perf_counter() - begun
         return runner
+
+    def copy_results(self, held: Iterable[Runner]) -> None:
+        """Hand out copies of the results that callers hold on to, from now on."""
+        for site in [site for manager in self.managers for site in manager.sites.values()]:
+            found = {index for runner in site.runners if runner in held for index in runner.result.held()}
+            if found:
+                site.copy_results(found)
 
     def outside_parameters(self, manager: CudaGraphManager) -> set[int]:
         """Parameters whose gradients must pass through autograd: hooks, `main_grad`, or a use outside the module."""

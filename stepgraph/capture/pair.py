@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,8 @@ import torch
 from stepgraph.backends import Graph
 from stepgraph.capture.ambient import as_called, under_autocast
 from stepgraph.capture.boundary import ArgMetadata, Boundary, SharedBuffer
+from stepgraph.capture.lane import Lane
+from stepgraph.capture.recorder import RecordedCall
 from stepgraph.capture.runner import BackwardGraph, Runner, Use
 from stepgraph.capture.session import Session
 from stepgraph.capture.static_result import StaticResult
@@ -24,7 +26,7 @@ from stepgraph.errors import CaptureError
 from stepgraph.state.module_state import leaves_behind
 from stepgraph.state.param_grads import ParamGrads
 from stepgraph.state.standins import StandIns
-from stepgraph.tree import Structure, unflatten
+from stepgraph.tree import unflatten
 
 
 class PairCapture:
@@ -51,40 +53,39 @@ class PairCapture:
 
     def forward(
         self,
-        leaves: Sequence[Any],
-        structure: Structure,
-        ambient: Sequence[Hashable],
-        given: Mapping[int, torch.Tensor],
+        call: RecordedCall,
+        given: Mapping[int, tuple[Runner, torch.Tensor]],
         shared: Mapping[int, SharedBuffer],
-        *,
-        in_ddp: bool = False,
+        lane: Lane,
     ) -> Runner:
-        """Record a forward. `given` are arguments that lie in another graph's memory, `shared` those of several."""
+        """Record a forward. `given` are arguments that are another runner's results, `shared` those of several."""
         device = self._session.backend.device
+        leaves = call.leaves
         tensors: dict[int, torch.Tensor] = {}
         for index, leaf in enumerate(leaves):
             if isinstance(leaf, ArgMetadata):
-                buffer = given[index] if index in given else shared[index].tensor if index in shared else None
+                buffer = given[index][1] if index in given else shared[index].tensor if index in shared else None
                 if buffer is None:
                     tensors[index] = leaf.empty(device)
                 else:
                     tensors[index] = buffer.detach().requires_grad_(leaf.requires_grad)
         versions = {i: _version(t) for i, t in tensors.items()}
-        args, kwargs = unflatten(structure, [tensors.get(i, leaf) for i, leaf in enumerate(leaves)])
+        args, kwargs = unflatten(call.structure, [tensors.get(i, leaf) for i, leaf in enumerate(leaves)])
         saved: set[int] = set()
         mode = contextlib.nullcontext() if self._need_backward else torch.no_grad()
-        with self._surroundings(), as_called(ambient), mode, _noting_saved(saved), self._recording() as graph:
+        surroundings = self._surroundings(call.training)
+        with surroundings, as_called(call.ambient), mode, _noting_saved(saved), self._recording(lane) as graph:
             result = StaticResult(self._function(*args, **kwargs), tensors)
         differentiable = any(result.differentiable)
         foreign = self._foreign_leaves(result, tensors) if differentiable else []
-        routed = [p for p in self._stand_ins.parameters if in_ddp or id(p) in self.outside]
+        routed = [p for p in self._stand_ins.parameters if call.in_ddp or id(p) in self.outside]
         outside = [*routed, *foreign] if differentiable else []
         reached = {id(leaf) for leaf in leaves_behind([t for t in result.tensors if t.requires_grad])}
         found = zip(self._stand_ins.parameters, self._stand_ins.leaves, strict=True)
         self._known = [p for p, leaf in found if id(leaf) in reached] if differentiable else self._stand_ins.parameters
         runner = Runner(
             graph,
-            Boundary(tensors, shared),
+            Boundary(tensors, shared, {i: producer.is_live for i, (producer, _) in given.items()}),
             result,
             mutated=[i for i, t in tensors.items() if _version(t) != versions[i]],
             flows=[i for i, t in tensors.items() if t.requires_grad] if differentiable else [],
@@ -92,6 +93,9 @@ class PairCapture:
             saved=frozenset(saved),
             anchor=torch.empty(0, device=device, requires_grad=differentiable),
             rivals=self._rivals,
+            lane=lane,
+            captured_at=lane.next_number(),
+            training=call.training,
         )
         runner.capture_backward = self.backward_now
         return runner
@@ -108,7 +112,7 @@ class PairCapture:
 
     def backward_now(self, runner: Runner, metas: Sequence[ArgMetadata | None]) -> BackwardGraph:
         """Record a backward that is asked for in the middle of one."""
-        with self._session.workspace.capturing():
+        with self._session.workspace.capturing(), runner.lane.counting_references():
             return self.backward(runner, metas, {}, _autocast_now())
 
     def backward(
@@ -131,7 +135,8 @@ class PairCapture:
         before = [dict(p.__dict__) for p in self._stand_ins.leaves]
         reached = {id(leaf) for leaf in leaves_behind(results)}
         self._grads.part([p for p in inside if id(stand_ins[id(p)]) in reached])  # buffers are not made in the graph
-        with self._surroundings(), under_autocast(*autocast), self._recording() as graph:
+        surroundings = self._surroundings(runner.training)
+        with surroundings, under_autocast(*autocast), self._recording(runner.lane) as graph:
             grads = torch.autograd.grad(
                 results, sources, list(boundary.tensors.values()), retain_graph=True, allow_unused=True
             )
@@ -142,8 +147,9 @@ class PairCapture:
             with torch.no_grad():
                 if found:
                     torch._foreach_add_(part.buffers, [g for _, g in found])
-        made = BackwardGraph(graph, boundary, grads[:num_edges], part, self._marks(before))
-        runner.backwards[(*metas, *autocast)] = made
+        at = runner.lane.next_number()
+        made = BackwardGraph(graph, boundary, grads[:num_edges], part, self._marks(before), at)
+        runner.add_backward((*metas, *autocast), made)
         return made
 
     def _marks(self, before: Sequence[dict[str, Any]]) -> list[tuple[torch.Tensor, dict[str, Any]]]:
@@ -156,13 +162,19 @@ class PairCapture:
         return found
 
     @contextlib.contextmanager
-    def _surroundings(self) -> Iterator[None]:
-        with self._stand_ins.in_place():
-            yield
+    def _surroundings(self, training: Sequence[bool]) -> Iterator[None]:
+        modules = list(self._module.modules())
+        before = [module.training for module in modules]
+        _set_modes(modules, training)  # an evaluation is captured while the model trains, and the other way round
+        try:
+            with self._stand_ins.in_place():
+                yield
+        finally:
+            _set_modes(modules, before)
 
     @contextlib.contextmanager
-    def _recording(self) -> Iterator[Graph]:
-        graph = self._session.workspace.graph(self._generators)
+    def _recording(self, lane: Lane) -> Iterator[Graph]:
+        graph = self._session.workspace.graph(self._generators, lane.number)
         graph.begin()
         try:
             yield graph
@@ -171,6 +183,11 @@ class PairCapture:
             graph.abort()
             raise
         self._session.adopt(graph)
+
+
+def _set_modes(modules: Sequence[torch.nn.Module], training: Sequence[bool]) -> None:
+    for module, flag in zip(modules, training, strict=True):
+        module.training = flag
 
 
 @contextlib.contextmanager

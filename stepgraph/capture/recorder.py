@@ -1,14 +1,16 @@
 """The recorder: in which order the modules of a session run, seen while they still run eagerly.
 
-Training goes round: the module that was called first is called again once no backward is outstanding. One round is one
-warm-up step. The recorder notes each forward and each backward of the last round in order, which result of one call is
-an argument of another, which tensor several calls share, and which results gradients came back to. From that the graphs
-are captured in the order they will be replayed in, and tensors need not be copied from one graph to the next.
+Training goes round: a module that was called while no backward was outstanding is called so again. One round is one
+warm-up step; an evaluation is a round of its own, or a part of one. The recorder notes each forward and each backward of
+the last round in order, which result of one call is an argument of another, which tensor several calls share, and which
+results gradients came back to. From that the graphs are captured in the order they will be replayed in, and tensors
+need not be copied from one graph to the next.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
@@ -36,10 +38,12 @@ class RecordedCall:
     leaves: list[Any]
     """The arguments, with geometry in the place of tensors."""
     ambient: tuple[Hashable, ...]
+    training: tuple[bool, ...]
+    """The mode of each module inside."""
     in_ddp: bool
     """Whether it was made inside DDP's forward, which must see every gradient."""
     slot: int
-    """How many calls of the same kind were under way."""
+    """The first lane that no other call of the module, and no replayed call, was under way in."""
     made_by: dict[int, tuple[RecordedCall, int]] = field(default_factory=dict)
     """Arguments that are another call's result: which call, which of its tensors."""
     shared: dict[int, int] = field(default_factory=dict)
@@ -75,7 +79,8 @@ class _Outstanding:
 class Recorder:
     """The order of one session's modules."""
 
-    def __init__(self) -> None:
+    def __init__(self, busy: Callable[[], set[int]]) -> None:
+        self._busy = busy
         self.events: list[Event] = []
         """What happened in the round under way."""
         self.round: list[Event] = []
@@ -83,7 +88,7 @@ class Recorder:
         self.rounds: Counter[int] = Counter()
         """In how many rounds each kind of call occurred, by the id of its site."""
         self._outstanding: weakref.WeakSet[_Outstanding] = weakref.WeakSet()
-        self._first: ModuleSite | None = None
+        self._openers: set[ModuleSite] = set()
         self._producers: dict[int, tuple[weakref.ref[torch.Tensor], RecordedCall, int]] = {}
         self._seen: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
 
@@ -94,28 +99,32 @@ class Recorder:
 
     def comes_round(self, site: ModuleSite) -> bool:
         """Before a call: whether it is the first of a new round; the last one is then complete."""
-        if self._first is None or (site is self._first and self.is_settled):
-            self.round, self.events = self.events, []
-            self._producers.clear()
-            self._seen.clear()
-            for kind in {id(event.call.site) for event in self.round}:
-                self.rounds[kind] += 1
-            self._first = site
-            return bool(self.round)
-        return False
+        if not self.is_settled:
+            return False
+        if site not in self._openers:
+            self._openers.add(site)
+            return False
+        self.round, self.events = self.events, []
+        self._producers.clear()
+        self._seen.clear()
+        for kind in {id(event.call.site) for event in self.round}:
+            self.rounds[kind] += 1
+        self._openers = {site}
+        return bool(self.round)
 
     def forget(self) -> None:
         """Start over: the next call begins a round."""
-        self.events, self.round, self._first = [], [], None
+        self.events, self.round, self._openers = [], [], set()
         self._producers.clear()
         self._seen.clear()
         self.rounds.clear()
 
     def run(self, site: ModuleSite, leaves: Sequence[Any], structure: Structure, run: Callable[[], Any]) -> Any:
         """Call the module eagerly and note what goes in and what comes out."""
-        slot = sum(waiting.call.site is site for waiting in self._outstanding)
+        taken = {w.call.slot for w in self._outstanding if w.call.site.manager is site.manager} | self._busy()
+        slot = next(number for number in itertools.count() if number not in taken)
         metas = [ArgMetadata.of(leaf) if _is_data(leaf) else leaf for leaf in leaves]
-        call = RecordedCall(site, settled(structure), metas, ambient_key(), in_ddp(), slot)
+        call = RecordedCall(site, settled(structure), metas, ambient_key(), site.call.training, in_ddp(), slot)
         for index, leaf in enumerate(leaves):
             if _is_data(leaf):
                 self._trace(call, index, leaf)

@@ -3,13 +3,14 @@
 Between a forward and its backward the runner's activations must stay, so a runner serves one call at a time: it is
 FWD_READY, then BWD_READY until the backward has run or the caller has dropped the results. A call that finds no runner
 ready takes another one. Everything that outlives a graph (arguments, results, activations, gradients at the edge) keeps
-its memory for as long as the runner lives; only what lives inside one graph is shared with others. So runners may be
-replayed in any order.
+its memory for as long as the runner lives. What lives inside one graph is shared with others of its lane; whether a
+runner can take a call without overwriting what others have left is asked of the lane, and of the boundary.
 """
 
 from __future__ import annotations
 
 import enum
+import math
 import weakref
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
@@ -18,6 +19,7 @@ import torch
 
 from stepgraph.backends import Graph
 from stepgraph.capture.boundary import ArgMetadata, Boundary
+from stepgraph.capture.lane import Lane
 from stepgraph.capture.replay_node import ReplayNode, is_replayed
 from stepgraph.capture.static_result import StaticResult
 from stepgraph.errors import CaptureError, StaleMemoryError
@@ -41,8 +43,12 @@ class BackwardGraph:
         grads_out: Sequence[torch.Tensor | None],
         accumulated: GradPart,
         marks: Sequence[tuple[torch.Tensor, dict[str, Any]]],
+        captured_at: int,
     ) -> None:
         self.graph, self.grads_in, self.accumulated = graph, grads_in, accumulated
+        self.captured_at = captured_at
+        """Its place in the order of the lane."""
+        grads_in.note_loaded = graph.note_loaded
         self.grads_out = tuple(grads_out)
         """The gradient of each input of the node, or None."""
         self.marks = tuple(marks)
@@ -63,8 +69,18 @@ class Runner:
         saved: frozenset[int],
         anchor: torch.Tensor,
         rivals: weakref.WeakSet[Use],
+        lane: Lane,
+        captured_at: int,
+        training: tuple[bool, ...],
     ) -> None:
         self.graph, self.boundary, self.result = graph, boundary, result
+        self.training = training
+        """The modules' modes."""
+        boundary.note_loaded = graph.note_loaded
+        self.lane, self.forward_at = lane, captured_at
+        self.backward_at: float = math.inf
+        """When its first backward was captured."""
+        self.ran_at = 0
         self.flows = tuple(flows)
         """The arguments that gradients flow back to, by leaf index."""
         self.outside = tuple(outside)
@@ -82,19 +98,40 @@ class Runner:
         ]
         self.rivals = rivals
         """Calls under way, of all runners that add to the same gradients."""
-        self.retired = False
+        self.retired = self.is_freed = False
+        self.held_up: set[int] = set()
+        """Runners, by id, that were found not to be able to run because results of this one are held."""
+        lane.add(self)
+
+    def can_take(self, leaves: Sequence[Any]) -> bool:
+        """Whether a call with these arguments would overwrite nothing that is still needed."""
+        ready = self.state is RunnerState.FWD_READY
+        return ready and self.lane.admits(self) and self.boundary.is_free_for(leaves)
+
+    def is_live(self) -> bool:
+        """Whether the results of the last call may still be read."""
+        return self.state is RunnerState.BWD_READY or self.result.is_held()
+
+    def add_backward(self, key: Hashable, backward: BackwardGraph) -> None:
+        """Know another backward."""
+        self.backwards[key] = backward
+        self.backward_at = min(self.backward_at, backward.captured_at)
 
     def run(self, leaves: Sequence[Any]) -> Any:
         """Replay the forward for these arguments; under autograd where gradients can flow."""
         self.boundary.load(leaves)
         self.graph.replay()
+        self.lane.note_run(self)
         self.forwards += 1
         for index in self._mutated:
             with torch.no_grad():
                 leaves[index].copy_(self.boundary.tensors[index])
         if not self.anchor.requires_grad:
+            self.lane.end(self)
             return self.result.build(self.result.hand_out(), leaves)
         self.state = RunnerState.BWD_READY
+        self.lane.begin(self)
+        self.boundary.hold()
         use = Use(self, leaves, self._saved_inputs)
         self.rivals.add(use)
         inputs = [leaves[i] for i in self.flows]
@@ -109,8 +146,10 @@ class Runner:
     def release(self) -> None:
         """The call is over: ready for the next one."""
         self.state = RunnerState.FWD_READY
+        self.boundary.release()
         if self.retired:
             self.free()
+        self.lane.end(self)
 
     def retire(self) -> None:
         """Free the graphs, now or when the call under way is over."""
@@ -120,25 +159,29 @@ class Runner:
 
     def free(self) -> None:
         """Free the graphs."""
+        self.is_freed = True
         self.graph.free()
         for backward in self.backwards.values():
             backward.graph.free()
         self.backwards.clear()
+        self.result.let_go()
+        self.lane.forget(self)
 
 
 class Use:
     """One call of a runner, from its forward to its backward."""
 
-    __slots__ = ("__weakref__", "_aliases", "_done", "_number", "_probes", "node", "runner")
+    __slots__ = ("__weakref__", "_aliases", "_done", "_ended_at", "_number", "_probes", "node", "runner")
 
     def __init__(self, runner: Runner, leaves: Sequence[Any], saved_inputs: Sequence[int]) -> None:
         self.runner = runner
         self.node: weakref.ref[Any] | None = None
         self._number = runner.forwards
         self._done = False
-        # a gradient that goes straight back into a replayed module is read there and then, any other one is copied
-        self._aliases = [is_replayed(leaves[i]) for i in runner.flows]
+        self._ended_at = 0
         tensors = runner.boundary.tensors
+        # a gradient that goes straight back into the graph that made the argument is read in place, others are copied
+        self._aliases = [is_replayed(leaves[i]) and leaves[i].data_ptr() == tensors[i].data_ptr() for i in runner.flows]
         chained = [leaves[i] for i in saved_inputs if leaves[i].data_ptr() == tensors[i].data_ptr()]
         self._probes = [_probe(tensor) for tensor in chained]
 
@@ -163,14 +206,16 @@ class Use:
             recorded.accumulated.begin_sum(torch._C._current_graph_task_id())
         recorded.grads_in.load(grads)
         recorded.graph.replay()
+        runner.lane.note_run(runner)
         runner.backward_runs += 1
         if not several:
             recorded.accumulated.end_sum()
         for parameter, marks in recorded.marks:
             parameter.__dict__.update(marks)
         found: list[torch.Tensor | None] = []
+        first = runner.lane.is_first_backward(recorded.captured_at)  # no backward before it is read can overwrite it
         for index, grad in enumerate(recorded.grads_out):
-            alias = index < len(self._aliases) and self._aliases[index]
+            alias = first and index < len(self._aliases) and self._aliases[index]
             found.append(grad if grad is None else grad.data if alias else grad.clone())
         self._end()
         return found
@@ -191,12 +236,13 @@ class Use:
                 why="the recorded backward computes, and accumulates, the gradients of all its parameters.",
                 fix="call loss.backward() without inputs=, or leave this module out of the scope.",
             )
-        if runner.forwards != self._number or (runner.retired and runner.state is RunnerState.FWD_READY):
+        gone = self._done and (runner.is_freed or runner.lane.was_overwritten(runner, self._ended_at))
+        if runner.forwards != self._number or gone:
             raise StaleMemoryError(
-                "a second backward through a graphed module that was called again since",
+                "a second backward through a graphed module, after it or a module that shares memory was called again",
                 rule="stale-memory",
                 why="its activations were overwritten by the later call.",
-                fix="run the backward (with retain_graph) before the module is called again.",
+                fix="run the backward (with retain_graph) before graphed modules are called again.",
             )
         for probe, version in self._probes:
             if probe._version != version:
@@ -212,6 +258,7 @@ class Use:
         if not self._done:
             self._done = True
             self._probes = []  # the node may live on with a loss that is kept, and must hold no memory
+            self._ended_at = self.runner.ran_at
             self.runner.rivals.discard(self)
             self.runner.release()
 

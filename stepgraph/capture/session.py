@@ -8,8 +8,9 @@ communicators of a process group, the buckets of a DDP.
 
 from __future__ import annotations
 
+import itertools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from types import TracebackType
 
@@ -71,6 +72,7 @@ class Session:
     def __init__(self, backend: Backend | str | None = None) -> None:
         self._backend = backend_named(backend) if isinstance(backend, str) else backend
         self._resources = _Resources()
+        self._lane_numbers = itertools.count(1)
         self._closed = False
         self._finalizer = weakref.finalize(self, self._resources.release)
 
@@ -122,6 +124,11 @@ class Session:
     def stream(self) -> AbstractContextManager[None]:
         """Run on the capture stream: build DDP and anything else that remembers its stream under it."""
         return self.workspace.stream()
+
+    @property
+    def lane_numbers(self) -> Iterator[int]:
+        """Numbers for lanes of the pool beside 0, which steps are captured in; none is given out twice."""
+        return self._lane_numbers
 
     def adopt(self, graph: Graph) -> None:
         """Own a graph until it is released."""

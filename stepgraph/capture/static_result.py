@@ -1,13 +1,13 @@
 """What a module's graph returns: tensors in static memory, inputs passed through, plain values.
 
 A tensor is handed out as it lies, without a copy, because mostly the next graph reads it there. If a caller still
-holds it, or a view of it, when the graph is to run again, it would change under their eyes; so before each run the
-references to its memory are counted, and a tensor that was found to be kept is copied from then on.
+holds it, or a view of it, when a graph is to run that writes there, it would change under their eyes. So the references
+to its memory are counted before that, and a tensor that was found to be kept is copied from then on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,15 +61,35 @@ class StaticResult:
 
     def count_references(self) -> None:
         """Once all graphs that know these tensors are recorded: how many references are our own."""
-        self._references = [torch._C._storage_Use_Count(cdata) for cdata in self._storages]
+        self._references = self.use_counts()
 
-    def note_kept(self) -> bool:
-        """Whether a caller still holds a tensor of the last run that was not a copy; those are copied from now on."""
-        found = False
-        for index, (cdata, own) in enumerate(zip(self._storages, self._references, strict=True)):
-            if not self.copied[index] and torch._C._storage_Use_Count(cdata) > own:
-                self.copied[index] = found = True
-        return found
+    def use_counts(self) -> list[int]:
+        """How many references there are to each tensor's memory."""
+        return [torch._C._storage_Use_Count(cdata) for cdata in self._storages]
+
+    def count_more(self, before: Sequence[int]) -> None:
+        """References that came since are our own."""
+        now = self.use_counts()
+        self._references = [own + b - a for own, a, b in zip(self._references, before, now, strict=True)]
+
+    def held(self) -> list[int]:
+        """The tensors, or views of them, that a caller still holds."""
+        pairs = zip(self._storages, self._references, strict=True)
+        return [i for i, (cdata, own) in enumerate(pairs) if torch._C._storage_Use_Count(cdata) > own]
+
+    def is_held(self) -> bool:
+        """Whether a caller still holds a tensor."""
+        return bool(self.held())
+
+    def copy(self, indices: Iterable[int]) -> None:
+        """Hand out copies of these tensors."""
+        for index in indices:
+            self.copied[index] = True
+
+    def let_go(self) -> None:
+        """The graphs are gone: only what callers hold is of interest."""
+        self.tensors = self._plain
+        self._references = [self._storages.count(cdata) for cdata in self._storages]
 
     def hand_out(self) -> tuple[torch.Tensor, ...]:
         """The tensors, free of history."""

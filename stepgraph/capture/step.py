@@ -32,7 +32,15 @@ from stepgraph.capture.site import CapturedCall, Site
 from stepgraph.capture.warmup import flags_of, surroundings, warm_up
 from stepgraph.errors import ClosedError, SignatureMismatch, StateChanged
 from stepgraph.frames import warn_user
-from stepgraph.signature import Signature, ambient_key, argument_names, differences, leaf_keys, refuse_opaque
+from stepgraph.signature import (
+    AmbientReader,
+    Signature,
+    ambient_key,
+    argument_names,
+    differences,
+    leaf_keys,
+    refuse_opaque,
+)
 from stepgraph.state.ddp import warmup_calls
 from stepgraph.state.nonfinite import FlagReader
 from stepgraph.state.watch import Change
@@ -61,6 +69,7 @@ class CapturedStep(Generic[P, R]):
         self._tensor_calls: dict[int, Structure] = {}
         self._moved: dict[int, str] = {}
         self._counts = Counts()
+        self._ambient = AmbientReader()
         self._flags = FlagReader(self._name)
         buckets = options.buckets
         self._bucketing = Bucketing(function, self._name, self._arguments, buckets) if buckets is not None else None
@@ -99,7 +108,7 @@ class CapturedStep(Generic[P, R]):
         if self._flags.pending:
             self._flags.check()
         keys = leaf_keys(leaves)
-        ambient = ambient_key()
+        ambient = self._ambient.read()
         site = self._sites.get((structure, keys, ambient))
         if site is not None:
             call = site.find()

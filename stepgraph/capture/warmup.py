@@ -110,12 +110,19 @@ def _state_outside_the_pool(workspace: Workspace) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         kept = stack.enter_context(contextlib.ExitStack())
 
+        stepping: set[int] = set()
+
         def before(optimizer: Optimizer, *_: Any) -> None:
-            if not optimizer.state:
+            if not optimizer.state and not stepping:  # a subclass's step calls its parent's: both are told of
+                stepping.add(id(optimizer))
                 kept.enter_context(workspace.keeping())
 
+        def after(*_: Any) -> None:
+            stepping.clear()
+            kept.close()
+
         stack.callback(register_optimizer_step_pre_hook(before).remove)
-        stack.callback(register_optimizer_step_post_hook(lambda *_: kept.close()).remove)
+        stack.callback(register_optimizer_step_post_hook(after).remove)
         yield
 
 

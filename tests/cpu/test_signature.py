@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stepgraph.errors import InvalidArgument
-from stepgraph.signature import AMBIENT_NAMES, Difference, Signature, ambient_key, differences, leaf_key
+from stepgraph.signature import AMBIENT_NAMES, AmbientReader, Difference, Signature, ambient_key, differences, leaf_key
 from stepgraph.tree import flatten
 
 ARGUMENTS = ("batch", "scale")
@@ -395,3 +395,40 @@ def test_describe_says_that_gradients_are_off() -> None:
     assert "inference" in described
     with torch.no_grad():
         assert re.search("no.?grad", signature(1).describe()), "a report must not say `grad mode` where it is off"
+
+
+FLAGS = {
+    "grad mode": lambda: torch.set_grad_enabled(False),
+    "inference mode": lambda: torch.inference_mode(),
+    "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
+    "autocast dtype": lambda: torch.autocast("cpu", torch.float16),
+    "default dtype": lambda: _set(torch.set_default_dtype, torch.float64, torch.float32),
+    "deterministic": lambda: _set(torch.use_deterministic_algorithms, False, True),
+    "cudnn benchmark": lambda: _set(torch._C._set_cudnn_benchmark, True, False),
+    "flash": lambda: _set(torch._C._set_sdp_use_flash, False, True),
+    "precision": lambda: _set(torch.set_float32_matmul_precision, "high", "highest"),
+    "bf16 reduction": lambda: _set(torch._C._set_cublas_allow_bf16_reduced_precision_reduction, False, True),
+}
+
+
+@contextlib.contextmanager
+def _set(setter: Callable[[Any], None], value: Any, back: Any) -> Iterator[None]:
+    setter(value)
+    try:
+        yield
+    finally:
+        setter(back)
+
+
+@pytest.mark.parametrize("flag", FLAGS)
+def test_ambient_reader_reads_what_the_key_is(flag: str) -> None:
+    reader = AmbientReader()
+    before = reader.read()
+    assert before == ambient_key()
+    for _ in range(2):
+        with FLAGS[flag]():
+            changed = reader.read()
+            assert changed == ambient_key()
+            assert changed != before
+            assert reader.read() is changed
+        assert reader.read() == ambient_key()

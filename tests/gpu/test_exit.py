@@ -16,7 +16,7 @@ ENDINGS = ("plain", "exit", "error", "interrupt", "interrupt in capture")
 @pytest.mark.parametrize("ending", ENDINGS)
 def test_process_with_graphs_ends_with_its_code(ending: str) -> None:
     done = end_of("cuda", ending)
-    assert done.returncode == code_of(ending), done.stderr
+    assert done.returncode == code_of(ending, "cuda"), done.stderr
     assert done.stdout.split() == (["trained", "ended"] if ending == "plain" else ["trained"])
     assert done.stderr.count("Traceback") == (ending not in ("plain", "exit")), done.stderr
     assert "Exception ignored" not in done.stderr
@@ -31,4 +31,4 @@ def test_process_with_graphs_that_hold_communicators_ends(ending: str, tmp_path:
 @pytest.mark.parametrize("ending", ["exit", "error", "interrupt"])
 def test_process_with_communicators_that_is_cut_short_keeps_its_code(ending: str, tmp_path: Path) -> None:
     done = end_of("cuda", ending, str(tmp_path / "store"))
-    assert (done.returncode, done.stdout.split()) == (code_of(ending), ["trained"]), done.stderr
+    assert (done.returncode, done.stdout.split()) == (code_of(ending, "cuda"), ["trained"]), done.stderr

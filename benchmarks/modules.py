@@ -1,0 +1,191 @@
+"""Graphs for the modules of a model: time, memory and equality against eager and other graphs, in one command.
+
+    python benchmarks/modules.py
+    python benchmarks/modules.py --megatron PATH       # with megatron-core's own model, from the folder it is in
+
+The step is four microbatches of one sequence, forward and backward, then fused AdamW, in bf16. The models: a GPT of
+GPT-2-small's shape; 4 layers of Qwen3-30B-A3B's shape at sequence 1024 and 4096, with experts in a loop that reads on
+the host and with experts that do not; and megatron-core's own GPTModel with GPT-2-small's sizes. Every variant of a
+model trains the same weights on the same batches, each in a process of its own. The processes import side by side at
+the start and then wait their turn: at any time one of them is measured and the others sleep, having touched no GPU.
+
+What the columns mean:
+
+- step: median time of 10 steps after 6 warm ones, from CUDA events between steps, with no synchronisation inside the
+  block. `again` is a second block of 10 in the same process: the difference is the run's own spread.
+- busy: union of the GPU's kernel, copy and fill intervals in one profiled step.
+- host: median time until the call returns, the queue drained before it.
+- capture: seconds spent on capturing, eager warm-up steps left out; for torch, the call of make_graphed_callables, its
+  own warm-up included. `s/layer` is that over the number of layers.
+- reserved, allocated: peaks of torch's allocator from after the model is built to the end; `/ eager` against the
+  eager variant with the same experts.
+- loss: after 26 steps (6 + 10 + 10), and whether it has the very bits of eager's, under torch's default algorithms.
+
+`torch-layers` has its gradients allocated beforehand and zeroed in place: without that make_graphed_callables trains on
+wrong gradients when they accumulate. No other variant needs it.
+
+Equality is a claim under deterministic algorithms: each variant against its eager base, 20 steps from one seed, every
+loss, parameter, gradient and optimizer state compared bit by bit.
+
+The host's cost of a forward+backward pair is measured with four linear layers of width 8, too small to hide it: host
+time of module, sum and backward, in turn in one process, against the same with an identity in the module's place.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from modules_report import EQUALITY, PAIR, VARIANTS, WORKLOADS, markdown, sections, summarise
+from whole_step import (
+    Job,
+    command_line,
+    count,
+    default_folder,
+    machine_facts,
+    name_list,
+    progress,
+    run_all,
+    show,
+    start_worker,
+    told_outcome,
+    worker_options,
+    write_report,
+)
+from whole_step_report import Record
+from whole_step_variants import attempt, await_turn
+
+PASSED_ON = ("device", "steps", "equality_steps", "layers", "megatron")
+IMPORTS = ("torch._dynamo", "torch.profiler", "modules_variants")
+
+
+def plan(args: argparse.Namespace) -> tuple[list[Job], dict[str, str]]:
+    """Return the jobs in order, and what is left out with the reason."""
+    jobs, skipped = [], {}
+    for workload in args.workloads:
+        for variant in WORKLOADS[workload].variants:
+            if variant not in args.variants:
+                continue
+            if workload.startswith("megatron") and (args.megatron is None or args.device == "cpu"):
+                skipped[workload] = "needs a GPU, and megatron-core: --megatron PATH"
+            elif variant == "torch-layers" and args.device == "cpu":
+                skipped[f"{workload} {variant}"] = "torch's graphed callables need a GPU"
+            else:
+                jobs.append((workload, variant))
+    return jobs, skipped
+
+
+def measure(job: Job, args: argparse.Namespace) -> Record:
+    """Measure one job in this process; return its record."""
+    workload, variant = job
+    layers = min(args.layers or WORKLOADS[workload].layers, 2 if args.device == "cpu" else 10**6)
+
+    def measuring() -> Record:
+        from modules_variants import Setting, measure_job
+
+        setting = Setting(workload, torch.device(args.device), layers, args.megatron)
+        found = measure_job(setting, variant, args.steps, args.equality_steps)
+        return found | ({"gpu": torch.cuda.get_device_name()} if setting.is_on_gpu else {})
+
+    return attempt({"workload": workload, "variant": variant, "layers": layers}, measuring)
+
+
+def worker(args: argparse.Namespace) -> int:
+    """Measure one variant and print its record as one line of JSON."""
+    workload, variant = args.worker
+    if variant == EQUALITY:
+        os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # cuBLAS is deterministic only with a fixed workspace
+    imports = IMPORTS
+    if workload.startswith("megatron"):
+        sys.path.insert(0, str(args.megatron))
+        imports = (*IMPORTS, "modules_megatron")
+    if args.wait and not await_turn(imports):
+        return 1
+    record = measure((workload, variant), args)
+    print(json.dumps(record, default=str), flush=True)
+    return 1 if "error" in record else 0
+
+
+def outcome(record: Record) -> str:
+    """Return what was measured, in a few words."""
+    if record["variant"] != PAIR:
+        return told_outcome(record)
+    return ", ".join(f"{way} {us:.0f} us" for way, us in record["median_us"].items())
+
+
+def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Return the command's options."""
+    parser = argparse.ArgumentParser(description="Time, memory and equality of graphs for modules, every way.")
+    parser.add_argument("--workloads", type=name_list(WORKLOADS), default=list(WORKLOADS), help=", ".join(WORKLOADS))
+    parser.add_argument("--variants", type=name_list(VARIANTS), default=VARIANTS, help=", ".join(VARIANTS))
+    parser.add_argument("--steps", type=count, default=10, help="steps a timed block (10)")
+    parser.add_argument("--equality-steps", type=count, default=20, help="steps compared (20)")
+    parser.add_argument("--layers", type=count, help="layers of every model (12 and 4); fewer for a quick test")
+    parser.add_argument("--megatron", type=Path, help="folder that `megatron` can be imported from")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: tiny models on the tape")
+    parser.add_argument("--timeout", type=float, default=120.0, help="seconds a worker may take (120)")
+    parser.add_argument("--out", type=Path, help="folder for the reports (benchmarks/results/DATE-GPU)")
+    parser.add_argument("--worker", nargs=2, metavar=("WORKLOAD", "VARIANT"), help="measure one variant, print JSON")
+    parser.add_argument("--wait", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args(argv)
+    if not args.workloads or not args.variants:
+        parser.error("name at least one workload and one variant")
+    if args.worker and args.worker[1] not in getattr(WORKLOADS.get(args.worker[0]), "variants", ()):
+        known = "; ".join(f"{name}: {', '.join(workload.variants)}" for name, workload in WORKLOADS.items())
+        parser.error(f"--worker takes a workload and one of its variants ({known})")
+    if args.megatron is not None:
+        args.megatron = args.megatron.resolve()
+        if not (args.megatron / "megatron" / "core").is_dir():
+            parser.error(f"--megatron {args.megatron}: there is no megatron/core in it")
+    elif args.worker and args.worker[0].startswith("megatron"):
+        parser.error(f"{args.worker[0]} needs --megatron PATH")
+    return args
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the benchmark; return 1 if a variant failed."""
+    args = parse_arguments(argv)
+    if args.worker:
+        return worker(args)
+    if args.device == "cuda" and not torch.cuda.is_available():
+        print("This benchmark needs a CUDA GPU, and torch finds none here. --device cpu tries it.", file=sys.stderr)
+        return 2
+    started, facts = time.perf_counter(), machine_facts()
+    given = sys.argv[1:] if argv is None else argv
+    command = command_line("modules.py", given, ("--out", "--megatron"))
+    if args.device == "cpu":
+        facts |= {"GPU": "none: tiny models on the tape", "driver": "none"}
+    folder = args.out or default_folder(facts)
+    jobs, skipped = plan(args)
+    for what, why in skipped.items():
+        print(f"{what}: left out, {why}", file=sys.stderr)
+
+    def publish(records: list[Record]) -> Record:
+        gpu = next((r["gpu"] for r in records if "gpu" in r), facts["GPU"])
+        run = {"GPU": gpu, "seconds in all": round(time.perf_counter() - started)}
+        summary = summarise(records, jobs, skipped, facts | run, command)
+        write_report(folder, "modules", summary, markdown(summary))
+        return summary
+
+    if args.device == "cpu":  # nothing to keep apart
+        torch.set_num_threads(1)
+        records = []
+        for index, job in enumerate(jobs, 1):
+            records.append(measure(job, args))
+            print(progress(records[-1], index, len(jobs), outcome), file=sys.stderr)
+    else:
+        script, options = str(Path(__file__).resolve()), worker_options(args, PASSED_ON)
+        records = run_all(jobs, lambda job: start_worker(job, script, options), args.timeout, publish, outcome)
+    summary = publish(records)
+    show(sections(summary), markdown(summary))
+    return 1 if any("error" in r for r in records) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
