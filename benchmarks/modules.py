@@ -25,7 +25,8 @@ What the columns mean:
 wrong gradients when they accumulate. No other variant needs it.
 
 Equality is a claim under deterministic algorithms: each variant against its eager base, 20 steps from one seed, every
-loss, parameter, gradient and optimizer state compared bit by bit.
+loss compared bit by bit, and at the end every parameter, gradient and optimizer state. It counts only where every part
+was replayed. Megatron's own graphs are left out of it: they are globals, which a second model would meet.
 
 The host's cost of a forward+backward pair is measured with four linear layers of width 8, too small to hide it: host
 time of module, sum and backward, in turn in one process, against the same with an identity in the module's place.
@@ -38,6 +39,7 @@ import json
 import os
 import sys
 import time
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -58,11 +60,13 @@ from whole_step import (
     worker_options,
     write_report,
 )
-from whole_step_report import Record
+from whole_step_report import Record, error_line
 from whole_step_variants import attempt, await_turn
 
+from stepgraph import StepgraphWarning
+
 PASSED_ON = ("device", "steps", "equality_steps", "layers", "megatron")
-IMPORTS = ("torch._dynamo", "torch.profiler", "modules_variants")
+IMPORTS = ("torch._dynamo", "torch.profiler", "modules_measure")
 
 
 def plan(args: argparse.Namespace) -> tuple[list[Job], dict[str, str]]:
@@ -87,13 +91,20 @@ def measure(job: Job, args: argparse.Namespace) -> Record:
     layers = min(args.layers or WORKLOADS[workload].layers, 2 if args.device == "cpu" else 10**6)
 
     def measuring() -> Record:
-        from modules_variants import Setting, measure_job
+        from modules_measure import measure_job
+        from modules_variants import Setting
 
-        setting = Setting(workload, torch.device(args.device), layers, args.megatron)
+        setting = Setting(workload, torch.device(args.device), layers)
+        record["sequence"] = setting.sequence
         found = measure_job(setting, variant, args.steps, args.equality_steps)
         return found | ({"gpu": torch.cuda.get_device_name()} if setting.is_on_gpu else {})
 
-    return attempt({"workload": workload, "variant": variant, "layers": layers}, measuring)
+    record: Record = {"workload": workload, "variant": variant, "layers": layers}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", StepgraphWarning)
+        attempt(record, measuring)
+    said = [error_line(str(w.message)) for w in caught if issubclass(w.category, StepgraphWarning)]
+    return record | {"warnings": list(dict.fromkeys(said))[:8]}
 
 
 def worker(args: argparse.Namespace) -> int:
@@ -161,7 +172,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     command = command_line("modules.py", given, ("--out", "--megatron"))
     if args.device == "cpu":
         facts |= {"GPU": "none: tiny models on the tape", "driver": "none"}
-    folder = args.out or default_folder(facts)
+    folder = args.out or (None if args.device == "cpu" else default_folder(facts))
     jobs, skipped = plan(args)
     for what, why in skipped.items():
         print(f"{what}: left out, {why}", file=sys.stderr)
@@ -169,8 +180,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     def publish(records: list[Record]) -> Record:
         gpu = next((r["gpu"] for r in records if "gpu" in r), facts["GPU"])
         run = {"GPU": gpu, "seconds in all": round(time.perf_counter() - started)}
-        summary = summarise(records, jobs, skipped, facts | run, command)
-        write_report(folder, "modules", summary, markdown(summary))
+        summary = summarise(records, jobs, skipped, facts | run, command, on_gpu=args.device == "cuda")
+        if folder is not None:
+            write_report(folder, "modules", summary, markdown(summary))
         return summary
 
     if args.device == "cpu":  # nothing to keep apart
@@ -183,7 +195,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         script, options = str(Path(__file__).resolve()), worker_options(args, PASSED_ON)
         records = run_all(jobs, lambda job: start_worker(job, script, options), args.timeout, publish, outcome)
     summary = publish(records)
-    show(sections(summary), markdown(summary))
+    show(sections(summary), markdown(summary), width=200)
     return 1 if any("error" in r for r in records) else 0
 
 

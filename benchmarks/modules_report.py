@@ -50,7 +50,7 @@ def _moe(sequence: int, *, equality: bool) -> Workload:
         "ours-layers": "eager-grouped",
         "ours-step": "eager-grouped",
     }
-    return Workload("4 layers of Qwen3-30B-A3B's shape", 4, sequence, bases, equality)
+    return Workload("Qwen3-30B-A3B's shape", 4, sequence, bases, equality)
 
 
 _OF_GPT = ("eager", "torch-layers", "ours-layers", "ours-attn", "ours-attn+mlp", "ours-step")
@@ -86,6 +86,17 @@ def merged_engine(report: Record) -> Record:
         for key, counter in reasons.items():
             counter.update(module[key])
     return report | sums | {key: dict(counter) for key, counter in reasons.items()}
+
+
+def eager_parts(report: Record, steps: int) -> dict[str, str]:
+    """Return the graphed parts that ran eagerly more than once a step after all, each with the reason."""
+    parts = report.get("modules") or [{"path": "the step", "eager_reasons": report.get("eager_reasons", {})}]
+    return {
+        part["path"]: reason
+        for part in parts
+        for reason, count in part["eager_reasons"].items()
+        if reason != "warm-up" and count > steps
+    }
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -124,7 +135,7 @@ def module_targets(records: Sequence[Record], workload: str, variants: Sequence[
 
 
 def equality_target(records: Sequence[Record], workload: str) -> Target:
-    """Judge bit-equality; a run that never replayed, or that lost its numbers to NaN, proves nothing."""
+    """Judge bit-equality; what was not replayed, or has lost its numbers to NaN, proves nothing."""
     record = find(records, workload, EQUALITY)
     ours = {pair: groups for pair, groups in record.get("pairs", {}).items() if "ours-" in pair}
     if not ours:
@@ -132,10 +143,11 @@ def equality_target(records: Sequence[Record], workload: str) -> Target:
     groups = [group for pair in ours.values() for group in pair.values()]
     differing, tensors = sum(g["differing"] for g in groups), sum(g["tensors"] for g in groups)
     idle = [pair for pair in ours if not record["replays"][pair]]
+    eager = sum(len(record["eager_parts"][pair]) for pair in ours)
     measured = f"{differing} of {tensors} differ" + (f", no replay in {', '.join(idle)}" if idle else "")
-    measured += "" if record["finite"] else ", not finite"
+    measured += (f", {eager} parts stayed eager" if eager else "") + ("" if record["finite"] else ", not finite")
     name = f"ours: losses, parameters, gradients, optimizer state equal eager's after {record['steps']} steps"
-    reached = differing == 0 and tensors > 0 and not idle and record["finite"]
+    reached = differing == 0 and tensors > 0 and not idle and not eager and record["finite"]
     return Target(workload, name, "0 differ", measured, reached)
 
 
@@ -146,17 +158,19 @@ def pair_target(records: Sequence[Record]) -> Target:
     return limited("host-pair", "ours / torch: host time over an identity", PAIR_LIMIT, value, sign="<")
 
 
-def judge(records: Sequence[Record], jobs: Sequence[tuple[str, str]]) -> list[Target]:
-    """Return the target of every job that has one, with what was measured."""
+def judge(records: Sequence[Record], jobs: Sequence[tuple[str, str]], *, on_gpu: bool) -> list[Target]:
+    """Return the target of every job that has one, with what was measured; without a GPU equality alone."""
     targets = []
     for workload in dict.fromkeys(w for w, _ in jobs):
         variants = [v for w, v in jobs if w == workload]
+        if EQUALITY in variants:
+            targets.append(equality_target(records, workload))
+        if not on_gpu:
+            continue
         if workload == "gpt2-small" and "ours-layers" in variants:
             value = step_over_busy(find(records, workload, "ours-layers"))
             targets.append(limited(workload, "ours-layers: step/busy", BUSY_LIMIT, value))
         targets += module_targets(records, workload, variants)
-        if EQUALITY in variants:
-            targets.append(equality_target(records, workload))
         if PAIR in variants:
             targets.append(pair_target(records))
     return targets
@@ -258,16 +272,29 @@ def pair_rows(records: Sequence[Record]) -> Rows:
     return rows
 
 
+def warning_rows(records: Sequence[Record]) -> Rows:
+    """Return what stepgraph warned of in each run, one line each."""
+    rows = [["workload", "variant", "warning"]]
+    return rows + [[r["workload"], r["variant"], text] for r in records for text in r.get("warnings", ())]
+
+
+def workload_title(records: Sequence[Record], name: str) -> str:
+    """Return what a workload's table is of, with the sizes that were run."""
+    run: Record = next((r for r in records if r["workload"] == name and "sequence" in r), {})
+    layers, sequence = run.get("layers"), run.get("sequence")
+    return f"{name}: {WORKLOADS[name].title}, {layers} layers, {MICROBATCHES} microbatches of 1 x {sequence}"
+
+
 def sections(summary: Record) -> list[tuple[str, Rows]]:
     """Return the report's tables in order, each with its title; empty ones are left out."""
     records = summary["records"]
     tables = []
-    for name, workload in WORKLOADS.items():
-        title = f"{name}: {workload.title}, {MICROBATCHES} microbatches of 1 x {workload.sequence}"
-        tables.append((title, step_rows(records, name)))
+    for name in WORKLOADS:
+        tables.append((workload_title(records, name), step_rows(records, name)))
     tables.append((f"Host time of a forward+backward pair: {WORKLOADS['host-pair'].title}", pair_rows(records)))
     tables.append(("What stepgraph reported", engine_rows(records, ENGINE_KEYS)))
     tables.append(("Equality under deterministic algorithms, bit by bit", equality_rows(records)))
+    tables.append(("Warnings", warning_rows(records)))
     tables.append(("Left out", [["workload", "why"], *map(list, summary["skipped"].items())]))
     tables.append(("Targets", target_rows([Target(**t) for t in summary["targets"]])))
     return [(title, rows) for title, rows in tables if len(rows) > 1]
@@ -284,6 +311,8 @@ def summarise(
     skipped: Mapping[str, str],
     environment: Record,
     command: str,
+    *,
+    on_gpu: bool,
 ) -> Record:
     """Put records, environment and judged targets together: what is written as JSON and rendered as Markdown."""
     return {
@@ -291,6 +320,6 @@ def summarise(
         "command": command,
         "jobs": [list(job) for job in jobs],
         "skipped": dict(skipped),
-        "targets": [asdict(t) for t in judge(records, jobs)],
+        "targets": [asdict(t) for t in judge(records, jobs, on_gpu=on_gpu)],
         "records": records,
     }

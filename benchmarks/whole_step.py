@@ -227,19 +227,20 @@ def write_report(folder: Path, name: str, summary: Record, text: str) -> None:
     (folder / f"{name}.md").write_text(text)
 
 
-def show(tables: Sequence[tuple[str, Rows]], text: str) -> None:
+def show(tables: Sequence[tuple[str, Rows]], text: str, width: int = 170) -> None:
     """Print the report's tables, or its text where rich is missing."""
     try:
         from rich.console import Console
         from rich.table import Table
+        from rich.text import Text
     except ImportError:
         print(text)
         return
-    console = Console(width=None if sys.stdout.isatty() else 170)
+    console = Console(width=None if sys.stdout.isatty() else width)
     for title, rows in tables:
         table = Table(*rows[0], title=title, title_justify="left")
         for row in rows[1:]:
-            table.add_row(*row)
+            table.add_row(*map(Text, row))  # plain: a rule in brackets is no markup
         console.print(table)
 
 

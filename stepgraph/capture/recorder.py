@@ -91,6 +91,7 @@ class Recorder:
         self._openers: set[ModuleSite] = set()
         self._producers: dict[int, tuple[weakref.ref[torch.Tensor], RecordedCall, int]] = {}
         self._seen: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
+        self._numbers = itertools.count()
 
     @property
     def is_settled(self) -> bool:
@@ -149,7 +150,7 @@ class Recorder:
             return
         seen = self._seen.get(id(tensor))
         if seen is None or seen[0]() is not tensor:
-            seen = self._seen[id(tensor)] = (weakref.ref(tensor), len(self._seen))
+            seen = self._seen[id(tensor)] = (weakref.ref(tensor), next(self._numbers))
         call.shared[index] = seen[1]
 
     def saw_backward(self, waiting: _Outstanding, index: int, grad: torch.Tensor) -> None:

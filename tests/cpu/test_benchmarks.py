@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import json
 from pathlib import Path
@@ -20,6 +21,12 @@ def load(name: str) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+def imported(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """A benchmark of several files, which find each other as they do when it is run as a script."""
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    return importlib.import_module(name)
 
 
 def test_around_the_step_trains_bit_equal_to_eager(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -51,3 +58,60 @@ def test_around_the_step_measures_the_memory_of_signatures() -> None:
     record = load("around_the_step").measure_memory(torch.device("cpu"))
     assert record["largest_first"]["graphs"] == record["smallest_first"]["graphs"] == 8
     assert 1.0 <= record["largest_first"]["pool_ratio"] <= min(1.3, record["smallest_first"]["pool_ratio"])
+
+
+def test_modules_trains_every_way_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = ["--device", "cpu", "--layers", "1", "--steps", "1", "--equality-steps", "5", "--out", str(tmp_path)]
+    workloads = ["--workloads", "gpt2-small,qwen3-moe-1024,megatron-gpt2-small,host-pair"]
+    variants = ["--variants", "eager,ours-layers,ours-attn,eager-loop,ours-partial,pair"]
+    assert imported("modules", monkeypatch).main([*sizes, *workloads, *variants]) == 0
+    summary = json.loads((tmp_path / "modules.json").read_text())
+    assert list(summary["skipped"]) == ["megatron-gpt2-small"]
+    assert summary["command"].endswith("--variants eager,ours-layers,ours-attn,eager-loop,ours-partial,pair")
+    records = {(r["workload"], r["variant"]): r for r in summary["records"]}
+    for variant in ("ours-layers", "ours-attn"):
+        assert records["gpt2-small", variant]["loss"] == records["gpt2-small", "eager"]["loss"]
+        assert records["gpt2-small", variant]["engine"]["eager_reasons"] == {"warm-up": 3}
+    partial = records["qwen3-moe-1024", "ours-partial"]
+    assert partial["loss"] == records["qwen3-moe-1024", "eager-loop"]["loss"]
+    assert partial["engine"]["replays"] > 0
+    assert set(records["host-pair", "pair"]["added_us"]) == {"eager", "ours", "ours, outputs='static'"}
+    page = (tmp_path / "modules.md").read_text()
+    assert "| ours-attn |" in page
+    assert page.count("same bits") == 3
+
+
+def test_modules_compares_layers_with_eager_bit_by_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = ["--device", "cpu", "--layers", "1", "--equality-steps", "5", "--out", str(tmp_path)]
+    assert imported("modules", monkeypatch).main([*sizes, "--workloads", "gpt2-small", "--variants", "equality"]) == 0
+    (target,) = json.loads((tmp_path / "modules.json").read_text())["targets"]
+    assert target["reached"], target["measured"]
+
+
+def test_modules_report_counts_nothing_that_was_not_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
+    report = imported("modules_report", monkeypatch)
+    same = {"losses": {"tensors": 5, "differing": 0, "first": None, "widest_gap": 0.0}}
+    run = {
+        "workload": "gpt2-small",
+        "variant": "equality",
+        "steps": 5,
+        "finite": True,
+        "pairs": {"eager vs ours-attn": same},
+    }
+    replayed = run | {"replays": {"eager vs ours-attn": 17}, "eager_parts": {"eager vs ours-attn": {}}}
+    idle = replayed | {"replays": {"eager vs ours-attn": 0}}
+    part = {"blocks.0.attn": "capture failed: [step-raised]"}
+    partly = replayed | {"eager_parts": {"eager vs ours-attn": part}}
+    reached = [report.equality_target([r], "gpt2-small").reached for r in (replayed, idle, partly)]
+    assert reached == [True, False, False]
+    rows = [{"path": "blocks.0.attn", "eager_reasons": {"warm-up": 9, "capture failed: [step-raised]": 17, "held": 1}}]
+    assert report.eager_parts({"modules": rows}, steps=5) == part
+
+
+@pytest.mark.parametrize(("ours_us", "reached"), [(99.0, True), (101.0, False)])
+def test_modules_report_holds_the_host_pair_against_torch(
+    ours_us: float, *, reached: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record = {"workload": "host-pair", "variant": "pair", "added_us": {"torch": 200.0, "ours": ours_us}}
+    target = imported("modules_report", monkeypatch).pair_target([record])
+    assert target.reached is reached

@@ -1,0 +1,78 @@
+"""The order that graphs were recorded in, and a check of each replay against it.
+
+Graphs that share memory by lifetime are right in one order only. So each forward and backward asks for its turn first:
+what comes next is known, and a call that is not it is refused before it overwrites anything. After the last entry the
+order begins again. It also begins again where a round was given up: nothing is under way, and the first entry is called.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+
+from stepgraph.errors import CaptureError
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A forward or a backward in the order."""
+
+    module: str
+    kind: Hashable
+    """What tells this kind of call from others of the same module."""
+    call: int
+    """Which call of the round it belongs to."""
+    backward: bool
+
+    def __str__(self) -> str:
+        return f"{'backward' if self.backward else 'forward'} of `{self.module}` (call {self.call})"
+
+
+class ReplayOrder:
+    """Where a round stands."""
+
+    def __init__(self, entries: Sequence[Entry], is_under_way: Callable[[], bool]) -> None:
+        self.entries = tuple(entries)
+        self.kinds = frozenset(entry.kind for entry in entries)
+        self._is_under_way = is_under_way
+        self._next = 0
+
+    @property
+    def expected(self) -> Entry:
+        """What comes next."""
+        return self.entries[self._next]
+
+    def take_forward(self, module: str, kind: Hashable) -> Entry:
+        """The turn of a forward of this kind."""
+        if not self._is_next(kind) and self._next and not self._is_under_way():
+            self._next = 0  # the last round was given up
+        if not self._is_next(kind):
+            raise self._refused(f"a forward of `{module}`")
+        return self._take()
+
+    def take_backward(self, entry: Entry) -> None:
+        """The turn of the backward of the call that an entry belongs to."""
+        if not (self.expected.backward and self.expected.call == entry.call):
+            raise self._refused(f"the backward of `{entry.module}` (call {entry.call})")
+        self._take()
+
+    def _is_next(self, kind: Hashable) -> bool:
+        return not self.expected.backward and self.expected.kind == kind
+
+    def _take(self) -> Entry:
+        entry = self.expected
+        self._next = (self._next + 1) % len(self.entries)
+        return entry
+
+    def _refused(self, received: str) -> CaptureError:
+        return CaptureError(
+            f"{received} is out of order",
+            rule="replay-order",
+            details=[
+                f"expected  entry {self._next} of {len(self.entries)}: {self.expected}",
+                f"received  {received}",
+            ],
+            why="with a single pool, calls share memory by the order in which they were recorded.",
+            fix="keep to that order, call handle.reset() where the order changes for good, or leave "
+            "cuda_graph_use_single_mempool=False: then any order is right.",
+        )
