@@ -29,15 +29,15 @@ from stepgraph.capture.record import NotWarm, StepCapture
 from stepgraph.capture.report import Counts, Report, report_of
 from stepgraph.capture.session import Session
 from stepgraph.capture.site import CapturedCall, Site
+from stepgraph.capture.telling import state_changed, tell_past_limit, tell_values_changed
 from stepgraph.capture.warmup import flags_of, surroundings, warm_up
-from stepgraph.errors import ClosedError, SignatureMismatch, StateChanged
+from stepgraph.errors import ClosedError
 from stepgraph.frames import warn_user
 from stepgraph.signature import (
     AmbientReader,
     Signature,
     ambient_key,
     argument_names,
-    differences,
     leaf_keys,
     refuse_opaque,
 )
@@ -176,13 +176,7 @@ class CapturedStep(Generic[P, R]):
         self._raise_if_strict(told)
         site.changes.update(change.name for change in changes)
         often = [name for name, count in site.changes.items() if count > _MAX_VALUE_CHANGES]
-        outcome = "The step stays eager from now on." if often else "The step is captured again."
-        warn_user(
-            f"{self._name}: a value that the step reads has changed since capture   [host-value]\n  "
-            + "\n  ".join(map(str, changes))
-            + f"\n{outcome}\nFix: pass it as an argument or as a tensor, or, if nothing depends on it, "
-            f"ignore={[change.name for change in changes]!r}."
-        )
+        tell_values_changed(self._name, changes, stays_eager=bool(often))
         if not often:  # the step may touch other things now: look at it once more
             return self._start_over(site, told, leaves, structure)
         site.calls.remove(call)
@@ -192,12 +186,7 @@ class CapturedStep(Generic[P, R]):
 
     def _raise_if_strict(self, why: str) -> None:
         if self._options.strict:
-            raise StateChanged(
-                f"{self._name}: {why}",
-                rule="state-changed",
-                why="the captured graph goes on with what it was recorded with, and strict=True forbids anything else.",
-                fix="call step.reset() after the change, or leave strict=False: the step is then captured again.",
-            )
+            raise state_changed(self._name, why)
 
     def _without_graph(
         self,
@@ -310,18 +299,8 @@ class CapturedStep(Generic[P, R]):
         if self._warned and not self._options.strict:
             return
         self._warned = True
-        found = min((differences(s.sign(), signature) for s in self._sites.values()), key=len, default=[])
-        told = [str(d) for d in found[:8]]
-        if self._options.strict:
-            raise SignatureMismatch(
-                f"{self._name}: a call with a new signature, {reason}",
-                rule="max-graphs",
-                details=told,
-                why="each signature is a graph of its own, and strict=True forbids running it eagerly.",
-                fix=_FEWER_SIGNATURES,
-            )
-        lines = [f"{self._name}: this call runs eagerly, {reason}   [max-graphs]", *(f"  {line}" for line in told)]
-        warn_user("\n".join([*lines, f"Fix: {_FEWER_SIGNATURES}"]))
+        known = [site.sign() for site in self._sites.values()]
+        tell_past_limit(self._name, reason, signature, known, strict=self._options.strict)
 
     # -- setting up
 
@@ -402,4 +381,3 @@ class CapturedStep(Generic[P, R]):
 _MAX_VALUE_CHANGES = 2
 """Captures anew for one host value, after which its step stays eager."""
 _TENSORS = {torch.Tensor}
-_FEWER_SIGNATURES = "pad inputs to a few shapes, pass changing values as tensors, or raise max_graphs."

@@ -1,0 +1,49 @@
+"""What a captured step says when a call does not go as the ones before: to the user, or as an error under strict."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from stepgraph.errors import SignatureMismatch, StateChanged
+from stepgraph.frames import warn_user
+from stepgraph.signature import Signature, differences
+from stepgraph.state.watch import Change
+
+_FEWER_SIGNATURES = "pad inputs to a few shapes, pass changing values as tensors, or raise max_graphs."
+
+
+def state_changed(step: str, why: str) -> StateChanged:
+    """Under strict: something that a graph has baked in is not as it was."""
+    return StateChanged(
+        f"{step}: {why}",
+        rule="state-changed",
+        why="the captured graph goes on with what it was recorded with, and strict=True forbids anything else.",
+        fix="call step.reset() after the change, or leave strict=False: the step is then captured again.",
+    )
+
+
+def tell_values_changed(step: str, changes: Sequence[Change], *, stays_eager: bool) -> None:
+    """A host value that the graph has baked in changed."""
+    outcome = "The step stays eager from now on." if stays_eager else "The step is captured again."
+    warn_user(
+        f"{step}: a value that the step reads has changed since capture   [host-value]\n  "
+        + "\n  ".join(map(str, changes))
+        + f"\n{outcome}\nFix: pass it as an argument or as a tensor, or, if nothing depends on it, "
+        f"ignore={[change.name for change in changes]!r}."
+    )
+
+
+def tell_past_limit(step: str, reason: str, call: Signature, known: Iterable[Signature], *, strict: bool) -> None:
+    """A call found no graph, and gets none: how it differs from the nearest one. Raises under strict."""
+    found = min((differences(signature, call) for signature in known), key=len, default=[])
+    told = [str(d) for d in found[:8]]
+    if strict:
+        raise SignatureMismatch(
+            f"{step}: a call with a new signature, {reason}",
+            rule="max-graphs",
+            details=told,
+            why="each signature is a graph of its own, and strict=True forbids running it eagerly.",
+            fix=_FEWER_SIGNATURES,
+        )
+    lines = [f"{step}: this call runs eagerly, {reason}   [max-graphs]", *(f"  {line}" for line in told)]
+    warn_user("\n".join([*lines, f"Fix: {_FEWER_SIGNATURES}"]))
