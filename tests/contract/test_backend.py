@@ -241,7 +241,7 @@ REFUSED: dict[str, tuple[Callable[[torch.Tensor], Any], str]] = {
     "one_hot without classes": (lambda x: F.one_hot(x.long()), "host-read"),
     "repeat_interleave": (lambda x: torch.repeat_interleave(x, x.long()), "host-read"),
     "index with a 0-dim tensor": (lambda x: x[x.argmax()], "host-read"),
-    "cpu": (lambda x: x.cpu(), "host-data"),
+    "cpu": (lambda x: x.cpu(), "host-read"),
     "tensor": (lambda x: torch.tensor([1.0, 2.0], device=x.device), "host-data"),
     "as_tensor": (lambda x: torch.as_tensor([1.0], device=x.device), "host-data"),
     "list index": (lambda x: x[[0, 1]], "host-data"),
