@@ -27,12 +27,29 @@ class Structure(NamedTuple):
 
 LEAF = Structure(None)
 _DICTS = (dict, OrderedDict, defaultdict)
+_FLAT = frozenset({torch.Tensor, type(None), bool, int, float, str})
 
 
 def flatten(tree: Any) -> tuple[list[Any], Structure]:
     """Take a tree apart into its leaves and its structure."""
     leaves: list[Any] = []
     return leaves, _flatten(tree, leaves.append)
+
+
+class CallFlattener:
+    """Takes calls apart. One of tensors and plain values alone has a structure that is known from its names."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[Any, ...], Structure] = {}
+
+    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], Structure]:
+        """The same as `flatten((args, kwargs))`."""
+        if not (_FLAT.issuperset(map(type, args)) and _FLAT.issuperset(map(type, kwargs.values()))):
+            return flatten((args, kwargs))
+        key = (len(args), *kwargs)
+        if key not in self._known:
+            self._known[key] = flatten((args, kwargs))[1]
+        return [*args, *kwargs.values()], self._known[key]
 
 
 def _flatten(node: Any, emit: Callable[[Any], None]) -> Structure:

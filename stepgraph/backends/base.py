@@ -24,7 +24,7 @@ class Graph(ABC):
     """
 
     note_loaded: Callable[[torch.Tensor], None] | None = None
-    """Where a backend watches for overwritten memory: to be told that a tensor in the pool was written by eager code."""
+    """Where a backend watches for overwritten memory: to be told that eager code has written a tensor in the pool."""
 
     @abstractmethod
     def begin(self) -> None:

@@ -110,17 +110,18 @@ class Boundary:
                 continue
             if shared is not None:
                 shared.note(source)
+            if source.requires_grad:
+                source = source.detach()  # costs less than a no_grad block around the copy
             targets.append(target)
-            sources.append(_once(source.detach(), repeated) if repeated else source)
+            sources.append(source.as_strided(target.shape, target.stride()) if repeated else source)
         if targets:
             if self.note_loaded is not None:
                 for target in targets:
                     self.note_loaded(target)
-            with torch.no_grad():
-                if len(targets) == 1:
-                    targets[0].copy_(sources[0], non_blocking=True)
-                else:
-                    torch._foreach_copy_(targets, sources, non_blocking=True)
+            if len(targets) == 1:
+                targets[0].copy_(sources[0], non_blocking=True)
+            else:
+                torch._foreach_copy_(targets, sources, non_blocking=True)
 
 
 def _once(tensor: torch.Tensor, repeated: Sequence[int]) -> torch.Tensor:

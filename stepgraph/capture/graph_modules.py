@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from stepgraph.capture.manager import CudaGraphManager, ModuleOptions
+from stepgraph.capture.manager import CudaGraphManager
+from stepgraph.capture.module_options import ModuleOptions
 from stepgraph.capture.module_report import ModuleReport, report_on
 from stepgraph.capture.module_session import ModuleSession
 from stepgraph.capture.scopes import Part, ScopeRegistry
@@ -27,6 +28,7 @@ def graph_modules(
     ignore: Sequence[str] = (),
     outputs: str = "guarded",
     generators: Sequence[torch.Generator] = (),
+    single_mempool: bool = False,
     registry: ScopeRegistry | None = None,
     session: Session | None = None,
 ) -> GraphedModules:
@@ -54,6 +56,7 @@ def graph_modules(
         ignore=tuple(ignore),
         outputs=outputs,
         generators=tuple(generators),
+        single_mempool=single_mempool,
     )
     return GraphedModules(ModuleSession(session, model), parts, options)
 

@@ -31,7 +31,9 @@ class Lane:
         self.number = number
         """Which part of the session's pool it is."""
         self._captured = 0
-        self._ticks = 0
+        self.time = 0
+        """How many graphs were replayed."""
+        self._ran_at: dict[int, int] = {}
         self._under_way: list[Runner] = []  # by the order of the capture, since no other order is admitted
         self._first_backward: float = math.inf
         self._ended: dict[Runner, None] = {}
@@ -84,19 +86,18 @@ class Lane:
         if runner.is_freed:
             self.forget(runner)
 
-    def note_run(self, runner: Runner) -> int:
-        """A graph is replayed; returns the time of it."""
-        self._ticks += 1
-        runner.ran_at = self._ticks
-        return self._ticks
+    def note_run(self, number: int) -> None:
+        """The graph of this place in the order was replayed."""
+        self.time += 1
+        self._ran_at[number] = self.time
 
     def is_first_backward(self, number: float) -> bool:
         """Whether no call under way has a backward that was captured before this one."""
         return number <= self._earliest_backward(number - 1)
 
     def was_overwritten(self, runner: Runner, since: int) -> bool:
-        """Whether a graph that may use the same memory has run."""
-        return any(r.ran_at > since and r.forward_at < runner.forward_at for r in self._runners if r is not runner)
+        """Whether a graph that may use the same memory has run since."""
+        return any(time > since and number < runner.forward_at for number, time in self._ran_at.items())
 
     def held_results(self, runner: Runner) -> list[Runner]:
         """The runners whose results are held by a caller and would be overwritten."""
@@ -130,6 +131,7 @@ class Lanes:
     def __init__(self, new_number: Iterator[int]) -> None:
         self._new_number = new_number
         self._lanes: list[Lane] = []
+        self._apart: Lane | None = None
 
     def at(self, index: int) -> Lane:
         """The lane for calls that find so many others under way."""
@@ -141,6 +143,12 @@ class Lanes:
         """A lane without any graph."""
         found = next((i for i, lane in enumerate(self._lanes) if lane.is_empty), len(self._lanes))
         return self.at(found)
+
+    def apart(self) -> Lane:
+        """An empty lane that is none of the others, for graphs that ask for no admission."""
+        if self._apart is None or not self._apart.is_empty:
+            self._apart = Lane(next(self._new_number))
+        return self._apart
 
     def busy(self) -> set[int]:
         """The lanes that a replayed call is under way in."""

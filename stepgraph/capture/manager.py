@@ -10,12 +10,14 @@ from __future__ import annotations
 import operator
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from stepgraph.capture.failure import capture_error
+from stepgraph.capture.fixed_round import FixedRound
+from stepgraph.capture.module_options import ModuleOptions, options_from
+from stepgraph.capture.module_report import ModuleReport, report_on
 from stepgraph.capture.module_session import ModuleSession
 from stepgraph.capture.pair import PairCapture
 from stepgraph.capture.recorder import RecordedCall
@@ -27,30 +29,9 @@ from stepgraph.signature import Signature, ambient_key, differences, is_plain, l
 from stepgraph.state.ddp import in_ddp
 from stepgraph.state.guards import ModelGuard, refuse_hooks
 from stepgraph.state.watch import Watch
-from stepgraph.tree import Structure, flatten, settled, unflatten
+from stepgraph.tree import CallFlattener, Structure, settled, unflatten
 
 _training = operator.itemgetter("training")
-
-
-@dataclass(frozen=True, slots=True)
-class ModuleOptions:
-    """How modules are graphed."""
-
-    warmup: int = 3
-    """Rounds that run eagerly before the graphs are captured."""
-    strict: bool = False
-    """Raise where a call would run eagerly, warm-up aside."""
-    max_signatures: int = 8
-    """Kinds of calls that a module gets graphs for; further ones run eagerly, counted."""
-    max_runners: int = 16
-    """Calls of one kind that may be under way at a time."""
-    safe_hooks: tuple[Any, ...] = ()
-    """Hooks inside graphed modules that may be recorded: functions or names."""
-    ignore: tuple[str, ...] = ()
-    """Host values that may change without harm."""
-    outputs: str = "guarded"
-    """"guarded": a result that is still held at the next call is copied; "static": it is overwritten."""
-    generators: tuple[torch.Generator, ...] = ()
 
 
 class ModuleSite:
@@ -60,6 +41,8 @@ class ModuleSite:
         self.manager, self.call = manager, call
         self.runners: list[Runner] = []
         self.recorded: RecordedCall | None = None
+        self.most_under_way = 0
+        """Calls that were under way at a time in warm-up."""
         self.obstacle: str | None = None
         """Why calls here stay eager."""
         self.model: ModelGuard | None = None
@@ -118,7 +101,7 @@ class CudaGraphManager:
         self.module = base_module
         self.function_name = function_name or "forward"
         self.name = name or type(base_module).__name__
-        self.options = config if isinstance(config, ModuleOptions) else _options_from(config)
+        self.options = config if isinstance(config, ModuleOptions) else options_from(config)
         self.session = session if session is not None else ModuleSession()
         self.original: Callable[..., Any] = getattr(base_module, self.function_name)
         self.need_backward = need_backward
@@ -130,7 +113,8 @@ class CudaGraphManager:
         self._modules = list(base_module.modules())
         self._modes = [vars(module) for module in self._modules]
         self._pair: PairCapture | None = None
-        self._kinds = 0
+        self._flatten = CallFlattener()
+        self._is_capturing: Callable[[], bool] | None = None
         self.session.add(self)
 
     # -- calling
@@ -138,10 +122,12 @@ class CudaGraphManager:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module: by replay where a runner fits, eagerly where none does yet."""
         session = self.session
-        if session.is_closed or session.backend_for(self.module).is_capturing():
+        if self._is_capturing is None:
+            self._is_capturing = session.backend_for(self.module).capture_probe
+        if session.is_closed or self._is_capturing():
             return self.original(*args, **kwargs)  # a part of a larger capture
-        leaves, structure = flatten((args, kwargs))
-        key = (structure, leaf_keys(leaves), ambient_key(), self._training(), in_ddp())
+        leaves, structure = self._flatten(args, kwargs)
+        key = (structure, leaf_keys(leaves), session.ambient.read(), self._training(), in_ddp())
         site = self.sites.get(key)
         if site is not None and site.runners:
             if self._guard(site):
@@ -156,6 +142,9 @@ class CudaGraphManager:
         return tuple(map(_training, self._modes))
 
     def _ready(self, site: ModuleSite, leaves: Sequence[Any]) -> Runner | None:
+        order = self.session.order
+        if order is not None and site in order.kinds:
+            return self._in_turn(order, site, leaves)
         guarded = self.options.outputs == "guarded"
         refused: Runner | None = None
         for runner in site.runners:
@@ -170,14 +159,31 @@ class CudaGraphManager:
 
     def _keep_results(self, refused: Runner) -> None:
         """A caller holds results that a replay would overwrite: they are copied from now on, and this call is eager."""
-        self.eager_reasons["a result of an earlier call is still held; it is copied from now on"] += 1
         held = refused.lane.held_results(refused)
         self.session.copy_results(held)
         if any(id(refused) in runner.held_up for runner in held):  # since the call before this one
-            self.recapture_reasons["results of earlier calls are held on to"] += 1
-            self.session.delete_cuda_graphs()
+            self._start_over("results of earlier calls are held on to")
+            return
+        self.eager_reasons["a result of an earlier call is still held; it is copied from now on"] += 1
         for runner in held:
             runner.held_up.add(id(refused))
+
+    def _in_turn(self, order: FixedRound, site: ModuleSite, leaves: Sequence[Any]) -> Runner | None:
+        """The runner whose turn it is; raises if it is not this module's."""
+        runner = order.take_forward(self.name, site)
+        if not runner.boundary.is_free_for(leaves):
+            self._start_over("an argument is no longer another module's result")
+            return None
+        held = runner.lane.held_results(runner) if self.options.outputs == "guarded" else []
+        if held:
+            self.session.copy_results(held)
+            self._start_over("results of earlier calls are held on to")
+            return None
+        return runner
+
+    def _start_over(self, why: str) -> None:
+        self.recapture_reasons[why] += 1
+        self.session.delete_cuda_graphs()
 
     def _another(self, site: ModuleSite) -> Runner | None:
         """All runners wait for their backward, or their memory is in use: one more."""
@@ -185,12 +191,12 @@ class CudaGraphManager:
             if any(runner.state is RunnerState.FWD_READY for runner in site.runners):
                 self.eager_reasons["calls in another order than captured, and max_runners is reached"] += 1
                 return None
+            needed = max(len(site.runners) + 1, site.most_under_way)
             raise CaptureError(
-                f"{self.name}: {len(site.runners) + 1} calls are under way at once, and max_runners is "
-                f"{self.options.max_runners}",
+                f"{self.name}: {needed} calls are under way at once, and max_runners is {self.options.max_runners}",
                 rule="max-runners",
                 why="each call keeps its activations in a runner until its backward has run.",
-                fix=f"raise max_runners to {len(site.runners) + 1} or more, or call backward() sooner.",
+                fix=f"raise max_runners to {needed} or more, or call backward() sooner.",
             )
         assert site.recorded is not None
         runner = self.session.capture_one(site, site.recorded)
@@ -219,8 +225,11 @@ class CudaGraphManager:
                 why="the captured graphs go on with what they were recorded with, and strict=True forbids else.",
                 fix="call handle.reset() after the change, or leave strict=False.",
             )
-        self.recapture_reasons[why] += 1
-        self.drop()
+        if self.session.order is not None:
+            self._start_over(why)  # what others share memory with would be gone
+        else:
+            self.recapture_reasons[why] += 1
+            self.drop()
         if self.recapture_reasons[why] > 2:
             site.obstacle = f"it keeps changing: {why}"
         return False
@@ -283,6 +292,10 @@ class CudaGraphManager:
         self.eager_reasons[site.obstacle] += 1
         return True
 
+    def report(self) -> ModuleReport:
+        """What happened so far to the modules of this one's session."""
+        return report_on(self.session)
+
     # -- capturing
 
     def pair(self) -> PairCapture:
@@ -339,13 +352,3 @@ class CudaGraphManager:
         self._modes = [vars(module) for module in self._modules]
         self._pair = None
         self.session.recorder.forget()
-
-
-def _options_from(config: Any) -> ModuleOptions:
-    """The options that a configuration object names as the field does."""
-    found = {}
-    for ours, theirs in (("warmup", "cuda_graph_warmup_steps"), ("max_runners", "cuda_graph_max_runners")):
-        value = getattr(config, theirs, None)
-        if value is not None:
-            found[ours] = value
-    return ModuleOptions(**found)

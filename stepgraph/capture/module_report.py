@@ -42,6 +42,8 @@ class ModuleReport:
     rows: tuple[ModuleRow, ...]
     capture_seconds: float
     pool_bytes: int
+    fixed_order: int = 0
+    """How many forwards and backwards share memory by the order they come in; 0 where any order is right."""
 
     @property
     def graphs(self) -> int:
@@ -71,6 +73,7 @@ class ModuleReport:
             "recaptures": self.recaptures,
             "capture_seconds": self.capture_seconds,
             "pool_bytes": self.pool_bytes,
+            "fixed_order": self.fixed_order,
             "modules": [asdict(row) for row in self.rows],
         }
 
@@ -78,6 +81,7 @@ class ModuleReport:
         title = (
             f"graphed modules on {self.backend}: captured in {self.capture_seconds:.3f} s, "
             f"pool {self.pool_bytes / 2**20:.1f} MiB"
+            + (f", a fixed order of {self.fixed_order}" if self.fixed_order else "")
         )
         table = Table(title=title, title_justify="left")
         for name in ("module", "runners", "nodes", "forwards", "backwards", "eager calls"):
@@ -123,7 +127,8 @@ def report_on(shared: ModuleSession) -> ModuleReport:
             )
         )
     backend = shared.session.backend.name if shared.session.has_backend else "not chosen yet"
-    return ModuleReport(backend, tuple(rows), shared.capture_seconds, shared.session.pool_bytes())
+    order = 0 if shared.order is None else len(shared.order)
+    return ModuleReport(backend, tuple(rows), shared.capture_seconds, shared.session.pool_bytes(), order)
 
 
 def _nodes(runner: Runner) -> list[int | None]:

@@ -4,27 +4,26 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from stepgraph.backends import Backend, backend_for, is_capturing
-from stepgraph.capture.ambient import other_flags
-from stepgraph.capture.boundary import SharedBuffer
+from stepgraph.capture.fixed_round import FixedRound
 from stepgraph.capture.lane import Lanes
+from stepgraph.capture.placement import AnyOrder, FixedOrder
 from stepgraph.capture.recorder import Event, RecordedCall, Recorder
+from stepgraph.capture.reuse_pool import TensorReusePool
+from stepgraph.capture.round_capture import RoundCapture, backward_autocast
 from stepgraph.capture.runner import Runner
 from stepgraph.capture.session import Session
-from stepgraph.signature import AMBIENT_NAMES
+from stepgraph.signature import AmbientReader
 from stepgraph.state.guards import RegistrationEvents
 from stepgraph.state.reach import devices
 
 if TYPE_CHECKING:
     from stepgraph.capture.manager import CudaGraphManager, ModuleSite
-
-_CUDA, _CPU = AMBIENT_NAMES.index("autocast on cuda"), AMBIENT_NAMES.index("autocast on cpu")
-
 
 _LIVE: weakref.WeakSet[ModuleSession] = weakref.WeakSet()
 """For the functions without arguments below, which Megatron's loops call at the end of a step."""
@@ -40,7 +39,10 @@ class ModuleSession:
         self.lanes = Lanes(self.session.lane_numbers)
         self.recorder = Recorder(self.lanes.busy)
         self.events = RegistrationEvents()
+        self.ambient = AmbientReader()
         self.managers: list[CudaGraphManager] = []
+        self.order: FixedRound | None = None
+        """The calls that share memory by their order, where that is asked for."""
         self.capture_seconds = 0.0
         self.is_warming = False
         self.is_closed = False
@@ -72,7 +74,7 @@ class ModuleSession:
         """At the end of a round: capture the graphs of the calls that have warmed up."""
         ready = [e for e in self.recorder.round if self._is_warm(e.call.site)]
         if ready:
-            self.create(ready)
+            self.create(ready, fixed=self.recorder.repeats)
 
     def _is_warm(self, site: ModuleSite) -> bool:
         rounds = self.recorder.rounds[id(site)]
@@ -83,91 +85,32 @@ class ModuleSession:
         order = self.recorder.events if self.recorder.is_settled and self.recorder.events else self.recorder.round
         self.create([e for e in order if not e.call.site.runners and e.call.site.obstacle is None])
 
-    def create(self, order: list[Event]) -> None:
-        """Capture these forwards and backwards, each kind of call once for each that was under way at a time."""
+    def create(self, events: Sequence[Event], *, fixed: bool = True) -> None:
+        """Capture these forwards and backwards, in their order. `fixed`: it can be relied on, if that is asked for."""
         begun = time.perf_counter()
-        made: dict[tuple[int, int], Runner] = {}
-        grads: dict[tuple[int, int], dict[int, torch.Tensor]] = {}
-        shared = _shared_tensors(order)
-        buffers: dict[tuple[int, int], SharedBuffer] = {}
-        with self.session.workspace.capturing():
-            for event in order:
-                call = event.call
-                slot = (id(call.site), call.slot)
-                if call.site.obstacle is not None:
-                    continue
-                try:
-                    if not event.backward and slot not in made:
-                        made[slot] = self._forward(call, made, shared, buffers)
-                    elif event.backward and slot in made and not made[slot].backwards:
-                        self._backward(call, made, grads)
-                except Exception as error:  # noqa: BLE001 (whatever broke it, the module stays eager)
-                    self._give_up(call, error, made)
-        for runner in made.values():
-            runner.result.count_references()
-        self.session.backend.synchronize()
+        in_order = [event for event in events if fixed and self._is_fixed(event.call)]
+        if any(event.backward for event in in_order):
+            self._create_fixed(in_order)
+            events = [event for event in events if event not in in_order]
+        if events:
+            self._capture(RoundCapture(events, AnyOrder(self.lanes), self.session.backend.device))
         self.capture_seconds += time.perf_counter() - begun
 
-    def _give_up(self, call: RecordedCall, error: Exception, made: dict[tuple[int, int], Runner]) -> None:
-        for slot in [slot for slot in made if slot[0] == id(call.site)]:
-            made.pop(slot).free()
-        call.site.runners = []
-        call.site.manager.failed(call.site, error)
+    def _capture(self, captured: RoundCapture) -> None:
+        with self.session.workspace.capturing():
+            captured.run(lambda call, error: call.site.manager.failed(call.site, error))
+        self.session.backend.synchronize()
 
-    def _forward(
-        self,
-        call: RecordedCall,
-        made: Mapping[tuple[int, int], Runner],
-        shared: set[int],
-        buffers: dict[tuple[int, int], SharedBuffer],
-    ) -> Runner:
-        site = call.site
-        site.manager.check_capturable()
-        different = other_flags(call.ambient)
-        if different:
-            raise RuntimeError(f"flags of the process have changed since the call: {', '.join(different)}")
-        given = {}
-        for index, (producer, result) in call.made_by.items():
-            runner = made.get((id(producer.site), producer.slot)) if producer.slot == call.slot else None
-            if runner is not None and runner.result.tensors[result].stride() == call.leaves[index].stride:
-                given[index] = runner, runner.result.tensors[result].data
-        used = {}
-        for index, number in call.shared.items():
-            if number in shared and not call.leaves[index].requires_grad:
-                key = (call.slot, number)  # a microbatch of its own may pass another tensor
-                if key not in buffers:
-                    buffers[key] = SharedBuffer(call.leaves[index].empty(self.session.backend.device))
-                used[index] = buffers[key]
-        pair, lane = site.manager.pair(), self.lanes.at(call.slot)
-        runner = pair.forward(call, given, used, lane)
-        if not site.runners:
-            site.manager.guard(site)
-        site.add(runner)
-        site.recorded = call
-        return runner
+    def _is_fixed(self, call: RecordedCall) -> bool:
+        """Whether a call is to share memory by the order; one order at a time can be fixed, and none of evaluations."""
+        return self.order is None and call.is_differentiable and call.site.manager.options.single_mempool
 
-    def _backward(
-        self,
-        call: RecordedCall,
-        made: Mapping[tuple[int, int], Runner],
-        grads: dict[tuple[int, int], dict[int, torch.Tensor]],
-    ) -> None:
-        slot = (id(call.site), call.slot)
-        runner = made[slot]
-        assert call.backward_ambient is not None
-        metas = call.metas
-        offered = grads.get(slot, {})
-        given = {
-            i: g
-            for i, g in offered.items()
-            if metas[i] is not None and metas[i].stride == g.stride()  # type: ignore[union-attr]
-        }
-        autocast = (call.backward_ambient[_CUDA], call.backward_ambient[_CPU])
-        recorded = call.site.manager.pair().backward(runner, metas, given, autocast)
-        for index, grad in zip(runner.flows, recorded.grads_out, strict=False):
-            if grad is not None and index in call.made_by and call.made_by[index][0].slot == call.slot:
-                producer, result = call.made_by[index]
-                grads.setdefault((id(producer.site), producer.slot), {})[result] = grad
+    def _create_fixed(self, events: Sequence[Event]) -> None:
+        device, lane = self.session.backend.device, self.lanes.apart()
+        placement = FixedOrder(lane, TensorReusePool(device))
+        captured = RoundCapture(events, placement, device)
+        self._capture(captured)
+        self.order = FixedRound(events, {id(e.call): captured.runners.get(placement.key(e.call)) for e in events}, lane)
 
     def capture_one(self, site: ModuleSite, call: RecordedCall) -> Runner | None:
         """One more runner for calls of a kind that is captured, with memory of its own."""
@@ -175,10 +118,9 @@ class ModuleSession:
         try:
             with self.session.workspace.capturing():
                 pair = site.manager.pair()
-                runner = pair.forward(call, {}, {}, self.lanes.spare())
+                runner = pair.forward(call, {}, {}, {}, self.lanes.spare())
                 if any(meta is not None for meta in call.metas) and call.backward_ambient is not None:
-                    autocast = (call.backward_ambient[_CUDA], call.backward_ambient[_CPU])
-                    pair.backward(runner, call.metas, {}, autocast)
+                    pair.backward(runner, call.metas, {}, backward_autocast(call))
         except Exception as error:  # noqa: BLE001 (the call goes on eagerly)
             site.manager.failed(site, error)
             return None
@@ -208,11 +150,13 @@ class ModuleSession:
 
     def _dropped(self) -> None:
         """The session has freed all graphs at once."""
-        for manager in self.managers:
-            manager.drop()
+        self.delete_cuda_graphs()
 
     def delete_cuda_graphs(self) -> None:
         """Free all graphs; calls warm up and are captured anew."""
+        if self.order is not None:
+            self.order.end()
+            self.order = None
         for manager in self.managers:
             manager.drop()
         self.recorder.forget()
@@ -247,15 +191,6 @@ def is_graph_capturing() -> bool:
 def is_graph_warmup() -> bool:
     """Whether a graphed module runs eagerly to warm up, or waits for the backward of such a run."""
     return any(shared.is_warming or not shared.recorder.is_settled for shared in list(_LIVE))
-
-
-def _shared_tensors(order: Iterable[Event]) -> set[int]:
-    """The tensors that calls of several sites were given, by number."""
-    sites: dict[int, set[int]] = {}
-    for event in order:
-        for number in event.call.shared.values():
-            sites.setdefault(number, set()).add(id(event.call.site))
-    return {number for number, users in sites.items() if len(users) > 1}
 
 
 def _is_hooked(parameter: torch.Tensor) -> bool:

@@ -56,15 +56,20 @@ class PairCapture:
         call: RecordedCall,
         given: Mapping[int, tuple[Runner, torch.Tensor]],
         shared: Mapping[int, SharedBuffer],
+        own: Mapping[int, torch.Tensor],
         lane: Lane,
     ) -> Runner:
-        """Record a forward. `given` are arguments that are another runner's results, `shared` those of several."""
+        """Record a forward.
+
+        `given` are arguments that are another runner's results, `shared` those of several calls, `own` have a buffer.
+        """
         device = self._session.backend.device
         leaves = call.leaves
         tensors: dict[int, torch.Tensor] = {}
         for index, leaf in enumerate(leaves):
             if isinstance(leaf, ArgMetadata):
-                buffer = given[index][1] if index in given else shared[index].tensor if index in shared else None
+                buffer = shared[index].tensor if index in shared else own.get(index)
+                buffer = given[index][1] if index in given else buffer
                 if buffer is None:
                     tensors[index] = leaf.empty(device)
                 else:

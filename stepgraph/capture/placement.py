@@ -35,6 +35,10 @@ class Placement(ABC):
         """Where a call's graphs are."""
 
     @abstractmethod
+    def has_room(self, call: RecordedCall) -> bool:
+        """Whether its kind may have another runner."""
+
+    @abstractmethod
     def arguments(self, call: RecordedCall, metas: Mapping[int, ArgMetadata]) -> dict[int, torch.Tensor]:
         """Buffers for the arguments of these indices; those left out are made anew."""
 
@@ -59,6 +63,9 @@ class AnyOrder(Placement):
     def lane(self, call: RecordedCall) -> Lane:
         return self._lanes.at(call.slot)
 
+    def has_room(self, call: RecordedCall) -> bool:
+        return len(call.site.runners) < call.site.manager.options.max_runners
+
     def arguments(self, call: RecordedCall, metas: Mapping[int, ArgMetadata]) -> dict[int, torch.Tensor]:
         return {}
 
@@ -81,6 +88,9 @@ class FixedOrder(Placement):
 
     def lane(self, call: RecordedCall) -> Lane:
         return self._lane
+
+    def has_room(self, call: RecordedCall) -> bool:
+        return True
 
     def arguments(self, call: RecordedCall, metas: Mapping[int, ArgMetadata]) -> dict[int, torch.Tensor]:
         taken = {index: self._pool.get(meta) for index, meta in metas.items()}

@@ -1,10 +1,10 @@
 """The recorder: in which order the modules of a session run, seen while they still run eagerly.
 
 Training goes round: a module that was called while no backward was outstanding is called so again. One round is one
-warm-up step; an evaluation is a round of its own, or a part of one. The recorder notes each forward and each backward of
-the last round in order, which result of one call is an argument of another, which tensor several calls share, and which
-results gradients came back to. From that the graphs are captured in the order they will be replayed in, and tensors
-need not be copied from one graph to the next.
+warm-up step; an evaluation is a round of its own, or a part of one. The recorder notes each forward and each backward
+of the last round in order, which result of one call is an argument of another, which tensor several calls share, and
+which results gradients came back to. From that the graphs are captured in the order they will be replayed in, and
+tensors need not be copied from one graph to the next.
 """
 
 from __future__ import annotations
@@ -52,6 +52,7 @@ class RecordedCall:
     """The results that gradients came back to."""
     backward_ambient: tuple[Hashable, ...] | None = None
     num_results: int = 0
+    is_differentiable: bool = False
 
     @property
     def metas(self) -> list[ArgMetadata | None]:
@@ -85,6 +86,7 @@ class Recorder:
         """What happened in the round under way."""
         self.round: list[Event] = []
         """What happened in the last whole round."""
+        self._before: list[Event] = []
         self.rounds: Counter[int] = Counter()
         """In how many rounds each kind of call occurred, by the id of its site."""
         self._outstanding: weakref.WeakSet[_Outstanding] = weakref.WeakSet()
@@ -98,6 +100,11 @@ class Recorder:
         """Whether no recorded call waits for its backward."""
         return not self._outstanding
 
+    @property
+    def repeats(self) -> bool:
+        """Whether the last whole round went as the one before it, as far as there was one; evaluations aside."""
+        return not self._before or _sequence(self._before) == _sequence(self.round)
+
     def comes_round(self, site: ModuleSite) -> bool:
         """Before a call: whether it is the first of a new round; the last one is then complete."""
         if not self.is_settled:
@@ -105,7 +112,7 @@ class Recorder:
         if site not in self._openers:
             self._openers.add(site)
             return False
-        self.round, self.events = self.events, []
+        self._before, self.round, self.events = self.round, self.events, []
         self._producers.clear()
         self._seen.clear()
         for kind in {id(event.call.site) for event in self.round}:
@@ -115,7 +122,7 @@ class Recorder:
 
     def forget(self) -> None:
         """Start over: the next call begins a round."""
-        self.events, self.round, self._openers = [], [], set()
+        self.events, self.round, self._before, self._openers = [], [], [], set()
         self._producers.clear()
         self._seen.clear()
         self.rounds.clear()
@@ -124,6 +131,7 @@ class Recorder:
         """Call the module eagerly and note what goes in and what comes out."""
         taken = {w.call.slot for w in self._outstanding if w.call.site.manager is site.manager} | self._busy()
         slot = next(number for number in itertools.count() if number not in taken)
+        site.most_under_way = max(site.most_under_way, 1 + sum(w.call.site is site for w in self._outstanding))
         metas = [ArgMetadata.of(leaf) if _is_data(leaf) else leaf for leaf in leaves]
         call = RecordedCall(site, settled(structure), metas, ambient_key(), site.call.training, in_ddp(), slot)
         for index, leaf in enumerate(leaves):
@@ -134,7 +142,8 @@ class Recorder:
         made = StaticResult(result, {i: leaf for i, leaf in enumerate(leaves) if _is_data(leaf)})
         call.num_results = len(made.tensors)
         site.note_result(made)
-        waiting = _Outstanding(call, self) if any(made.differentiable) else None
+        call.is_differentiable = any(made.differentiable)
+        waiting = _Outstanding(call, self) if call.is_differentiable else None
         if waiting is not None:
             self._outstanding.add(waiting)
         for index, tensor in enumerate(made.tensors):
@@ -161,6 +170,13 @@ class Recorder:
             call.backward_ambient = ambient_key()
             self.events.append(Event(call, backward=True))
         call.grads[index] = ArgMetadata.of(grad)
+
+
+def _sequence(events: Sequence[Event]) -> list[tuple[ModuleSite, int, bool]]:
+    """The order of events: which kind of call, which one of the round, forward or backward."""
+    calls: dict[int, int] = {}
+    training = [event for event in events if event.call.is_differentiable]
+    return [(e.call.site, calls.setdefault(id(e.call), len(calls)), e.backward) for e in training]
 
 
 def _saw_grad(waiting: _Outstanding, index: int, grad: torch.Tensor) -> None:

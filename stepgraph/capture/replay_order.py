@@ -2,7 +2,7 @@
 
 Graphs that share memory by lifetime are right in one order only. So each forward and backward asks for its turn first:
 what comes next is known, and a call that is not it is refused before it overwrites anything. After the last entry the
-order begins again. It also begins again where a round was given up: nothing is under way, and the first entry is called.
+order begins again. So it does where a round was given up: nothing is under way, and the first entry is called.
 """
 
 from __future__ import annotations

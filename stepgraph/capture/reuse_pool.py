@@ -10,6 +10,7 @@ knows its address whether or not someone holds it.
 from __future__ import annotations
 
 from collections import defaultdict
+from dataclasses import replace
 
 import torch
 
@@ -21,35 +22,36 @@ class TensorReusePool:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._tensors: dict[int, tuple[torch.Tensor, ArgMetadata]] = {}  # all that were ever made, by address
+        self._tensors: dict[int, tuple[torch.Tensor, ArgMetadata]] = {}  # all that were ever made, by their memory
         self._free: dict[ArgMetadata, list[torch.Tensor]] = defaultdict(list)
         self._needed: dict[int, int] = {}
 
     def get(self, meta: ArgMetadata) -> torch.Tensor:
         """A tensor of this geometry that nobody needs, or a new one; needed once from now on."""
-        unused = self._free[meta]
-        tensor = unused.pop() if unused else meta.empty(self._device)
-        self._tensors[tensor.data_ptr()] = (tensor, meta)
-        self._needed[tensor.data_ptr()] = 1
+        geometry = replace(meta, requires_grad=False)
+        unused = self._free[geometry]
+        tensor = unused.pop() if unused else geometry.empty(self._device)
+        self._tensors[_memory(tensor)] = (tensor, geometry)
+        self._needed[_memory(tensor)] = 1
         return tensor
 
     def retain(self, tensor: torch.Tensor) -> None:
         """One more call needs a tensor of the pool."""
-        assert self._needed.get(tensor.data_ptr(), 0) > 0, "the tensor was given back, or is not of this pool"
-        self._needed[tensor.data_ptr()] += 1
+        assert self._needed.get(_memory(tensor), 0) > 0, "the tensor was given back, or is not of this pool"
+        self._needed[_memory(tensor)] += 1
 
     def insert(self, tensor: torch.Tensor) -> None:
         """A call is done with a tensor; after the last one it is free for others."""
-        address = tensor.data_ptr()
-        assert self._needed.get(address, 0) > 0, "the tensor was given back, or is not of this pool"
-        self._needed[address] -= 1
-        if not self._needed[address]:
-            own, meta = self._tensors[address]
-            self._free[meta].append(own)
+        memory = _memory(tensor)
+        assert self._needed.get(memory, 0) > 0, "the tensor was given back, or is not of this pool"
+        self._needed[memory] -= 1
+        if not self._needed[memory]:
+            own, geometry = self._tensors[memory]
+            self._free[geometry].append(own)
 
     def owns(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor was made here."""
-        return tensor.data_ptr() in self._tensors
+        return _memory(tensor) in self._tensors
 
     @property
     def num_tensors(self) -> int:
@@ -60,3 +62,7 @@ class TensorReusePool:
     def num_bytes(self) -> int:
         """Memory of all tensors."""
         return sum(tensor.untyped_storage().nbytes() for tensor, _ in self._tensors.values())
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)

@@ -44,9 +44,8 @@ class RoundCapture:
             if call.site.obstacle is not None:
                 continue
             try:
-                if not event.backward and key not in self.runners:
-                    if len(call.site.runners) < call.site.manager.options.max_runners:
-                        self.runners[key] = self._forward(call)
+                if not event.backward and key not in self.runners and self._placement.has_room(call):
+                    self.runners[key] = self._forward(call)
                 elif event.backward and key in self.runners and not self.runners[key].backwards:
                     self._backward(call, key)
             except Exception as error:  # noqa: BLE001 (whatever broke it, the module stays eager)

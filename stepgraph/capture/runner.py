@@ -80,13 +80,16 @@ class Runner:
         self.lane, self.forward_at = lane, captured_at
         self.backward_at: float = math.inf
         """When its first backward was captured."""
-        self.ran_at = 0
         self.flows = tuple(flows)
         """The arguments that gradients flow back to, by leaf index."""
         self.outside = tuple(outside)
         """Parameters whose gradients autograd accumulates."""
         self.backwards: dict[Hashable, BackwardGraph] = {}
+        self.known_looks: dict[Hashable, BackwardGraph] = {}
+        """The backwards again, by what is quick to read off gradients."""
         self.capture_backward: Callable[[Runner, Sequence[ArgMetadata | None]], BackwardGraph] | None = None
+        self.take_turn: Callable[[], None] | None = None
+        """Where the order of replays is fixed: raises if the backward is not what comes next."""
         self.state = RunnerState.FWD_READY
         self.forwards = self.backward_runs = 0
         self.anchor = anchor
@@ -117,11 +120,16 @@ class Runner:
         self.backwards[key] = backward
         self.backward_at = min(self.backward_at, backward.captured_at)
 
+    def forget_activations(self) -> None:
+        """Give the activations' memory to graphs that are captured later. There will be no other backward."""
+        self.result.forget_history()
+        self.capture_backward = None
+
     def run(self, leaves: Sequence[Any]) -> Any:
         """Replay the forward for these arguments; under autograd where gradients can flow."""
         self.boundary.load(leaves)
         self.graph.replay()
-        self.lane.note_run(self)
+        self.lane.note_run(self.forward_at)
         self.forwards += 1
         for index in self._mutated:
             with torch.no_grad():
@@ -164,6 +172,7 @@ class Runner:
         for backward in self.backwards.values():
             backward.graph.free()
         self.backwards.clear()
+        self.known_looks.clear()
         self.result.let_go()
         self.lane.forget(self)
 
@@ -195,30 +204,40 @@ class Use:
         """Replay the backward for these gradients of the results."""
         runner = self.runner
         self._check()
-        metas = [None if grad is None else ArgMetadata.of(grad) for grad in grads]
-        recorded = runner.backwards.get((*metas, *_autocast()))
+        look = (*[None if grad is None else (grad.shape, grad.stride(), grad.dtype) for grad in grads], *_autocast())
+        recorded = runner.known_looks.get(look)
         if recorded is None:
-            assert runner.capture_backward is not None
-            recorded = runner.capture_backward(runner, metas)
+            recorded = self._recorded_for(grads, look)
+        if runner.take_turn is not None:
+            runner.take_turn()
         several = len(runner.rivals) > 1 and any(_will_run(other) for other in runner.rivals if other is not self)
         recorded.accumulated.attach()
         if several:
             recorded.accumulated.begin_sum(torch._C._current_graph_task_id())
         recorded.grads_in.load(grads)
         recorded.graph.replay()
-        runner.lane.note_run(runner)
+        runner.lane.note_run(recorded.captured_at)
         runner.backward_runs += 1
         if not several:
             recorded.accumulated.end_sum()
         for parameter, marks in recorded.marks:
             parameter.__dict__.update(marks)
         found: list[torch.Tensor | None] = []
-        first = runner.lane.is_first_backward(recorded.captured_at)  # no backward before it is read can overwrite it
+        # whether no backward that may run before it is read can overwrite it
+        first = runner.take_turn is not None or runner.lane.is_first_backward(recorded.captured_at)
         for index, grad in enumerate(recorded.grads_out):
             alias = first and index < len(self._aliases) and self._aliases[index]
             found.append(grad if grad is None else grad.data if alias else grad.clone())
         self._end()
         return found
+
+    def _recorded_for(self, grads: Sequence[torch.Tensor | None], look: Hashable) -> BackwardGraph:
+        """The backward for gradients that look like these, recorded now if there is none yet."""
+        runner = self.runner
+        metas = [None if grad is None else ArgMetadata.of(grad) for grad in grads]
+        recorded = runner.backwards.get((*metas, *_autocast())) or _capture_now(runner, metas)
+        runner.known_looks[look] = recorded
+        return recorded
 
     def _check(self) -> None:
         runner = self.runner
@@ -258,12 +277,25 @@ class Use:
         if not self._done:
             self._done = True
             self._probes = []  # the node may live on with a loss that is kept, and must hold no memory
-            self._ended_at = self.runner.ran_at
+            self._ended_at = self.runner.lane.time
             self.runner.rivals.discard(self)
             self.runner.release()
 
     def __del__(self) -> None:
         self._end()  # the results were dropped without a backward
+
+
+def _capture_now(runner: Runner, metas: Sequence[ArgMetadata | None]) -> BackwardGraph:
+    if runner.capture_backward is None:
+        raise CaptureError(
+            "gradients came back to other results of a graphed module than in the recorded order, or look otherwise",
+            rule="replay-order",
+            details=[f"received  {[None if m is None else list(m.shape) for m in metas]}"],
+            why="with a single pool its activations lie in memory that later graphs use, and no graph can be added.",
+            fix="keep to the recorded program, call handle.reset() where it changes for good, or leave "
+            "cuda_graph_use_single_mempool=False.",
+        )
+    return runner.capture_backward(runner, metas)
 
 
 def _probe(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
@@ -276,4 +308,5 @@ def _will_run(use: Use) -> bool:
 
 
 def _autocast() -> tuple[Hashable, ...]:
-    return tuple(torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) for device in ("cuda", "cpu"))
+    cuda, cpu = torch.is_autocast_enabled("cuda"), torch.is_autocast_enabled("cpu")
+    return cuda and torch.get_autocast_dtype("cuda"), cpu and torch.get_autocast_dtype("cpu")

@@ -86,9 +86,13 @@ class StaticResult:
         for index in indices:
             self.copied[index] = True
 
+    def forget_history(self) -> None:
+        """Let go of what autograd has saved: no further backward is recorded."""
+        self.tensors = self._plain
+
     def let_go(self) -> None:
         """The graphs are gone: only what callers hold is of interest."""
-        self.tensors = self._plain
+        self.forget_history()
         self._references = [self._storages.count(cdata) for cdata in self._storages]
 
     def hand_out(self) -> tuple[torch.Tensor, ...]:

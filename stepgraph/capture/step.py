@@ -15,8 +15,6 @@ from collections.abc import Callable, Hashable, Sequence
 from types import TracebackType
 from typing import Any, Generic, ParamSpec, TypeVar, cast
 
-import torch
-
 from stepgraph.backends import Backend
 from stepgraph.buffers import detached, is_copied_in, on_device
 from stepgraph.capture.bucketing import Bucketing, Example
@@ -44,7 +42,7 @@ from stepgraph.signature import (
 from stepgraph.state.ddp import warmup_calls
 from stepgraph.state.nonfinite import FlagReader
 from stepgraph.state.watch import Change
-from stepgraph.tree import Structure, flatten, settled, unflatten
+from stepgraph.tree import CallFlattener, Structure, flatten, settled, unflatten
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -66,7 +64,7 @@ class CapturedStep(Generic[P, R]):
         self._wanted = backend
         self._capture = StepCapture(self._name, function, self._session, options)
         self._sites: dict[Hashable, Site] = {}
-        self._tensor_calls: dict[int, Structure] = {}
+        self._flatten = CallFlattener()
         self._moved: dict[int, str] = {}
         self._counts = Counts()
         self._ambient = AmbientReader()
@@ -95,7 +93,7 @@ class CapturedStep(Generic[P, R]):
         """Run the step once: by replay where a graph fits, eagerly where none does yet."""
         if self._session.closed or not self._settled:
             self._settle((args, kwargs))
-        leaves, structure = self._flatten((args, kwargs))
+        leaves, structure = self._flatten(args, kwargs)
         if self._bucketing is None:
             return cast(R, self._dispatch(leaves, structure))
         padded = self._bucketing.pad(leaves, structure)
@@ -115,15 +113,6 @@ class CapturedStep(Generic[P, R]):
             if call is not None:
                 return self._replay(site, call, leaves, structure)
         return self._without_graph(site, leaves, structure, keys, ambient)
-
-    def _flatten(self, call_tree: tuple[Any, Any]) -> tuple[list[Any], Structure]:
-        """Take a call apart; one of plain tensors alone has a structure that is known from its length."""
-        args, kwargs = call_tree
-        if kwargs or set(map(type, args)) != _TENSORS:
-            return flatten(call_tree)
-        if len(args) not in self._tensor_calls:
-            self._tensor_calls[len(args)] = flatten(call_tree)[1]
-        return list(args), self._tensor_calls[len(args)]
 
     def _replay(self, site: Site, call: CapturedCall, leaves: Sequence[Any], structure: Structure) -> Any:
         guards = call.guards
@@ -380,4 +369,3 @@ class CapturedStep(Generic[P, R]):
 
 _MAX_VALUE_CHANGES = 2
 """Captures anew for one host value, after which its step stays eager."""
-_TENSORS = {torch.Tensor}

@@ -1,0 +1,45 @@
+"""How modules are graphed: our options, and the words that a configuration object of the field has for them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleOptions:
+    """How modules are graphed."""
+
+    warmup: int = 3
+    """Rounds that run eagerly before the graphs are captured."""
+    strict: bool = False
+    """Raise where a call would run eagerly, warm-up aside."""
+    max_signatures: int = 8
+    """Kinds of calls that a module gets graphs for; further ones run eagerly, counted."""
+    max_runners: int = 16
+    """Calls of one kind that may be under way at a time."""
+    safe_hooks: tuple[Any, ...] = ()
+    """Hooks inside graphed modules that may be recorded: functions or names."""
+    ignore: tuple[str, ...] = ()
+    """Host values that may change without harm."""
+    outputs: str = "guarded"
+    """"guarded": a result that is still held at the next call is copied; "static": it is overwritten."""
+    generators: tuple[torch.Generator, ...] = ()
+    single_mempool: bool = False
+    """Share memory between calls by the order in which they were recorded, and check each replay against it."""
+
+
+def options_from(config: Any) -> ModuleOptions:
+    """The options that a configuration object names as the field does."""
+    found = {}
+    for ours, theirs in (
+        ("warmup", "cuda_graph_warmup_steps"),
+        ("max_runners", "cuda_graph_max_runners"),
+        ("single_mempool", "cuda_graph_use_single_mempool"),
+    ):
+        value = getattr(config, theirs, None)
+        if value is not None:
+            found[ours] = value
+    return ModuleOptions(**found)

@@ -1,0 +1,470 @@
+"""Graphed modules in any order: microbatches in flight, layers out of turn, several models; equal to eager always."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import stepgraph
+from stepgraph import CudaGraphManager, GraphedModules, ModuleReport
+from tests.contract.module_programs import Do, Training, assert_orders_equal_eager, order, play
+from tests.harness import same_bits
+
+WIDTH = 6
+ONE_IN_FLIGHT = "F0 B0 F1 B1"
+ORDERS = {
+    "one in flight": (ONE_IN_FLIGHT, 1),
+    "1f1b, two deep": ("F0 F1 B0 F2 B1 F3 B2 B3", 2),
+    "1f1b, four deep": ("F0 F1 F2 F3 B0 F4 B1 F5 B2 B3 B4 B5", 4),
+    "gpipe": ("F0 F1 F2 F3 B0 B1 B2 B3", 4),
+    "reversed": ("F0 F1 F2 F3 B3 B2 B1 B0", 4),
+    "one backward of the sum": ("F0 F1 F2 F3 S", 4),
+    "layer by layer": ("N0 N1 N0 N1 F0 F1 B1 B0", 2),
+    "layers cross": ("N0 N1 N1 F0 F1 B0 B1", 2),
+    "layers cross, one backward": ("N0 N1 F1 F0 S", 2),
+}
+
+
+class Layer(nn.Module):
+    """A residual layer with dropout, so that the random state counts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.dropout = nn.Dropout(0.1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.dropout(self.down(F.gelu(self.up(self.norm(x)))))
+
+
+class Stack(nn.Module):
+    """Three layers to be graphed, the first two next to each other, and an eager one before the third."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Layer() for _ in range(3)])
+        self.between = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for stage in self.stages(0):
+            x = stage(x)
+        return x
+
+    def stages(self, step: int) -> list[Callable[[torch.Tensor], torch.Tensor]]:
+        first, second, third = self.layers
+        return [first, second, lambda x: torch.tanh(self.between(x)), third, lambda x: x.pow(2).mean()]
+
+
+def rows(draw: torch.Generator, size: int) -> torch.Tensor:
+    return torch.randn(size, WIDTH, generator=draw)
+
+
+def stack(device: torch.device) -> Training:
+    model = Stack().to(device)
+    return Training(model, torch.optim.AdamW(model.parameters(), lr=1e-2), rows, model.stages)
+
+
+def in_graphs(scope: str = "layers.*", **options: Any) -> Callable[[Training], GraphedModules]:
+    return lambda training: stepgraph.graph_modules(training.model, [scope], **options)
+
+
+def runners(report: ModuleReport) -> list[int]:
+    return [row.runners for row in report.rows]
+
+
+@pytest.mark.parametrize("single_mempool", [False, True], ids=["any order", "fixed order"])
+@pytest.mark.parametrize("text", [text for text, _ in ORDERS.values()], ids=ORDERS)
+def test_order_of_microbatches_equals_eager(device: torch.device, text: str, single_mempool: bool) -> None:
+    report = assert_orders_equal_eager(stack, [order(text)] * 12, device, in_graphs(single_mempool=single_mempool))
+    calls = 12 * len({do.microbatch for do in order(text) if do.kind in "FN"})
+    for row in report.rows:
+        assert set(row.eager_reasons) == {"warm-up"}
+        assert row.forwards == row.backwards == calls - row.eager_calls
+    assert (report.fixed_order > 0) == single_mempool
+
+
+@pytest.mark.parametrize(("text", "in_flight"), ORDERS.values(), ids=ORDERS)
+def test_runners_are_as_many_as_calls_in_flight(device: torch.device, text: str, in_flight: int) -> None:
+    """They are reused as backwards finish, step after step."""
+    report = assert_orders_equal_eager(stack, [order(text)] * 12, device, in_graphs())
+    assert runners(report) == [in_flight] * 3
+
+
+def test_order_with_gradients_kept_at_zero_equals_eager(device: torch.device) -> None:
+    def build(device: torch.device) -> Training:
+        training = stack(device)
+        training.set_to_none = False
+        return training
+
+    assert_orders_equal_eager(build, [order("F0 F1 B0 F2 B1 B2")] * 12, device, in_graphs())
+
+
+def test_dropped_microbatches_give_their_runner_back(device: torch.device) -> None:
+    report = assert_orders_equal_eager(stack, [order("F0 F1 D0 B1 F2 F3 D3 B2")] * 12, device, in_graphs())
+    assert max(runners(report)) == 2
+
+
+def test_signatures_in_flight_together_equal_eager(device: torch.device) -> None:
+    steps = [order("F0 F1x3 B0 B1"), order("F0x3 F1 B1 B0"), order("F0 B0")] * 6
+    report = assert_orders_equal_eager(stack, steps, device, in_graphs())
+    assert [row.signatures for row in report.rows] == [2, 2, 2]
+
+
+def test_evaluation_between_forwards_and_backwards_equals_eager(device: torch.device) -> None:
+    """It is captured while the model trains, with dropout off all the same."""
+    report = assert_orders_equal_eager(stack, [order("F0 E0 F1 B0 E0x3 B1 E0")] * 12, device, in_graphs())
+    assert [row.signatures for row in report.rows] == [3, 3, 3]
+    assert report.eager_calls <= 3 * 3 * 5
+
+
+def test_evaluation_before_training_delays_no_capture(device: torch.device) -> None:
+    steps = [order("E0x5"), *[order("F0 B0")] * 10]
+    report = assert_orders_equal_eager(stack, steps, device, in_graphs())
+    assert [row.forwards for row in report.rows] == [7, 7, 7]
+
+
+def random_step(pick: random.Random) -> list[Do]:
+    """Up to five microbatches, up to four in flight, each moved on by a stage or to its end at any time."""
+    waiting, stages = list(range(pick.randint(1, 5))), 5
+    done: dict[int, int] = {}
+    step = []
+    while waiting or done:
+        if pick.random() < 0.08:
+            step.append(Do("E", size=pick.choice([4, 4, 3])))
+        elif waiting and len(done) < 4 and pick.random() < 0.4:
+            microbatch = waiting.pop(0)
+            done[microbatch] = 1
+            step.append(Do("N", microbatch, 3 if pick.random() < 0.2 else 4))
+        elif done:
+            microbatch = pick.choice(list(done))
+            if pick.random() < 0.06:
+                step.append(Do("D", microbatch))
+                del done[microbatch]
+            elif done[microbatch] == stages:
+                step.append(Do("B", microbatch))
+                del done[microbatch]
+            elif pick.random() < 0.4:
+                step.append(Do("F", microbatch))
+                done[microbatch] = stages
+            else:
+                step.append(Do("N", microbatch))
+                done[microbatch] += 1
+    return step
+
+
+@settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+@given(seed=st.integers(0, 10**6))
+def test_random_interleavings_equal_eager(device: torch.device, seed: int) -> None:
+    pick = random.Random(seed)
+    steps = [random_step(pick) for _ in range(12)]
+    report = assert_orders_equal_eager(stack, steps, device, in_graphs())
+    assert report.replays > 0
+    assert {reason for row in report.rows for reason in row.eager_reasons} == {"warm-up"}
+
+
+@settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+@given(seed=st.integers(0, 10**6))
+def test_random_steps_that_repeat_share_memory_by_order(device: torch.device, seed: int) -> None:
+    pick = random.Random(seed)
+    step = [Do("N", 9), *(do for do in random_step(pick) if do.kind not in "DE"), Do("F", 9), Do("B", 9)]
+    step = [do for do in step if do.microbatch == 9 or Do("B", do.microbatch) in step]
+    steps = [[*step, *order("E0")] if pick.random() < 0.3 else step for _ in range(12)]
+    report = assert_orders_equal_eager(stack, steps, device, in_graphs(single_mempool=True))
+    assert report.fixed_order == 6 * len({do.microbatch for do in step})
+
+
+def test_layers_in_another_order_at_each_step_equal_eager(device: torch.device) -> None:
+    def build(device: torch.device) -> Training:
+        training = stack(device)
+        model = training.model
+
+        def stages(step: int) -> list[Callable[[torch.Tensor], torch.Tensor]]:
+            return [model.between, *random.Random(step).sample(list(model.layers), 3), lambda x: x.pow(2).mean()]
+
+        training.stages = stages
+        return training
+
+    report = assert_orders_equal_eager(build, [order("F0 F1 B0 B1")] * 20, device, in_graphs())
+    assert {reason for row in report.rows for reason in row.eager_reasons} == {"warm-up"}
+    assert report.eager_calls <= 3 * 2 * 4
+    assert max(runners(report)) <= 4
+
+
+def test_module_called_twice_in_a_forward_equals_eager(device: torch.device) -> None:
+    """Autograd sums the gradients of both uses before it adds the sum to an old gradient."""
+
+    def build(device: torch.device) -> Training:
+        training = stack(device)
+        first, second, third = training.model.layers
+        training.stages = lambda step: [first, second, first, third, second, first, lambda x: x.pow(2).mean()]
+        return training
+
+    report = assert_orders_equal_eager(build, [order("F0 B0 F1 F2 B1 B2")] * 12, device, in_graphs())
+    assert runners(report) == [6, 4, 2]
+
+
+def test_max_runners_exceeded_says_how_many_are_needed(device: torch.device) -> None:
+    training = stack(device)
+    with (
+        stepgraph.graph_modules(training.model, ["layers.*"], max_runners=2),
+        pytest.raises(stepgraph.CaptureError, match=r"layers\.0: 4 calls are under way at once") as caught,
+    ):
+        play(training, [order("F0 F1 F2 F3 B0 B1 B2 B3")] * 5, device)
+    assert caught.value.rule == "max-runners"
+    assert "max_runners to 4" in caught.value.fix
+
+
+def test_max_runners_out_of_order_runs_eagerly(device: torch.device) -> None:
+    """Where it is not the calls in flight that are too many, but the memory of the runners there are is in use."""
+
+    def build(device: torch.device) -> Training:
+        training = stack(device)
+        model = training.model
+        layers = list(model.layers)
+        training.stages = lambda step: [model.between, *layers[:: 1 if step < 6 else -1], lambda x: x.pow(2).mean()]
+        return training
+
+    report = assert_orders_equal_eager(build, [order("F0 B0")] * 12, device, in_graphs(max_runners=1))
+    assert runners(report) == [1, 1, 1]
+    assert any("another order" in reason for row in report.rows for reason in row.eager_reasons)
+
+
+def test_two_models_in_one_process(device: torch.device) -> None:
+    """Their calls come in turns, a loss goes through both, and closing one leaves the other."""
+    torch.manual_seed(7)
+    expected, received = [stack(device) for _ in range(2)], [stack(device) for _ in range(2)]
+    for mine, theirs in zip(expected, received, strict=True):
+        theirs.model.load_state_dict(mine.model.state_dict())
+    handles = [stepgraph.graph_modules(training.model, ["layers.*"]) for training in received]
+    draw = torch.Generator().manual_seed(3)
+    for step in range(14):
+        if step == 8:
+            handles[0].close()
+        x, y = rows(draw, 4).to(device), rows(draw, 4).to(device)
+        for pair in (expected, received):
+            one, two = pair[0].model, pair[1].model
+            torch.manual_seed(step)
+            joined = one(x) + two(x)
+            alone = one(y)
+            joined.backward()
+            (alone + two(y)).backward()
+        for mine, theirs in zip(expected, received, strict=True):
+            for p, q in zip(mine.model.parameters(), theirs.model.parameters(), strict=True):
+                assert same_bits(p.grad, q.grad), step
+        for training in (*expected, *received):
+            training.optimizer.step()
+            training.optimizer.zero_grad()
+    first, second = (handle.report() for handle in handles)
+    assert [row.forwards for row in first.rows] == [2 * 8 - 6] * 3
+    assert [row.forwards for row in second.rows] == [2 * 14 - 3] * 3
+    handles[1].close()
+    assert type(received[1].model.layers[0].__dict__.get("forward")) is type(None)
+
+
+def test_results_that_are_held_keep_their_values(device: torch.device) -> None:
+    """Through steps, graphs of other layers and recaptures; and hidden states as well as outputs."""
+    training = stack(device)
+    model = training.model
+    kept: list[tuple[torch.Tensor, torch.Tensor]] = []
+    with stepgraph.graph_modules(model, ["layers.*"]) as handle:
+        for step in range(30):
+            x = torch.randn(4, WIDTH, device=device)
+            for stage in model.stages(step):
+                x = stage(x)
+                if step % 3 == 0:
+                    kept.append((x.detach(), x.detach().clone()))
+            x.backward()
+            training.optimizer.step()
+            training.optimizer.zero_grad()
+            for held, copy in kept[-40:]:
+                assert same_bits(held, copy), step
+        report = handle.report()
+    assert [row.forwards > 10 for row in report.rows] == [True] * 3
+    assert any("still held" in reason for row in report.rows for reason in row.eager_reasons)
+
+
+def test_result_held_until_the_next_call_costs_one_eager_step(device: torch.device) -> None:
+    training = stack(device)
+    first, second, third = training.model.layers
+    y = None
+    with stepgraph.graph_modules(training.model, ["layers.*"]) as handle:
+        for _ in range(12):
+            y = third(second(first(torch.randn(4, WIDTH, device=device))))
+            y.pow(2).mean().backward()
+        rows_of = handle.report().rows
+    assert y is not None
+    assert [row.eager_reasons["warm-up"] for row in rows_of] == [3, 3, 3]
+    assert [row.eager_calls for row in rows_of] == [4, 4, 4]
+    assert [row.recapture_reasons for row in rows_of] == [{}, {}, {}]
+
+
+class Masked(nn.Module):
+    """Keeps its mask for the backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.linear(x) * mask)
+
+
+@pytest.mark.parametrize("single_mempool", [False, True])
+def test_tensor_shared_in_warm_up_may_differ_later(device: torch.device, single_mempool: bool) -> None:
+    """A mask that layers and microbatches had in common, and then each its own."""
+
+    def build(device: torch.device) -> Training:
+        model = nn.ModuleList([Masked() for _ in range(3)]).to(device)
+        common = torch.rand(4, WIDTH, device=device)
+        own = [torch.rand(4, WIDTH, device=device) for _ in range(3)]
+
+        def stages(step: int) -> list[Callable[[torch.Tensor], torch.Tensor]]:
+            masks = [common] * 3 if step < 6 or step % 3 == 0 else own
+            if step % 5 == 4:
+                masks[0].mul_(0.5)
+            layers = [lambda x, i=i: model[i](x, masks[i] if x.sum() > 0 else common) for i in range(3)]
+            return [*layers, lambda x: x.pow(2).mean()]
+
+        return Training(model, torch.optim.SGD(model.parameters(), lr=0.1), rows, stages)
+
+    graph = in_graphs("*", single_mempool=single_mempool)
+    assert_orders_equal_eager(build, [order("F0 F1 B0 B1")] * 16, device, graph)
+
+
+def test_second_backward_through_kept_graphs_equals_eager(device: torch.device) -> None:
+    torch.manual_seed(7)
+    expected, received = stack(device).model, stack(device).model
+    received.load_state_dict(expected.state_dict())
+    x = torch.randn(4, WIDTH, device=device)
+    with stepgraph.graph_modules(received, ["layers.*"]) as handle:
+        for model in (expected, received):
+            torch.manual_seed(3)
+            for _ in range(12):
+                loss = model(x)
+                loss.backward(retain_graph=True)
+                loss.backward()
+        for p, q in zip(expected.parameters(), received.parameters(), strict=True):
+            assert same_bits(p.grad, q.grad)
+        assert [row.backwards for row in handle.report().rows] == [2 * 9] * 3
+
+
+def test_second_backward_after_a_call_that_takes_its_memory_is_refused(device: torch.device) -> None:
+    first, second, third = stack(device).model.layers
+    x = torch.randn(4, WIDTH, device=device)
+    with stepgraph.graph_modules(nn.ModuleList([first, second, third]), ["*"]):
+        for _ in range(6):
+            total = third(second(first(x))).sum()
+            total.backward(retain_graph=True)
+            total.backward(retain_graph=True)
+        first(x)
+        with pytest.raises(stepgraph.StaleMemoryError, match="second backward"):
+            total.backward()
+
+
+# -- a fixed order
+
+
+def test_fixed_order_takes_less_memory(device: torch.device) -> None:
+    def pool_bytes(**options: Any) -> int:
+        return assert_orders_equal_eager(
+            stack, [order("F0 F1 F2 F3 B0 B1 B2 B3")] * 5, device, in_graphs(**options)
+        ).pool_bytes
+
+    if device.type == "cuda":
+        pytest.skip("segments of 2 MiB say nothing of a model of this size")
+    assert pool_bytes(single_mempool=True) < pool_bytes()
+
+
+def test_fixed_order_names_the_expected_entry(device: torch.device) -> None:
+    training = stack(device)
+    with stepgraph.graph_modules(training.model, ["layers.*"], single_mempool=True) as handle:
+        play(training, [order("F0 F1 B0 B1")] * 6, device)
+        with pytest.raises(
+            stepgraph.CaptureError, match=r"backward of `layers\.2` \(call 5\) is out of order"
+        ) as caught:
+            play(training, [order("F0 F1 B1 B0")], device)
+        assert caught.value.rule == "replay-order"
+        assert "expected  entry 6 of 12: backward of `layers.2` (call 2)" in str(caught.value)
+        with pytest.raises(stepgraph.CaptureError, match=r"a forward of `layers\.0` is out of order") as caught:
+            play(training, [order("F0 F1 F2")], device)
+        assert "expected  entry 6 of 12: backward of `layers.2` (call 2)" in str(caught.value)
+        del caught  # and with it the frames that hold the losses
+        before = handle.report().replays
+        play(training, [order("F0 F1 B0 B1")], device)  # what was given up is let go of
+        assert handle.report().replays == before + 6
+        handle.reset()
+        play(training, [order("F0 F1 B1 B0")] * 6, device)
+        assert handle.report().fixed_order == 12
+
+
+def test_fixed_order_begins_anew_when_a_round_is_given_up(device: torch.device) -> None:
+    steps = [order("F0 F1 B0 B1")] * 6 + [order("F0 N1 D0 D1"), order("F0 F1 B0 B1")] * 4
+    report = assert_orders_equal_eager(stack, steps, device, in_graphs(single_mempool=True))
+    assert report.eager_calls == 3 * 2 * 3
+
+
+def test_fixed_order_is_not_taken_from_rounds_that_differ(device: torch.device) -> None:
+    steps = [order("F0 F1 B0 B1 F2 B2")] * 12
+    report = assert_orders_equal_eager(stack, steps, device, in_graphs(single_mempool=True))
+    assert report.fixed_order == 0
+    assert report.replays > 0
+
+
+def test_fixed_order_copes_with_results_that_are_held(device: torch.device) -> None:
+    def build(device: torch.device) -> Training:
+        training = stack(device)
+        model, kept = training.model, []
+
+        def stages(step: int) -> list[Callable[[torch.Tensor], torch.Tensor]]:
+            def note(x: torch.Tensor) -> torch.Tensor:
+                kept.append(x.detach())
+                return x + kept[len(kept) // 2]
+
+            first, second, third = model.layers
+            return [first, note, second, note, third, note, lambda x: x.pow(2).mean()]
+
+        training.stages = stages
+        return training
+
+    report = assert_orders_equal_eager(build, [order("F0 F1 B0 B1")] * 20, device, in_graphs(single_mempool=True))
+    assert report.fixed_order == 12
+    assert report.recaptures > 0
+
+
+@pytest.mark.parametrize("single_mempool", [None, False, True])
+def test_manager_reads_the_choice_from_a_config(device: torch.device, single_mempool: bool | None) -> None:
+    """As Megatron spells it. Managers that are to share an order share a session."""
+    config = SimpleNamespace(cuda_graph_warmup_steps=2)
+    if single_mempool is not None:
+        config.cuda_graph_use_single_mempool = single_mempool
+    managers: list[CudaGraphManager] = []
+
+    class Handle:
+        def __init__(self, training: Training) -> None:
+            for layer in training.model.layers:
+                session = managers[0].session if managers else None
+                managers.append(CudaGraphManager(config, base_module=layer, session=session))
+                layer.forward = managers[-1]
+
+        def __enter__(self) -> Handle:
+            return self
+
+        def __exit__(self, *error: object) -> None:
+            managers[0].session.close()
+
+        def report(self) -> ModuleReport:
+            return managers[0].report()
+
+    report = assert_orders_equal_eager(stack, [order("F0 F1 B0 B1")] * 10, device, Handle)
+    assert report.fixed_order == (12 if single_mempool else 0)
+    assert [row.eager_calls for row in report.rows] == [4, 4, 4]
