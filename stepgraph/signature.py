@@ -156,6 +156,20 @@ def refuse_opaque(leaves: Sequence[Any]) -> None:
             )
 
 
+def refuse_tensor_classes(leaves: Sequence[Any], names: Sequence[str]) -> None:
+    """Refuse tensors that are more than strided memory: a buffer would not be one of them."""
+    for leaf, name in zip(leaves, names, strict=True):
+        if not isinstance(leaf, torch.Tensor) or isinstance(leaf, torch.nn.Parameter):
+            continue
+        if type(leaf) is not torch.Tensor or leaf.layout is not torch.strided or leaf.is_nested:
+            raise InvalidArgument(
+                f"argument `{name}` is a {type(leaf).__name__} of layout {str(leaf.layout).removeprefix('torch.')}",
+                rule="tensor-class",
+                why="arguments are copied into plain tensors, which have no more than shape, strides and dtype.",
+                fix="pass plain tensors, and put them together inside.",
+            )
+
+
 def is_plain(value: Any) -> bool:
     """Whether a value is told by what it is, not by which object it is."""
     return isinstance(value, (float, complex, *_BY_VALUE)) and not _is_numpy(value)
@@ -275,10 +289,11 @@ def differences(
 ) -> list[Difference]:
     """Everything that differs between two signatures, each by name."""
     found = _call_differences(captured, received)
-    if not found:
-        for path, one, two in zip(captured.names(), captured.leaves, received.leaves, strict=True):
-            if one != two:
-                found.append(Difference(path, _what_changed(one, two), describe_leaf(one), describe_leaf(two)))
+    there = dict(zip(received.names(), received.leaves, strict=True))
+    for path, one in zip(captured.names(), captured.leaves, strict=True):
+        two = there.get(path, one)
+        if one != two:
+            found.append(Difference(path, _what_changed(one, two), describe_leaf(one), describe_leaf(two)))
     for name, before, now in zip(AMBIENT_NAMES, captured.ambient, received.ambient, strict=True):
         if before != now:
             found.append(Difference(name, "changed", str(before), str(now)))

@@ -16,6 +16,12 @@ import torch
 from torch.utils import _pytree as torch_pytree
 
 
+class Leaf:
+    """A dataclass that is not taken apart."""
+
+    __slots__ = ()
+
+
 class Structure(NamedTuple):
     """The shape of a tree: a container's kind, its keys in order, context, and its children. A leaf has no kind."""
 
@@ -66,7 +72,7 @@ def _flatten(node: Any, emit: Callable[[Any], None]) -> Structure:
     if kind in torch_pytree.SUPPORTED_NODES:
         values, context = torch_pytree.SUPPORTED_NODES[kind].flatten_fn(node)
         return Structure(kind, tuple(range(len(values))), _Context(context), tuple(_flatten(v, emit) for v in values))
-    if dataclasses.is_dataclass(node) and not isinstance(node, type):
+    if dataclasses.is_dataclass(node) and not isinstance(node, (type, Leaf)):
         names = tuple(f.name for f in dataclasses.fields(node) if hasattr(node, f.name))
         return Structure(kind, names, _Template(node), tuple(_flatten(getattr(node, n), emit) for n in names))
     emit(node)

@@ -11,9 +11,22 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import ClassVar
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
 
 import torch
+
+
+@dataclass(slots=True)
+class RandomUse:
+    """What recorded code did with generators' states, apart from drawing."""
+
+    reads: bool = False
+    """It asked for a state, perhaps to go back to it in a later graph."""
+    rewinds_to: set[Graph | None] = field(default_factory=set)
+    """The graphs whose states it went back to; None for a state of unknown origin."""
+    draws: bool = False
+    """A replay leaves a generator elsewhere than it found it."""
 
 
 class Graph(ABC):
@@ -22,6 +35,8 @@ class Graph(ABC):
     `begin` and `end` are separate calls, not a `with` block, because a step may be cut into several graphs from inside
     the user's code. Between them nothing takes effect: memory and random generators are as before once it has ended.
     """
+
+    random: RandomUse
 
     note_loaded: Callable[[torch.Tensor], None] | None = None
     """Where a backend watches for overwritten memory: to be told that eager code has written a tensor in the pool."""
@@ -46,6 +61,17 @@ class Graph(ABC):
     def launch(self) -> Callable[[], None]:
         """What `replay` comes down to once the graph has ended, to be called without a way round."""
         return self.replay
+
+    def random_origin(self) -> Any:
+        """Where the generators are now, if a later graph that goes back to this one's random states needs to know."""
+        return None
+
+    def replay_from(self, origin: Any) -> None:
+        """Replay a graph that goes back to an earlier one's random states, for the run of that one from `origin`.
+
+        The generators are left as they are now.
+        """
+        self.replay()
 
     @abstractmethod
     def free(self) -> None:
@@ -128,6 +154,8 @@ class Reading(ABC):
 class Backend(ABC):
     """A device on which steps are captured and replayed."""
 
+    runs_while_recording: ClassVar[bool] = False
+    """Whether work is executed while it is recorded, so that arguments need values that it can work with."""
     name: ClassVar[str]
     """The word for it: `cuda` or `tape`."""
     device: torch.device

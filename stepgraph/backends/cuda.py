@@ -18,8 +18,9 @@ from typing import Any
 
 import torch
 
-from stepgraph.backends.base import Backend, CopyStream, Graph, Workspace
+from stepgraph.backends.base import Backend, CopyStream, Graph, RandomUse, Workspace
 from stepgraph.backends.cuda_reading import CudaReading
+from stepgraph.backends.cuda_rng import Origin, StateCalls, offset_under_capture
 
 
 def _runtime() -> Any | None:
@@ -70,12 +71,18 @@ class CudaGraph(Graph):
         self._graph = torch.cuda.CUDAGraph(keep_graph=True)
         self._nodes: int | None = None
         self._in_inference_mode = False
-        _register(self._graph, (workspace.default_generator, *self._generators))
+        self.random = RandomUse()
+        known = (workspace.default_generator, *self._generators)
+        self._states = [generator.graphsafe_get_state() for generator in known]  # a fork moves them between generators
+        _register(self._graph, known)
 
     def begin(self) -> None:
         self._in_inference_mode = _begin(self._graph, self._workspace.pool_of(self._lane))
+        self._workspace.random.graph = self
 
     def end(self) -> None:
+        self.random.draws = any(map(offset_under_capture, self._states))
+        self._workspace.random.graph = None
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="The CUDA Graph is empty")
             self._graph.capture_end()
@@ -83,6 +90,7 @@ class CudaGraph(Graph):
         self._graph.instantiate()
 
     def abort(self) -> None:
+        self._workspace.random.graph = None
         broken = False
         try:
             with warnings.catch_warnings():
@@ -105,6 +113,13 @@ class CudaGraph(Graph):
     @property
     def launch(self) -> Callable[[], None]:
         return self.replay if self._in_inference_mode else functools.partial(torch._C._CUDAGraph.replay, self._graph)
+
+    def random_origin(self) -> Origin:
+        return Origin(self._states)
+
+    def replay_from(self, origin: Origin) -> None:
+        with origin.in_place():
+            self.replay()
 
     def free(self) -> None:
         self._graph.reset()
@@ -162,6 +177,7 @@ class CudaWorkspace(Workspace):
         self.device_index = device.index or 0
         self.runtime = _runtime()
         self._stream = torch.cuda.Stream(device)
+        self.random = StateCalls()
         torch.cuda.synchronize(device)
         torch.cuda.empty_cache()  # what building the model left cached is of no use to a private pool
         self._pools: dict[int, _Pool] = {}
@@ -258,7 +274,7 @@ class CudaWorkspace(Workspace):
         enabled = gc.isenabled()
         gc.disable()
         try:
-            with self.stream():
+            with self.stream(), self.random.watched():
                 yield
         finally:
             if enabled:

@@ -88,6 +88,7 @@ class TapeWorkspace(Workspace):
     def __init__(self) -> None:
         self._pool = TapePool()
         self._head = Head()
+        self._random = RandomCalls(self._head)
 
     def graph(self, generators: Sequence[torch.Generator] = (), lane: int = 0) -> TapeGraph:
         own = [g for g in generators if g is not torch.default_generator and g.device.type == "cpu"]
@@ -111,7 +112,7 @@ class TapeWorkspace(Workspace):
         enabled = gc.isenabled()
         gc.collect()
         gc.disable()
-        guard, random = HostReadGuard(self._refuse), RandomCalls(self._head)
+        guard, random = HostReadGuard(self._refuse), self._random
         try:
             with self.warming_up(), recorded_rng_calls(random), guard, Recorder(self._head, guard, random):
                 yield
@@ -158,6 +159,7 @@ class TapeBackend(Backend):
     """Record and replay on the CPU."""
 
     name = "tape"
+    runs_while_recording = True
 
     def __init__(self) -> None:
         self.device = torch.device("cpu")

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from stepgraph.backends.base import Graph
+from stepgraph.backends.base import Graph, RandomUse
 from stepgraph.backends.tape_memory import Footprint, GraphTrace
 from stepgraph.backends.tape_pool import Place, TapePool, arena_for
 from stepgraph.errors import CaptureRefused, StaleMemoryError, entry
@@ -90,6 +90,7 @@ class TapeGraph(Graph):
         self._writes: dict[int, Place] = {}
         self._trace: GraphTrace | None = None
         self._random_states: list[torch.Tensor] = []
+        self.random = RandomUse()
         self._seeds: list[int] = []
         self._refused: CaptureRefused | None = None
         self._counted: list[Place] = []
@@ -112,7 +113,8 @@ class TapeGraph(Graph):
         survivors = [place for place in born if self._pool.settle(place)]
         self._bind([place for place in born if place.storage is None])
         for place in survivors:
-            _bytes_of(place.storage).fill_(0xFF)  # NaN in every floating type
+            if place.holds_floats:  # others are indices, which a graph that is recorded next must be able to work with
+                _bytes_of(place.storage).fill_(0xFF)  # NaN in every floating type
         blocks = [place.block for place in (*born, *self._writes.values()) if place.block is not None]
         written = [p.block for p in (*survivors, *self._writes.values()) if p.block is not None]
         read = [place.block for place in self._reads.values() if place.block is not None]
@@ -180,6 +182,7 @@ class TapeGraph(Graph):
                 target.copy_(saved)
         self._backups.clear()
         for generator, state in zip(self._generators, self._random_states, strict=False):
+            self.random.draws |= not torch.equal(generator.get_state(), state)
             generator.set_state(state)
         self._random_states = []
 
@@ -250,6 +253,7 @@ class TapeGraph(Graph):
                 continue
             if self._pool.find(storage._cdata) is None and storage._cdata not in self._outside:
                 place = self._pool.birth(storage, self._lane)
+                place.holds_floats = result.is_floating_point() or result.is_complex()
                 self._born[id(place)] = place
             found.append((self._ref(result), index))
         return found

@@ -24,13 +24,14 @@ _LANE_SHIFT = 44
 class Place:
     """One storage as the tape knows it. `block` is its address in the pool; a storage from outside has none."""
 
-    __slots__ = ("aliases", "block", "num_bytes", "storage", "watch")
+    __slots__ = ("aliases", "block", "holds_floats", "num_bytes", "storage", "watch")
 
     def __init__(self, num_bytes: int, storage: torch.UntypedStorage | None, block: Block | None) -> None:
         self.num_bytes = num_bytes
         self.storage = storage
         self.block = block
         self.aliases = 0
+        self.holds_floats = True
         self.watch: weakref.ref[torch.UntypedStorage] | None = None
 
     @property

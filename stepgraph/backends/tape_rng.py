@@ -10,12 +10,13 @@ seed is refused, as on CUDA.
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
-from stepgraph.backends.tape_graph import Head
+from stepgraph.backends.tape_graph import Head, TapeGraph
 from stepgraph.errors import CaptureRefused, entry
 from stepgraph.frames import user_location
 
@@ -25,14 +26,17 @@ class RandomCalls:
 
     def __init__(self, head: Head) -> None:
         self._head = head
-        self._read: dict[int, tuple[torch.Tensor, list[torch.Tensor]]] = {}
-        """States that were read in this recording, and where each replay puts its own."""
+        self._read: dict[int, tuple[weakref.ref[torch.Tensor], list[torch.Tensor], TapeGraph | None]] = {}
+        """States that were read: where each replay puts its own, and in which graph."""
 
     def get(self, generator: torch.Generator) -> torch.Tensor:
-        """A generator's state. Set again later in the recording, it is at each replay the one read at that replay."""
-        state = generator.get_state()
+        """A generator's state. Set again later, it is at each replay the one that was read at the last replay."""
+        state, graph = generator.get_state(), self._head.graph
         cell = [state]
-        self._read[id(state)] = (state, cell)
+        self._read = {key: entry for key, entry in self._read.items() if entry[0]() is not None}
+        self._read[id(state)] = (weakref.ref(state), cell, graph)
+        if graph is not None:
+            graph.random.reads = True
         self._note(lambda: cell.__setitem__(0, generator.get_state()))
         return state
 
@@ -40,7 +44,11 @@ class RandomCalls:
         """Set a generator's state, which must be one of the same seed."""
         if _seed_of(state) != generator.initial_seed():
             self.refuse("reseed", "setting a random state of another seed")
-        _, cell = self._read.get(id(state), (state, [state]))
+        known, cell, origin = self._read.get(id(state), (None, [state], None))
+        if known is None or known() is not state:
+            cell, origin = [state], None
+        if self._head.graph is not None and origin is not self._head.graph:
+            self._head.graph.random.rewinds_to.add(origin)
         self._note(lambda: generator.set_state(cell[0]))
         generator.set_state(state)
 

@@ -39,3 +39,22 @@ def under_autocast(*dtypes: Any) -> Iterator[None]:
                 kind = {"dtype": dtype} if dtype else {}
                 stack.enter_context(torch.autocast(device, enabled=bool(dtype), cache_enabled=False, **kind))
         yield
+
+
+@contextlib.contextmanager
+def without_saved_tensor_hooks() -> Iterator[None]:
+    """Outside any hooks for tensors that autograd saves: activations of a graph stay where they are.
+
+    A caller who checkpoints a graphed module from outside has such hooks set when it is called.
+    """
+    calls = torch._C._autograd
+    top = getattr(calls, "_top_saved_tensors_default_hooks", None)  # where it is missing, they cannot be read
+    taken: list[Any] = []
+    while top is not None and (hooks := top(True)) is not None:
+        taken.append(hooks)
+        calls._pop_saved_tensors_default_hooks()
+    try:
+        yield
+    finally:
+        for hooks in reversed(taken):
+            calls._push_saved_tensors_default_hooks(*hooks)

@@ -8,16 +8,18 @@ at which version, it holds. What remains goes in with one fused copy, unless the
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
+from stepgraph.tree import Leaf
+
 
 @dataclass(frozen=True, slots=True)
-class ArgMetadata:
-    """A tensor's geometry without its memory: what is needed to make a buffer like it."""
+class ArgMetadata(Leaf):
+    """A tensor's geometry without its memory: what is needed to make a buffer like it, and to tell it from others."""
 
     shape: torch.Size
     stride: tuple[int, ...]
@@ -30,6 +32,11 @@ class ArgMetadata:
         """The geometry of a tensor."""
         return cls(tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad)
 
+    @property
+    def layout(self) -> Hashable:
+        """Shape, strides and dtype: a backward is recorded for each layout of gradients."""
+        return (self.shape, self.stride, self.dtype)
+
     def empty(self, device: torch.device) -> torch.Tensor:
         """A new tensor of this geometry, with nothing in it."""
         with torch.inference_mode(False):
@@ -40,10 +47,12 @@ class ArgMetadata:
 class SharedBuffer:
     """A static tensor that several graphs read, and what it holds."""
 
-    __slots__ = ("_source", "_version", "num_holders", "tensor")
+    __slots__ = ("_source", "_version", "fills", "num_holders", "tensor")
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
+        self.fills = 0
+        """How often something was copied in."""
         self.num_holders = 0
         """Calls under way that were given what it holds."""
         self._source: weakref.ref[torch.Tensor] | None = None
@@ -57,6 +66,7 @@ class SharedBuffer:
         """Remember what is being copied in."""
         known = not source.is_inference()  # else nothing would tell of a change
         self._source, self._version = (weakref.ref(source), source._version) if known else (None, -1)
+        self.fills += 1
 
 
 class Boundary:
@@ -72,11 +82,13 @@ class Boundary:
         self._shared = dict(shared or {})
         self._in_use = {i: (self.tensors[i].data_ptr(), asked) for i, asked in (in_use or {}).items()}
         """Tensors that are another graph's results: whether somebody still needs those."""
+        self._used = dict.fromkeys(self._shared, 0)
+        """Which filling of a shared buffer was used last: each is good for one call, since not every change is told."""
         self.note_loaded: Callable[[torch.Tensor], None] | None = None
         self._edges = []
         for index, tensor in self.tensors.items():
             repeated = tuple(d for d, s in enumerate(tensor.stride()) if s == 0 and tensor.shape[d] > 1)
-            target = _once(tensor.detach(), repeated)
+            target = _once(tensor.data, repeated)  # autograd is not to see what is copied in
             self._edges.append((index, target, target.data_ptr(), repeated, self._shared.get(index)))
 
     @property
@@ -101,15 +113,20 @@ class Boundary:
         for buffer in self._shared.values():
             buffer.num_holders -= 1
 
-    def load(self, leaves: Sequence[Any]) -> None:
+    def load(self, leaves: Sequence[Any] | Mapping[int, Any]) -> None:
         """Bring a call's tensors here."""
         targets, sources = [], []
         for index, target, address, repeated, shared in self._edges:
             source = leaves[index]
-            if source.data_ptr() == address or (shared is not None and shared.holds(source)):
+            if source.data_ptr() == address:
                 continue
             if shared is not None:
-                shared.note(source)
+                is_there = shared.holds(source) and self._used[index] != shared.fills
+                if not is_there:
+                    shared.note(source)
+                self._used[index] = shared.fills
+                if is_there:
+                    continue
             if source.requires_grad:
                 source = source.detach()  # costs less than a no_grad block around the copy
             targets.append(target)
@@ -119,9 +136,9 @@ class Boundary:
                 for target in targets:
                     self.note_loaded(target)
             if len(targets) == 1:
-                targets[0].copy_(sources[0], non_blocking=True)
+                targets[0].copy_(sources[0])
             else:
-                torch._foreach_copy_(targets, sources, non_blocking=True)
+                torch._foreach_copy_(targets, sources)
 
 
 def _once(tensor: torch.Tensor, repeated: Sequence[int]) -> torch.Tensor:
@@ -129,3 +146,10 @@ def _once(tensor: torch.Tensor, repeated: Sequence[int]) -> torch.Tensor:
     for dim in repeated:
         tensor = tensor.narrow(dim, 0, 1)
     return tensor
+
+
+def copied(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor of the same geometry with the same values."""
+    made = replace(ArgMetadata.of(tensor), requires_grad=False).empty(tensor.device)
+    Boundary({0: made}).load([tensor])
+    return made

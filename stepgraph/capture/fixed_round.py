@@ -12,7 +12,7 @@ from stepgraph.capture.replay_order import Entry, ReplayOrder
 from stepgraph.capture.runner import Runner
 
 if TYPE_CHECKING:
-    from stepgraph.capture.manager import ModuleSite
+    from stepgraph.capture.module_site import ModuleSite
 
 
 class FixedRound:

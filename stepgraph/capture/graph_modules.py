@@ -12,7 +12,7 @@ from stepgraph.capture.manager import CudaGraphManager
 from stepgraph.capture.module_options import ModuleOptions
 from stepgraph.capture.module_report import ModuleReport, report_on
 from stepgraph.capture.module_session import ModuleSession
-from stepgraph.capture.scopes import Part, ScopeRegistry
+from stepgraph.capture.scopes import Part, ScopeRegistry, read_scope
 from stepgraph.capture.session import Session
 
 
@@ -45,8 +45,7 @@ def graph_modules(
     (`"layers.*.self_attn"`); without one, whole layers are graphed. Gradients flow as in eager. Dropping the handle
     keeps the graphs; `close()` ends them.
     """
-    words = [word.strip() for word in scope.split(",")] if isinstance(scope, str) else list(scope)
-    parts = (registry or ScopeRegistry()).resolve(model, [word for word in words if word])
+    parts = (registry or ScopeRegistry()).resolve(model, read_scope(scope))
     options = ModuleOptions(
         warmup=warmup,
         strict=strict,
@@ -68,10 +67,13 @@ class GraphedModules:
         self._shared = shared
         self._places: list[tuple[torch.nn.Module, str, Any]] = []
         for part in parts:
-            own = part.module.__dict__.get(part.method, _MISSING)
-            manager = CudaGraphManager(options, part.module, part.method, session=shared, name=part.path)
-            part.module.__dict__[part.method] = manager
-            self._places.append((part.module, part.method, own))
+            method = part.method
+            if method == "forward" and part.module._compiled_call_impl is not None:
+                method = "_compiled_call_impl"  # what is called instead, after module.compile()
+            own = part.module.__dict__.get(method, _MISSING)
+            manager = CudaGraphManager(options, part.module, method, session=shared, name=part.path)
+            part.module.__dict__[method] = manager
+            self._places.append((part.module, method, own))
 
     @property
     def paths(self) -> list[str]:

@@ -14,7 +14,6 @@ overwrite are therefore looked at once.
 
 from __future__ import annotations
 
-import contextlib
 import math
 import weakref
 from collections.abc import Iterator
@@ -31,9 +30,6 @@ class Lane:
         self.number = number
         """Which part of the session's pool it is."""
         self._captured = 0
-        self.time = 0
-        """How many graphs were replayed."""
-        self._ran_at: dict[int, int] = {}
         self._under_way: list[Runner] = []  # by the order of the capture, since no other order is admitted
         self._first_backward: float = math.inf
         self._ended: dict[Runner, None] = {}
@@ -86,18 +82,9 @@ class Lane:
         if runner.is_freed:
             self.forget(runner)
 
-    def note_run(self, number: int) -> None:
-        """The graph of this place in the order was replayed."""
-        self.time += 1
-        self._ran_at[number] = self.time
-
     def is_first_backward(self, number: float) -> bool:
         """Whether no call under way has a backward that was captured before this one."""
         return number <= self._earliest_backward(number - 1)
-
-    def was_overwritten(self, runner: Runner, since: int) -> bool:
-        """Whether a graph that may use the same memory has run since."""
-        return any(time > since and number < runner.forward_at for number, time in self._ran_at.items())
 
     def held_results(self, runner: Runner) -> list[Runner]:
         """The runners whose results are held by a caller and would be overwritten."""
@@ -109,15 +96,6 @@ class Lane:
             if ended not in found:
                 del self._ended[ended]
         return found
-
-    @contextlib.contextmanager
-    def counting_references(self) -> Iterator[None]:
-        """While a graph is captured later than the others: references that it takes are our own, not a caller's."""
-        runners = list(self._runners)
-        before = [runner.result.use_counts() for runner in runners]
-        yield
-        for runner, counts in zip(runners, before, strict=True):
-            runner.result.count_more(counts)
 
     def forget(self, runner: Runner) -> None:
         """A runner is gone: its results need no care, unless they are held and a graph could overwrite them."""

@@ -9,69 +9,38 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
 
 from stepgraph.capture.failure import capture_error
 from stepgraph.capture.fixed_round import FixedRound
-from stepgraph.capture.module_options import ModuleOptions, options_from
+from stepgraph.capture.module_guard import SiteGuard, global_hook, has_global_hooks
+from stepgraph.capture.module_options import options_from
 from stepgraph.capture.module_report import ModuleReport, report_on
 from stepgraph.capture.module_session import ModuleSession
-from stepgraph.capture.pair import PairCapture
-from stepgraph.capture.recorder import RecordedCall
+from stepgraph.capture.module_site import ModuleSite, WarmCall
+from stepgraph.capture.pair import PairCapture, with_modes
 from stepgraph.capture.runner import Runner, RunnerState
-from stepgraph.capture.static_result import StaticResult
-from stepgraph.errors import CaptureError, InvalidArgument, SignatureMismatch, StateChanged, StepgraphError
+from stepgraph.errors import CaptureError, InvalidArgument, SignatureMismatch, StateChanged
 from stepgraph.frames import warn_user
-from stepgraph.signature import Signature, ambient_key, differences, is_plain, leaf_keys, refuse_opaque
+from stepgraph.signature import (
+    Signature,
+    ambient_key,
+    argument_names,
+    differences,
+    leaf_keys,
+    refuse_opaque,
+    refuse_tensor_classes,
+)
 from stepgraph.state.ddp import in_ddp
 from stepgraph.state.guards import ModelGuard, refuse_hooks
+from stepgraph.state.rng_tracker import CudaRNGStatesTracker, tracker_for
 from stepgraph.state.watch import Watch
 from stepgraph.tree import CallFlattener, Structure, settled, unflatten
 
 _training = operator.itemgetter("training")
-
-
-class ModuleSite:
-    """All calls of one module that look alike, and their runners."""
-
-    def __init__(self, manager: CudaGraphManager, call: Signature) -> None:
-        self.manager, self.call = manager, call
-        self.runners: list[Runner] = []
-        self.recorded: RecordedCall | None = None
-        self.most_under_way = 0
-        """Calls that were under way at a time in warm-up."""
-        self.obstacle: str | None = None
-        """Why calls here stay eager."""
-        self.model: ModelGuard | None = None
-        self.values: Watch | None = None
-        self._result: tuple[Structure, list[Any]] | None = None
-        self.copied: set[int] = set()
-        """Results that callers were found to hold, so that they are handed out as copies."""
-        self.keep_alive: list[Any] = []
-
-    def add(self, runner: Runner) -> None:
-        """Take a runner in."""
-        runner.result.copy(self.copied)
-        self.runners.append(runner)
-
-    def copy_results(self, indices: Iterable[int]) -> None:
-        """Hand out copies of these results."""
-        self.copied.update(indices)
-        for runner in self.runners:
-            runner.result.copy(self.copied)
-
-    def note_result(self, result: StaticResult) -> None:
-        """Compare what no replay computes again with the call before."""
-        now = (result.structure, result.plain_values)
-        if self._result is not None:
-            structure, values = self._result
-            same = structure == now[0] and len(values) == len(now[1])
-            if not same or any(a is not b and (not is_plain(a) or a != b) for a, b in zip(values, now[1], strict=True)):
-                self.obstacle = "its result holds a plain value, or a structure, that is another at each call"
-        self._result = now
 
 
 class CudaGraphManager:
@@ -101,7 +70,7 @@ class CudaGraphManager:
         self.module = base_module
         self.function_name = function_name or "forward"
         self.name = name or type(base_module).__name__
-        self.options = config if isinstance(config, ModuleOptions) else options_from(config)
+        self.options = options_from(config)
         self.session = session if session is not None else ModuleSession()
         self.original: Callable[..., Any] = getattr(base_module, self.function_name)
         self.need_backward = need_backward
@@ -110,33 +79,63 @@ class CudaGraphManager:
         self.sites: dict[Hashable, ModuleSite] = {}
         self.forwards = self.backwards = 0
         """Replays of graphs that are gone."""
-        self._modules = list(base_module.modules())
-        self._modes = [vars(module) for module in self._modules]
+        self.random: CudaRNGStatesTracker | None = None
+        self._arguments = argument_names(self.original)
+        self._changes: Counter[str] = Counter()
         self._pair: PairCapture | None = None
         self._flatten = CallFlattener()
         self._is_capturing: Callable[[], bool] | None = None
+        self._look_at_modules()
         self.session.add(self)
+
+    def _look_at_modules(self) -> None:
+        self._modules = list(self.module.modules())
+        self._modes = [vars(module) for module in with_modes(self.module)]
+
+    @property
+    def fork(self) -> str | None:
+        """The named random state that is forked right now."""
+        return self.random.active if self.random is not None else None
+
+    def __reduce__(self) -> Any:
+        """A copy of the module, by copy.deepcopy or by pickle, is a plain module."""
+        return getattr, (self.module, self.function_name)
 
     # -- calling
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module: by replay where a runner fits, eagerly where none does yet."""
+        if torch.compiler.is_compiling():
+            return self.original(*args, **kwargs)  # a part of a larger compiled region
         session = self.session
-        if self._is_capturing is None:
+        if self._is_capturing is None or self.random is None:
             self._is_capturing = session.backend_for(self.module).capture_probe
+            self.random = tracker_for(session.session.backend)
         if session.is_closed or self._is_capturing():
             return self.original(*args, **kwargs)  # a part of a larger capture
         leaves, structure = self._flatten(args, kwargs)
-        key = (structure, leaf_keys(leaves), session.ambient.read(), self._training(), in_ddp())
+        try:
+            keys = leaf_keys(leaves)
+        except (InvalidArgument, RuntimeError) as error:  # an argument that no signature can be made of
+            return self._unsigned(error, args, kwargs)
+        key = (structure, keys, session.ambient.read(), self._training(), in_ddp(), self.random.active)
         site = self.sites.get(key)
+        if has_global_hooks() and (hook := global_hook(self.options.safe_hooks)) is not None:
+            self._count_eager(f"a hook on all modules, `{hook}`, would not run   [module-hook]")
+            return self.original(*args, **kwargs)
         if site is not None and site.runners:
             if self._guard(site):
                 runner = self._ready(site, leaves)
                 if runner is not None:
                     return runner.run(leaves)
         elif site is None:
-            site = self._new_site(key, leaves, structure)
+            site = self._new_site(key, leaves, structure, keys)
         return self._without_graph(site, leaves, structure)
+
+    def _unsigned(self, error: Exception, args: Any, kwargs: Any) -> Any:
+        what = error.what if isinstance(error, InvalidArgument) else str(error).partition("\n")[0]
+        self._count_eager(f"an argument that cannot be copied in: {what}   [host-data]")
+        return self.original(*args, **kwargs)
 
     def _training(self) -> tuple[bool, ...]:
         return tuple(map(_training, self._modes))
@@ -183,7 +182,7 @@ class CudaGraphManager:
 
     def _start_over(self, why: str) -> None:
         self.recapture_reasons[why] += 1
-        self.session.delete_cuda_graphs()
+        self.session.drop_graphs()
 
     def _another(self, site: ModuleSite) -> Runner | None:
         """All runners wait for their backward, or their memory is in use: one more."""
@@ -206,41 +205,46 @@ class CudaGraphManager:
 
     def _guard(self, site: ModuleSite) -> bool:
         """Whether nothing that the graphs have baked in has changed."""
-        assert site.model is not None
-        assert site.values is not None
-        why = site.model.changed()
-        if why is None:
-            changes = site.values.changed()
-            if not changes:
-                return True
-            why = "; ".join(map(str, changes))
+        assert site.guard is not None
+        changed = site.guard.changed()
+        if changed is None:
+            return True
+        if changed.is_value:
             warn_user(
-                f"{self.name}: a value that the module reads has changed since capture   [host-value]\n  {why}\n"
-                "Its graphs are captured again.\nFix: pass it as an argument or as a tensor, or ignore it by name."
+                f"{self.name}: a value that the module reads has changed since capture   [host-value]\n"
+                f"  {changed.why}\nIts graphs are captured again, up to twice.\nFix: pass it as an argument or as a "
+                f"tensor, or, if nothing depends on it, ignore={list(changed.names)!r}."
             )
         if self.options.strict:
             raise StateChanged(
-                f"{self.name}: {why}",
+                f"{self.name}: {changed.why}",
                 rule="state-changed",
                 why="the captured graphs go on with what they were recorded with, and strict=True forbids else.",
                 fix="call handle.reset() after the change, or leave strict=False.",
             )
+        self._changes.update(changed.names)
         if self.session.order is not None:
-            self._start_over(why)  # what others share memory with would be gone
+            self._start_over(changed.why)  # what others share memory with would be gone
         else:
-            self.recapture_reasons[why] += 1
+            self.recapture_reasons[changed.why] += 1
             self.drop()
-        if self.recapture_reasons[why] > 2:
-            site.obstacle = f"it keeps changing: {why}"
+        often = [name for name in changed.names if self._changes[name] > _MAX_CHANGES]
+        if often:
+            for other in self.sites.values():
+                other.obstacle = f"it keeps changing: {', '.join(often)}"
         return False
 
-    def _new_site(self, key: Hashable, leaves: Sequence[Any], structure: Structure) -> ModuleSite:
-        site = ModuleSite(self, Signature(settled(structure), leaf_keys(leaves), ambient_key(), self._training()))
+    def _new_site(
+        self, key: Hashable, leaves: Sequence[Any], structure: Structure, keys: tuple[Hashable, ...]
+    ) -> ModuleSite:
+        call = Signature(settled(structure), keys, ambient_key(), self._training(), arguments=self._arguments)
+        site = ModuleSite(self, call)
         site.keep_alive = [leaf for leaf in leaves if not isinstance(leaf, torch.Tensor)]
         try:
             refuse_opaque(leaves)
+            refuse_tensor_classes(leaves, call.names())
         except InvalidArgument as error:
-            site.obstacle = error.what
+            site.obstacle = f"{error.what}   [{error.rule}]"
         if len(self.sites) >= self.options.max_signatures:
             self._refuse_signature(site)
             site.obstacle = f"past max_signatures={self.options.max_signatures}"
@@ -276,21 +280,27 @@ class CudaGraphManager:
             if self._is_blocked(site):
                 return run()
         self.eager_reasons["warm-up"] += 1
-        return self.session.warming(lambda: self.session.recorder.run(site, leaves, structure, run))
+        watched = WarmCall(self.original, self._named(), self.options.ignore, self.session.session.backend.device)
+        result = self.session.warming(lambda: self.session.recorder.run(site, leaves, structure, run))
+        site.finding = watched.finding() or site.varies
+        return result
 
     def _is_blocked(self, site: ModuleSite) -> bool:
         """Whether calls here stay eager; counts this one if they do."""
-        if site.obstacle is None:
-            return False
+        if site.obstacle is not None:
+            self._count_eager(site.obstacle)
+        return site.obstacle is not None
+
+    def _count_eager(self, reason: str) -> None:
+        """A call runs eagerly."""
         if self.options.strict:
             raise CaptureError(
-                f"{self.name} runs eagerly: {site.obstacle}",
+                f"{self.name} runs eagerly: {reason}",
                 rule="eager-module",
                 why="strict=True forbids running a graphed module eagerly.",
                 fix="mend what stands in the way, or leave the module out of the scope.",
             )
-        self.eager_reasons[site.obstacle] += 1
-        return True
+        self.eager_reasons[reason] += 1
 
     def report(self) -> ModuleReport:
         """What happened so far to the modules of this one's session."""
@@ -305,39 +315,51 @@ class CudaGraphManager:
                 self.original,
                 self.module,
                 self.session.session,
+                self.session.grads,
+                self.session.rivals_of(self.module),
                 self.options.generators,
                 need_backward=self.need_backward,
             )
             self._pair.outside = self.session.outside_parameters(self)
         return self._pair
 
+    def _named(self) -> dict[str, torch.nn.Module]:
+        """The modules by their paths from the model."""
+        return {f"{self.name}.{path}" if path else self.name: module for path, module in self.module.named_modules()}
+
+    def _called_inside(self) -> list[torch.nn.Module]:
+        """The modules whose hooks run inside what is recorded; this one's own run around it."""
+        return self._modules[1:] if self.function_name == "forward" else self._modules
+
     def check_capturable(self) -> None:
         """Raise for what would not run at replays: hooks on modules inside this one."""
-        names = {id(m): f"{self.name}.{path}" if path else self.name for path, m in self.module.named_modules()}
-        inner = self._modules if self.function_name != "forward" else self._modules[1:]
-        refuse_hooks(self.name, inner, self.options.safe_hooks, lambda m: names.get(id(m), type(m).__name__))
+        names = {id(module): name for name, module in self._named().items()}
+        refuse_hooks(self.name, self._called_inside(), self.options.safe_hooks, lambda m: names[id(m)])
 
-    def guard(self, site: ModuleSite) -> None:
+    def guard(self, site: ModuleSite, runner: Runner) -> None:
         """Note what the graphs of a site have baked in."""
+        modules = self._named()
         names = {id(p): f"{self.name}.{path}" for path, p in self.module.named_parameters()}
-        names |= {id(m): f"{self.name}.{path}" if path else self.name for path, m in self.module.named_modules()}
-        parameters = self.pair().known_parameters()
+        names |= {id(module): name for name, module in modules.items()}
         passed = [m for leaf in site.keep_alive if isinstance(leaf, torch.nn.Module) for m in leaf.modules()]
-        site.model = ModelGuard(
+        own = self.module.parameters() if self.function_name == "forward" else self.pair().known_parameters()
+        model = ModelGuard(
             [*self._modules, *passed],
-            [*parameters, *(p for m in passed for p in m._parameters.values() if p is not None)],
+            [*own, *(p for m in passed for p in m._parameters.values() if p is not None)],
             lambda v: names.get(id(v), type(v).__name__),
             self.session.events,
+            hooked=[*self._called_inside(), *passed],
+            places=True,
         )
-        modules = {f"{self.name}.{path}" if path else self.name: m for path, m in self.module.named_modules()}
-        site.values = Watch(self.original, self.options.ignore, modules)
+        values = Watch(self.original, self.options.ignore, modules)
+        site.guard = SiteGuard(model, values, self.pair().inside(), runner.names, lambda p: names[id(p)])
 
     def failed(self, site: ModuleSite, error: Exception) -> None:
         """A capture failed: the module stays eager for these calls."""
         raised = capture_error(self.name, error)
+        site.obstacle = f"capture failed: [{raised.rule}]"
         if self.options.strict:
             raise raised from (None if raised is error else error)
-        site.obstacle = f"capture failed: [{raised.rule}]" if isinstance(raised, StepgraphError) else str(raised)
         warn_user(f"{raised}\nThe module runs eagerly.")
 
     def drop(self) -> None:
@@ -348,7 +370,18 @@ class CudaGraphManager:
                 self.backwards += runner.backward_runs
                 runner.retire()
             site.runners, site.recorded = [], None
-        self._modules = list(self.module.modules())
-        self._modes = [vars(module) for module in self._modules]
+        self._look_at_modules()
+        if self._pair is not None:
+            self.session.grads.forget(self._pair.stand_ins.parameters)
         self._pair = None
         self.session.recorder.forget()
+
+    def forget(self) -> None:
+        """Free this module's graphs, and forget what was in the way of others."""
+        self.drop()
+        self.sites.clear()
+        self._changes.clear()
+
+
+_MAX_CHANGES = 2
+"""Captures anew for one thing that changes, after which the module stays eager."""

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from stepgraph.errors import InvalidArgument
+
 
 @dataclass(frozen=True, slots=True)
 class ModuleOptions:
@@ -30,9 +32,29 @@ class ModuleOptions:
     single_mempool: bool = False
     """Share memory between calls by the order in which they were recorded, and check each replay against it."""
 
+    def __post_init__(self) -> None:
+        for name, least in (("warmup", 1), ("max_signatures", 1), ("max_runners", 1)):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < least:
+                raise InvalidArgument(
+                    f"{name}={value!r}",
+                    rule="option",
+                    why="it counts, and there is at least one.",
+                    fix=f"pass an integer of {least} or more.",
+                )
+        if self.outputs not in ("guarded", "static"):
+            raise InvalidArgument(
+                f"outputs={self.outputs!r}",
+                rule="option",
+                why='results are either "guarded" (kept ones are copied) or "static" (the next call overwrites them).',
+                fix='use outputs="guarded" or outputs="static".',
+            )
+
 
 def options_from(config: Any) -> ModuleOptions:
     """The options that a configuration object names as the field does."""
+    if isinstance(config, ModuleOptions):
+        return config
     found = {}
     for ours, theirs in (
         ("warmup", "cuda_graph_warmup_steps"),

@@ -12,18 +12,22 @@ import torch
 from stepgraph.backends import Backend, backend_for, is_capturing
 from stepgraph.capture.fixed_round import FixedRound
 from stepgraph.capture.lane import Lanes
+from stepgraph.capture.module_guard import is_hooked
 from stepgraph.capture.placement import AnyOrder, FixedOrder
 from stepgraph.capture.recorder import Event, RecordedCall, Recorder
 from stepgraph.capture.reuse_pool import TensorReusePool
 from stepgraph.capture.round_capture import RoundCapture, backward_autocast
 from stepgraph.capture.runner import Runner
 from stepgraph.capture.session import Session
+from stepgraph.capture.use import Use
 from stepgraph.signature import AmbientReader
 from stepgraph.state.guards import RegistrationEvents
+from stepgraph.state.param_grads import ParamGrads
 from stepgraph.state.reach import devices
 
 if TYPE_CHECKING:
-    from stepgraph.capture.manager import CudaGraphManager, ModuleSite
+    from stepgraph.capture.manager import CudaGraphManager
+    from stepgraph.capture.module_site import ModuleSite
 
 _LIVE: weakref.WeakSet[ModuleSession] = weakref.WeakSet()
 """For the functions without arguments below, which Megatron's loops call at the end of a step."""
@@ -37,9 +41,11 @@ class ModuleSession:
         self._owns_session = session is None
         self.model = model
         self.lanes = Lanes(self.session.lane_numbers)
-        self.recorder = Recorder(self.lanes.busy)
+        self.recorder = Recorder(self.lanes.busy, lambda: self.session.backend.runs_while_recording)
         self.events = RegistrationEvents()
         self.ambient = AmbientReader()
+        self.grads = ParamGrads()
+        self._rivals: dict[int, weakref.WeakSet[Use]] = {}
         self.managers: list[CudaGraphManager] = []
         self.order: FixedRound | None = None
         """The calls that share memory by their order, where that is asked for."""
@@ -52,6 +58,10 @@ class ModuleSession:
     def add(self, manager: CudaGraphManager) -> None:
         """Take a manager in."""
         self.managers.append(manager)
+
+    def rivals_of(self, module: torch.nn.Module) -> weakref.WeakSet[Use]:
+        """The calls under way that may add to the gradients of a module's parameters, whichever method was called."""
+        return self._rivals.setdefault(id(module), weakref.WeakSet())
 
     def backend_for(self, module: torch.nn.Module) -> Backend:
         """The backend, chosen by where the first module's parameters are."""
@@ -78,12 +88,16 @@ class ModuleSession:
 
     def _is_warm(self, site: ModuleSite) -> bool:
         rounds = self.recorder.rounds[id(site)]
+        if site.finding is not None:
+            if site.obstacle is None and rounds >= max(2, site.manager.options.warmup):
+                site.manager.failed(site, site.finding)
+            return False
         return not site.runners and site.obstacle is None and rounds >= site.manager.options.warmup
 
     def create_cudagraphs(self) -> None:
         """Capture all forwards and backwards of the last round, in its order, whatever the warm-up."""
         order = self.recorder.events if self.recorder.is_settled and self.recorder.events else self.recorder.round
-        self.create([e for e in order if not e.call.site.runners and e.call.site.obstacle is None])
+        self.create([e for e in order if e.call.site.is_open])
 
     def create(self, events: Sequence[Event], *, fixed: bool = True) -> None:
         """Capture these forwards and backwards, in their order. `fixed`: it can be relied on, if that is asked for."""
@@ -120,11 +134,10 @@ class ModuleSession:
                 pair = site.manager.pair()
                 runner = pair.forward(call, {}, {}, {}, self.lanes.spare())
                 if any(meta is not None for meta in call.metas) and call.backward_ambient is not None:
-                    pair.backward(runner, call.metas, {}, backward_autocast(call))
+                    pair.backward(runner, call.metas, {}, {}, backward_autocast(call))
         except Exception as error:  # noqa: BLE001 (the call goes on eagerly)
             site.manager.failed(site, error)
             return None
-        runner.result.count_references()
         site.add(runner)
         self.capture_seconds += time.perf_counter() - begun
         return runner
@@ -139,7 +152,7 @@ class ModuleSession:
     def outside_parameters(self, manager: CudaGraphManager) -> set[int]:
         """Parameters whose gradients must pass through autograd: hooks, `main_grad`, or a use outside the module."""
         own = {id(m) for m in manager.module.modules()}
-        found = {id(p) for p in manager.module.parameters() if _is_hooked(p)}
+        found = {id(p) for p in manager.module.parameters() if is_hooked(p)}
         elsewhere = self.model.modules() if self.model is not None else _others(self.managers, manager)
         for module in elsewhere:
             if id(module) not in own:
@@ -150,16 +163,23 @@ class ModuleSession:
 
     def _dropped(self) -> None:
         """The session has freed all graphs at once."""
-        self.delete_cuda_graphs()
+        for runner in [r for manager in self.managers for site in manager.sites.values() for r in site.runners]:
+            runner.free()
+        self.drop_graphs()
 
-    def delete_cuda_graphs(self) -> None:
-        """Free all graphs; calls warm up and are captured anew."""
+    def drop_graphs(self) -> None:
+        """Free all graphs; calls warm up and are captured anew, with what was learnt about them."""
         if self.order is not None:
             self.order.end()
             self.order = None
         for manager in self.managers:
             manager.drop()
-        self.recorder.forget()
+
+    def delete_cuda_graphs(self) -> None:
+        """Free all graphs; calls warm up and are captured anew, as if they had never been."""
+        self.drop_graphs()
+        for manager in self.managers:
+            manager.forget()
 
     def close(self) -> None:
         """Free all graphs; the modules go on eagerly."""
@@ -191,11 +211,6 @@ def is_graph_capturing() -> bool:
 def is_graph_warmup() -> bool:
     """Whether a graphed module runs eagerly to warm up, or waits for the backward of such a run."""
     return any(shared.is_warming or not shared.recorder.is_settled for shared in list(_LIVE))
-
-
-def _is_hooked(parameter: torch.Tensor) -> bool:
-    hooks = (parameter._backward_hooks, getattr(parameter, "_post_accumulate_grad_hooks", None))
-    return any(hooks) or hasattr(parameter, "main_grad")
 
 
 def _others(managers: Iterable[CudaGraphManager], manager: CudaGraphManager) -> Iterable[torch.nn.Module]:

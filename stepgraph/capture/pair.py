@@ -15,17 +15,29 @@ from typing import Any
 import torch
 
 from stepgraph.backends import Graph
-from stepgraph.capture.ambient import as_called, under_autocast
+from stepgraph.capture.ambient import as_called, under_autocast, without_saved_tensor_hooks
 from stepgraph.capture.boundary import ArgMetadata, Boundary, SharedBuffer
+from stepgraph.capture.differentiate import (
+    AccumulatesByItself,
+    Inside,
+    accumulate,
+    differentiate,
+    is_reentrant,
+    saved_memory,
+)
 from stepgraph.capture.lane import Lane
-from stepgraph.capture.recorder import RecordedCall
-from stepgraph.capture.runner import BackwardGraph, Runner, Use
+from stepgraph.capture.recorder import RecordedCall, SameTensor
+from stepgraph.capture.runner import BackwardGraph, Runner
 from stepgraph.capture.session import Session
 from stepgraph.capture.static_result import StaticResult
+from stepgraph.capture.use import Use
 from stepgraph.errors import CaptureError
+from stepgraph.state.attributes import Attributes
+from stepgraph.state.lent import Lent
 from stepgraph.state.module_state import leaves_behind
 from stepgraph.state.param_grads import ParamGrads
-from stepgraph.state.standins import StandIns
+from stepgraph.state.rng_tracker import NamesGuard, Segment, tracker_for
+from stepgraph.state.standins import StandIns, without_hooks
 from stepgraph.tree import unflatten
 
 
@@ -37,19 +49,24 @@ class PairCapture:
         function: Callable[..., Any],
         module: torch.nn.Module,
         session: Session,
+        grads: ParamGrads,
+        rivals: weakref.WeakSet[Use],
         generators: Sequence[torch.Generator],
         *,
         need_backward: bool,
     ) -> None:
         self._function, self._module, self._session = function, module, session
+        self._random = tracker_for(session.backend)
         self._generators = tuple(generators)
         self._need_backward = need_backward
-        self._stand_ins = StandIns(module)
-        self._grads = ParamGrads(session.grads)
-        self._rivals: weakref.WeakSet[Use] = weakref.WeakSet()
+        self.stand_ins = StandIns(module)
+        self._grads, self._rivals = grads, rivals
+        self._accumulates = False
         self._known: list[torch.Tensor] = []
         self.outside: set[int] = set()
         """Parameters, by id, whose gradients autograd accumulates: something must happen there in Python."""
+
+    # -- forward
 
     def forward(
         self,
@@ -63,123 +80,222 @@ class PairCapture:
 
         `given` are arguments that are another runner's results, `shared` those of several calls, `own` have a buffer.
         """
-        device = self._session.backend.device
-        leaves = call.leaves
-        tensors: dict[int, torch.Tensor] = {}
-        for index, leaf in enumerate(leaves):
-            if isinstance(leaf, ArgMetadata):
-                buffer = shared[index].tensor if index in shared else own.get(index)
-                buffer = given[index][1] if index in given else buffer
-                if buffer is None:
-                    tensors[index] = leaf.empty(device)
-                else:
-                    tensors[index] = buffer.detach().requires_grad_(leaf.requires_grad)
+        buffers = {**own, **{i: b.tensor for i, b in shared.items()}, **{i: t for i, (_, t) in given.items()}}
+        tensors = self._arguments(call, buffers)
+        if call.values:
+            Boundary({i: tensors[i] for i in call.values}).load(call.values)
         versions = {i: _version(t) for i, t in tensors.items()}
-        args, kwargs = unflatten(call.structure, [tensors.get(i, leaf) for i, leaf in enumerate(leaves)])
-        saved: set[int] = set()
+        args, kwargs = unflatten(call.structure, [_filled(i, leaf, tensors) for i, leaf in enumerate(call.leaves)])
         mode = contextlib.nullcontext() if self._need_backward else torch.no_grad()
-        surroundings = self._surroundings(call.training)
-        with surroundings, as_called(call.ambient), mode, _noting_saved(saved), self._recording(lane) as graph:
-            result = StaticResult(self._function(*args, **kwargs), tensors)
+        names = NamesGuard(self._random)
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(self._random.moved_to(call.fork))
+            stack.enter_context(self._surroundings(call.training))
+            stack.enter_context(as_called(call.ambient))
+            stack.enter_context(mode)
+            segment = self._random.begin_segment()
+            with self._recording(lane) as graph:
+                result = StaticResult(self._function(*args, **kwargs), tensors)
+                mutated = [i for i, t in tensors.items() if _version(t) != versions[i]]
+                self._refuse(call, graph, tensors, mutated)
+        result.settle([*self._module.parameters(), *self._module.buffers()])
         differentiable = any(result.differentiable)
-        foreign = self._foreign_leaves(result, tensors) if differentiable else []
-        routed = [p for p in self._stand_ins.parameters if call.in_ddp or id(p) in self.outside]
-        outside = [*routed, *foreign] if differentiable else []
-        reached = {id(leaf) for leaf in leaves_behind([t for t in result.tensors if t.requires_grad])}
-        found = zip(self._stand_ins.parameters, self._stand_ins.leaves, strict=True)
-        self._known = [p for p, leaf in found if id(leaf) in reached] if differentiable else self._stand_ins.parameters
+        self._known = self._reached(result) if differentiable else list(self.stand_ins.parameters)
         runner = Runner(
             graph,
             Boundary(tensors, shared, {i: producer.is_live for i, (producer, _) in given.items()}),
             result,
-            mutated=[i for i, t in tensors.items() if _version(t) != versions[i]],
+            mutated=mutated,
             flows=[i for i, t in tensors.items() if t.requires_grad] if differentiable else [],
-            outside=outside,
-            saved=frozenset(saved),
-            anchor=torch.empty(0, device=device, requires_grad=differentiable),
+            outside=self._outside(call, result, tensors) if differentiable else [],
+            saved=saved_memory(result.tensors),
+            anchor=torch.empty(0, device=self._session.backend.device, requires_grad=differentiable),
             rivals=self._rivals,
             lane=lane,
             captured_at=lane.next_number(),
             training=call.training,
+            random=self._random,
+            segment=segment,
+            names=names.if_needed(),
+            release_graph=self._session.release,
         )
         runner.capture_backward = self.backward_now
         return runner
+
+    def _arguments(self, call: RecordedCall, buffers: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+        """A buffer for each tensor of a call, by leaf index."""
+        found: dict[int, torch.Tensor] = {}
+        for index, leaf in enumerate(call.leaves):
+            if isinstance(leaf, ArgMetadata) and index in buffers:
+                found[index] = buffers[index].detach().requires_grad_(leaf.requires_grad)
+            elif isinstance(leaf, ArgMetadata):
+                found[index] = leaf.empty(self._session.backend.device)
+        return found
+
+    def _refuse(
+        self, call: RecordedCall, graph: Graph, tensors: Mapping[int, torch.Tensor], mutated: Sequence[int]
+    ) -> None:
+        """Refuse a forward whose replay could not do what eager does."""
+        names = call.site.call.names()
+        for index in mutated:
+            if tensors[index].requires_grad or tensors[index].grad_fn is not None:
+                raise CaptureError(
+                    f"the module changes argument `{names[index]}` in place, and gradients flow through it",
+                    rule="inplace-argument",
+                    why="the caller's tensor would have to become a part of the module's autograd graph.",
+                    fix="use the out-of-place form, and return the new tensor.",
+                )
+            if index in call.aliased:
+                raise CaptureError(
+                    f"the module writes to argument `{names[index]}`, which shares memory with another one",
+                    rule="shared-input",
+                    why="each argument is copied into a buffer of its own, where the write would not be seen.",
+                    fix="pass the whole tensor once and take views inside the module, or pass a clone.",
+                )
+        if graph.random.rewinds_to:
+            raise _rewinds_elsewhere()
+
+    def _outside(
+        self, call: RecordedCall, result: StaticResult, tensors: Mapping[int, torch.Tensor]
+    ) -> list[torch.Tensor]:
+        """The parameters whose gradients autograd accumulates: chosen ones, and those of other modules."""
+        routed = [p for p in self.stand_ins.parameters if call.in_ddp or id(p) in self.outside]
+        known = {id(t) for t in (*tensors.values(), *self.stand_ins.leaves)}
+        found = leaves_behind([t for t in result.tensors if t.requires_grad])
+        return [*routed, *{id(leaf): leaf for leaf in found if id(leaf) not in known}.values()]
+
+    def _reached(self, result: StaticResult) -> list[torch.Tensor]:
+        reached = {id(leaf) for leaf in leaves_behind([t for t in result.tensors if t.requires_grad])}
+        pairs = zip(self.stand_ins.parameters, self.stand_ins.leaves, strict=True)
+        return [parameter for parameter, leaf in pairs if id(leaf) in reached]
 
     def known_parameters(self) -> list[torch.Tensor]:
         """The parameters that the last forward's graph rests on, frozen ones among them."""
         frozen = [p for p in self._module.parameters() if not p.requires_grad]
         return [*self._known, *frozen]
 
-    def _foreign_leaves(self, result: StaticResult, tensors: Mapping[int, torch.Tensor]) -> list[torch.Tensor]:
-        known = {id(t) for t in (*tensors.values(), *self._stand_ins.leaves)}
-        found = leaves_behind([t for t in result.tensors if t.requires_grad])
-        return list({id(leaf): leaf for leaf in found if id(leaf) not in known}.values())
+    def inside(self) -> list[torch.Tensor]:
+        """The parameters whose gradients the graphs accumulate by themselves."""
+        return [p for p in self.stand_ins.parameters if id(p) not in self.outside]
+
+    # -- backward
 
     def backward_now(self, runner: Runner, metas: Sequence[ArgMetadata | None]) -> BackwardGraph:
         """Record a backward that is asked for in the middle of one."""
-        with self._session.workspace.capturing(), runner.lane.counting_references():
-            return self.backward(runner, metas, {}, _autocast_now())
+        with self._session.workspace.capturing():
+            return self.backward(runner, metas, {}, {}, _autocast_now())
 
     def backward(
         self,
         runner: Runner,
         metas: Sequence[ArgMetadata | None],
         given: Mapping[int, torch.Tensor],
+        lent: Mapping[int, Lent],
         autocast: tuple[Any, Any],
     ) -> BackwardGraph:
-        """Record the backward for gradients of this geometry. `given` are gradients in another graph's memory."""
+        """Record the backward for gradients of this geometry.
+
+        `given` have a buffer; those of them that another graph hands out are `lent`.
+        """
         device = self._session.backend.device
         present = {i: meta for i, meta in enumerate(metas) if meta is not None}
-        boundary = Boundary({i: given[i] if i in given else meta.empty(device) for i, meta in present.items()})
+        incoming = {i: given[i] if i in given else meta.empty(device) for i, meta in present.items()}
+        boundary = Boundary(incoming, in_use={i: other.is_held for i, other in lent.items()})
         results = [runner.result.tensors[i] for i in present]
-        stand_ins = dict(zip(map(id, self._stand_ins.parameters), self._stand_ins.leaves, strict=True))
-        outside = [stand_ins.get(id(p), p) for p in runner.outside]
-        flows = [runner.boundary.tensors[i] for i in runner.flows]
-        inside = [p for p in self._stand_ins.parameters if id(p) not in {id(o) for o in runner.outside}]
-        sources = [*flows, *outside, *(stand_ins[id(p)] for p in inside)]
-        before = [dict(p.__dict__) for p in self._stand_ins.leaves]
-        reached = {id(leaf) for leaf in leaves_behind(results)}
-        self._grads.part([p for p in inside if id(stand_ins[id(p)]) in reached])  # buffers are not made in the graph
-        surroundings = self._surroundings(runner.training)
-        with surroundings, under_autocast(*autocast), self._recording(runner.lane) as graph:
-            grads = torch.autograd.grad(
-                results, sources, list(boundary.tensors.values()), retain_graph=True, allow_unused=True
-            )
-            num_edges = len(flows) + len(outside)
-            found = [(p, g) for p, g in zip(inside, grads[num_edges:], strict=True) if g is not None]
-            part = self._grads.part([p for p, _ in found])
-            _check_dense([g for g in grads if g is not None])
-            with torch.no_grad():
-                if found:
-                    torch._foreach_add_(part.buffers, [g for _, g in found])
-        at = runner.lane.next_number()
-        made = BackwardGraph(graph, boundary, grads[:num_edges], part, self._marks(before), at)
-        runner.add_backward((*metas, *autocast), made)
+        before = [dict(p.__dict__) for p in self.stand_ins.leaves]
+        segment = self._random.begin_segment(runner.segment)
+        self._accumulates = self._accumulates or is_reentrant(results)
+        try:
+            graph, edges, parameters = self._record_backward(runner, results, list(incoming.values()), autocast)
+        except AccumulatesByItself:
+            self._accumulates = True
+            graph, edges, parameters = self._record_backward(runner, results, list(incoming.values()), autocast)
+        try:
+            rewinds = self._rewinds(runner, graph, segment)
+        except CaptureError:
+            self._session.release(graph)
+            raise
+        made = BackwardGraph(
+            *(graph, boundary, edges, self._grads.part(parameters, id(self._module)), self._marks(before)),
+            captured_at=runner.lane.next_number(),
+            rewinds=rewinds,
+        )
+        layouts = [None if meta is None else meta.layout for meta in metas]
+        runner.add_backward((*layouts, *autocast, self._random.active), made)
         return made
+
+    def _record_backward(
+        self,
+        runner: Runner,
+        results: Sequence[torch.Tensor],
+        incoming: Sequence[torch.Tensor],
+        autocast: tuple[Any, Any],
+    ) -> tuple[Graph, list[torch.Tensor | None], list[torch.Tensor]]:
+        stand_ins = dict(zip(map(id, self.stand_ins.parameters), self.stand_ins.leaves, strict=True))
+        foreign = [p for p in runner.outside if id(p) not in stand_ins]
+        if foreign and self._accumulates:
+            raise CaptureError(
+                "a module with reentrant checkpointing uses a parameter that is not its own",
+                rule="reentrant-checkpoint",
+                why="such checkpointing accumulates gradients by itself, where no recording may reach.",
+                fix="checkpoint(..., use_reentrant=False), or make the parameter one of the module's.",
+            )
+        edges = [runner.boundary.tensors[i] for i in runner.flows]
+        edges += [stand_ins.get(id(p), p) for p in runner.outside]
+        reached = {id(leaf) for leaf in leaves_behind(results)}
+        routed = {id(p) for p in runner.outside}
+        chosen = [p for p in self.stand_ins.parameters if id(p) not in routed]
+        chosen = [p for p in chosen if self._accumulates or id(stand_ins[id(p)]) in reached]
+        memory = self._grads.part(chosen).memory  # it must not be born in the graph
+        inside = [Inside(p, stand_ins[id(p)], m) for p, m in zip(chosen, memory, strict=True)]
+        run = accumulate if self._accumulates else differentiate
+        around = (self._surroundings(runner.training), under_autocast(*autocast), without_hooks(foreign))
+        with around[0], around[1], around[2], self._recording(runner.lane) as graph:
+            found, parameters = run(results, incoming, edges, inside)
+        return graph, found, parameters
+
+    def _rewinds(self, runner: Runner, graph: Graph, segment: Segment) -> bool:
+        """Whether a backward repeats draws of its forward; refused where a replay could not."""
+        if graph.random.rewinds_to - {runner.graph}:
+            raise _rewinds_elsewhere()
+        rewinds = segment.rewinds or bool(graph.random.rewinds_to)
+        if rewinds and graph.random.draws:
+            raise CaptureError(
+                "the module's backward goes back to the forward's random state, and also draws new numbers",
+                rule="rng-recompute",
+                why="the graph of the backward begins where that of the forward began, so that a recomputation draws "
+                "the same numbers; others in the same graph could not go on from where the generator is.",
+                fix="graph the checkpointed part and the part whose backward draws as two modules.",
+            )
+        return rewinds
 
     def _marks(self, before: Sequence[dict[str, Any]]) -> list[tuple[torch.Tensor, dict[str, Any]]]:
         """Plain attributes that the backward has set on stand-ins, for the parameters they stand for."""
         found = []
-        for parameter, leaf, old in zip(self._stand_ins.parameters, self._stand_ins.leaves, before, strict=True):
+        for parameter, leaf, old in zip(self.stand_ins.parameters, self.stand_ins.leaves, before, strict=True):
             new = {k: v for k, v in leaf.__dict__.items() if isinstance(v, (bool, int, str)) and old.get(k) is not v}
             if new:
                 found.append((parameter, new))
         return found
 
+    # -- recording
+
     @contextlib.contextmanager
     def _surroundings(self, training: Sequence[bool]) -> Iterator[None]:
-        modules = list(self._module.modules())
-        before = [module.training for module in modules]
-        _set_modes(modules, training)  # an evaluation is captured while the model trains, and the other way round
+        """The module as it was at the call, with stand-ins for its parameters."""
+        before = Attributes(list(self._module.modules()))
+        for module, flag in zip(with_modes(self._module), training, strict=True):
+            module.training = flag  # an evaluation is captured while the model trains, and the other way round
         try:
-            with self._stand_ins.in_place():
+            with self.stand_ins.in_place(), without_saved_tensor_hooks():
                 yield
         finally:
-            _set_modes(modules, before)
+            before.restore()
 
     @contextlib.contextmanager
     def _recording(self, lane: Lane) -> Iterator[Graph]:
-        graph = self._session.workspace.graph(self._generators, lane.number)
+        generators = tuple(dict.fromkeys((*self._generators, *self._random.generators)))
+        graph = self._session.workspace.graph(generators, lane.number)
         graph.begin()
         try:
             yield graph
@@ -190,32 +306,26 @@ class PairCapture:
         self._session.adopt(graph)
 
 
-def _set_modes(modules: Sequence[torch.nn.Module], training: Sequence[bool]) -> None:
-    for module, flag in zip(modules, training, strict=True):
-        module.training = flag
+def with_modes(module: torch.nn.Module) -> list[torch.nn.Module]:
+    """The modules that have a training flag of their own; a compiled one shows that of the module in it."""
+    return [inner for inner in module.modules() if "training" in vars(inner)]
 
 
-@contextlib.contextmanager
-def _noting_saved(saved: set[int]) -> Iterator[None]:
-    """Note the memory that autograd keeps for the backward."""
-
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        saved.add(tensor.untyped_storage()._cdata)
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        yield
+def _rewinds_elsewhere() -> CaptureError:
+    return CaptureError(
+        "the module sets a random state that was not read in its own forward",
+        rule="rng-segment",
+        why="in a graph a state is a distance from where the graph begins; one of another graph, or of before the "
+        "capture, means something else at each replay.",
+        fix="set random states outside the module, or graph the part that reads the state together with it.",
+    )
 
 
-def _check_dense(grads: Sequence[torch.Tensor]) -> None:
-    for grad in grads:
-        if grad.layout is not torch.strided:
-            raise CaptureError(
-                f"a parameter of shape {list(grad.shape)} has a sparse gradient",
-                rule="sparse-grad",
-                why="it has as many entries as the batch has rows: its memory differs from call to call.",
-                fix="use dense gradients (nn.Embedding(..., sparse=False)).",
-            )
+def _filled(index: int, leaf: Any, tensors: Mapping[int, torch.Tensor]) -> Any:
+    """An argument of the recording."""
+    if isinstance(leaf, SameTensor):
+        return tensors[leaf.index]
+    return tensors.get(index, leaf)
 
 
 def _version(tensor: torch.Tensor) -> int:

@@ -19,14 +19,21 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from stepgraph.capture.boundary import ArgMetadata
+from stepgraph.capture.boundary import ArgMetadata, copied
 from stepgraph.capture.static_result import StaticResult
 from stepgraph.signature import ambient_key
 from stepgraph.state.ddp import in_ddp
 from stepgraph.tree import Structure, settled
 
 if TYPE_CHECKING:
-    from stepgraph.capture.manager import ModuleSite
+    from stepgraph.capture.module_site import ModuleSite
+
+
+@dataclass(frozen=True, slots=True)
+class SameTensor:
+    """An argument that is the very tensor of an earlier one, by leaf index."""
+
+    index: int
 
 
 @dataclass(eq=False, slots=True)
@@ -42,8 +49,14 @@ class RecordedCall:
     """The mode of each module inside."""
     in_ddp: bool
     """Whether it was made inside DDP's forward, which must see every gradient."""
+    fork: str | None
+    """The named random state that was forked."""
     slot: int
     """The first lane that no other call of the module, and no replayed call, was under way in."""
+    born_at: int = 0
+    """How many backwards there had been."""
+    aliased: frozenset[int] = frozenset()
+    """Arguments that share memory with another one, by leaf index."""
     made_by: dict[int, tuple[RecordedCall, int]] = field(default_factory=dict)
     """Arguments that are another call's result: which call, which of its tensors."""
     shared: dict[int, int] = field(default_factory=dict)
@@ -52,6 +65,8 @@ class RecordedCall:
     """The results that gradients came back to."""
     backward_ambient: tuple[Hashable, ...] | None = None
     num_results: int = 0
+    values: dict[int, torch.Tensor] = field(default_factory=dict)
+    """Copies of the tensors, by leaf index, where a recording needs values to work with."""
     is_differentiable: bool = False
 
     @property
@@ -80,8 +95,8 @@ class _Outstanding:
 class Recorder:
     """The order of one session's modules."""
 
-    def __init__(self, busy: Callable[[], set[int]]) -> None:
-        self._busy = busy
+    def __init__(self, busy: Callable[[], set[int]], needs_values: Callable[[], bool]) -> None:
+        self._busy, self._needs_values = busy, needs_values
         self.events: list[Event] = []
         """What happened in the round under way."""
         self.round: list[Event] = []
@@ -90,6 +105,7 @@ class Recorder:
         self.rounds: Counter[int] = Counter()
         """In how many rounds each kind of call occurred, by the id of its site."""
         self._outstanding: weakref.WeakSet[_Outstanding] = weakref.WeakSet()
+        self._num_backwards = 0
         self._openers: set[ModuleSite] = set()
         self._producers: dict[int, tuple[weakref.ref[torch.Tensor], RecordedCall, int]] = {}
         self._seen: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
@@ -107,7 +123,7 @@ class Recorder:
 
     def comes_round(self, site: ModuleSite) -> bool:
         """Before a call: whether it is the first of a new round; the last one is then complete."""
-        if not self.is_settled:
+        if self._is_in_a_round(site):
             return False
         if site not in self._openers:
             self._openers.add(site)
@@ -119,6 +135,20 @@ class Recorder:
             self.rounds[kind] += 1
         self._openers = {site}
         return bool(self.round)
+
+    def _is_in_a_round(self, site: ModuleSite) -> bool:
+        """Whether a backward is under way, or still to come.
+
+        An evaluation with gradients on has calls that no backward comes to. A kind of call that never had one, and that
+        a backward has passed by, is not waited for.
+        """
+        if torch._C._current_graph_task_id() != -1:
+            return True
+        for call in [waiting.call for waiting in self._outstanding]:
+            call.site.is_passed_by |= call.born_at < self._num_backwards
+            if call.site is site or call.site.had_backward or not call.site.is_passed_by:
+                return True
+        return False
 
     def forget(self) -> None:
         """Start over: the next call begins a round."""
@@ -132,14 +162,29 @@ class Recorder:
         taken = {w.call.slot for w in self._outstanding if w.call.site.manager is site.manager} | self._busy()
         slot = next(number for number in itertools.count() if number not in taken)
         site.most_under_way = max(site.most_under_way, 1 + sum(w.call.site is site for w in self._outstanding))
-        metas = [ArgMetadata.of(leaf) if _is_data(leaf) else leaf for leaf in leaves]
-        call = RecordedCall(site, settled(structure), metas, ambient_key(), site.call.training, in_ddp(), slot)
+        first: dict[int, int] = {}
         for index, leaf in enumerate(leaves):
             if _is_data(leaf):
-                self._trace(call, index, leaf)
+                first.setdefault(id(leaf), index)
+        call = RecordedCall(
+            site,
+            settled(structure),
+            leaves=[_recorded(i, leaf, first) for i, leaf in enumerate(leaves)],
+            ambient=ambient_key(),
+            training=site.call.training,
+            in_ddp=in_ddp(),
+            fork=site.manager.fork,
+            slot=slot,
+            born_at=self._num_backwards,
+            aliased=_aliased({index: leaves[index] for index in first.values()}),
+        )
+        for index in first.values():
+            self._trace(call, index, leaves[index])
+            if self._needs_values():
+                call.values[index] = copied(leaves[index])
         self.events.append(Event(call, backward=False))
         result = run()
-        made = StaticResult(result, {i: leaf for i, leaf in enumerate(leaves) if _is_data(leaf)})
+        made = StaticResult(result, {index: leaves[index] for index in first.values()})
         call.num_results = len(made.tensors)
         site.note_result(made)
         call.is_differentiable = any(made.differentiable)
@@ -148,7 +193,7 @@ class Recorder:
             self._outstanding.add(waiting)
         for index, tensor in enumerate(made.tensors):
             self._producers[id(tensor)] = (weakref.ref(tensor), call, index)
-            if waiting is not None and tensor.requires_grad:
+            if waiting is not None and tensor.requires_grad and not tensor.is_leaf:
                 tensor.register_hook(functools.partial(_saw_grad, waiting, index))
         return result
 
@@ -167,6 +212,8 @@ class Recorder:
         call = waiting.call
         if waiting in self._outstanding:
             self._outstanding.discard(waiting)
+            call.site.had_backward = True
+            self._num_backwards += 1
             call.backward_ambient = ambient_key()
             self.events.append(Event(call, backward=True))
         call.grads[index] = ArgMetadata.of(grad)
@@ -185,3 +232,17 @@ def _saw_grad(waiting: _Outstanding, index: int, grad: torch.Tensor) -> None:
 
 def _is_data(leaf: Any) -> bool:
     return isinstance(leaf, torch.Tensor) and not isinstance(leaf, torch.nn.Parameter)
+
+
+def _recorded(index: int, leaf: Any, first: dict[int, int]) -> Any:
+    """What is noted of an argument: geometry, for a tensor."""
+    at = first.get(id(leaf))
+    if at is None:
+        return leaf
+    return ArgMetadata.of(leaf) if at == index else SameTensor(at)
+
+
+def _aliased(tensors: dict[int, torch.Tensor]) -> frozenset[int]:
+    storages = {index: tensor.untyped_storage()._cdata for index, tensor in tensors.items()}
+    counts = Counter(storages.values())
+    return frozenset(index for index, storage in storages.items() if counts[storage] > 1)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 if TYPE_CHECKING:
-    from stepgraph.capture.runner import Use
+    from stepgraph.capture.use import Use
 
 
 class ReplayNode(torch.autograd.Function):

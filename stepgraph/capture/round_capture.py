@@ -17,6 +17,7 @@ from stepgraph.capture.placement import Placement
 from stepgraph.capture.recorder import Event, RecordedCall
 from stepgraph.capture.runner import Runner
 from stepgraph.signature import AMBIENT_NAMES
+from stepgraph.state.lent import Lent
 
 _CUDA, _CPU = AMBIENT_NAMES.index("autocast on cuda"), AMBIENT_NAMES.index("autocast on cpu")
 
@@ -33,7 +34,7 @@ class RoundCapture:
     def __init__(self, events: Sequence[Event], placement: Placement, device: torch.device) -> None:
         self._events, self._placement, self._device = events, placement, device
         self.runners: dict[Hashable, Runner] = {}
-        self._grads: dict[Hashable, dict[int, torch.Tensor]] = {}
+        self._grads: dict[Hashable, dict[int, tuple[torch.Tensor, Lent]]] = {}
         self._shared = _shared_tensors(events)
         self._buffers: dict[tuple[int, int], SharedBuffer] = {}
 
@@ -54,8 +55,6 @@ class RoundCapture:
                 self.runners = {k: r for k, r in self.runners.items() if r not in call.site.runners}
                 call.site.runners = []
                 give_up(call, error)
-        for runner in self.runners.values():
-            runner.result.count_references()
 
     def _forward(self, call: RecordedCall) -> Runner:
         site = call.site
@@ -68,7 +67,7 @@ class RoundCapture:
         own = self._placement.arguments(call, {i: m for i, m in metas.items() if i not in given and i not in shared})
         runner = site.manager.pair().forward(call, given, shared, own, self._placement.lane(call))
         if not site.runners:
-            site.manager.guard(site)
+            site.manager.guard(site, runner)
         site.add(runner)
         site.recorded = call
         return runner
@@ -99,14 +98,16 @@ class RoundCapture:
         runner, metas = self.runners[key], call.metas
         present = {i: meta for i, meta in enumerate(metas) if meta is not None}
         offered = self._grads.get(key, {})
-        given = {i: g for i, g in offered.items() if i in present and _fits(g, present[i])}
+        chained = {i: g for i, g in offered.items() if i in present and _fits(g[0], present[i])}
+        given = {i: grad for i, (grad, _) in chained.items()}
         given |= self._placement.gradients(call, {i: m for i, m in present.items() if i not in given})
-        recorded = call.site.manager.pair().backward(runner, metas, given, backward_autocast(call))
-        for index, grad in zip(runner.flows, recorded.grads_out, strict=False):
-            if grad is not None and index in call.made_by:
+        lent = {i: lent for i, (_, lent) in chained.items()}
+        recorded = call.site.manager.pair().backward(runner, metas, given, lent, backward_autocast(call))
+        for index, grad, lent_grad in zip(runner.flows, recorded.grads_out, recorded.lent, strict=False):
+            if grad is not None and lent_grad is not None and index in call.made_by:
                 producer, result = call.made_by[index]
                 if self._placement.lane(producer) is self._placement.lane(call):
-                    self._grads.setdefault(self._placement.key(producer), {})[result] = grad
+                    self._grads.setdefault(self._placement.key(producer), {})[result] = (grad, lent_grad)
         self._placement.captured(call, runner, recorded)
 
 

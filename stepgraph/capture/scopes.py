@@ -3,13 +3,15 @@
 A word (`attn`, `mlp`, `moe`, `moe_router`, `moe_preprocess`, `mamba`) means something else in each model, so a registry
 says for each class of layer which of its submodules or methods a word stands for. Without words, whole layers are
 meant. Anything else is a path from the model: `"layers.3.mlp"`, or a glob, `"layers.*.self_attn"`, in which `*` stands
-for one segment. A path may end in a method: `"layers.*.moe.route"`.
+for one segment, or a part of one. A path may end in a method: `"layers.*.moe.route"`.
 """
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping, Sequence
+import enum
+import fnmatch
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -34,7 +36,11 @@ _SHIPPED: Mapping[str, Mapping[str, tuple[str, ...]]] = MappingProxyType(
         "transformers.LlamaDecoderLayer": _LLAMA,
         "transformers.Qwen3DecoderLayer": _LLAMA,
         "transformers.Qwen3MoeDecoderLayer": _ROUTED,
-        "transformers.MixtralDecoderLayer": {**_ROUTED, "moe": ("mlp", "block_sparse_moe")},
+        "transformers.MixtralDecoderLayer": {
+            "attn": ("self_attn",),
+            "moe": ("mlp", "block_sparse_moe"),  # as later and earlier releases call it
+            "moe_router": ("mlp.gate", "block_sparse_moe.gate"),
+        },
         "transformers.GptOssDecoderLayer": {**_ROUTED, "moe_router": ("mlp.router",)},
     }
 )
@@ -47,6 +53,21 @@ class Part:
     path: str
     module: torch.nn.Module
     method: str = "forward"
+
+
+def read_scope(scope: Sequence[str | enum.Enum] | str | enum.Enum) -> list[str]:
+    """The entries of a scope that is given as a list, or as one string with commas or spaces between them."""
+    given = [scope] if isinstance(scope, (str, enum.Enum)) else list(scope)
+    texts = [entry.name if isinstance(entry, enum.Enum) else entry for entry in given]
+    for entry in texts:
+        if not isinstance(entry, str):
+            raise InvalidArgument(
+                f"a scope holds {entry!r}, which is a {type(entry).__name__}",
+                rule="scope",
+                why="a scope is made of words and paths.",
+                fix='give strings, such as ["attn", "layers.3.mlp"].',
+            )
+    return [word for entry in texts for word in entry.replace(",", " ").split()]
 
 
 class ScopeRegistry:
@@ -80,20 +101,23 @@ class ScopeRegistry:
         return None
 
     def resolve(self, model: torch.nn.Module, scope: Sequence[str]) -> list[Part]:
-        """The parts of a model that a scope names, in the order of the model."""
+        """The parts of a model that a scope names, each once, in the order of the model."""
         layers = {path: words for path, m in model.named_modules() if (words := self.words_of(m)) is not None}
         if not scope:
             if not layers:
                 raise _nothing("layers", model, layers)
-            return [Part(path, model.get_submodule(path)) for path in layers]
-        found: dict[str, Part] = {}
+            outer = [path for path in layers if not any(_is_inside(path, other) for other in layers)]
+            return [Part(path, model.get_submodule(path)) for path in outer]
+        found: dict[tuple[int, str], Part] = {}
         for entry in scope:
             parts = self._of_word(model, entry, layers) if entry in WORDS else _of_path(model, entry)
             if not parts:
                 raise _nothing(entry, model, layers)
-            found |= {part.path: part for part in parts}
-        _refuse_nested(found)
-        return list(found.values())
+            for part in parts:
+                found.setdefault((id(part.module), part.method), part)
+        _refuse_nested(found.values())
+        order = {id(module): index for index, module in enumerate(model.modules())}
+        return sorted(found.values(), key=lambda part: order[id(part.module)])
 
     def _of_word(
         self, model: torch.nn.Module, word: str, layers: Mapping[str, Mapping[str, tuple[str, ...]]]
@@ -114,44 +138,54 @@ def _at(model: torch.nn.Module, path: str) -> Part | None:
         owner = model.get_submodule(parent)
     except AttributeError:
         return None
-    value = getattr(owner, last, None) if last else owner
+    value = getattr(owner, last, None)
     if isinstance(value, torch.nn.Module):
-        return Part(path, value)
-    return Part(path, owner, last) if callable(value) and not isinstance(value, torch.Tensor) else None
+        return Part(path, value) if _has_forward(value) else None
+    if last == "forward":
+        return Part(parent, owner) if _has_forward(owner) else None
+    inherited = hasattr(torch.nn.Module, last)  # parameters(), train() and so on compute nothing
+    own = callable(value) and not isinstance(value, torch.Tensor) and not inherited
+    return Part(path, owner, last) if own else None
+
+
+def _has_forward(module: torch.nn.Module) -> bool:
+    """Whether a module can be called: a ModuleList cannot."""
+    return type(module).forward is not torch.nn.Module.forward or "forward" in vars(module)
 
 
 def _of_path(model: torch.nn.Module, pattern: str) -> list[Part]:
-    if "*" not in pattern:
-        part = _at(model, pattern) if pattern else Part("", model)
-        return [part] if part is not None else []
     *heads, last = pattern.split(".")
     prefixes = [""]
     for segment in heads:
-        prefixes = [
-            f"{prefix}.{name}" if prefix else name
-            for prefix in prefixes
-            for name, _ in model.get_submodule(prefix).named_children()
-            if segment in ("*", name)
-        ]
+        prefixes = [path for prefix in prefixes for path in _children(model, prefix, segment)]
     found = []
     for prefix in prefixes:
-        names = [name for name, _ in model.get_submodule(prefix).named_children()] if last == "*" else [last]
-        for name in names:
-            part = _at(model, f"{prefix}.{name}" if prefix else name)
-            if part is not None:
-                found.append(part)
+        paths = _children(model, prefix, last) if "*" in last else [f"{prefix}.{last}" if prefix else last]
+        found += [part for path in paths if (part := _at(model, path)) is not None]
     return found
 
 
-def _refuse_nested(parts: Mapping[str, Part]) -> None:
-    for path, part in parts.items():
-        for other in parts.values():
-            if part.method == "forward" and other.path.startswith(f"{path}." if path else "") and other is not part:
+def _children(model: torch.nn.Module, prefix: str, segment: str) -> list[str]:
+    """The children of a module whose name a segment of a pattern fits, by their paths."""
+    names = [name for name, _ in model.get_submodule(prefix).named_children() if fnmatch.fnmatchcase(name, segment)]
+    return [f"{prefix}.{name}" if prefix else name for name in names]
+
+
+def _is_inside(path: str, other: str) -> bool:
+    """Whether a path leads into what another one leads to."""
+    return path != other and (not other or path.startswith(f"{other}."))
+
+
+def _refuse_nested(parts: Iterable[Part]) -> None:
+    parts = list(parts)
+    for outer in parts:
+        for inner in parts:
+            if outer.method == "forward" and _is_inside(inner.path, outer.path):
                 raise InvalidArgument(
-                    f"the scope names `{path or 'the model'}` and `{other.path}`, which is inside it",
+                    f"the scope names `{outer.path or 'the model'}` and `{inner.path}`, which is inside it",
                     rule="scope",
                     why="a module is graphed as a whole, with all that is in it.",
-                    fix=f"drop one of the two: {path!r} covers {other.path!r}.",
+                    fix=f"drop one of the two: {outer.path!r} covers {inner.path!r}.",
                 )
 
 
@@ -161,7 +195,9 @@ def _nothing(
     kinds = sorted({type(model.get_submodule(path)).__name__ for path in layers})
     words = sorted({word for known in layers.values() for word in known})
     names = [path for path, _ in model.named_modules() if path]
-    near = difflib.get_close_matches(entry, [*words, *WORDS, *names], n=1)
+    near = difflib.get_close_matches(entry, [*words, *WORDS, *(name for name in names if name != entry)], n=1)
+    if entry in names:
+        near = [f"{entry}.*"]  # a container, which is never called
     listed = ", ".join(names[:12]) + (", ..." if len(names) > 12 else "")
     return InvalidArgument(
         f"the scope {entry!r} matches nothing in {type(model).__name__}",

@@ -1,8 +1,8 @@
 """What a module's graph returns: tensors in static memory, inputs passed through, plain values.
 
 A tensor is handed out as it lies, without a copy, because mostly the next graph reads it there. If a caller still
-holds it, or a view of it, when a graph is to run that writes there, it would change under their eyes. So the references
-to its memory are counted before that, and a tensor that was found to be kept is copied from then on.
+holds it, or a view of it, when a graph is to run that writes there, it would change under their eyes. So that is looked
+at before (`Lent`), and a tensor that was found to be kept is copied from then on.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from stepgraph.state.lent import Lent, lend_out
 from stepgraph.tree import Structure, flatten, settled, unflatten
 
 
@@ -51,35 +52,30 @@ class StaticResult:
                     found[id(leaf)] = len(self.tensors)
                     self.tensors.append(leaf)
                 self._leaves.append(_Tensor(found[id(leaf)]))
-        self._plain = [leaf.data for leaf in self.tensors]
-        self._storages = [t.untyped_storage()._cdata for t in self._plain]
-        self._references = [0] * len(self.tensors)
+        self._lent: list[Lent] = []
+        self._inputs = list(inputs.values())
         self.copied = [False] * len(self.tensors)
         """Which tensors are handed out as copies."""
         self.differentiable = [tensor.requires_grad for tensor in self.tensors]
         self._single = len(self._leaves) == 1 and self.structure.kind is None and isinstance(self._leaves[0], _Tensor)
 
-    def count_references(self) -> None:
-        """Once all graphs that know these tensors are recorded: how many references are our own."""
-        self._references = self.use_counts()
+    def settle(self, state: Sequence[torch.Tensor]) -> None:
+        """The recording has ended: get the tensors ready to be handed out.
 
-    def use_counts(self) -> list[int]:
-        """How many references there are to each tensor's memory."""
-        return [torch._C._storage_Use_Count(cdata) for cdata in self._storages]
-
-    def count_more(self, before: Sequence[int]) -> None:
-        """References that came since are our own."""
-        now = self.use_counts()
-        self._references = [own + b - a for own, a, b in zip(self._references, before, now, strict=True)]
+        Those in memory that is not the graph's own, of arguments or of the module's `state`, are copied.
+        """
+        own = {tensor.untyped_storage()._cdata for tensor in (*self._inputs, *state)}
+        self.copied = [tensor.untyped_storage()._cdata in own for tensor in self.tensors]
+        self._lent = lend_out(self.tensors)
+        self._inputs = []
 
     def held(self) -> list[int]:
         """The tensors, or views of them, that a caller still holds."""
-        pairs = zip(self._storages, self._references, strict=True)
-        return [i for i, (cdata, own) in enumerate(pairs) if torch._C._storage_Use_Count(cdata) > own]
+        return [i for i, lent in enumerate(self._lent) if lent.is_held()]
 
     def is_held(self) -> bool:
         """Whether a caller still holds a tensor."""
-        return bool(self.held())
+        return any(lent.is_held() for lent in self._lent)
 
     def copy(self, indices: Iterable[int]) -> None:
         """Hand out copies of these tensors."""
@@ -88,17 +84,15 @@ class StaticResult:
 
     def forget_history(self) -> None:
         """Let go of what autograd has saved: no further backward is recorded."""
-        self.tensors = self._plain
+        self.tensors = [tensor.data for tensor in self.tensors]
 
     def let_go(self) -> None:
-        """The graphs are gone: only what callers hold is of interest."""
-        self.forget_history()
-        self._references = [self._storages.count(cdata) for cdata in self._storages]
+        """The graphs are gone: hold nothing but what callers hold."""
+        self.tensors = []
 
     def hand_out(self) -> tuple[torch.Tensor, ...]:
         """The tensors, free of history."""
-        # `.data` is no view: a caller may change it in place, as they may any module's result
-        return tuple([t.clone() if c else t.data for t, c in zip(self._plain, self.copied, strict=True)])
+        return tuple([n.lend().clone() if c else n.lend() for n, c in zip(self._lent, self.copied, strict=True)])
 
     def build(self, tensors: Sequence[torch.Tensor], leaves: Sequence[Any]) -> Any:
         """The result around these tensors, for a call with these arguments."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import operator
 import weakref
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -86,13 +86,26 @@ class ModelGuard:
         parameters: Sequence[torch.Tensor],
         name: Callable[[Any], str],
         events: RegistrationEvents,
+        *,
+        hooked: Sequence[torch.nn.Module] | None = None,
+        places: bool = False,
     ) -> None:
+        """`hooked`: the modules whose hooks are in the graph, not all. `places`: look at parameters' places, too.
+
+        A parameter that takes another's place by way of its module is told by an event. `places` is for those that
+        take it without a word, as torch.func.functional_call does.
+        """
         self._modules, self._parameters, self._name, self._events = tuple(modules), list(parameters), name, events
+        self._with_hooks = tuple(modules if hooked is None else hooked)
+        owned: list[tuple[torch.nn.Module, Mapping[str, torch.Tensor | None], str]]
         owned = [(m, m._buffers, key) for m in modules for key in m._buffers]  # `.to()` replaces them without a word
+        if places:
+            known = set(map(id, parameters))
+            owned += [(m, m._parameters, key) for m in modules for key, p in m._parameters.items() if id(p) in known]
         self._owners = [m for m, _, _ in owned]
         self._slots = [(d, key) for _, d, key in owned]
         self._slot_values = [d[key] for d, key in self._slots]
-        self._tensors = [*parameters, *(b for b in self._slot_values if b is not None)]
+        self._tensors = list({id(t): t for t in (*parameters, *self._slot_values) if t is not None}.values())
         self._addresses = list(map(_data_ptr, self._tensors))
         self._indices = list(range(len(self._tensors)))
         self._flags = list(map(_requires_grad, self._parameters))
@@ -165,14 +178,14 @@ class ModelGuard:
         raise AssertionError("the layout had changed")
 
     def _hook_dicts(self) -> Iterator[dict[int, Any]]:
-        return (getattr(m, kind) for m in self._modules for kind in _HOOKS)
+        return (getattr(m, kind) for m in self._with_hooks for kind in _HOOKS)
 
     def _read_hooks(self) -> list[tuple[int, ...]]:
         return [tuple(hooks) for hooks in self._hook_dicts()]
 
     def _changed_hooks(self, now: list[tuple[int, ...]]) -> str:
         index = next(i for i, (a, b) in enumerate(zip(self._hooks, now, strict=True)) if a != b)
-        module, kind = self._modules[index // len(_HOOKS)], _HOOKS[index % len(_HOOKS)]
+        module, kind = self._with_hooks[index // len(_HOOKS)], _HOOKS[index % len(_HOOKS)]
         return f"a hook of `{self._name(module)}` was added or removed ({kind.strip('_')})"
 
 

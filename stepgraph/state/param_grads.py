@@ -1,8 +1,12 @@
-"""Gradients that a module's backward graph accumulates by itself, at an address that the session keeps.
+"""Gradients that a module's backward graph accumulates by itself.
 
-The graph adds to the buffer, as autograd's accumulators add to `.grad`. Where there was no gradient before, eager would
-have put the new one there as it is; the buffer is filled with -0.0 for that, the one number that leaves every other
-unchanged, bit for bit, when it is added to.
+The graph adds to one piece of memory for each parameter, as autograd's accumulators add to `.grad`. Where there was no
+gradient before, eager would have put the new one there as it is; the memory is filled with -0.0 for that, the one
+number that leaves every other unchanged, bit for bit, when it is added to.
+
+Mostly the memory is ours, and `.grad` is a tensor over it. But a caller may keep such a gradient over `zero_grad()`,
+because eager makes a new one then; or they have set `.grad` to memory of their own, and expect to find the gradient
+there. Then the graph gets memory that nobody sees, and gradients are copied in before a replay and out after it.
 
 Autograd sums what several uses of a parameter contribute to one backward before it adds the sum to an old gradient.
 Graphs that run one after the other would add to the old one each. Where the same backward will run another use, the old
@@ -11,89 +15,219 @@ gradient is put aside until the last of them, and added then.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import weakref
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
 
 import torch
 
-from stepgraph.state.grads import GradBuffers
+from stepgraph.state.lent import Lent, lend_out
+
+
+class GradSlot:
+    """Where graphs accumulate the gradient of one parameter."""
+
+    __slots__ = ("given", "is_callers", "lent", "memory", "parameter")
+
+    def __init__(self, parameter: torch.Tensor) -> None:
+        self.parameter = parameter
+        self.memory = _empty_like(parameter)
+        self.given: torch.Tensor | None = None
+        """What `.grad` is while it lies in the memory."""
+        self.lent: Lent | None = lend_out([self.memory])[0]
+        """Tells whether anybody holds the memory; None where it is not given out."""
+        self.is_callers = False
+        """Whether the caller has chosen the memory."""
+        if parameter.grad is not None and self.bring() and _fits(parameter.grad, parameter):
+            self.memory, self.given, self.lent = parameter.grad.detach(), parameter.grad, None
+            self.is_callers = True
+
+    def is_free(self) -> bool:
+        """Where `.grad` is not in the memory: whether nobody else looks at it."""
+        self.given = None
+        return not self.is_callers if self.lent is None else not self.lent.is_held()
+
+    def move(self) -> None:
+        """Leave the memory to whoever holds it; from now on callers get copies."""
+        self.memory, self.given, self.lent, self.is_callers = _empty_like(self.parameter), None, None, False
+
+    def give(self) -> None:
+        """Make `.grad` the memory."""
+        assert self.lent is not None
+        self.given = self.parameter.grad = self.lent.lend()
+
+    def bring(self) -> bool:
+        """Copy the gradient there is to the memory. Whether `.grad` stays what it is, since others hold it."""
+        assert self.parameter.grad is not None
+        self.memory.copy_(self.parameter.grad)
+        if self.lent is None:
+            return True
+        held = _held_elsewhere(self.parameter)
+        if held is None:
+            self.give()
+            return False
+        self.parameter.grad = held
+        return True
+
+
+@dataclass(slots=True)
+class _Aside:
+    """An old gradient while a sum is made in its place."""
+
+    memory: torch.Tensor
+    old: torch.Tensor
+    given: torch.Tensor | None
+    version: int
+
+    def put_back(self) -> None:
+        """The backward broke off: the old gradient, unless the caller has written something else since."""
+        if self.given is not None and self.given._version == self.version:
+            self.memory.copy_(self.old)
 
 
 class ParamGrads:
-    """The gradient buffers of one module's parameters, for all graphs that add to them."""
+    """The gradients of one model's parameters that graphs accumulate."""
 
-    def __init__(self, buffers: GradBuffers) -> None:
-        self._buffers = buffers
+    def __init__(self) -> None:
+        self._slots: dict[int, GradSlot] = {}
+        self.moves = 0
+        """How often memory was given up: graphs that knew it have to be recorded again."""
         self._task = -1
-        self._aside: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._aside: dict[Hashable, dict[int, _Aside]] = {}
 
-    def part(self, parameters: Sequence[torch.Tensor]) -> GradPart:
-        """The parameters that one backward graph gives gradients to."""
-        return GradPart(self, [(parameter, self._buffer(parameter)) for parameter in parameters])
+    def part(self, parameters: Sequence[torch.Tensor], group: Hashable = None) -> GradPart:
+        """The parameters that one backward graph gives gradients to. Graphs of one group may share parameters."""
+        with torch.no_grad():
+            return GradPart(self, [self._slot(parameter) for parameter in parameters], group)
 
-    def _buffer(self, parameter: torch.Tensor) -> torch.Tensor:
-        kept = self._buffers.get(parameter)
-        if kept is None or kept.shape != parameter.shape or kept.dtype != parameter.dtype:
-            kept = torch.empty_like(parameter, requires_grad=False)
-            self._buffers.keep(parameter, kept)
-        return kept
+    def _slot(self, parameter: torch.Tensor) -> GradSlot:
+        slot = self._slots.get(id(parameter))
+        if slot is None or not _fits(slot.memory, parameter):
+            slot = self._slots[id(parameter)] = GradSlot(parameter)
+        return slot
 
-    def put_aside(self, task: int, buffers: Sequence[torch.Tensor]) -> None:
+    def forget(self, parameters: Sequence[torch.Tensor]) -> None:
+        """The graphs that add to the gradients of these are gone."""
+        for parameter in parameters:
+            self._slots.pop(id(parameter), None)
+
+    def put_aside(self, group: Hashable, slots: Sequence[GradSlot]) -> None:
         """In a backward that adds several times: start a sum of its own."""
-        if task != self._task:
-            self.take_back()  # what a backward that ended in an error has left
-            self._task = task
-        fresh = [buffer for buffer in buffers if id(buffer) not in self._aside]
+        self._task = torch._C._current_graph_task_id()
+        aside = self._aside.setdefault(group, {})
+        fresh = [slot for slot in slots if id(slot.memory) not in aside]
+        for slot in fresh:
+            version = slot.given._version if slot.given is not None else -1
+            aside[id(slot.memory)] = _Aside(slot.memory, slot.memory.clone(), slot.given, version)
         if fresh:
-            with torch.no_grad():
-                self._aside.update({id(buffer): (buffer, buffer.clone()) for buffer in fresh})
-                _fill_with_nothing(fresh)
+            _fill_with_nothing([slot.memory for slot in fresh])
 
-    def take_back(self) -> None:
-        """After the last addition: the old gradient, and the sum."""
-        if self._aside:
-            with torch.no_grad():
-                buffers, old = zip(*self._aside.values(), strict=True)
-                self._aside = {}
-                torch._foreach_add_(old, buffers)
-                torch._foreach_copy_(buffers, old)
+    def settle(self) -> None:
+        """Undo what a backward that broke off has left."""
+        if self._aside and self._task != torch._C._current_graph_task_id():
+            for aside in [aside for group in self._aside.values() for aside in group.values()]:
+                aside.put_back()
+            self._aside.clear()
+
+    def take_back(self, group: Hashable) -> None:
+        """After the last addition of a group: the old gradients, and the sums."""
+        kept = list(self._aside.pop(group, {}).values()) if self._aside else []
+        if kept:
+            torch._foreach_add_([a.old for a in kept], [a.memory for a in kept])
+            torch._foreach_copy_([a.memory for a in kept], [a.old for a in kept])
 
 
 class GradPart:
-    """Parameters and their buffers, as one backward graph knows them."""
+    """Parameters and the memory of their gradients, as one backward graph knows them."""
 
-    def __init__(self, grads: ParamGrads, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        self._grads, self._pairs = grads, pairs
-        self.buffers = [buffer for _, buffer in pairs]
+    def __init__(self, grads: ParamGrads, slots: list[GradSlot], group: Hashable) -> None:
+        self._grads, self._slots, self._group = grads, slots, group
+        self._pairs = [(slot.parameter, slot) for slot in slots]
+        self.memory = [slot.memory for slot in slots]
+        """What the graph adds to."""
+        self._moves = grads.moves
+        self._callers: list[GradSlot] = []
 
-    def attach(self) -> None:
-        """Before a replay: `.grad` at its buffer, with what it was."""
-        for parameter, buffer in self._pairs:
-            if parameter.grad is not buffer:
+    def attach(self) -> bool:
+        """Before a replay: bring `.grad` to the memory. False: the graph must be recorded again, for other memory."""
+        self._grads.settle()
+        for parameter, slot in self._pairs:
+            if slot.given is None or parameter.grad is not slot.given:
                 self._bring()
-                return
+                break
+        if self._moves == self._grads.moves:
+            return True
+        self._moves = self._grads.moves
+        return all(slot.memory is known for slot, known in zip(self._slots, self.memory, strict=True))
 
     def _bring(self) -> None:
         empty = []
-        with torch.no_grad():
-            for parameter, buffer in self._pairs:
-                grad = parameter.grad
-                if grad is None:
-                    empty.append(buffer)
-                elif grad is not buffer:
-                    buffer.copy_(grad)
-                parameter.grad = buffer
-            if empty:
-                _fill_with_nothing(empty)
+        for parameter, slot in self._pairs:
+            there = parameter.grad
+            if there is not None and (there is slot.given or _same_place(there, slot.memory)):
+                slot.given = there
+                continue
+            is_empty, there = there is None, None
+            if not slot.is_free():
+                slot.move()
+                self._grads.moves += 1
+            if not is_empty:
+                stays = slot.bring()
+            else:
+                empty.append(slot.memory)
+                stays = slot.lent is None
+                if not stays:
+                    slot.give()
+            if stays:
+                self._callers.append(slot)
+        if empty:
+            _fill_with_nothing(empty)
 
-    def begin_sum(self, task: int) -> None:
+    def begin_sum(self) -> None:
         """More than one graph adds in this backward, and this is not the last."""
-        self._grads.put_aside(task, self.buffers)
+        self._grads.put_aside(self._group, self._slots)
 
-    def end_sum(self) -> None:
-        """No further graph adds in this backward."""
-        self._grads.take_back()
+    def finish(self, *, last: bool) -> None:
+        """After a replay. `last`: no further graph adds in this backward."""
+        if last:
+            self._grads.take_back(self._group)
+        if self._callers:
+            callers, self._callers = self._callers, []
+            for slot in callers:
+                if slot.parameter.grad is None:
+                    slot.parameter.grad = slot.memory.clone()
+                else:
+                    slot.parameter.grad.copy_(slot.memory)
 
 
-def _fill_with_nothing(buffers: Sequence[torch.Tensor]) -> None:
-    torch._foreach_zero_(list(buffers))
-    torch._foreach_neg_(list(buffers))
+def _held_elsewhere(parameter: torch.Tensor) -> torch.Tensor | None:
+    """Take `.grad` off a parameter, and see whether it dies: the gradient, if anybody else holds it or its memory."""
+    grad = parameter.grad
+    assert grad is not None
+    tensor, storage = weakref.ref(grad), weakref.ref(grad.untyped_storage())
+    kind = {"dtype": grad.dtype, "device": grad.device}
+    geometry = (grad.storage_offset(), grad.shape, grad.stride())
+    parameter.grad = grad = None
+    found = tensor()
+    if found is not None:
+        return found
+    memory = storage()
+    return None if memory is None else torch.empty(0, **kind).set_(memory, *geometry)  # type: ignore[call-overload]
+
+
+def _empty_like(parameter: torch.Tensor) -> torch.Tensor:
+    with torch.inference_mode(False):
+        return torch.empty_like(parameter, requires_grad=False)
+
+
+def _fits(grad: torch.Tensor, parameter: torch.Tensor) -> bool:
+    return grad.shape == parameter.shape and grad.dtype == parameter.dtype and grad.device == parameter.device
+
+
+def _same_place(grad: torch.Tensor, memory: torch.Tensor) -> bool:
+    return grad.data_ptr() == memory.data_ptr() and grad.stride() == memory.stride()
+
+
+def _fill_with_nothing(memory: Sequence[torch.Tensor]) -> None:
+    torch._foreach_zero_(list(memory))
+    torch._foreach_neg_(list(memory))

@@ -52,6 +52,24 @@ def tracker_for(backend: Backend) -> CudaRNGStatesTracker:
     return tracker
 
 
+class Segment:
+    """The states that were read while one graph was recorded, by id."""
+
+    def __init__(self, forward: Segment | None = None) -> None:
+        self.states: dict[int, torch.Tensor] = {}
+        self._forward = forward
+        self.rewinds = False
+        """Whether it goes back to a state of its forward graph."""
+
+    def goes_to(self, state: torch.Tensor) -> bool:
+        """Whether a state is known here, so that it can be gone back to."""
+        if id(state) in self.states:
+            return True
+        found = self._forward is not None and id(state) in self._forward.states
+        self.rewinds = self.rewinds or found
+        return found
+
+
 class CudaRNGStatesTracker:
     """Named random states of one device. `get_cuda_rng_tracker` gives the process's, which every graph knows.
 
@@ -69,8 +87,7 @@ class CudaRNGStatesTracker:
         self.asked = 0
         """How often code has forked or looked at the names; new ones are of no concern to a step that did neither."""
         self._recomputing = 0
-        self._read: dict[int, torch.Tensor] = {}
-        """States that were read in the graph being recorded, by id."""
+        self._segment = Segment()
 
     # -- names
 
@@ -198,11 +215,11 @@ class CudaRNGStatesTracker:
         with torch.inference_mode(False):  # the tensor may outlive the mode
             state = self._backend.get_random_state(self._home(name))
         if self._backend.is_capturing():
-            self._read[id(state)] = state
+            self._segment.states[id(state)] = state
         return state
 
     def _set(self, name: str | None, state: torch.Tensor) -> None:
-        if self._backend.is_capturing() and id(state) not in self._read:
+        if self._backend.is_capturing() and not self._segment.goes_to(state):
             raise CaptureError(
                 f"the step sets the random state `{name or 'default'}` to one that was not read in the same graph",
                 rule="rng-segment",
@@ -256,9 +273,10 @@ class CudaRNGStatesTracker:
 
     # -- for the recorder of a step
 
-    def begin_segment(self) -> None:
-        """A graph begins: states that were read before are not its own."""
-        self._read.clear()
+    def begin_segment(self, forward: Segment | None = None) -> Segment:
+        """A graph begins: states that were read before are not its own, but for those of its forward graph."""
+        self._segment = Segment(forward)
+        return self._segment
 
     @contextlib.contextmanager
     def left(self) -> Iterator[str | None]:
@@ -269,6 +287,16 @@ class CudaRNGStatesTracker:
             yield active
         finally:
             self._switch(active)
+
+    @contextlib.contextmanager
+    def moved_to(self, name: str | None) -> Iterator[None]:
+        """Be inside the fork of a name, or outside any, for the length of the block."""
+        outer = self.active
+        self._switch(name)
+        try:
+            yield
+        finally:
+            self._switch(outer)
 
     def under(self, name: str | None, call: Callable[[], Any]) -> Callable[[], Any]:
         """A call made inside a fork."""

@@ -50,6 +50,7 @@ class Training:
     stages: Callable[[int], Sequence[Stage]]
     """The way of a microbatch in a step of this number; the last stage gives the loss."""
     set_to_none: bool = True
+    after_step: Callable[[], None] = lambda: None
     modules: Sequence[torch.nn.Module] = field(default=())
     """Further modules whose state is compared."""
 
@@ -105,6 +106,7 @@ def play(training: Training, steps: Sequence[Sequence[Do]], device: torch.device
         del loop
         training.optimizer.step()
         training.optimizer.zero_grad(set_to_none=training.set_to_none)
+        training.after_step()
         history.append(([], snapshot(program, device)))
     return history
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -60,6 +61,33 @@ def test_graph_replay_reads_and_writes_the_same_addresses(workspace: Workspace, 
         graph.replay()
         assert y.tolist() == [value * 2 + 1] * 4
     assert y.data_ptr() == address
+
+
+def test_graphs_of_different_lanes_never_share_memory(workspace: Workspace, device: torch.device) -> None:
+    """Within a lane, an earlier graph may overwrite what a later one has left: what it needed while it ran."""
+    x = torch.ones(1 << 16, device=device)
+
+    def in_lane(lane: int, work: Callable[[], torch.Tensor]) -> tuple[Graph, torch.Tensor]:
+        graph = workspace.graph((), lane)
+        with workspace.capturing():
+            graph.begin()
+            kept = work()
+            graph.end()
+        return graph, kept
+
+    def with_scratch() -> torch.Tensor:
+        return ((x * 2 + 1) * 3 + 1).sum()
+
+    first, total = in_lane(1, with_scratch)
+    others = [in_lane(lane, lambda lane=lane: x * (lane + 10)) for lane in (2, 3, 2)]
+    for graph, _ in others:
+        graph.replay()
+    first.replay()
+    assert total.item() == 10 * (1 << 16)
+    for lane, (_, kept) in zip((2, 3, 2), others, strict=True):
+        assert kept.unique().tolist() == [lane + 10]
+    ranges = sorted((kept.data_ptr(), kept.data_ptr() + kept.nbytes) for _, kept in others)
+    assert all(stop <= start for (_, stop), (start, _) in itertools.pairwise(ranges))
 
 
 def test_graph_recording_has_no_effect(workspace: Workspace, device: torch.device) -> None:

@@ -212,7 +212,12 @@ def test_signature_refuses_numpy(leaf: Any) -> None:
         ((1, 2), [1, 2], [("batch", "type changed")]),
         (Batch([1]), Batch([1, 2]), [("batch.ids[1]", "extra")]),
         (OrderedDict(a=1, b=2), OrderedDict(a=1), [("batch['b']", "missing")]),
-        (OrderedDict(a=1, b=2), OrderedDict(b=1, a=2), [("batch", "keys reordered")]),
+        (OrderedDict(a=1, b=2), OrderedDict(b=2, a=1), [("batch", "keys reordered")]),
+        (
+            OrderedDict(a=1, b=2),
+            OrderedDict(b=1, a=2),
+            [("batch", "keys reordered"), ("batch['a']", "value changed"), ("batch['b']", "value changed")],
+        ),
     ],
     ids=repr,
 )

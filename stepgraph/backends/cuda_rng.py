@@ -1,0 +1,99 @@
+"""Random state on CUDA across graphs: a backward graph that repeats the draws of its forward graph.
+
+A graph's kernels draw from where their generator is when the replay begins, and a generator's state read under capture
+is a distance from there. Activation checkpointing reads the state in the forward and goes back to it in the backward.
+If both are in one graph the distances mean the same. If the backward is a graph of its own, it has to begin where the
+forward had begun: so that is noted when the forward is replayed (`Origin`), and the generators are put there for the
+length of the backward's replay. Which graphs need it is seen while they are recorded: torch's two functions, which
+checkpointing calls, are replaced then, in this one place, by forms that take note.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from stepgraph.backends.cuda import CudaGraph
+
+
+class Origin:
+    """Where generators were at one moment: seed and offset of each."""
+
+    def __init__(self, states: Sequence[torch.Generator]) -> None:
+        self._places = [(state, state.initial_seed(), state.get_offset()) for state in states]
+
+    @contextlib.contextmanager
+    def in_place(self) -> Iterator[None]:
+        """The generators are there again for the length of the block."""
+        now = Origin([state for state, _, _ in self._places])
+        self._go()
+        try:
+            yield
+        finally:
+            now._go()
+
+    def _go(self) -> None:
+        for state, seed, offset in self._places:
+            if state.initial_seed() != seed:
+                state.manual_seed(seed)
+            state.set_offset(offset)
+
+
+class StateCalls:
+    """Reads and settings of the default generator's state while graphs are recorded."""
+
+    def __init__(self) -> None:
+        self.graph: CudaGraph | None = None
+        """The graph that records right now."""
+        self._read: dict[int, tuple[weakref.ref[torch.Tensor], CudaGraph]] = {}
+
+    def saw_read(self, state: torch.Tensor) -> None:
+        """A state was read."""
+        if self.graph is not None:
+            self._read = {key: entry for key, entry in self._read.items() if entry[0]() is not None}
+            self._read[id(state)] = (weakref.ref(state), self.graph)
+            self.graph.random.reads = True
+
+    def saw_set(self, state: torch.Tensor) -> None:
+        """A state is about to be set."""
+        if self.graph is not None:
+            known = self._read.get(id(state))
+            origin = known[1] if known is not None and known[0]() is state else None
+            if origin is not self.graph:
+                self.graph.random.rewinds_to.add(origin)
+
+    @contextlib.contextmanager
+    def watched(self) -> Iterator[None]:
+        """Watch `torch.cuda.get_rng_state` and `torch.cuda.set_rng_state`."""
+        get, put = torch.cuda.get_rng_state, torch.cuda.set_rng_state
+
+        def get_rng_state(*args: Any, **kwargs: Any) -> torch.Tensor:
+            state = get(*args, **kwargs)
+            self.saw_read(state)
+            return state
+
+        def set_rng_state(new_state: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+            self.saw_set(new_state)
+            put(new_state, *args, **kwargs)
+
+        _replace(get_rng_state, set_rng_state)
+        try:
+            yield
+        finally:
+            _replace(get, put)
+
+
+def _replace(get: Any, put: Any) -> None:
+    for module in (torch.cuda, torch.cuda.random):
+        setattr(module, "get_rng_state", get)  # noqa: B010 (a module's function is no variable to mypy)
+        setattr(module, "set_rng_state", put)  # noqa: B010
+
+
+def offset_under_capture(generator: torch.Generator) -> int:
+    """How far a generator has come in the graph being recorded."""
+    return int.from_bytes(bytes(generator.get_state()[8:16].tolist()), "little")

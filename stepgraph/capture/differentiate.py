@@ -1,0 +1,135 @@
+"""Gradients inside a recording: computed for stand-ins, added to the memory that holds the parameters' gradients.
+
+Mostly all gradients are computed first and added with one fused operation. Reentrant checkpointing cannot be asked for
+gradients: its backward runs another backward inside, which accumulates by itself. Then the stand-ins' own accumulators
+add to the memory, in eager's order, and hooks on them tell which parameters had a gradient at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from stepgraph.errors import CaptureError
+
+
+class AccumulatesByItself(Exception):
+    """A backward inside the backward has accumulated gradients: the recording must be made by `accumulate`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Inside:
+    """A parameter whose gradient the graph accumulates: its stand-in, and the memory."""
+
+    parameter: torch.Tensor
+    leaf: torch.Tensor
+    memory: torch.Tensor
+
+
+Found = tuple[list[torch.Tensor | None], list[torch.Tensor]]
+"""The gradient of each edge, and the parameters that were given one."""
+
+
+def differentiate(
+    results: Sequence[torch.Tensor],
+    incoming: Sequence[torch.Tensor],
+    edges: Sequence[torch.Tensor],
+    inside: Sequence[Inside],
+) -> Found:
+    """Compute all gradients, then add those of the parameters inside to their memory."""
+    sources = [*edges, *(entry.leaf for entry in inside)]
+    grads = torch.autograd.grad(results, sources, incoming, retain_graph=True, allow_unused=True) if sources else ()
+    if any(leaf.grad is not None for leaf in sources):
+        _clear(sources)
+        raise AccumulatesByItself
+    _check_dense(grads)
+    own = {tensor.untyped_storage()._cdata for tensor in incoming}
+    found = [(entry, grad) for entry, grad in zip(inside, grads[len(edges) :], strict=True) if grad is not None]
+    with torch.no_grad():
+        if found:
+            torch._foreach_add_([entry.memory for entry, _ in found], [grad for _, grad in found])
+        out = [_apart(grad, own) for grad in grads[: len(edges)]]
+    return out, [entry.parameter for entry, _ in found]
+
+
+def accumulate(
+    results: Sequence[torch.Tensor],
+    incoming: Sequence[torch.Tensor],
+    edges: Sequence[torch.Tensor],
+    inside: Sequence[Inside],
+) -> Found:
+    """Let autograd's accumulators, and those of backwards inside the backward, do the additions."""
+    reached: set[int] = set()
+    handles = []
+    leaves = [*edges, *(entry.leaf for entry in inside)]
+    try:
+        for entry in inside:
+            entry.leaf.grad = entry.memory
+            handles.append(entry.leaf.register_post_accumulate_grad_hook(lambda leaf: reached.add(id(leaf))))
+        torch.autograd.backward(results, incoming, retain_graph=True)
+        grads = [leaf.grad for leaf in edges]
+    finally:
+        _clear(leaves)
+        for handle in handles:
+            handle.remove()
+    _check_dense(grads)
+    own = {tensor.untyped_storage()._cdata for tensor in incoming}
+    with torch.no_grad():
+        out = [_apart(grad, own) for grad in grads]
+    return out, [entry.parameter for entry in inside if id(entry.leaf) in reached]
+
+
+def is_reentrant(results: Sequence[torch.Tensor]) -> bool:
+    """Whether a backward from these tensors comes through reentrant checkpointing, torch's or a copy of it."""
+    return any(type(node).__name__ == "CheckpointFunctionBackward" for node in _nodes_behind(results))
+
+
+def saved_memory(results: Sequence[torch.Tensor]) -> frozenset[int]:
+    """The storages, by identity, in which autograd's graph behind these tensors keeps what it needs."""
+    found = set()
+    for node in _nodes_behind(results):
+        for name in dir(node):
+            if name.startswith("_raw_saved_"):
+                saved = getattr(node, name)
+                for entry in saved if isinstance(saved, (list, tuple)) else [saved]:
+                    tensor = getattr(entry, "data", None)
+                    # what went through somebody's hooks is elsewhere; to ask for it might compute it anew
+                    if isinstance(tensor, torch.Tensor) and getattr(entry, "unpack_hook", None) is None:
+                        found.add(tensor.untyped_storage()._cdata)
+    return frozenset(found)
+
+
+def _nodes_behind(tensors: Sequence[torch.Tensor]) -> Iterator[Any]:
+    nodes = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
+    seen = set(nodes)
+    while nodes:
+        node = nodes.pop()
+        yield node
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen:
+                seen.add(following)
+                nodes.append(following)
+
+
+def _apart(grad: torch.Tensor | None, own: set[int]) -> torch.Tensor | None:
+    """A gradient that went through unchanged lies in memory of the graph that it came from: take a copy."""
+    return grad if grad is None or grad.untyped_storage()._cdata not in own else grad.clone()
+
+
+def _clear(leaves: Sequence[torch.Tensor]) -> None:
+    for leaf in leaves:
+        leaf.grad = None
+
+
+def _check_dense(grads: Sequence[torch.Tensor | None]) -> None:
+    for grad in grads:
+        if grad is not None and grad.layout is not torch.strided:
+            raise CaptureError(
+                f"a parameter of shape {list(grad.shape)} has a sparse gradient",
+                rule="sparse-grad",
+                why="it has as many entries as the batch has rows: its memory differs from call to call.",
+                fix="use dense gradients (nn.Embedding(..., sparse=False)).",
+            )

@@ -1,0 +1,90 @@
+"""What the graphs of one kind of call have baked in, and whether it is still so.
+
+Addresses, flags, modules, hooks and host values have guards of their own. A hook on a parameter is a matter for this
+one: where a graph accumulates the gradient by itself, a hook that is added later would never run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn.modules import module as torch_module
+from torch.utils.hooks import RemovableHandle
+
+from stepgraph.state.guards import ModelGuard
+from stepgraph.state.rng_tracker import NamesGuard
+from stepgraph.state.watch import Watch
+
+
+@dataclass(frozen=True, slots=True)
+class Changed:
+    """What is not as it was."""
+
+    why: str
+    names: tuple[str, ...]
+    """What to count it under: something that keeps changing is given up on."""
+    is_value: bool = False
+    """Whether it is a value that the module's code reads."""
+
+
+class SiteGuard:
+    """The guards of one kind of call."""
+
+    def __init__(
+        self,
+        model: ModelGuard,
+        values: Watch,
+        inside: Sequence[torch.Tensor],
+        names: Sequence[NamesGuard],
+        spell: Callable[[Any], str],
+    ) -> None:
+        self._model, self._values, self._names, self._spell = model, values, tuple(names), spell
+        self._inside = list(inside)
+        """Parameters whose gradients the graphs accumulate by themselves."""
+        self._handles_seen = RemovableHandle.next_id
+
+    def changed(self) -> Changed | None:
+        """What is not as it was; None in a few microseconds where all is."""
+        why = self._model.changed() or self._new_hook()
+        for names in self._names:
+            why = why or names.changed()
+        if why is not None:
+            return Changed(why, (why,))
+        changes = self._values.changed()
+        if changes:
+            return Changed("; ".join(map(str, changes)), tuple(change.name for change in changes), is_value=True)
+        return None
+
+    def _new_hook(self) -> str | None:
+        if RemovableHandle.next_id != self._handles_seen:
+            self._handles_seen = RemovableHandle.next_id
+            for parameter in self._inside:
+                if is_hooked(parameter):
+                    return f"a hook was added to `{self._spell(parameter)}`"
+        return None
+
+
+def is_hooked(parameter: torch.Tensor) -> bool:
+    """Whether something happens in Python when a parameter gets its gradient."""
+    hooks = (parameter._backward_hooks, getattr(parameter, "_post_accumulate_grad_hooks", None))
+    return any(hooks) or hasattr(parameter, "main_grad")
+
+
+has_global_hooks: Callable[[], bool] = torch_module._has_any_global_hook
+"""Whether there are hooks on all modules of the process."""
+_GLOBAL_HOOKS = tuple(
+    f"_global_{kind}" for kind in ("forward_pre_hooks", "forward_hooks", "backward_pre_hooks", "backward_hooks")
+)
+
+
+def global_hook(safe: Collection[Any]) -> str | None:
+    """A hook on all modules of the process that is not listed as safe, by name."""
+    for hooks in _GLOBAL_HOOKS:
+        for hook in getattr(torch_module, hooks, {}).values():
+            spelled = getattr(hook, "__qualname__", type(hook).__qualname__)
+            if hook not in safe and spelled not in safe:
+                return str(spelled)
+    return None

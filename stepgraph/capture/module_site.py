@@ -1,0 +1,134 @@
+"""All calls of one module that look alike: their runners, and what their warm-up has shown.
+
+Warm-up is watched for what no replay could repeat. What only a first call does (a cache that is filled, a lazy
+initialization) is in nobody's way, so the latest call decides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from stepgraph.capture.module_guard import SiteGuard
+from stepgraph.capture.recorder import RecordedCall
+from stepgraph.capture.runner import Runner
+from stepgraph.capture.static_result import StaticResult
+from stepgraph.errors import CaptureError
+from stepgraph.signature import Signature, is_plain
+from stepgraph.state.attributes import Attributes
+from stepgraph.state.rng import HostRandomWatch
+from stepgraph.state.watch import Watch
+from stepgraph.tree import Structure, paths
+
+if TYPE_CHECKING:
+    from stepgraph.capture.manager import CudaGraphManager
+
+
+class ModuleSite:
+    """All calls of one module that look alike, and their runners."""
+
+    def __init__(self, manager: CudaGraphManager, call: Signature) -> None:
+        self.manager, self.call = manager, call
+        self.runners: list[Runner] = []
+        self.recorded: RecordedCall | None = None
+        self.had_backward = self.is_passed_by = False
+        """Whether a backward has come to one of its calls, and whether one has run while a call waited for it."""
+        self.most_under_way = 0
+        """Calls that were under way at a time in warm-up."""
+        self.obstacle: str | None = None
+        """Why calls here stay eager."""
+        self.finding: CaptureError | None = None
+        """What the latest eager call did that no replay could repeat."""
+        self.varies: CaptureError | None = None
+        """How its result was unlike that of the call before."""
+        self.guard: SiteGuard | None = None
+        self._result: tuple[Structure, list[Any]] | None = None
+        self.copied: set[int] = set()
+        """Results that callers were found to hold, so that they are handed out as copies."""
+        self.keep_alive: list[Any] = []
+
+    @property
+    def is_open(self) -> bool:
+        """Whether graphs could be captured now."""
+        return not self.runners and self.obstacle is None and self.finding is None
+
+    def add(self, runner: Runner) -> None:
+        """Take a runner in."""
+        runner.result.copy(self.copied)
+        self.runners.append(runner)
+
+    def copy_results(self, indices: Iterable[int]) -> None:
+        """Hand out copies of these results."""
+        self.copied.update(indices)
+        for runner in self.runners:
+            runner.result.copy(self.copied)
+
+    def note_result(self, result: StaticResult) -> None:
+        """Compare what no replay computes again with the call before."""
+        now = (result.structure, result.plain_values)
+        self.varies = None
+        if self._result is not None:
+            structure, values = self._result
+            if structure != now[0]:
+                self.varies = _varying("the structure of its result is another at each call")
+            else:
+                for path, one, two in zip(paths(structure, "result"), values, now[1], strict=True):
+                    if one is not two and (not is_plain(one) or one != two):
+                        self.varies = _varying(f"{path} was {one!r}, then {two!r}")
+        self._result = now
+
+
+def _varying(what: str) -> CaptureError:
+    return CaptureError(
+        what,
+        rule="varying-output",
+        why="a replay computes tensors; a plain value in the result would be that of the capture for ever.",
+        fix="return a tensor (count.detach(), not count.item()), or compute the value outside the module.",
+    )
+
+
+class WarmCall:
+    """Watches one eager call."""
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        modules: dict[str, torch.nn.Module],
+        ignore: Iterable[str],
+        device: torch.device,
+    ) -> None:
+        self._names = {id(module): name for name, module in modules.items()}
+        self._ignore = frozenset(ignore)
+        self._attributes = Attributes(list(modules.values()))
+        self._values = Watch(function, self._ignore, modules)
+        self._random = HostRandomWatch(device)
+
+    def finding(self) -> CaptureError | None:
+        """What the call did that no replay could repeat."""
+        for source in self._random.advanced():
+            return CaptureError(
+                f"the module draws from {source}",
+                rule="host-random",
+                why="it would be drawn once, at capture, and frozen.",
+                fix="draw on the module's device (torch.rand(..., device=x.device)), or outside, and pass it in.",
+            )
+        for name in self._attributes.changed(lambda module: self._names[id(module)]):
+            if not {name, name.rpartition(".")[2]} & self._ignore:
+                return CaptureError(
+                    f"the module sets `{name}` to something else at each call",
+                    rule="module-attribute",
+                    why="a replay runs no Python; whoever reads the attribute would find that of the capture.",
+                    fix="return the tensor, or change a buffer in place. If nothing depends on the attribute, "
+                    f"ignore=[{name!r}].",
+                )
+        for change in self._values.changed():
+            return CaptureError(
+                f"the module itself changes {change}",
+                rule="host-value",
+                why="Python code runs only at capture, not at replay: the value would stand still.",
+                fix="change it outside the module, make it a tensor that is changed in place, or, if nothing depends "
+                f"on it, ignore=[{change.name!r}].",
+            )
+        return None

@@ -1,0 +1,185 @@
+"""One call of a graphed module, from its replayed forward to its replayed backward.
+
+Everything that may go wrong in between is looked at when the backward comes: that it is a whole backward and not a part
+of one, that the activations are still there, that nobody has changed them in place. Then the backward
+that was recorded for such gradients is replayed, or, if there is none that fits, recorded now.
+
+A gradient of an argument that is another graph's result is handed on as it lies. Where somebody was found to keep such
+a gradient (a hook on that tensor may), the backward is recorded again in other memory, and hands out copies from then
+on.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Hashable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from stepgraph.capture.boundary import ArgMetadata
+from stepgraph.capture.replay_node import is_replayed
+from stepgraph.errors import CaptureError, StaleMemoryError
+
+if TYPE_CHECKING:
+    from stepgraph.capture.runner import BackwardGraph, Runner
+
+
+class Use:
+    """One call of a runner."""
+
+    __slots__ = ("__weakref__", "_aliases", "_freed", "_origin", "_probes", "_ran_in", "node", "runner")
+
+    def __init__(self, runner: Runner, leaves: Sequence[Any], saved_inputs: Sequence[int], origin: Any) -> None:
+        self.runner = runner
+        self.node: weakref.ref[Any] | None = None
+        self._origin = origin
+        self._freed = False
+        self._ran_in = -1
+        """The backward that came here last."""
+        tensors = runner.boundary.tensors
+        # a gradient that goes straight back into the graph that made the argument is read in place, others are copied
+        self._aliases = [is_replayed(leaves[i]) and leaves[i].data_ptr() == tensors[i].data_ptr() for i in runner.flows]
+        chained = [leaves[i] for i in saved_inputs if leaves[i].data_ptr() == tensors[i].data_ptr()]
+        self._probes = [_probe(tensor) for tensor in chained]
+
+    def hand_out(self) -> tuple[torch.Tensor, ...]:
+        """The results, free of history."""
+        results = self.runner.result.hand_out()
+        self._probes += [_probe(results[i]) for i in self.runner.saved_results if not self.runner.result.copied[i]]
+        return results
+
+    def will_run(self) -> bool:
+        """Whether the backward under way will yet come to this call."""
+        node = self.node() if self.node is not None else None
+        if node is None or self._ran_in == torch._C._current_graph_task_id():
+            return False
+        return torch._C._will_engine_execute_node(node)
+
+    # -- backward
+
+    def backward(self, grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        """Replay the backward for these gradients of the results."""
+        runner = self.runner
+        self._check()
+        self._ran_in = torch._C._current_graph_task_id()
+        if all(grad is None for grad in grads):
+            self._end()
+            return [None] * (len(runner.flows) + len(runner.outside))
+        recorded = self._recorded(grads)
+        if runner.take_turn is not None:
+            runner.take_turn()
+        several = len(runner.rivals) > 1 and any(other.will_run() for other in runner.rivals if other is not self)
+        if several:
+            recorded.accumulated.begin_sum()
+        recorded.grads_in.load(grads)
+        if recorded.rewinds:
+            recorded.graph.replay_from(self._origin)
+        else:
+            recorded.graph.replay()
+        runner.backward_runs += 1
+        recorded.accumulated.finish(last=not several)
+        for parameter, marks in recorded.marks:
+            parameter.__dict__.update(marks)
+        # whether no backward that may run before it is read can overwrite it
+        first = runner.take_turn is not None or runner.lane.is_first_backward(recorded.captured_at)
+        found = recorded.hand_out([first and alias and not runner.copies_grads for alias in self._aliases])
+        self._end()
+        return found
+
+    def _recorded(self, grads: Sequence[torch.Tensor | None]) -> BackwardGraph:
+        """The backward for such gradients, ready to be replayed."""
+        runner = self.runner
+        layouts = [None if grad is None else (grad.shape, grad.stride(), grad.dtype) for grad in grads]
+        recorded = runner.backwards.get((*layouts, *_autocast(), runner.random.active))
+        if recorded is not None and recorded.grads_in.is_free_for(grads):
+            if recorded.is_held():
+                runner.copies_grads = True
+            elif recorded.accumulated.attach():
+                return recorded
+        metas = [None if grad is None else ArgMetadata.of(grad) for grad in grads]
+        if runner.capture_backward is None:
+            raise _out_of_order(metas, is_known=recorded is not None)
+        recorded = runner.capture_backward(runner, metas)
+        if not recorded.accumulated.attach():  # somebody holds gradients in the memory that it was recorded with
+            recorded = runner.capture_backward(runner, metas)
+            assert recorded.accumulated.attach()
+        return recorded
+
+    def _check(self) -> None:
+        runner = self.runner
+        if torch.is_grad_enabled():
+            raise CaptureError(
+                "a backward with create_graph=True reached a graphed module",
+                rule="create-graph",
+                why="a replayed backward has no graph of its own: the second derivative would be a constant.",
+                fix="leave this module out of the scope, or close the graphs for that part of the training.",
+            )
+        if not torch._C._will_engine_execute_node(runner.anchor_node):
+            raise CaptureError(
+                "a backward for certain tensors only (autograd.grad, or backward(inputs=...)) reached a graphed module",
+                rule="partial-backward",
+                why="the recorded backward computes, and accumulates, the gradients of all its parameters.",
+                fix="call loss.backward() without inputs=, or leave this module out of the scope.",
+            )
+        if self._freed:
+            raise RuntimeError(
+                "Trying to backward through a graphed module a second time. Specify retain_graph=True at the first "
+                "backward if there is to be another one."
+            )
+        if runner.is_freed:
+            raise StaleMemoryError(
+                "a backward through a graphed module whose graphs are gone",
+                rule="stale-memory",
+                why="the session was closed, or the process groups of its collectives ended, after the forward.",
+                fix="run the backward before that.",
+            )
+        for probe, version in self._probes:
+            if probe._version != version:
+                raise CaptureError(
+                    "a tensor that a graphed module's backward needs was changed in place after its forward",
+                    rule="inplace-saved",
+                    details=[f"a tensor of shape {list(probe.shape)}, version {version} -> {probe._version}"],
+                    why="the activations lie in this memory; eager autograd refuses the same.",
+                    fix="use the out-of-place form of the operation that changes it.",
+                )
+
+    # -- ending
+
+    def _end(self) -> None:
+        """A backward has run; with retain_graph another one may follow."""
+        if not torch._C._autograd._get_current_graph_task_keep_graph():
+            self._release()
+
+    def _release(self) -> None:
+        if not self._freed:
+            self._freed = True
+            self._probes = []  # the node may live on with a loss that is kept, and must hold no memory
+            self.runner.rivals.discard(self)
+            self.runner.release()
+
+    def __del__(self) -> None:
+        self._release()  # the results were dropped without a backward
+
+
+def _out_of_order(metas: Sequence[ArgMetadata | None], *, is_known: bool) -> CaptureError:
+    what = "gradients came back to other results of a graphed module than in the recorded order, or look otherwise"
+    if is_known:
+        what = "a gradient of an earlier step is still held, and a graphed module's backward would overwrite it"
+    return CaptureError(
+        what,
+        rule="replay-order",
+        details=[f"received  {[None if m is None else list(m.shape) for m in metas]}"],
+        why="with a single pool its activations lie in memory that later graphs use, and no graph can be added.",
+        fix="keep to the recorded program, clone gradients that are kept, call handle.reset() where the program "
+        "changes for good, or leave cuda_graph_use_single_mempool=False.",
+    )
+
+
+def _probe(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
+    return tensor.detach(), tensor._version
+
+
+def _autocast() -> tuple[Hashable, ...]:
+    cuda, cpu = torch.is_autocast_enabled("cuda"), torch.is_autocast_enabled("cpu")
+    return cuda and torch.get_autocast_dtype("cuda"), cpu and torch.get_autocast_dtype("cpu")

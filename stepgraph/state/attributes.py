@@ -1,0 +1,49 @@
+"""What modules hold in their attributes at one moment: to see whether a call changes any, and to put them back.
+
+A forward may hang things on its module: a counter, an auxiliary loss, a cache. A replay runs no Python, so whoever
+reads such an attribute afterwards would find that of the capture. In-place changes of buffers are no such thing: they
+are part of the graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from stepgraph.signature import is_plain
+
+
+class Attributes:
+    """The attributes and buffers of modules, as they are now."""
+
+    def __init__(self, modules: Sequence[torch.nn.Module]) -> None:
+        self._kept = [(module, dict(vars(module)), dict(module._buffers)) for module in modules]
+
+    def _places(self) -> Iterator[tuple[torch.nn.Module, dict[str, Any], dict[str, Any]]]:
+        for module, attributes, buffers in self._kept:
+            yield module, vars(module), attributes
+            yield module, module._buffers, buffers
+
+    def changed(self, name: Callable[[torch.nn.Module], str]) -> list[str]:
+        """The attributes that are something else by now."""
+        found = []
+        for module, now, before in self._places():
+            keys = [k for k in {*now, *before} if not _same(now.get(k, _MISSING), before.get(k, _MISSING))]
+            found += [f"{name(module)}.{key}" for key in sorted(keys)]
+        return found
+
+    def restore(self) -> None:
+        """Make all as it was."""
+        for _, now, before in self._places():
+            if len(now) != len(before) or any(now.get(key, _MISSING) is not value for key, value in before.items()):
+                now.clear()
+                now.update(before)
+
+
+def _same(one: Any, two: Any) -> bool:
+    return one is two or (type(one) is type(two) and is_plain(one) and bool(one == two))
+
+
+_MISSING = object()
