@@ -2,10 +2,12 @@
 
 from stepgraph import order
 from stepgraph.backends import Backend, backend_for
+from stepgraph.capture.boundary import ArgMetadata
 from stepgraph.capture.full_iteration import FullCudaGraphWrapper
 from stepgraph.capture.graph_modules import GraphedModules, graph_modules
 from stepgraph.capture.iteration import capture
 from stepgraph.capture.manager import CudaGraphManager
+from stepgraph.capture.mismatch import get_mismatch_errors
 from stepgraph.capture.module_report import ModuleReport
 from stepgraph.capture.module_session import (
     create_cudagraphs,
@@ -34,6 +36,7 @@ from stepgraph.state.rng_tracker import CudaRNGStatesTracker, get_cuda_rng_track
 __version__ = "0.1.0"
 
 __all__ = [
+    "ArgMetadata",
     "Backend",
     "CaptureError",
     "CapturedStep",
@@ -59,6 +62,7 @@ __all__ = [
     "create_cudagraphs",
     "delete_cuda_graphs",
     "get_cuda_rng_tracker",
+    "get_mismatch_errors",
     "graph_modules",
     "is_graph_capturing",
     "is_graph_warmup",

@@ -13,6 +13,7 @@ import contextlib
 import functools
 import gc
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -88,6 +89,7 @@ class CudaGraph(Graph):
             self._graph.capture_end()
         self._nodes = self._count_nodes()
         self._graph.instantiate()
+        self._workspace.alive.add(self)
 
     def abort(self) -> None:
         self._workspace.random.graph = None
@@ -122,6 +124,7 @@ class CudaGraph(Graph):
             self.replay()
 
     def free(self) -> None:
+        self._workspace.alive.discard(self)
         self._graph.reset()
 
     @property
@@ -178,6 +181,9 @@ class CudaWorkspace(Workspace):
         self.runtime = _runtime()
         self._stream = torch.cuda.Stream(device)
         self.random = StateCalls()
+        self.alive: weakref.WeakSet[CudaGraph] = weakref.WeakSet()
+        """Graphs that may be replayed."""
+        self._warms_in_pool = True
         torch.cuda.synchronize(device)
         torch.cuda.empty_cache()  # what building the model left cached is of no use to a private pool
         self._pools: dict[int, _Pool] = {}
@@ -237,6 +243,8 @@ class CudaWorkspace(Workspace):
 
     @contextlib.contextmanager
     def warming_up(self) -> Iterator[None]:
+        # what the pool has free, graphs in it overwrite: what an eager call leaves behind must not lie there
+        self._warms_in_pool = not self.alive
         with self.stream():
             self._route_to_pool()
             try:
@@ -259,11 +267,11 @@ class CudaWorkspace(Workspace):
 
     def _route_to_pool(self) -> None:
         """Let eager work on the stream, in autograd's threads too, allocate from the pool that captures will use."""
-        if hasattr(torch._C, "_cuda_beginAllocateCurrentStreamToPool"):
+        if self._warms_in_pool and hasattr(torch._C, "_cuda_beginAllocateCurrentStreamToPool"):
             torch._C._cuda_beginAllocateCurrentStreamToPool(self.device_index, self.pool_of(0))
 
     def _route_away(self) -> None:
-        if hasattr(torch._C, "_cuda_beginAllocateCurrentStreamToPool"):
+        if self._warms_in_pool and hasattr(torch._C, "_cuda_beginAllocateCurrentStreamToPool"):
             torch._C._cuda_endAllocateToPool(self.device_index, self.pool_of(0))
             torch._C._cuda_releasePool(self.device_index, self.pool_of(0))
 

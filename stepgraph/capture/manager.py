@@ -7,6 +7,7 @@ runner, up to `max_runners`; where nothing can be replayed, it runs eagerly, and
 
 from __future__ import annotations
 
+import contextlib
 import operator
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
@@ -266,7 +267,8 @@ class CudaGraphManager:
     def _without_graph(self, site: ModuleSite, leaves: Sequence[Any], structure: Structure) -> Any:
         def run() -> Any:
             args, kwargs = unflatten(structure, leaves)
-            return self.original(*args, **kwargs)
+            with contextlib.nullcontext() if self.need_backward else torch.no_grad():
+                return self.original(*args, **kwargs)
 
         if site.runners:
             return run()  # counted where it was decided

@@ -210,7 +210,8 @@ def is_graph_capturing() -> bool:
 
 def is_graph_warmup() -> bool:
     """Whether a graphed module runs eagerly to warm up, or waits for the backward of such a run."""
-    return any(shared.is_warming or not shared.recorder.is_settled for shared in list(_LIVE))
+    live = [shared for shared in list(_LIVE) if not shared.is_closed]
+    return any(shared.is_warming or shared.recorder.is_waiting for shared in live)
 
 
 def _others(managers: Iterable[CudaGraphManager], manager: CudaGraphManager) -> Iterable[torch.nn.Module]:

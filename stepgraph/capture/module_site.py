@@ -6,6 +6,7 @@ initialization) is in nobody's way, so the latest call decides.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -45,6 +46,7 @@ class ModuleSite:
         """How its result was unlike that of the call before."""
         self.guard: SiteGuard | None = None
         self._result: tuple[Structure, list[Any]] | None = None
+        self._handed_out: dict[int, list[weakref.ref[torch.UntypedStorage]]] = {}
         self.copied: set[int] = set()
         """Results that callers were found to hold, so that they are handed out as copies."""
         self.keep_alive: list[Any] = []
@@ -65,8 +67,15 @@ class ModuleSite:
         for runner in self.runners:
             runner.result.copy(self.copied)
 
-    def note_result(self, result: StaticResult) -> None:
+    def note_kept(self, slot: int) -> None:
+        """Before an eager call: results of the last one in its place that are still held are handed out as copies."""
+        for index, storage in enumerate(self._handed_out.pop(slot, ())):
+            if storage() is not None and self.manager.options.outputs == "guarded":
+                self.copied.add(index)
+
+    def note_result(self, result: StaticResult, slot: int) -> None:
         """Compare what no replay computes again with the call before."""
+        self._handed_out[slot] = [weakref.ref(tensor.untyped_storage()) for tensor in result.tensors]
         now = (result.structure, result.plain_values)
         self.varies = None
         if self._result is not None:

@@ -106,6 +106,7 @@ class Recorder:
         """In how many rounds each kind of call occurred, by the id of its site."""
         self._outstanding: weakref.WeakSet[_Outstanding] = weakref.WeakSet()
         self._num_backwards = 0
+        self._task = -1
         self._openers: set[ModuleSite] = set()
         self._producers: dict[int, tuple[weakref.ref[torch.Tensor], RecordedCall, int]] = {}
         self._seen: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
@@ -115,6 +116,11 @@ class Recorder:
     def is_settled(self) -> bool:
         """Whether no recorded call waits for its backward."""
         return not self._outstanding
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether a recorded call waits for its backward, or the calling thread runs one that came to such a call."""
+        return not self.is_settled or (self._task != -1 and self._task == torch._C._current_graph_task_id())
 
     @property
     def repeats(self) -> bool:
@@ -153,6 +159,7 @@ class Recorder:
     def forget(self) -> None:
         """Start over: the next call begins a round."""
         self.events, self.round, self._before, self._openers = [], [], [], set()
+        self._outstanding.clear()
         self._producers.clear()
         self._seen.clear()
         self.rounds.clear()
@@ -183,10 +190,11 @@ class Recorder:
             if self._needs_values():
                 call.values[index] = copied(leaves[index])
         self.events.append(Event(call, backward=False))
+        site.note_kept(slot)
         result = run()
         made = StaticResult(result, {index: leaves[index] for index in first.values()})
         call.num_results = len(made.tensors)
-        site.note_result(made)
+        site.note_result(made, slot)
         call.is_differentiable = any(made.differentiable)
         waiting = _Outstanding(call, self) if call.is_differentiable else None
         if waiting is not None:
@@ -214,6 +222,7 @@ class Recorder:
             self._outstanding.discard(waiting)
             call.site.had_backward = True
             self._num_backwards += 1
+            self._task = torch._C._current_graph_task_id()
             call.backward_ambient = ambient_key()
             self.events.append(Event(call, backward=True))
         call.grads[index] = ArgMetadata.of(grad)

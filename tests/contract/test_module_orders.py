@@ -302,7 +302,7 @@ def test_results_that_are_held_keep_their_values(device: torch.device) -> None:
             x = torch.randn(4, WIDTH, device=device)
             for stage in model.stages(step):
                 x = stage(x)
-                if step % 3 == 0:
+                if step % 3 == 0 and step > 4:
                     kept.append((x.detach(), x.detach().clone()))
             x.backward()
             training.optimizer.step()
@@ -314,7 +314,8 @@ def test_results_that_are_held_keep_their_values(device: torch.device) -> None:
     assert any("still held" in reason for row in report.rows for reason in row.eager_reasons)
 
 
-def test_result_held_until_the_next_call_costs_one_eager_step(device: torch.device) -> None:
+def test_result_held_until_the_next_call_costs_no_eager_step(device: torch.device) -> None:
+    """Warm-up sees that it is held, so that it is copied from the start."""
     training = stack(device)
     first, second, third = training.model.layers
     y = None
@@ -325,7 +326,7 @@ def test_result_held_until_the_next_call_costs_one_eager_step(device: torch.devi
         rows_of = handle.report().rows
     assert y is not None
     assert [row.eager_reasons["warm-up"] for row in rows_of] == [3, 3, 3]
-    assert [row.eager_calls for row in rows_of] == [4, 4, 4]
+    assert [row.eager_calls for row in rows_of] == [3, 3, 3]
     assert [row.recapture_reasons for row in rows_of] == [{}, {}, {}]
 
 
@@ -453,6 +454,8 @@ def test_fixed_order_copes_with_results_that_are_held(device: torch.device) -> N
 
         def stages(step: int) -> list[Callable[[torch.Tensor], torch.Tensor]]:
             def note(x: torch.Tensor) -> torch.Tensor:
+                if step < 8:
+                    return x + x.detach()
                 kept.append(x.detach())
                 return x + kept[len(kept) // 2]
 

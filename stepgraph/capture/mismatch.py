@@ -1,0 +1,52 @@
+"""How a call differs from the one that a graph was captured for, told argument by argument, all at once."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from stepgraph.capture.boundary import ArgMetadata
+from stepgraph.signature import Signature, ambient_key, differences, leaf_key
+from stepgraph.tree import flatten, settled
+
+
+def get_mismatch_errors(
+    captured_args: Sequence[Any],
+    captured_kwargs: Mapping[str, Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    *,
+    names: Sequence[str] = (),
+) -> list[str]:
+    """Every difference between two calls' arguments, each by its path; empty where one graph serves both.
+
+    Tensors are told by type, shape, strides, dtype, device and requires_grad, plain values by value, other objects by
+    identity. `ArgMetadata` may stand for a tensor that is gone. `names` are those of the positional parameters.
+
+    Example:
+        >>> get_mismatch_errors((x,), {"mask": mask}, (x[:2],), {}, names=["hidden_states"])
+        ['mask: missing (captured present, received absent)',
+         'hidden_states: shape changed (captured f32[4, 8] cpu, received f32[2, 8] cpu)']
+    """
+    captured = _signature(captured_args, captured_kwargs, names)
+    return [str(difference) for difference in differences(captured, _signature(args, kwargs, names))]
+
+
+def _signature(args: Sequence[Any], kwargs: Mapping[str, Any], names: Sequence[str]) -> Signature:
+    leaves, structure = flatten((tuple(args), dict(kwargs)))
+    return Signature(settled(structure), tuple(map(_key, leaves)), ambient_key(), arguments=tuple(names))
+
+
+def _key(leaf: Any) -> Hashable:
+    """A leaf's key. Whether a tensor that needs a gradient was computed or is a leaf makes no graph another."""
+    if isinstance(leaf, ArgMetadata):
+        return (torch.Tensor, leaf.shape, leaf.stride, leaf.dtype, leaf.device, leaf.requires_grad, False, False)
+    if not isinstance(leaf, torch.Tensor):
+        return leaf_key(leaf)
+    if leaf.layout is not torch.strided:  # no strides to ask for
+        return (type(leaf), leaf.shape, leaf.layout, leaf.dtype, leaf.device, leaf.requires_grad, False, False)
+    key = leaf_key(leaf)
+    assert isinstance(key, tuple)
+    return (*key[:5], leaf.requires_grad, *key[6:])
