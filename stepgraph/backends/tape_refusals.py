@@ -98,7 +98,7 @@ class HostReadGuard(TorchFunctionMode):
         if name in _HOST_READS and args and isinstance(args[0], torch.Tensor):
             self._refuse(CaptureRefused(entry("host-read"), f"Tensor.{name}", user_location()))
         if name == "cpu" and args and isinstance(args[0], torch.Tensor):
-            self._refuse(CaptureRefused(entry("host-data"), "Tensor.cpu()", user_location()))
+            self._refuse(CaptureRefused(entry("host-read"), "Tensor.cpu()", user_location()))
         if func is torch.tensor and args and isinstance(args[0], torch.Tensor):
             return args[0].detach().clone()
         if name == "one_hot" and (len(args) > 1 or kwargs):

@@ -27,6 +27,7 @@ def assign(x: torch.Tensor, key: Any, value: Any) -> torch.Tensor:
 
 
 HOST_READS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "cpu": lambda x: x.cpu(),
     "item": lambda x: x.sum().item(),
     "bool": lambda x: bool(x.sum() > 1),
     "if": lambda x: x if x.sum() > 1 else -x,
@@ -76,7 +77,6 @@ HOST_DATA: dict[str, Callable[[torch.Tensor], Any]] = {
     "list index": lambda x: x[[0, 1]],
     "array index": lambda x: x[np.array([0, 1])],
     "element = number": lambda x: assign(x, 0, 1.0),
-    "cpu": lambda x: x.cpu(),
 }
 OTHERS: dict[str, tuple[str, Callable[[torch.Tensor], Any]]] = {
     "stray generator": ("generator", lambda x: torch.rand(3, generator=STRAY)),
