@@ -115,6 +115,7 @@ def is_capturing(trainer: Trainer) -> bool:
 
 def main(device: str, ending: str, *file: str) -> None:
     torch.set_num_threads(1)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # started in the background, a process ignores it
     if file:
         backend = "nccl" if device == "cuda" else "gloo"
         dist.init_process_group(backend, init_method=f"file://{file[0]}", rank=0, world_size=1)
