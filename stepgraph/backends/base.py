@@ -62,6 +62,10 @@ class Graph(ABC):
         """What `replay` comes down to once the graph has ended, to be called without a way round."""
         return self.replay
 
+    def will_replay_from(self) -> None:
+        """Said before `end`: the graph goes back to an earlier one's random states, and `replay_from` will replay it."""
+        return
+
     def random_origin(self) -> Any:
         """Where the generators are now, if a later graph that goes back to this one's random states needs to know."""
         return None

@@ -21,7 +21,7 @@ import torch
 
 from stepgraph.backends.base import Backend, CopyStream, Graph, RandomUse, Workspace
 from stepgraph.backends.cuda_reading import CudaReading
-from stepgraph.backends.cuda_rng import Origin, StateCalls, offset_under_capture
+from stepgraph.backends.cuda_rng import Origin, StateCalls, advance_under_capture, offset_under_capture
 
 
 def _runtime() -> Any | None:
@@ -71,7 +71,7 @@ class CudaGraph(Graph):
         self._generators = tuple(generators)
         self._graph = torch.cuda.CUDAGraph(keep_graph=True)
         self._nodes: int | None = None
-        self._in_inference_mode = False
+        self._in_inference_mode = self._replays_from = False
         self.random = RandomUse()
         known = (workspace.default_generator, *self._generators)
         self._states = [generator.graphsafe_get_state() for generator in known]  # a fork moves them between generators
@@ -82,7 +82,8 @@ class CudaGraph(Graph):
         self._workspace.random.graph = self
 
     def end(self) -> None:
-        self.random.draws = any(map(offset_under_capture, self._states))
+        if not self._replays_from:
+            self.random.draws = any(map(offset_under_capture, self._states))
         self._workspace.random.graph = None
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="The CUDA Graph is empty")
@@ -115,6 +116,12 @@ class CudaGraph(Graph):
     @property
     def launch(self) -> Callable[[], None]:
         return self.replay if self._in_inference_mode else functools.partial(torch._C._CUDAGraph.replay, self._graph)
+
+    def will_replay_from(self) -> None:
+        self.random.draws = any(map(offset_under_capture, self._states))
+        self._replays_from = True
+        # torch tells a graph's kernels where its generators are only if the graph moves them; `replay_from` undoes it
+        advance_under_capture(self._states)
 
     def random_origin(self) -> Origin:
         return Origin(self._states)

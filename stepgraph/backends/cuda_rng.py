@@ -94,6 +94,21 @@ def _replace(get: Any, put: Any) -> None:
         setattr(module, "set_rng_state", put)  # noqa: B010
 
 
+_OFFSET = slice(8, 16)
+"""Where a state's bytes hold the offset; the seed comes before it."""
+_ONE_DRAW = 4
+"""What the smallest draw moves a generator by."""
+
+
 def offset_under_capture(generator: torch.Generator) -> int:
     """How far a generator has come in the graph being recorded."""
-    return int.from_bytes(bytes(generator.get_state()[8:16].tolist()), "little")
+    return int.from_bytes(bytes(generator.get_state()[_OFFSET].tolist()), "little")
+
+
+def advance_under_capture(generators: Sequence[torch.Generator]) -> None:
+    """Move generators on in the graph being recorded, without a draw."""
+    for generator in generators:
+        state = generator.get_state()
+        offset = offset_under_capture(generator) + _ONE_DRAW
+        state[_OFFSET] = torch.tensor(list(offset.to_bytes(8, "little")), dtype=torch.uint8)
+        generator.set_state(state)

@@ -18,6 +18,7 @@ from stepgraph.backends import Graph
 from stepgraph.capture.session import Session
 from stepgraph.errors import CaptureError
 from stepgraph.state.grads import Attachment, GradCapture, attach
+from stepgraph.state.rng_recompute import STEP_FIX, state_of_another_graph
 from stepgraph.state.rng_tracker import tracker_for
 
 
@@ -166,6 +167,8 @@ class ChainRecorder:
         assert self._graph is not None
         assert self._grads is not None
         grads = self._grads.end_segment()
+        if self._graph.random.rewinds_to:
+            raise state_of_another_graph("the step sets the random state", STEP_FIX)
         self._graph.end()
         graph, self._graph = self._graph, None
         if graph.nodes == 0:

@@ -36,6 +36,7 @@ from stepgraph.state.attributes import Attributes
 from stepgraph.state.lent import Lent
 from stepgraph.state.module_state import leaves_behind
 from stepgraph.state.param_grads import ParamGrads
+from stepgraph.state.rng_recompute import state_of_another_graph
 from stepgraph.state.rng_tracker import NamesGuard, Segment, tracker_for
 from stepgraph.state.standins import StandIns, without_hooks
 from stepgraph.tree import unflatten
@@ -206,10 +207,14 @@ class PairCapture:
         segment = self._random.begin_segment(runner.segment)
         self._accumulates = self._accumulates or is_reentrant(results)
         try:
-            graph, edges, parameters = self._record_backward(runner, results, list(incoming.values()), autocast)
+            graph, edges, parameters = self._record_backward(
+                runner, results, list(incoming.values()), autocast, segment
+            )
         except AccumulatesByItself:
             self._accumulates = True
-            graph, edges, parameters = self._record_backward(runner, results, list(incoming.values()), autocast)
+            graph, edges, parameters = self._record_backward(
+                runner, results, list(incoming.values()), autocast, segment
+            )
         try:
             rewinds = self._rewinds(runner, graph, segment)
         except CaptureError:
@@ -230,6 +235,7 @@ class PairCapture:
         results: Sequence[torch.Tensor],
         incoming: Sequence[torch.Tensor],
         autocast: tuple[Any, Any],
+        segment: Segment,
     ) -> tuple[Graph, list[torch.Tensor | None], list[torch.Tensor]]:
         stand_ins = dict(zip(map(id, self.stand_ins.parameters), self.stand_ins.leaves, strict=True))
         foreign = [p for p in runner.outside if id(p) not in stand_ins]
@@ -252,6 +258,8 @@ class PairCapture:
         around = (self._surroundings(runner.training), under_autocast(*autocast), without_hooks(foreign))
         with around[0], around[1], around[2], self._recording(runner.lane) as graph:
             found, parameters = run(results, incoming, edges, inside)
+            if segment.rewinds or graph.random.rewinds_to:
+                graph.will_replay_from()
         return graph, found, parameters
 
     def _rewinds(self, runner: Runner, graph: Graph, segment: Segment) -> bool:
@@ -312,12 +320,9 @@ def with_modes(module: torch.nn.Module) -> list[torch.nn.Module]:
 
 
 def _rewinds_elsewhere() -> CaptureError:
-    return CaptureError(
-        "the module sets a random state that was not read in its own forward",
-        rule="rng-segment",
-        why="in a graph a state is a distance from where the graph begins; one of another graph, or of before the "
-        "capture, means something else at each replay.",
-        fix="set random states outside the module, or graph the part that reads the state together with it.",
+    return state_of_another_graph(
+        "the module sets the random state",
+        "set random states outside the module, or graph the part that reads the state together with it.",
     )
 
 

@@ -16,6 +16,25 @@ from typing import Protocol
 
 import torch
 
+from stepgraph.errors import CaptureError
+
+
+STEP_FIX = (
+    "set states between steps; if the step's forward is recomputed in its backward, let no optimizer or scaler step "
+    "that cuts the graph come between the two."
+)
+
+
+def state_of_another_graph(what: str, fix: str) -> CaptureError:
+    """The error of a graph that goes back to a random state that it cannot know."""
+    return CaptureError(
+        f"{what} to one that was not read in the same graph",
+        rule="rng-segment",
+        why="in a graph a state is a distance from where the graph begins; one of another graph, or of before the "
+        "capture, means something else at each replay.",
+        fix=fix,
+    )
+
 
 @dataclass(frozen=True, slots=True)
 class Moment:

@@ -25,7 +25,7 @@ import torch
 from stepgraph.backends import Backend, backend_for
 from stepgraph.errors import CaptureError, InvalidArgument
 from stepgraph.frames import called_from_torch
-from stepgraph.state.rng_recompute import Forward, Moment, Recomputation
+from stepgraph.state.rng_recompute import STEP_FIX, Forward, Moment, Recomputation, state_of_another_graph
 
 _TRACKERS: dict[torch.device, CudaRNGStatesTracker] = {}
 
@@ -220,14 +220,7 @@ class CudaRNGStatesTracker:
 
     def _set(self, name: str | None, state: torch.Tensor) -> None:
         if self._backend.is_capturing() and not self._segment.goes_to(state):
-            raise CaptureError(
-                f"the step sets the random state `{name or 'default'}` to one that was not read in the same graph",
-                rule="rng-segment",
-                why="in a graph a state is a distance from where the graph begins; one of another graph, or of before "
-                "the capture, means something else at each replay.",
-                fix="set states between steps; if the step's forward is recomputed in its backward, let no optimizer "
-                "or scaler step that cuts the graph come between the two.",
-            )
+            raise state_of_another_graph(f"the step sets the random state `{name or 'default'}`", STEP_FIX)
         self._backend.set_random_state(self._home(name), state if state.device.type == "cpu" else state.cpu())
 
     # -- recomputation

@@ -40,14 +40,25 @@ def test_gradients_of_other_dtypes(optimizer: Any, device: torch.device) -> None
         assert_graphed_equals_eager(build, device)
 
 
+class Scaled(nn.Module):
+    """A product without a sum: a gradient of -0.0 is one on every device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.weight
+
+
 def test_gradients_start_from_minus_zero_not_zero(device: torch.device) -> None:
     """A gradient of -0.0 stays -0.0 where there was none before: nothing was added to it."""
-    layer = nn.Linear(2, 2, bias=False).to(device)
+    layer = Scaled().to(device)
     with stepgraph.graph_modules(nn.ModuleDict({"layer": layer}), "layer", warmup=1):
         for _ in range(4):
             layer.weight.grad = None
-            (layer(torch.ones(1, 2, device=device)) * -0.0).sum().backward()
-            assert same_bits(layer.weight.grad, torch.full((2, 2), -0.0, device=device))
+            (layer(torch.ones(2, device=device)) * -0.0).sum().backward()
+            assert same_bits(layer.weight.grad, torch.full((2,), -0.0, device=device))
 
 
 @pytest.mark.parametrize("what", ["one weight", "all of a layer", "all but a norm"])

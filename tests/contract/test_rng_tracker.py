@@ -618,21 +618,21 @@ def test_checkpoint_in_a_fork_with_torchs_own_restoring_is_refused_under_capture
             captured(torch.ones(8, device=device))
 
 
-def test_recomputation_in_another_graph_than_its_forward_is_refused(device: torch.device) -> None:
+@pytest.mark.parametrize("named", [True, False], ids=["named state", "default state"])
+def test_recomputation_in_another_graph_than_its_forward_is_refused(named: bool, device: torch.device) -> None:
     tracker = with_names(device)
+    options = {"preserve_rng_state": False, "context_fn": tracker.checkpoint_contexts} if named else {}
     model, other = nn.Linear(8, 8).to(device), nn.Linear(8, 8).to(device)
     optimizer = Langevin(other.parameters())
 
     def block(x: torch.Tensor) -> torch.Tensor:
-        with tracker.fork():
+        with tracker.fork() if named else contextlib.nullcontext():
             return F.dropout(model(x).sigmoid(), 0.5)
 
     def step(x: torch.Tensor) -> torch.Tensor:
         model.zero_grad()
         other.zero_grad()
-        out = checkpoint(
-            block, x, use_reentrant=False, preserve_rng_state=False, context_fn=tracker.checkpoint_contexts
-        )
+        out = checkpoint(block, x, use_reentrant=False, **options)
         other(x).sum().backward()
         optimizer.step()  # cuts the graph
         out.sum().backward()
@@ -642,6 +642,20 @@ def test_recomputation_in_another_graph_than_its_forward_is_refused(device: torc
         captured(torch.ones(2, 8, device=device))
         with pytest.raises(stepgraph.CaptureError, match="rng-segment"):
             captured(torch.ones(2, 8, device=device))
+
+
+def test_default_state_of_before_the_capture_is_refused_inside_it(device: torch.device) -> None:
+    module = torch.cuda if device.type == "cuda" else torch
+    state = module.get_rng_state()
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        module.set_rng_state(state)
+        return F.dropout(x, 0.5)
+
+    with stepgraph.capture(step, warmup=1) as captured:
+        captured(torch.ones(8, device=device))
+        with pytest.raises(stepgraph.CaptureError, match="rng-segment"):
+            captured(torch.ones(8, device=device))
 
 
 def test_states_of_before_the_capture_are_refused_inside_it(device: torch.device) -> None:
