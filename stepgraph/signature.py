@@ -163,10 +163,10 @@ def refuse_tensor_classes(leaves: Sequence[Any], names: Sequence[str]) -> None:
             continue
         if type(leaf) is not torch.Tensor or leaf.layout is not torch.strided or leaf.is_nested:
             raise InvalidArgument(
-                f"argument `{name}` is a {type(leaf).__name__} of layout {str(leaf.layout).removeprefix('torch.')}",
+                f"`{name}` is a {type(leaf).__name__} of layout {str(leaf.layout).removeprefix('torch.')}",
                 rule="tensor-class",
-                why="arguments are copied into plain tensors, which have no more than shape, strides and dtype.",
-                fix="pass plain tensors, and put them together inside.",
+                why="arguments and results of a graph are plain tensors, with no more than shape, strides and dtype.",
+                fix="pass and return plain tensors, and put them together elsewhere.",
             )
 
 

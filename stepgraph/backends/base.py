@@ -63,7 +63,7 @@ class Graph(ABC):
         return self.replay
 
     def will_replay_from(self) -> None:
-        """Said before `end`: the graph goes back to an earlier one's random states, and `replay_from` will replay it."""
+        """Said before `end`: it goes back to an earlier graph's random states, and `replay_from` will replay it."""
         return
 
     def random_origin(self) -> Any:

@@ -32,6 +32,7 @@ from stepgraph.capture.session import Session
 from stepgraph.capture.static_result import StaticResult
 from stepgraph.capture.use import Use
 from stepgraph.errors import CaptureError
+from stepgraph.signature import refuse_tensor_classes
 from stepgraph.state.attributes import Attributes
 from stepgraph.state.lent import Lent
 from stepgraph.state.module_state import leaves_behind
@@ -99,6 +100,7 @@ class PairCapture:
                 result = StaticResult(self._function(*args, **kwargs), tensors)
                 mutated = [i for i, t in tensors.items() if _version(t) != versions[i]]
                 self._refuse(call, graph, tensors, mutated)
+                refuse_tensor_classes(result.tensors, ["result"] * len(result.tensors))
         result.settle([*self._module.parameters(), *self._module.buffers()])
         differentiable = any(result.differentiable)
         self._known = self._reached(result) if differentiable else list(self.stand_ins.parameters)

@@ -79,7 +79,7 @@ class RoundCapture:
             runner = self.runners.get(self._placement.key(producer))
             if runner is None or self._placement.lane(producer) is not self._placement.lane(call):
                 continue
-            if not runner.result.copied[result] and _fits(runner.result.tensors[result], call.leaves[index]):
+            if runner.result.is_own(result) and _fits(runner.result.tensors[result], call.leaves[index]):
                 given[index] = runner, runner.result.tensors[result].data
         return given
 

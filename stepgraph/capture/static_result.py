@@ -53,6 +53,7 @@ class StaticResult:
                     self.tensors.append(leaf)
                 self._leaves.append(_Tensor(found[id(leaf)]))
         self._lent: list[Lent] = []
+        self._watched: list[tuple[int, Lent]] = []
         self._inputs = list(inputs.values())
         self.copied = [False] * len(self.tensors)
         """Which tensors are handed out as copies."""
@@ -62,24 +63,34 @@ class StaticResult:
     def settle(self, state: Sequence[torch.Tensor]) -> None:
         """The recording has ended: get the tensors ready to be handed out.
 
-        Those in memory that is not the graph's own, of arguments or of the module's `state`, are copied.
+        Those that lie in arguments are copied. Those that lie in the module's `state`, its parameters and buffers, show
+        what happens to it later, as in eager.
         """
-        own = {tensor.untyped_storage()._cdata for tensor in (*self._inputs, *state)}
-        self.copied = [tensor.untyped_storage()._cdata in own for tensor in self.tensors]
-        self._lent = lend_out(self.tensors)
+        arguments = {tensor.untyped_storage()._cdata for tensor in self._inputs}
+        self.copied = [tensor.untyped_storage()._cdata in arguments for tensor in self.tensors]
         self._inputs = []
+        self._lent = lend_out(self.tensors)
+        kept = {tensor.untyped_storage()._cdata for tensor in state}
+        self._watched = [(i, n) for i, n in enumerate(self._lent) if self._storage(i) not in kept]
+
+    def is_own(self, index: int) -> bool:
+        """Whether a tensor lies in memory of the graph's own and is handed out as it lies."""
+        return not self.copied[index] and any(watched == index for watched, _ in self._watched)
+
+    def _storage(self, index: int) -> int:
+        return int(self.tensors[index].untyped_storage()._cdata)
 
     def held(self) -> list[int]:
         """The tensors, or views of them, that a caller still holds."""
-        return [i for i, lent in enumerate(self._lent) if lent.is_held()]
+        return [i for i, lent in self._watched if lent.is_held()]
 
     def is_held(self) -> bool:
         """Whether a caller still holds a tensor."""
-        return any(lent.is_held() for lent in self._lent)
+        return any(lent.is_held() for _, lent in self._watched)
 
     def copy(self, indices: Iterable[int]) -> None:
         """Hand out copies of these tensors."""
-        for index in indices:
+        for index in {watched for watched, _ in self._watched} & set(indices):
             self.copied[index] = True
 
     def forget_history(self) -> None:

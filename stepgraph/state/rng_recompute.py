@@ -18,7 +18,6 @@ import torch
 
 from stepgraph.errors import CaptureError
 
-
 STEP_FIX = (
     "set states between steps; if the step's forward is recomputed in its backward, let no optimizer or scaler step "
     "that cuts the graph come between the two."

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from stepgraph.backends import Backend, backend_for
-from stepgraph.errors import CaptureError, InvalidArgument
+from stepgraph.errors import InvalidArgument
 from stepgraph.frames import called_from_torch
 from stepgraph.state.rng_recompute import STEP_FIX, Forward, Moment, Recomputation, state_of_another_graph
 

@@ -8,7 +8,7 @@ Traps of other ways to graph modules, each impossible here, or loud. This table 
 | 2 two forwards before their backwards | `test_module_gradients.py`: two forwards; `test_module_orders.py` |
 | 3 outputs overwritten by the next call | `test_module_results.py::test_results_kept_over_steps_never_change` |
 | 4 keyword arguments, None, numbers | `test_module_arguments.py`, `test_module_results.py`: of every kind |
-| 5 `create_graph=True` a constant | `test_module_gradients.py::test_backward_with_create_graph_is_refused` |
+| 5 `create_graph=True` a constant | `test_module_backward.py::test_backward_with_create_graph_is_refused` |
 | 6 hooks of submodules never run | `test_module_hooks.py` |
 | 7 a wrong shape broadcast, a wrong dtype cast | `test_module_arguments.py`: never broadcast or cast |
 | 8 a stale address | `test_module_state.py::test_state_that_moves_is_noticed_and_captured_again` |
@@ -21,7 +21,7 @@ Traps of other ways to graph modules, each impossible here, or loud. This table 
 | 22 a typo in a scope is a KeyError | `test_scopes.py` |
 | 23 warm-up means three things | here: warm-up counts rounds |
 | 24 a router's capture touches the whole layer | `test_module_parameters.py`: a router alone |
-| 25 a mask of s*s for causal attention | `test_module_results.py`: no mask |
+| 25 a mask of s*s for causal attention | `test_module_buffers.py`: no mask |
 | 26 validation replays the training graph | `test_module_state.py`: evaluation |
 """
 
@@ -29,10 +29,7 @@ from __future__ import annotations
 
 import copy
 import gc
-import io
-import pickle
 import threading
-import weakref
 from typing import Any
 
 import pytest
@@ -41,19 +38,17 @@ from torch import nn
 
 import stepgraph
 from stepgraph.capture.manager import CudaGraphManager
-from tests.module_harness import Layer, Net, Note, Training, assert_graphed_equals_eager, quiet, same_bits, training_of
-
-
-def train(model: nn.Module, device: torch.device, steps: int = 3) -> list[torch.Tensor]:
-    """A few backwards; the losses."""
-    found = []
-    for index in range(steps):
-        torch.manual_seed(index)
-        loss = model(torch.randn(4, 8, device=device)).pow(2).mean()
-        loss.backward()
-        found.append(loss.detach())
-    return found
-
+from tests.module_harness import (
+    Layer,
+    Net,
+    Note,
+    Training,
+    assert_graphed_equals_eager,
+    quiet,
+    same_bits,
+    train,
+    training_of,
+)
 
 # -- capturing
 
@@ -306,119 +301,3 @@ def test_several_chunks_of_one_model_keep_their_inputs_apart(device: torch.devic
         return Training(model, step, [torch.randn(3, 4, 8, device=device) for _ in range(12)], [optimizer])
 
     assert_graphed_equals_eager(build, device)
-
-
-# -- ending and copying
-
-
-def test_close_leaves_the_modules_as_they_were(device: torch.device) -> None:
-    model = Net(Layer(), Layer()).to(device)
-    own = model.layers[1].forward
-    model.layers[1].forward = own  # a user's own attribute stays theirs
-    before = {path: dict(vars(module)) for path, module in model.named_modules()}
-    names = list(model.state_dict())
-    handle = stepgraph.graph_modules(model, "layers.*", warmup=1)
-    assert isinstance(model.layers[0].forward, CudaGraphManager)
-    assert list(model.state_dict()) == names
-    train(model, device)
-    handle.close()
-    handle.close()
-    assert "forward" not in vars(model.layers[0])
-    assert model.layers[1].forward is own
-    assert {path: list(vars(module)) for path, module in model.named_modules()} == {
-        k: list(v) for k, v in before.items()
-    }
-    assert all(type(p) is nn.Parameter and p.is_leaf for p in model.parameters())
-    assert handle.report().graphs == 0
-    train(model, device)
-
-
-def test_gradients_and_results_outlive_a_close(device: torch.device) -> None:
-    model = Net(Layer(dropout=0.0)).to(device)
-    eager = copy.deepcopy(model)
-    x = torch.ones(4, 8, device=device)
-    with stepgraph.graph_modules(model, "layers.*", warmup=1):
-        train(model, device)
-        train(eager, device)
-        kept = model.layers[0](x)
-    gc.collect()
-    assert same_bits(kept, eager.layers[0](x))
-    assert all(same_bits(p.grad, q.grad) for p, q in zip(model.parameters(), eager.parameters(), strict=True))
-    train(model, device)
-    train(eager, device)
-    assert all(same_bits(p.grad, q.grad) for p, q in zip(model.parameters(), eager.parameters(), strict=True))
-
-
-@pytest.mark.parametrize("how", ["deepcopy", "pickle", "torch.save"])
-@pytest.mark.parametrize("when", ["before", "after"])
-def test_copy_of_a_graphed_model_is_a_plain_model(how: str, when: str, device: torch.device) -> None:
-    """It shares nothing with the original, has no graphs, and can be graphed itself."""
-    model = Net(Layer(dropout=0.0), Layer(dropout=0.0)).to(device)
-    with stepgraph.graph_modules(model, "layers.*", warmup=1) as handle:
-        if when == "after":
-            train(model, device)
-        if how == "deepcopy":
-            made = copy.deepcopy(model)
-        elif how == "pickle":
-            made = pickle.loads(pickle.dumps(model))
-        else:
-            file = io.BytesIO()
-            torch.save(model, file)
-            file.seek(0)
-            made = torch.load(file, weights_only=False)
-        graphs = handle.report().graphs
-        model.zero_grad()
-        made.zero_grad()
-        for layer in made.layers:
-            assert not isinstance(layer.forward, CudaGraphManager)
-            assert layer.forward.__self__ is layer
-        with torch.no_grad():
-            for p, q in zip(model.parameters(), made.parameters(), strict=True):
-                assert p is not q
-                q.mul_(0.5)
-        expected = Net(Layer(dropout=0.0), Layer(dropout=0.0)).to(device)
-        expected.load_state_dict(made.state_dict())
-        assert all(map(same_bits, train(expected, device), train(made, device)))
-        assert handle.report().graphs == graphs
-        with stepgraph.graph_modules(made, "layers.*", warmup=1) as other:
-            assert all(map(same_bits, train(expected, device), train(made, device)))
-            assert other.report().replays == 4
-
-
-def test_model_that_is_dropped_is_freed_with_its_graphs(device: torch.device) -> None:
-    """Dropping the handle keeps the graphs; dropping the model frees everything."""
-    model = Net(Layer(), Layer()).to(device)
-    handle = stepgraph.graph_modules(model, "layers.*", warmup=1)
-    train(model, device)
-    shared = weakref.ref(handle._shared)
-    freed = [weakref.ref(runner) for m in handle._shared.managers for s in m.sites.values() for runner in s.runners]
-    assert len(freed) == 2
-    del handle
-    gc.collect()
-    assert all(runner() is not None for runner in freed)
-    train(model, device)
-    alive = weakref.ref(model)
-    del model
-    gc.collect()
-    assert alive() is None
-    assert shared() is None
-    assert all(runner() is None for runner in freed)
-
-
-def test_runners_of_a_reset_are_freed(device: torch.device) -> None:
-    """Nothing of a dropped graph stays: no activations behind a cycle that the collector cannot see."""
-    model = Net(Layer(), Layer()).to(device)
-    with stepgraph.graph_modules(model, "layers.*", warmup=1) as handle:
-        freed: list[Any] = []
-        for _ in range(3):
-            train(model, device)
-            gc.collect()
-            assert not [ref for ref in freed if ref() is not None]
-            for manager in handle._shared.managers:
-                for runner in [runner for site in manager.sites.values() for runner in site.runners]:
-                    result = runner.result.tensors[0]
-                    freed += [weakref.ref(runner), weakref.ref(result.untyped_storage())]
-                    del runner, result
-            handle.reset()
-        assert len(freed) == 12
-        assert handle._shared.session._resources.graphs == []
