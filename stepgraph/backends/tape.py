@@ -7,7 +7,8 @@ has no effect: parameters, buffers and random state are those of before, and mem
 NaN until the first replay. A replay runs the noted operators again, into the very same memory.
 
 It refuses what CUDA refuses (`tape_refusals`), with the user's line; it models the pool's addresses (`tape_memory`)
-and raises when a graph is about to read memory that another graph's replay has overwritten.
+and raises when a graph is about to read memory that another graph's replay has overwritten. Numbers that a caller has
+kept in such memory become NaN.
 
 What it does not model:
 - The device boundary: `.to("cpu")` on a CPU tensor cannot be told from no copy at all, so it is let through.

@@ -16,7 +16,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from stepgraph.backends.base import Graph, RandomUse
 from stepgraph.backends.tape_memory import Footprint, GraphTrace
-from stepgraph.backends.tape_pool import Place, TapePool, arena_for
+from stepgraph.backends.tape_pool import Place, TapePool, arena_for, bytes_of, poison
 from stepgraph.errors import CaptureRefused, StaleMemoryError, entry
 from stepgraph.frames import user_location
 
@@ -113,8 +113,7 @@ class TapeGraph(Graph):
         survivors = [place for place in born if self._pool.settle(place)]
         self._bind([place for place in born if place.storage is None])
         for place in survivors:
-            if place.holds_floats:  # others are indices, which a graph that is recorded next must be able to work with
-                _bytes_of(place.storage).fill_(0xFF)  # NaN in every floating type
+            poison(place)
         blocks = [place.block for place in (*born, *self._writes.values()) if place.block is not None]
         written = [p.block for p in (*survivors, *self._writes.values()) if p.block is not None]
         read = [place.block for place in self._reads.values() if place.block is not None]
@@ -159,6 +158,7 @@ class TapeGraph(Graph):
         finally:
             torch._C._set_grad_enabled(grad)
         self._pool.ledger.replayed(self._trace)
+        self._pool.spoil(self._trace)
 
     def note_loaded(self, tensor: torch.Tensor) -> None:
         place = self._pool.find(tensor.untyped_storage()._cdata)
@@ -305,7 +305,7 @@ class TapeGraph(Graph):
         self._writes.setdefault(id(place), place)
         if storage._cdata not in self._backed_up:
             self._backed_up.add(storage._cdata)
-            whole = _bytes_of(storage)
+            whole = bytes_of(storage)
             self._backups.append((whole, whole.clone()))
 
     # -- binding addresses to memory
@@ -313,7 +313,7 @@ class TapeGraph(Graph):
     def _bind(self, dead: list[Place]) -> None:
         """Turn every noted address into a tensor over its final memory."""
         arena, start = arena_for(dead)
-        _bytes_of(arena).fill_(0xFF)
+        bytes_of(arena).fill_(0xFF)
         made: dict[Ref, torch.Tensor] = {}
 
         def alias(ref: Ref) -> torch.Tensor:
@@ -354,12 +354,6 @@ def has_memory(kind: type) -> bool:
 def id_of(generator: Any) -> int:
     """A generator's identity; operators see it through a new Python object each time."""
     return int(generator._cdata)
-
-
-def _bytes_of(storage: torch.UntypedStorage | None) -> torch.Tensor:
-    assert storage is not None
-    with torch.inference_mode(False):
-        return torch.empty(0, dtype=torch.uint8).set_(storage)
 
 
 def _covers_storage(tensor: torch.Tensor) -> bool:

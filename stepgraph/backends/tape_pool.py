@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 import torch
 
-from stepgraph.backends.tape_memory import GRANULE, AddressPool, Block, Ledger
+from stepgraph.backends.tape_memory import GRANULE, AddressPool, Block, GraphTrace, Ledger
 
 _use_count: Callable[[int], int] = torch._C._storage_Use_Count
 _LANE_SHIFT = 44
@@ -104,6 +104,13 @@ class TapePool:
         self._survivors.append((storage._cdata, place))
         return True
 
+    def spoil(self, trace: GraphTrace) -> None:
+        """A graph has run: what other graphs had left at its addresses, and somebody still holds, is gone."""
+        own = set(map(id, trace.writes))
+        for _, place in self._survivors:
+            if place.block is not None and id(place.block) not in own and trace.footprint.overlaps(place.block):
+                poison(place)
+
     def reap(self) -> None:
         """Find survivors that only graphs hold on to by now, and give their addresses back."""
         kept = []
@@ -113,6 +120,18 @@ class TapePool:
             else:
                 self._death(key, place)
         self._survivors = kept
+
+
+def poison(place: Place) -> None:
+    """Make garbage of a storage's numbers; indices are let be, since an operator must be able to work with them."""
+    if place.holds_floats and place.storage is not None:
+        bytes_of(place.storage).fill_(0xFF)  # NaN in every floating type
+
+
+def bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
+    """A storage as a tensor."""
+    with torch.inference_mode(False):
+        return torch.empty(0, dtype=torch.uint8).set_(storage)
 
 
 def arena_for(places: list[Place]) -> tuple[torch.UntypedStorage, int]:

@@ -8,8 +8,8 @@ numbers. A call that comes in another order takes a runner in another lane, whic
 microbatch mostly come as they came when they were recorded, so that a lane serves a microbatch, and any order of
 microbatches is right.
 
-A result may be held for longer than its call is under way. Before a forward is replayed, the results that it could
-overwrite are therefore looked at once.
+A result may be held for longer than its call is under way, and so may a gradient that was handed out as it lies. Before
+a forward is replayed, those that it could overwrite are therefore looked at once.
 """
 
 from __future__ import annotations
@@ -87,13 +87,16 @@ class Lane:
         return number <= self._earliest_backward(number - 1)
 
     def held_results(self, runner: Runner) -> list[Runner]:
-        """The runners whose results are held by a caller and would be overwritten."""
+        """The runners whose results, or gradients, are held by a caller and would be overwritten."""
         if not self._ended:
             return []
-        in_reach = [ended for ended in self._ended if ended.forward_at >= runner.forward_at]
-        found = [ended for ended in in_reach if ended.result.is_held()]
-        for ended in in_reach:
-            if ended not in found:
+        found = []
+        for ended in list(self._ended):
+            results_in_reach = ended.forward_at >= runner.forward_at
+            grads_in_reach = ended.last_at >= runner.forward_at
+            if (results_in_reach and ended.result.is_held()) or (grads_in_reach and ended.has_held_grads()):
+                found.append(ended)
+            elif results_in_reach:
                 del self._ended[ended]
         return found
 

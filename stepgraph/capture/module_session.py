@@ -143,11 +143,12 @@ class ModuleSession:
         return runner
 
     def copy_results(self, held: Iterable[Runner]) -> None:
-        """Hand out copies of the results that callers hold on to, from now on."""
+        """Hand out copies of the results and gradients that callers hold on to, from now on."""
         for site in [site for manager in self.managers for site in manager.sites.values()]:
-            found = {index for runner in site.runners if runner in held for index in runner.result.held()}
-            if found:
-                site.copy_results(found)
+            holding = [runner for runner in site.runners if runner in held]
+            site.copy_results({index for runner in holding for index in runner.result.held()})
+            if any(runner.has_held_grads() for runner in holding):
+                site.copy_grads()
 
     def outside_parameters(self, manager: CudaGraphManager) -> set[int]:
         """Parameters whose gradients must pass through autograd: hooks, `main_grad`, or a use outside the module."""

@@ -49,6 +49,7 @@ class ModuleSite:
         self._handed_out: dict[int, list[weakref.ref[torch.UntypedStorage]]] = {}
         self.copied: set[int] = set()
         """Results that callers were found to hold, so that they are handed out as copies."""
+        self._copies_grads = False
         self.keep_alive: list[Any] = []
 
     @property
@@ -59,6 +60,7 @@ class ModuleSite:
     def add(self, runner: Runner) -> None:
         """Take a runner in."""
         runner.result.copy(self.copied)
+        runner.copies_grads = self._copies_grads
         self.runners.append(runner)
 
     def copy_results(self, indices: Iterable[int]) -> None:
@@ -66,6 +68,12 @@ class ModuleSite:
         self.copied.update(indices)
         for runner in self.runners:
             runner.result.copy(self.copied)
+
+    def copy_grads(self) -> None:
+        """Hand out copies of all gradients."""
+        self._copies_grads = True
+        for runner in self.runners:
+            runner.copies_grads = True
 
     def note_kept(self, slot: int) -> None:
         """Before an eager call: results of the last one in its place that are still held are handed out as copies."""

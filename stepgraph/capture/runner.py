@@ -23,7 +23,7 @@ from stepgraph.capture.lane import Lane
 from stepgraph.capture.replay_node import ReplayNode
 from stepgraph.capture.static_result import StaticResult
 from stepgraph.capture.use import Use
-from stepgraph.state.lent import lend_out
+from stepgraph.state.lent import Lent, lend_out
 from stepgraph.state.param_grads import GradPart
 from stepgraph.state.rng_tracker import CudaRNGStatesTracker, NamesGuard, Segment
 
@@ -106,11 +106,15 @@ class Runner:
         self.lane, self.forward_at = lane, captured_at
         self.backward_at: float = math.inf
         """When its first backward was captured."""
+        self.last_at = captured_at
+        """When its last graph was captured."""
         self.flows = tuple(flows)
         """The arguments that gradients flow back to, by leaf index."""
         self.outside = tuple(outside)
         """Parameters whose gradients autograd accumulates."""
         self.backwards: dict[Hashable, BackwardGraph] = {}
+        self._lent_grads: list[Lent] = []
+        """Gradients of all backwards, of those that are gone, too."""
         self.capture_backward: Callable[[Runner, Sequence[ArgMetadata | None]], BackwardGraph] | None = None
         self.take_turn: Callable[[], None] | None = None
         """Where the order of replays is fixed: raises if the backward is not what comes next."""
@@ -142,6 +146,10 @@ class Runner:
         ready = self.state is RunnerState.FWD_READY
         return ready and self.lane.admits(self) and self.boundary.is_free_for(leaves)
 
+    def has_held_grads(self) -> bool:
+        """Whether a caller holds a gradient that was handed out as it lies."""
+        return any(lent.is_held() for lent in self._lent_grads)
+
     def is_live(self) -> bool:
         """Whether the results of the last call may still be read."""
         return self.state is RunnerState.BWD_READY or self.result.is_held()
@@ -152,7 +160,9 @@ class Runner:
         if replaced is not None:
             self._release_graph(replaced.graph)
         self.backwards[key] = backward
+        self._lent_grads += [lent for lent in backward.lent if lent is not None]
         self.backward_at = min(self.backward_at, backward.captured_at)
+        self.last_at = max(self.last_at, backward.captured_at)
 
     def forget_activations(self) -> None:
         """Give the activations' memory to graphs that are captured later. There will be no other backward."""

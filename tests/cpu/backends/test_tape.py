@@ -356,6 +356,20 @@ def test_stale_read_of_memory_that_an_earlier_graph_used_for_itself(workspace: T
     reader.replay()
 
 
+def test_kept_result_is_garbage_once_an_earlier_graph_has_used_its_memory(workspace: TapeWorkspace) -> None:
+    """No graph reads it, so nothing can be refused; on a GPU whoever kept it would find something else there."""
+    x = numbers()
+    earlier, _ = record(workspace, lambda: (x + 1).sum())
+    writer, kept = record(workspace, lambda: x * 2)
+    writer.replay()
+    writer.replay()
+    assert torch.equal(kept, x * 2)
+    earlier.replay()
+    assert kept.isnan().all()
+    writer.replay()
+    assert torch.equal(kept, x * 2)
+
+
 def test_stale_read_of_memory_that_the_reader_itself_reuses(workspace: TapeWorkspace) -> None:
     x = numbers()
     box: list[torch.Tensor] = []

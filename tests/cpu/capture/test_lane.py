@@ -13,6 +13,8 @@ from stepgraph.capture.lane import Lane, Lanes
 
 
 class Result:
+    """What somebody may hold."""
+
     def __init__(self) -> None:
         self.held = False
 
@@ -25,7 +27,11 @@ class Pair:
 
     def __init__(self, lane: Lane, forward_at: int, backward_at: float = math.inf) -> None:
         self.forward_at, self.backward_at, self.is_freed, self.result = forward_at, backward_at, False, Result()
+        self.last_at, self.grads = (forward_at if backward_at == math.inf else backward_at), Result()
         lane.add(self)  # type: ignore[arg-type]
+
+    def has_held_grads(self) -> bool:
+        return self.grads.is_held()
 
 
 def lane_of(*numbers: tuple[int, float]) -> tuple[Any, list[Any]]:
@@ -89,6 +95,20 @@ def test_held_results_are_those_that_a_forward_could_overwrite() -> None:
     assert lane.held_results(second) == [second]
     assert lane.held_results(first) == [second]
     second.result.held = False
+    assert lane.held_results(first) == []
+
+
+def test_held_gradients_are_those_that_a_forward_could_overwrite() -> None:
+    """A gradient is born in the backward, after all forwards, each of which may use its memory."""
+    lane, (first, second) = lane_of((1, 4), (2, 3))
+    first.grads.held = True
+    for pair in (first, second):
+        lane.begin(pair)
+    for pair in (second, first):
+        lane.end(pair)
+    assert lane.held_results(second) == [first]
+    assert lane.held_results(first) == [first]
+    first.grads.held = False
     assert lane.held_results(first) == []
 
 
