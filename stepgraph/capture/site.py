@@ -19,6 +19,7 @@ import torch
 
 from stepgraph.buffers import StaticInputs, StaticOutputs
 from stepgraph.capture.chain import Chain
+from stepgraph.likeness import Likeness
 from stepgraph.signature import Signature
 from stepgraph.state.ddp import Replicas
 from stepgraph.state.grads import Attachment, carry_in
@@ -29,6 +30,7 @@ from stepgraph.state.optimizer import HostCounters, NumbersGuard, StateGuard
 from stepgraph.state.rng_tracker import NamesGuard
 from stepgraph.state.scaler import ScalerGuard
 from stepgraph.state.watch import Watch
+from stepgraph.tree import Structure
 
 _grad = operator.attrgetter("grad")
 _training = operator.itemgetter("training")
@@ -124,6 +126,16 @@ class CapturedCall:
             self.inputs.store(leaves)
 
 
+@dataclass(frozen=True, slots=True)
+class Familiar:
+    """How the calls of a site look, for a call that looks the same to find it without a signature."""
+
+    likeness: Likeness
+    ambient: tuple[Hashable, ...]
+    structure: Structure
+    site: Site
+
+
 class Site:
     """The graphs and the warm-up of calls with the same arguments and flags."""
 
@@ -150,6 +162,7 @@ class Site:
         """Arguments that are told by identity, by name, kept so that no other object takes their identity."""
         self._warm: Counter[frozenset[int]] = Counter()
         self._credit = 0
+        self._likeness: Likeness | None = None
 
     def sign(self) -> Signature:
         """The signature of a call at this moment, over all that the step is known to touch."""
@@ -175,6 +188,14 @@ class Site:
         other.obstacles = dict(self.obstacles)
         other._credit = credit
         return other
+
+    def familiar(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], ambient: tuple[Hashable, ...], structure: Structure
+    ) -> Familiar | None:
+        """How a call of this site looks, or None where that cannot be told at once."""
+        if self._likeness is None:
+            self._likeness = Likeness.of(args, kwargs)
+        return None if self._likeness is None else Familiar(self._likeness, ambient, structure, self)
 
     def find(self) -> CapturedCall | None:
         """The graph for the state of this moment."""

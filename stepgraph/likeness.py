@@ -1,0 +1,66 @@
+"""Whether a call looks as an earlier one did, asked in one go.
+
+A call's full signature takes several microseconds to make and to look up. Most calls look like the one before: as many
+arguments, tensors of the same geometry, the same plain values. torch's compiler has a guard in C++ that compares
+tensors by type, dtype, device, shape, strides and gradient in one call. A call that it does not know at once is looked
+up by its signature; so may any doubt be answered with no.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+_guards = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
+_TensorGuards: Any = getattr(_guards, "TensorGuards", None)
+_PLAIN = frozenset({type(None), bool, int, str})
+
+
+class Likeness:
+    """The looks of one call whose arguments are plain tensors and plain values."""
+
+    __slots__ = ("_check", "_is_all_tensors", "_leaf_flags", "_names", "_num_args", "_others", "_tensors")
+
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        leaves = [*args, *kwargs.values()]
+        self._num_args, self._names = len(args), tuple(kwargs)
+        self._tensors = [i for i, leaf in enumerate(leaves) if type(leaf) is torch.Tensor]
+        self._others = [(i, leaf) for i, leaf in enumerate(leaves) if type(leaf) is not torch.Tensor]
+        self._is_all_tensors = not self._others
+        tensors = [leaves[i] for i in self._tensors]
+        self._leaf_flags = [tensor.is_leaf for tensor in tensors]
+        self._check = _TensorGuards(
+            *tensors,
+            dynamic_dims_sizes=[list(tensor.shape) for tensor in tensors],
+            dynamic_dims_strides=[list(tensor.stride()) for tensor in tensors],
+        ).check
+
+    @classmethod
+    def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Likeness | None:
+        """The looks of a call, or None where no later call could be told to look the same."""
+        leaves = [*args, *kwargs.values()]
+        tensors = [leaf for leaf in leaves if type(leaf) is torch.Tensor]
+        if _TensorGuards is None or not tensors or len({id(tensor) for tensor in tensors}) < len(tensors):
+            return None
+        if any(type(leaf) not in _PLAIN for leaf in leaves if type(leaf) is not torch.Tensor):
+            return None
+        if not torch.is_grad_enabled():  # the guard would not tell whether a tensor needs a gradient
+            return None
+        return cls(args, kwargs)
+
+    def leaves_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any] | None:
+        """The leaves of a call that looks the same, or None."""
+        if len(args) != self._num_args or ((kwargs or self._names) and tuple(kwargs) != self._names):
+            return None
+        leaves = [*args, *kwargs.values()] if kwargs else list(args)
+        if self._is_all_tensors:
+            tensors = leaves
+        else:
+            for index, value in self._others:
+                if leaves[index] is not value:
+                    return None
+            tensors = [leaves[index] for index in self._tensors]
+        if not self._check(*tensors):
+            return None
+        return leaves if [tensor.is_leaf for tensor in tensors] == self._leaf_flags else None
