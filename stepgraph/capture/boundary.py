@@ -90,6 +90,12 @@ class Boundary:
             repeated = tuple(d for d, s in enumerate(tensor.stride()) if s == 0 and tensor.shape[d] > 1)
             target = _once(tensor.data, repeated)  # autograd is not to see what is copied in
             self._edges.append((index, target, target.data_ptr(), repeated, self._shared.get(index)))
+        self.has_shared = bool(self._shared)
+        self.has_conditions = bool(self._shared or self._in_use)
+        """Whether `is_free_for` has anything to ask."""
+        self._only: tuple[int, torch.Tensor, int] | None = None
+        if len(self._edges) == 1 and not self.has_shared and not self._edges[0][3]:
+            self._only = self._edges[0][:3]
 
     @property
     def num_bytes(self) -> int:
@@ -115,6 +121,14 @@ class Boundary:
 
     def load(self, leaves: Sequence[Any] | Mapping[int, Any]) -> None:
         """Bring a call's tensors here."""
+        if self._only is not None:
+            index, target, address = self._only
+            source = leaves[index]
+            if source.data_ptr() != address:
+                if self.note_loaded is not None:
+                    self.note_loaded(target)
+                target.copy_(source.detach() if source.requires_grad else source)
+            return
         targets, sources = [], []
         for index, target, address, repeated, shared in self._edges:
             source = leaves[index]

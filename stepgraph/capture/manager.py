@@ -21,7 +21,7 @@ from stepgraph.capture.module_guard import SiteGuard, global_hook, has_global_ho
 from stepgraph.capture.module_options import options_from
 from stepgraph.capture.module_report import ModuleReport, report_on
 from stepgraph.capture.module_session import ModuleSession
-from stepgraph.capture.module_site import ModuleSite, WarmCall
+from stepgraph.capture.module_site import FamiliarCall, ModuleSite, WarmCall
 from stepgraph.capture.pair import PairCapture, with_modes
 from stepgraph.capture.runner import Runner, RunnerState
 from stepgraph.errors import CaptureError, InvalidArgument, SignatureMismatch, StateChanged
@@ -86,6 +86,8 @@ class CudaGraphManager:
         self._pair: PairCapture | None = None
         self._flatten = CallFlattener()
         self._is_capturing: Callable[[], bool] | None = None
+        self._last: FamiliarCall | None = None
+        """How the last call of a known kind looked."""
         self._look_at_modules()
         self.session.add(self)
 
@@ -114,13 +116,21 @@ class CudaGraphManager:
             self.random = tracker_for(session.session.backend)
         if session.is_closed or self._is_capturing():
             return self.original(*args, **kwargs)  # a part of a larger capture
-        leaves, structure = self._flatten(args, kwargs)
-        try:
-            keys = leaf_keys(leaves)
-        except (InvalidArgument, RuntimeError) as error:  # an argument that no signature can be made of
-            return self._unsigned(error, args, kwargs)
-        key = (structure, keys, session.ambient.read(), self._training(), in_ddp(), self.random.active)
-        site = self.sites.get(key)
+        around = (session.ambient.read(), self._training(), in_ddp(), self.random.active)
+        last = self._last
+        keys: tuple[Hashable, ...] = ()
+        known = last.likeness.leaves_of(args, kwargs) if last is not None else None
+        if last is not None and known is not None and last.around == around:
+            leaves, structure = known, last.structure
+            site: ModuleSite | None = last.site
+        else:
+            leaves, structure = self._flatten(args, kwargs)
+            try:
+                keys = leaf_keys(leaves)
+            except (InvalidArgument, RuntimeError) as error:  # an argument that no signature can be made of
+                return self._unsigned(error, args, kwargs)
+            site = self.sites.get((structure, keys, *around))
+            self._last = site.familiar(args, kwargs, structure, around) if site is not None else None
         if has_global_hooks() and (hook := global_hook(self.options.safe_hooks)) is not None:
             self._count_eager(f"a hook on all modules, `{hook}`, would not run   [module-hook]")
             return self.original(*args, **kwargs)
@@ -130,7 +140,7 @@ class CudaGraphManager:
                 if runner is not None:
                     return runner.run(leaves)
         elif site is None:
-            site = self._new_site(key, leaves, structure, keys)
+            site = self._new_site((structure, keys, *around), leaves, structure, keys)
         return self._without_graph(site, leaves, structure)
 
     def _unsigned(self, error: Exception, args: Any, kwargs: Any) -> Any:
@@ -381,6 +391,7 @@ class CudaGraphManager:
     def forget(self) -> None:
         """Free this module's graphs, and forget what was in the way of others."""
         self.drop()
+        self._last = None
         self.sites.clear()
         self._changes.clear()
 

@@ -19,7 +19,7 @@ from stepgraph.capture.reuse_pool import TensorReusePool
 from stepgraph.capture.round_capture import RoundCapture, backward_autocast
 from stepgraph.capture.runner import Runner
 from stepgraph.capture.session import Session
-from stepgraph.capture.use import Use
+from stepgraph.capture.use import Rivals
 from stepgraph.signature import AmbientReader
 from stepgraph.state.guards import RegistrationEvents
 from stepgraph.state.param_grads import ParamGrads
@@ -45,7 +45,7 @@ class ModuleSession:
         self.events = RegistrationEvents()
         self.ambient = AmbientReader()
         self.grads = ParamGrads()
-        self._rivals: dict[int, weakref.WeakSet[Use]] = {}
+        self._rivals: dict[int, Rivals] = {}
         self.managers: list[CudaGraphManager] = []
         self.order: FixedRound | None = None
         """The calls that share memory by their order, where that is asked for."""
@@ -59,9 +59,9 @@ class ModuleSession:
         """Take a manager in."""
         self.managers.append(manager)
 
-    def rivals_of(self, module: torch.nn.Module) -> weakref.WeakSet[Use]:
+    def rivals_of(self, module: torch.nn.Module) -> Rivals:
         """The calls under way that may add to the gradients of a module's parameters, whichever method was called."""
-        return self._rivals.setdefault(id(module), weakref.WeakSet())
+        return self._rivals.setdefault(id(module), Rivals())
 
     def backend_for(self, module: torch.nn.Module) -> Backend:
         """The backend, chosen by where the first module's parameters are."""

@@ -7,7 +7,8 @@ initialization) is in nobody's way, so the latest call decides.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,6 +18,7 @@ from stepgraph.capture.recorder import RecordedCall
 from stepgraph.capture.runner import Runner
 from stepgraph.capture.static_result import StaticResult
 from stepgraph.errors import CaptureError
+from stepgraph.likeness import Likeness
 from stepgraph.signature import Signature, is_plain
 from stepgraph.state.attributes import Attributes
 from stepgraph.state.rng import HostRandomWatch
@@ -25,6 +27,17 @@ from stepgraph.tree import Structure, paths
 
 if TYPE_CHECKING:
     from stepgraph.capture.manager import CudaGraphManager
+
+
+@dataclass(frozen=True, slots=True)
+class FamiliarCall:
+    """How a site's calls look, for a call that looks the same to find it without a signature."""
+
+    likeness: Likeness
+    structure: Structure
+    around: tuple[Hashable, ...]
+    """Flags, modes and what else tells kinds of calls apart, beside the arguments."""
+    site: ModuleSite
 
 
 class ModuleSite:
@@ -50,12 +63,23 @@ class ModuleSite:
         self.copied: set[int] = set()
         """Results that callers were found to hold, so that they are handed out as copies."""
         self._copies_grads = False
+        self._familiar: FamiliarCall | None = None
         self.keep_alive: list[Any] = []
 
     @property
     def is_open(self) -> bool:
         """Whether graphs could be captured now."""
         return not self.runners and self.obstacle is None and self.finding is None
+
+    def familiar(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], structure: Structure, around: tuple[Hashable, ...]
+    ) -> FamiliarCall | None:
+        """How a call of this site looks, or None where that cannot be told at once, or need not be."""
+        if self._familiar is None and self.runners:
+            likeness = Likeness.of(args, kwargs)
+            if likeness is not None:
+                self._familiar = FamiliarCall(likeness, structure, around, self)
+        return self._familiar
 
     def add(self, runner: Runner) -> None:
         """Take a runner in."""

@@ -25,9 +25,9 @@ class ReplayNode(torch.autograd.Function):
         ctx.use = use
         use.node = weakref.ref(ctx)
         results = use.hand_out()
-        constant = [t for t, d in zip(results, use.runner.result.differentiable, strict=True) if not d]
+        constant = use.runner.result.constant
         if constant:
-            ctx.mark_non_differentiable(*constant)
+            ctx.mark_non_differentiable(*[results[i] for i in constant])
         ctx.set_materialize_grads(False)
         return results
 

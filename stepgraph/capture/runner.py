@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import enum
 import math
-import weakref
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
@@ -22,8 +21,8 @@ from stepgraph.capture.boundary import ArgMetadata, Boundary
 from stepgraph.capture.lane import Lane
 from stepgraph.capture.replay_node import ReplayNode
 from stepgraph.capture.static_result import StaticResult
-from stepgraph.capture.use import Use
-from stepgraph.state.lent import Lent, lend_out
+from stepgraph.capture.use import Rivals, Use
+from stepgraph.state.lent import Lent, lend_by_address, lend_out
 from stepgraph.state.param_grads import GradPart
 from stepgraph.state.rng_tracker import CudaRNGStatesTracker, NamesGuard, Segment
 
@@ -49,6 +48,7 @@ class BackwardGraph:
         rewinds: bool,
     ) -> None:
         self.graph, self.grads_in, self.accumulated = graph, grads_in, accumulated
+        self.launch = graph.launch
         grads_in.note_loaded = graph.note_loaded
         self.captured_at = captured_at
         """Its place in the order of the lane."""
@@ -56,6 +56,7 @@ class BackwardGraph:
         """The gradient of each input of the node, or None."""
         lent = iter(lend_out([grad for grad in grads_out if grad is not None]))
         self.lent = tuple([None if grad is None else next(lent) for grad in grads_out])
+        self._all_lent = [lent for lent in self.lent if lent is not None]
         self.marks = tuple(marks)
         """Attributes that the backward sets on parameters."""
         self.rewinds = rewinds
@@ -63,7 +64,13 @@ class BackwardGraph:
 
     def is_held(self) -> bool:
         """Whether somebody keeps a gradient that it has handed out."""
-        return any(lent is not None and lent.is_held() for lent in self.lent)
+        return any(map(Lent.is_held, self._all_lent))
+
+    def give_up(self) -> None:
+        """Let graphs that are captured later have the gradients' memory: copies are handed out from now on."""
+        lent = iter(lend_by_address([grad for grad in self.grads_out if grad is not None]))
+        self.lent = tuple([None if grad is None else next(lent) for grad in self.grads_out])
+        self._all_lent, self.grads_out = [], (None,) * len(self.grads_out)
 
     def hand_out(self, aliases: Sequence[bool]) -> list[torch.Tensor | None]:
         """The gradients: those of the first inputs as they lie where `aliases` says so, else copies."""
@@ -72,8 +79,7 @@ class BackwardGraph:
             if lent is None:
                 found.append(None)
             else:
-                grad = lent.lend()
-                found.append(grad if index < len(aliases) and aliases[index] else grad.clone())
+                found.append(lent.lend() if index < len(aliases) and aliases[index] else lent.copy())
         return found
 
 
@@ -90,7 +96,7 @@ class Runner:
         outside: Sequence[torch.Tensor],
         saved: frozenset[int],
         anchor: torch.Tensor,
-        rivals: weakref.WeakSet[Use],
+        rivals: Rivals,
         lane: Lane,
         captured_at: int,
         training: tuple[bool, ...],
@@ -100,6 +106,7 @@ class Runner:
         release_graph: Callable[[Graph], None],
     ) -> None:
         self.graph, self.boundary, self.result = graph, boundary, result
+        self._launch = graph.launch
         self.training = training
         """The modules' modes."""
         boundary.note_loaded = graph.note_loaded
@@ -118,6 +125,8 @@ class Runner:
         self.capture_backward: Callable[[Runner, Sequence[ArgMetadata | None]], BackwardGraph] | None = None
         self.take_turn: Callable[[], None] | None = None
         """Where the order of replays is fixed: raises if the backward is not what comes next."""
+        self.fit_grads: Callable[[Sequence[torch.Tensor | None]], Sequence[torch.Tensor | None]] | None = None
+        """Where no other backward can be recorded: brings gradients to the geometry of the one there is."""
         self.state = RunnerState.FWD_READY
         self.forwards = self.backward_runs = 0
         self.anchor = anchor
@@ -143,12 +152,13 @@ class Runner:
 
     def can_take(self, leaves: Sequence[Any]) -> bool:
         """Whether a call with these arguments would overwrite nothing that is still needed."""
-        ready = self.state is RunnerState.FWD_READY
-        return ready and self.lane.admits(self) and self.boundary.is_free_for(leaves)
+        if self.state is not RunnerState.FWD_READY or (self.lane.is_busy and not self.lane.admits(self)):
+            return False
+        return not self.boundary.has_conditions or self.boundary.is_free_for(leaves)
 
     def has_held_grads(self) -> bool:
         """Whether a caller holds a gradient that was handed out as it lies."""
-        return any(lent.is_held() for lent in self._lent_grads)
+        return any(map(Lent.is_held, self._lent_grads))
 
     def is_live(self) -> bool:
         """Whether the results of the last call may still be read."""
@@ -169,11 +179,19 @@ class Runner:
         self.result.forget_history()
         self.capture_backward = None
 
+    def give_up_memory(self) -> None:
+        """The same for the memory of results and gradients, of which copies are handed out from now on."""
+        self.forget_activations()
+        self.result.give_up()
+        for backward in self.backwards.values():
+            backward.give_up()
+        self._lent_grads = []
+
     def run(self, leaves: Sequence[Any]) -> Any:
         """Replay the forward for these arguments; under autograd where gradients can flow."""
         self.boundary.load(leaves)
         origin = self.graph.random_origin() if self._notes_origin else None
-        self.graph.replay()
+        self._launch()
         self.forwards += 1
         for index in self._mutated:
             with torch.no_grad():
@@ -183,7 +201,8 @@ class Runner:
             return self.result.build(self.result.hand_out(), leaves)
         self.state = RunnerState.BWD_READY
         self.lane.begin(self)
-        self.boundary.hold()
+        if self.boundary.has_shared:
+            self.boundary.hold()
         use = Use(self, leaves, self._saved_inputs, origin)
         self.rivals.add(use)
         inputs = [leaves[i] for i in self.flows]
@@ -198,7 +217,8 @@ class Runner:
     def release(self) -> None:
         """The call is over: ready for the next one."""
         self.state = RunnerState.FWD_READY
-        self.boundary.release()
+        if self.boundary.has_shared:
+            self.boundary.release()
         if self.retired:
             self.free()
         self.lane.end(self)

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from stepgraph.state.lent import Lent, lend_out
+from stepgraph.state.lent import Lent, lend_by_address, lend_out
 from stepgraph.tree import Structure, flatten, settled, unflatten
 
 
@@ -53,11 +53,13 @@ class StaticResult:
                     self.tensors.append(leaf)
                 self._leaves.append(_Tensor(found[id(leaf)]))
         self._lent: list[Lent] = []
-        self._watched: list[tuple[int, Lent]] = []
+        self._watched: dict[int, Lent] = {}
         self._inputs = list(inputs.values())
         self.copied = [False] * len(self.tensors)
         """Which tensors are handed out as copies."""
         self.differentiable = [tensor.requires_grad for tensor in self.tensors]
+        self.constant = [i for i, differentiable in enumerate(self.differentiable) if not differentiable]
+        """Which tensors no gradient comes back to."""
         self._single = len(self._leaves) == 1 and self.structure.kind is None and isinstance(self._leaves[0], _Tensor)
 
     def settle(self, state: Sequence[torch.Tensor]) -> None:
@@ -71,31 +73,37 @@ class StaticResult:
         self._inputs = []
         self._lent = lend_out(self.tensors)
         kept = {tensor.untyped_storage()._cdata for tensor in state}
-        self._watched = [(i, n) for i, n in enumerate(self._lent) if self._storage(i) not in kept]
+        self._watched = {i: lent for i, lent in enumerate(self._lent) if self._storage(i) not in kept}
 
     def is_own(self, index: int) -> bool:
         """Whether a tensor lies in memory of the graph's own and is handed out as it lies."""
-        return not self.copied[index] and any(watched == index for watched, _ in self._watched)
+        return not self.copied[index] and index in self._watched
 
     def _storage(self, index: int) -> int:
         return int(self.tensors[index].untyped_storage()._cdata)
 
     def held(self) -> list[int]:
         """The tensors, or views of them, that a caller still holds."""
-        return [i for i, lent in self._watched if lent.is_held()]
+        return [i for i, lent in self._watched.items() if lent.is_held()]
 
     def is_held(self) -> bool:
         """Whether a caller still holds a tensor."""
-        return any(lent.is_held() for _, lent in self._watched)
+        return any(map(Lent.is_held, self._watched.values()))
 
     def copy(self, indices: Iterable[int]) -> None:
         """Hand out copies of these tensors."""
-        for index in {watched for watched, _ in self._watched} & set(indices):
+        for index in self._watched.keys() & set(indices):
             self.copied[index] = True
 
     def forget_history(self) -> None:
         """Let go of what autograd has saved: no further backward is recorded."""
         self.tensors = [tensor.data for tensor in self.tensors]
+
+    def give_up(self) -> None:
+        """Let graphs that are captured later have the tensors' memory: copies are handed out from now on."""
+        self._lent, self._watched = lend_by_address(self.tensors), []
+        self.copied = [True] * len(self.tensors)
+        self.tensors = []
 
     def let_go(self) -> None:
         """The graphs are gone: hold nothing but what callers hold."""
@@ -103,7 +111,7 @@ class StaticResult:
 
     def hand_out(self) -> tuple[torch.Tensor, ...]:
         """The tensors, free of history."""
-        return tuple([n.lend().clone() if c else n.lend() for n, c in zip(self._lent, self.copied, strict=True)])
+        return tuple([n.copy() if c else n.lend() for n, c in zip(self._lent, self.copied, strict=True)])
 
     def build(self, tensors: Sequence[torch.Tensor], leaves: Sequence[Any]) -> Any:
         """The result around these tensors, for a call with these arguments."""

@@ -25,6 +25,30 @@ if TYPE_CHECKING:
     from stepgraph.capture.runner import BackwardGraph, Runner
 
 
+class Rivals:
+    """Calls under way that may add to the same gradients."""
+
+    __slots__ = ("_uses",)
+
+    def __init__(self) -> None:
+        self._uses: dict[int, weakref.ref[Use]] = {}
+
+    def add(self, use: Use) -> None:
+        """A call has begun."""
+        self._uses[id(use)] = weakref.ref(use)
+
+    def discard(self, use: Use) -> None:
+        """A call is over."""
+        self._uses.pop(id(use), None)
+
+    def has_more_to_come(self, use: Use) -> bool:
+        """Whether the backward under way will come to another call than this one."""
+        if len(self._uses) < 2:
+            return False
+        others = [found for known in list(self._uses.values()) if (found := known()) is not None and found is not use]
+        return any(other.will_run() for other in others)
+
+
 class Use:
     """One call of a runner."""
 
@@ -37,16 +61,25 @@ class Use:
         self._freed = False
         self._ran_in = -1
         """The backward that came here last."""
-        tensors = runner.boundary.tensors
         # a gradient that goes straight back into the graph that made the argument is read in place, others are copied
-        self._aliases = [is_replayed(leaves[i]) and leaves[i].data_ptr() == tensors[i].data_ptr() for i in runner.flows]
-        chained = [leaves[i] for i in saved_inputs if leaves[i].data_ptr() == tensors[i].data_ptr()]
-        self._probes = [_probe(tensor) for tensor in chained]
+        self._aliases: Sequence[bool] = ()
+        self._probes = []
+        for index in runner.flows:
+            if is_replayed(leaves[index]):
+                tensors = runner.boundary.tensors
+                places = [(is_replayed(leaves[i]), leaves[i].data_ptr() == tensors[i].data_ptr()) for i in runner.flows]
+                self._aliases = [is_result and is_there for is_result, is_there in places]
+                break
+        for index in saved_inputs:
+            if leaves[index].data_ptr() == runner.boundary.tensors[index].data_ptr():
+                self._probes.append(_probe(leaves[index]))
 
     def hand_out(self) -> tuple[torch.Tensor, ...]:
         """The results, free of history."""
         results = self.runner.result.hand_out()
-        self._probes += [_probe(results[i]) for i in self.runner.saved_results if not self.runner.result.copied[i]]
+        for index in self.runner.saved_results:
+            if not self.runner.result.copied[index]:
+                self._probes.append(_probe(results[index]))
         return results
 
     def will_run(self) -> bool:
@@ -63,27 +96,35 @@ class Use:
         runner = self.runner
         self._check()
         self._ran_in = torch._C._current_graph_task_id()
-        if all(grad is None for grad in grads):
+        if runner.fit_grads is not None:
+            grads = runner.fit_grads(grads)
+        for grad in grads:
+            if grad is not None:
+                break
+        else:
             self._end()
             return [None] * (len(runner.flows) + len(runner.outside))
         recorded = self._recorded(grads)
         if runner.take_turn is not None:
             runner.take_turn()
-        several = len(runner.rivals) > 1 and any(other.will_run() for other in runner.rivals if other is not self)
+        several = runner.rivals.has_more_to_come(self)
         if several:
             recorded.accumulated.begin_sum()
         recorded.grads_in.load(grads)
         if recorded.rewinds:
             recorded.graph.replay_from(self._origin)
         else:
-            recorded.graph.replay()
+            recorded.launch()
         runner.backward_runs += 1
         recorded.accumulated.finish(last=not several)
         for parameter, marks in recorded.marks:
             parameter.__dict__.update(marks)
-        # whether no backward that may run before it is read can overwrite it
-        first = runner.take_turn is not None or runner.lane.is_first_backward(recorded.captured_at)
-        found = recorded.hand_out([first and alias and not runner.copies_grads for alias in self._aliases])
+        if not self._aliases or runner.copies_grads:
+            found = recorded.hand_out(())
+        else:
+            # whether no backward that may run before it is read can overwrite it
+            first = runner.take_turn is not None or runner.lane.is_first_backward(recorded.captured_at)
+            found = recorded.hand_out(self._aliases if first else ())
         self._end()
         return found
 
@@ -92,7 +133,7 @@ class Use:
         runner = self.runner
         layouts = [None if grad is None else (grad.shape, grad.stride(), grad.dtype) for grad in grads]
         recorded = runner.backwards.get((*layouts, *_autocast(), runner.random.active))
-        if recorded is not None and recorded.grads_in.is_free_for(grads):
+        if recorded is not None and (not recorded.grads_in.has_conditions or recorded.grads_in.is_free_for(grads)):
             if recorded.is_held():
                 runner.copies_grads = True
             elif recorded.accumulated.attach():

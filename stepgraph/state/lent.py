@@ -35,6 +35,10 @@ class Lent:
         """The tensor, free of history."""
         return self._alias.data  # no view: a caller may change it in place, as they may any result
 
+    def copy(self) -> torch.Tensor:
+        """A copy of the tensor, in memory of its own."""
+        return self._alias.clone()
+
     def is_held(self) -> bool:
         """Whether anybody holds the tensor, a view of it, or another one in the same memory."""
         return _use_count(self._key) > self._own
@@ -54,6 +58,19 @@ def lend_out(tensors: Sequence[torch.Tensor]) -> list[Lent]:
             alias.set_(storages[storage._cdata], tensor.storage_offset(), tensor.shape, tensor.stride())
             made.append(Lent(_with_bits(alias, tensor)))
     storages.clear()
+    return [lent.settle() for lent in made]
+
+
+def lend_by_address(tensors: Sequence[torch.Tensor]) -> list[Lent]:
+    """The same for memory that others may be given meanwhile: the tensors are not kept alive. For copies only."""
+    made = []
+    with torch.inference_mode(False), torch.no_grad():
+        for tensor in tensors:
+            whole = tensor.untyped_storage()
+            storage = torch._C._construct_storage_from_data_pointer(whole.data_ptr(), tensor.device, whole.nbytes())
+            alias = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+            alias.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
+            made.append(Lent(_with_bits(alias, tensor)))
     return [lent.settle() for lent in made]
 
 
