@@ -9,6 +9,7 @@ each input costs the host more than the look at it in the runner.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -34,6 +35,18 @@ class ReplayNode(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         return (None, None, *ctx.use.backward(grads))
+
+
+_apply: Callable[..., tuple[torch.Tensor, ...]] = super(torch.autograd.Function, ReplayNode).apply
+_is_transforming: Callable[[], bool] = torch._C._are_functorch_transforms_active
+
+
+def replay_node(use: Use, anchor: torch.Tensor, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Add the node to autograd's graph; gives the replayed results."""
+    if _is_transforming():
+        results: tuple[torch.Tensor, ...] = ReplayNode.apply(use, anchor, *inputs)  # type: ignore[no-untyped-call]
+        return results
+    return _apply(use, anchor, *inputs)  # what torch's own wrapper looks for costs the host as much as the node
 
 
 def is_replayed(tensor: torch.Tensor) -> bool:

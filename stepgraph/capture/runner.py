@@ -19,7 +19,7 @@ import torch
 from stepgraph.backends import Graph
 from stepgraph.capture.boundary import ArgMetadata, Boundary
 from stepgraph.capture.lane import Lane
-from stepgraph.capture.replay_node import ReplayNode
+from stepgraph.capture.replay_node import replay_node
 from stepgraph.capture.static_result import StaticResult
 from stepgraph.capture.use import Rivals, Use
 from stepgraph.state.lent import Lent, lend_by_address, lend_out
@@ -206,8 +206,7 @@ class Runner:
         use = Use(self, leaves, self._saved_inputs, origin)
         self.rivals.add(use)
         inputs = [leaves[i] for i in self.flows]
-        results = ReplayNode.apply(use, self.anchor, *inputs, *self.outside)  # type: ignore[no-untyped-call]
-        return self.result.build(results, leaves)
+        return self.result.build(replay_node(use, self.anchor, *inputs, *self.outside), leaves)
 
     @property
     def static_bytes(self) -> int:
