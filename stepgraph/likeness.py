@@ -8,6 +8,7 @@ up by its signature; so may any doubt be answered with no.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +16,22 @@ import torch
 _guards = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
 _TensorGuards: Any = getattr(_guards, "TensorGuards", None)
 _PLAIN = frozenset({type(None), bool, int, str})
+
+
+def geometry_check(tensors: Sequence[torch.Tensor]) -> Callable[..., bool] | None:
+    """A function that tells whether as many other tensors have the same class, dtype, device, shape and strides.
+
+    None where torch has no such guard. It also says no where autocast is on for their device and was not, and the
+    other way round, and where one tensor is given twice.
+    """
+    if _TensorGuards is None:
+        return None
+    check: Callable[..., bool] = _TensorGuards(
+        *tensors,
+        dynamic_dims_sizes=[list(tensor.shape) for tensor in tensors],
+        dynamic_dims_strides=[list(tensor.stride()) for tensor in tensors],
+    ).check
+    return check
 
 
 class Likeness:
@@ -30,11 +47,9 @@ class Likeness:
         self._is_all_tensors = not self._others
         tensors = [leaves[i] for i in self._tensors]
         self._leaf_flags = [tensor.is_leaf for tensor in tensors]
-        self._check = _TensorGuards(
-            *tensors,
-            dynamic_dims_sizes=[list(tensor.shape) for tensor in tensors],
-            dynamic_dims_strides=[list(tensor.stride()) for tensor in tensors],
-        ).check
+        check = geometry_check(tensors)
+        assert check is not None
+        self._check = check
 
     @classmethod
     def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Likeness | None:

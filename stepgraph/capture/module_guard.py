@@ -48,7 +48,9 @@ class SiteGuard:
 
     def changed(self) -> Changed | None:
         """What is not as it was; None in a few microseconds where all is."""
-        why = self._model.changed() or self._new_hook()
+        why = self._model.changed()
+        if RemovableHandle.next_id != self._handles_seen:
+            why = why or self._new_hook()
         for names in self._names:
             why = why or names.changed()
         if why is not None:
@@ -59,11 +61,10 @@ class SiteGuard:
         return None
 
     def _new_hook(self) -> str | None:
-        if RemovableHandle.next_id != self._handles_seen:
-            self._handles_seen = RemovableHandle.next_id
-            for parameter in self._inside:
-                if is_hooked(parameter):
-                    return f"a hook was added to `{self._spell(parameter)}`"
+        self._handles_seen = RemovableHandle.next_id
+        for parameter in self._inside:
+            if is_hooked(parameter):
+                return f"a hook was added to `{self._spell(parameter)}`"
         return None
 
 

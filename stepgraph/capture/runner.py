@@ -22,6 +22,7 @@ from stepgraph.capture.lane import Lane
 from stepgraph.capture.replay_node import replay_node
 from stepgraph.capture.static_result import StaticResult
 from stepgraph.capture.use import Rivals, Use
+from stepgraph.likeness import geometry_check
 from stepgraph.state.lent import Lent, lend_by_address, lend_out
 from stepgraph.state.param_grads import GradPart
 from stepgraph.state.rng_tracker import CudaRNGStatesTracker, NamesGuard, Segment
@@ -61,6 +62,12 @@ class BackwardGraph:
         """Attributes that the backward sets on parameters."""
         self.rewinds = rewinds
         """Whether it recomputes a part of the forward with the forward's random numbers."""
+        self.geometry: Callable[..., bool] | None = None
+        self.fork: str | None = None
+
+    def looks(self, grads: Sequence[torch.Tensor | None]) -> bool:
+        """Whether these gradients look like those that it was last replayed with; no says nothing."""
+        return self.geometry is not None and self.geometry(*grads)
 
     def is_held(self) -> bool:
         """Whether somebody keeps a gradient that it has handed out."""
@@ -120,6 +127,8 @@ class Runner:
         self.outside = tuple(outside)
         """Parameters whose gradients autograd accumulates."""
         self.backwards: dict[Hashable, BackwardGraph] = {}
+        self.usual: BackwardGraph | None = None
+        """The one that was replayed last, where it can be told at a look."""
         self._lent_grads: list[Lent] = []
         """Gradients of all backwards, of those that are gone, too."""
         self.capture_backward: Callable[[Runner, Sequence[ArgMetadata | None]], BackwardGraph] | None = None
@@ -169,10 +178,21 @@ class Runner:
         replaced = self.backwards.get(key)
         if replaced is not None:
             self._release_graph(replaced.graph)
+            self.usual = None
         self.backwards[key] = backward
         self._lent_grads += [lent for lent in backward.lent if lent is not None]
         self.backward_at = min(self.backward_at, backward.captured_at)
         self.last_at = max(self.last_at, backward.captured_at)
+
+    def make_usual(
+        self, backward: BackwardGraph, grads: Sequence[torch.Tensor | None], around: tuple[Hashable, ...]
+    ) -> None:
+        """The next backward, if it looks like this one, is found without a look-up."""
+        tensors = [grad for grad in grads if grad is not None]
+        if len(tensors) == len(grads) and around[:2] == (False, False):  # a look tells autocast, not its dtype
+            if backward.geometry is None:
+                backward.geometry = geometry_check(tensors)
+            self.usual, backward.fork = backward, self.random.active
 
     def forget_activations(self) -> None:
         """Give the activations' memory to graphs that are captured later. There will be no other backward."""
@@ -235,5 +255,6 @@ class Runner:
         for backward in self.backwards.values():
             self._release_graph(backward.graph)
         self.backwards.clear()
+        self.usual = None
         self.result.let_go()
         self.lane.forget(self)

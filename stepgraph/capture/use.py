@@ -131,8 +131,15 @@ class Use:
     def _recorded(self, grads: Sequence[torch.Tensor | None]) -> BackwardGraph:
         """The backward for such gradients, ready to be replayed."""
         runner = self.runner
-        layouts = [None if grad is None else (grad.shape, grad.stride(), grad.dtype) for grad in grads]
-        recorded = runner.backwards.get((*layouts, *_autocast(), runner.random.active))
+        usual = runner.usual
+        if usual is not None and usual.fork == runner.random.active and usual.looks(grads):
+            recorded: BackwardGraph | None = usual
+        else:
+            layouts = [None if grad is None else (grad.shape, grad.stride(), grad.dtype) for grad in grads]
+            around = (*_autocast(), runner.random.active)
+            recorded = runner.backwards.get((*layouts, *around))
+            if recorded is not None:
+                runner.make_usual(recorded, grads, around)
         if recorded is not None and (not recorded.grads_in.has_conditions or recorded.grads_in.is_free_for(grads)):
             if recorded.is_held():
                 runner.copies_grads = True
