@@ -2,6 +2,12 @@
 
 from stepgraph import order
 from stepgraph.backends import Backend, backend_for
+from stepgraph.callables.callables import make_graphed_callables
+from stepgraph.callables.callables_report import CallablesReport
+from stepgraph.callables.layers_helper import TECudaGraphHelper
+from stepgraph.callables.part_graphs import set_current_microbatch
+from stepgraph.callables.stage import GraphedStages, graph_stage
+from stepgraph.callables.vision_helper import VisionTECudaGraphHelper, get_vision_cuda_graph_seq_length
 from stepgraph.capture.boundary import ArgMetadata
 from stepgraph.capture.full_iteration import FullCudaGraphWrapper
 from stepgraph.capture.graph_modules import GraphedModules, graph_modules
@@ -38,6 +44,7 @@ __version__ = "0.1.0"
 __all__ = [
     "ArgMetadata",
     "Backend",
+    "CallablesReport",
     "CaptureError",
     "CapturedStep",
     "ClosedError",
@@ -45,6 +52,7 @@ __all__ = [
     "CudaRNGStatesTracker",
     "FullCudaGraphWrapper",
     "GraphedModules",
+    "GraphedStages",
     "InvalidArgument",
     "ModuleReport",
     "NonFinite",
@@ -57,14 +65,20 @@ __all__ = [
     "StaticBufferLoader",
     "StepgraphError",
     "StepgraphWarning",
+    "TECudaGraphHelper",
+    "VisionTECudaGraphHelper",
     "backend_for",
     "capture",
     "create_cudagraphs",
     "delete_cuda_graphs",
     "get_cuda_rng_tracker",
     "get_mismatch_errors",
+    "get_vision_cuda_graph_seq_length",
     "graph_modules",
+    "graph_stage",
     "is_graph_capturing",
     "is_graph_warmup",
+    "make_graphed_callables",
     "order",
+    "set_current_microbatch",
 ]

@@ -84,13 +84,13 @@ def accumulate(
 
 def is_reentrant(results: Sequence[torch.Tensor]) -> bool:
     """Whether a backward from these tensors comes through reentrant checkpointing, torch's or a copy of it."""
-    return any(type(node).__name__ == "CheckpointFunctionBackward" for node in _nodes_behind(results))
+    return any(type(node).__name__ == "CheckpointFunctionBackward" for node in nodes_behind(results))
 
 
 def saved_memory(results: Sequence[torch.Tensor]) -> frozenset[int]:
     """The storages, by identity, in which autograd's graph behind these tensors keeps what it needs."""
     found = set()
-    for node in _nodes_behind(results):
+    for node in nodes_behind(results):
         for name in dir(node):
             if name.startswith("_raw_saved_"):
                 saved = getattr(node, name)
@@ -102,7 +102,8 @@ def saved_memory(results: Sequence[torch.Tensor]) -> frozenset[int]:
     return frozenset(found)
 
 
-def _nodes_behind(tensors: Sequence[torch.Tensor]) -> Iterator[Any]:
+def nodes_behind(tensors: Sequence[torch.Tensor]) -> Iterator[Any]:
+    """The nodes of autograd's graph behind these tensors."""
     nodes = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
     seen = set(nodes)
     while nodes:

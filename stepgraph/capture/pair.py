@@ -8,7 +8,6 @@ that fails is dropped, with the module, its parameters and their gradients as be
 from __future__ import annotations
 
 import contextlib
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -25,12 +24,13 @@ from stepgraph.capture.differentiate import (
     is_reentrant,
     saved_memory,
 )
+from stepgraph.capture.donation import recording_compiled_backwards, uses_up_saved
 from stepgraph.capture.lane import Lane
 from stepgraph.capture.recorder import RecordedCall, SameTensor
 from stepgraph.capture.runner import BackwardGraph, Runner
 from stepgraph.capture.session import Session
 from stepgraph.capture.static_result import StaticResult
-from stepgraph.capture.use import Use
+from stepgraph.capture.use import Rivals
 from stepgraph.errors import CaptureError
 from stepgraph.signature import refuse_tensor_classes
 from stepgraph.state.attributes import Attributes
@@ -52,7 +52,7 @@ class PairCapture:
         module: torch.nn.Module,
         session: Session,
         grads: ParamGrads,
-        rivals: weakref.WeakSet[Use],
+        rivals: Rivals,
         generators: Sequence[torch.Generator],
         *,
         need_backward: bool,
@@ -123,6 +123,7 @@ class PairCapture:
             release_graph=self._session.release,
         )
         runner.capture_backward = self.backward_now
+        runner.uses_up_saved = uses_up_saved(result.tensors)
         return runner
 
     def _arguments(self, call: RecordedCall, buffers: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
@@ -297,7 +298,7 @@ class PairCapture:
         for module, flag in zip(with_modes(self._module), training, strict=True):
             module.training = flag  # an evaluation is captured while the model trains, and the other way round
         try:
-            with self.stand_ins.in_place(), without_saved_tensor_hooks():
+            with self.stand_ins.in_place(), without_saved_tensor_hooks(), recording_compiled_backwards():
                 yield
         finally:
             before.restore()

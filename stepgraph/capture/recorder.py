@@ -228,6 +228,34 @@ class Recorder:
         call.grads[index] = ArgMetadata.of(grad)
 
 
+def call_from_samples(
+    site: ModuleSite,
+    leaves: Sequence[Any],
+    structure: Structure,
+    *,
+    training: tuple[bool, ...],
+    fork: str | None,
+    needs_values: bool,
+) -> RecordedCall:
+    """A call that nobody has made: as it would look with these arguments, and with the flags that are set now."""
+    first: dict[int, int] = {}
+    for index, leaf in enumerate(leaves):
+        if _is_data(leaf):
+            first.setdefault(id(leaf), index)
+    return RecordedCall(
+        site,
+        settled(structure),
+        leaves=[_recorded(i, leaf, first) for i, leaf in enumerate(leaves)],
+        ambient=ambient_key(),
+        training=training,
+        in_ddp=False,
+        fork=fork,
+        slot=0,
+        aliased=_aliased({index: leaves[index] for index in first.values()}),
+        values={index: leaves[index] for index in first.values()} if needs_values else {},
+    )
+
+
 def _sequence(events: Sequence[Event]) -> list[tuple[ModuleSite, int, bool]]:
     """The order of events: which kind of call, which one of the round, forward or backward."""
     calls: dict[int, int] = {}

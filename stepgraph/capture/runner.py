@@ -135,7 +135,7 @@ class Runner:
         self.take_turn: Callable[[], None] | None = None
         """Where the order of replays is fixed: raises if the backward is not what comes next."""
         self.fit_grads: Callable[[Sequence[torch.Tensor | None]], Sequence[torch.Tensor | None]] | None = None
-        """Where no other backward can be recorded: brings gradients to the geometry of the one there is."""
+        """Where the order of replays is fixed: brings gradients to the geometry of the backward there is."""
         self.state = RunnerState.FWD_READY
         self.forwards = self.backward_runs = 0
         self.anchor = anchor
@@ -148,6 +148,8 @@ class Runner:
         self.rivals = rivals
         """Calls under way, of all runners that add to the same gradients."""
         self.retired = self.is_freed = False
+        self.uses_up_saved = False
+        """Whether its backward can run but once for each forward."""
         self.copies_grads = False
         """Whether all gradients are handed out as copies, since somebody was found to keep one."""
         self.random = random

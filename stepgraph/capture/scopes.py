@@ -32,6 +32,7 @@ _SHIPPED: Mapping[str, Mapping[str, tuple[str, ...]]] = MappingProxyType(
             "moe_preprocess": ("moe.preprocess", "moe.combine"),
         },
         "stepgraph.MambaBlock": {"mamba": ("mixer",)},
+        "stepgraph.VisionBlock": {"attn": ("attn",), "mlp": ("mlp",)},
         "transformers.GPT2Block": {"attn": ("attn",), "mlp": ("mlp",)},
         "transformers.LlamaDecoderLayer": _LLAMA,
         "transformers.Qwen3DecoderLayer": _LLAMA,

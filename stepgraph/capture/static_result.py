@@ -101,7 +101,7 @@ class StaticResult:
 
     def give_up(self) -> None:
         """Let graphs that are captured later have the tensors' memory: copies are handed out from now on."""
-        self._lent, self._watched = lend_by_address(self.tensors), []
+        self._lent, self._watched = lend_by_address(self.tensors), {}
         self.copied = [True] * len(self.tensors)
         self.tensors = []
 
@@ -118,6 +118,11 @@ class StaticResult:
         if self._single:
             return tensors[0]
         return unflatten(self.structure, [_fill(leaf, tensors, leaves) for leaf in self._leaves])
+
+    @property
+    def passed(self) -> list[int]:
+        """The arguments that are results, by leaf index."""
+        return [leaf.index for leaf in self._leaves if isinstance(leaf, _Passed)]
 
     @property
     def plain_values(self) -> list[Any]:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from stepgraph.capture.boundary import ArgMetadata
+from stepgraph.capture.donation import refuse_second_backward
 from stepgraph.capture.replay_node import is_replayed
 from stepgraph.errors import CaptureError, StaleMemoryError
 
@@ -170,6 +171,8 @@ class Use:
                 why="the recorded backward computes, and accumulates, the gradients of all its parameters.",
                 fix="call loss.backward() without inputs=, or leave this module out of the scope.",
             )
+        if runner.uses_up_saved and torch._C._autograd._get_current_graph_task_keep_graph():
+            raise refuse_second_backward()
         if self._freed:
             raise RuntimeError(
                 "Trying to backward through a graphed module a second time. Specify retain_graph=True at the first "

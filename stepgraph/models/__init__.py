@@ -4,5 +4,19 @@ from stepgraph.models.gpt import GPT, GPTConfig
 from stepgraph.models.mamba import Mamba, MambaConfig
 from stepgraph.models.moe import MoEGPT, MoEOutput
 from stepgraph.models.moe_config import MoEConfig
+from stepgraph.models.vision import VisionConfig, VisionEncoder
+from stepgraph.models.vision_language import VisionLanguageConfig, VisionLanguageModel
 
-__all__ = ["GPT", "GPTConfig", "Mamba", "MambaConfig", "MoEConfig", "MoEGPT", "MoEOutput"]
+__all__ = [
+    "GPT",
+    "GPTConfig",
+    "Mamba",
+    "MambaConfig",
+    "MoEConfig",
+    "MoEGPT",
+    "MoEOutput",
+    "VisionConfig",
+    "VisionEncoder",
+    "VisionLanguageConfig",
+    "VisionLanguageModel",
+]

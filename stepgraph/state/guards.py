@@ -112,6 +112,7 @@ class ModelGuard:
         self._parents = [m for m in modules if m._modules]
         self._num_children = [len(m._modules) for m in self._parents]
         self._layout = self._read_layout()
+        self._admitted: frozenset[str] = frozenset()
         self._hooks = self._read_hooks()
         self._hooked = [hooks for hooks in self._hook_dicts() if hooks]
         self._events_seen, self._handles_seen = events.count, RemovableHandle.next_id
@@ -180,8 +181,14 @@ class ModelGuard:
     def _hook_dicts(self) -> Iterator[dict[int, Any]]:
         return (getattr(m, kind) for m in self._with_hooks for kind in _HOOKS)
 
+    def admit_hooks(self, names: Collection[str]) -> None:
+        """Let hooks of functions of these names come and go: whoever replays the graph runs them."""
+        self._admitted = frozenset(names)
+
     def _read_hooks(self) -> list[tuple[int, ...]]:
-        return [tuple(hooks) for hooks in self._hook_dicts()]
+        if not self._admitted:
+            return [tuple(hooks) for hooks in self._hook_dicts()]
+        return [tuple(k for k, h in hooks.items() if spelled(h) not in self._admitted) for hooks in self._hook_dicts()]
 
     def _changed_hooks(self, now: list[tuple[int, ...]]) -> str:
         index = next(i for i, (a, b) in enumerate(zip(self._hooks, now, strict=True)) if a != b)
@@ -196,16 +203,20 @@ def refuse_hooks(
     for module in modules:
         for kind in _HOOKS:
             for hook in getattr(module, kind).values():
-                spelled = getattr(hook, "__qualname__", type(hook).__qualname__)
-                if hook in safe or spelled in safe or _is_torchs(hook):
+                if hook in safe or spelled(hook) in safe or _is_torchs(hook):
                     continue
                 raise CaptureError(
-                    f"{step}: module `{name(module)}` has a hook, `{spelled}` ({kind.strip('_')})",
+                    f"{step}: module `{name(module)}` has a hook, `{spelled(hook)}` ({kind.strip('_')})",
                     rule="module-hook",
                     why="a hook is Python code: it would run when the step is captured, and not at replays.",
                     fix="remove it, or, if all it does is tensor work that may be recorded, admit it: "
-                    f"stepgraph.capture(step, safe_hooks=[{spelled!r}]).",
+                    f"stepgraph.capture(step, safe_hooks=[{spelled(hook)!r}]).",
                 )
+
+
+def spelled(hook: Any) -> str:
+    """The name of a hook's function, or of its class."""
+    return str(getattr(hook, "__qualname__", type(hook).__qualname__))
 
 
 def _is_torchs(hook: Any) -> bool:

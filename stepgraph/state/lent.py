@@ -63,15 +63,15 @@ def lend_out(tensors: Sequence[torch.Tensor]) -> list[Lent]:
 
 def lend_by_address(tensors: Sequence[torch.Tensor]) -> list[Lent]:
     """The same for memory that others may be given meanwhile: the tensors are not kept alive. For copies only."""
-    made = []
     with torch.inference_mode(False), torch.no_grad():
-        for tensor in tensors:
-            whole = tensor.untyped_storage()
-            storage = torch._C._construct_storage_from_data_pointer(whole.data_ptr(), tensor.device, whole.nbytes())
-            alias = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-            alias.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
-            made.append(Lent(_with_bits(alias, tensor)))
-    return [lent.settle() for lent in made]
+        return [Lent(_with_bits(_over_address(tensor), tensor)).settle() for tensor in tensors]
+
+
+def _over_address(tensor: torch.Tensor) -> torch.Tensor:
+    whole = tensor.untyped_storage()
+    storage = torch._C._construct_storage_from_data_pointer(whole.data_ptr(), tensor.device, whole.nbytes())
+    alias = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return alias.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
 
 
 def _with_bits(alias: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:

@@ -115,3 +115,50 @@ def test_modules_report_holds_the_host_pair_against_torch(
     record = {"workload": "host-pair", "variant": "pair", "added_us": {"torch": 200.0, "ours": ours_us}}
     target = imported("modules_report", monkeypatch).pair_target([record])
     assert target.reached is reached
+
+
+def test_pipeline_trains_every_way_alike_in_memory_that_does_not_grow(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = ["--device", "cpu", "--layers", "1", "--steps", "1", "--equality-steps", "2", "--out", str(tmp_path)]
+    workloads = ["--workloads", "interleaved-8,interleaved-16"]
+    assert imported("pipeline", monkeypatch).main([*sizes, *workloads]) == 0
+    summary = json.loads((tmp_path / "pipeline.json").read_text())
+    assert [target["reached"] for target in summary["targets"]] == [True, True, True], summary["targets"]
+    records = {(r["workload"], r["variant"]): r for r in summary["records"]}
+    for workload, samples in (("interleaved-8", 16), ("interleaved-16", 32)):
+        eager = records[workload, "eager"]
+        ours, apart = (records[workload, variant]["engine"] for variant in ("ours", "ours-no-reuse"))
+        assert records[workload, "ours"]["loss"] == records[workload, "ours-no-reuse"]["loss"] == eager["loss"]
+        assert (ours["num_samples"], ours["num_buffers"], apart["num_buffers"]) == (samples, 11, samples)
+        assert ours["static_bytes"] < apart["static_bytes"]
+        assert ours["pool_bytes"] < apart["pool_bytes"]
+    page = (tmp_path / "pipeline.md").read_text()
+    assert page.count("same bits") == 4
+    assert "| interleaved, stage 0 of 2 | 1,2 | 4 | 12 |" in page
+
+
+def test_pipeline_report_plans_the_reference_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [plan.row(buffer_bytes=10) for plan in imported("pipeline_report", monkeypatch).plans()]
+    assert [row["unique"] for row in rows[:5]] == [4, 2, 6, 8, 7]
+    assert [row["unique"] for row in rows[5:17]] == [8, 8, 8, 6, 6, 6, 4, 4, 4, 2, 2, 2]
+    assert [(row["samples"], row["unique"]) for row in rows[17:]] == [
+        (32, 32),
+        (64, 44),
+        (128, 44),
+        (256, 44),
+        (512, 44),
+    ]
+    assert all(row["unique_bytes"] == 10 * row["unique"] for row in rows)
+
+
+def test_pipeline_report_tells_memory_that_grows(monkeypatch: pytest.MonkeyPatch) -> None:
+    report = imported("pipeline_report", monkeypatch)
+    workloads = ["interleaved-8", "interleaved-16"]
+    for grown, reached in ((1000, True), (1100, False)):
+        records = [
+            {"workload": workload, "variant": "ours", "engine": {"static_bytes": size}}
+            for workload, size in zip(workloads, (1000, grown), strict=True)
+        ]
+        assert report.growth_target(records, workloads, "static_bytes", "static memory").reached is reached
+    assert not report.growth_target(records[:1], workloads, "static_bytes", "static memory").reached

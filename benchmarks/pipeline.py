@@ -1,0 +1,170 @@
+"""One rank of an interleaved pipeline on one GPU: time, memory and equality, with graphs captured ahead and without.
+
+    python benchmarks/pipeline.py
+
+The rank is the first of four stages. It has two model chunks of four layers each, of GPT-2-small's shape, in bf16, and
+runs the interleaved order of 8 microbatches of one sequence, then fused AdamW. There is no other rank: what neighbours
+would send, inputs of chunks and gradients of their results, are tensors that are there already. 16 and 32 microbatches
+show what grows with their number. Every variant trains the same weights on the same tensors, each in a process of its
+own; at any time one of them is measured and the others sleep, having touched no GPU.
+
+- eager: the chunks as they are.
+- ours: `stepgraph.TECudaGraphHelper`, a forward and a backward graph for each layer and microbatch, memory shared by
+  lifetime in the order.
+- ours-no-reuse: the same with `reuse_buffers=False`: every graph has memory of its own.
+
+What the columns mean:
+
+- step: median time of 10 steps after 6 warm ones, from CUDA events between steps, with no synchronisation inside the
+  block. `again` is a second block of 10 in the same process: the difference is the run's own spread.
+- busy: union of the GPU's kernel, copy and fill intervals in one profiled step.
+- host: median time until the call returns, the queue drained before it.
+- capture: the whole of `create_cudagraphs()`, samples and warm-up included; also for each layer and microbatch.
+- reserved, allocated: peaks of torch's allocator from after the chunks are built to the end, capture included.
+- result: a mean over the last result after 26 steps (6 + 10 + 10), and whether it has the very bits of eager's, under
+  torch's default algorithms.
+
+The table of buffers is arithmetic: how many static inputs the plan of each schedule has, with and without sharing, at
+the bytes of one input of a layer here. What the graphs of the run really keep is in stepgraph's own report.
+
+Equality is a claim under deterministic algorithms: 20 steps from one seed, every result compared bit by bit, and at the
+end every parameter, gradient and optimizer state. It counts only where graphs were replayed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from pipeline_report import EQUALITY, LAYERS, VARIANTS, WORKLOADS, markdown, sections, summarise
+from whole_step import (
+    Job,
+    command_line,
+    count,
+    default_folder,
+    machine_facts,
+    name_list,
+    progress,
+    run_all,
+    show,
+    start_worker,
+    told_outcome,
+    worker_options,
+    write_report,
+)
+from whole_step_report import Record, error_line
+from whole_step_variants import attempt, await_turn
+
+from stepgraph import StepgraphWarning
+
+PASSED_ON = ("device", "steps", "equality_steps", "layers")
+IMPORTS = ("torch._dynamo", "torch.profiler", "pipeline_measure")
+
+
+def plan(workloads: Sequence[str], variants: Sequence[str]) -> list[Job]:
+    """Return the jobs in order; equality is run on the first workload."""
+    timed = [(w, v) for w in workloads for v in variants if v != EQUALITY]
+    return timed + ([(workloads[0], EQUALITY)] if EQUALITY in variants else [])
+
+
+def measure(job: Job, args: argparse.Namespace) -> Record:
+    """Measure one job in this process; return its record."""
+    workload, variant = job
+
+    def measuring() -> Record:
+        from pipeline_measure import Setting, measure_job
+
+        setting = Setting(workload, torch.device(args.device), args.layers)
+        found = measure_job(setting, variant, args.steps, args.equality_steps)
+        return found | ({"gpu": torch.cuda.get_device_name()} if setting.is_on_gpu else {})
+
+    record: Record = {"workload": workload, "variant": variant, "layers": args.layers}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", StepgraphWarning)
+        attempt(record, measuring)
+    said = [error_line(str(w.message)) for w in caught if issubclass(w.category, StepgraphWarning)]
+    return record | {"warnings": list(dict.fromkeys(said))[:8]}
+
+
+def worker(args: argparse.Namespace) -> int:
+    """Measure one variant and print its record as one line of JSON."""
+    workload, variant = args.worker
+    if variant == EQUALITY:
+        os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # cuBLAS is deterministic only with a fixed workspace
+    if args.wait and not await_turn(IMPORTS):
+        return 1
+    record = measure((workload, variant), args)
+    print(json.dumps(record, default=str), flush=True)
+    return 1 if "error" in record else 0
+
+
+def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Return the command's options."""
+    parser = argparse.ArgumentParser(description="One rank of an interleaved pipeline, eager and with graphs.")
+    parser.add_argument("--workloads", type=name_list(WORKLOADS), default=list(WORKLOADS), help=", ".join(WORKLOADS))
+    parser.add_argument("--variants", type=name_list(VARIANTS), default=list(VARIANTS), help=", ".join(VARIANTS))
+    parser.add_argument("--steps", type=count, default=10, help="steps a timed block (10)")
+    parser.add_argument("--equality-steps", type=count, default=20, help="steps compared (20)")
+    parser.add_argument(
+        "--layers", type=count, default=LAYERS, help=f"layers a chunk ({LAYERS}); fewer for a quick test"
+    )
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: tiny layers on the tape")
+    parser.add_argument("--timeout", type=float, default=120.0, help="seconds a worker may take (120)")
+    parser.add_argument("--out", type=Path, help="folder for the reports (benchmarks/results/DATE-GPU)")
+    parser.add_argument("--worker", nargs=2, metavar=("WORKLOAD", "VARIANT"), help="measure one variant, print JSON")
+    parser.add_argument("--wait", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args(argv)
+    if not args.workloads or not args.variants:
+        parser.error("name at least one workload and one variant")
+    if args.worker and (args.worker[0] not in WORKLOADS or args.worker[1] not in VARIANTS):
+        parser.error(f"--worker takes a workload ({', '.join(WORKLOADS)}) and a variant ({', '.join(VARIANTS)})")
+    return args
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the benchmark; return 1 if a variant failed."""
+    args = parse_arguments(argv)
+    if args.worker:
+        return worker(args)
+    if args.device == "cuda" and not torch.cuda.is_available():
+        print("This benchmark needs a CUDA GPU, and torch finds none here. --device cpu tries it.", file=sys.stderr)
+        return 2
+    started, facts = time.perf_counter(), machine_facts()
+    command = command_line("pipeline.py", sys.argv[1:] if argv is None else argv)
+    if args.device == "cpu":
+        facts |= {"GPU": "none: tiny layers on the tape", "driver": "none"}
+    folder = args.out or (None if args.device == "cpu" else default_folder(facts))
+    jobs = plan(args.workloads, args.variants)
+
+    def publish(records: list[Record]) -> Record:
+        gpu = next((r["gpu"] for r in records if "gpu" in r), facts["GPU"])
+        run = {"GPU": gpu, "seconds in all": round(time.perf_counter() - started)}
+        buffer_bytes = next((r["buffer_bytes"] for r in records if "buffer_bytes" in r), 0)
+        summary = summarise(records, jobs, facts | run, command, buffer_bytes, on_gpu=args.device == "cuda")
+        if folder is not None:
+            write_report(folder, "pipeline", summary, markdown(summary))
+        return summary
+
+    if args.device == "cpu":  # nothing to keep apart
+        torch.set_num_threads(1)
+        records = []
+        for index, job in enumerate(jobs, 1):
+            records.append(measure(job, args))
+            print(progress(records[-1], index, len(jobs), told_outcome), file=sys.stderr)
+    else:
+        script, options = str(Path(__file__).resolve()), worker_options(args, PASSED_ON)
+        records = run_all(jobs, lambda job: start_worker(job, script, options), args.timeout, publish, told_outcome)
+    summary = publish(records)
+    show(sections(summary), markdown(summary), width=200)
+    return 1 if any("error" in r for r in records) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

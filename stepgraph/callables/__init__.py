@@ -1,0 +1,10 @@
+"""Graphs captured ahead of training, from sample arguments and an order; pipelines that replay them.
+
+- `callables`: `make_graphed_callables`, with torch's contract and with Transformer Engine's.
+- `split_backward`: a backward in two parts, inputs first.
+"""
+
+from stepgraph.callables.callables import make_graphed_callables, report
+from stepgraph.callables.callables_report import CallablesReport
+
+__all__ = ["CallablesReport", "make_graphed_callables", "report"]

@@ -1,0 +1,160 @@
+"""`make_graphed_callables`: graphs captured before training, from sample arguments.
+
+One function with two contracts. Without an order (torch's), each callable gets a forward and a backward graph, and a
+module's forward is replaced for as long as its training flag is as it was. With an order (Transformer Engine's), each
+layer gets graphs for each microbatch, captured in the order in which a pipeline's rank runs them, sharing memory by
+lifetime; the caller calls what is returned, in that order, and each call is checked against it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from stepgraph.backends import Backend
+from stepgraph.callables.callables_report import CallablesReport
+from stepgraph.callables.graphed import GraphedCallable
+from stepgraph.callables.making import Making
+from stepgraph.callables.request import read_request
+from stepgraph.callables.warm_up import CaptureTimeHooks
+from stepgraph.capture.session import Session
+from stepgraph.errors import InvalidArgument
+from stepgraph.order.entries import is_count
+
+
+def make_graphed_callables(
+    callables: Any,
+    sample_args: Any,
+    *,
+    sample_kwargs: Any = None,
+    num_warmup_iters: int = 3,
+    allow_unused_input: bool = False,
+    order: Sequence[float] | None = None,
+    num_layers_per_chunk: Any = None,
+    pool: Session | None = None,
+    fp8_enabled: bool = False,
+    fp8_recipe: Any = None,
+    fp8_group: Any = None,
+    fp8_weight_caching: bool = False,
+    reuse_buffers: bool = True,
+    clone_param_grads: bool = True,
+    capture_time_hooks: Any = None,
+    pre_warmup_hook: Callable[[], Any] | None = None,
+    post_warmup_hook: Callable[[], Any] | None = None,
+    retain_graph_in_backward: bool = False,
+    backend: Backend | str | None = None,
+    **private: Any,
+) -> Any:
+    """Capture graphs of modules or functions from sample arguments, before training.
+
+    Example:
+        >>> layer = stepgraph.make_graphed_callables(layer, (torch.randn(4, 8, requires_grad=True),))
+        >>> layer(x).sum().backward()                       # replays; layer.eval() runs the forward as it was
+        >>> graphed = stepgraph.make_graphed_callables(     # 2 layers, 2 microbatches, all forwards first
+        ...     (first, second), samples, order=[1, 1, -1, -1]
+        ... )
+        >>> hidden = graphed[0](x)                          # layer l of microbatch m at m * 2 + l
+
+    Without an order the callables come back, modules with their forward replaced. With one, a tuple of callables: layer
+    l of microbatch m in a chunk of n layers, with p layers in the chunks before, is at p*M + m*n + l.
+    """
+    order, num_layers_per_chunk = _read_private(order, num_layers_per_chunk, private)
+    _refuse_fp8(fp8_enabled, fp8_recipe, fp8_group, fp8_weight_caching)
+    _check_options(num_warmup_iters, pool)
+    request = read_request(callables, sample_args, sample_kwargs, order, num_layers_per_chunk)
+    hooks = CaptureTimeHooks(capture_time_hooks, len(request.callables))
+    session = pool if pool is not None else Session()
+    begun = time.perf_counter()
+    making = Making(request, session, hooks, backend, owns_session=pool is None)
+    try:
+        if pre_warmup_hook is not None:
+            pre_warmup_hook()
+        making.warm_up(num_warmup_iters)
+        if post_warmup_hook is not None:
+            post_warmup_hook()
+        making.capture(reuse=reuse_buffers, retain=retain_graph_in_backward, allow_unused=allow_unused_input)
+    except BaseException:
+        making.give_up()
+        raise
+    made = making.graphed(begun, clone_param_grads=clone_param_grads, retain=retain_graph_in_backward)
+    if request.order is not None:
+        return tuple(made)
+    found = []
+    for graphed, sample in zip(made, making.samples, strict=True):
+        if sample.subject.is_module:
+            graphed.put_in_place()
+        found.append(sample.subject.given if sample.subject.is_module else graphed)
+    return found[0] if request.is_single else tuple(found)
+
+
+def report(callables: Any) -> CallablesReport:
+    """What was captured and replayed: of a graphed callable, a graphed module, or a tuple of them."""
+    first = callables[0] if isinstance(callables, (tuple, list)) else callables
+    graphed = first if isinstance(first, GraphedCallable) else vars(first).get("forward")
+    if not isinstance(graphed, GraphedCallable) and isinstance(first, torch.nn.Module):
+        graphed = first._compiled_call_impl
+    if not isinstance(graphed, GraphedCallable):
+        raise InvalidArgument(
+            f"a {type(first).__name__} has no graphs of make_graphed_callables",
+            rule="sample-arguments",
+            why="a report tells of graphs that were captured ahead.",
+            fix="pass what make_graphed_callables has returned, before .reset().",
+        )
+    return graphed.report()
+
+
+def _read_private(order: Any, num_layers_per_chunk: Any, private: Mapping[str, Any]) -> tuple[Any, Any]:
+    """The spellings that Transformer Engine has for the order."""
+    for name in private:
+        if name not in ("_order", "_num_layers_per_chunk"):
+            raise TypeError(f"make_graphed_callables() got an unexpected keyword argument {name!r}")
+    for name, given in (("order", order), ("num_layers_per_chunk", num_layers_per_chunk)):
+        if given is not None and private.get(f"_{name}") is not None:
+            raise InvalidArgument(
+                f"both `{name}` and `_{name}` are given",
+                rule="option",
+                why="they are two spellings of one option.",
+                fix=f"pass `{name}`.",
+            )
+    return (
+        order if order is not None else private.get("_order"),
+        num_layers_per_chunk if num_layers_per_chunk is not None else private.get("_num_layers_per_chunk"),
+    )
+
+
+def _refuse_fp8(enabled: bool, recipe: Any, group: Any, weight_caching: bool) -> None:
+    given = {
+        "fp8_enabled": enabled,
+        "fp8_recipe": recipe is not None,
+        "fp8_group": group is not None,
+        "fp8_weight_caching": weight_caching,
+    }
+    for name, is_given in given.items():
+        if is_given:
+            raise InvalidArgument(
+                f"`{name}` is given",
+                rule="fp8",
+                why="FP8 scaling factors live outside the graphs and must be brought in at each replay, which is not "
+                "there yet.",
+                fix=f"leave `{name}` out, and capture in bf16.",
+            )
+
+
+def _check_options(num_warmup_iters: Any, pool: Any) -> None:
+    if not is_count(num_warmup_iters):
+        raise InvalidArgument(
+            f"num_warmup_iters={num_warmup_iters!r}",
+            rule="option",
+            why="it counts eager calls before the capture.",
+            fix="pass an integer of 0 or more; 3 is enough for most, 11 with NCCL's DDP.",
+        )
+    if pool is not None and not isinstance(pool, Session):
+        raise InvalidArgument(
+            f"pool is a {type(pool).__name__}",
+            rule="option",
+            why="graphs that share memory must share a stream and an owner, too, which a bare pool handle has not.",
+            fix="pass a stepgraph.Session, and the same one to whatever is to share its pool.",
+        )

@@ -1,0 +1,344 @@
+"""A graphed callable: what the caller gets back for each sample, and the set that it belongs to."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from stepgraph.callables.call_shape import same_modes
+from stepgraph.callables.callables_report import CallablesReport
+from stepgraph.callables.sample_graphs import SampleGraphs
+from stepgraph.callables.turns import Turns
+from stepgraph.capture.module_guard import global_hook, has_global_hooks
+from stepgraph.capture.module_session import ModuleSession
+from stepgraph.capture.runner import Runner, RunnerState
+from stepgraph.errors import CaptureError, ClosedError, InvalidArgument
+from stepgraph.order import Kind
+from stepgraph.state.ddp import in_ddp
+from stepgraph.state.lent import Lent
+from stepgraph.state.rng_tracker import tracker_for
+from stepgraph.tree import CallFlattener
+
+
+class GraphedSet:
+    """All graphs of one `make_graphed_callables`, and what they share."""
+
+    def __init__(
+        self,
+        shared: ModuleSession,
+        samples: Sequence[SampleGraphs],
+        turns: Turns | None,
+        static_bytes: int,
+        num_buffers: int,
+        capture_seconds: float,
+        *,
+        owns_session: bool,
+    ) -> None:
+        self.shared, self.samples, self.turns = shared, tuple(samples), turns
+        self._static_bytes, self._num_buffers, self._capture_seconds = static_bytes, num_buffers, capture_seconds
+        self._owns_session = owns_session
+        self.callables: list[GraphedCallable] = []
+        self._lent: list[Lent] = []
+        self.is_closed = False
+        self._num_graphs = sum(sample.num_graphs for sample in samples)
+        shared.session.when_dropped(self.close)
+
+    def lend(self, sample: SampleGraphs) -> None:
+        """Hand out gradients that pass through autograd as they lie, and look before each replay who holds one."""
+        self._lent += sample.lend_outside_grads()
+        runner = sample.runner
+        if runner.backwards:
+            runner.take_turn = functools.partial(self._before_backward, runner.take_turn, sample.subject.name)
+
+    def _before_backward(self, take_turn: Callable[[], None] | None, name: str) -> None:
+        self.check_lent(name)
+        if take_turn is not None:
+            take_turn()
+
+    def check_lent(self, name: str) -> None:
+        """Raise if somebody holds a gradient that was lent, which the next replay may overwrite."""
+        for lent in self._lent:
+            if lent.is_held():
+                raise held_gradient(name)
+
+    def report(self) -> CallablesReport:
+        """What was captured, and what was replayed."""
+        live = [] if self.is_closed else list(self.samples)
+        return CallablesReport(
+            num_samples=len(self.samples),
+            num_graphs=0 if self.is_closed else self._num_graphs,
+            num_buffers=0 if self.is_closed else self._num_buffers,
+            static_bytes=0 if self.is_closed else self._static_bytes,
+            pool_bytes=0 if self.is_closed else self.shared.session.pool_bytes(),
+            capture_seconds=self._capture_seconds,
+            forwards=sum(sample.runner.forwards for sample in live),
+            backwards=sum(sample.runner.backward_runs for sample in live),
+            weight_grads=sum(sample.weight_runs for sample in live),
+        )
+
+    def close(self) -> None:
+        """Free all graphs and buffers; modules whose forward was replaced are as before."""
+        if self.is_closed:
+            return
+        self.is_closed = True
+        for graphed in self.callables:
+            graphed.put_back()
+        for sample in self.samples:
+            sample.free()
+        for subject in {id(s.subject): s.subject for s in self.samples}.values():
+            self.shared.grads.forget(subject.pair.stand_ins.parameters)
+        if self._owns_session:
+            self.shared.close()
+            self.shared.session.close()
+
+    def close_one(self, sample: SampleGraphs) -> None:
+        """Without an order: free the graphs of one callable; with the last one, all that is left."""
+        sample.free()
+        if all(graphed.is_closed for graphed in self.callables):
+            self.close()
+
+
+class GraphedCallable:
+    """Replays the graphs of one sample. Made by `make_graphed_callables`."""
+
+    def __init__(self, owner: GraphedSet, sample: SampleGraphs) -> None:
+        self._owner, self._sample = owner, sample
+        self._subject, self._shape, self._runner = sample.subject, sample.shape, sample.runner
+        self._modes, self._training = sample.subject.modes, sample.call.training
+        self._flatten = CallFlattener()
+        self._is_capturing = owner.shared.session.backend.capture_probe
+        self._random = tracker_for(owner.shared.session.backend)
+        self._place: dict[str, Any] | None = None
+        self._before: Any = None
+        self.is_closed = False
+        owner.callables.append(self)
+
+    @property
+    def name(self) -> str:
+        """The callable's name in messages."""
+        return self._subject.name
+
+    def __repr__(self) -> str:
+        return f"<graphed {self.name}, sample {self._sample.number}>"
+
+    def __reduce__(self) -> Any:
+        """A copy of the module, by copy.deepcopy or by pickle, is a plain module."""
+        return getattr, (self._subject.module, self._subject.method)
+
+    # -- in the place of a forward
+
+    def put_in_place(self) -> None:
+        """Replace the forward of the module."""
+        self._place = vars(self._subject.module)
+        self._before = self._place.get(self._subject.method, _MISSING)
+        self._place[self._subject.method] = self
+        if not hasattr(self._subject.module, "reset"):
+            self._place["reset"] = _Reset(self)
+
+    def put_back(self) -> None:
+        """Restore the forward of the module."""
+        self.is_closed = True
+        place, self._place = self._place, None
+        if place is None:
+            return
+        if place.get(self._subject.method) is self:
+            if self._before is _MISSING:
+                del place[self._subject.method]
+            else:
+                place[self._subject.method] = self._before
+        if isinstance(place.get("reset"), _Reset):
+            del place["reset"]
+
+    # -- calling
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Replay the forward; the backward is replayed where autograd comes to it."""
+        turns = self._owner.turns
+        if self.is_closed or torch.compiler.is_compiling() or self._is_capturing():
+            return self._otherwise(args, kwargs)
+        if not same_modes(self._modes, self._training):
+            return self._subject.original(*args, **kwargs)  # as both contracts have it
+        leaves, structure = self._flatten(args, kwargs)
+        if turns is None and torch.is_inference_mode_enabled() and self._shape.takes_gradients:
+            return self._subject.original(*args, **kwargs)
+        self._shape.check(leaves, structure, self._owner.shared.ambient.read())
+        self._subject.check()
+        if in_ddp():
+            raise self._inside_ddp()
+        if self._random.active != self._sample.call.fork:
+            raise self._in_another_fork()
+        if has_global_hooks() and (hook := global_hook(())) is not None:
+            if turns is None:
+                return self._subject.original(*args, **kwargs)
+            raise self._hook_on_all(hook)
+        self._owner.check_lent(self.name)
+        if turns is not None:
+            turns.take(Kind.FORWARD, self._sample.number)
+        elif not self._runner.can_take(leaves):
+            raise self._in_flight()
+        return self._runner.run(leaves)
+
+    def _otherwise(self, args: Any, kwargs: Any) -> Any:
+        """Graphs that are gone, or a call inside something larger that is being captured or compiled."""
+        if self.is_closed and self._owner.turns is not None:
+            raise ClosedError(
+                f"{self.name}, sample {self._sample.number}, was reset",
+                rule="closed",
+                why="its graphs and buffers are gone.",
+                fix="call the layer itself, or capture again with make_graphed_callables.",
+            )
+        return self._subject.original(*args, **kwargs)
+
+    def _in_flight(self) -> CaptureError:
+        if self._runner.state is RunnerState.BWD_READY:
+            return CaptureError(
+                f"{self.name} is called a second time before the backward of the first call",
+                rule="call-in-flight",
+                why="without an order there is one set of activations, and the second call would overwrite it.",
+                fix="run the backward first, drop the results of a call that has none (or call it under "
+                "torch.no_grad()), or capture for several calls: order=[1, 1, -1, -1].",
+            )
+        waiting = [s.subject.name for s in self._owner.samples if s.runner.state is RunnerState.BWD_READY]
+        return CaptureError(
+            f"{self.name} is called while {', '.join(waiting)} waits for its backward",
+            rule="call-in-flight",
+            details=[f"captured  {', '.join(s.subject.name for s in self._owner.samples)}, in this order"],
+            why="the callables share memory by the order in which they were passed: a call could overwrite what a "
+            "later one has left.",
+            fix="pass the callables in the order in which they run, or graph them by separate calls of "
+            "make_graphed_callables.",
+        )
+
+    def _hook_on_all(self, hook: str) -> CaptureError:
+        return CaptureError(
+            f"{self.name}: a hook on all modules, `{hook}`, would not run",
+            rule="module-hook",
+            why="a replay runs no Python inside the callable.",
+            fix="remove the hook, or call the layers themselves while it is there.",
+        )
+
+    def _in_another_fork(self) -> CaptureError:
+        return CaptureError(
+            f"{self.name} is called under another named random state than it was captured under",
+            rule="sample-mismatch",
+            details=[f"captured  {self._sample.call.fork!r}", f"received  {self._random.active!r}"],
+            why="the graph draws from the generator that was active at the capture.",
+            fix="call make_graphed_callables inside tracker.fork() where the callable is called inside it.",
+        )
+
+    def _inside_ddp(self) -> CaptureError:
+        return CaptureError(
+            f"{self.name} is called inside DistributedDataParallel",
+            rule="ddp-callable",
+            why="DDP must see each gradient when it is ready, and these graphs add to the gradients by themselves.",
+            fix="use stepgraph.graph_modules, which hands gradients to DDP, or reduce gradients after the backward.",
+        )
+
+    # -- the split weight gradient
+
+    def backward_dw(self) -> None:
+        """Replay the weight gradient that was split off from the backward (`-c.5` in the order)."""
+        sample, turns = self._sample, self._owner.turns
+        if self.is_closed:
+            self._otherwise((), {})
+        if turns is None or not sample.has_split_weights:
+            raise InvalidArgument(
+                f"{self.name}, sample {sample.number}, has no weight gradient of its own",
+                rule="replay-order",
+                why="its backward computes all gradients at once.",
+                fix="split it off in the order: an entry -c.5 after -c for each backward of chunk c.",
+            )
+        self._owner.check_lent(self.name)
+        turns.take(Kind.WEIGHT_GRAD, sample.number)
+        if sample.weights is not None and not sample.weights.run():
+            raise held_gradient(self.name)
+        sample.weight_runs += 1
+
+    def admit_hooks(self, names: Sequence[str]) -> None:
+        """Let hooks of functions of these names come and go on modules inside: whoever calls this one runs them."""
+        self._subject.admit_hooks(names)
+
+    # -- ending
+
+    def report(self) -> CallablesReport:
+        """What was captured and replayed, of the whole set that this one belongs to."""
+        return self._owner.report()
+
+    def reset(self) -> None:
+        """Free graphs and buffers, and restore the module's forward. With an order all of the order's are freed."""
+        if self._owner.turns is not None:
+            self._owner.close()
+        elif not self.is_closed:
+            self.put_back()
+            self._owner.close_one(self._sample)
+
+
+class _Reset:
+    """`.reset()` of a module whose forward was replaced; a copy of the module has nothing to reset."""
+
+    def __init__(self, graphed: GraphedCallable | None = None) -> None:
+        self._graphed = graphed
+
+    def __call__(self) -> None:
+        if self._graphed is not None:
+            self._graphed.reset()
+
+    def __reduce__(self) -> Any:
+        return _Reset, ()
+
+
+def fitted(metas: Sequence[Any], device: torch.device) -> Callable[[Sequence[Any]], list[torch.Tensor | None]]:
+    """Brings gradients to the geometry that a backward was recorded for: other strides are copied, None is zeros."""
+    return functools.partial(_fit, tuple(metas), device)
+
+
+def _fit(metas: Sequence[Any], device: torch.device, grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+    found: list[torch.Tensor | None] = []
+    for meta, grad in zip(metas, grads, strict=True):
+        if meta is None:
+            found.append(None)
+        elif grad is None:
+            found.append(meta.empty(device).zero_())
+        elif grad.stride() != meta.stride and grad.shape == meta.shape and grad.dtype == meta.dtype:
+            found.append(meta.empty(device).copy_(grad))
+        else:
+            found.append(grad)
+    return found
+
+
+def refuse_another_backward(name: str, runner: Runner, metas: Sequence[Any]) -> Any:
+    """No further backward can be recorded: say which one is missing, or what stands in the way of the one there is."""
+    known = {key[: len(metas)] for key in runner.backwards if isinstance(key, tuple)}
+    if tuple(None if meta is None else meta.layout for meta in metas) in known and not _is_autocast():
+        raise held_gradient(name)
+    raise CaptureError(
+        f"{name}: a backward unlike the one that was captured",
+        rule="sample-mismatch",
+        details=[
+            f"received  gradients {[None if m is None else list(m.shape) for m in metas]}, "
+            f"autocast {'on' if _is_autocast() else 'off'}"
+        ],
+        why="the graphs share memory by their order, and no graph can be added.",
+        fix="call backward() outside autocast, with gradients of the results' own dtypes.",
+    )
+
+
+def held_gradient(name: str) -> CaptureError:
+    """A parameter's gradient cannot be where the graph adds to it."""
+    return CaptureError(
+        f"{name}: a parameter's gradient of an earlier backward is still held, or lies in memory of the caller's",
+        rule="held-gradient",
+        why="the graph writes to fixed memory, in which the gradient that is held lies, and no graph can be added.",
+        fix="clone gradients that are kept over zero_grad(); capture again after .grad was set to other memory; leave "
+        "clone_param_grads=True unless a hook uses each gradient up at once.",
+    )
+
+
+def _is_autocast() -> bool:
+    return torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu")
+
+
+_MISSING = object()

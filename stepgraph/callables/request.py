@@ -1,0 +1,168 @@
+"""What `make_graphed_callables` is asked for: its arguments in one form, or an error that names the one that is wrong.
+
+Callables come one or several, sample arguments one set for each callable or, with an order, one for each layer and
+microbatch. Here they become a list of samples: which callable, called how. With an order, layer l of microbatch m in
+a chunk of n layers, with p layers in the chunks before, is sample p*M + m*n + l.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from stepgraph.errors import InvalidArgument
+from stepgraph.order import Entry, Kind, count_microbatches, read_order
+from stepgraph.order.entries import is_count
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """A call to capture graphs for."""
+
+    number: int
+    subject: int
+    """Which of the callables."""
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """The arguments in one form."""
+
+    callables: tuple[Callable[..., Any], ...]
+    is_single: bool
+    samples: tuple[Sample, ...]
+    order: Sequence[float] | None = None
+    entries: tuple[Entry, ...] = ()
+    num_layers_per_chunk: tuple[int, ...] = ()
+    num_microbatches: int = 1
+
+    @property
+    def trains(self) -> bool:
+        """Whether backwards are to be captured, as far as an order says."""
+        return self.order is None or any(entry.kind is not Kind.FORWARD for entry in self.entries)
+
+
+def read_request(
+    callables: Any, sample_args: Any, sample_kwargs: Any, order: Sequence[float] | None, num_layers_per_chunk: Any
+) -> Request:
+    """Bring the arguments to one form."""
+    is_single = not isinstance(callables, (tuple, list))
+    several = (callables,) if is_single else tuple(callables)
+    for index, each in enumerate(several):
+        if not callable(each):
+            raise _wrong(f"callables[{index}] is a {type(each).__name__}, which cannot be called", "pass functions.")
+    if not several:
+        raise _wrong("there are no callables", "pass at least one module or function.")
+    if order is None:
+        _refuse_twice(several)
+        args = (sample_args,) if is_single else sample_args
+        args = _one_each("sample_args", args, len(several), "callable")
+        kwargs = _kwargs_of(sample_kwargs, len(several), "callable", is_single=is_single)
+        owners: Sequence[int] = range(len(several))
+        return Request(several, is_single, _samples(owners, args, kwargs))
+    layers = _layers(num_layers_per_chunk, order, len(several))
+    entries = read_order(order, layers)
+    num_microbatches = count_microbatches(order)
+    if sum(layers) != len(several):
+        raise _wrong(
+            f"{len(several)} callables, and num_layers_per_chunk={list(layers)} says {sum(layers)}",
+            "pass one callable a layer, chunk after chunk.",
+        )
+    owners = _owners(layers, num_microbatches)
+    where = f"layer and microbatch ({sum(layers)} layers x {num_microbatches} microbatches)"
+    args = _one_each("sample_args", _dealt_out(sample_args, owners, len(several)), len(owners), where)
+    kwargs = _kwargs_of(_dealt_out(sample_kwargs, owners, len(several)), len(owners), where, is_single=False)
+    return Request(several, False, _samples(owners, args, kwargs), order, entries, layers, num_microbatches)
+
+
+def _layers(given: Any, order: Sequence[float], num_callables: int) -> tuple[int, ...]:
+    num_chunks = max(entry.chunk for entry in read_order(order))
+    if given is None:
+        if num_callables % num_chunks:
+            raise _wrong(
+                f"{num_callables} callables for an order of {num_chunks} chunks",
+                "say how many layers each chunk has: num_layers_per_chunk=[...].",
+            )
+        return (num_callables // num_chunks,) * num_chunks
+    if is_count(given):
+        return (int(given),) * num_chunks
+    if not isinstance(given, Sequence) or not all(map(is_count, given)):
+        raise _wrong(f"num_layers_per_chunk={given!r}", "pass a whole number, or a list of them, one a chunk.")
+    return tuple(int(count) for count in given)
+
+
+def _owners(layers: Sequence[int], num_microbatches: int) -> list[int]:
+    """The callable of each sample."""
+    starts = [sum(layers[:chunk]) for chunk in range(len(layers))]
+    return [
+        start + layer
+        for start, count in zip(starts, layers, strict=True)
+        for _ in range(num_microbatches)
+        for layer in range(count)
+    ]
+
+
+def _dealt_out(given: Any, owners: Sequence[int], num_callables: int) -> Any:
+    """One set for each callable is good for all its microbatches."""
+    if isinstance(given, (tuple, list)) and len(given) == num_callables < len(owners):
+        return [given[owner] for owner in owners]
+    return given
+
+
+def _one_each(name: str, given: Any, expected: int, each: str) -> list[tuple[Any, ...]]:
+    if not isinstance(given, (tuple, list)) or len(given) != expected:
+        count = len(given) if isinstance(given, (tuple, list)) else f"a {type(given).__name__}"
+        raise _wrong(
+            f"{name}: {count} for {expected}, one a {each}", f"pass a tuple of {expected} tuples of arguments."
+        )
+    for index, args in enumerate(given):
+        if not isinstance(args, (tuple, list)):
+            raise _wrong(
+                f"{name}[{index}] is a {type(args).__name__}", "pass a tuple of arguments for each call: `(x,)`."
+            )
+    return [tuple(args) for args in given]
+
+
+def _kwargs_of(given: Any, expected: int, each: str, *, is_single: bool) -> list[dict[str, Any]]:
+    if given is None:
+        return [{} for _ in range(expected)]
+    if isinstance(given, Mapping):
+        return [dict(given) for _ in range(expected)]
+    if is_single or not isinstance(given, (tuple, list)) or len(given) != expected:
+        count = len(given) if isinstance(given, (tuple, list)) else f"a {type(given).__name__}"
+        raise _wrong(f"sample_kwargs: {count} for {expected}, one a {each}", "pass a dict for all, or one for each.")
+    for index, kwargs in enumerate(given):
+        if not isinstance(kwargs, Mapping):
+            raise _wrong(f"sample_kwargs[{index}] is a {type(kwargs).__name__}", "pass a dict.")
+    return [dict(kwargs) for kwargs in given]
+
+
+def _samples(
+    owners: Sequence[int], args: Sequence[tuple[Any, ...]], kwargs: Sequence[dict[str, Any]]
+) -> tuple[Sample, ...]:
+    triples = zip(owners, args, kwargs, strict=True)
+    return tuple(Sample(number, owner, a, k) for number, (owner, a, k) in enumerate(triples))
+
+
+def _refuse_twice(callables: Sequence[Any]) -> None:
+    seen: dict[int, int] = {}
+    for index, each in enumerate(callables):
+        if isinstance(each, torch.nn.Module) and seen.setdefault(id(each), index) != index:
+            raise _wrong(
+                f"callables[{index}] is the same module as callables[{seen[id(each)]}]",
+                "pass each module once; for several calls in flight give an order.",
+            )
+
+
+def _wrong(what: str, fix: str) -> InvalidArgument:
+    return InvalidArgument(
+        what,
+        rule="sample-arguments",
+        why="graphs are captured from sample arguments, one set for each graph.",
+        fix=fix,
+    )

@@ -1,0 +1,253 @@
+"""The graphs of one sample, and how a whole set of them is captured: with an order, or without one.
+
+Without an order each callable has one pair of graphs, and every graph keeps its memory: forwards are captured in the
+order of the callables, backwards in the reverse one.
+
+With an order, graphs are captured in that order, and with `reuse_buffers` memory goes from one to the next. Static
+arguments follow `plan_buffers`. Activations, results and gradients are let go of where the order is done with them, so
+that graphs captured later are given their memory; callers are handed copies, since nobody knows how long they keep
+them. What is needed then is what the schedule has under way at a time, however many microbatches there are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import cast
+
+import torch
+
+from stepgraph.callables.call_shape import CallShape
+from stepgraph.callables.ordered_pair import NO_AUTOCAST, WeightGraph
+from stepgraph.callables.request import Request
+from stepgraph.callables.split_backward import WeightPart
+from stepgraph.callables.subject import Subject
+from stepgraph.callables.warm_up import CaptureTimeHooks
+from stepgraph.capture.boundary import ArgMetadata
+from stepgraph.capture.differentiate import is_reentrant
+from stepgraph.capture.failure import capture_error
+from stepgraph.capture.lane import Lane
+from stepgraph.capture.recorder import RecordedCall
+from stepgraph.capture.reuse_pool import TensorReusePool
+from stepgraph.capture.runner import Runner
+from stepgraph.errors import CaptureError, InvalidArgument
+from stepgraph.order import Kind, plan_buffers, samples_of
+from stepgraph.state.lent import Lent
+from stepgraph.state.module_state import leaves_behind
+
+
+class SampleGraphs:
+    """One sample: its call, and the graphs that serve it."""
+
+    def __init__(self, number: int, index: int, subject: Subject, shape: CallShape, call: RecordedCall) -> None:
+        self.number, self.index, self.subject, self.shape, self.call = number, index, subject, shape, call
+        self.runner: Runner = cast(Runner, None)  # until its forward is captured
+        self.has_split_weights = False
+        self.weights: WeightGraph | None = None
+        self.kept: list[torch.Tensor] = []
+        """What its weight gradient reads, for as long as no other graph may be given that memory."""
+        self.weight_runs = 0
+
+    @property
+    def metas(self) -> dict[int, ArgMetadata]:
+        """The geometry of its tensors, by leaf index."""
+        return {i: leaf for i, leaf in enumerate(self.call.leaves) if isinstance(leaf, ArgMetadata)}
+
+    @property
+    def num_graphs(self) -> int:
+        return 1 + len(self.runner.backwards) + (self.weights is not None)
+
+    def free(self) -> None:
+        """Free its graphs."""
+        runner = self.runner
+        if runner is not None and not runner.is_freed:
+            if self.weights is not None:
+                self.subject.release(self.weights.graph)
+                self.weights = None
+            runner.free()
+
+    def lend_outside_grads(self) -> list[Lent]:
+        """Hand out the gradients that pass through autograd as they lie; what is handed out."""
+        found: list[Lent] = []
+        first = len(self.runner.flows)
+        for backward in self.runner.backwards.values():
+            if any(grad is not None for grad in backward.grads_out):
+                backward.give_up()  # nobody else looks whether they are held
+            backward.lent = tuple(
+                Uncopied(lent) if lent is not None and i >= first else lent for i, lent in enumerate(backward.lent)
+            )
+            found += [lent for lent in backward.lent if isinstance(lent, Uncopied)]
+        for lent in found:
+            lent.settle()  # what they were lent by before is gone
+        return found
+
+    def result_metas(self) -> list[ArgMetadata | None]:
+        """The geometry of the gradients of its results."""
+        result = self.runner.result
+        pairs = zip(result.tensors, result.differentiable, strict=True)
+        return [_dense(tensor) if differentiable else None for tensor, differentiable in pairs]
+
+
+class Uncopied(Lent):
+    """A gradient that is handed out as it lies, where a copy is asked for, too."""
+
+    __slots__ = ()
+
+    def __init__(self, lent: Lent) -> None:
+        super().__init__(lent.lend())
+
+    def copy(self) -> torch.Tensor:
+        return self.lend()
+
+
+class GraphCapture:
+    """Captures the graphs of a set of samples."""
+
+    def __init__(
+        self,
+        request: Request,
+        samples: Sequence[SampleGraphs],
+        lane: Lane,
+        device: torch.device,
+        hooks: CaptureTimeHooks,
+    ) -> None:
+        self._request, self._samples, self._lane, self._device = request, samples, lane, device
+        self._hooks = hooks
+        self.pool = TensorReusePool(device)
+        """Static gradients of results."""
+        self.buffers: dict[int, list[torch.Tensor]] = {}
+        """Static arguments by the plan's number."""
+        self.allow_unused = False
+
+    # -- without an order
+
+    def run(self) -> None:
+        """Capture a forward for each sample, then the backwards in reverse."""
+        for sample in self._samples:
+            self._forward(sample, self._own_buffers(sample, sample.number))
+        for sample in reversed(self._samples):
+            if sample.runner.anchor.requires_grad:
+                self._whole_backward(sample)
+
+    # -- with one
+
+    def run_in_order(self, *, reuse: bool) -> None:
+        """Capture in the order of the request."""
+        request = self._request
+        shapes = [sample.shape.geometry for sample in self._samples]
+        plan = plan_buffers(request.order or (), request.num_layers_per_chunk, shapes)
+        parts: dict[int, WeightPart] = {}
+        for entry in request.entries:
+            numbers = samples_of(entry, request.num_layers_per_chunk, request.num_microbatches)
+            chosen = [self._samples[n] for n in numbers]
+            if entry.kind is Kind.FORWARD:
+                for sample in chosen:
+                    self._forward(sample, self._own_buffers(sample, plan[sample.number] if reuse else sample.number))
+                    if reuse and not request.trains:
+                        sample.runner.give_up_memory()  # copies are handed out at once
+                continue
+            for sample in reversed(chosen):
+                if entry.kind is Kind.BACKWARD and sample.runner.anchor.requires_grad:
+                    self._whole_backward(sample)
+                elif entry.kind is Kind.INPUT_GRAD and sample.runner.anchor.requires_grad:
+                    parts[sample.number] = self._input_part(sample)
+                elif entry.kind is Kind.WEIGHT_GRAD:
+                    self._weight_part(sample, parts.pop(sample.number, None))
+            if reuse and entry.kind is not Kind.INPUT_GRAD:
+                for sample in chosen:  # not before the whole entry is captured: its weight gradients have no order
+                    self._give_up(sample)
+
+    def _own_buffers(self, sample: SampleGraphs, number: int) -> dict[int, torch.Tensor]:
+        """Static arguments, by leaf index."""
+        if number not in self.buffers:
+            metas = [dataclasses.replace(meta, requires_grad=False) for meta in sample.metas.values()]
+            self.buffers[number] = [meta.empty(self._device) for meta in metas]
+        return dict(zip(sample.metas, self.buffers[number], strict=True))
+
+    # -- one graph
+
+    def _forward(self, sample: SampleGraphs, own: dict[int, torch.Tensor]) -> None:
+        subject = sample.subject
+        with self._hooks.around(sample.index, subject.given, backward=False), _named(subject.name):
+            sample.runner = subject.pair.forward(sample.call, {}, {}, own, self._lane)
+        sample.call.values.clear()
+        result = sample.runner.result
+        result.copy(range(len(result.tensors)))
+        sample.runner.copies_grads = True
+        if self._request.trains and sample.shape.takes_gradients and not self.allow_unused:
+            self._refuse_unused(sample)
+
+    def _refuse_unused(self, sample: SampleGraphs) -> None:
+        """As torch does unless told otherwise: each tensor that needs a gradient has to have one."""
+        runner, subject = sample.runner, sample.subject
+        results = [t for t in runner.result.tensors if t.requires_grad]
+        if is_reentrant(results):
+            return  # what its backward reaches is not known before it runs
+        reached = {id(leaf) for leaf in leaves_behind(results)} | {id(t) for t in results if t.is_leaf}
+        reached |= {id(runner.boundary.tensors[i]) for i in runner.result.passed}
+        names = sample.shape.call.names()
+        inputs = {names[i]: t for i, t in runner.boundary.tensors.items() if t.requires_grad}
+        leaves = dict(zip(map(id, subject.pair.stand_ins.parameters), subject.pair.stand_ins.leaves, strict=True))
+        weights = {path: leaves[id(p)] for path, p in subject.module.named_parameters() if id(p) in leaves}
+        for kind, tensors in (("argument", inputs), ("parameter", weights)):
+            for name, tensor in tensors.items():
+                if id(tensor) not in reached:
+                    raise InvalidArgument(
+                        f"{subject.name}: {kind} `{name}` requires a gradient and has no part in the result",
+                        rule="unused-input",
+                        why="its gradient would be None for ever, which is mostly a mistake.",
+                        fix="pass allow_unused_input=True, or let it require no gradient.",
+                    )
+
+    def _whole_backward(self, sample: SampleGraphs) -> None:
+        metas, given = self._gradients(sample)
+        with self._hooks.around(sample.index, sample.subject.given, backward=True), _named(sample.subject.name):
+            sample.subject.pair.backward(sample.runner, metas, given, {}, NO_AUTOCAST)
+
+    def _input_part(self, sample: SampleGraphs) -> WeightPart:
+        metas, given = self._gradients(sample)
+        with self._hooks.around(sample.index, sample.subject.given, backward=True), _named(sample.subject.name):
+            return sample.subject.pair.input_part(sample.runner, metas, given, sample.subject.name)
+
+    def _weight_part(self, sample: SampleGraphs, part: WeightPart | None) -> None:
+        sample.has_split_weights = True
+        if part is not None:
+            with _named(sample.subject.name):
+                sample.kept = part.kept()
+                sample.weights = sample.subject.pair.weight_part(sample.runner, part, keeps_saved=True)
+
+    def _gradients(self, sample: SampleGraphs) -> tuple[list[ArgMetadata | None], dict[int, torch.Tensor]]:
+        metas = sample.result_metas()
+        return metas, {i: self.pool.get(meta) for i, meta in enumerate(metas) if meta is not None}
+
+    def _give_up(self, sample: SampleGraphs) -> None:
+        """The order is done with a sample."""
+        runner = sample.runner
+        for backward in runner.backwards.values():
+            for tensor in backward.grads_in.tensors.values():
+                self.pool.insert(tensor)
+        runner.give_up_memory()
+        if sample.weights is not None:
+            sample.weights.give_up()
+            sample.kept = []
+
+
+def _dense(tensor: torch.Tensor) -> ArgMetadata:
+    """The geometry of a gradient as autograd mostly brings it: that of the tensor, written out where it repeats."""
+    made = torch.empty_like(tensor, requires_grad=False, device="meta")
+    return dataclasses.replace(ArgMetadata.of(made), device=tensor.device)
+
+
+@contextlib.contextmanager
+def _named(name: str) -> Iterator[None]:
+    """Name the callable in whatever breaks its capture."""
+    try:
+        yield
+    except Exception as error:  # noqa: BLE001 (whatever broke it, the callable is named)
+        raised = capture_error(name, error)
+        if isinstance(raised, CaptureError) and not raised.what.startswith(name):
+            raised = CaptureError(
+                f"{name}: {raised.what}", rule=raised.rule, details=raised.details, why=raised.why, fix=raised.fix
+            )
+        raise raised from (None if raised is error else error)

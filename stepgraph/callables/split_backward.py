@@ -1,0 +1,220 @@
+"""A backward in two parts: the gradients of the inputs first, those of the weights when there is time for them.
+
+A pipeline's other stages wait for the gradients of a stage's inputs, and nobody waits for those of its weights. So a
+schedule may split the backward: the I part goes from the results to the inputs, the W part is run later and fills a
+gap in which the rank had nothing to do.
+
+Autograd's graph shows where the parts come apart. Nodes from which an input can be reached are on the *path*; the I
+part runs them, for their gradients towards the inputs only. Other nodes that a weight can be reached from are *beside*
+the path. What comes to a node of the path that has an edge to one beside it is kept; the W part starts there. It asks
+such a node for the edges beside the path and for nothing else, and goes on from there to the weights: each product is
+computed once, in one part or in the other.
+
+Two things are done in the I part although they lead to weights, because the W part would have to compute again what the
+I part has done. A node that several nodes of the path lead to gets its sum there: from the first of them the others
+are reached along the path. And a function written in Python computes all its gradients whenever it is run.
+
+The additions are those of one unsplit backward, in the same order. A hook on a tensor inside sees its gradient in both
+parts, as with `torch.distributed.pipelining`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+Edge = tuple[Any, int]
+"""A node of autograd's graph, and which of the gradients that come to it."""
+Grads = list[torch.Tensor | None]
+
+
+def input_gradients(
+    results: Sequence[torch.Tensor],
+    incoming: Sequence[torch.Tensor | None],
+    inputs: Sequence[torch.Tensor],
+    parameters: Sequence[torch.Tensor],
+) -> tuple[Grads, WeightPart]:
+    """Compute the gradients of the inputs only (the I part); what the gradients of the weights need is kept.
+
+    `incoming` are the gradients of the results, None where it is one. Autograd's graph is retained. The caller lets go
+    of the results; the W part keeps the nodes it needs.
+
+    Example:
+        >>> grads, weights = input_gradients([y], [dy], [x], list(layer.parameters()))
+        >>> send(grads[0])
+        >>> later = weights.gradients()
+    """
+    pairs = [(r, _given(r, g)) for r, g in zip(results, incoming, strict=True) if r.requires_grad]
+    roots = [(_edge(result), grad) for result, grad in pairs]
+    wanted = [_edge(t) if t.requires_grad else None for t in inputs]
+    leaves = [_edge(t) if t.requires_grad else None for t in parameters]
+    plan = _Plan([edge for edge, _ in roots], _present(wanted), _present(leaves))
+    found: dict[Edge, torch.Tensor | None] = {}
+    if plan.path:
+        asked = [*_present(wanted), *plan.kept(), *plan.summed, *plan.whole]
+        found = _grad(roots, asked, retain_graph=True)
+    beside = [(edge, grad) for edge, grad in roots if edge[0] not in plan.path]
+    starts = [([(e, found[e]) for e in edges], targets) for edges, targets in plan.starts]
+    known = {edge: found[edge] for edge in (*plan.summed, *plan.whole)}
+    grads = [None if edge is None else found.get(edge) for edge in wanted]
+    return grads, WeightPart(leaves, known, beside, starts)
+
+
+class WeightPart:
+    """The W part of a backward: what it starts from, until it is run."""
+
+    def __init__(
+        self,
+        leaves: Sequence[Edge | None],
+        known: Mapping[Edge, torch.Tensor | None],
+        beside: Sequence[tuple[Edge, torch.Tensor | None]],
+        starts: Sequence[tuple[Sequence[tuple[Edge, torch.Tensor | None]], Sequence[Edge]]],
+    ) -> None:
+        self._leaves = list(leaves)
+        self._known, self._beside, self._starts = dict(known), list(beside), list(starts)
+
+    def kept(self) -> list[torch.Tensor]:
+        """The tensors that it holds until it is run."""
+        pairs = [*self._beside, *(pair for grads, _ in self._starts for pair in grads), *self._known.items()]
+        return [grad for _, grad in pairs if grad is not None]
+
+    def gradients(self, *, retain_graph: bool = False) -> Grads:
+        """Compute the gradients of the weights, one a parameter, and let go of everything that was kept.
+
+        `retain_graph` keeps what autograd has saved for another backward from the same results.
+        """
+        leaves, known, beside, starts = self._leaves, self._known, self._beside, self._starts
+        self._leaves, self._known, self._beside, self._starts = [], {}, [], []
+        while starts:
+            grads, targets = starts.pop()
+            known |= _grad(grads, targets, retain_graph=retain_graph)
+        ends = {edge for edge in leaves if edge is not None}
+        onward = [(edge, grad) for edge, grad in known.items() if edge not in ends] + beside
+        missing = [edge for edge in ends if edge not in known]
+        known |= _grad(onward, missing, retain_graph=retain_graph)
+        return [None if edge is None else known.get(edge) for edge in leaves]
+
+
+@dataclass(slots=True)
+class _Node:
+    """What is known of a node of the graph."""
+
+    before: set[Any]
+    """The nodes whose gradients come here."""
+    places: set[int]
+    """Which gradients come here."""
+    is_result: bool = False
+
+
+class _Plan:
+    """Which gradients the I part asks for, and where the W part starts."""
+
+    def __init__(self, roots: Sequence[Edge], inputs: Sequence[Edge], leaves: Sequence[Edge]) -> None:
+        self._nodes = _reachable(roots)
+        self.path = self._leading_to(edge[0] for edge in inputs)
+        self.whole = self._whole(leaves)
+        """Weights whose gradients are computed in the I part."""
+        useful = self._leading_to(edge[0] for edge in leaves if edge not in set(self.whole))
+        self.summed: list[Edge] = []
+        """Edges beside the path whose gradients the I part computes."""
+        self.starts: list[tuple[list[Edge], list[Edge]]] = []
+        """Nodes of the path, by the gradients that come to them, and the edges that the W part asks them for."""
+        split: dict[Any, list[Edge]] = {}
+        for node in self._nodes:
+            before = self._nodes[node].before & self.path
+            if node in self.path or node not in useful or not before:
+                continue
+            edges = [(node, place) for place in sorted(self._nodes[node].places)]
+            first = next(iter(before))
+            if len(before) > 1 or _computes_everything(first):
+                self.summed += edges
+            else:
+                split.setdefault(first, []).extend(edges)
+        for node, targets in split.items():
+            self.starts.append(([(node, place) for place in sorted(self._nodes[node].places)], targets))
+
+    def kept(self) -> list[Edge]:
+        """What comes to the nodes that the W part starts from."""
+        return [edge for edges, _ in self.starts for edge in edges]
+
+    def _whole(self, leaves: Sequence[Edge]) -> list[Edge]:
+        """Weights that are inputs too, and those behind a node that both the path and nodes beside it lead to."""
+        useful = self._leading_to(edge[0] for edge in leaves)
+        mixed = {node for node in useful - self.path if self._is_mixed(node)}
+        behind = set(_reachable([(node, 0) for node in mixed])) if mixed else set()
+        return [edge for edge in leaves if edge[0] in behind or edge[0] in self.path]
+
+    def _is_mixed(self, node: Any) -> bool:
+        known = self._nodes[node]
+        on_path = known.before & self.path
+        return bool(on_path) and (known.is_result or len(on_path) < len(known.before))
+
+    def _leading_to(self, nodes: Iterable[Any]) -> set[Any]:
+        """The nodes that come before these, and these."""
+        found = {node for node in nodes if node in self._nodes}
+        pending = list(found)
+        while pending:
+            fresh = self._nodes[pending.pop()].before - found
+            found |= fresh
+            pending += fresh
+        return found
+
+
+def _reachable(roots: Sequence[Edge]) -> dict[Any, _Node]:
+    """All nodes from these edges on, in the order in which they are found."""
+    nodes: dict[Any, _Node] = {}
+    for node, place in roots:
+        nodes.setdefault(node, _Node(set(), set())).places.add(place)
+        nodes[node].is_result = True
+    pending = list(nodes)
+    while pending:
+        node = pending.pop()
+        for following, place in node.next_functions:
+            if following is None:
+                continue
+            if following not in nodes:
+                nodes[following] = _Node(set(), set())
+                pending.append(following)
+            nodes[following].before.add(node)
+            nodes[following].places.add(place)
+    return nodes
+
+
+def _computes_everything(node: Any) -> bool:
+    """Whether a node computes all its gradients whenever it is run."""
+    return isinstance(node, torch.autograd.function.BackwardCFunction)
+
+
+def _grad(
+    roots: Sequence[tuple[Edge, torch.Tensor | None]], asked: Sequence[Edge], *, retain_graph: bool
+) -> dict[Edge, torch.Tensor | None]:
+    """Gradients of edges from those of others; None for one that is not reached."""
+    asked = list(dict.fromkeys(asked))
+    given = [(edge, grad) for edge, grad in roots if grad is not None]
+    if not asked or not given:
+        return dict.fromkeys(asked)
+    grads = torch.autograd.grad(
+        [GradientEdge(*edge) for edge, _ in given],
+        [GradientEdge(*edge) for edge in asked],
+        [grad for _, grad in given],
+        retain_graph=retain_graph,
+        allow_unused=True,
+    )
+    return dict(zip(asked, grads, strict=True))
+
+
+def _edge(tensor: torch.Tensor) -> Edge:
+    edge = get_gradient_edge(tensor)
+    return edge.node, edge.output_nr
+
+
+def _present(edges: Sequence[Edge | None]) -> list[Edge]:
+    return [edge for edge in edges if edge is not None]
+
+
+def _given(result: torch.Tensor, grad: torch.Tensor | None) -> torch.Tensor:
+    return torch.ones_like(result) if grad is None else grad

@@ -1,0 +1,159 @@
+"""One callable that is graphed: a module, a method of one, or a function with the modules that it can reach.
+
+What its graphs bake in (addresses, modules, hooks, values that its code reads) is guarded: before each replay a look
+tells whether it still holds, and a change is an error that names it, because graphs that were captured ahead are not
+captured again behind the caller's back.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from stepgraph.backends import Graph
+from stepgraph.callables.ordered_pair import OrderedPair
+from stepgraph.capture.module_guard import SiteGuard, is_hooked
+from stepgraph.capture.module_session import ModuleSession
+from stepgraph.capture.pair import with_modes
+from stepgraph.errors import StateChanged
+from stepgraph.signature import argument_names
+from stepgraph.state.guards import ModelGuard, refuse_hooks
+from stepgraph.state.reach import reachable
+from stepgraph.state.rng_tracker import NamesGuard
+from stepgraph.state.watch import Watch
+
+SET_OUTSIDE = ("current_microbatch", "is_first_microbatch")
+"""Attributes that training loops set on layers before each call; no graph depends on them."""
+
+
+class _Holder(torch.nn.Module):
+    """The modules that a function can reach, as one module."""
+
+    def __init__(self, modules: Sequence[torch.nn.Module]) -> None:
+        super().__init__()
+        for index, module in enumerate(modules):
+            self.add_module(str(index), module)
+
+
+class Subject:
+    """One callable: what is recorded, and what must not change after that."""
+
+    def __init__(self, given: Callable[..., Any], index: int, shared: ModuleSession, *, need_backward: bool) -> None:
+        self.given = given
+        kind = (
+            type(given).__name__ if isinstance(given, torch.nn.Module) else getattr(given, "__qualname__", "function")
+        )
+        self.name = f"callables[{index}] ({kind})"
+        self.is_module = isinstance(given, torch.nn.Module)
+        self.method = "forward"
+        if isinstance(given, torch.nn.Module):
+            self.module: torch.nn.Module = given
+            if given._compiled_call_impl is not None:
+                self.method = "_compiled_call_impl"  # what is called instead, after module.compile()
+            self.original: Callable[..., Any] = getattr(given, self.method)
+        else:
+            self.original = given
+            owner = given.__self__ if isinstance(given, types.MethodType) else None
+            self.module = owner if isinstance(owner, torch.nn.Module) else _Holder(_modules_of(given))
+        self.arguments = argument_names(self.original)
+        self.modes = [vars(module) for module in with_modes(self.module)]
+        self._shared, self._need_backward = shared, need_backward
+        self._pair: OrderedPair | None = None
+        self._guard: SiteGuard | None = None
+        self._model_guard: ModelGuard | None = None
+
+    @property
+    def training(self) -> tuple[bool, ...]:
+        """The mode of each module inside, now."""
+        return tuple(mode["training"] for mode in self.modes)
+
+    @property
+    def parameters(self) -> list[torch.Tensor]:
+        return list(self.module.parameters())
+
+    @property
+    def named_modules(self) -> dict[str, torch.nn.Module]:
+        """The modules inside by path."""
+        return {f"{self.name}.{path}" if path else self.name: m for path, m in self.module.named_modules()}
+
+    @property
+    def pair(self) -> OrderedPair:
+        """What records its graphs."""
+        if self._pair is None:
+            shared = self._shared
+            self._pair = OrderedPair(
+                self.original,
+                self.module,
+                shared.session,
+                shared.grads,
+                shared.rivals_of(self.module),
+                (),
+                need_backward=self._need_backward,
+            )
+        return self._pair
+
+    def release(self, graph: Graph) -> None:
+        """Free one of its graphs."""
+        self._shared.session.release(graph)
+
+    def route(self, others: Sequence[Subject]) -> None:
+        """Choose the parameters whose gradients pass through autograd: hooked ones, and those of several callables."""
+        foreign = {id(p) for other in others if other.module is not self.module for p in other.module.parameters()}
+        self.pair.outside = {id(p) for p in self.parameters if is_hooked(p) or id(p) in foreign}
+
+    def refuse_hooks(self, *, own: bool) -> None:
+        """Refuse hooks on modules inside, which would not run at replays, and on the module itself if it is `own`."""
+        names = {id(module): name for name, module in self.named_modules.items()}
+        modules = list(self.module.modules())
+        runs_around = self.is_module and not own
+        refuse_hooks(self.name, modules[1:] if runs_around else modules, (), lambda m: names[id(m)])
+
+    # -- guards
+
+    def guard(self, names: Sequence[NamesGuard], *, own_hooks: bool) -> None:
+        """Note what the graphs have baked in."""
+        spelled = {id(p): f"{self.name}.{path}" for path, p in self.module.named_parameters()}
+        spelled |= {id(module): name for name, module in self.named_modules.items()}
+        modules = list(self.module.modules())
+        runs_around = self.is_module and not own_hooks
+        model = ModelGuard(
+            modules,
+            self.parameters if self.is_module else self.pair.known_parameters(),
+            lambda value: spelled.get(id(value), type(value).__name__),
+            self._shared.events,
+            hooked=modules[1:] if runs_around else modules,
+            places=True,
+        )
+        self._model_guard = model
+        values = Watch(self.original, SET_OUTSIDE, self.named_modules)
+        self._guard = SiteGuard(model, values, self.pair.inside(), names, lambda p: spelled[id(p)])
+
+    def admit_hooks(self, names: Sequence[str]) -> None:
+        """Let hooks of functions of these names come and go on modules inside: whoever replays the graphs runs them."""
+        if self._model_guard is not None:
+            self._model_guard.admit_hooks(names)
+
+    def check(self) -> None:
+        """Raise `StateChanged` if something that the graphs have baked in is not as it was."""
+        changed = self._guard.changed() if self._guard is not None else None
+        if changed is not None:
+            raise StateChanged(
+                f"{self.name}: {changed.why}",
+                rule="state-changed",
+                why="the graphs go on with what they were captured with.",
+                fix="undo the change, or call .reset() and capture again after it.",
+            )
+
+
+def _modules_of(function: Callable[..., Any]) -> list[torch.nn.Module]:
+    """The modules that a function can reach, those inside others left out."""
+    found = [value for value in reachable(function) if isinstance(value, torch.nn.Module)]
+    inside = {id(inner) for module in found for inner in _children(module)}
+    return [module for module in found if id(module) not in inside]
+
+
+def _children(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
+    return (inner for inner in module.modules() if inner is not module)

@@ -1,0 +1,193 @@
+"""Warm-up before a capture ahead of training: it runs, and leaves nothing behind.
+
+Kernels are chosen, libraries load and caches fill in the first calls, and none of that may happen in a recording. So
+each callable is called with its sample arguments a few times, forward and backward, on the capture's stream. Training
+has not begun, so the calls must not be seen afterwards: buffers (BatchNorm's statistics), attributes, random states and
+gradients are put back. The parameters' places are taken by stand-ins meanwhile: no gradient reaches the parameters, and
+no hook of theirs runs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from stepgraph.backends import Backend
+from stepgraph.callables.call_shape import detached
+from stepgraph.callables.subject import SET_OUTSIDE, Subject
+from stepgraph.capture.ambient import under_autocast, without_saved_tensor_hooks
+from stepgraph.capture.differentiate import is_reentrant
+from stepgraph.capture.module_site import WarmCall
+from stepgraph.errors import CaptureError, InvalidArgument
+from stepgraph.state.attributes import Attributes
+from stepgraph.state.module_state import leaves_behind
+from stepgraph.state.rng_tracker import tracker_for
+from stepgraph.state.standins import without_hooks
+from stepgraph.tree import Structure, flatten, unflatten
+
+PHASES = ("forward_pre_hooks", "forward_hooks", "backward_pre_hooks", "backward_hooks")
+
+
+class CaptureTimeHooks:
+    """Functions that run around each forward and backward of warm-up and capture, and never at a replay."""
+
+    def __init__(self, given: Any, num_callables: int) -> None:
+        entries = [None] * num_callables if given is None else given
+        if not isinstance(entries, Sequence) or len(entries) != num_callables:
+            raise _wrong_hooks(f"{given!r}"[:80], f"pass a list of {num_callables} entries, one a callable.")
+        self._hooks: list[dict[str, list[Callable[[Any], Any]]]] = []
+        for index, entry in enumerate(entries):
+            if entry is not None and not isinstance(entry, Mapping):
+                raise _wrong_hooks(f"entry {index} is a {type(entry).__name__}", "pass a dict, or None.")
+            unknown = sorted(set(entry or ()) - set(PHASES))
+            if unknown:
+                raise _wrong_hooks(f"entry {index} has {unknown[0]!r}", f"use any of {', '.join(PHASES)}.")
+            self._hooks.append({phase: _functions(index, phase, (entry or {}).get(phase)) for phase in PHASES})
+
+    @contextlib.contextmanager
+    def around(self, subject: int, module: Any, *, backward: bool) -> Iterator[None]:
+        """Run the hooks before and after a forward or a backward, outside any recording."""
+        before, after = PHASES[2:] if backward else PHASES[:2]
+        self._run(subject, before, module)
+        yield
+        self._run(subject, after, module)
+
+    def _run(self, subject: int, phase: str, module: Any) -> None:
+        for hook in self._hooks[subject][phase]:
+            if hook(module) is not None:
+                raise _wrong_hooks(
+                    f"a hook of callables[{subject}] ({phase}) returned a value",
+                    "let it return None: it cannot change arguments, results or gradients.",
+                )
+
+
+@dataclass(frozen=True, slots=True)
+class _Warm:
+    """One kind of call to warm up."""
+
+    subject: Subject
+    index: int
+    leaves: list[Any]
+    structure: Structure
+
+
+def warm_up(
+    calls: Sequence[tuple[Subject, int, list[Any], Structure]],
+    backend: Backend,
+    hooks: CaptureTimeHooks,
+    *,
+    iterations: int,
+    trains: bool,
+) -> None:
+    """Call each callable with its sample arguments, forward and backward; raises for what no replay could repeat."""
+    subjects = list({id(call[0]): call[0] for call in calls}.values())
+    with _as_before(subjects, backend):
+        for call in calls:
+            warm = _Warm(*call)
+            for count in range(iterations):
+                is_last = count == iterations - 1 and iterations > 1  # a first call may fill caches
+                watched = _watch(warm.subject, backend) if is_last else None
+                _one_call(warm, hooks, trains=trains)
+                finding = watched.finding() if watched is not None else None
+                if finding is not None:
+                    raise CaptureError(
+                        f"{warm.subject.name}: {finding.what}", rule=finding.rule, why=finding.why, fix=finding.fix
+                    )
+
+
+def _watch(subject: Subject, backend: Backend) -> WarmCall:
+    return WarmCall(subject.original, subject.named_modules, SET_OUTSIDE, backend.device)
+
+
+def _one_call(warm: _Warm, hooks: CaptureTimeHooks, *, trains: bool) -> None:
+    """A forward and a backward on stand-ins."""
+    subject = warm.subject
+    stand_ins = subject.pair.stand_ins
+    leaves = [detached(leaf) for leaf in warm.leaves]
+    args, kwargs = unflatten(warm.structure, leaves)
+    mode = contextlib.nullcontext() if trains else torch.no_grad()
+    around = hooks.around(warm.index, subject.given, backward=False)
+    with around, stand_ins.in_place(), without_saved_tensor_hooks(), mode:
+        found = flatten(subject.original(*args, **kwargs))[0]
+    results = [t for t in found if isinstance(t, torch.Tensor) and t.requires_grad]
+    if not results:
+        return
+    incoming = [torch.zeros_like(result) for result in results]
+    behind = list({id(leaf): leaf for leaf in leaves_behind(results)}.values())
+    own = {id(leaf) for leaf in (*stand_ins.leaves, *leaves)}
+    foreign = [leaf for leaf in behind if id(leaf) not in own]
+    around = hooks.around(warm.index, subject.given, backward=True)
+    plain = under_autocast(False, False)
+    with around, stand_ins.in_place(), without_saved_tensor_hooks(), plain, without_hooks(foreign):
+        if is_reentrant(results):
+            torch.autograd.backward(results, incoming)
+        else:
+            torch.autograd.grad(results, behind, incoming, allow_unused=True)
+    for leaf in stand_ins.leaves:
+        leaf.grad = None
+
+
+@contextlib.contextmanager
+def _as_before(subjects: Sequence[Subject], backend: Backend) -> Iterator[None]:
+    """Put back all that warm-up changes."""
+    modules = list({id(m): m for subject in subjects for m in subject.module.modules()}.values())
+    tensors = {id(b): b for m in modules for b in m._buffers.values() if b is not None}
+    for parameter in (p for m in modules for p in m._parameters.values() if p is not None):
+        main_grad = getattr(parameter, "main_grad", None)  # code of the backward may add to it by itself
+        if isinstance(main_grad, torch.Tensor):
+            tensors[id(main_grad)] = main_grad
+    kept = [(tensor, tensor.detach().clone()) for tensor in tensors.values()]
+    attributes = Attributes(modules)
+    with _random_as_before(backend):
+        try:
+            yield
+        finally:
+            attributes.restore()
+            with torch.no_grad():
+                for tensor, before in kept:
+                    tensor.data.copy_(before)
+
+
+@contextlib.contextmanager
+def _random_as_before(backend: Backend) -> Iterator[None]:
+    """Put back all random states, the host's too."""
+    generators = list({id(g): g for g in (backend.default_generator, *tracker_for(backend).generators)}.values())
+    states = [generator.get_state() for generator in generators]
+    host, python = torch.get_rng_state(), random.getstate()
+    numpy = sys.modules.get("numpy")
+    numpy_state = numpy.random.get_state() if numpy is not None else None
+    try:
+        yield
+    finally:
+        for generator, state in zip(generators, states, strict=True):
+            generator.set_state(state)
+        torch.set_rng_state(host)
+        random.setstate(python)
+        if numpy is not None:
+            numpy.random.set_state(numpy_state)
+
+
+def _functions(index: int, phase: str, given: Any) -> list[Callable[[Any], Any]]:
+    """A phase's hooks: a function, some of them, or a dict of them."""
+    if given is None:
+        return []
+    found = [given] if callable(given) else list(given.values() if isinstance(given, Mapping) else given)
+    for hook in found:
+        if not callable(hook):
+            raise _wrong_hooks(f"{phase} of entry {index} has a {type(hook).__name__}", "pass functions.")
+    return found
+
+
+def _wrong_hooks(what: str, fix: str) -> InvalidArgument:
+    return InvalidArgument(
+        f"capture_time_hooks: {what}",
+        rule="capture-time-hooks",
+        why="they are called with the callable around each forward and backward of warm-up and capture.",
+        fix=fix,
+    )
