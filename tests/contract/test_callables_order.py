@@ -97,8 +97,9 @@ def test_static_memory_does_not_grow_with_the_microbatches(split: bool, device: 
         found.append(report)
         rank.graphed[0].reset()  # type: ignore[index]
     assert len({(report.num_buffers, report.static_bytes) for report in found}) == 1
-    # what a best fit leaves between blocks may differ a little from order to order
-    assert max(report.pool_bytes for report in found) <= 1.05 * min(report.pool_bytes for report in found)
+    if device.type == "cpu":  # a GPU's pool grows by segments of 2 MiB, and by cuBLAS's workspace
+        # what a best fit leaves between blocks may differ a little from order to order
+        assert max(report.pool_bytes for report in found) <= 1.05 * min(report.pool_bytes for report in found)
 
 
 def test_static_memory_is_less_than_without_reuse(device: torch.device) -> None:
