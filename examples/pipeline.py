@@ -57,7 +57,8 @@ def run_rank(rank: int, store: str) -> None:
     same = sum(torch.equal(a, b) for a, b in pairs)
     if rank == 0:
         print(handle.report())
-    print(f"rank {rank}: {same} of {len(pairs)} parameters have the same bits", flush=True)
+    replays = sum(row.forwards for row in handle.report().rows)
+    print(f"rank {rank}: {same} of {len(pairs)} parameters have the same bits after {replays} replays", flush=True)
     handle.close()
     dist.destroy_process_group()
     assert same == len(pairs)
