@@ -93,9 +93,10 @@ class Boundary:
         self.has_shared = bool(self._shared)
         self.has_conditions = bool(self._shared or self._in_use)
         """Whether `is_free_for` has anything to ask."""
-        self._only: tuple[int, torch.Tensor, int] | None = None
-        if len(self._edges) == 1 and not self.has_shared and not self._edges[0][3]:
-            self._only = self._edges[0][:3]
+        self._only: tuple[int, torch.Tensor, int, tuple[torch.Size, tuple[int, ...]] | None] | None = None
+        if len(self._edges) == 1 and not self.has_shared:
+            index, target, address, repeated, _ = self._edges[0]
+            self._only = (index, target, address, (target.shape, target.stride()) if repeated else None)
 
     @property
     def num_bytes(self) -> int:
@@ -122,12 +123,14 @@ class Boundary:
     def load(self, leaves: Sequence[Any] | Mapping[int, Any]) -> None:
         """Bring a call's tensors here."""
         if self._only is not None:
-            index, target, address = self._only
+            index, target, address, geometry = self._only
             source = leaves[index]
             if source.data_ptr() != address:
                 if self.note_loaded is not None:
                     self.note_loaded(target)
-                target.copy_(source.detach() if source.requires_grad else source)
+                if source.requires_grad:
+                    source = source.detach()
+                target.copy_(source.as_strided(*geometry) if geometry is not None else source)
             return
         targets, sources = [], []
         for index, target, address, repeated, shared in self._edges:

@@ -91,7 +91,7 @@ class Lane:
         if not self._ended:
             return []
         found = []
-        for ended in list(self._ended):
+        for ended in tuple(self._ended):
             results_in_reach = ended.forward_at >= runner.forward_at
             grads_in_reach = ended.last_at >= runner.forward_at
             if (results_in_reach and ended.result.is_held()) or (grads_in_reach and ended.has_held_grads()):

@@ -111,6 +111,8 @@ class StaticResult:
 
     def hand_out(self) -> tuple[torch.Tensor, ...]:
         """The tensors, free of history."""
+        if len(self._lent) == 1:
+            return (self._lent[0].copy() if self.copied[0] else self._lent[0].lend(),)
         return tuple([n.copy() if c else n.lend() for n, c in zip(self._lent, self.copied, strict=True)])
 
     def build(self, tensors: Sequence[torch.Tensor], leaves: Sequence[Any]) -> Any:
