@@ -34,10 +34,6 @@ class Place:
         self.holds_floats = True
         self.watch: weakref.ref[torch.UntypedStorage] | None = None
 
-    @property
-    def is_alive(self) -> bool:
-        return self.storage is not None or (self.watch is not None and self.watch() is not None)
-
 
 class TapePool:
     """The storages born in one workspace's captures, with their addresses and the ledger of their writes."""

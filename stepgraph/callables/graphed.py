@@ -12,6 +12,7 @@ from stepgraph.callables.call_shape import same_modes
 from stepgraph.callables.callables_report import CallablesReport
 from stepgraph.callables.sample_graphs import SampleGraphs
 from stepgraph.callables.turns import Turns
+from stepgraph.capture.ambient import autocast_now
 from stepgraph.capture.module_guard import global_hook, has_global_hooks
 from stepgraph.capture.module_session import ModuleSession
 from stepgraph.capture.runner import Runner, RunnerState
@@ -338,7 +339,7 @@ def held_gradient(name: str) -> CaptureError:
 
 
 def _is_autocast() -> bool:
-    return torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu")
+    return any(autocast_now())
 
 
 _MISSING = object()

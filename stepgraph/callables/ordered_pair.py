@@ -14,12 +14,12 @@ from typing import Any
 import torch
 
 from stepgraph.backends import Graph
-from stepgraph.callables.split_backward import Grads, WeightPart, input_gradients
+from stepgraph.callables.split_backward import WeightPart, input_gradients
 from stepgraph.capture.ambient import under_autocast
 from stepgraph.capture.boundary import ArgMetadata, Boundary
-from stepgraph.capture.differentiate import is_reentrant
+from stepgraph.capture.differentiate import apart, is_reentrant
 from stepgraph.capture.pair import PairCapture
-from stepgraph.capture.runner import BackwardGraph, Runner
+from stepgraph.capture.runner import Runner
 from stepgraph.errors import CaptureError
 from stepgraph.state.lent import Lent, lend_by_address, lend_out
 from stepgraph.state.param_grads import GradPart
@@ -90,24 +90,12 @@ class OrderedPair(PairCapture):
         segment = self._random.begin_segment(runner.segment)
         inputs = [runner.boundary.tensors[i] for i in runner.flows]
         own = {t.untyped_storage()._cdata for t in given.values()}
-        with self._around(runner, autocast), self._recording(runner.lane) as graph:
+        with self._around(runner, autocast), self._recording(runner.lane, segment) as graph:
             found, weights = input_gradients(results, list(given.values()), inputs, self._weights(runner))
             with torch.no_grad():
-                out: Grads = [g.clone() if g is not None and _memory(g) in own else g for g in found]
-            if segment.rewinds or graph.random.rewinds_to:
-                graph.will_replay_from()
-        try:
-            rewinds = self._rewinds(runner, graph, segment)
-        except CaptureError:
-            self._session.release(graph)
-            raise
-        made = BackwardGraph(
-            *(graph, Boundary(given), out, self._grads.part([], id(self._module)), ()),
-            captured_at=runner.lane.next_number(),
-            rewinds=rewinds,
-        )
-        layouts = [None if meta is None else meta.layout for meta in metas]
-        runner.add_backward((*layouts, *autocast, self._random.active), made)
+                out = [apart(grad, own) for grad in found]
+        key = (*(None if meta is None else meta.layout for meta in metas), *autocast, self._random.active)
+        self._keep(runner, key, graph, segment, Boundary(given), out, parameters=[])
         self._late[id(runner)], runner.outside = runner.outside, ()  # not even None comes to them in this part
         return weights
 
@@ -130,15 +118,13 @@ class OrderedPair(PairCapture):
         routed = {id(p) for p in late}
         chosen = [p for p in self.stand_ins.parameters if id(p) not in routed]
         memory = self._grads.part(chosen).memory  # it must not be born in the graph
-        with self._around(runner, autocast, late), self._recording(runner.lane) as graph:
+        with self._around(runner, autocast, late), self._recording(runner.lane, segment) as graph:
             grads = weights.gradients(retain_graph=keeps_saved)
             pairs = [(to, grad) for to, grad in zip(memory, grads[: len(chosen)], strict=True) if grad is not None]
             if pairs:
                 with torch.no_grad():
                     torch._foreach_add_([to for to, _ in pairs], [grad for _, grad in pairs])
-            rewinds = segment.rewinds or bool(graph.random.rewinds_to)
-            if rewinds:
-                graph.will_replay_from()
+        rewinds = segment.rewinds or bool(graph.random.rewinds_to)
         refused = graph.random.draws or bool(graph.random.rewinds_to - {runner.graph})
         if refused or (rewinds and not knows_origin):
             self._session.release(graph)
@@ -180,7 +166,3 @@ class OrderedPair(PairCapture):
                 why="such checkpointing accumulates gradients by itself; they cannot be asked for.",
                 fix="checkpoint(..., use_reentrant=False).",
             )
-
-
-def _memory(tensor: torch.Tensor) -> Any:
-    return tensor.untyped_storage()._cdata

@@ -30,6 +30,12 @@ def as_called(ambient: Sequence[Hashable]) -> Iterator[None]:
         yield
 
 
+def autocast_now() -> tuple[Hashable, Hashable]:
+    """The dtype of autocast on CUDA and on the CPU, or False where it is off."""
+    cuda, cpu = torch.is_autocast_enabled("cuda"), torch.is_autocast_enabled("cpu")
+    return cuda and torch.get_autocast_dtype("cuda"), cpu and torch.get_autocast_dtype("cpu")
+
+
 @contextlib.contextmanager
 def under_autocast(*dtypes: Any) -> Iterator[None]:
     """Autocast on CUDA and on the CPU with these dtypes, or off; without the cache, whose casts would be baked in."""

@@ -8,13 +8,13 @@ that fails is dropped, with the module, its parameters and their gradients as be
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from stepgraph.backends import Graph
-from stepgraph.capture.ambient import as_called, under_autocast, without_saved_tensor_hooks
+from stepgraph.capture.ambient import as_called, autocast_now, under_autocast, without_saved_tensor_hooks
 from stepgraph.capture.boundary import ArgMetadata, Boundary, SharedBuffer
 from stepgraph.capture.differentiate import (
     AccumulatesByItself,
@@ -187,7 +187,7 @@ class PairCapture:
     def backward_now(self, runner: Runner, metas: Sequence[ArgMetadata | None]) -> BackwardGraph:
         """Record a backward that is asked for in the middle of one."""
         with self._session.workspace.capturing():
-            return self.backward(runner, metas, {}, {}, _autocast_now())
+            return self.backward(runner, metas, {}, {}, autocast_now())
 
     def backward(
         self,
@@ -218,18 +218,32 @@ class PairCapture:
             graph, edges, parameters = self._record_backward(
                 runner, results, list(incoming.values()), autocast, segment
             )
+        key = (*(None if meta is None else meta.layout for meta in metas), *autocast, self._random.active)
+        return self._keep(runner, key, graph, segment, boundary, edges, parameters, self._marks(before))
+
+    def _keep(
+        self,
+        runner: Runner,
+        key: Hashable,
+        graph: Graph,
+        segment: Segment,
+        boundary: Boundary,
+        edges: Sequence[torch.Tensor | None],
+        parameters: Sequence[torch.Tensor],
+        marks: Sequence[tuple[torch.Tensor, dict[str, Any]]] = (),
+    ) -> BackwardGraph:
+        """Let a runner know a recorded backward."""
         try:
             rewinds = self._rewinds(runner, graph, segment)
         except CaptureError:
             self._session.release(graph)
             raise
         made = BackwardGraph(
-            *(graph, boundary, edges, self._grads.part(parameters, id(self._module)), self._marks(before)),
+            *(graph, boundary, edges, self._grads.part(parameters, id(self._module)), marks),
             captured_at=runner.lane.next_number(),
             rewinds=rewinds,
         )
-        layouts = [None if meta is None else meta.layout for meta in metas]
-        runner.add_backward((*layouts, *autocast, self._random.active), made)
+        runner.add_backward(key, made)
         return made
 
     def _record_backward(
@@ -259,10 +273,8 @@ class PairCapture:
         inside = [Inside(p, stand_ins[id(p)], m) for p, m in zip(chosen, memory, strict=True)]
         run = accumulate if self._accumulates else differentiate
         around = (self._surroundings(runner.training), under_autocast(*autocast), without_hooks(foreign))
-        with around[0], around[1], around[2], self._recording(runner.lane) as graph:
+        with around[0], around[1], around[2], self._recording(runner.lane, segment) as graph:
             found, parameters = run(results, incoming, edges, inside)
-            if segment.rewinds or graph.random.rewinds_to:
-                graph.will_replay_from()
         return graph, found, parameters
 
     def _rewinds(self, runner: Runner, graph: Graph, segment: Segment) -> bool:
@@ -304,12 +316,15 @@ class PairCapture:
             before.restore()
 
     @contextlib.contextmanager
-    def _recording(self, lane: Lane) -> Iterator[Graph]:
+    def _recording(self, lane: Lane, segment: Segment | None = None) -> Iterator[Graph]:
+        """Record a graph. `segment`: what it does with the random states of its forward."""
         generators = tuple(dict.fromkeys((*self._generators, *self._random.generators)))
         graph = self._session.workspace.graph(generators, lane.number)
         graph.begin()
         try:
             yield graph
+            if segment is not None and (segment.rewinds or graph.random.rewinds_to):
+                graph.will_replay_from()
             graph.end()
         except BaseException:
             graph.abort()
@@ -338,8 +353,3 @@ def _filled(index: int, leaf: Any, tensors: Mapping[int, torch.Tensor]) -> Any:
 
 def _version(tensor: torch.Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
-
-
-def _autocast_now() -> tuple[Any, Any]:
-    cuda, cpu = (torch.is_autocast_enabled(d) and torch.get_autocast_dtype(d) for d in ("cuda", "cpu"))
-    return cuda, cpu

@@ -12,11 +12,12 @@ on.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from stepgraph.capture.ambient import autocast_now
 from stepgraph.capture.boundary import ArgMetadata
 from stepgraph.capture.donation import refuse_second_backward
 from stepgraph.capture.replay_node import is_replayed
@@ -137,7 +138,7 @@ class Use:
             recorded: BackwardGraph | None = usual
         else:
             layouts = [None if grad is None else (grad.shape, grad.stride(), grad.dtype) for grad in grads]
-            around = (*_autocast(), runner.random.active)
+            around = (*autocast_now(), runner.random.active)
             recorded = runner.backwards.get((*layouts, *around))
             if recorded is not None:
                 runner.make_usual(recorded, grads, around)
@@ -229,8 +230,3 @@ def _out_of_order(metas: Sequence[ArgMetadata | None], *, is_known: bool) -> Cap
 
 def _probe(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
     return tensor.detach(), tensor._version
-
-
-def _autocast() -> tuple[Hashable, ...]:
-    cuda, cpu = torch.is_autocast_enabled("cuda"), torch.is_autocast_enabled("cpu")
-    return cuda and torch.get_autocast_dtype("cuda"), cpu and torch.get_autocast_dtype("cpu")
