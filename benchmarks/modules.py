@@ -38,9 +38,8 @@ import argparse
 import json
 import os
 import sys
-import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -52,13 +51,12 @@ from whole_step import (
     default_folder,
     machine_facts,
     name_list,
-    progress,
     run_all,
-    show,
+    run_and_report,
+    run_here,
     start_worker,
     told_outcome,
     worker_options,
-    write_report,
 )
 from whole_step_report import Record, error_line
 from whole_step_variants import attempt, await_turn
@@ -167,7 +165,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.device == "cuda" and not torch.cuda.is_available():
         print("This benchmark needs a CUDA GPU, and torch finds none here. --device cpu tries it.", file=sys.stderr)
         return 2
-    started, facts = time.perf_counter(), machine_facts()
+    facts = machine_facts()
     given = sys.argv[1:] if argv is None else argv
     command = command_line("modules.py", given, ("--out", "--megatron"))
     if args.device == "cpu":
@@ -177,26 +175,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     for what, why in skipped.items():
         print(f"{what}: left out, {why}", file=sys.stderr)
 
-    def publish(records: list[Record]) -> Record:
-        gpu = next((r["gpu"] for r in records if "gpu" in r), facts["GPU"])
-        run = {"GPU": gpu, "seconds in all": round(time.perf_counter() - started)}
-        summary = summarise(records, jobs, skipped, facts | run, command, on_gpu=args.device == "cuda")
-        if folder is not None:
-            write_report(folder, "modules", summary, markdown(summary))
-        return summary
-
-    if args.device == "cpu":  # nothing to keep apart
-        torch.set_num_threads(1)
-        records = []
-        for index, job in enumerate(jobs, 1):
-            records.append(measure(job, args))
-            print(progress(records[-1], index, len(jobs), outcome), file=sys.stderr)
-    else:
+    def run(publish: Callable[[list[Record]], Record]) -> list[Record]:
+        if args.device == "cpu":
+            return run_here(jobs, lambda job: measure(job, args), outcome)
         script, options = str(Path(__file__).resolve()), worker_options(args, PASSED_ON)
-        records = run_all(jobs, lambda job: start_worker(job, script, options), args.timeout, publish, outcome)
-    summary = publish(records)
-    show(sections(summary), markdown(summary), width=200)
-    return 1 if any("error" in r for r in records) else 0
+        return run_all(jobs, lambda job: start_worker(job, script, options), args.timeout, publish, outcome)
+
+    def told(records: list[Record], facts: Record) -> Record:
+        return summarise(records, jobs, skipped, facts, command, on_gpu=args.device == "cuda")
+
+    return run_and_report("modules", run, told, sections, markdown, facts, folder, width=200)
 
 
 if __name__ == "__main__":

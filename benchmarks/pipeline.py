@@ -37,9 +37,8 @@ import argparse
 import json
 import os
 import sys
-import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -51,13 +50,12 @@ from whole_step import (
     default_folder,
     machine_facts,
     name_list,
-    progress,
     run_all,
-    show,
+    run_and_report,
+    run_here,
     start_worker,
     told_outcome,
     worker_options,
-    write_report,
 )
 from whole_step_report import Record, error_line
 from whole_step_variants import attempt, await_turn
@@ -136,34 +134,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.device == "cuda" and not torch.cuda.is_available():
         print("This benchmark needs a CUDA GPU, and torch finds none here. --device cpu tries it.", file=sys.stderr)
         return 2
-    started, facts = time.perf_counter(), machine_facts()
+    facts = machine_facts()
     command = command_line("pipeline.py", sys.argv[1:] if argv is None else argv)
     if args.device == "cpu":
         facts |= {"GPU": "none: tiny layers on the tape", "driver": "none"}
     folder = args.out or (None if args.device == "cpu" else default_folder(facts))
     jobs = plan(args.workloads, args.variants)
 
-    def publish(records: list[Record]) -> Record:
-        gpu = next((r["gpu"] for r in records if "gpu" in r), facts["GPU"])
-        run = {"GPU": gpu, "seconds in all": round(time.perf_counter() - started)}
-        buffer_bytes = next((r["buffer_bytes"] for r in records if "buffer_bytes" in r), 0)
-        summary = summarise(records, jobs, facts | run, command, buffer_bytes, on_gpu=args.device == "cuda")
-        if folder is not None:
-            write_report(folder, "pipeline", summary, markdown(summary))
-        return summary
-
-    if args.device == "cpu":  # nothing to keep apart
-        torch.set_num_threads(1)
-        records = []
-        for index, job in enumerate(jobs, 1):
-            records.append(measure(job, args))
-            print(progress(records[-1], index, len(jobs), told_outcome), file=sys.stderr)
-    else:
+    def run(publish: Callable[[list[Record]], Record]) -> list[Record]:
+        if args.device == "cpu":
+            return run_here(jobs, lambda job: measure(job, args), told_outcome)
         script, options = str(Path(__file__).resolve()), worker_options(args, PASSED_ON)
-        records = run_all(jobs, lambda job: start_worker(job, script, options), args.timeout, publish, told_outcome)
-    summary = publish(records)
-    show(sections(summary), markdown(summary), width=200)
-    return 1 if any("error" in r for r in records) else 0
+        return run_all(jobs, lambda job: start_worker(job, script, options), args.timeout, publish, told_outcome)
+
+    def told(records: list[Record], facts: Record) -> Record:
+        buffer_bytes = next((r["buffer_bytes"] for r in records if "buffer_bytes" in r), 0)
+        return summarise(records, jobs, facts, command, buffer_bytes, on_gpu=args.device == "cuda")
+
+    return run_and_report("pipeline", run, told, sections, markdown, facts, folder, width=200)
 
 
 if __name__ == "__main__":

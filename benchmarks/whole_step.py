@@ -286,6 +286,42 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     return args
 
 
+def run_and_report(
+    name: str,
+    run: Callable[[Callable[[list[Record]], Record]], list[Record]],
+    summarise: Callable[[list[Record], Record], Record],
+    sections: Callable[[Record], Sequence[tuple[str, Rows]]],
+    markdown: Callable[[Record], str],
+    facts: Record,
+    folder: Path | None,
+    width: int = 170,
+) -> int:
+    """Run all jobs, write the report as far as it goes after each, show it at the end; return 1 if one failed."""
+    started = time.perf_counter()
+
+    def publish(records: list[Record]) -> Record:
+        gpu = next((r["gpu"] for r in records if "gpu" in r), facts["GPU"])
+        summary = summarise(records, facts | {"GPU": gpu, "seconds in all": round(time.perf_counter() - started)})
+        if folder is not None:
+            write_report(folder, name, summary, markdown(summary))
+        return summary
+
+    records = run(publish)
+    summary = publish(records)
+    show(sections(summary), markdown(summary), width)
+    return 1 if any("error" in r for r in records) else 0
+
+
+def run_here(jobs: Sequence[Job], measure: Callable[[Job], Record], outcome: Callable[[Record], str]) -> list[Record]:
+    """Measure all jobs in this process: on the CPU there is nothing to keep apart."""
+    torch.set_num_threads(1)
+    records = []
+    for index, job in enumerate(jobs, 1):
+        records.append(measure(job))
+        print(progress(records[-1], index, len(jobs), outcome), file=sys.stderr)
+    return records
+
+
 def main() -> int:
     """Run the benchmark; return 1 if a variant failed."""
     args = parse_arguments()
@@ -294,22 +330,20 @@ def main() -> int:
     if not torch.cuda.is_available():
         print("This benchmark needs a CUDA GPU, and torch finds none here.", file=sys.stderr)
         return 2
-    started, facts, command = time.perf_counter(), machine_facts(), command_line("whole_step.py", sys.argv[1:])
-    folder = args.out or default_folder(facts)
-
-    def publish(records: list[Record]) -> Record:
-        gpu = next((r["gpu"] for r in records if "gpu" in r), facts["GPU"])
-        run = {"GPU": gpu, "layers": args.layers, "seconds in all": round(time.perf_counter() - started)}
-        summary = summarise(records, args.workloads, facts | run, command)
-        write_report(folder, "whole_step", summary, markdown(summary))
-        return summary
-
+    facts, command = machine_facts() | {"layers": args.layers}, command_line("whole_step.py", sys.argv[1:])
     script, options = str(Path(__file__).resolve()), worker_options(args, ("steps", "equality_steps", "layers"))
     jobs = plan(args.workloads, args.variants)
-    records = run_all(jobs, lambda job: start_worker(job, script, options), args.timeout, publish, told_outcome)
-    summary = publish(records)
-    show(sections(summary), markdown(summary))
-    return 1 if any("error" in r for r in records) else 0
+    return run_and_report(
+        "whole_step",
+        lambda publish: run_all(
+            jobs, lambda job: start_worker(job, script, options), args.timeout, publish, told_outcome
+        ),
+        lambda records, facts: summarise(records, args.workloads, facts, command),
+        sections,
+        markdown,
+        facts,
+        args.out or default_folder(facts),
+    )
 
 
 if __name__ == "__main__":
