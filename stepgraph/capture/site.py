@@ -29,6 +29,7 @@ from stepgraph.state.nonfinite import Flags
 from stepgraph.state.optimizer import HostCounters, NumbersGuard, StateGuard
 from stepgraph.state.rng_tracker import NamesGuard
 from stepgraph.state.scaler import ScalerGuard
+from stepgraph.state.steady import SteadyParameters
 from stepgraph.state.watch import Watch
 from stepgraph.tree import Structure
 
@@ -84,8 +85,7 @@ class CapturedCall:
         self._may_be_steady = [grad is None for grad in self._left] == self._no_grad and all(
             left.get(id(p)) is kept for p, kept in self._carried_in
         )
-        needed = [p.requires_grad for p in parameters]
-        self._steadily = list(zip(parameters, self._left, needed, strict=True)) if self._may_be_steady else []
+        self._steady = SteadyParameters(parameters, self._left)
         self._launch = chain.single_launch
         self._is_steady = False
         self._before_replay = [part.advance for part in (counters, guards.replicas) if part.is_needed]
@@ -98,12 +98,7 @@ class CapturedCall:
             return False
         if guards.replicas.is_needed and not guards.replicas.fit():
             return False
-        self._is_steady = self._may_be_steady
-        # one pass over the parameters for both questions: this loop is most of what a replay costs the host
-        for parameter, left, flag in self._steadily:
-            if parameter.grad is not left or parameter.requires_grad is not flag:
-                self._is_steady = False
-                break
+        self._is_steady = self._may_be_steady and self._steady.hold()
         return self._is_steady or [grad is None for grad in map(_grad, self._parameters)] == self._no_grad
 
     def model_changed(self) -> str | None:
