@@ -128,8 +128,8 @@ class Boundary:
             if source.data_ptr() != address:
                 if self.note_loaded is not None:
                     self.note_loaded(target)
-                if source.requires_grad:
-                    source = source.detach()
+                if source.requires_grad and torch.is_grad_enabled():
+                    source = source.detach()  # costs less than a no_grad block around the copy
                 target.copy_(source.as_strided(*geometry) if geometry is not None else source)
             return
         targets, sources = [], []
@@ -144,8 +144,8 @@ class Boundary:
                 self._used[index] = shared.fills
                 if is_there:
                     continue
-            if source.requires_grad:
-                source = source.detach()  # costs less than a no_grad block around the copy
+            if source.requires_grad and torch.is_grad_enabled():
+                source = source.detach()
             targets.append(target)
             sources.append(source.as_strided(target.shape, target.stride()) if repeated else source)
         if targets:

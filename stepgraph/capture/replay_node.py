@@ -9,7 +9,7 @@ each input costs the host more than the look at it in the runner.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,13 +19,15 @@ if TYPE_CHECKING:
 
 
 class ReplayNode(torch.autograd.Function):
-    """Hands out a replayed forward's results, and replays the backward."""
+    """Replays the forward, outside autograd's eyes, and later the backward."""
 
     @staticmethod
-    def forward(ctx: Any, use: Use, anchor: torch.Tensor, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(
+        ctx: Any, use: Use, leaves: Sequence[Any], anchor: torch.Tensor, *inputs: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
         ctx.use = use
         use.node = weakref.ref(ctx)
-        results = use.hand_out()
+        results = use.forward(leaves)
         constant = use.runner.result.constant
         if constant:
             ctx.mark_non_differentiable(*[results[i] for i in constant])
@@ -34,19 +36,21 @@ class ReplayNode(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        return (None, None, *ctx.use.backward(grads))
+        return (None, None, None, *ctx.use.backward(grads))
 
 
 _apply: Callable[..., tuple[torch.Tensor, ...]] = super(torch.autograd.Function, ReplayNode).apply
 _is_transforming: Callable[[], bool] = torch._C._are_functorch_transforms_active
 
 
-def replay_node(use: Use, anchor: torch.Tensor, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Add the node to autograd's graph; gives the replayed results."""
+def replay_node(
+    use: Use, leaves: Sequence[Any], anchor: torch.Tensor, *inputs: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
+    """Replay the forward for these arguments, and add the node to autograd's graph; gives the results."""
     if _is_transforming():
-        results: tuple[torch.Tensor, ...] = ReplayNode.apply(use, anchor, *inputs)  # type: ignore[no-untyped-call]
+        results: tuple[torch.Tensor, ...] = ReplayNode.apply(use, leaves, anchor, *inputs)  # type: ignore[no-untyped-call]
         return results
-    return _apply(use, anchor, *inputs)  # what torch's own wrapper looks for costs the host as much as the node
+    return _apply(use, leaves, anchor, *inputs)  # what torch's own wrapper looks for costs the host as much as the node
 
 
 def is_replayed(tensor: torch.Tensor) -> bool:

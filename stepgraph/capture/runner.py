@@ -79,14 +79,20 @@ class BackwardGraph:
         self.lent = tuple([None if grad is None else next(lent) for grad in self.grads_out])
         self._all_lent, self.grads_out = [], (None,) * len(self.grads_out)
 
-    def hand_out(self, aliases: Sequence[bool]) -> list[torch.Tensor | None]:
-        """The gradients: those of the first inputs as they lie where `aliases` says so, else copies."""
+    def hand_out(self, edges: Sequence[torch.Tensor | bool]) -> list[torch.Tensor | None]:
+        """The gradients, as they lie where `edges` says that they are used up at once, else copies.
+
+        `edges` are those of the first inputs: whether a gradient goes straight back into another graph, or the leaf
+        that it goes to. To a gradient that a leaf already has, autograd adds it; a leaf without one would keep it.
+        """
         found: list[torch.Tensor | None] = []
         for index, lent in enumerate(self.lent):
             if lent is None:
                 found.append(None)
-            else:
-                found.append(lent.lend() if index < len(aliases) and aliases[index] else lent.copy())
+                continue
+            edge = edges[index] if index < len(edges) else False
+            lends = edge if isinstance(edge, bool) else edge.grad is not None
+            found.append(lent.lend() if lends else lent.copy())
         return found
 
 
@@ -141,7 +147,7 @@ class Runner:
         self.anchor = anchor
         self.anchor_node: Any = torch.autograd.graph.get_gradient_edge(anchor).node if anchor.requires_grad else None
         self._mutated = tuple(mutated)
-        self._saved_inputs = [i for i in flows if boundary.tensors[i].untyped_storage()._cdata in saved]
+        self.saved_inputs = [i for i in flows if boundary.tensors[i].untyped_storage()._cdata in saved]
         self.saved_results = [
             i for i, t in enumerate(result.tensors) if t.untyped_storage()._cdata in saved and result.differentiable[i]
         ]
@@ -211,6 +217,17 @@ class Runner:
 
     def run(self, leaves: Sequence[Any]) -> Any:
         """Replay the forward for these arguments; under autograd where gradients can flow."""
+        if self.anchor_node is not None:
+            inputs = [leaves[i] for i in self.flows]
+            results = replay_node(Use(self), leaves, self.anchor, *inputs, *self.outside)
+        else:
+            self.replay(leaves)
+            self.lane.end(self)
+            results = self.result.hand_out()
+        return self.result.build(results, leaves)
+
+    def replay(self, leaves: Sequence[Any]) -> Any:
+        """Replay the forward; where the random generators were before, if anybody will ask."""
         self.boundary.load(leaves)
         origin = self.graph.random_origin() if self._notes_origin else None
         self._launch()
@@ -218,17 +235,15 @@ class Runner:
         for index in self._mutated:
             with torch.no_grad():
                 leaves[index].copy_(self.boundary.tensors[index])
-        if not self.anchor.requires_grad:
-            self.lane.end(self)
-            return self.result.build(self.result.hand_out(), leaves)
+        return origin
+
+    def begin(self, use: Use) -> None:
+        """A backward will come to a call: what it needs must stay."""
         self.state = RunnerState.BWD_READY
         self.lane.begin(self)
         if self.boundary.has_shared:
             self.boundary.hold()
-        use = Use(self, leaves, self._saved_inputs, origin)
         self.rivals.add(use)
-        inputs = [leaves[i] for i in self.flows]
-        return self.result.build(replay_node(use, self.anchor, *inputs, *self.outside), leaves)
 
     @property
     def static_bytes(self) -> int:

@@ -4,9 +4,9 @@ Everything that may go wrong in between is looked at when the backward comes: th
 of one, that the activations are still there, that nobody has changed them in place. Then the backward
 that was recorded for such gradients is replayed, or, if there is none that fits, recorded now.
 
-A gradient of an argument that is another graph's result is handed on as it lies. Where somebody was found to keep such
-a gradient (a hook on that tensor may), the backward is recorded again in other memory, and hands out copies from then
-on.
+A gradient of an argument that is another graph's result is handed on as it lies, and so is one that autograd adds to
+the gradient that a leaf already has. Where somebody was found to keep such a gradient (a hook on that tensor may), the
+backward is recorded again in other memory, and hands out copies from then on.
 """
 
 from __future__ import annotations
@@ -54,33 +54,33 @@ class Rivals:
 class Use:
     """One call of a runner."""
 
-    __slots__ = ("__weakref__", "_aliases", "_freed", "_origin", "_probes", "_ran_in", "node", "runner")
+    __slots__ = ("__weakref__", "_edges", "_freed", "_origin", "_probes", "_ran_in", "node", "runner")
 
-    def __init__(self, runner: Runner, leaves: Sequence[Any], saved_inputs: Sequence[int], origin: Any) -> None:
+    def __init__(self, runner: Runner) -> None:
         self.runner = runner
         self.node: weakref.ref[Any] | None = None
-        self._origin = origin
+        self._origin: Any = None
         self._freed = False
         self._ran_in = -1
         """The backward that came here last."""
-        # a gradient that goes straight back into the graph that made the argument is read in place, others are copied
-        self._aliases: Sequence[bool] = ()
-        self._probes = []
-        for index in runner.flows:
-            if is_replayed(leaves[index]):
-                tensors = runner.boundary.tensors
-                places = [(is_replayed(leaves[i]), leaves[i].data_ptr() == tensors[i].data_ptr()) for i in runner.flows]
-                self._aliases = [is_result and is_there for is_result, is_there in places]
-                break
-        for index in saved_inputs:
-            if leaves[index].data_ptr() == runner.boundary.tensors[index].data_ptr():
-                self._probes.append(_probe(leaves[index]))
+        self._edges: Sequence[torch.Tensor | bool] = ()
+        """Where the gradients of the arguments go: see `BackwardGraph.hand_out`."""
+        self._probes: list[tuple[torch.Tensor, int]] = []
 
-    def hand_out(self) -> tuple[torch.Tensor, ...]:
-        """The results, free of history."""
-        results = self.runner.result.hand_out()
-        for index in self.runner.saved_results:
-            if not self.runner.result.copied[index]:
+    def forward(self, leaves: Sequence[Any]) -> tuple[torch.Tensor, ...]:
+        """Replay the forward for these arguments; the results, free of history."""
+        runner = self.runner
+        self._origin = runner.replay(leaves)
+        runner.begin(self)
+        tensors = runner.boundary.tensors
+        if runner.flows:
+            self._edges = [_edge(leaves[index], tensors[index]) for index in runner.flows]
+        for index in runner.saved_inputs:
+            if leaves[index].data_ptr() == tensors[index].data_ptr():
+                self._probes.append(_probe(leaves[index]))
+        results = runner.result.hand_out()
+        for index in runner.saved_results:
+            if not runner.result.copied[index]:
                 self._probes.append(_probe(results[index]))
         return results
 
@@ -121,12 +121,10 @@ class Use:
         recorded.accumulated.finish(last=not several)
         for parameter, marks in recorded.marks:
             parameter.__dict__.update(marks)
-        if not self._aliases or runner.copies_grads:
-            found = recorded.hand_out(())
+        if runner.copies_grads or not (runner.take_turn is not None or runner.lane.is_first(recorded)):
+            found = recorded.hand_out(())  # somebody keeps them, or a backward that runs before they are read might
         else:
-            # whether no backward that may run before it is read can overwrite it
-            first = runner.take_turn is not None or runner.lane.is_first_backward(recorded.captured_at)
-            found = recorded.hand_out(self._aliases if first else ())
+            found = recorded.hand_out(self._edges)
         self._end()
         return found
 
@@ -226,6 +224,13 @@ def _out_of_order(metas: Sequence[ArgMetadata | None], *, is_known: bool) -> Cap
         fix="keep to the recorded program, clone gradients that are kept, call handle.reset() where the program "
         "changes for good, or leave cuda_graph_use_single_mempool=False.",
     )
+
+
+def _edge(given: torch.Tensor, static: torch.Tensor) -> torch.Tensor | bool:
+    """Where the gradient of an argument goes: True if straight back into the graph that made it, or a leaf."""
+    if given.grad_fn is None:
+        return given
+    return is_replayed(given) and given.data_ptr() == static.data_ptr()
 
 
 def _probe(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
