@@ -37,23 +37,26 @@ def geometry_check(tensors: Sequence[torch.Tensor]) -> Callable[..., bool] | Non
 class Likeness:
     """The looks of one call whose arguments are plain tensors and plain values."""
 
-    __slots__ = ("_check", "_is_all_tensors", "_leaf_flags", "_names", "_num_args", "_others", "_tensors")
+    __slots__ = ("_check", "_is_all_tensors", "_names", "_num_args", "_others", "_tensors", "_with_grad")
 
-    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, tell_computed: bool) -> None:
         leaves = [*args, *kwargs.values()]
         self._num_args, self._names = len(args), tuple(kwargs)
         self._tensors = [i for i, leaf in enumerate(leaves) if type(leaf) is torch.Tensor]
         self._others = [(i, leaf) for i, leaf in enumerate(leaves) if type(leaf) is not torch.Tensor]
         self._is_all_tensors = not self._others
         tensors = [leaves[i] for i in self._tensors]
-        self._leaf_flags = [tensor.is_leaf for tensor in tensors]
+        self._with_grad = [(i, t.is_leaf) for i, t in enumerate(tensors) if t.requires_grad and tell_computed]
         check = geometry_check(tensors)
         assert check is not None
         self._check = check
 
     @classmethod
-    def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Likeness | None:
-        """The looks of a call, or None where no later call could be told to look the same."""
+    def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any], *, tell_computed: bool = True) -> Likeness | None:
+        """The looks of a call, or None where no later call could be told to look the same.
+
+        `tell_computed`: whether a tensor that needs a gradient looks another if it was computed than if it is a leaf.
+        """
         leaves = [*args, *kwargs.values()]
         tensors = [leaf for leaf in leaves if type(leaf) is torch.Tensor]
         if _TensorGuards is None or not tensors or len({id(tensor) for tensor in tensors}) < len(tensors):
@@ -62,7 +65,7 @@ class Likeness:
             return None
         if not torch.is_grad_enabled():  # the guard would not tell whether a tensor needs a gradient
             return None
-        return cls(args, kwargs)
+        return cls(args, kwargs, tell_computed=tell_computed)
 
     def leaves_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any] | None:
         """The leaves of a call that looks the same, or None."""
@@ -78,4 +81,7 @@ class Likeness:
             tensors = [leaves[index] for index in self._tensors]
         if not self._check(*tensors):
             return None
-        return leaves if [tensor.is_leaf for tensor in tensors] == self._leaf_flags else None
+        for index, is_leaf in self._with_grad:
+            if tensors[index].is_leaf is not is_leaf:
+                return None
+        return leaves

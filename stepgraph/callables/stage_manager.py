@@ -171,9 +171,7 @@ class StageManager(CudaGraphManager):
             refuse_tensor_classes(leaves, [f"argument {index}" for index in range(len(leaves))])
         except InvalidArgument as error:
             keys, refusal = (), error
-        site = self._site(
-            microbatch, Signature(settled(structure), keys, ambient_key(), self._training(), (), self._names)
-        )
+        site = self._site(microbatch, Signature(settled(structure), keys, ambient_key(), self.modes(), (), self._names))
         site.keep_alive = [leaf for leaf in leaves if not isinstance(leaf, torch.Tensor)]
         watched = WarmCall(self.original, self._named(), self.options.ignore, shared.session.backend.device)
 

@@ -24,13 +24,13 @@ from stepgraph.capture.module_session import ModuleSession
 from stepgraph.capture.module_site import FamiliarCall, ModuleSite, WarmCall
 from stepgraph.capture.pair import PairCapture, with_modes
 from stepgraph.capture.runner import Runner, RunnerState
-from stepgraph.errors import CaptureError, InvalidArgument, SignatureMismatch, StateChanged
+from stepgraph.capture.telling import unlike
+from stepgraph.errors import CaptureError, InvalidArgument, StateChanged
 from stepgraph.frames import warn_user
 from stepgraph.signature import (
     Signature,
     ambient_key,
     argument_names,
-    differences,
     leaf_keys,
     refuse_opaque,
     refuse_tensor_classes,
@@ -85,7 +85,7 @@ class CudaGraphManager:
         self._changes: Counter[str] = Counter()
         self._pair: PairCapture | None = None
         self._flatten = CallFlattener()
-        self._is_capturing: Callable[[], bool] | None = None
+        self._is_capturing: Callable[[], bool] = bool  # until the backend is known, never
         self._last: FamiliarCall | None = None
         """How the last call of a known kind looked."""
         self._look_at_modules()
@@ -110,46 +110,54 @@ class CudaGraphManager:
         """Call the module: by replay where a runner fits, eagerly where none does yet."""
         if torch.compiler.is_compiling():
             return self.original(*args, **kwargs)  # a part of a larger compiled region
+        last = self._last
+        if last is not None and not self.session.is_closed and not has_global_hooks():
+            leaves = last.likeness.leaves_of(args, kwargs)
+            if leaves is not None and last.around == self._around() and not self._is_capturing():
+                return self._replay(last.site, leaves, last.structure)
+        return self._look_up(args, kwargs)
+
+    def _replay(self, site: ModuleSite, leaves: list[Any], structure: Structure) -> Any:
+        if site.runners and self._guard(site):
+            runner = self._ready(site, leaves)
+            if runner is not None:
+                return runner.run(leaves)
+        return self._without_graph(site, leaves, structure)
+
+    def modes(self) -> tuple[bool, ...]:
+        """Train or eval, for each module."""
+        return tuple(map(_training, self._modes))
+
+    def _around(self) -> tuple[Hashable, ...]:
+        return self.session.ambient.read(), self.modes(), in_ddp(), self.fork
+
+    def _look_up(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A call that does not look like the one before."""
         session = self.session
-        if self._is_capturing is None or self.random is None:
+        if self.random is None:
             self._is_capturing = session.backend_for(self.module).capture_probe
             self.random = tracker_for(session.session.backend)
         if session.is_closed or self._is_capturing():
             return self.original(*args, **kwargs)  # a part of a larger capture
-        around = (session.ambient.read(), self._training(), in_ddp(), self.random.active)
-        last = self._last
-        keys: tuple[Hashable, ...] = ()
-        known = last.likeness.leaves_of(args, kwargs) if last is not None else None
-        if last is not None and known is not None and last.around == around:
-            leaves, structure = known, last.structure
-            site: ModuleSite | None = last.site
-        else:
-            leaves, structure = self._flatten(args, kwargs)
-            try:
-                keys = leaf_keys(leaves)
-            except (InvalidArgument, RuntimeError) as error:  # an argument that no signature can be made of
-                return self._unsigned(error, args, kwargs)
-            site = self.sites.get((structure, keys, *around))
-            self._last = site.familiar(args, kwargs, structure, around) if site is not None else None
+        around = self._around()
+        leaves, structure = self._flatten(args, kwargs)
+        try:
+            keys = leaf_keys(leaves)
+        except (InvalidArgument, RuntimeError) as error:  # an argument that no signature can be made of
+            return self._unsigned(error, args, kwargs)
+        site = self.sites.get((structure, keys, *around))
+        self._last = site.familiar(args, kwargs, structure, around) if site is not None else None
         if has_global_hooks() and (hook := global_hook(self.options.safe_hooks)) is not None:
             self._count_eager(f"a hook on all modules, `{hook}`, would not run   [module-hook]")
             return self.original(*args, **kwargs)
-        if site is not None and site.runners:
-            if self._guard(site):
-                runner = self._ready(site, leaves)
-                if runner is not None:
-                    return runner.run(leaves)
-        elif site is None:
+        if site is None:
             site = self._new_site((structure, keys, *around), leaves, structure, keys)
-        return self._without_graph(site, leaves, structure)
+        return self._replay(site, leaves, structure)
 
     def _unsigned(self, error: Exception, args: Any, kwargs: Any) -> Any:
         what = error.what if isinstance(error, InvalidArgument) else str(error).partition("\n")[0]
         self._count_eager(f"an argument that cannot be copied in: {what}   [host-data]")
         return self.original(*args, **kwargs)
-
-    def _training(self) -> tuple[bool, ...]:
-        return tuple(map(_training, self._modes))
 
     def _ready(self, site: ModuleSite, leaves: Sequence[Any]) -> Runner | None:
         order = self.session.order
@@ -248,7 +256,7 @@ class CudaGraphManager:
     def _new_site(
         self, key: Hashable, leaves: Sequence[Any], structure: Structure, keys: tuple[Hashable, ...]
     ) -> ModuleSite:
-        call = Signature(settled(structure), keys, ambient_key(), self._training(), arguments=self._arguments)
+        call = Signature(settled(structure), keys, ambient_key(), self.modes(), arguments=self._arguments)
         site = ModuleSite(self, call)
         site.keep_alive = [leaf for leaf in leaves if not isinstance(leaf, torch.Tensor)]
         try:
@@ -257,22 +265,12 @@ class CudaGraphManager:
         except InvalidArgument as error:
             site.obstacle = f"{error.what}   [{error.rule}]"
         if len(self.sites) >= self.options.max_signatures:
-            self._refuse_signature(site)
+            if self.options.strict:
+                raise unlike(self.name, call, [known.call for known in self.sites.values()])
             site.obstacle = f"past max_signatures={self.options.max_signatures}"
         else:
             self.sites[key] = site
         return site
-
-    def _refuse_signature(self, site: ModuleSite) -> None:
-        if self.options.strict:
-            found = min((differences(s.call, site.call) for s in self.sites.values()), key=len)
-            raise SignatureMismatch(
-                f"{self.name}: a call unlike those that have graphs",
-                rule="max-graphs",
-                details=[str(d) for d in found[:8]],
-                why="each kind of call has graphs of its own, and strict=True forbids running it eagerly.",
-                fix="pad inputs to a few shapes, or raise max_signatures.",
-            )
 
     def _without_graph(self, site: ModuleSite, leaves: Sequence[Any], structure: Structure) -> Any:
         def run() -> Any:

@@ -76,7 +76,7 @@ class ModuleSite:
     ) -> FamiliarCall | None:
         """How a call of this site looks, or None where that cannot be told at once, or need not be."""
         if self._familiar is None and self.runners:
-            likeness = Likeness.of(args, kwargs)
+            likeness = Likeness.of(args, kwargs, tell_computed=False)
             if likeness is not None:
                 self._familiar = FamiliarCall(likeness, structure, around, self)
         return self._familiar

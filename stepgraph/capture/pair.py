@@ -112,7 +112,7 @@ class PairCapture:
             flows=[i for i, t in tensors.items() if t.requires_grad] if differentiable else [],
             outside=self._outside(call, result, tensors) if differentiable else [],
             saved=saved_memory(result.tensors),
-            anchor=torch.empty(0, device=self._session.backend.device, requires_grad=differentiable),
+            anchor=torch.empty(0, device="cpu", requires_grad=differentiable),  # where autograd has least to do for it
             rivals=self._rivals,
             lane=lane,
             captured_at=lane.next_number(),

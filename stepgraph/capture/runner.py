@@ -23,7 +23,7 @@ from stepgraph.capture.replay_node import replay_node
 from stepgraph.capture.static_result import StaticResult
 from stepgraph.capture.use import Rivals, Use
 from stepgraph.likeness import geometry_check
-from stepgraph.state.lent import Lent, lend_by_address, lend_out
+from stepgraph.state.lent import Lent, any_held, lend_by_address, lend_out
 from stepgraph.state.param_grads import GradPart
 from stepgraph.state.rng_tracker import CudaRNGStatesTracker, NamesGuard, Segment
 
@@ -65,13 +65,15 @@ class BackwardGraph:
         self.geometry: Callable[..., bool] | None = None
         self.fork: str | None = None
 
-    def looks(self, grads: Sequence[torch.Tensor | None]) -> bool:
-        """Whether these gradients look like those that it was last replayed with; no says nothing."""
-        return self.geometry is not None and self.geometry(*grads)
+    def is_ready_for(self, grads: Sequence[torch.Tensor | None], fork: str | None) -> bool:
+        """Whether it can be replayed for these gradients, which look like those of last time; no says nothing."""
+        if self.geometry is None or self.fork != fork or not self.geometry(*grads) or self.grads_in.has_conditions:
+            return False
+        return not any_held(self._all_lent) and self.accumulated.attach()
 
     def is_held(self) -> bool:
         """Whether somebody keeps a gradient that it has handed out."""
-        return any(map(Lent.is_held, self._all_lent))
+        return any_held(self._all_lent)
 
     def give_up(self) -> None:
         """Let graphs that are captured later have the gradients' memory: copies are handed out from now on."""
@@ -175,7 +177,7 @@ class Runner:
 
     def has_held_grads(self) -> bool:
         """Whether a caller holds a gradient that was handed out as it lies."""
-        return any(map(Lent.is_held, self._lent_grads))
+        return any_held(self._lent_grads)
 
     def is_live(self) -> bool:
         """Whether the results of the last call may still be read."""

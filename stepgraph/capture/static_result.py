@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from stepgraph.state.lent import Lent, lend_by_address, lend_out
+from stepgraph.state.lent import Lent, any_held, lend_by_address, lend_out
 from stepgraph.tree import Structure, flatten, settled, unflatten
 
 
@@ -88,7 +88,7 @@ class StaticResult:
 
     def is_held(self) -> bool:
         """Whether a caller still holds a tensor."""
-        return any(map(Lent.is_held, self._watched.values()))
+        return any_held(self._watched.values())
 
     def copy(self, indices: Iterable[int]) -> None:
         """Hand out copies of these tensors."""

@@ -1,4 +1,4 @@
-"""What a captured step says when a call does not go as the ones before: to the user, or as an error under strict."""
+"""What a captured step or a graphed module says when a call does not go as those before: a warning, or an error."""
 
 from __future__ import annotations
 
@@ -47,3 +47,15 @@ def tell_past_limit(step: str, reason: str, call: Signature, known: Iterable[Sig
         )
     lines = [f"{step}: this call runs eagerly, {reason}   [max-graphs]", *(f"  {line}" for line in told)]
     warn_user("\n".join([*lines, f"Fix: {_FEWER_SIGNATURES}"]))
+
+
+def unlike(module: str, call: Signature, known: Iterable[Signature]) -> SignatureMismatch:
+    """Under strict: a module's call is unlike those that have graphs, and gets none."""
+    found = min((differences(signature, call) for signature in known), key=len, default=[])
+    return SignatureMismatch(
+        f"{module}: a call unlike those that have graphs",
+        rule="max-graphs",
+        details=[str(d) for d in found[:8]],
+        why="each kind of call has graphs of its own, and strict=True forbids running it eagerly.",
+        fix="pad inputs to a few shapes, or raise max_signatures.",
+    )

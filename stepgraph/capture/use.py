@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class Rivals:
-    """Calls under way that may add to the same gradients."""
+    """Calls under way that may add to the same gradients. How many they are is `len()`."""
 
     __slots__ = ("_uses",)
 
@@ -43,10 +43,11 @@ class Rivals:
         """A call is over."""
         self._uses.pop(id(use), None)
 
+    def __len__(self) -> int:
+        return len(self._uses)
+
     def has_more_to_come(self, use: Use) -> bool:
         """Whether the backward under way will come to another call than this one."""
-        if len(self._uses) < 2:
-            return False
         others = [found for known in list(self._uses.values()) if (found := known()) is not None and found is not use]
         return any(other.will_run() for other in others)
 
@@ -97,21 +98,23 @@ class Use:
         """Replay the backward for these gradients of the results."""
         runner = self.runner
         self._check()
-        self._ran_in = torch._C._current_graph_task_id()
         if runner.fit_grads is not None:
             grads = runner.fit_grads(grads)
-        for grad in grads:
-            if grad is not None:
-                break
-        else:
-            self._end()
-            return [None] * (len(runner.flows) + len(runner.outside))
-        recorded = self._recorded(grads)
+        recorded = runner.usual
+        if recorded is None or not recorded.is_ready_for(grads, runner.random.active):
+            found = self._recorded(grads)
+            if found is None:
+                self._end()
+                return [None] * (len(runner.flows) + len(runner.outside))
+            recorded = found
         if runner.take_turn is not None:
             runner.take_turn()
-        several = runner.rivals.has_more_to_come(self)
-        if several:
-            recorded.accumulated.begin_sum()
+        several = False
+        if len(runner.rivals) > 1:
+            self._ran_in = torch._C._current_graph_task_id()
+            several = runner.rivals.has_more_to_come(self)
+            if several:
+                recorded.accumulated.begin_sum()
         recorded.grads_in.load(grads)
         if recorded.rewinds:
             recorded.graph.replay_from(self._origin)
@@ -122,24 +125,22 @@ class Use:
         for parameter, marks in recorded.marks:
             parameter.__dict__.update(marks)
         if runner.copies_grads or not (runner.take_turn is not None or runner.lane.is_first(recorded)):
-            found = recorded.hand_out(())  # somebody keeps them, or a backward that runs before they are read might
+            handed = recorded.hand_out(())  # somebody keeps them, or a backward that runs before they are read might
         else:
-            found = recorded.hand_out(self._edges)
+            handed = recorded.hand_out(self._edges)
         self._end()
-        return found
+        return handed
 
-    def _recorded(self, grads: Sequence[torch.Tensor | None]) -> BackwardGraph:
-        """The backward for such gradients, ready to be replayed."""
+    def _recorded(self, grads: Sequence[torch.Tensor | None]) -> BackwardGraph | None:
+        """The backward for such gradients, ready to be replayed; None where there is no gradient at all."""
         runner = self.runner
-        usual = runner.usual
-        if usual is not None and usual.fork == runner.random.active and usual.looks(grads):
-            recorded: BackwardGraph | None = usual
-        else:
-            layouts = [None if grad is None else (grad.shape, grad.stride(), grad.dtype) for grad in grads]
-            around = (*autocast_now(), runner.random.active)
-            recorded = runner.backwards.get((*layouts, *around))
-            if recorded is not None:
-                runner.make_usual(recorded, grads, around)
+        layouts = [None if grad is None else (grad.shape, grad.stride(), grad.dtype) for grad in grads]
+        if not any(layouts):
+            return None
+        around = (*autocast_now(), runner.random.active)
+        recorded = runner.backwards.get((*layouts, *around))
+        if recorded is not None:
+            runner.make_usual(recorded, grads, around)
         if recorded is not None and (not recorded.grads_in.has_conditions or recorded.grads_in.is_free_for(grads)):
             if recorded.is_held():
                 runner.copies_grads = True
@@ -204,7 +205,7 @@ class Use:
     def _release(self) -> None:
         if not self._freed:
             self._freed = True
-            self._probes = []  # the node may live on with a loss that is kept, and must hold no memory
+            self._probes, self._edges = [], ()  # the node may live on with a loss that is kept, and must hold no memory
             self.runner.rivals.discard(self)
             self.runner.release()
 

@@ -8,7 +8,7 @@ first one. DLPack makes such a storage; it keeps the first one alive for as long
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch.utils.dlpack import from_dlpack
@@ -42,6 +42,14 @@ class Lent:
     def is_held(self) -> bool:
         """Whether anybody holds the tensor, a view of it, or another one in the same memory."""
         return _use_count(self._key) > self._own
+
+
+def any_held(lent: Iterable[Lent]) -> bool:
+    """Whether anybody holds one of these."""
+    for one in lent:  # noqa: SIM110 (a generator would cost more than the question)
+        if _use_count(one._key) > one._own:
+            return True
+    return False
 
 
 def lend_out(tensors: Sequence[torch.Tensor]) -> list[Lent]:

@@ -93,7 +93,8 @@ class ParamGrads:
         self.moves = 0
         """How often memory was given up: graphs that knew it have to be recorded again."""
         self._task = -1
-        self._aside: dict[Hashable, dict[int, _Aside]] = {}
+        self.aside: dict[Hashable, dict[int, _Aside]] = {}
+        """Old gradients that wait for a sum, by group."""
 
     def part(self, parameters: Sequence[torch.Tensor], group: Hashable = None) -> GradPart:
         """The parameters that one backward graph gives gradients to. Graphs of one group may share parameters."""
@@ -114,7 +115,7 @@ class ParamGrads:
     def put_aside(self, group: Hashable, slots: Sequence[GradSlot]) -> None:
         """In a backward that adds several times: start a sum of its own."""
         self._task = torch._C._current_graph_task_id()
-        aside = self._aside.setdefault(group, {})
+        aside = self.aside.setdefault(group, {})
         fresh = [slot for slot in slots if id(slot.memory) not in aside]
         for slot in fresh:
             version = slot.given._version if slot.given is not None else -1
@@ -124,14 +125,14 @@ class ParamGrads:
 
     def settle(self) -> None:
         """Undo what a backward that broke off has left."""
-        if self._aside and self._task != torch._C._current_graph_task_id():
-            for aside in [aside for group in self._aside.values() for aside in group.values()]:
+        if self._task != torch._C._current_graph_task_id():
+            for aside in [aside for group in self.aside.values() for aside in group.values()]:
                 aside.put_back()
-            self._aside.clear()
+            self.aside.clear()
 
     def take_back(self, group: Hashable) -> None:
         """After the last addition of a group: the old gradients, and the sums."""
-        kept = list(self._aside.pop(group, {}).values()) if self._aside else []
+        kept = list(self.aside.pop(group, {}).values())
         if kept:
             torch._foreach_add_([a.old for a in kept], [a.memory for a in kept])
             torch._foreach_copy_([a.memory for a in kept], [a.old for a in kept])
@@ -145,20 +146,21 @@ class GradPart:
         self._pairs = [(slot.parameter, slot) for slot in slots]
         self.memory = [slot.memory for slot in slots]
         """What the graph adds to."""
-        self._moves = grads.moves
+        self._moves, self._is_current = grads.moves, True
         self._callers: list[GradSlot] = []
 
     def attach(self) -> bool:
         """Before a replay: bring `.grad` to the memory. False: the graph must be recorded again, for other memory."""
-        self._grads.settle()
+        if self._grads.aside:
+            self._grads.settle()
         for parameter, slot in self._pairs:
             if slot.given is None or parameter.grad is not slot.given:
                 self._bring()
                 break
-        if self._moves == self._grads.moves:
-            return True
-        self._moves = self._grads.moves
-        return all(slot.memory is known for slot, known in zip(self._slots, self.memory, strict=True))
+        if self._moves != self._grads.moves:
+            self._moves = self._grads.moves
+            self._is_current = all(slot.memory is known for slot, known in zip(self._slots, self.memory, strict=True))
+        return self._is_current
 
     def _bring(self) -> None:
         empty = []
@@ -189,7 +191,7 @@ class GradPart:
 
     def finish(self, *, last: bool) -> None:
         """After a replay. `last`: no further graph adds in this backward."""
-        if last:
+        if last and self._grads.aside:
             self._grads.take_back(self._group)
         if self._callers:
             callers, self._callers = self._callers, []

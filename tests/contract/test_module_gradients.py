@@ -260,6 +260,36 @@ def test_gradients_of_input_leaves_are_safe_to_keep(keep: Any, device: torch.dev
     assert_graphed_equals_eager(lambda device: leaf_training(device, keep), device)
 
 
+@pytest.mark.parametrize("hook", ["no hook", "a hook that keeps", "a hook that changes"])
+@pytest.mark.parametrize("layout", ["rows", "columns", "every other"])
+def test_gradients_are_added_to_those_that_a_leaf_has(hook: str, layout: str, device: torch.device) -> None:
+    """A leaf that lives over the steps: its gradient is taken off now and then, else added to, and kept by a hook."""
+
+    def build(device: torch.device) -> Training:
+        model = Net(Layer(), Layer()).to(device)
+        model.embed = nn.Identity()
+        given = {"rows": torch.randn(4, 8), "columns": torch.randn(8, 4).t(), "every other": torch.randn(4, 16)[:, ::2]}
+        leaf = given[layout].to(device).requires_grad_()
+        kept: list[torch.Tensor] = []
+        if hook == "a hook that keeps":
+            leaf.register_hook(lambda grad: kept.append(grad))
+        elif hook == "a hook that changes":
+            leaf.register_hook(lambda grad: grad * 0.5)
+
+        def step(index: int, note: Note) -> list[torch.Tensor]:
+            model.zero_grad()
+            if index % 4 == 3:
+                leaf.grad = None
+            for _ in range(2):
+                model(leaf).pow(2).mean().backward()
+                note(leaf.grad)
+            return [grad.clone() for grad in kept[-6:]]
+
+        return Training(model, step, list(range(14)), tensors=[leaf])
+
+    assert_graphed_equals_eager(build, device)
+
+
 class Shift(nn.Module):
     """Hands its result's gradient on as it is."""
 

@@ -102,3 +102,11 @@ def test_likeness_found_under_other_flags_is_left_to_the_flags() -> None:
     with torch.no_grad():
         assert ambient_key() != before
         assert known.leaves_of((x,), {}) in (None, [x])
+
+
+def test_likeness_tells_computed_tensors_from_leaves_where_that_matters() -> None:
+    leaf = torch.ones(4, requires_grad=True)
+    for tell_computed in (True, False):
+        known = Likeness.of((leaf,), {}, tell_computed=tell_computed)
+        assert known is not None
+        assert (known.leaves_of((leaf * 2,), {}) is None) is tell_computed
