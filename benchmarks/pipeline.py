@@ -5,13 +5,16 @@
 The rank is the first of four stages. It has two model chunks of four layers each, of GPT-2-small's shape, in bf16, and
 runs the interleaved order of 8 microbatches of one sequence, then fused AdamW. There is no other rank: what neighbours
 would send, inputs of chunks and gradients of their results, are tensors that are there already. 16 and 32 microbatches
-show what grows with their number. Every variant trains the same weights on the same tensors, each in a process of its
-own; at any time one of them is measured and the others sleep, having touched no GPU.
+of 1,024 tokens show what grows with their number, 8 of 4,096 what the same graphs cost beside longer kernels. Every
+variant trains the same weights on the same tensors, each in a process of its own; at any time one of them is measured
+and the others sleep, having touched no GPU.
 
 - eager: the chunks as they are.
 - ours: `stepgraph.TECudaGraphHelper`, a forward and a backward graph for each layer and microbatch, memory shared by
   lifetime in the order.
 - ours-no-reuse: the same with `reuse_buffers=False`: every graph has memory of its own.
+- whole-step: the rank's whole step as one graph, by `stepgraph.capture`. No rank that waits for others could run so; it
+  shows how near to `busy` these kernels come with no launch between them.
 
 What the columns mean:
 

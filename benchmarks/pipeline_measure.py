@@ -41,11 +41,13 @@ class Setting:
     @property
     def config(self) -> GPTConfig:
         """The shape of a layer."""
-        return GPTConfig.gpt2_small() if self.is_on_gpu else replace(GPTConfig.tiny(), max_seq_len=8)
+        if not self.is_on_gpu:
+            return replace(GPTConfig.tiny(), max_seq_len=8)
+        return replace(GPTConfig.gpt2_small(), max_seq_len=WORKLOADS[self.workload].tokens)
 
     @property
     def microbatches(self) -> int:
-        return WORKLOADS[self.workload]
+        return WORKLOADS[self.workload].microbatches
 
     @property
     def buffer_bytes(self) -> int:
@@ -84,7 +86,8 @@ class Rank:
         self._entries = read_order(order_of(setting.microbatches))
         self._steps = itertools.count()
         self.helper: stepgraph.TECudaGraphHelper | None = None
-        if variant != "eager":
+        self.captured = stepgraph.capture(self._run) if variant == "whole-step" else None
+        if variant.startswith("ours"):
             self.helper = stepgraph.TECudaGraphHelper(
                 list(self.chunks),
                 SimpleNamespace(hidden_size=config.hidden_size, pipeline_model_parallel_size=STAGES),
@@ -98,18 +101,22 @@ class Rank:
             self.helper.create_cudagraphs()
 
     def step(self) -> Tensor:
-        """Run the order once, then the optimizer; return a mean over the last result."""
+        """Run the order once on other tensors than the step before; return a mean over the last result."""
+        first = next(self._steps) % DRAWN
+        run = self._run if self.captured is None else self.captured
+        return run(*self._drawn[first:], *self._drawn[:first])
+
+    def _run(self, *drawn: Tensor) -> Tensor:
         self.optimizer.zero_grad(set_to_none=True)
-        received = itertools.cycle(self._drawn)
-        for _ in range(next(self._steps) % DRAWN):
-            next(received)
+        received = itertools.cycle(drawn)
         under_way: dict[tuple[int, int], Tensor] = {}
-        last = self._drawn[0]
+        last = drawn[0]
         for entry in self._entries:
             key = (entry.chunk, entry.microbatch)
             if entry.kind is Kind.FORWARD:
                 chunk = self.chunks[entry.chunk - 1]
-                stepgraph.set_current_microbatch(chunk, entry.microbatch)
+                if self.helper is not None:
+                    stepgraph.set_current_microbatch(chunk, entry.microbatch)
                 under_way[key] = chunk(next(received).detach().requires_grad_())
             else:
                 last = under_way.pop(key)
@@ -125,6 +132,8 @@ class Rank:
         """End the graphs."""
         if self.helper is not None:
             self.helper.delete_cuda_graphs()
+        if self.captured is not None:
+            self.captured.close()
 
 
 def measure(setting: Setting, variant: str, steps: int) -> Record:

@@ -17,14 +17,24 @@ from stepgraph.order import (
 )
 
 EQUALITY = "equality"
-TIMED = ("eager", "ours", "ours-no-reuse")
+TIMED = ("eager", "ours", "ours-no-reuse", "whole-step")
 VARIANTS = (*TIMED, EQUALITY)
 STAGES, RANK, CHUNKS = 4, 0, 2
 """The rank that is run: the first of four stages has the most microbatches in flight."""
 LAYERS = 4
 """Layers a chunk."""
-WORKLOADS = {f"interleaved-{microbatches}": microbatches for microbatches in (8, 16, 32)}
-"""The microbatches of each workload; all are beyond the schedule's depth."""
+
+
+@dataclass(frozen=True)
+class Workload:
+    """How many microbatches a step has, all beyond the schedule's depth, and of how many tokens each is."""
+
+    microbatches: int
+    tokens: int = 1024
+
+
+WORKLOADS = {f"interleaved-{count}": Workload(count) for count in (8, 16, 32)}
+WORKLOADS["interleaved-8-long"] = Workload(8, 4096)
 
 BUSY_LIMIT = 1.07
 CAPTURE_LIMIT_S = 0.05
@@ -87,7 +97,7 @@ def plans() -> list[Plan]:
         ),
         *(
             Plan("interleaved, stage 0 of 4 (the one that is run)", order_of(microbatches), [LAYERS] * CHUNKS)
-            for microbatches in (4, *WORKLOADS.values(), 64)
+            for microbatches in (4, 8, 16, 32, 64)
         ),
     ]
 
@@ -143,8 +153,9 @@ def judge(records: Sequence[Record], jobs: Sequence[tuple[str, str]], *, on_gpu:
     """Return the target of every job that has one; without a GPU those that do not depend on speed."""
     targets = [equality_target(r) for r in records if r["variant"] == EQUALITY and "error" not in r]
     workloads = [w for w in WORKLOADS if (w, "ours") in jobs]
+    alike = [w for w in workloads if WORKLOADS[w].tokens == Workload.tokens]
     for figure, what in (("static_bytes", "static memory"), ("pool_bytes", "the graphs' pool")):
-        target = growth_target(records, workloads, figure, what)
+        target = growth_target(records, alike, figure, what)
         targets += [target] if target is not None else []
     if not on_gpu:
         return targets
@@ -215,7 +226,7 @@ def workload_title(records: Sequence[Record], workload: str) -> str:
     run: Record = next((r for r in records if r["workload"] == workload and "sequence" in r), {})
     return (
         f"{workload}: stage {RANK} of {STAGES}, {CHUNKS} chunks of {run.get('layers')} layers, "
-        f"{WORKLOADS[workload]} microbatches of 1 x {run.get('sequence')}, {run.get('entries')} entries"
+        f"{WORKLOADS[workload].microbatches} microbatches of 1 x {run.get('sequence')}, {run.get('entries')} entries"
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -30,6 +31,8 @@ class Rank:
     batch: int = 4
     zero: str = "none"
     kwargs: dict[str, Any] = field(default_factory=dict)
+    between: Callable[[Callable[..., Any], torch.Tensor], torch.Tensor] = lambda call, hidden: call(hidden)
+    """How a layer is called on what the layer before has returned."""
     model: nn.ModuleList = field(init=False)
     graphed: Sequence[Any] | None = None
 
@@ -89,8 +92,9 @@ class Rank:
             calls = self.chunk(entry)
             if entry.kind is Kind.FORWARD:
                 hidden = inputs[key] = batch[entry.chunk - 1, entry.microbatch].clone().requires_grad_()
-                for call in calls:
-                    hidden = call(hidden, **self.kwargs)
+                for layer, call in enumerate(calls):
+                    called = functools.partial(call, **self.kwargs)
+                    hidden = self.between(called, hidden) if layer else called(hidden)
                 outputs[key] = hidden
                 note(hidden)
             elif entry.kind is Kind.WEIGHT_GRAD:

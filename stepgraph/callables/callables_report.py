@@ -27,6 +27,8 @@ class CallablesReport:
     backwards: int
     weight_grads: int
     """Replays so far."""
+    eager_calls: int = 0
+    """Forwards, with their backwards, that were not replayed: somebody held what a replay would have overwritten."""
 
     def to_dict(self) -> dict[str, Any]:
         """For machines."""
@@ -38,4 +40,5 @@ class CallablesReport:
             f"static   {self.num_buffers} sets of arguments, {self.static_bytes / 2**20:.1f} MiB with gradients\n"
             f"pool     {self.pool_bytes / 2**20:.1f} MiB\n"
             f"replays  {self.forwards} forwards, {self.backwards} backwards, {self.weight_grads} weight gradients"
+            + (f"\neager    {self.eager_calls} calls" if self.eager_calls else "")
         )

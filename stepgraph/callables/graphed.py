@@ -17,6 +17,7 @@ from stepgraph.capture.module_guard import global_hook, has_global_hooks
 from stepgraph.capture.module_session import ModuleSession
 from stepgraph.capture.runner import Runner, RunnerState
 from stepgraph.errors import CaptureError, ClosedError, InvalidArgument
+from stepgraph.frames import warn_user
 from stepgraph.order import Kind
 from stepgraph.state.ddp import in_ddp
 from stepgraph.state.lent import Lent
@@ -43,6 +44,7 @@ class GraphedSet:
         self._owns_session = owns_session
         self.callables: list[GraphedCallable] = []
         self._lent: list[Lent] = []
+        self._eager_calls = 0
         self.is_closed = False
         self._num_graphs = sum(sample.num_graphs for sample in samples)
         shared.session.when_dropped(self.close)
@@ -65,6 +67,16 @@ class GraphedSet:
             if lent.is_held():
                 raise held_gradient(name)
 
+    def count_eager(self, name: str) -> None:
+        """A call runs eagerly; said once."""
+        if not self._eager_calls:
+            warn_user(
+                f"{name}: a result that was handed from one callable to the next is still held, and a replay would "
+                "overwrite it; such calls run eagerly   [held-result]\n"
+                "Fix: clone what is kept, or keep it from the first round on: then copies are handed out."
+            )
+        self._eager_calls += 1
+
     def report(self) -> CallablesReport:
         """What was captured, and what was replayed."""
         live = [] if self.is_closed else list(self.samples)
@@ -78,6 +90,7 @@ class GraphedSet:
             forwards=sum(sample.runner.forwards for sample in live),
             backwards=sum(sample.runner.backward_runs for sample in live),
             weight_grads=sum(sample.weight_runs for sample in live),
+            eager_calls=self._eager_calls,
         )
 
     def close(self) -> None:
@@ -180,7 +193,20 @@ class GraphedCallable:
             turns.take(Kind.FORWARD, self._sample.number)
         elif not self._runner.can_take(leaves):
             raise self._in_flight()
+        handing = self._sample.handing
+        if turns is not None and handing.is_forward_held_up(leaves):
+            return self._eagerly(turns, args, kwargs)
+        handing.before_forward(leaves)
         return self._runner.run(leaves)
+
+    def _eagerly(self, turns: Turns, args: Any, kwargs: Any) -> Any:
+        """Somebody holds what a replay would overwrite: nothing of this call is replayed."""
+        sample = self._sample
+        if sample.has_split_weights:
+            raise held_result(self.name)
+        self._owner.count_eager(self.name)
+        turns.pass_over(sample.number)
+        return self._subject.original(*args, **kwargs)
 
     def _otherwise(self, args: Any, kwargs: Any) -> Any:
         """Graphs that are gone, or a call inside something larger that is being captured or compiled."""
@@ -324,6 +350,30 @@ def refuse_another_backward(name: str, runner: Runner, metas: Sequence[Any]) -> 
         ],
         why="the graphs share memory by their order, and no graph can be added.",
         fix="call backward() outside autocast, with gradients of the results' own dtypes.",
+    )
+
+
+def receive_grads(sample: SampleGraphs, grads: Sequence[torch.Tensor | None]) -> None:
+    """Gradients come to a backward whose turn it is; raises if somebody holds what it would overwrite."""
+    if sample.handing.is_backward_held_up(grads):
+        raise CaptureError(
+            f"{sample.subject.name}: a gradient that was handed from one callable to the next is still held",
+            rule="held-gradient",
+            why="it used to be dropped at once, so it is handed out in the memory that the next graph reads, and the "
+            "backward that comes now would overwrite it.",
+            fix="clone gradients that are kept, or keep them from the first round on: then copies are handed out.",
+        )
+    sample.handing.before_backward(grads)
+
+
+def held_result(name: str) -> CaptureError:
+    """A forward cannot be replayed without changing what somebody holds, and cannot run eagerly either."""
+    return CaptureError(
+        f"{name}: a result that was handed from one callable to the next is still held",
+        rule="held-result",
+        why="it used to be dropped before the memory was needed again, so it is handed out in the memory that the next "
+        "graph reads; and a call whose weight gradient is split off cannot run eagerly.",
+        fix="clone what is kept, or keep it from the first round on: then copies are handed out.",
     )
 
 

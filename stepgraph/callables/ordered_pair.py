@@ -8,7 +8,7 @@ a whole backward does; parameters whose gradients must pass through autograd are
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -83,8 +83,12 @@ class OrderedPair(PairCapture):
         given: Mapping[int, torch.Tensor],
         name: str,
         autocast: tuple[Any, Any] = NO_AUTOCAST,
+        then: Callable[[Sequence[torch.Tensor | None]], None] | None = None,
     ) -> WeightPart:
-        """Record the I part as the runner's backward; what the W part needs is kept until that is recorded."""
+        """Record the I part as the runner's backward; what the W part needs is kept until that is recorded.
+
+        `then` is called with the gradients of the inputs, for what else the graph is to do.
+        """
         results = [runner.result.tensors[i] for i in given]
         self._refuse_split(runner, results, name)
         segment = self._random.begin_segment(runner.segment)
@@ -94,6 +98,8 @@ class OrderedPair(PairCapture):
             found, weights = input_gradients(results, list(given.values()), inputs, self._weights(runner))
             with torch.no_grad():
                 out = [apart(grad, own) for grad in found]
+            if then is not None:
+                then(out)
         key = (*(None if meta is None else meta.layout for meta in metas), *autocast, self._random.active)
         self._keep(runner, key, graph, segment, Boundary(given), out, parameters=[])
         self._late[id(runner)], runner.outside = runner.outside, ()  # not even None comes to them in this part

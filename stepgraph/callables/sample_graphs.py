@@ -13,12 +13,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Sequence
-from typing import cast
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeAlias, cast
 
 import torch
 
 from stepgraph.callables.call_shape import CallShape
+from stepgraph.callables.handover import Handing, Handover, Places
 from stepgraph.callables.ordered_pair import NO_AUTOCAST, WeightGraph
 from stepgraph.callables.request import Request
 from stepgraph.callables.split_backward import WeightPart
@@ -31,6 +33,7 @@ from stepgraph.capture.lane import Lane
 from stepgraph.capture.recorder import RecordedCall
 from stepgraph.capture.reuse_pool import TensorReusePool
 from stepgraph.capture.runner import Runner
+from stepgraph.capture.static_result import StaticResult
 from stepgraph.errors import CaptureError, InvalidArgument
 from stepgraph.order import Kind, plan_buffers, samples_of
 from stepgraph.state.lent import Lent
@@ -48,6 +51,7 @@ class SampleGraphs:
         self.kept: list[torch.Tensor] = []
         """What its weight gradient reads, for as long as no other graph may be given that memory."""
         self.weight_runs = 0
+        self.handing = Handing()
 
     @property
     def metas(self) -> dict[int, ArgMetadata]:
@@ -82,11 +86,29 @@ class SampleGraphs:
             lent.settle()  # what they were lent by before is gone
         return found
 
+    def hand_on(self, places: Places) -> None:
+        """All is captured: from now on what is handed out goes by way of where others read it."""
+        runner, handing = self.runner, self.handing
+        handing.results = {i: to for i, to in handing.results.items() if runner.result.copied[i]}
+        for index, (_, place) in handing.results.items():
+            runner.result.hand_on(index, Handover(place).settle())
+        for backward in runner.backwards.values():
+            lent = list(backward.lent)
+            for position, place in handing.grads.items():
+                lent[position] = Handover(place).settle()
+            backward.lent = tuple(lent)
+            handing.incoming = places.among(backward.grads_in.tensors)
+        handing.arguments = places.among(runner.boundary.tensors)
+
     def result_metas(self) -> list[ArgMetadata | None]:
         """The geometry of the gradients of its results."""
         result = self.runner.result
         pairs = zip(result.tensors, result.differentiable, strict=True)
         return [_dense(tensor) if differentiable else None for tensor, differentiable in pairs]
+
+
+Following: TypeAlias = tuple[SampleGraphs, dict[int, torch.Tensor]]
+"""The sample of the next layer and its static arguments, by leaf index."""
 
 
 class Uncopied(Lent):
@@ -97,7 +119,7 @@ class Uncopied(Lent):
     def __init__(self, lent: Lent) -> None:
         super().__init__(lent.lend())
 
-    def copy(self) -> torch.Tensor:
+    def copy(self, *, goes_on: bool = True) -> torch.Tensor:
         return self.lend()
 
 
@@ -118,6 +140,9 @@ class GraphCapture:
         """Static gradients of results."""
         self.buffers: dict[int, list[torch.Tensor]] = {}
         """Static arguments by the plan's number."""
+        self.places = Places()
+        self._incoming: dict[int, tuple[list[ArgMetadata | None], dict[int, torch.Tensor]]] = {}
+        """Static gradients of results, by sample, that another sample's backward writes to."""
         self.allow_unused = False
 
     # -- without an order
@@ -142,21 +167,27 @@ class GraphCapture:
             numbers = samples_of(entry, request.num_layers_per_chunk, request.num_microbatches)
             chosen = [self._samples[n] for n in numbers]
             if entry.kind is Kind.FORWARD:
-                for sample in chosen:
-                    self._forward(sample, self._own_buffers(sample, plan[sample.number] if reuse else sample.number))
+                own = [self._own_buffers(s, plan[s.number] if reuse else s.number) for s in chosen]
+                for layer, sample in enumerate(chosen):
+                    following = (chosen[layer + 1], own[layer + 1]) if layer + 1 < len(chosen) else None
+                    self._forward(sample, own[layer], following)
                     if reuse and not request.trains:
                         sample.runner.give_up_memory()  # copies are handed out at once
                 continue
-            for sample in reversed(chosen):
+            for layer, sample in reversed(list(enumerate(chosen))):
+                before = chosen[layer - 1] if layer else None
                 if entry.kind is Kind.BACKWARD and sample.runner.anchor.requires_grad:
-                    self._whole_backward(sample)
+                    self._whole_backward(sample, before)
                 elif entry.kind is Kind.INPUT_GRAD and sample.runner.anchor.requires_grad:
-                    parts[sample.number] = self._input_part(sample)
+                    parts[sample.number] = self._input_part(sample, before)
                 elif entry.kind is Kind.WEIGHT_GRAD:
                     self._weight_part(sample, parts.pop(sample.number, None))
             if reuse and entry.kind is not Kind.INPUT_GRAD:
                 for sample in chosen:  # not before the whole entry is captured: its weight gradients have no order
                     self._give_up(sample)
+        for sample in self._samples:
+            if sample.runner is not None:
+                sample.hand_on(self.places)
 
     def _own_buffers(self, sample: SampleGraphs, number: int) -> dict[int, torch.Tensor]:
         """Static arguments, by leaf index."""
@@ -167,16 +198,41 @@ class GraphCapture:
 
     # -- one graph
 
-    def _forward(self, sample: SampleGraphs, own: dict[int, torch.Tensor]) -> None:
+    def _forward(self, sample: SampleGraphs, own: dict[int, torch.Tensor], following: Following | None = None) -> None:
         subject = sample.subject
+        then = functools.partial(self._hand_result_on, sample, following) if following is not None else None
         with self._hooks.around(sample.index, subject.given, backward=False), _named(subject.name):
-            sample.runner = subject.pair.forward(sample.call, {}, {}, own, self._lane)
+            sample.runner = subject.pair.forward(sample.call, {}, {}, own, self._lane, then)
         sample.call.values.clear()
         result = sample.runner.result
         result.copy(range(len(result.tensors)))
         sample.runner.copies_grads = True
         if self._request.trains and sample.shape.takes_gradients and not self.allow_unused:
             self._refuse_unused(sample)
+
+    def _hand_result_on(self, sample: SampleGraphs, following: Following, result: StaticResult) -> None:
+        """In the recording of a forward: write results to arguments of the next sample that look the same."""
+        following_sample, buffers = following
+        metas = following_sample.metas
+        looks = {index: ArgMetadata.of(tensor) for index, tensor in enumerate(result.tensors)}
+        for leaf, buffer in buffers.items():
+            index = next((i for i, meta in looks.items() if meta == metas[leaf] and not _is_lazy(result, i)), None)
+            if index is not None:
+                del looks[index]
+                with torch.no_grad():
+                    buffer.copy_(result.tensors[index])
+                sample.handing.results[index] = (leaf, self.places.at(buffer))
+
+    def _hand_grads_on(self, sample: SampleGraphs, before: SampleGraphs, found: Sequence[torch.Tensor | None]) -> None:
+        """In the recording of a backward: write gradients to where the sample before reads those of its results."""
+        for index, (leaf, _) in before.handing.results.items():
+            buffer = self._gradients(before)[1].get(index)
+            position = sample.runner.flows.index(leaf) if leaf in sample.runner.flows else len(found)
+            grad = found[position] if position < len(found) else None
+            if buffer is not None and grad is not None and ArgMetadata.of(grad).layout == ArgMetadata.of(buffer).layout:
+                with torch.no_grad():
+                    buffer.copy_(grad)
+                sample.handing.grads[position] = self.places.at(buffer)
 
     def _refuse_unused(self, sample: SampleGraphs) -> None:
         """As torch does unless told otherwise: each tensor that needs a gradient has to have one."""
@@ -200,15 +256,25 @@ class GraphCapture:
                         fix="pass allow_unused_input=True, or let it require no gradient.",
                     )
 
-    def _whole_backward(self, sample: SampleGraphs) -> None:
+    def _whole_backward(self, sample: SampleGraphs, before: SampleGraphs | None = None) -> None:
         metas, given = self._gradients(sample)
+        then = self._then(sample, before)
         with self._hooks.around(sample.index, sample.subject.given, backward=True), _named(sample.subject.name):
-            sample.subject.pair.backward(sample.runner, metas, given, {}, NO_AUTOCAST)
+            sample.subject.pair.backward(sample.runner, metas, given, {}, NO_AUTOCAST, then)
 
-    def _input_part(self, sample: SampleGraphs) -> WeightPart:
+    def _input_part(self, sample: SampleGraphs, before: SampleGraphs | None) -> WeightPart:
         metas, given = self._gradients(sample)
-        with self._hooks.around(sample.index, sample.subject.given, backward=True), _named(sample.subject.name):
-            return sample.subject.pair.input_part(sample.runner, metas, given, sample.subject.name)
+        then, name = self._then(sample, before), sample.subject.name
+        with self._hooks.around(sample.index, sample.subject.given, backward=True), _named(name):
+            return sample.subject.pair.input_part(sample.runner, metas, given, name, then=then)
+
+    def _then(
+        self, sample: SampleGraphs, before: SampleGraphs | None
+    ) -> Callable[[Sequence[torch.Tensor | None]], None] | None:
+        if before is None or not before.runner.anchor.requires_grad:
+            return None
+        self._gradients(before)  # no memory is taken for them while a graph is recorded
+        return functools.partial(self._hand_grads_on, sample, before)
 
     def _weight_part(self, sample: SampleGraphs, part: WeightPart | None) -> None:
         sample.has_split_weights = True
@@ -218,8 +284,12 @@ class GraphCapture:
                 sample.weights = sample.subject.pair.weight_part(sample.runner, part, keeps_saved=True)
 
     def _gradients(self, sample: SampleGraphs) -> tuple[list[ArgMetadata | None], dict[int, torch.Tensor]]:
-        metas = sample.result_metas()
-        return metas, {i: self.pool.get(meta) for i, meta in enumerate(metas) if meta is not None}
+        """The geometry of the gradients of a sample's results, and static memory for them."""
+        if sample.number not in self._incoming:
+            metas = sample.result_metas()
+            given = {i: self.pool.get(meta) for i, meta in enumerate(metas) if meta is not None}
+            self._incoming[sample.number] = (metas, given)
+        return self._incoming[sample.number]
 
     def _give_up(self, sample: SampleGraphs) -> None:
         """The order is done with a sample."""
@@ -231,6 +301,11 @@ class GraphCapture:
         if sample.weights is not None:
             sample.weights.give_up()
             sample.kept = []
+
+
+def _is_lazy(result: StaticResult, index: int) -> bool:
+    """Whether a tensor's values are not those of its memory."""
+    return result.tensors[index].is_conj() or result.tensors[index].is_neg()
 
 
 def _dense(tensor: torch.Tensor) -> ArgMetadata:

@@ -43,14 +43,22 @@ class Turns:
         self._next = 0
         self._done: set[tuple[Kind, int]] = set()
         """The backwards of this round, where they may come again."""
+        self._passed_over: set[int] = set()
+        """Samples whose backward will not come in this round."""
 
     @property
     def expected(self) -> Turn:
         """What comes next."""
         return self._turns[self._next]
 
+    def pass_over(self, sample: int) -> None:
+        """A forward whose turn it was runs without its graphs: no backward of theirs will come."""
+        self._passed_over.add(sample)
+
     def take(self, kind: Kind, sample: int) -> None:
         """The turn of a graph; raises if it is another one's."""
+        if self._passed_over:
+            self._go_past()
         if not self._is_next(kind, sample):
             if (kind, sample) in self._done:
                 return
@@ -65,6 +73,16 @@ class Turns:
             elif kind in _BACKWARDS:
                 self._done.add((kind, sample))
         self._next = (self._next + 1) % len(self._turns)
+
+    def _go_past(self) -> None:
+        for _ in self._turns:
+            turn = self.expected
+            if turn.sample not in self._passed_over:
+                return
+            if turn.entry.kind is Kind.FORWARD:  # of the next round
+                self._passed_over.discard(turn.sample)
+                return
+            self._next = (self._next + 1) % len(self._turns)
 
     def _is_next(self, kind: Kind, sample: int) -> bool:
         expected = self.expected

@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from stepgraph.capture.runner import BackwardGraph, Runner
+    from stepgraph.capture.runner import Runner
 
 
 class Lane:
@@ -82,9 +82,8 @@ class Lane:
         if runner.is_freed:
             self.forget(runner)
 
-    def is_first(self, backward: BackwardGraph) -> bool:
+    def is_first_backward(self, number: float) -> bool:
         """Whether no call under way has a backward that was captured before this one."""
-        number = backward.captured_at
         return number <= self._earliest_backward(number - 1)
 
     def held_results(self, runner: Runner) -> list[Runner]:

@@ -8,6 +8,7 @@ that fails is dropped, with the module, its parameters and their gradients as be
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -77,10 +78,12 @@ class PairCapture:
         shared: Mapping[int, SharedBuffer],
         own: Mapping[int, torch.Tensor],
         lane: Lane,
+        then: Callable[[StaticResult], None] | None = None,
     ) -> Runner:
         """Record a forward.
 
         `given` are arguments that are another runner's results, `shared` those of several calls, `own` have a buffer.
+        `then` is called with the result, for what else the graph is to do.
         """
         buffers = {**own, **{i: b.tensor for i, b in shared.items()}, **{i: t for i, (_, t) in given.items()}}
         tensors = self._arguments(call, buffers)
@@ -101,6 +104,8 @@ class PairCapture:
                 mutated = [i for i, t in tensors.items() if _version(t) != versions[i]]
                 self._refuse(call, graph, tensors, mutated)
                 refuse_tensor_classes(result.tensors, ["result"] * len(result.tensors))
+                if then is not None:
+                    then(result)
         result.settle([*self._module.parameters(), *self._module.buffers()])
         differentiable = any(result.differentiable)
         self._known = self._reached(result) if differentiable else list(self.stand_ins.parameters)
@@ -196,10 +201,12 @@ class PairCapture:
         given: Mapping[int, torch.Tensor],
         lent: Mapping[int, Lent],
         autocast: tuple[Any, Any],
+        then: Callable[[Sequence[torch.Tensor | None]], None] | None = None,
     ) -> BackwardGraph:
         """Record the backward for gradients of this geometry.
 
-        `given` have a buffer; those of them that another graph hands out are `lent`.
+        `given` have a buffer; those of them that another graph hands out are `lent`. `then` is called with the
+        gradients of the node's inputs, for what else the graph is to do.
         """
         device = self._session.backend.device
         present = {i: meta for i, meta in enumerate(metas) if meta is not None}
@@ -209,15 +216,14 @@ class PairCapture:
         before = [dict(p.__dict__) for p in self.stand_ins.leaves]
         segment = self._random.begin_segment(runner.segment)
         self._accumulates = self._accumulates or is_reentrant(results)
+        record = functools.partial(
+            self._record_backward, runner, results, list(incoming.values()), autocast, segment, then
+        )
         try:
-            graph, edges, parameters = self._record_backward(
-                runner, results, list(incoming.values()), autocast, segment
-            )
+            graph, edges, parameters = record()
         except AccumulatesByItself:
             self._accumulates = True
-            graph, edges, parameters = self._record_backward(
-                runner, results, list(incoming.values()), autocast, segment
-            )
+            graph, edges, parameters = record()
         key = (*(None if meta is None else meta.layout for meta in metas), *autocast, self._random.active)
         return self._keep(runner, key, graph, segment, boundary, edges, parameters, self._marks(before))
 
@@ -253,6 +259,7 @@ class PairCapture:
         incoming: Sequence[torch.Tensor],
         autocast: tuple[Any, Any],
         segment: Segment,
+        then: Callable[[Sequence[torch.Tensor | None]], None] | None,
     ) -> tuple[Graph, list[torch.Tensor | None], list[torch.Tensor]]:
         stand_ins = dict(zip(map(id, self.stand_ins.parameters), self.stand_ins.leaves, strict=True))
         foreign = [p for p in runner.outside if id(p) not in stand_ins]
@@ -275,6 +282,8 @@ class PairCapture:
         around = (self._surroundings(runner.training), under_autocast(*autocast), without_hooks(foreign))
         with around[0], around[1], around[2], self._recording(runner.lane, segment) as graph:
             found, parameters = run(results, incoming, edges, inside)
+            if then is not None:
+                then(found)
         return graph, found, parameters
 
     def _rewinds(self, runner: Runner, graph: Graph, segment: Segment) -> bool:

@@ -81,8 +81,8 @@ class BackwardGraph:
         self.lent = tuple([None if grad is None else next(lent) for grad in self.grads_out])
         self._all_lent, self.grads_out = [], (None,) * len(self.grads_out)
 
-    def hand_out(self, edges: Sequence[torch.Tensor | bool]) -> list[torch.Tensor | None]:
-        """The gradients, as they lie where `edges` says that they are used up at once, else copies.
+    def hand_out(self, edges: Sequence[torch.Tensor | bool], *, lends: bool) -> list[torch.Tensor | None]:
+        """The gradients; with `lends` as they lie where `edges` says that they are used up at once, else copies.
 
         `edges` are those of the first inputs: whether a gradient goes straight back into another graph, or the leaf
         that it goes to. To a gradient that a leaf already has, autograd adds it; a leaf without one would keep it.
@@ -93,8 +93,10 @@ class BackwardGraph:
                 found.append(None)
                 continue
             edge = edges[index] if index < len(edges) else False
-            lends = edge if isinstance(edge, bool) else edge.grad is not None
-            found.append(lent.lend() if lends else lent.copy())
+            if lends and (edge if isinstance(edge, bool) else edge.grad is not None):
+                found.append(lent.lend())
+            else:
+                found.append(lent.copy(goes_on=edge is True))
         return found
 
 
@@ -144,6 +146,8 @@ class Runner:
         """Where the order of replays is fixed: raises if the backward is not what comes next."""
         self.fit_grads: Callable[[Sequence[torch.Tensor | None]], Sequence[torch.Tensor | None]] | None = None
         """Where the order of replays is fixed: brings gradients to the geometry of the backward there is."""
+        self.receive_grads: Callable[[Sequence[torch.Tensor | None]], None] | None = None
+        """Called with the gradients before they are brought to the backward."""
         self.state = RunnerState.FWD_READY
         self.forwards = self.backward_runs = 0
         self.anchor = anchor

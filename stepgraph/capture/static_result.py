@@ -95,6 +95,10 @@ class StaticResult:
         for index in self._watched.keys() & set(indices):
             self.copied[index] = True
 
+    def hand_on(self, index: int, lent: Lent) -> None:
+        """Hand out a tensor that is copied by way of another one with the same values."""
+        self._lent[index] = lent
+
     def forget_history(self) -> None:
         """Let go of what autograd has saved: no further backward is recorded."""
         self.tensors = [tensor.data for tensor in self.tensors]

@@ -109,6 +109,8 @@ class Use:
             recorded = found
         if runner.take_turn is not None:
             runner.take_turn()
+        if runner.receive_grads is not None:
+            runner.receive_grads(grads)
         several = False
         if len(runner.rivals) > 1:
             self._ran_in = torch._C._current_graph_task_id()
@@ -124,10 +126,11 @@ class Use:
         recorded.accumulated.finish(last=not several)
         for parameter, marks in recorded.marks:
             parameter.__dict__.update(marks)
-        if runner.copies_grads or not (runner.take_turn is not None or runner.lane.is_first(recorded)):
-            handed = recorded.hand_out(())  # somebody keeps them, or a backward that runs before they are read might
-        else:
-            handed = recorded.hand_out(self._edges)
+        # not where somebody keeps them, nor where a backward that runs before they are read might overwrite them
+        lends = not runner.copies_grads and (
+            runner.take_turn is not None or runner.lane.is_first_backward(recorded.captured_at)
+        )
+        handed = recorded.hand_out(self._edges, lends=lends)
         self._end()
         return handed
 

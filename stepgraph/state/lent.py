@@ -35,8 +35,8 @@ class Lent:
         """The tensor, free of history."""
         return self._alias.data  # no view: a caller may change it in place, as they may any result
 
-    def copy(self) -> torch.Tensor:
-        """A copy of the tensor, in memory of its own."""
+    def copy(self, *, goes_on: bool = True) -> torch.Tensor:
+        """A copy of the tensor, in memory of its own. `goes_on`: whether it may go straight to another graph."""
         return self._alias.clone()
 
     def is_held(self) -> bool:

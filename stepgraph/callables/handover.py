@@ -1,0 +1,165 @@
+"""What one graph hands to the next one of its chunk: in the memory that the next one reads.
+
+Mostly a layer's result goes straight to the next layer, and the gradient that comes back from there straight to the
+layer before. So each graph also writes them to where the next graph reads them, and that memory can be handed to the
+caller as it lies: brought to the next graph, it is there already. Nothing says beforehand that the caller does so. In
+the first round they get copies, and it is seen which of these come to the next graph, and are dropped before the memory
+is written again. Those are handed out as they lie from then on. Before a graph writes there, it is asked whether
+somebody holds one all the same.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from stepgraph.state.lent import Lent, lend_out
+
+
+class Place:
+    """Static memory that one graph writes and another reads, and what was handed out of it last."""
+
+    def __init__(self, buffer: torch.Tensor) -> None:
+        self.alias = lend_out([buffer])[0].lend()
+        self.address = buffer.data_ptr()
+        self.last: Handover | None = None
+
+    def is_held_up(self, tensor: torch.Tensor | None = None) -> bool:
+        """Whether it cannot be written, for this tensor if it is not here, without changing what somebody holds."""
+        if self.last is None or _address(tensor) == self.address or not self.last.is_in_hands():
+            return False
+        self.last.take_back()
+        return True
+
+    def receive(self, tensor: torch.Tensor | None) -> None:
+        """A tensor comes to the graph that reads here; what is not here already will be written."""
+        address = _address(tensor)
+        if address == self.address or (self.last is not None and self.last.arrives(address)):
+            return
+        self.clear()
+
+    def clear(self) -> None:
+        """It is about to be written."""
+        if self.last is not None:
+            self.last.end()
+            self.last = None
+
+
+def _address(tensor: torch.Tensor | None) -> int:
+    return tensor.data_ptr() if tensor is not None else 0
+
+
+class Handover(Lent):
+    """A result, or the gradient of an argument, that lies where another graph reads it."""
+
+    __slots__ = ("_address", "_arrived", "_copied", "_is_lent", "_place", "_times_held", "is_direct")
+
+    def __init__(self, place: Place) -> None:
+        super().__init__(place.alias)
+        self._place = place
+        self.is_direct = False
+        """Whether it is handed out as it lies."""
+        self._is_lent = False
+        self._times_held = 0
+        self._copied: weakref.ref[torch.UntypedStorage] | None = None
+        self._address = 0
+        self._arrived = False
+
+    def copy(self, *, goes_on: bool = True) -> torch.Tensor:
+        """The tensor for the caller."""
+        if not goes_on:
+            return super().copy()
+        self._place.last = self
+        self._is_lent = self.is_direct
+        if self.is_direct:
+            return self.lend()
+        made = super().copy()
+        self._copied, self._address, self._arrived = weakref.ref(made.untyped_storage()), made.data_ptr(), False
+        return made
+
+    def is_in_hands(self) -> bool:
+        """Whether it was handed out as it lies last time, and somebody holds it."""
+        return self._is_lent and self.is_held()
+
+    def take_back(self) -> None:
+        """Somebody was found to hold it: copies are handed out, until it is seen again that nobody does."""
+        self.is_direct = False
+        self._times_held += 1
+
+    def arrives(self, address: int) -> bool:
+        """Whether what comes to the next graph is the copy."""
+        is_copy = not self._is_lent and address == self._address
+        self._arrived = self._arrived or is_copy
+        return is_copy
+
+    def end(self) -> None:
+        """The memory is written again: see how the copy has fared."""
+        if not self._is_lent and self._times_held < _MAX_TIMES_HELD:
+            self.is_direct = self._arrived and self._copied is not None and self._copied() is None
+        self._copied = None
+
+
+_MAX_TIMES_HELD = 2
+"""How often something is found to be held that is handed out as it lies, before it is copied for good."""
+
+
+@dataclass(slots=True)
+class Handing:
+    """What the graphs of one sample hand on, and where what others hand on comes to them."""
+
+    results: dict[int, tuple[int, Place]] = field(default_factory=dict)
+    """By result: the argument of the next sample that it is written to, by leaf index, and its place."""
+    grads: dict[int, Place] = field(default_factory=dict)
+    """By input of the node: the place of the gradient of another sample's result."""
+    arguments: list[tuple[int, Place]] = field(default_factory=list)
+    """The arguments that others write to, or others with the same memory."""
+    incoming: list[tuple[int, Place]] = field(default_factory=list)
+    """The gradients of results of which the same is true."""
+
+    def is_forward_held_up(self, leaves: Sequence[Any]) -> bool:
+        """Whether a forward for these arguments would overwrite what somebody holds."""
+        for index, place in self.arguments:
+            if place.is_held_up(leaves[index]):
+                return True
+        return any(place.is_held_up() for _, place in self.results.values())
+
+    def before_forward(self, leaves: Sequence[Any]) -> None:
+        """A forward is about to be replayed for these arguments."""
+        for index, place in self.arguments:
+            place.receive(leaves[index])
+        for _, place in self.results.values():
+            place.clear()
+
+    def is_backward_held_up(self, grads: Sequence[torch.Tensor | None]) -> bool:
+        """Whether a backward for these gradients would overwrite what somebody holds."""
+        for index, place in self.incoming:
+            if place.is_held_up(grads[index]):
+                return True
+        return any(place.is_held_up() for place in self.grads.values())
+
+    def before_backward(self, grads: Sequence[torch.Tensor | None]) -> None:
+        """A backward is about to be replayed for these gradients."""
+        for index, place in self.incoming:
+            place.receive(grads[index])
+        for place in self.grads.values():
+            place.clear()
+
+
+class Places:
+    """All places of a set of graphs."""
+
+    def __init__(self) -> None:
+        self._places: dict[int, Place] = {}
+
+    def at(self, buffer: torch.Tensor) -> Place:
+        """The place of a static tensor."""
+        return self._places.setdefault(buffer.data_ptr(), Place(buffer))
+
+    def among(self, tensors: Mapping[int, torch.Tensor]) -> list[tuple[int, Place]]:
+        """Those of these tensors that are places."""
+        found = [(index, self._places.get(tensor.data_ptr())) for index, tensor in tensors.items()]
+        return [(index, place) for index, place in found if place is not None]

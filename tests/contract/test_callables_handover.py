@@ -1,0 +1,225 @@
+"""From layer to layer: whatever the caller does with what one graph hands to the next, it is eager's, bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from stepgraph.errors import CaptureError, StepgraphWarning
+from stepgraph.order import Order
+from tests.callables_harness import WIDTH, Rank, assert_rank_equals_eager
+from tests.harness import same_bits
+
+Call = Callable[[torch.Tensor], torch.Tensor]
+Between = Callable[[Call, torch.Tensor], torch.Tensor]
+
+ORDERS: dict[str, tuple[Sequence[float], list[int]]] = {
+    "1f1b": ([1, 1, -1, 1, -1, 1, -1, -1], [3]),
+    "interleaved": ([1, 1, 2, 2, 1, -2, 1, -2, 2, -1, 2, -1, -2, -2, -1, -1], [2, 3]),
+    "backwards in reverse": (Order([1, 1, 1, -1, -1, -1], [0, 1, 2, 2, 1, 0]), [3]),
+    "weights split off": ([1, 1, -1, -1.5, 1, -1, -1.5, -1, -1.5], [2]),
+}
+
+
+def changed_in_place(call: Call, hidden: torch.Tensor) -> torch.Tensor:
+    hidden.add_(0.25)
+    return call(hidden)
+
+
+WAYS: dict[str, Between] = {
+    "straight": lambda call, hidden: call(hidden),
+    "another tensor": lambda call, hidden: call(hidden * 0.5),
+    "around the layer": lambda call, hidden: call(torch.tanh(hidden)) + hidden,
+    "to the layer and past it": lambda call, hidden: call(hidden) + 0.5 * hidden,
+    "a view": lambda call, hidden: call(hidden.view(-1).view(hidden.shape)),
+    "changed in place": changed_in_place,
+    "as a constant": lambda call, hidden: call(hidden.detach().requires_grad_()) + hidden,
+}
+
+
+class Once(nn.Module):
+    """Uses its argument once: a sum of several gradients of one tensor would depend on the order of its terms."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(torch.tanh(x))
+
+
+class Shift(nn.Module):
+    """Hands the gradient of its result on as it is, and saves nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.randn(WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.bias
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("case", ORDERS)
+def test_what_goes_from_layer_to_layer_equals_eager(way: str, case: str, device: torch.device) -> None:
+    order, layers = ORDERS[case]
+    if case == "weights split off" and way == "as a constant":
+        pytest.skip("torch's own split backward does not reach the leaf in between")
+    assert_rank_equals_eager(lambda: Rank(device, order, layers, make=Once, between=WAYS[way]), steps=5)
+
+
+@pytest.mark.parametrize("way", ["straight", "to the layer and past it", "changed in place"])
+def test_gradients_that_pass_through_unchanged_equal_eager(way: str, device: torch.device) -> None:
+    order, layers = ORDERS["1f1b"]
+    assert_rank_equals_eager(lambda: Rank(device, order, layers, make=Shift, between=WAYS[way]), steps=5)
+
+
+@pytest.mark.parametrize("reuse", [True, False], ids=["shared", "apart"])
+def test_from_the_second_round_on_nothing_is_copied_between_layers(reuse: bool, device: torch.device) -> None:
+    """Seen by addresses: what a layer is called with is what its graph reads."""
+    order, layers = ORDERS["interleaved"]
+    rank = Rank(device, order, layers)
+    seen: list[int] = []
+
+    def noted(call: Any, hidden: torch.Tensor) -> torch.Tensor:
+        static = call.func._runner.boundary.tensors[0]
+        seen.append(hidden.data_ptr() == static.data_ptr())
+        return call(hidden)
+
+    rank.between = noted
+    rank.capture(reuse_buffers=reuse)
+    batch = torch.randn(2, rank.num_microbatches, rank.batch, WIDTH, device=device)
+    for _ in range(3):
+        seen.clear()
+        rank.run(batch)
+    assert seen == [True] * (rank.num_microbatches * (1 + 2))
+
+
+KEPT: dict[str, Callable[[torch.Tensor, list[torch.Tensor]], Any]] = {
+    "the result": lambda hidden, kept: kept.append(hidden),
+    "a view of it": lambda hidden, kept: kept.append(hidden[1:, ::2]),
+    "free of history": lambda hidden, kept: kept.append(hidden.detach()),
+    "its gradient": lambda hidden, kept: hidden.register_hook(kept.append),
+}
+
+
+@pytest.mark.parametrize("what", KEPT)
+def test_what_is_kept_from_the_first_round_on_stays_as_it_was(what: str, device: torch.device) -> None:
+    order, layers = ORDERS["1f1b"]
+
+    def build() -> Rank:
+        kept: list[torch.Tensor] = []
+
+        def keep(call: Call, hidden: torch.Tensor) -> torch.Tensor:
+            KEPT[what](hidden, kept)
+            sums = sum(tensor.detach().sum() for tensor in kept[-9:])  # those of earlier rounds among them
+            return call(hidden) + (sums if isinstance(sums, torch.Tensor) else 0.0)
+
+        return Rank(device, order, layers, between=keep)
+
+    assert_rank_equals_eager(build, steps=5)
+
+
+RESULTS = [what for what in KEPT if what != "its gradient"]
+
+
+@pytest.mark.parametrize("what", RESULTS)
+def test_what_is_kept_in_a_later_round_stays_as_it_was(what: str, device: torch.device) -> None:
+    """From the third round on the caller keeps some results, and drops them again two rounds later."""
+    order, layers = ORDERS["interleaved"]
+    kept: list[torch.Tensor] = []
+
+    def build() -> Rank:
+        kept.clear()
+        calls = iter(range(10**6))
+
+        def keep(call: Call, hidden: torch.Tensor) -> torch.Tensor:
+            number = next(calls)
+            if number % 60 == 0:
+                kept.clear()
+            elif number % 60 > 24 and number % 5 == 0:
+                KEPT[what](hidden, kept)
+            sums = [tensor.detach().sum() for tensor in kept]
+            return call(hidden) + (torch.stack(sums).sum() if sums else 0.0)
+
+        return Rank(device, order, layers, make=Once, between=keep)
+
+    with pytest.warns(StepgraphWarning, match="held-result"):
+        rank = assert_rank_equals_eager(build, steps=12)
+    assert rank.graphed is not None
+    assert 0 < rank.graphed[0].report().eager_calls < rank.graphed[0].report().forwards
+
+
+def test_a_program_that_changes_for_good_is_replayed_again(device: torch.device) -> None:
+    """Straight at first; then each result is needed beside the layer, and is copied after one eager call."""
+    order, layers = ORDERS["1f1b"]
+    made: list[Rank] = []
+
+    def build() -> Rank:
+        calls = iter(range(10**6))
+        late = WAYS["around the layer"]
+        between = lambda call, hidden: (WAYS["straight"] if next(calls) < 24 else late)(call, hidden)  # noqa: E731
+        made.append(Rank(device, order, layers, make=Once, between=between))
+        return made[-1]
+
+    with pytest.warns(StepgraphWarning, match="held-result"):
+        rank = assert_rank_equals_eager(build, steps=8)
+    assert rank.graphed is not None
+    assert rank.graphed[0].report().eager_calls == rank.num_microbatches
+
+
+def test_a_gradient_that_is_kept_in_a_later_round_is_an_error_before_it_is_overwritten(device: torch.device) -> None:
+    order, layers = ORDERS["1f1b"]
+    rank = Rank(device, order, layers, make=Once)
+    rank.capture()
+    batch = torch.randn(1, rank.num_microbatches, rank.batch, WIDTH, device=device)
+    losses = [rank.run(batch) for _ in range(3)]
+    kept: list[torch.Tensor] = []
+    values: list[torch.Tensor] = []
+
+    def keep(call: Call, hidden: torch.Tensor) -> torch.Tensor:
+        if not values:
+            hidden.register_hook(lambda grad: (kept.append(grad), values.append(grad.clone()))[0])
+        return call(hidden)
+
+    rank.between = keep
+    with pytest.raises(CaptureError, match=r"still held.*\[held-gradient\]"):
+        rank.run(batch)
+    assert same_bits(kept[0], values[0])
+    kept.clear()
+    rank.between = WAYS["straight"]
+    assert same_bits(rank.run(batch), losses[0])
+
+
+def test_a_result_kept_later_is_an_error_where_weight_gradients_are_split_off(device: torch.device) -> None:
+    order, layers = ORDERS["weights split off"]
+    rank = Rank(device, order, layers, make=Once)
+    rank.capture()
+    batch = torch.randn(1, rank.num_microbatches, rank.batch, WIDTH, device=device)
+    for _ in range(2):
+        rank.run(batch)
+    kept: list[torch.Tensor] = []
+    rank.between = lambda call, hidden: (kept.append(hidden), call(hidden))[1]
+    with pytest.raises(CaptureError, match=r"still held.*\[held-result\]"):
+        for _ in range(2):
+            rank.run(batch)
+
+
+@settings(max_examples=12, deadline=None)
+@given(st.lists(st.lists(st.sampled_from(sorted(WAYS)), min_size=8, max_size=8), min_size=4, max_size=4))
+def test_what_goes_from_layer_to_layer_may_change_from_call_to_call(ways: list[list[str]]) -> None:
+    """Four rounds with a choice of their own for each layer and microbatch."""
+    order, layers = ORDERS["1f1b"]
+
+    def build() -> Rank:
+        chosen = iter([way for round_ in ways for way in round_])
+        between = lambda call, hidden: WAYS[next(chosen)](call, hidden)  # noqa: E731
+        return Rank(torch.device("cpu"), order, layers, make=Once, between=between)
+
+    assert_rank_equals_eager(build, steps=4)
