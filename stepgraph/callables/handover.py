@@ -25,22 +25,33 @@ class Place:
 
     def __init__(self, buffer: torch.Tensor) -> None:
         self.alias = lend_out([buffer])[0].lend()
-        self.address = buffer.data_ptr()
+        self._address, self._strides = buffer.data_ptr(), buffer.stride()
         self.last: Handover | None = None
+
+    def fits(self, tensor: torch.Tensor | None, address: int) -> bool:
+        """Whether a tensor is what lies at an address, read as it is read here: not transposed, not conjugate."""
+        return (
+            tensor is not None
+            and tensor.data_ptr() == address
+            and tensor.stride() == self._strides
+            and not (tensor.is_conj() or tensor.is_neg())
+        )
 
     def is_held_up(self, tensor: torch.Tensor | None = None) -> bool:
         """Whether it cannot be written, for this tensor if it is not here, without changing what somebody holds."""
-        if self.last is None or _address(tensor) == self.address or not self.last.is_in_hands():
+        if self.last is None or not self.last.is_lent or self.fits(tensor, self._address) or not self.last.is_held():
             return False
         self.last.take_back()
         return True
 
     def receive(self, tensor: torch.Tensor | None) -> None:
         """A tensor comes to the graph that reads here; what is not here already will be written."""
-        address = _address(tensor)
-        if address == self.address or (self.last is not None and self.last.arrives(address)):
+        if self.fits(tensor, self._address):
             return
-        self.clear()
+        if self.last is not None and self.fits(tensor, self.last.copied_to):
+            self.last.arrived = True
+        else:
+            self.clear()
 
     def clear(self) -> None:
         """It is about to be written."""
@@ -49,58 +60,48 @@ class Place:
             self.last = None
 
 
-def _address(tensor: torch.Tensor | None) -> int:
-    return tensor.data_ptr() if tensor is not None else 0
-
-
 class Handover(Lent):
     """A result, or the gradient of an argument, that lies where another graph reads it."""
 
-    __slots__ = ("_address", "_arrived", "_copied", "_is_lent", "_place", "_times_held", "is_direct")
+    __slots__ = ("_copy", "_place", "_times_held", "arrived", "copied_to", "is_direct", "is_lent")
 
     def __init__(self, place: Place) -> None:
         super().__init__(place.alias)
         self._place = place
         self.is_direct = False
-        """Whether it is handed out as it lies."""
-        self._is_lent = False
+        """Whether it is handed out as it lies from now on."""
+        self.is_lent = False
+        """Whether it was last time."""
         self._times_held = 0
-        self._copied: weakref.ref[torch.UntypedStorage] | None = None
-        self._address = 0
-        self._arrived = False
+        self._copy: weakref.ref[torch.UntypedStorage] | None = None
+        self.copied_to = 0
+        """The address of the last copy, while it is followed."""
+        self.arrived = False
+        """Whether that has come to the next graph."""
 
     def copy(self, *, goes_on: bool = True) -> torch.Tensor:
         """The tensor for the caller."""
         if not goes_on:
             return super().copy()
         self._place.last = self
-        self._is_lent = self.is_direct
+        self.is_lent, self.arrived = self.is_direct, False
         if self.is_direct:
+            self._copy, self.copied_to = None, 0
             return self.lend()
         made = super().copy()
-        self._copied, self._address, self._arrived = weakref.ref(made.untyped_storage()), made.data_ptr(), False
+        self._copy, self.copied_to = weakref.ref(made.untyped_storage()), made.data_ptr()
         return made
-
-    def is_in_hands(self) -> bool:
-        """Whether it was handed out as it lies last time, and somebody holds it."""
-        return self._is_lent and self.is_held()
 
     def take_back(self) -> None:
         """Somebody was found to hold it: copies are handed out, until it is seen again that nobody does."""
         self.is_direct = False
         self._times_held += 1
 
-    def arrives(self, address: int) -> bool:
-        """Whether what comes to the next graph is the copy."""
-        is_copy = not self._is_lent and address == self._address
-        self._arrived = self._arrived or is_copy
-        return is_copy
-
     def end(self) -> None:
         """The memory is written again: see how the copy has fared."""
-        if not self._is_lent and self._times_held < _MAX_TIMES_HELD:
-            self.is_direct = self._arrived and self._copied is not None and self._copied() is None
-        self._copied = None
+        if self._copy is not None and self._times_held < _MAX_TIMES_HELD:
+            self.is_direct = self.arrived and self._copy() is None
+        self._copy, self.copied_to = None, 0
 
 
 _MAX_TIMES_HELD = 2

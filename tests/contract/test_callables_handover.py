@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -78,6 +79,35 @@ def test_what_goes_from_layer_to_layer_equals_eager(way: str, case: str, device:
 def test_gradients_that_pass_through_unchanged_equal_eager(way: str, device: torch.device) -> None:
     order, layers = ORDERS["1f1b"]
     assert_rank_equals_eager(lambda: Rank(device, order, layers, make=Shift, between=WAYS[way]), steps=5)
+
+
+@pytest.mark.parametrize("when", ["always", "later", "now and then"])
+def test_what_comes_transposed_is_not_taken_for_what_lies_there(when: str, device: torch.device) -> None:
+    """A square result has the same address and shape as its transpose. (Sums are in another order: nearly equal.)"""
+    order, layers = ORDERS["1f1b"]
+
+    def trained(*, graphed: bool) -> list[torch.Tensor]:
+        torch.manual_seed(3)
+        calls = iter(range(10**6))
+
+        def between(call: Call, hidden: torch.Tensor) -> torch.Tensor:
+            number = next(calls)
+            is_turned = {"always": True, "later": number >= 24, "now and then": number % 5 == 4}[when]
+            return call(hidden.t()) if is_turned else call(hidden)
+
+        rank = Rank(device, order, layers, make=Once, batch=WIDTH, between=between)
+        if graphed:
+            rank.capture()
+        torch.manual_seed(5)
+        batches = torch.randn(8, 1, rank.num_microbatches, WIDTH, WIDTH, device=device)
+        return [*(rank.run(batch) for batch in batches), *(p.grad for p in rank.model.parameters())]
+
+    expected = trained(graphed=False)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="(?s).*held-result", category=StepgraphWarning)
+        received = trained(graphed=True)
+    for one, two in zip(expected, received, strict=True):
+        torch.testing.assert_close(two, one, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("reuse", [True, False], ids=["shared", "apart"])

@@ -1,0 +1,100 @@
+"""Handover: a copy at first, as it lies once copies were seen to arrive and to be dropped, copies again if held."""
+
+from __future__ import annotations
+
+import torch
+
+from stepgraph.callables.handover import Handover, Place
+
+
+def place_of(buffer: torch.Tensor) -> tuple[Place, Handover]:
+    place = Place(buffer)
+    handover = Handover(place)
+    handover.settle()
+    return place, handover
+
+
+def go_round(place: Place, handover: Handover, *, arrives: bool = True) -> int:
+    """One round with a result that is dropped; where it lay."""
+    place.clear()
+    tensor = handover.copy()
+    if arrives:
+        place.receive(tensor)
+    return tensor.data_ptr()
+
+
+def test_what_arrives_and_is_dropped_is_handed_out_as_it_lies() -> None:
+    buffer = torch.ones(3, 3)
+    place, handover = place_of(buffer)
+    assert go_round(place, handover) != buffer.data_ptr()
+    assert go_round(place, handover) == buffer.data_ptr()
+    assert go_round(place, handover, arrives=False) == buffer.data_ptr()
+
+
+def test_what_goes_elsewhere_is_copied() -> None:
+    buffer = torch.ones(3, 3)
+    place, handover = place_of(buffer)
+    for _ in range(4):
+        assert go_round(place, handover, arrives=False) != buffer.data_ptr()
+
+
+def test_what_is_kept_is_copied() -> None:
+    buffer = torch.ones(3, 3)
+    place, handover = place_of(buffer)
+    kept = []
+    for _ in range(4):
+        place.clear()
+        kept.append(handover.copy())
+        place.receive(kept[-1])
+        assert kept[-1].data_ptr() != buffer.data_ptr()
+
+
+def test_what_is_held_holds_up_whoever_would_write_there() -> None:
+    place, handover = place_of(torch.ones(3, 3))
+    go_round(place, handover)
+    place.clear()
+    held = handover.copy()
+    assert not place.is_held_up(held), "it is there"
+    assert not place.is_held_up(held.view(9).view(3, 3))
+    assert place.is_held_up(held.t()), "it would be read transposed"
+    assert place.is_held_up(torch.ones(3, 3))
+    assert place.is_held_up()
+    view = held[1:].detach()
+    del held
+    assert place.is_held_up()
+    del view
+    assert not place.is_held_up()
+
+
+def test_a_conjugate_is_not_what_lies_there() -> None:
+    place, handover = place_of(torch.ones(3, 3, dtype=torch.complex64))
+    go_round(place, handover)
+    place.clear()
+    held = handover.copy()
+    assert not place.is_held_up(held)
+    assert place.is_held_up(held.conj())
+
+
+def test_what_was_held_twice_is_copied_for_good() -> None:
+    buffer = torch.ones(3, 3)
+    place, handover = place_of(buffer)
+    for _ in range(2):
+        go_round(place, handover)
+        place.clear()
+        held = handover.copy()
+        assert held.data_ptr() == buffer.data_ptr()
+        assert place.is_held_up()
+        del held
+    for _ in range(4):
+        assert go_round(place, handover) != buffer.data_ptr()
+
+
+def test_a_transposed_copy_does_not_count_as_arrived() -> None:
+    buffer = torch.ones(3, 3)
+    place, handover = place_of(buffer)
+    for _ in range(3):
+        place.clear()
+        tensor = handover.copy()
+        assert tensor.data_ptr() != buffer.data_ptr()
+        place.receive(tensor.t())
+        del tensor
