@@ -290,6 +290,28 @@ def test_gradients_are_added_to_those_that_a_leaf_has(hook: str, layout: str, de
     assert_graphed_equals_eager(build, device)
 
 
+def test_gradients_of_an_argument_used_inside_and_outside_differ_by_the_order_of_a_sum(device: torch.device) -> None:
+    """The one gradient that is only nearly eager's: a graph adds up the uses inside it first, autograd one by one."""
+
+    def gradients(*, graphed: bool) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = nn.ModuleDict({"before": nn.Linear(8, 8), "layer": Layer()}).to(device)
+        handle = stepgraph.graph_modules(model, "layer", warmup=1) if graphed else None
+        found = []
+        for _ in range(6):
+            model.zero_grad()
+            hidden = model["before"](torch.randn(4, 8).to(device))
+            (model["layer"](hidden) + 0.5 * hidden).pow(2).mean().backward()
+            found.append(model["before"].weight.grad.clone())
+        if handle is not None:
+            assert handle.report().eager_calls == 1
+            handle.close()
+        return found
+
+    for one, two in zip(gradients(graphed=False), gradients(graphed=True), strict=True):
+        torch.testing.assert_close(two, one, rtol=1e-5, atol=1e-6)
+
+
 class Shift(nn.Module):
     """Hands its result's gradient on as it is."""
 
