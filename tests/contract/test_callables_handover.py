@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+import stepgraph
 from stepgraph.errors import CaptureError, StepgraphWarning
 from stepgraph.order import Order
 from tests.callables_harness import WIDTH, Rank, assert_rank_equals_eager
@@ -254,3 +255,76 @@ def test_what_goes_from_layer_to_layer_may_change_from_call_to_call(ways: list[l
         return Rank(torch.device("cpu"), order, layers, make=Once, between=between)
 
     assert_rank_equals_eager(build, steps=4)
+
+
+class Pair(nn.Module):
+    """Takes and returns two tensors of the same look, and a third that no gradient comes to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor, carried: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        return self.linear(torch.tanh(x)), carried + x, (x > 0).sum()
+
+
+@pytest.mark.parametrize("swapped", [False, True])
+@pytest.mark.parametrize("retain", [False, True])
+def test_several_results_go_to_several_arguments(swapped: bool, retain: bool, device: torch.device) -> None:
+    """Whichever goes where, and with a backward that comes twice."""
+    order = [1, 1, -1, 1, -1, -1]
+
+    def trained(*, graphed: bool) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        layers = nn.ModuleList(Pair() for _ in range(3)).to(device)
+        calls: Sequence[Any] = [layer for _ in range(3) for layer in layers]
+        if graphed:
+            look = torch.randn(4, WIDTH, device=device, requires_grad=True)
+            samples = tuple((look, look.detach().clone().requires_grad_()) for _ in range(9))
+            calls = stepgraph.make_graphed_callables(
+                tuple(layers), samples, order=order, num_layers_per_chunk=[3], retain_graph_in_backward=retain
+            )
+        torch.manual_seed(1)
+        found: list[torch.Tensor] = []
+        for _ in range(5):
+            layers.zero_grad()
+            under_way: list[torch.Tensor] = []
+            forwards = iter(range(3))
+            for entry in order:
+                if entry > 0:
+                    number = next(forwards)
+                    x, carried = (torch.randn(4, WIDTH, device=device).requires_grad_() for _ in range(2))
+                    for layer in range(3):
+                        x, carried, count = calls[3 * number + layer](x, carried)
+                        x, carried = (carried, x) if swapped else (x, carried)
+                        found.append(count.clone())
+                    under_way.append((x.pow(2) + carried.pow(2)).mean())
+                else:
+                    loss = under_way.pop(0)
+                    if retain:
+                        loss.backward(retain_graph=True)
+                    loss.backward()
+                    found += [loss.detach(), *(p.grad.clone() for p in layers.parameters())]
+        return found
+
+    for one, two in zip(trained(graphed=False), trained(graphed=True), strict=True):
+        assert same_bits(one, two)
+
+
+def test_forwards_without_backwards_hand_results_on(device: torch.device) -> None:
+    order, rounds = [1, 1], 4
+    torch.manual_seed(0)
+    layers = nn.ModuleList(Once() for _ in range(3)).to(device).requires_grad_(False)
+    samples = tuple((torch.randn(4, WIDTH, device=device),) for _ in range(6))
+    with torch.no_grad():
+        calls = stepgraph.make_graphed_callables(tuple(layers), samples, order=order, num_layers_per_chunk=[3])
+        kept = []
+        for _ in range(rounds):
+            for number in range(2):
+                x = expected = torch.randn(4, WIDTH, device=device)
+                for layer in range(3):
+                    x, expected = calls[3 * number + layer](x), layers[layer](expected)
+                    assert same_bits(x, expected)
+                kept.append((x, expected))
+        assert all(same_bits(one, two) for one, two in kept)
+    assert calls[0].report().forwards == rounds * 6
