@@ -46,10 +46,9 @@ import torch
 from modules_report import EQUALITY, PAIR, VARIANTS, WORKLOADS, markdown, sections, summarise
 from whole_step import (
     Job,
+    begin,
     command_line,
     count,
-    default_folder,
-    machine_facts,
     name_list,
     run_all,
     run_and_report,
@@ -162,15 +161,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parse_arguments(argv)
     if args.worker:
         return worker(args)
-    if args.device == "cuda" and not torch.cuda.is_available():
-        print("This benchmark needs a CUDA GPU, and torch finds none here. --device cpu tries it.", file=sys.stderr)
+    begun = begin(args, "tiny models")
+    if begun is None:
         return 2
-    facts = machine_facts()
+    facts, folder = begun
     given = sys.argv[1:] if argv is None else argv
     command = command_line("modules.py", given, ("--out", "--megatron"))
-    if args.device == "cpu":
-        facts |= {"GPU": "none: tiny models on the tape", "driver": "none"}
-    folder = args.out or (None if args.device == "cpu" else default_folder(facts))
     jobs, skipped = plan(args)
     for what, why in skipped.items():
         print(f"{what}: left out, {why}", file=sys.stderr)

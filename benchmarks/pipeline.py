@@ -48,10 +48,10 @@ import torch
 from pipeline_report import EQUALITY, LAYERS, VARIANTS, WORKLOADS, markdown, sections, summarise
 from whole_step import (
     Job,
+    begin,
+    checked,
     command_line,
     count,
-    default_folder,
-    machine_facts,
     name_list,
     run_all,
     run_and_report,
@@ -121,12 +121,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, help="folder for the reports (benchmarks/results/DATE-GPU)")
     parser.add_argument("--worker", nargs=2, metavar=("WORKLOAD", "VARIANT"), help="measure one variant, print JSON")
     parser.add_argument("--wait", action="store_true", help=argparse.SUPPRESS)
-    args = parser.parse_args(argv)
-    if not args.workloads or not args.variants:
-        parser.error("name at least one workload and one variant")
-    if args.worker and (args.worker[0] not in WORKLOADS or args.worker[1] not in VARIANTS):
-        parser.error(f"--worker takes a workload ({', '.join(WORKLOADS)}) and a variant ({', '.join(VARIANTS)})")
-    return args
+    return checked(parser, argv, WORKLOADS, VARIANTS)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -134,14 +129,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parse_arguments(argv)
     if args.worker:
         return worker(args)
-    if args.device == "cuda" and not torch.cuda.is_available():
-        print("This benchmark needs a CUDA GPU, and torch finds none here. --device cpu tries it.", file=sys.stderr)
+    begun = begin(args, "tiny layers")
+    if begun is None:
         return 2
-    facts = machine_facts()
+    facts, folder = begun
     command = command_line("pipeline.py", sys.argv[1:] if argv is None else argv)
-    if args.device == "cpu":
-        facts |= {"GPU": "none: tiny layers on the tape", "driver": "none"}
-    folder = args.out or (None if args.device == "cpu" else default_folder(facts))
     jobs = plan(args.workloads, args.variants)
 
     def run(publish: Callable[[list[Record]], Record]) -> list[Record]:

@@ -38,7 +38,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -278,12 +278,33 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, help="folder for the reports (benchmarks/results/DATE-GPU)")
     parser.add_argument("--worker", nargs=2, metavar=("WORKLOAD", "VARIANT"), help="measure one variant, print JSON")
     parser.add_argument("--wait", action="store_true", help=argparse.SUPPRESS)
+    return checked(parser, argv, WORKLOADS, every)
+
+
+def checked(
+    parser: argparse.ArgumentParser, argv: Sequence[str] | None, workloads: Collection[str], variants: Collection[str]
+) -> argparse.Namespace:
+    """Return the options of a benchmark whose workloads all have the same variants; refuse those that name nothing."""
     args = parser.parse_args(argv)
     if not args.workloads or not args.variants:
         parser.error("name at least one workload and one variant")
-    if args.worker and (args.worker[0] not in WORKLOADS or args.worker[1] not in every):
-        parser.error(f"--worker takes a workload ({', '.join(WORKLOADS)}) and a variant ({', '.join(every)})")
+    if args.worker and (args.worker[0] not in workloads or args.worker[1] not in variants):
+        parser.error(f"--worker takes a workload ({', '.join(workloads)}) and a variant ({', '.join(variants)})")
     return args
+
+
+def begin(args: argparse.Namespace, tiny: str) -> tuple[Record, Path | None] | None:
+    """Return the machine and the folder for the reports of a benchmark with `--device`; None where it cannot run.
+
+    `tiny` is what runs on the CPU.
+    """
+    if args.device == "cpu":
+        return machine_facts() | {"GPU": f"none: {tiny} on the tape", "driver": "none"}, args.out
+    if not torch.cuda.is_available():
+        print("This benchmark needs a CUDA GPU, and torch finds none here. --device cpu tries it.", file=sys.stderr)
+        return None
+    facts = machine_facts()
+    return facts, args.out or default_folder(facts)
 
 
 def run_and_report(

@@ -13,8 +13,9 @@ from typing import Any
 
 import torch
 
-_guards = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
-_TensorGuards: Any = getattr(_guards, "TensorGuards", None)
+from stepgraph.signature import compiler_guards
+
+_TensorGuards: Any = getattr(compiler_guards, "TensorGuards", None)
 _PLAIN = frozenset({type(None), bool, int, str})
 
 

@@ -259,12 +259,15 @@ _UNGUARDED = tuple(
 )
 
 
+compiler_guards: Any = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
+"""The guards of torch's compiler, in C++; what they have differs from version to version."""
+
+
 class AmbientReader:
     """Reads the flags again and again: torch's compiler has a guard that compares most of them in one call."""
 
     def __init__(self) -> None:
-        guards = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
-        self._make_guard: Callable[[], Any] | None = getattr(guards, "GlobalStateGuard", None)
+        self._make_guard: Callable[[], Any] | None = getattr(compiler_guards, "GlobalStateGuard", None)
         self._guard: Any = None
         self._rest: tuple[Hashable, ...] = ()
         self._key: tuple[Hashable, ...] = ()

@@ -10,6 +10,7 @@ import torch
 
 from stepgraph.callables.call_shape import same_modes
 from stepgraph.callables.callables_report import CallablesReport
+from stepgraph.callables.handover import held_result, take_back, tell_held_result
 from stepgraph.callables.sample_graphs import SampleGraphs
 from stepgraph.callables.turns import Turns
 from stepgraph.capture.ambient import autocast_now
@@ -17,7 +18,6 @@ from stepgraph.capture.module_guard import global_hook, has_global_hooks
 from stepgraph.capture.module_session import ModuleSession
 from stepgraph.capture.runner import Runner, RunnerState
 from stepgraph.errors import CaptureError, ClosedError, InvalidArgument
-from stepgraph.frames import warn_user
 from stepgraph.order import Kind
 from stepgraph.state.ddp import in_ddp
 from stepgraph.state.lent import Lent
@@ -70,11 +70,7 @@ class GraphedSet:
     def count_eager(self, name: str) -> None:
         """A call runs eagerly; said once."""
         if not self._eager_calls:
-            warn_user(
-                f"{name}: a result that was handed from one callable to the next is still held, and a replay would "
-                "overwrite it; such calls run eagerly   [held-result]\n"
-                "Fix: clone what is kept, or keep it from the first round on: then copies are handed out."
-            )
+            tell_held_result(name)
         self._eager_calls += 1
 
     def report(self) -> CallablesReport:
@@ -189,24 +185,22 @@ class GraphedCallable:
                 return self._subject.original(*args, **kwargs)
             raise self._hook_on_all(hook)
         self._owner.check_lent(self.name)
+        sample = self._sample
+        held = sample.handing.forward_held_up_by(leaves)
+        if held:
+            take_back(held)
+            if sample.has_split_weights:
+                raise held_result(self.name)
         if turns is not None:
-            turns.take(Kind.FORWARD, self._sample.number)
+            turns.take(Kind.FORWARD, sample.number)
         elif not self._runner.can_take(leaves):
             raise self._in_flight()
-        handing = self._sample.handing
-        if turns is not None and handing.is_forward_held_up(leaves):
-            return self._eagerly(turns, args, kwargs)
-        handing.before_forward(leaves)
+        if held and turns is not None:  # nothing of this call is replayed
+            self._owner.count_eager(self.name)
+            turns.pass_over(sample.number)
+            return self._subject.original(*args, **kwargs)
+        sample.handing.before_forward(leaves)
         return self._runner.run(leaves)
-
-    def _eagerly(self, turns: Turns, args: Any, kwargs: Any) -> Any:
-        """Somebody holds what a replay would overwrite: nothing of this call is replayed."""
-        sample = self._sample
-        if sample.has_split_weights:
-            raise held_result(self.name)
-        self._owner.count_eager(self.name)
-        turns.pass_over(sample.number)
-        return self._subject.original(*args, **kwargs)
 
     def _otherwise(self, args: Any, kwargs: Any) -> Any:
         """Graphs that are gone, or a call inside something larger that is being captured or compiled."""
@@ -350,30 +344,6 @@ def refuse_another_backward(name: str, runner: Runner, metas: Sequence[Any]) -> 
         ],
         why="the graphs share memory by their order, and no graph can be added.",
         fix="call backward() outside autocast, with gradients of the results' own dtypes.",
-    )
-
-
-def receive_grads(sample: SampleGraphs, grads: Sequence[torch.Tensor | None]) -> None:
-    """Gradients come to a backward whose turn it is; raises if somebody holds what it would overwrite."""
-    if sample.handing.is_backward_held_up(grads):
-        raise CaptureError(
-            f"{sample.subject.name}: a gradient that was handed from one callable to the next is still held",
-            rule="held-gradient",
-            why="it used to be dropped at once, so it is handed out in the memory that the next graph reads, and the "
-            "backward that comes now would overwrite it.",
-            fix="clone gradients that are kept, or keep them from the first round on: then copies are handed out.",
-        )
-    sample.handing.before_backward(grads)
-
-
-def held_result(name: str) -> CaptureError:
-    """A forward cannot be replayed without changing what somebody holds, and cannot run eagerly either."""
-    return CaptureError(
-        f"{name}: a result that was handed from one callable to the next is still held",
-        rule="held-result",
-        why="it used to be dropped before the memory was needed again, so it is handed out in the memory that the next "
-        "graph reads; and a call whose weight gradient is split off cannot run eagerly.",
-        fix="clone what is kept, or keep it from the first round on: then copies are handed out.",
     )
 
 

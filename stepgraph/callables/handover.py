@@ -17,6 +17,8 @@ from typing import Any
 
 import torch
 
+from stepgraph.errors import CaptureError
+from stepgraph.frames import warn_user
 from stepgraph.state.lent import Lent, lend_out
 
 
@@ -37,12 +39,12 @@ class Place:
             and not (tensor.is_conj() or tensor.is_neg())
         )
 
-    def is_held_up(self, tensor: torch.Tensor | None = None) -> bool:
-        """Whether it cannot be written, for this tensor if it is not here, without changing what somebody holds."""
-        if self.last is None or not self.last.is_lent or self.fits(tensor, self._address) or not self.last.is_held():
-            return False
-        self.last.take_back()
-        return True
+    def held_up_by(self, tensor: torch.Tensor | None = None) -> Handover | None:
+        """What somebody holds and a write would change, a write for this tensor if it is not here."""
+        last = self.last
+        if last is None or not last.is_lent or self.fits(tensor, self._address) or not last.is_held():
+            return None
+        return last
 
     def receive(self, tensor: torch.Tensor | None) -> None:
         """A tensor comes to the graph that reads here; what is not here already will be written."""
@@ -121,12 +123,11 @@ class Handing:
     incoming: list[tuple[int, Place]] = field(default_factory=list)
     """The gradients of results of which the same is true."""
 
-    def is_forward_held_up(self, leaves: Sequence[Any]) -> bool:
-        """Whether a forward for these arguments would overwrite what somebody holds."""
-        for index, place in self.arguments:
-            if place.is_held_up(leaves[index]):
-                return True
-        return any(place.is_held_up() for _, place in self.results.values())
+    def forward_held_up_by(self, leaves: Sequence[Any]) -> list[Handover]:
+        """What somebody holds and a forward for these arguments would overwrite."""
+        found = [place.held_up_by(leaves[index]) for index, place in self.arguments]
+        found += [place.held_up_by() for _, place in self.results.values()]
+        return [held for held in found if held is not None]
 
     def before_forward(self, leaves: Sequence[Any]) -> None:
         """A forward is about to be replayed for these arguments."""
@@ -135,19 +136,52 @@ class Handing:
         for _, place in self.results.values():
             place.clear()
 
-    def is_backward_held_up(self, grads: Sequence[torch.Tensor | None]) -> bool:
-        """Whether a backward for these gradients would overwrite what somebody holds."""
-        for index, place in self.incoming:
-            if place.is_held_up(grads[index]):
-                return True
-        return any(place.is_held_up() for place in self.grads.values())
-
-    def before_backward(self, grads: Sequence[torch.Tensor | None]) -> None:
-        """A backward is about to be replayed for these gradients."""
+    def before_backward(self, name: str, grads: Sequence[torch.Tensor | None]) -> None:
+        """A backward is about to be replayed for these gradients; raises if it would overwrite what somebody holds."""
+        found = [place.held_up_by(grads[index]) for index, place in self.incoming]
+        found += [place.held_up_by() for place in self.grads.values()]
+        held = [one for one in found if one is not None]
+        if held:
+            take_back(held)
+            raise CaptureError(
+                f"{name}: a gradient that was handed from one callable to the next is still held",
+                rule="held-gradient",
+                why="it used to be dropped at once, so it is handed out in the memory that the next graph reads, and "
+                "the backward that comes now would overwrite it.",
+                fix=_KEPT,
+            )
         for index, place in self.incoming:
             place.receive(grads[index])
         for place in self.grads.values():
             place.clear()
+
+
+_KEPT = "clone what is kept, or keep it from the first round on: then copies are handed out."
+
+
+def take_back(held: Sequence[Handover]) -> None:
+    """Hand out copies of these from now on."""
+    for one in held:
+        one.take_back()
+
+
+def held_result(name: str) -> CaptureError:
+    """A forward cannot be replayed without changing what somebody holds, and cannot run eagerly either."""
+    return CaptureError(
+        f"{name}: a result that was handed from one callable to the next is still held",
+        rule="held-result",
+        why="it used to be dropped before the memory was needed again, so it is handed out in the memory that the next "
+        "graph reads; and a call whose weight gradient is split off cannot run eagerly.",
+        fix=_KEPT,
+    )
+
+
+def tell_held_result(name: str) -> None:
+    """The same where the call can run eagerly."""
+    warn_user(
+        f"{name}: a result that was handed from one callable to the next is still held, and a replay would overwrite "
+        f"it; such calls run eagerly   [held-result]\nFix: {_KEPT}"
+    )
 
 
 class Places:
@@ -158,7 +192,10 @@ class Places:
 
     def at(self, buffer: torch.Tensor) -> Place:
         """The place of a static tensor."""
-        return self._places.setdefault(buffer.data_ptr(), Place(buffer))
+        address = buffer.data_ptr()
+        if address not in self._places:
+            self._places[address] = Place(buffer)
+        return self._places[address]
 
     def among(self, tensors: Mapping[int, torch.Tensor]) -> list[tuple[int, Place]]:
         """Those of these tensors that are places."""

@@ -13,13 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from stepgraph.backends import Backend, backend_for, backend_named
 from stepgraph.callables.call_shape import CallShape
-from stepgraph.callables.graphed import (
-    GraphedCallable,
-    GraphedSet,
-    fitted,
-    receive_grads,
-    refuse_another_backward,
-)
+from stepgraph.callables.graphed import GraphedCallable, GraphedSet, fitted, refuse_another_backward
 from stepgraph.callables.request import Request
 from stepgraph.callables.sample_graphs import GraphCapture, SampleGraphs
 from stepgraph.callables.subject import Subject
@@ -148,7 +142,7 @@ class Making:
         for index, tensor in recorded.grads_in.tensors.items():
             metas[index] = ArgMetadata.of(tensor)
         runner.fit_grads = fitted(metas, self._shared.session.backend.device)
-        runner.receive_grads = functools.partial(receive_grads, sample)
+        runner.receive_grads = functools.partial(sample.handing.before_backward, sample.subject.name)
         if not may_add:
             runner.capture_backward = functools.partial(refuse_another_backward, sample.subject.name)
 

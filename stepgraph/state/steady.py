@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 
-_guards: Any = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
+from stepgraph.signature import compiler_guards
+
 _KNOWN = (torch.Tensor, torch.nn.Parameter)
 _UNTOLD = [""]
 """What a guard would say of itself; nobody asks."""
@@ -51,7 +52,7 @@ class SteadyParameters:
             return None
         for stack in ((None,), ()):  # later versions want a Python stack to tell users of
             try:
-                root = _guards.RootGuardManager()
+                root = compiler_guards.RootGuardManager()
                 for index, (parameter, grad, _) in enumerate(self._expected):
                     self._add(root.list_getitem_manager(index, "", parameter, None), parameter, grad, stack)
                 check: Callable[[list[torch.Tensor]], bool] = root.check

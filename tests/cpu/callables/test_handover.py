@@ -54,16 +54,16 @@ def test_what_is_held_holds_up_whoever_would_write_there() -> None:
     go_round(place, handover)
     place.clear()
     held = handover.copy()
-    assert not place.is_held_up(held), "it is there"
-    assert not place.is_held_up(held.view(9).view(3, 3))
-    assert place.is_held_up(held.t()), "it would be read transposed"
-    assert place.is_held_up(torch.ones(3, 3))
-    assert place.is_held_up()
+    assert place.held_up_by(held) is None, "it is there"
+    assert place.held_up_by(held.view(9).view(3, 3)) is None
+    assert place.held_up_by(held.t()) is handover, "it would be read transposed"
+    assert place.held_up_by(torch.ones(3, 3)) is handover
+    assert place.held_up_by() is handover
     view = held[1:].detach()
     del held
-    assert place.is_held_up()
+    assert place.held_up_by() is handover
     del view
-    assert not place.is_held_up()
+    assert place.held_up_by() is None
 
 
 def test_a_conjugate_is_not_what_lies_there() -> None:
@@ -71,8 +71,8 @@ def test_a_conjugate_is_not_what_lies_there() -> None:
     go_round(place, handover)
     place.clear()
     held = handover.copy()
-    assert not place.is_held_up(held)
-    assert place.is_held_up(held.conj())
+    assert place.held_up_by(held) is None
+    assert place.held_up_by(held.conj()) is handover
 
 
 def test_what_was_held_twice_is_copied_for_good() -> None:
@@ -83,7 +83,8 @@ def test_what_was_held_twice_is_copied_for_good() -> None:
         place.clear()
         held = handover.copy()
         assert held.data_ptr() == buffer.data_ptr()
-        assert place.is_held_up()
+        assert place.held_up_by() is handover
+        handover.take_back()
         del held
     for _ in range(4):
         assert go_round(place, handover) != buffer.data_ptr()
