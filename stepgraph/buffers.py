@@ -7,7 +7,7 @@ tensors that the step returned during capture; they are overwritten by every rep
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -166,17 +166,16 @@ class StaticOutputs:
         leaves, structure = flatten(tree)
         self.structure = settled(structure)
         self.leaves = [leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-        self._is_single = self.structure.kind is None and isinstance(self.leaves[0], torch.Tensor)
+        is_single = self.structure.kind is None and isinstance(self.leaves[0], torch.Tensor)
+        self.copies: Callable[[], Any] = self.leaves[0].clone if is_single else self._copies
+        """Makes copies of the results, safe to keep."""
 
     @property
     def tree(self) -> Any:
         """The static tensors themselves, overwritten by the next call."""
         return unflatten(self.structure, self.leaves)
 
-    def copies(self) -> Any:
-        """The results, safe to keep."""
-        if self._is_single:
-            return self.leaves[0].clone()
+    def _copies(self) -> Any:
         return unflatten(self.structure, [t.clone() if isinstance(t, torch.Tensor) else t for t in self.leaves])
 
 

@@ -37,6 +37,18 @@ _grad = operator.attrgetter("grad")
 _training = operator.itemgetter("training")
 
 
+def _no() -> bool:
+    return False
+
+
+_UNASKED = (_no,)
+"""The questions before there are any."""
+
+
+def _is_same(guard: StateGuard | ScalerGuard | NamesGuard) -> bool:
+    return guard.changed() is None
+
+
 @dataclass(frozen=True, slots=True)
 class Guards:
     """What is asked before each replay, each kind with a remedy of its own."""
@@ -86,6 +98,7 @@ class CapturedCall:
             left.get(id(p)) is kept for p, kept in self._carried_in
         )
         self._steady = SteadyParameters(parameters, self._left)
+        self._questions: tuple[Callable[[], bool], ...] = _UNASKED
         self._launch = chain.single_launch
         self._is_steady = False
         self._before_replay = [part.advance for part in (counters, guards.replicas) if part.is_needed]
@@ -94,12 +107,39 @@ class CapturedCall:
     def fits(self) -> bool:
         """Whether modules and gradients are as they were before the capture."""
         guards = self.guards
-        if list(map(_training, self._modes)) != self._training or not guards.random.fits():
+        if not self._modes_hold() or not guards.random.fits():
             return False
         if guards.replicas.is_needed and not guards.replicas.fit():
             return False
         self._is_steady = self._may_be_steady and self._steady.hold()
+        if self._is_steady and self._questions is _UNASKED:
+            self._questions = self._ask()
         return self._is_steady or [grad is None for grad in map(_grad, self._parameters)] == self._no_grad
+
+    def is_untouched(self) -> bool:
+        """Whether a replay would find all as the last one left it: `fits` and every guard, in a row of questions.
+
+        It may say no where all is well, as it does before the first replay; what is not as it was is for `fits` and
+        the guards to tell. Asked of calls that look like an earlier one, gradients enabled.
+        """
+        self._is_steady = all(map(operator.call, self._questions))
+        return self._is_steady
+
+    def _ask(self) -> tuple[Callable[[], bool], ...]:
+        guards = self.guards
+        return (
+            self._modes_hold,
+            guards.random.fits,
+            *([guards.replicas.fit] if guards.replicas.is_needed else ()),
+            self._steady.question,
+            *guards.model.questions(),
+            *[numbers.is_untouched for numbers in guards.numbers],
+            *[functools.partial(_is_same, state) for state in guards.states],
+            *guards.values.questions(),
+        )
+
+    def _modes_hold(self) -> bool:
+        return list(map(_training, self._modes)) == self._training
 
     def model_changed(self) -> str | None:
         """What is another about the model than at capture, after `fits` has looked at the parameters."""

@@ -109,8 +109,8 @@ class ModelGuard:
         self._addresses = list(map(_data_ptr, self._tensors))
         self._indices = list(range(len(self._tensors)))
         self._flags = list(map(_requires_grad, self._parameters))
-        self._parents = [m for m in modules if m._modules]
-        self._num_children = [len(m._modules) for m in self._parents]
+        self._children = [m._modules for m in modules if m._modules]
+        self._num_children = list(map(len, self._children))
         self._layout = self._read_layout()
         self._admitted: frozenset[str] = frozenset()
         self._hooks = self._read_hooks()
@@ -123,13 +123,34 @@ class ModelGuard:
 
         `flags_seen`: the caller has just seen that each `requires_grad` is as it was.
         """
-        if self._slots and not all(map(operator.is_, [d.get(key) for d, key in self._slots], self._slot_values)):
+        if self._slots and not self._slots_hold():
             return self._replaced()
         if not _same_addresses(self._tensors, self._addresses, self._indices):
             return self._moved()
         if not flags_seen and list(map(_requires_grad, self._parameters)) != self._flags:
             return self._changed_flag()
-        if self._events.count != self._events_seen or [len(m._modules) for m in self._parents] != self._num_children:
+        return None if self._is_quiet() else self._look_through()
+
+    def questions(self) -> list[Callable[[], bool]]:
+        """Whether all but the flags is as it was, in parts; each may say no where only a look could tell."""
+        addresses = functools.partial(_same_addresses, self._tensors, self._addresses, self._indices)
+        return [addresses, self._is_quiet, *([self._slots_hold] if self._slots else ())]
+
+    def _slots_hold(self) -> bool:
+        return all(map(operator.is_, [d.get(key) for d, key in self._slots], self._slot_values))
+
+    def _is_quiet(self) -> bool:
+        """Whether no event tells of a change since the last look."""
+        return (
+            self._events.count == self._events_seen
+            and RemovableHandle.next_id == self._handles_seen
+            and list(map(len, self._children)) == self._num_children
+            and all(self._hooked)
+        )
+
+    def _look_through(self) -> str | None:
+        """Look at modules and hooks, after an event."""
+        if self._events.count != self._events_seen or [len(children) for children in self._children] != self._num_children:
             layout = self._read_layout()
             if layout != self._layout:
                 return self._changed_layout(layout)

@@ -22,6 +22,7 @@ from torch.optim.optimizer import Optimizer
 
 from stepgraph.backends import Backend
 from stepgraph.errors import CaptureError, entry
+from stepgraph.signature import compiler_guards
 from stepgraph.state.patch import shadowed
 
 MODES = ("auto", "inside", "outside", "capturable")
@@ -76,6 +77,26 @@ def check_forced(optimizer: Optimizer, mode: str, placement: Placement) -> None:
         raise CaptureError(what, rule=row.rule, why=row.why, fix=row.fix, entry=row)
 
 
+def _no_version(items: dict[str, Any]) -> None:
+    """Nobody can tell whether a dictionary was changed."""
+
+
+def _find_versions() -> Callable[[dict[str, Any]], int | None]:
+    version: Callable[[dict[str, Any]], int] | None = getattr(compiler_guards, "dict_version", None)
+    if version is not None:
+        items = {"lr": 1}
+        with contextlib.suppress(TypeError, RuntimeError):
+            before = version(items)
+            items["lr"] = 2
+            if version(items) != before:
+                return version
+    return _no_version
+
+
+version_of = _find_versions()
+"""A number that is another one once anything in a dictionary was set, from torch's compiler where it has one."""
+
+
 class NumbersGuard:
     """The numbers of an optimizer that a graph has baked in."""
 
@@ -89,15 +110,18 @@ class NumbersGuard:
         before, after = self._hooks
         return len(before) + len(after)
 
+    def is_untouched(self) -> bool:
+        """Whether all numbers are the very objects they were, as they nearly always are."""
+        groups, (before, after) = self.optimizer.param_groups, self._hooks
+        if len(groups) != len(self._groups) or len(before) + len(after) != self._num_hooks:
+            return False
+        return all(map(_GroupNumbers.is_untouched, self._groups, groups))
+
     def changed(self) -> str | None:
         """The first number that is not what it was, in words."""
+        if self.is_untouched():
+            return None
         groups = self.optimizer.param_groups
-        if len(groups) == len(self._groups) and self._count_hooks() == self._num_hooks:
-            for captured, group in zip(self._groups, groups, strict=True):
-                if not captured.is_untouched(group):
-                    break
-            else:
-                return None
         name = type(self.optimizer).__name__
         if len(groups) != len(self._groups):
             return f"{name}.param_groups: a group was added or removed"
@@ -117,7 +141,9 @@ class _GroupNumbers:
         self._values = [list(v) if isinstance(v := group[k], list) else v for k in self._plain]
         self._read = operator.itemgetter(*self._plain, "params")
         self._tensors = [(k, group[k], _address(group[k])) for k in keys if _has_tensor(group[k])]
-        self._num_params = len(group["params"])
+        self._params, self._num_params = group["params"], len(group["params"])
+        self._seen: tuple[dict[str, Any], int | None] = (group, None)
+        """The group in which all numbers were last seen to be the same, and its version then."""
 
     def difference(self, group: dict[str, Any]) -> str | None:
         """The first difference, as it is written behind the group."""
@@ -135,14 +161,18 @@ class _GroupNumbers:
         return next(f"[{key!r}] {one} -> {two}" for key, one, two in pairs if one != two)
 
     def is_untouched(self, group: dict[str, Any]) -> bool:
-        """Whether the numbers are the very objects they were, as they nearly always are."""
+        """Whether the numbers are the very objects they were."""
+        seen, version = self._seen
+        if version is not None and group is seen and version_of(group) == version:
+            return len(self._params) == self._num_params
         try:
             numbers = self._read(group)  # the list of parameters comes last, and has no partner in `_values`
         except KeyError:
             return False
-        if self._tensors or len(numbers[-1]) != self._num_params:
+        if self._tensors or len(numbers[-1]) != self._num_params or not all(map(operator.is_, numbers, self._values)):
             return False
-        return all(map(operator.is_, numbers, self._values))
+        self._params, self._seen = numbers[-1], (group, version_of(group))
+        return True
 
 
 def _has_tensor(value: Any) -> bool:

@@ -8,6 +8,7 @@ may say no without a cause, never yes.
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -44,6 +45,11 @@ class SteadyParameters:
             self._is_settled = True
             self._check = self._guard()
         return True
+
+    @property
+    def question(self) -> Callable[[], bool]:
+        """`hold`, to be asked with gradients enabled: one call of torch's guard, once it is made."""
+        return self.hold if self._check is None else functools.partial(self._check, self._parameters)
 
     def _guard(self) -> Callable[[list[torch.Tensor]], bool] | None:
         """torch's guard over all of them, or None where torch has none of this form."""

@@ -60,14 +60,14 @@ class _Group:
         self.values = read()
         self.tensors = [(v, v.data_ptr()) for v in self.values if isinstance(v, torch.Tensor)] if not plain else []
 
-    def changed(self) -> bool:
+    def holds(self) -> bool:
         try:
             now = self.read()
             if self.plain:
-                return bool(now != self.values)
-            return not all(map(operator.is_, now, self.values)) or any(t.data_ptr() != p for t, p in self.tensors)
+                return bool(now == self.values)
+            return all(map(operator.is_, now, self.values)) and all([t.data_ptr() == p for t, p in self.tensors])
         except (LookupError, AttributeError, ValueError, RuntimeError):  # gone, or no longer a plain value
-            return True
+            return False
 
     def changes(self) -> Iterator[Change]:
         try:
@@ -110,9 +110,13 @@ class Watch:
         """What is not as it was; empty in next to no time when nothing changed."""
         found: list[Change] = []
         for group in self._groups:
-            if group.changed():
+            if not group.holds():
                 found += group.changes()
         return found
+
+    def questions(self) -> list[Callable[[], bool]]:
+        """Whether nothing changed, in parts."""
+        return [group.holds for group in self._groups]
 
     # -- finding what to watch
 

@@ -1,0 +1,209 @@
+"""The short way to a replay: taken where nothing was touched, and never where anything was."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import stepgraph
+from stepgraph.capture.site import CapturedCall
+
+
+@dataclass
+class Training:
+    """A captured step with all that it reads at hand."""
+
+    model: nn.Sequential
+    optimizer: torch.optim.Optimizer
+    scale: dict[str, float] = field(default_factory=lambda: {"loss": 1.0})
+
+    def step(self, x: torch.Tensor) -> torch.Tensor:
+        self.optimizer.zero_grad()
+        loss = self.model(x).pow(2).mean() * self.scale["loss"]
+        loss.backward()
+        self.optimizer.step()
+        return loss
+
+
+def make_training(**kwargs: Any) -> Training:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
+    return Training(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, **kwargs))
+
+
+def captured_call(step: stepgraph.CapturedStep[..., Any]) -> CapturedCall:
+    (site,) = step._sites.values()
+    (call,) = site.calls
+    return call
+
+
+def set_number(key: str, value: Any) -> Callable[[Training], None]:
+    def change(training: Training) -> None:
+        training.optimizer.param_groups[0][key] = value
+
+    return change
+
+
+def drop_grad(training: Training) -> None:
+    training.model[0].weight.grad = None
+
+
+def replace_grad(training: Training) -> None:
+    training.model[0].weight.grad = torch.zeros(8, 4)
+
+
+def freeze(training: Training) -> None:
+    training.model[0].bias.requires_grad_(False)
+
+
+def swap_data(training: Training) -> None:
+    training.model[2].weight.data = training.model[2].weight.data.clone()
+
+
+def replace_buffer(training: Training) -> None:
+    training.model[1].running_var = torch.ones(8)
+
+
+def evaluate_one(training: Training) -> None:
+    training.model[1].eval()
+
+
+def add_module(training: Training) -> None:
+    training.model.append(nn.Tanh())
+
+
+def add_module_without_a_word(training: Training) -> None:
+    training.model._modules["more"] = nn.Tanh()
+
+
+def add_hook(training: Training) -> None:
+    training.model[0].register_forward_hook(lambda *_: None)
+
+
+def add_step_hook(training: Training) -> None:
+    training.optimizer.register_step_pre_hook(lambda *_: None)
+
+
+def add_group(training: Training) -> None:
+    training.optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
+
+
+def add_parameter_to_group(training: Training) -> None:
+    training.optimizer.param_groups[0]["params"].append(nn.Parameter(torch.zeros(2)))
+
+
+def replace_group(training: Training) -> None:
+    training.optimizer.param_groups[0] = {**training.optimizer.param_groups[0], "lr": 0.5}
+
+
+def load_optimizer(training: Training) -> None:
+    training.optimizer.load_state_dict(training.optimizer.state_dict())
+
+
+def scale_loss(training: Training) -> None:
+    training.scale["loss"] = 2.0
+
+
+CHANGES: dict[str, Callable[[Training], None]] = {
+    "learning rate": set_number("lr", 0.2),
+    "new number": set_number("momentum", 0.8),
+    "gradient dropped": drop_grad,
+    "gradient replaced": replace_grad,
+    "frozen": freeze,
+    "data swapped": swap_data,
+    "buffer replaced": replace_buffer,
+    "one module in eval": evaluate_one,
+    "module added": add_module,
+    "module added behind torch's back": add_module_without_a_word,
+    "hook": add_hook,
+    "step hook": add_step_hook,
+    "group added": add_group,
+    "parameter added to a group": add_parameter_to_group,
+    "group replaced": replace_group,
+    "optimizer loaded": load_optimizer,
+    "watched value": scale_loss,
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_untouched_is_denied_after_a_change(name: str) -> None:
+    training = make_training()
+    x = torch.randn(4, 4)
+    with stepgraph.capture(training.step, backend="tape") as step:
+        for _ in range(6):
+            step(x)
+        call = captured_call(step)
+        assert call.is_untouched()
+        CHANGES[name](training)
+        assert not call.is_untouched()
+
+
+def test_untouched_is_said_again_once_a_number_is_back() -> None:
+    training = make_training()
+    x, rate = torch.randn(4, 4), training.optimizer.param_groups[0]["lr"]
+    with stepgraph.capture(training.step, backend="tape") as step:
+        for _ in range(6):
+            step(x)
+        call = captured_call(step)
+        training.optimizer.param_groups[0]["lr"] = 0.3
+        assert not call.is_untouched()
+        training.optimizer.param_groups[0]["lr"] = rate
+        assert call.is_untouched()
+        step(x)
+        assert step.report().captures == 1
+
+
+def test_untouched_numbers_in_a_list_are_looked_at_each_time() -> None:
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    optimizer.param_groups[0]["betas"] = [0.9, 0.99]
+
+    def train_step(x: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = model(x).pow(2).mean()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    x = torch.randn(4, 4)
+    with stepgraph.capture(train_step, backend="tape") as step:
+        for _ in range(6):
+            step(x)
+        optimizer.param_groups[0]["betas"][0] = 0.5
+        step(x)
+        assert "betas" in next(iter(step.report().recapture_reasons))
+
+
+def test_untouched_calls_do_not_look_at_the_guards_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    training = make_training()
+    x = torch.randn(4, 4)
+    with stepgraph.capture(training.step, backend="tape") as step:
+        for _ in range(6):
+            step(x)
+        monkeypatch.setattr(CapturedCall, "fits", lambda self: pytest.fail("the long way was taken"))
+        before = step.report().replays
+        step(x)
+        assert step.report().replays == before + 1
+
+
+def test_untouched_two_graphs_of_a_site_are_told_apart() -> None:
+    """Train and eval in turn, gradients as they are: each call is replayed by the graph of its mode."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5))
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        return model(x)
+
+    x = torch.randn(16, 4)
+    with stepgraph.capture(forward, backend="tape") as step:
+        for _ in range(6):
+            for mode in (True, False):
+                model.train(mode)
+                result = step(x)
+                assert (result == 0).any().item() is mode
+        report = step.report()
+        assert (report.captures, report.recaptures) == (2, 0)
