@@ -78,9 +78,9 @@ def measure(num_parameters: int, calls: int) -> dict[str, Any]:
         parts = {
             "arguments": lambda: likeness.leaves_of((x,), {}),
             "flags of the process": step._ambient.read,
-            "gradients and their flags": call._steady.question,
+            "gradients and their flags": call._steady.hold,
             "model": lambda: call.guards.model.changed(flags_seen=True),
-            "optimizer numbers": call.guards.numbers[0].is_untouched,
+            "optimizer numbers": call.guards.numbers[0].changed,
             "host values": call.guards.values.changed,
             "all guards": call.is_untouched,
             "copy in": lambda: call.inputs.load(leaves),

@@ -7,6 +7,7 @@ tensors that the step returned during capture; they are overwritten by every rep
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -54,7 +55,10 @@ class StaticInputs:
             self.leaves[i] = self.leaves[first.get(id(leaf), i)]
         self._any_repeated = any(self._repeated)
         self._needs_no_grad = any(leaves[i].requires_grad for i in self._indices)
-        self._is_simple = len(self._indices) == 1 and not self._any_repeated and not self._needs_no_grad
+        self.only: tuple[int, Callable[[Any], Any]] | None = None
+        """Which leaf is copied, and how, where a load is one plain copy."""
+        if len(self._indices) == 1 and not self._any_repeated and not self._needs_no_grad:
+            self.only = (self._indices[0], functools.partial(self._targets[0].copy_, non_blocking=True))
         self._versions: list[int] = []
         self._mutated: set[int] = set()
         self._with_grad: set[int] = set()
@@ -76,8 +80,9 @@ class StaticInputs:
 
     def load(self, leaves: Sequence[Any]) -> None:
         """Copy a call's tensors in."""
-        if self._is_simple:
-            self._targets[0].copy_(leaves[self._indices[0]], non_blocking=True)
+        if self.only is not None:
+            index, copy = self.only
+            copy(leaves[index])
             return
         if not self._indices:
             return

@@ -153,6 +153,7 @@ class StepCapture:
         return CapturedCall(
             *(signature, modules, parameters, inputs, made.chain, made.outputs),
             *(made.grads.carried_in, guards, counters, made.flags),
+            hand_out=made.outputs.copies if self._options.outputs == "copy" else lambda: made.outputs.tree,
         )
 
     def _record(

@@ -30,23 +30,12 @@ from stepgraph.state.optimizer import HostCounters, NumbersGuard, StateGuard
 from stepgraph.state.rng_tracker import NamesGuard
 from stepgraph.state.scaler import ScalerGuard
 from stepgraph.state.steady import SteadyParameters
+from stepgraph.state.untouched import Untouched
 from stepgraph.state.watch import Watch
 from stepgraph.tree import Structure
 
 _grad = operator.attrgetter("grad")
 _training = operator.itemgetter("training")
-
-
-def _no() -> bool:
-    return False
-
-
-_UNASKED = (_no,)
-"""The questions before there are any."""
-
-
-def _is_same(guard: StateGuard | ScalerGuard | NamesGuard) -> bool:
-    return guard.changed() is None
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,10 +71,13 @@ class CapturedCall:
         guards: Guards,
         counters: HostCounters,
         flags: Flags | None,
+        hand_out: Callable[[], Any],
     ) -> None:
         self.signature = signature
         self.flags = flags
         self.inputs, self.chain, self.outputs = inputs, chain, outputs
+        self.hand_out = hand_out
+        """Gives the caller the results of a replay."""
         self.guards = guards
         self._parameters = tuple(parameters)
         self._modes = [vars(module) for module in modules]
@@ -98,11 +90,15 @@ class CapturedCall:
             left.get(id(p)) is kept for p, kept in self._carried_in
         )
         self._steady = SteadyParameters(parameters, self._left)
-        self._questions: tuple[Callable[[], bool], ...] = _UNASKED
+        self._row: Untouched | None = None
         self._launch = chain.single_launch
         self._is_steady = False
         self._before_replay = [part.advance for part in (counters, guards.replicas) if part.is_needed]
         self._writes_back = inputs.writes_back
+        self.straight: Callable[[Sequence[Any]], Any] | None = None
+        """From the inputs to the results in one go: the replay of an untouched call, where there is no more to it."""
+        if self._launch is not None and flags is None and not self._before_replay and not self._writes_back:
+            self.straight = _straight(inputs, self._launch, hand_out)
 
     def fits(self) -> bool:
         """Whether modules and gradients are as they were before the capture."""
@@ -112,41 +108,36 @@ class CapturedCall:
         if guards.replicas.is_needed and not guards.replicas.fit():
             return False
         self._is_steady = self._may_be_steady and self._steady.hold()
-        if self._is_steady and self._questions is _UNASKED:
-            self._questions = self._ask()
+        if self._is_steady and self._row is None:
+            self._row = self._expectations()
         return self._is_steady or [grad is None for grad in map(_grad, self._parameters)] == self._no_grad
 
     def is_untouched(self) -> bool:
-        """Whether a replay would find all as the last one left it: `fits` and every guard, in a row of questions.
+        """Whether a replay would find all as the last one left it: `fits` and every guard, in one row.
 
         It may say no where all is well, as it does before the first replay; what is not as it was is for `fits` and
         the guards to tell. Asked of calls that look like an earlier one, gradients enabled.
         """
-        self._is_steady = all(map(operator.call, self._questions))
+        self._is_steady = self._row is not None and self._row.holds()
         return self._is_steady
-
-    def _ask(self) -> tuple[Callable[[], bool], ...]:
-        guards = self.guards
-        return (
-            self._modes_hold,
-            guards.random.fits,
-            *([guards.replicas.fit] if guards.replicas.is_needed else ()),
-            self._steady.question,
-            *guards.model.questions(),
-            *[numbers.is_untouched for numbers in guards.numbers],
-            *[functools.partial(_is_same, state) for state in guards.states],
-            *guards.values.questions(),
-        )
 
     def _modes_hold(self) -> bool:
         return list(map(_training, self._modes)) == self._training
+
+    def _expectations(self) -> Untouched:
+        row, guards = Untouched(), self.guards
+        row.ask(self._modes_hold)
+        guards.random.expect_fork(row)
+        for guard in (guards.replicas, self._steady, guards.model, *guards.numbers, *guards.states, guards.values):
+            guard.expect(row)
+        return row
 
     def model_changed(self) -> str | None:
         """What is another about the model than at capture, after `fits` has looked at the parameters."""
         return self.guards.model.changed(flags_seen=self._is_steady)
 
     def replay(self, leaves: Sequence[object]) -> None:
-        """Run the captured step once on these inputs, after `fits` has looked at the gradients."""
+        """Run the captured step once on these inputs, after `fits` or `is_untouched` has looked at the gradients."""
         self.inputs.load(leaves)
         steady, self._is_steady = self._is_steady, False
         if not steady:
@@ -159,6 +150,21 @@ class CapturedCall:
             self.chain.replay(steady=steady)
         if self._writes_back:
             self.inputs.store(leaves)
+
+
+def _straight(
+    inputs: StaticInputs, launch: Callable[[], Any], hand_out: Callable[[], Any]
+) -> Callable[[Sequence[Any]], Any] | None:
+    if inputs.only is None:
+        return None
+    index, copy = inputs.only
+
+    def replay(leaves: Sequence[Any]) -> Any:
+        copy(leaves[index])
+        launch()
+        return hand_out()
+
+    return replay
 
 
 @dataclass(frozen=True, slots=True)

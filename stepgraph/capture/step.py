@@ -102,7 +102,7 @@ class CapturedStep(Generic[P, R]):
                 result: R
                 for call in last.site.calls:
                     if call.is_untouched():
-                        result = self._run(call, known)
+                        result = self._run_untouched(call, known)
                         return result
                 found = last.site.find()
                 if found is not None:
@@ -157,7 +157,13 @@ class CapturedStep(Generic[P, R]):
         self._counts.replays += 1
         if call.flags is not None:
             self._flags.post(self._counts.calls, call.flags, self._backend)
-        return call.outputs.copies() if self._options.outputs == "copy" else call.outputs.tree
+        return call.hand_out()
+
+    def _run_untouched(self, call: CapturedCall, leaves: Sequence[Any]) -> Any:
+        if call.straight is None:
+            return self._run(call, leaves)
+        self._counts.replays += 1
+        return call.straight(leaves)
 
     def _recapture(self, site: Site, call: CapturedCall, why: str, leaves: Sequence[Any], structure: Structure) -> Any:
         """Record the same call again; what it touches is known."""

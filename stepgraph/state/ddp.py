@@ -27,6 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 from stepgraph.backends import Backend
 from stepgraph.errors import CaptureError
 from stepgraph.state.module_state import Touched
+from stepgraph.state.untouched import Untouched
 
 WARMUP = 11
 """Eager calls for a young DDP: https://docs.pytorch.org/docs/stable/notes/cuda.html#usage-with-distributeddataparallel"""
@@ -151,6 +152,11 @@ class Replicas:
     def fit(self) -> bool:
         """Whether a replay would find DDP as the recording did: inside `no_sync` or not, after such a step or not."""
         return not self._slots or self._read() == self._before
+
+    def expect(self, row: Untouched) -> None:
+        """What `fit` comes down to."""
+        for (attributes, flag), value in zip(self._slots, self._before, strict=True):
+            row.item(attributes, flag, value)
 
     def advance(self) -> None:
         """Leave DDP as the step leaves it in eager."""

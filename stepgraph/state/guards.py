@@ -20,6 +20,7 @@ from torch.nn.modules import module as torch_module
 from torch.utils.hooks import RemovableHandle
 
 from stepgraph.errors import CaptureError
+from stepgraph.state.untouched import Untouched
 
 _data_ptr = torch.Tensor.data_ptr
 _requires_grad = operator.attrgetter("requires_grad")
@@ -123,7 +124,7 @@ class ModelGuard:
 
         `flags_seen`: the caller has just seen that each `requires_grad` is as it was.
         """
-        if self._slots and not self._slots_hold():
+        if self._slots and not all(map(operator.is_, [d.get(key) for d, key in self._slots], self._slot_values)):
             return self._replaced()
         if not _same_addresses(self._tensors, self._addresses, self._indices):
             return self._moved()
@@ -131,13 +132,12 @@ class ModelGuard:
             return self._changed_flag()
         return None if self._is_quiet() else self._look_through()
 
-    def questions(self) -> list[Callable[[], bool]]:
-        """Whether all but the flags is as it was, in parts; each may say no where only a look could tell."""
-        addresses = functools.partial(_same_addresses, self._tensors, self._addresses, self._indices)
-        return [addresses, self._is_quiet, *([self._slots_hold] if self._slots else ())]
-
-    def _slots_hold(self) -> bool:
-        return all(map(operator.is_, [d.get(key) for d, key in self._slots], self._slot_values))
+    def expect(self, row: Untouched) -> None:
+        """What `changed` comes down to, but for the flags."""
+        for (where, key), value in zip(self._slots, self._slot_values, strict=True):
+            row.item(where, key, value)
+        row.ask(functools.partial(_same_addresses, self._tensors, self._addresses, self._indices))
+        row.ask(self._is_quiet)
 
     def _is_quiet(self) -> bool:
         """Whether no event tells of a change since the last look."""
@@ -150,7 +150,7 @@ class ModelGuard:
 
     def _look_through(self) -> str | None:
         """Look at modules and hooks, after an event."""
-        if self._events.count != self._events_seen or [len(children) for children in self._children] != self._num_children:
+        if self._events.count != self._events_seen or list(map(len, self._children)) != self._num_children:
             layout = self._read_layout()
             if layout != self._layout:
                 return self._changed_layout(layout)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Sized
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,8 +22,8 @@ from torch.optim.optimizer import Optimizer
 
 from stepgraph.backends import Backend
 from stepgraph.errors import CaptureError, entry
-from stepgraph.signature import compiler_guards
 from stepgraph.state.patch import shadowed
+from stepgraph.state.untouched import Untouched
 
 MODES = ("auto", "inside", "outside", "capturable")
 _FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
@@ -77,51 +77,38 @@ def check_forced(optimizer: Optimizer, mode: str, placement: Placement) -> None:
         raise CaptureError(what, rule=row.rule, why=row.why, fix=row.fix, entry=row)
 
 
-def _no_version(items: dict[str, Any]) -> None:
-    """Nobody can tell whether a dictionary was changed."""
-
-
-def _find_versions() -> Callable[[dict[str, Any]], int | None]:
-    version: Callable[[dict[str, Any]], int] | None = getattr(compiler_guards, "dict_version", None)
-    if version is not None:
-        items = {"lr": 1}
-        with contextlib.suppress(TypeError, RuntimeError):
-            before = version(items)
-            items["lr"] = 2
-            if version(items) != before:
-                return version
-    return _no_version
-
-
-version_of = _find_versions()
-"""A number that is another one once anything in a dictionary was set, from torch's compiler where it has one."""
-
-
 class NumbersGuard:
     """The numbers of an optimizer that a graph has baked in."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = optimizer
-        self._hooks = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
+        self._hooks: list[Sized] = [optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks]
         self._num_hooks = self._count_hooks()
-        self._groups = [_GroupNumbers(group) for group in optimizer.param_groups]
+        self._list = optimizer.param_groups
+        self._groups = [_GroupNumbers(group) for group in self._list]
 
-    def _count_hooks(self) -> int:
-        before, after = self._hooks
-        return len(before) + len(after)
+    def _count_hooks(self) -> list[int]:
+        return list(map(len, self._hooks))
 
-    def is_untouched(self) -> bool:
-        """Whether all numbers are the very objects they were, as they nearly always are."""
-        groups, (before, after) = self.optimizer.param_groups, self._hooks
-        if len(groups) != len(self._groups) or len(before) + len(after) != self._num_hooks:
-            return False
-        return all(map(_GroupNumbers.is_untouched, self._groups, groups))
+    def expect(self, row: Untouched) -> None:
+        """What `changed` comes down to."""
+        row.attribute(self.optimizer, "param_groups", self._list)
+        row.length(self._list, len(self._groups))
+        for hooks, count in zip(self._hooks, self._num_hooks, strict=True):
+            row.length(hooks, count)
+        for index, group in enumerate(self._groups):
+            row.item(self._list, index, group.group)
+            group.expect(row)
 
     def changed(self) -> str | None:
         """The first number that is not what it was, in words."""
-        if self.is_untouched():
-            return None
         groups = self.optimizer.param_groups
+        if len(groups) == len(self._groups) and self._count_hooks() == self._num_hooks:
+            for captured, group in zip(self._groups, groups, strict=True):
+                if not captured.is_untouched(group):
+                    break
+            else:
+                return None
         name = type(self.optimizer).__name__
         if len(groups) != len(self._groups):
             return f"{name}.param_groups: a group was added or removed"
@@ -142,8 +129,16 @@ class _GroupNumbers:
         self._read = operator.itemgetter(*self._plain, "params")
         self._tensors = [(k, group[k], _address(group[k])) for k in keys if _has_tensor(group[k])]
         self._params, self._num_params = group["params"], len(group["params"])
-        self._seen: tuple[dict[str, Any], int | None] = (group, None)
-        """The group in which all numbers were last seen to be the same, and its version then."""
+        self.group = group
+
+    def expect(self, row: Untouched) -> None:
+        """What `difference` comes down to."""
+        if self._tensors or any(isinstance(value, list) for value in self._values):  # these change from within
+            row.ask(lambda: self.difference(self.group) is None)
+        else:
+            row.items(self.group, dict(zip(self._plain, self._values, strict=True)))
+        row.item(self.group, "params", self._params)
+        row.length(self._params, self._num_params)
 
     def difference(self, group: dict[str, Any]) -> str | None:
         """The first difference, as it is written behind the group."""
@@ -161,18 +156,14 @@ class _GroupNumbers:
         return next(f"[{key!r}] {one} -> {two}" for key, one, two in pairs if one != two)
 
     def is_untouched(self, group: dict[str, Any]) -> bool:
-        """Whether the numbers are the very objects they were."""
-        seen, version = self._seen
-        if version is not None and group is seen and version_of(group) == version:
-            return len(self._params) == self._num_params
+        """Whether the numbers are the very objects they were, as they nearly always are."""
         try:
             numbers = self._read(group)  # the list of parameters comes last, and has no partner in `_values`
         except KeyError:
             return False
-        if self._tensors or len(numbers[-1]) != self._num_params or not all(map(operator.is_, numbers, self._values)):
+        if self._tensors or len(numbers[-1]) != self._num_params:
             return False
-        self._params, self._seen = numbers[-1], (group, version_of(group))
-        return True
+        return all(map(operator.is_, numbers, self._values))
 
 
 def _has_tensor(value: Any) -> bool:
@@ -190,6 +181,10 @@ class StateGuard:
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer, self._state = optimizer, optimizer.state
+
+    def expect(self, row: Untouched) -> None:
+        """What `changed` comes down to."""
+        row.attribute(self._optimizer, "state", self._state)
 
     def changed(self) -> str | None:
         """Whether the state was loaded or replaced."""

@@ -26,6 +26,7 @@ from stepgraph.backends import Backend, backend_for
 from stepgraph.errors import InvalidArgument
 from stepgraph.frames import called_from_torch
 from stepgraph.state.rng_recompute import STEP_FIX, Forward, Moment, Recomputation, state_of_another_graph
+from stepgraph.state.untouched import Untouched
 
 _TRACKERS: dict[torch.device, CudaRNGStatesTracker] = {}
 
@@ -315,6 +316,14 @@ class NamesGuard:
     def if_needed(self) -> tuple[NamesGuard, ...]:
         """This guard, if the tracker was asked for anything since it was made."""
         return (self,) if self._tracker.asked != self._asked else ()
+
+    def expect_fork(self, row: Untouched) -> None:
+        """What `fits` comes down to."""
+        row.attribute(self._tracker, "active", self._active)
+
+    def expect(self, row: Untouched) -> None:
+        """What `changed` comes down to."""
+        row.attribute(self._tracker, "generators", self._generators)
 
     def fits(self) -> bool:
         """Whether the step is called inside the same fork, or outside any, as it was."""

@@ -22,6 +22,7 @@ from torch.optim.optimizer import Optimizer
 
 from stepgraph.state.patch import shadowed
 from stepgraph.state.reach import reachable
+from stepgraph.state.untouched import Untouched
 
 _CALLS = ("unscale_", "step", "update")
 
@@ -104,6 +105,12 @@ class ScalerGuard:
     def _read(self) -> tuple[float, float, int, bool]:
         s = self._scaler
         return (s._growth_factor, s._backoff_factor, s._growth_interval, s._enabled)
+
+    def expect(self, row: Untouched) -> None:
+        """What `changed` comes down to."""
+        names = ("_scale", "_growth_tracker", "_growth_factor", "_backoff_factor", "_growth_interval", "_enabled")
+        for name, value in zip(names, (*self._tensors, *self._numbers), strict=True):
+            row.attribute(self._scaler, name, value)
 
     def changed(self) -> str | None:
         """What is not as it was; the scale itself is live."""

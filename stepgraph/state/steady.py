@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from stepgraph.signature import compiler_guards
+from stepgraph.state.untouched import Untouched
 
 _KNOWN = (torch.Tensor, torch.nn.Parameter)
 _UNTOLD = [""]
@@ -46,10 +47,9 @@ class SteadyParameters:
             self._check = self._guard()
         return True
 
-    @property
-    def question(self) -> Callable[[], bool]:
-        """`hold`, to be asked with gradients enabled: one call of torch's guard, once it is made."""
-        return self.hold if self._check is None else functools.partial(self._check, self._parameters)
+    def expect(self, row: Untouched) -> None:
+        """What `hold` comes down to with gradients enabled: one call of torch's guard, once it is made."""
+        row.ask(self.hold if self._check is None else functools.partial(self._check, self._parameters))
 
     def _guard(self) -> Callable[[list[torch.Tensor]], bool] | None:
         """torch's guard over all of them, or None where torch has none of this form."""

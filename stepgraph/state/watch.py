@@ -6,7 +6,7 @@ when it is captured (closure cells, the globals its code names, the bound object
 lists and dataclasses found there; the functions it calls, too), and so is which tensor or object each name stands for.
 
 Reading them again at each replay must cost next to nothing: values are grouped by where they are stored, and each
-group is read with one `itemgetter` and compared with one tuple comparison.
+group is read and compared in one go.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import torch
 
 from stepgraph.frames import is_user
 from stepgraph.state.reach import names_in
+from stepgraph.state.untouched import Untouched
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), enum.Enum, torch.dtype, torch.device)
 _UNWATCHED = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.MethodType)
@@ -50,22 +51,40 @@ def _told(value: Any) -> str:
     return repr(value) if _is_plain(value) else f"<{type(value).__name__} at {id(value):#x}>"
 
 
+Place = tuple[Callable[[Any, Any], Any], Any, Any]
+"""Where a value is: the function that reads it, what it is read from, and by which key."""
+
+
 class _Group:
-    """Values stored side by side: what each is called, how to read them all, and what they were."""
+    """Values stored side by side: what each is called, where it is, and what it was."""
 
-    __slots__ = ("names", "plain", "read", "tensors", "values")
+    __slots__ = ("names", "places", "plain", "tensors", "values")
 
-    def __init__(self, names: Sequence[str], read: Callable[[], tuple[Any, ...]], *, plain: bool) -> None:
-        self.names, self.read, self.plain = tuple(names), read, plain
-        self.values = read()
+    def __init__(self, names: Sequence[str], places: Sequence[Place], *, plain: bool) -> None:
+        self.names, self.places, self.plain = tuple(names), tuple(places), plain
+        self.values = self.read()
         self.tensors = [(v, v.data_ptr()) for v in self.values if isinstance(v, torch.Tensor)] if not plain else []
+
+    def read(self) -> tuple[Any, ...]:
+        return tuple([read(where, key) for read, where, key in self.places])
+
+    def expect(self, row: Untouched) -> None:
+        containers = {id(where): where for _, where, _ in self.places}
+        if self.plain and len(containers) == 1 and all(read is operator.getitem for read, _, _ in self.places):
+            keys = [key for _, _, key in self.places]
+            row.items(self.places[0][1], dict(zip(keys, self.values, strict=True)))
+        elif self.plain or self.tensors:
+            row.ask(self.holds)
+        else:
+            for (read, where, key), value in zip(self.places, self.values, strict=True):
+                (row.attribute if read is getattr else row.item)(where, key, value)
 
     def holds(self) -> bool:
         try:
             now = self.read()
             if self.plain:
                 return bool(now == self.values)
-            return all(map(operator.is_, now, self.values)) and all([t.data_ptr() == p for t, p in self.tensors])
+            return all(map(operator.is_, now, self.values)) and all(t.data_ptr() == p for t, p in self.tensors)
         except (LookupError, AttributeError, ValueError, RuntimeError):  # gone, or no longer a plain value
             return False
 
@@ -101,7 +120,7 @@ class Watch:
         self._add_modules(modules or {})
         for (name, _), reader in (read or {}).items():
             if name not in self._ignore:
-                self._groups.append(_Group([name], functools.partial(_read_one, reader), plain=_is_plain(reader())))
+                self._groups.append(_Group([name], [(_answer, reader, None)], plain=_is_plain(reader())))
 
     def __len__(self) -> int:
         return sum(len(group.names) for group in self._groups)
@@ -114,9 +133,10 @@ class Watch:
                 found += group.changes()
         return found
 
-    def questions(self) -> list[Callable[[], bool]]:
-        """Whether nothing changed, in parts."""
-        return [group.holds for group in self._groups]
+    def expect(self, row: Untouched) -> None:
+        """What `changed` comes down to."""
+        for group in self._groups:
+            group.expect(row)
 
     # -- finding what to watch
 
@@ -147,13 +167,13 @@ class Watch:
         cells = {name: cell for name, cell in zip(names, function.__closure__ or (), strict=True) if _filled(cell)}
         self._add_named(
             {name: cell.cell_contents for name, cell in cells.items()},
-            lambda chosen: functools.partial(_read_cells, [cells[name] for name in chosen]),
+            lambda chosen: [(getattr, cells[name], "cell_contents") for name in chosen],
         )
         scope = function.__globals__
         named = {name: scope[name] for name in sorted(names_in(function.__code__)) if name in scope}
-        self._add_named(named, lambda chosen: functools.partial(_read_items, scope, chosen))
+        self._add_named(named, lambda chosen: _items(scope, chosen))
         defaults = _defaults(function)
-        self._add_named(defaults, lambda chosen: functools.partial(_read_items, defaults, chosen))
+        self._add_named(defaults, lambda chosen: _items(defaults, chosen))
         wrapped = getattr(function, "__wrapped__", None)
         if wrapped is not None:
             self._follow(wrapped)
@@ -172,11 +192,9 @@ class Watch:
                 if id(called) in self._seen:  # not past the limit of functions
                     self._add_named_by(called, owner)
 
-    def _add_named(
-        self, values: Mapping[str, Any], reader: Callable[[list[str]], Callable[[], tuple[Any, ...]]]
-    ) -> None:
+    def _add_named(self, values: Mapping[str, Any], find: Callable[[list[str]], list[Place]]) -> None:
         """Variables: their values, which objects they stand for, and one level into those."""
-        self._add_groups(values, str, reader)
+        self._add_groups(values, str, find)
         for name, value in values.items():
             self._look_into(name, value)
 
@@ -209,7 +227,7 @@ class Watch:
             self._add_groups(
                 {slot: getattr(value, slot) for slot in slots if not slot.startswith("_") and hasattr(value, slot)},
                 lambda slot: f"{name}.{slot}",
-                lambda chosen: functools.partial(_read_attributes, value, chosen),
+                lambda chosen: [(getattr, value, name) for name in chosen],
             )
         elif isinstance(value, torch.nn.Module) or _is_users(type(value)):
             attributes = {k: v for k, v in getattr(value, "__dict__", {}).items() if not k.startswith("__")}
@@ -218,7 +236,7 @@ class Watch:
             self._add_groups(
                 attributes,
                 lambda key: f"{name}.{key}",
-                lambda chosen: functools.partial(_read_items, vars(value), chosen),
+                lambda chosen: _items(vars(value), chosen),
             )
 
     def _add_modules(self, modules: Mapping[str, torch.nn.Module]) -> None:
@@ -233,31 +251,31 @@ class Watch:
         chosen = [spot for name, spot in slots.items() if name not in self._ignore]
         if chosen:
             names = [name for name in slots if name not in self._ignore]
-            self._groups.append(_Group(names, lambda: tuple([d[k] for d, k in chosen]), plain=True))
+            self._groups.append(_Group(names, [(operator.getitem, *spot) for spot in chosen], plain=True))
 
     def _add_items(self, name: str, items: Mapping[Any, Any] | list[Any]) -> None:
         self._add_groups(
             dict(enumerate(items)) if isinstance(items, list) else items,
             lambda key: f"{name}[{key!r}]",
-            lambda chosen: functools.partial(_read_items, items, chosen),
+            lambda chosen: _items(items, chosen),
         )
 
     def _add_length(self, name: str, value: Collection[Any]) -> None:
         if f"len({name})" not in self._ignore and name not in self._ignore:
-            self._groups.append(_Group([f"len({name})"], lambda: (len(value),), plain=True))
+            self._groups.append(_Group([f"len({name})"], [(_length, value, None)], plain=True))
 
     def _add_groups(
         self,
         values: Mapping[Any, Any],
         spell: Callable[[Any], str],
-        reader: Callable[[list[Any]], Callable[[], tuple[Any, ...]]],
+        find: Callable[[list[Any]], list[Place]],
     ) -> None:
         """Split values that are stored together into plain ones and objects."""
         watched = {k: v for k, v in values.items() if not isinstance(v, _UNWATCHED) and spell(k) not in self._ignore}
         for plain in (True, False):
             chosen = [k for k, v in watched.items() if isinstance(v, _PLAIN) == plain]
             if chosen:
-                self._groups.append(_Group([spell(k) for k in chosen], reader(chosen), plain=plain))
+                self._groups.append(_Group([spell(k) for k in chosen], find(chosen), plain=plain))
 
 
 def _filled(cell: types.CellType) -> bool:
@@ -275,24 +293,20 @@ def _defaults(function: types.FunctionType) -> dict[str, Any]:
     return {name: value for name, value in named.items() if not isinstance(value, _PLAIN)}
 
 
-def _read_one(reader: Callable[[], Any]) -> tuple[Any]:
-    return (reader(),)
+def _answer(reader: Callable[[], Any], _: None) -> Any:
+    return reader()
+
+
+def _length(value: Collection[Any], _: None) -> int:
+    return len(value)
 
 
 def _is_plain(value: Any) -> bool:
     return isinstance(value, _PLAIN) or (isinstance(value, tuple) and all(map(_is_plain, value)))
 
 
-def _read_cells(cells: Sequence[types.CellType]) -> tuple[Any, ...]:
-    return tuple([cell.cell_contents for cell in cells])
-
-
-def _read_items(items: Mapping[Any, Any] | list[Any], keys: Sequence[Any]) -> tuple[Any, ...]:
-    return tuple([items[key] for key in keys])
-
-
-def _read_attributes(value: Any, names: Sequence[str]) -> tuple[Any, ...]:
-    return tuple([getattr(value, name) for name in names])
+def _items(items: Mapping[Any, Any] | list[Any], keys: Sequence[Any]) -> list[Place]:
+    return [(operator.getitem, items, key) for key in keys]
 
 
 def _is_module_number(module: torch.nn.Module, key: str, value: Any) -> bool:

@@ -1,0 +1,81 @@
+"""Whether nothing at all was touched since a replay, asked in one row.
+
+A guard tells what changed, by name, with code of its own. Most calls find nothing changed, and for them every function
+on the way is felt: when a step begins, the host's caches are cold. So each guard also says what it comes down to: which
+objects must be the very ones they were, how long containers must be, and what else must be asked. That row is run
+through in C. It may say no where all is well, for it knows objects by identity; then the guards are asked, and tell. It
+never says yes where one of them would tell of a change.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable, Mapping, Sized
+from typing import Any
+
+
+class Untouched:
+    """A row of expectations."""
+
+    __slots__ = (
+        *("_attributes", "_containers", "_items", "_keys", "_lengths"),
+        *("_names", "_owners", "_questions", "_sized"),
+    )
+
+    def __init__(self) -> None:
+        self._owners: list[Any] = []
+        self._names: list[str] = []
+        self._attributes: list[Any] = []
+        self._containers: list[Any] = []
+        self._keys: list[Any] = []
+        self._items: list[Any] = []
+        self._sized: list[Sized] = []
+        self._lengths: list[int] = []
+        self._questions: list[Callable[[], bool]] = []
+
+    def attribute(self, owner: Any, name: str, value: Any) -> None:
+        """An attribute must be this very object."""
+        self._owners.append(owner)
+        self._names.append(name)
+        self._attributes.append(value)
+
+    def item(self, container: Any, key: Any, value: Any) -> None:
+        """What lies at a key must be this very object."""
+        self._containers.append(container)
+        self._keys.append(key)
+        self._items.append(value)
+
+    def items(self, container: Any, values: Mapping[Any, Any]) -> None:
+        """What lies at these keys must be these very objects."""
+        if len(values) > 1:
+            read = operator.itemgetter(*values)
+            self.ask(functools.partial(_are_there, read, container, tuple(values.values())))
+        else:
+            for key, value in values.items():
+                self.item(container, key, value)
+
+    def length(self, container: Sized, length: int) -> None:
+        """A container must be as long."""
+        self._sized.append(container)
+        self._lengths.append(length)
+
+    def ask(self, question: Callable[[], bool]) -> None:
+        """The answer must be yes."""
+        self._questions.append(question)
+
+    def holds(self) -> bool:
+        """Whether every expectation is met."""
+        try:
+            return (
+                all(map(operator.is_, map(getattr, self._owners, self._names), self._attributes))
+                and all(map(operator.is_, map(operator.getitem, self._containers, self._keys), self._items))
+                and list(map(len, self._sized)) == self._lengths
+                and all(map(operator.call, self._questions))
+            )
+        except (LookupError, AttributeError, TypeError, ValueError, RuntimeError):  # gone, or not to be read any more
+            return False
+
+
+def _are_there(read: Callable[[Any], tuple[Any, ...]], container: Any, values: tuple[Any, ...]) -> bool:
+    return all(map(operator.is_, read(container), values))

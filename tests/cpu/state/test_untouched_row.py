@@ -1,0 +1,73 @@
+"""A row of expectations says yes only where every object is the one it was."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from stepgraph.state.optimizer import NumbersGuard
+from stepgraph.state.scaler import ScalerGuard
+from stepgraph.state.untouched import Untouched
+
+
+def make_world() -> tuple[Untouched, types.SimpleNamespace]:
+    world = types.SimpleNamespace(name="a", table={"x": 1.5, "y": 2.5, "z": torch.zeros(2)}, row=[1, 2], open=True)
+    expectations = Untouched()
+    expectations.attribute(world, "name", world.name)
+    expectations.item(world.table, "z", world.table["z"])
+    expectations.items(world.table, {"x": world.table["x"], "y": world.table["y"]})
+    expectations.length(world.row, 2)
+    expectations.ask(lambda: bool(world.open))
+    return expectations, world
+
+
+TOUCHES: dict[str, Callable[[Any], object]] = {
+    "attribute": lambda world: setattr(world, "name", "b"),
+    "attribute gone": lambda world: delattr(world, "name"),
+    "item": lambda world: world.table.update(z=torch.zeros(2)),
+    "item gone": lambda world: world.table.pop("z"),
+    "one of several items": lambda world: world.table.update(y=3.5),
+    "one of several items gone": lambda world: world.table.pop("y"),
+    "number became a tensor of the same value": lambda world: world.table.update(x=torch.tensor(1.5)),
+    "length": lambda world: world.row.append(3),
+    "question": lambda world: setattr(world, "open", False),
+}
+
+
+@pytest.mark.parametrize("name", TOUCHES)
+def test_row_says_no_once_anything_was_touched(name: str) -> None:
+    row, world = make_world()
+    assert row.holds()
+    TOUCHES[name](world)
+    assert not row.holds()
+
+
+def test_row_without_expectations_holds() -> None:
+    assert Untouched().holds()
+
+
+def test_row_knows_a_learning_rate_in_a_tensor_by_what_and_where_it_is() -> None:
+    rate = torch.tensor(0.1)
+    optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(2))], lr=rate, fused=True)
+    row = Untouched()
+    NumbersGuard(optimizer).expect(row)
+    assert row.holds()
+    rate.fill_(0.2)  # live: the kernel reads it where it is
+    assert row.holds()
+    optimizer.param_groups[0]["lr"] = torch.tensor(0.2)
+    assert not row.holds()
+
+
+@pytest.mark.parametrize("setter", ["set_growth_factor", "set_backoff_factor", "set_growth_interval"])
+def test_row_knows_the_numbers_of_a_grad_scaler(setter: str) -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    scaler.scale(torch.ones(1))
+    row = Untouched()
+    ScalerGuard(scaler).expect(row)
+    assert row.holds()
+    getattr(scaler, setter)(3)
+    assert not row.holds()
