@@ -21,9 +21,9 @@ from stepgraph.capture.runner import Runner
 from stepgraph.capture.session import Session
 from stepgraph.capture.use import Rivals
 from stepgraph.signature import AmbientReader
-from stepgraph.state.guards import RegistrationEvents
 from stepgraph.state.param_grads import ParamGrads
 from stepgraph.state.reach import devices
+from stepgraph.state.registration import RegistrationEvents
 
 if TYPE_CHECKING:
     from stepgraph.capture.manager import CudaGraphManager

@@ -18,7 +18,7 @@ from stepgraph.capture.warmup import flags_of, note_result, refuse_obstacles, su
 from stepgraph.errors import CaptureError
 from stepgraph.state.ddp import Replicas, refuse_replicas
 from stepgraph.state.grads import GradCapture
-from stepgraph.state.guards import ModelGuard, RegistrationEvents, refuse_hooks
+from stepgraph.state.guards import ModelGuard, refuse_hooks
 from stepgraph.state.nonfinite import Flags
 from stepgraph.state.optimizer import (
     BornState,
@@ -33,6 +33,7 @@ from stepgraph.state.optimizer import (
 )
 from stepgraph.state.reach import reachable
 from stepgraph.state.read_numbers import ReadNumbers
+from stepgraph.state.registration import RegistrationEvents
 from stepgraph.state.rng_tracker import NamesGuard, tracker_for
 from stepgraph.state.scaler import ScalerCapture, ScalerGuard, scalers_of
 from stepgraph.state.watch import Watch

@@ -11,15 +11,14 @@ from __future__ import annotations
 
 import functools
 import operator
-import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.nn.modules import module as torch_module
 from torch.utils.hooks import RemovableHandle
 
 from stepgraph.errors import CaptureError
+from stepgraph.state.registration import RegistrationEvents
 from stepgraph.state.untouched import Untouched
 
 _data_ptr = torch.Tensor.data_ptr
@@ -31,51 +30,10 @@ def _compare_addresses(tensors: list[torch.Tensor], addresses: list[int], indice
     return list(map(_data_ptr, tensors)) == addresses
 
 
-# torch's builds for CUDA have this in C++, several times as fast
+# torch's builds for CUDA have this in C++
 _same_addresses: Callable[[list[torch.Tensor], list[int], list[int]], bool] = getattr(
     torch._C, "_tensors_data_ptrs_at_indices_equal", _compare_addresses
 )
-
-
-class RegistrationEvents:
-    """Listens to torch's registration hooks; counts what is registered on the modules it is told of."""
-
-    def __init__(self) -> None:
-        self.count = 0
-        self._modules: set[int] = set()
-        self._handles: list[RemovableHandle] = []
-        self._finalizer = weakref.finalize(self, _remove_all, self._handles)
-
-    def listen_to(self, modules: Sequence[torch.nn.Module]) -> None:
-        """Count registrations on these modules, too."""
-        self._modules.update(map(id, modules))
-        if not self._handles:
-            hook = functools.partial(_registered, weakref.ref(self))
-            self._handles += [
-                torch_module.register_module_parameter_registration_hook(hook),
-                torch_module.register_module_buffer_registration_hook(hook),
-                torch_module.register_module_module_registration_hook(hook),
-            ]
-
-    def saw(self, module: torch.nn.Module) -> None:
-        self.count += id(module) in self._modules
-
-    def close(self) -> None:
-        """Listen no more."""
-        self._modules.clear()
-        self._finalizer()
-
-
-def _registered(events: weakref.ref[RegistrationEvents], module: torch.nn.Module, name: str, value: Any) -> None:
-    listener = events()
-    if listener is not None:
-        listener.saw(module)
-
-
-def _remove_all(handles: list[RemovableHandle]) -> None:
-    for handle in handles:
-        handle.remove()
-    handles.clear()
 
 
 class ModelGuard:
