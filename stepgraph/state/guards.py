@@ -23,6 +23,7 @@ from stepgraph.state.untouched import Untouched
 
 _data_ptr = torch.Tensor.data_ptr
 _requires_grad = operator.attrgetter("requires_grad")
+_children = operator.attrgetter("_modules")
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
@@ -68,8 +69,8 @@ class ModelGuard:
         self._addresses = list(map(_data_ptr, self._tensors))
         self._indices = list(range(len(self._tensors)))
         self._flags = list(map(_requires_grad, self._parameters))
-        self._children = [m._modules for m in modules if m._modules]
-        self._num_children = list(map(len, self._children))
+        self._parents = [m for m in modules if m._modules]
+        self._num_children = self._count_children()
         self._layout = self._read_layout()
         self._admitted: frozenset[str] = frozenset()
         self._hooks = self._read_hooks()
@@ -102,13 +103,16 @@ class ModelGuard:
         return (
             self._events.count == self._events_seen
             and RemovableHandle.next_id == self._handles_seen
-            and list(map(len, self._children)) == self._num_children
+            and self._count_children() == self._num_children
             and all(self._hooked)
         )
 
+    def _count_children(self) -> list[int]:
+        return list(map(len, map(_children, self._parents)))
+
     def _look_through(self) -> str | None:
         """Look at modules and hooks, after an event."""
-        if self._events.count != self._events_seen or list(map(len, self._children)) != self._num_children:
+        if self._events.count != self._events_seen or self._count_children() != self._num_children:
             layout = self._read_layout()
             if layout != self._layout:
                 return self._changed_layout(layout)
