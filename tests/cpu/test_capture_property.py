@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
@@ -28,9 +29,13 @@ ACTIONS = (
     "size",
     "optimizer",
 )
+RARE = ("freeze", "unfreeze", "swap data", "swap back", "value", "same value", "buffer", "load", "load optimizer")
+RARE_CALLS = (9, 12, 15)
+"""The calls before which something is done that makes the step be captured anew."""
 
 
-def build(optimizer_name: str, pieces: list[str], actions: list[str]) -> Program:
+def build(optimizer_name: str, pieces: list[str], actions: list[str], rare: list[str]) -> Program:
+    weight = {"of the loss": 1.25}
     model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Dropout(0.2), nn.Linear(6, 2))
     average = [p.detach().clone() for p in model.parameters()]
     optimizer = OPTIMIZERS[optimizer_name](model.parameters())
@@ -43,7 +48,7 @@ def build(optimizer_name: str, pieces: list[str], actions: list[str]) -> Program
             elif piece == "zero in place":
                 optimizer.zero_grad(set_to_none=False)
             elif piece == "backward":
-                loss = model(x).pow(2).mean()
+                loss = model(x).pow(2).mean() * weight["of the loss"]
                 loss.backward()
             elif piece == "clip":
                 nn.utils.clip_grad_norm_(model.parameters(), 0.1)
@@ -57,7 +62,27 @@ def build(optimizer_name: str, pieces: list[str], actions: list[str]) -> Program
                     model[0].bias.add_(torch.randn(6), alpha=1e-3)
         return loss
 
+    first = model[0].weight.data
+
+    def do_rarely(action: str) -> None:
+        if action in ("freeze", "unfreeze"):
+            model[3].requires_grad_(action == "unfreeze")
+        elif action in ("swap data", "swap back"):
+            model[0].weight.data = model[0].weight.data.clone() if action == "swap data" else first
+        elif action in ("value", "same value"):
+            weight["of the loss"] = weight["of the loss"] * (1.5 if action == "value" else 1.0)
+        elif action == "buffer":
+            model[1].running_mean = torch.zeros(6)
+        elif action == "load":
+            model.load_state_dict(
+                {k: v.mul(0.5) if v.is_floating_point() else v for k, v in model.state_dict().items()}
+            )
+        else:
+            optimizer.load_state_dict(optimizer.state_dict())
+
     def before_call(index: int) -> None:
+        if index in RARE_CALLS and rare:
+            do_rarely(rare[RARE_CALLS.index(index) % len(rare)])
         action = actions[index % len(actions)]
         parameters = list(model.parameters())
         if action == "zero to none":
@@ -85,12 +110,15 @@ def build(optimizer_name: str, pieces: list[str], actions: list[str]) -> Program
     st.sampled_from(sorted(OPTIMIZERS)),
     st.lists(st.sampled_from(PIECES), min_size=1, max_size=6),
     st.lists(st.sampled_from(ACTIONS), min_size=1, max_size=5),
+    st.lists(st.sampled_from(RARE), max_size=3),
 )
-@example("adamw", ["zero to none"], ["own grad"])  # parameters that only zero_grad touches
-@example("adamw fused", ["optimizer"], ["nothing", "nothing", "own grad"])  # state that would be born in the capture
+@example("adamw", ["zero to none"], ["own grad"], [])  # parameters that only zero_grad touches
+@example("adamw fused", ["optimizer"], ["nothing", "nothing", "own grad"], [])  # state born in the capture, if let
+@example("sgd", ["zero to none", "backward", "optimizer"], ["nothing"], ["swap data", "value", "swap back"])
+@pytest.mark.filterwarnings("ignore::stepgraph.StepgraphWarning")
 def test_any_step_with_anything_between_its_calls_equals_eager(
-    optimizer: str, pieces: list[str], actions: list[str]
+    optimizer: str, pieces: list[str], actions: list[str], rare: list[str]
 ) -> None:
     assert_captured_equals_eager(
-        lambda device: build(optimizer, pieces, actions), torch.device("cpu"), warmup=2, max_graphs=16
+        lambda device: build(optimizer, pieces, actions, rare), torch.device("cpu"), warmup=2, max_graphs=16
     )
