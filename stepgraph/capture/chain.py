@@ -24,18 +24,18 @@ from stepgraph.state.rng_tracker import tracker_for
 
 @dataclass(frozen=True, slots=True)
 class GraphLink:
-    """A segment that is replayed, and what `.grad` is after it."""
+    """A segment that is replayed."""
 
     graph: Graph
-    grads: Attachment
 
 
 @dataclass(frozen=True, slots=True)
 class EagerLink:
-    """A segment that is called."""
+    """A segment that is called, and what it finds in `.grad`: what the step has left there, by a graph or by Python."""
 
     name: str
     call: Callable[[], Any]
+    grads: Attachment
 
 
 class Chain:
@@ -48,38 +48,43 @@ class Chain:
         self._session = session
         self._in_turn = self._plan()
 
-    def _plan(self) -> list[tuple[Callable[[], Any], Attachment]]:
-        """Each link's work, and which gradients it changes for a step that finds them as it left them."""
+    def _plan(self) -> list[tuple[Attachment, Callable[[], Any]]]:
+        """Each link's work, and the gradients to change before it in a step that finds them as it left them."""
         now = {id(parameter): grad for parameter, grad in self.final}
-        plan: list[tuple[Callable[[], Any], Attachment]] = []
+
+        def changes(grads: Attachment) -> Attachment:
+            found = [(p, g) for p, g in grads if now.get(id(p)) is not g]
+            now.update({id(p): g for p, g in found})
+            return found
+
+        plan: list[tuple[Attachment, Callable[[], Any]]] = []
         for link in self.links:
-            changes: Attachment = []
             if isinstance(link, GraphLink):
-                changes = [(p, g) for p, g in link.grads if now.get(id(p)) is not g]
-                now.update({id(p): g for p, g in changes})
-            plan.append((link.graph.launch if isinstance(link, GraphLink) else link.call, changes))
-        last = [(p, g) for p, g in self.final if now.get(id(p)) is not g]
-        return [*plan, (_nothing, last)] if last else plan
+                plan.append(([], link.graph.launch))
+            else:
+                plan.append((changes(link.grads), link.call))
+        last = changes(self.final)
+        return [*plan, (last, _nothing)] if last else plan
 
     @property
     def single_launch(self) -> Callable[[], Any] | None:
         """What a steady replay comes down to where it is one graph and no gradient changes hands."""
-        run, changes = self._in_turn[0] if len(self._in_turn) == 1 else (None, ())
+        changes, run = self._in_turn[0] if len(self._in_turn) == 1 else ((), None)
         return None if changes else run
 
     def replay(self, *, steady: bool = False) -> None:
         """Run the step once. `steady`: every `.grad` is what this chain left at its last replay."""
         if steady:
-            for run, changes in self._in_turn:
-                run()
+            for changes, run in self._in_turn:
                 if changes:
                     attach(changes)
+                run()
             return
         for link in self.links:
             if isinstance(link, GraphLink):
                 link.graph.replay()
-                attach(link.grads)
             else:
+                attach(link.grads)
                 link.call()
         attach(self.final)
 
@@ -138,8 +143,8 @@ class ChainRecorder:
                 fix="call it from the thread that runs the step, before the step returns.",
             )
         with self._random.left() as forked:  # each graph begins and ends with every random state in its place
-            self._end_graph()
-            self._links.append(EagerLink(name, self._random.under(forked, call)))
+            grads = self._end_graph()
+            self._links.append(EagerLink(name, self._random.under(forked, call), grads))
             self._begin_graph()
 
     def finish(self) -> Chain:
@@ -163,7 +168,7 @@ class ChainRecorder:
         self._graph.begin()
 
     def _end_graph(self) -> Attachment:
-        """End the current graph; an empty one is no segment."""
+        """End the current graph, an empty one is no segment; what `.grad` is from here on."""
         assert self._graph is not None
         assert self._grads is not None
         grads = self._grads.end_segment()
@@ -175,5 +180,5 @@ class ChainRecorder:
             graph.free()
         else:
             self._session.adopt(graph)
-            self._links.append(GraphLink(graph, grads))
+            self._links.append(GraphLink(graph))
         return grads

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import operator
 from collections.abc import Callable, Iterator, Sequence, Sized
 from dataclasses import dataclass
 from typing import Any
@@ -86,6 +85,8 @@ class NumbersGuard:
         self._num_hooks = self._count_hooks()
         self._list = optimizer.param_groups
         self._groups = [_GroupNumbers(group) for group in self._list]
+        self._row = Untouched()
+        self.expect(self._row)
 
     def _count_hooks(self) -> list[int]:
         return list(map(len, self._hooks))
@@ -102,14 +103,9 @@ class NumbersGuard:
 
     def changed(self) -> str | None:
         """The first number that is not what it was, in words."""
-        groups = self.optimizer.param_groups
-        if len(groups) == len(self._groups) and self._count_hooks() == self._num_hooks:
-            for captured, group in zip(self._groups, groups, strict=True):
-                if not captured.is_untouched(group):
-                    break
-            else:
-                return None
-        name = type(self.optimizer).__name__
+        if self._row.holds():
+            return None
+        groups, name = self.optimizer.param_groups, type(self.optimizer).__name__
         if len(groups) != len(self._groups):
             return f"{name}.param_groups: a group was added or removed"
         for index, (captured, group) in enumerate(zip(self._groups, groups, strict=True)):
@@ -126,7 +122,6 @@ class _GroupNumbers:
         keys = [k for k in group if k != "params"]
         self._plain = [k for k in keys if not _has_tensor(group[k])]
         self._values = [list(v) if isinstance(v := group[k], list) else v for k in self._plain]
-        self._read = operator.itemgetter(*self._plain, "params")
         self._tensors = [(k, group[k], _address(group[k])) for k in keys if _has_tensor(group[k])]
         self._params, self._num_params = group["params"], len(group["params"])
         self.group = group
@@ -154,16 +149,6 @@ class _GroupNumbers:
             return None
         pairs = zip(self._plain, self._values, now, strict=True)
         return next(f"[{key!r}] {one} -> {two}" for key, one, two in pairs if one != two)
-
-    def is_untouched(self, group: dict[str, Any]) -> bool:
-        """Whether the numbers are the very objects they were, as they nearly always are."""
-        try:
-            numbers = self._read(group)  # the list of parameters comes last, and has no partner in `_values`
-        except KeyError:
-            return False
-        if self._tensors or len(numbers[-1]) != self._num_params:
-            return False
-        return all(map(operator.is_, numbers, self._values))
 
 
 def _has_tensor(value: Any) -> bool:

@@ -25,6 +25,7 @@ from stepgraph.state.reach import reachable
 from stepgraph.state.untouched import Untouched
 
 _CALLS = ("unscale_", "step", "update")
+_NUMBERS = ("growth_factor", "backoff_factor", "growth_interval", "enabled")
 
 
 def scalers_of(function: Callable[..., Any]) -> list[torch.amp.GradScaler]:
@@ -102,15 +103,14 @@ class ScalerGuard:
         self._tensors = (scaler._scale, scaler._growth_tracker)
         self._numbers = self._read()
 
-    def _read(self) -> tuple[float, float, int, bool]:
-        s = self._scaler
-        return (s._growth_factor, s._backoff_factor, s._growth_interval, s._enabled)
+    def _read(self) -> tuple[Any, ...]:
+        return tuple(getattr(self._scaler, f"_{name}") for name in _NUMBERS)
 
     def expect(self, row: Untouched) -> None:
         """What `changed` comes down to."""
-        names = ("_scale", "_growth_tracker", "_growth_factor", "_backoff_factor", "_growth_interval", "_enabled")
+        names = ("scale", "growth_tracker", *_NUMBERS)
         for name, value in zip(names, (*self._tensors, *self._numbers), strict=True):
-            row.attribute(self._scaler, name, value)
+            row.attribute(self._scaler, f"_{name}", value)
 
     def changed(self) -> str | None:
         """What is not as it was; the scale itself is live."""
@@ -120,6 +120,5 @@ class ScalerGuard:
         now = self._read()
         if now == self._numbers:
             return None
-        names = ("growth_factor", "backoff_factor", "growth_interval", "enabled")
-        pairs = zip(names, self._numbers, now, strict=True)
+        pairs = zip(_NUMBERS, self._numbers, now, strict=True)
         return next(f"GradScaler {name} {one} -> {two}" for name, one, two in pairs if one != two)

@@ -69,15 +69,16 @@ class _Group:
         return tuple([read(where, key) for read, where, key in self.places])
 
     def expect(self, row: Untouched) -> None:
-        containers = {id(where): where for _, where, _ in self.places}
-        if self.plain and len(containers) == 1 and all(read is operator.getitem for read, _, _ in self.places):
+        ways = {read for read, _, _ in self.places}
+        containers = {id(where) for _, where, _ in self.places}
+        if not self.tensors and ways == {operator.getitem} and len(containers) == 1:
             keys = [key for _, _, key in self.places]
             row.items(self.places[0][1], dict(zip(keys, self.values, strict=True)))
-        elif self.plain or self.tensors:
-            row.ask(self.holds)
+        elif not self.tensors and ways == {getattr}:
+            for (_, where, key), value in zip(self.places, self.values, strict=True):
+                row.attribute(where, key, value)
         else:
-            for (read, where, key), value in zip(self.places, self.values, strict=True):
-                (row.attribute if read is getattr else row.item)(where, key, value)
+            row.ask(self.holds)
 
     def holds(self) -> bool:
         try:

@@ -307,3 +307,34 @@ def test_accumulation_number_of_microbatches_as_an_argument(device: torch.device
         return Program(step, [(torch.randn(8, 8, device=device), n) for n in numbers], [model], [made])
 
     assert assert_captured_equals_eager(build_one, device).graphs == 3
+
+
+@pytest.mark.parametrize("own_grads", [False, True], ids=["gradients of the step", "gradients of the loop"])
+@pytest.mark.parametrize("first", ["step", "zero_grad"])
+def test_accumulation_gradients_dropped_between_two_optimizer_steps(
+    first: str, own_grads: bool, device: torch.device
+) -> None:
+    """Between two cuts nothing may be recorded at all, and yet `.grad` be another: the optimizer must find it so."""
+
+    def program(device: torch.device) -> Program:
+        model = torch.nn.Linear(4, 2).to(device)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+        def step(x: torch.Tensor) -> torch.Tensor:
+            if first == "step":
+                optimizer.step()
+            optimizer.zero_grad()
+            optimizer.step()
+            loss = model(x).pow(2).mean()
+            loss.backward()
+            return loss
+
+        def before_call(index: int) -> None:
+            if own_grads:
+                for parameter in model.parameters():
+                    parameter.grad = torch.full_like(parameter, 0.1)
+
+        batches = [(torch.randn(3, 4, device=device),) for _ in range(8)]
+        return Program(step, batches, [model], [optimizer], before_call=before_call)
+
+    assert_captured_equals_eager(program, device)

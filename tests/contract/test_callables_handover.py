@@ -203,12 +203,17 @@ def test_a_program_that_changes_for_good_is_replayed_again(device: torch.device)
     assert rank.graphed[0].report().eager_calls == rank.num_microbatches
 
 
-def test_a_gradient_that_is_kept_in_a_later_round_is_an_error_before_it_is_overwritten(device: torch.device) -> None:
-    order, layers = ORDERS["1f1b"]
+def running(device: torch.device, case: str, rounds: int) -> tuple[Rank, torch.Tensor, list[torch.Tensor]]:
+    """A graphed rank after so many rounds, its batch, and the losses."""
+    order, layers = ORDERS[case]
     rank = Rank(device, order, layers, make=Once)
     rank.capture()
     batch = torch.randn(1, rank.num_microbatches, rank.batch, WIDTH, device=device)
-    losses = [rank.run(batch) for _ in range(3)]
+    return rank, batch, [rank.run(batch) for _ in range(rounds)]
+
+
+def test_a_gradient_that_is_kept_in_a_later_round_is_an_error_before_it_is_overwritten(device: torch.device) -> None:
+    rank, batch, losses = running(device, "1f1b", rounds=3)
     kept: list[torch.Tensor] = []
     values: list[torch.Tensor] = []
 
@@ -227,11 +232,7 @@ def test_a_gradient_that_is_kept_in_a_later_round_is_an_error_before_it_is_overw
 
 
 def test_a_result_kept_later_is_an_error_where_weight_gradients_are_split_off(device: torch.device) -> None:
-    order, layers = ORDERS["weights split off"]
-    rank = Rank(device, order, layers, make=Once)
-    rank.capture()
-    batch = torch.randn(1, rank.num_microbatches, rank.batch, WIDTH, device=device)
-    losses = [rank.run(batch) for _ in range(2)]
+    rank, batch, losses = running(device, "weights split off", rounds=2)
     kept: list[torch.Tensor] = []
     rank.between = lambda call, hidden: (kept.append(hidden), call(hidden))[1]
     values: list[torch.Tensor] = []

@@ -114,6 +114,7 @@ def build(optimizer_name: str, pieces: list[str], actions: list[str], rare: list
 )
 @example("adamw", ["zero to none"], ["own grad"], [])  # parameters that only zero_grad touches
 @example("adamw fused", ["optimizer"], ["nothing", "nothing", "own grad"], [])  # state born in the capture, if let
+@example("adamw", ["optimizer", "zero to none", "optimizer", "backward"], ["nothing"], [])  # nothing but Python between
 @example("sgd", ["zero to none", "backward", "optimizer"], ["nothing"], ["swap data", "value", "swap back"])
 @pytest.mark.filterwarnings("ignore::stepgraph.StepgraphWarning")
 def test_any_step_with_anything_between_its_calls_equals_eager(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,9 +14,11 @@ from hypothesis import strategies as st
 from torch import nn
 
 import stepgraph
+from stepgraph import CapturedStep
 from stepgraph.capture.site import CapturedCall
 
 RATE, MOMENTUM, SCALE = 0.1, 0.9, 1.5
+X = torch.ones(4, 4)
 
 
 @dataclass
@@ -34,17 +37,23 @@ class Training:
         return loss
 
 
-def make_training(**kwargs: Any) -> Training:
+def make_training() -> Training:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
-    optimizer = torch.optim.SGD(model.parameters(), lr=RATE, momentum=MOMENTUM, **kwargs)
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE, momentum=MOMENTUM)
     return Training(model, optimizer, {"loss": SCALE})
 
 
-def captured_call(step: stepgraph.CapturedStep[..., Any]) -> CapturedCall:
-    (site,) = step._sites.values()
-    (call,) = site.calls
-    return call
+@contextlib.contextmanager
+def captured(training: Training | None = None) -> Iterator[tuple[Training, CapturedStep[..., Any], CapturedCall]]:
+    """A step that is replayed already, and its one graph."""
+    training = training or make_training()
+    with stepgraph.capture(training.step, backend="tape") as step:
+        for _ in range(6):
+            step(X)
+        (site,) = step._sites.values()
+        (call,) = site.calls
+        yield training, step, call
 
 
 def set_number(key: str, value: Any) -> Callable[[Training], None]:
@@ -142,12 +151,7 @@ CHANGES: dict[str, Callable[[Training], None]] = {
 
 @pytest.mark.parametrize("name", CHANGES)
 def test_untouched_is_denied_after_a_change(name: str) -> None:
-    training = make_training()
-    x = torch.randn(4, 4)
-    with stepgraph.capture(training.step, backend="tape") as step:
-        for _ in range(6):
-            step(x)
-        call = captured_call(step)
+    with captured() as (training, _, call):
         assert call.is_untouched()
         CHANGES[name](training)
         assert not call.is_untouched()
@@ -172,62 +176,38 @@ def put_back(training: Training) -> None:
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.sampled_from([*CHANGES.values(), put_back, put_back]), max_size=5))
 def test_untouched_is_never_said_where_a_guard_tells_of_a_change(changes: list[Callable[[Training], None]]) -> None:
-    training = make_training()
-    x = torch.randn(4, 4)
-    with stepgraph.capture(training.step, backend="tape") as step:
-        for _ in range(6):
-            step(x)
-        call = captured_call(step)
+    with captured() as (training, _, call):
         for change in changes:
             change(training)
             assert not (call.is_untouched() and tells_of_a_change(call))
 
 
 def test_untouched_is_said_again_once_a_number_is_back() -> None:
-    training = make_training()
-    x, rate = torch.randn(4, 4), training.optimizer.param_groups[0]["lr"]
-    with stepgraph.capture(training.step, backend="tape") as step:
-        for _ in range(6):
-            step(x)
-        call = captured_call(step)
+    with captured() as (training, step, call):
         training.optimizer.param_groups[0]["lr"] = 0.3
         assert not call.is_untouched()
-        training.optimizer.param_groups[0]["lr"] = rate
+        training.optimizer.param_groups[0]["lr"] = RATE
         assert call.is_untouched()
-        step(x)
+        step(X)
         assert step.report().captures == 1
 
 
 def test_untouched_numbers_in_a_list_are_looked_at_each_time() -> None:
-    model = nn.Linear(4, 2)
+    model = nn.Sequential(nn.Linear(4, 2))
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     optimizer.param_groups[0]["betas"] = [0.9, 0.99]
-
-    def train_step(x: torch.Tensor) -> torch.Tensor:
-        optimizer.zero_grad()
-        loss = model(x).pow(2).mean()
-        loss.backward()
-        optimizer.step()
-        return loss
-
-    x = torch.randn(4, 4)
-    with stepgraph.capture(train_step, backend="tape") as step:
-        for _ in range(6):
-            step(x)
+    with captured(Training(model, optimizer, {"loss": SCALE})) as (_, step, call):
+        assert call.is_untouched()
         optimizer.param_groups[0]["betas"][0] = 0.5
-        step(x)
+        step(X)
         assert "betas" in next(iter(step.report().recapture_reasons))
 
 
 def test_untouched_calls_do_not_look_at_the_guards_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    training = make_training()
-    x = torch.randn(4, 4)
-    with stepgraph.capture(training.step, backend="tape") as step:
-        for _ in range(6):
-            step(x)
+    with captured() as (_, step, _):
         monkeypatch.setattr(CapturedCall, "fits", lambda self: pytest.fail("the long way was taken"))
         before = step.report().replays
-        step(x)
+        step(X)
         assert step.report().replays == before + 1
 
 
