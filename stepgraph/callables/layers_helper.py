@@ -36,7 +36,7 @@ from stepgraph.callables.samples import Sizes
 from stepgraph.capture.scopes import Part, ScopeRegistry, read_scope
 from stepgraph.errors import InvalidArgument
 from stepgraph.order.entries import is_count
-from stepgraph.state.guards import spelled
+from stepgraph.state.hooks import spelled
 
 _log = logging.getLogger(__name__)
 

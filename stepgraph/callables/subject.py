@@ -20,7 +20,8 @@ from stepgraph.capture.module_session import ModuleSession
 from stepgraph.capture.pair import with_modes
 from stepgraph.errors import StateChanged
 from stepgraph.signature import argument_names
-from stepgraph.state.guards import ModelGuard, refuse_hooks
+from stepgraph.state.guards import ModelGuard
+from stepgraph.state.hooks import refuse_hooks
 from stepgraph.state.reach import reachable
 from stepgraph.state.rng_tracker import NamesGuard
 from stepgraph.state.watch import Watch
@@ -125,7 +126,6 @@ class Subject:
             lambda value: spelled.get(id(value), type(value).__name__),
             self._shared.events,
             hooked=modules[1:] if runs_around else modules,
-            places=True,
         )
         self._model_guard = model
         values = Watch(self.original, SET_OUTSIDE, self.named_modules)

@@ -36,7 +36,8 @@ from stepgraph.signature import (
     refuse_tensor_classes,
 )
 from stepgraph.state.ddp import in_ddp
-from stepgraph.state.guards import ModelGuard, refuse_hooks
+from stepgraph.state.guards import ModelGuard
+from stepgraph.state.hooks import refuse_hooks
 from stepgraph.state.rng_tracker import CudaRNGStatesTracker, tracker_for
 from stepgraph.state.watch import Watch
 from stepgraph.tree import CallFlattener, Structure, settled, unflatten
@@ -359,7 +360,6 @@ class CudaGraphManager:
             lambda v: names.get(id(v), type(v).__name__),
             self.session.events,
             hooked=[*self._called_inside(), *passed],
-            places=True,
         )
         values = Watch(self.original, self.options.ignore, modules)
         site.guard = SiteGuard(model, values, self.pair().inside(), runner.names, lambda p: names[id(p)])

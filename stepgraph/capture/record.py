@@ -14,25 +14,26 @@ from stepgraph.capture.chain import Chain, ChainRecorder
 from stepgraph.capture.options import Options
 from stepgraph.capture.session import Session
 from stepgraph.capture.site import CapturedCall, Guards, Site
-from stepgraph.capture.warmup import flags_of, note_result, refuse_obstacles, surroundings
+from stepgraph.capture.warmup import flags_of, note_result, own_change, refuse_obstacles, surroundings
 from stepgraph.errors import CaptureError
 from stepgraph.state.ddp import Replicas, refuse_replicas
 from stepgraph.state.grads import GradCapture
-from stepgraph.state.guards import ModelGuard, refuse_hooks
+from stepgraph.state.guards import ModelGuard
+from stepgraph.state.hooks import refuse_hooks
 from stepgraph.state.nonfinite import Flags
 from stepgraph.state.optimizer import (
     BornState,
     HostCounters,
-    NumbersGuard,
     Placement,
-    StateGuard,
     captured_inside,
     check_forced,
     cut_at,
     place,
 )
+from stepgraph.state.optimizer_guards import NumbersGuard, ParametersGuard, StateGuard
 from stepgraph.state.reach import reachable
-from stepgraph.state.read_numbers import ReadNumbers
+from stepgraph.state.own_changes import ModelState
+from stepgraph.state.read_numbers import ReadNumbers, refusing_writes
 from stepgraph.state.registration import RegistrationEvents
 from stepgraph.state.rng_tracker import NamesGuard, tracker_for
 from stepgraph.state.scaler import ScalerCapture, ScalerGuard, scalers_of
@@ -100,7 +101,7 @@ class StepCapture:
         """
         signature = site.sign()
         refuse_obstacles(self._name, site)
-        refuse_hooks(self._name, site.touched.modules, self._options.safe_hooks, site.touched.name)
+        refuse_hooks(self._name, site.touched.modules, self._options.safe_hooks, site.touched.name, everywhere=True)
         refuse_replicas(self._name, site.touched, self._options.safe_hooks, self._session.backend)
         replicas = Replicas(site.touched.modules)
         placements = self.placements(site, moved)
@@ -146,7 +147,12 @@ class StepCapture:
         guards = Guards(
             tuple(NumbersGuard(o) for o in inside),
             (*(StateGuard(o) for o in inside), *(ScalerGuard(s) for s in recorded), *random.if_needed()),
-            ModelGuard(modules, parameters, site.touched.name, self._events),
+            tuple(ParametersGuard(o) for o in inside),
+            ModelGuard(
+                *(site.touched.all_modules, site.touched.all_parameters, site.touched.name, self._events),
+                hooked=modules,
+                whole_step=True,
+            ),
             Watch(whole, self._options.ignore, site.touched.named_modules, made.read.found),
             random,
             replicas,
@@ -177,7 +183,9 @@ class StepCapture:
             stack.enter_context(flags.at_optimizers())
             stack.enter_context(captured_inside(inside))
             stack.enter_context(read.noting(objects.values()))
+            stack.enter_context(refusing_writes(inside))
             stack.callback(register_optimizer_step_pre_hook(_refuse_unknown(known)).remove)
+            model = ModelState(site.touched.all_modules, site.touched.all_parameters)
             try:
                 grads.begin()
                 with self._session.workspace.capturing():
@@ -185,14 +193,21 @@ class StepCapture:
                         recorder.begin(grads)
                         outputs = StaticOutputs(self._function(*args, **kwargs))
                         found_flags = flags.finish(outputs.tree, site.touched.parameters)
+                        _refuse_own_change(self._name, model.changed(site.touched.name))
                         chain = recorder.finish()
                     except BaseException:
                         recorder.abort()
                         raise
             except BaseException:
+                model.restore()
                 grads.rollback()
                 raise
         return _Recording(chain, outputs, grads, scalers, found_flags, read)
+
+
+def _refuse_own_change(step: str, changed: str | None) -> None:
+    if changed is not None:
+        raise own_change(step, changed)
 
 
 def _refuse_unknown(known: set[int]) -> Callable[..., None]:

@@ -24,9 +24,11 @@ from stepgraph.signature import Signature
 from stepgraph.state.ddp import Replicas
 from stepgraph.state.grads import Attachment, carry_in
 from stepgraph.state.guards import ModelGuard
+from stepgraph.state.hooks import hooks_on, spelled
 from stepgraph.state.module_state import Touched
 from stepgraph.state.nonfinite import Flags
-from stepgraph.state.optimizer import HostCounters, NumbersGuard, StateGuard
+from stepgraph.state.optimizer import HostCounters
+from stepgraph.state.optimizer_guards import NumbersGuard, ParametersGuard, StateGuard
 from stepgraph.state.rng_tracker import NamesGuard
 from stepgraph.state.scaler import ScalerGuard
 from stepgraph.state.steady import SteadyParameters
@@ -46,8 +48,10 @@ class Guards:
     """Optimizers inside the graph, whose numbers are baked in: one that changes leaves the graph."""
     states: tuple[StateGuard | ScalerGuard | NamesGuard, ...]
     """The same optimizers' state, and recorded GradScalers: loaded anew, the step is captured anew."""
+    parameters: tuple[ParametersGuard, ...]
+    """Which parameters these optimizers step: changed, the step is looked at and captured anew."""
     model: ModelGuard
-    """Modules, parameters and buffers: changed, the step is looked at and captured anew."""
+    """Modules, parameters and buffers: the same."""
     values: Watch
     """Host values that the step reads: changed, the step is captured anew, or stays eager if they keep changing."""
     random: NamesGuard
@@ -128,13 +132,17 @@ class CapturedCall:
         row, guards = Untouched(), self.guards
         row.ask(self._modes_hold)
         guards.random.expect_fork(row)
-        for guard in (guards.replicas, self._steady, guards.model, *guards.numbers, *guards.states, guards.values):
+        optimizers = (*guards.parameters, *guards.numbers, *guards.states)
+        for guard in (guards.replicas, self._steady, guards.model, *optimizers, guards.values):
             guard.expect(row)
         return row
 
     def model_changed(self) -> str | None:
         """What is another about the model than at capture, after `fits` has looked at the parameters."""
-        return self.guards.model.changed(flags_seen=self._is_steady)
+        changed = self.guards.model.changed(flags_seen=self._is_steady)
+        for guard in self.guards.parameters if changed is None else ():
+            changed = changed or guard.changed()
+        return changed
 
     def replay(self, leaves: Sequence[object]) -> None:
         """Run the captured step once on these inputs, after `fits` or `is_untouched` has looked at the gradients."""
@@ -218,8 +226,12 @@ class Site:
         return replace(self._call, leaves=leaves)
 
     def with_objects(self, step: Callable[..., Any]) -> Callable[..., Any]:
-        """The step and the objects passed to it, to look into: what they hold is baked in as a closure's values are."""
-        return functools.partial(step, **self.keep_alive) if self.keep_alive else step
+        """The step, the objects passed to it and the hooks that its backward runs, to look into.
+
+        What they hold is baked in as a closure's values are.
+        """
+        hooks = {f"hook {spelled(hook)}": hook for hook in hooks_on(self.touched.parameters)}
+        return functools.partial(step, **self.keep_alive, **hooks) if self.keep_alive or hooks else step
 
     def sibling(self, call: Signature, credit: int) -> Site:
         """A site for calls of another shape that touch the same things, warm as this one is."""
@@ -264,5 +276,10 @@ class Site:
         self._warm.clear()
         self._credit = credit
 
-    def count_warm_call(self) -> None:
-        self._warm[self._mode()] += 1
+    def modes(self) -> dict[int, bool]:
+        """Which modules are in training, as far as they are known."""
+        return {id(m): m.training for m in self.touched.modules}
+
+    def count_warm_call(self, before: dict[int, bool]) -> None:
+        """Count an eager call that began in these modes."""
+        self._warm[frozenset(id(m) for m in self.touched.modules if before.get(id(m), m.training))] += 1

@@ -133,23 +133,23 @@ class CapturedStep(Generic[P, R]):
         return self._without_graph(site, leaves, structure, keys, ambient)
 
     def _replay(self, site: Site, call: CapturedCall, leaves: Sequence[Any], structure: Structure) -> Any:
+        rebuilt = call.model_changed()  # first what makes the step be looked at anew: it may do anything now
+        if rebuilt is not None:
+            return self._start_over(site, rebuilt, leaves, structure)
         guards = call.guards
-        for guard in guards.numbers:
-            moved = guard.changed()
-            if moved is not None:
-                self._moved[id(guard.optimizer)] = moved
-                return self._recapture(site, call, moved, leaves, structure)
+        changes = guards.values.changed()
+        if changes:
+            return self._values_changed(site, call, changes, leaves, structure)
         for state in guards.states:
             loaded = state.changed()
             if loaded is not None:
                 self._raise_if_strict(loaded)
                 return self._recapture(site, call, loaded, leaves, structure)
-        rebuilt = call.model_changed()
-        if rebuilt is not None:
-            return self._start_over(site, rebuilt, leaves, structure)
-        changes = guards.values.changed()
-        if changes:
-            return self._values_changed(site, call, changes, leaves, structure)
+        for guard in guards.numbers:
+            moved = guard.changed()
+            if moved is not None:
+                self._moved[id(guard.optimizer)] = moved
+                return self._recapture(site, call, moved, leaves, structure)
         return self._run(call, leaves)
 
     def _run(self, call: CapturedCall, leaves: Sequence[Any]) -> Any:
@@ -235,8 +235,9 @@ class CapturedStep(Generic[P, R]):
         return self._warm_up(site, decision.reason, leaves, structure)
 
     def _warm_up(self, site: Site, reason: str, leaves: Sequence[Any], structure: Structure) -> Any:
+        modes = site.modes()
         result, flags = warm_up(self._function, leaves, structure, site, self._session, self._options)
-        site.count_warm_call()
+        site.count_warm_call(modes)
         self._counts.eager_reasons[reason] += 1
         self._flags.post(self._counts.calls, flags, self._backend)
         return detached(result)

@@ -29,7 +29,9 @@ from stepgraph.signature import is_plain
 from stepgraph.state.ddp import finding_default_stream
 from stepgraph.state.module_state import discovering
 from stepgraph.state.nonfinite import FlagCollector, Flags
-from stepgraph.state.optimizer import NumbersGuard, capturable_on_cpu, make_capturable
+from stepgraph.state.optimizer import capturable_on_cpu, make_capturable
+from stepgraph.state.optimizer_guards import NumbersGuard
+from stepgraph.state.own_changes import ModelState
 from stepgraph.state.rng import HostRandomWatch
 from stepgraph.state.scaler import scalers_of
 from stepgraph.state.watch import Watch
@@ -66,6 +68,7 @@ def warm_up(
     whole = site.with_objects(step)
     flags = flags_of(site, options, step)
     values = Watch(whole, options.ignore, site.touched.named_modules)
+    model = ModelState(site.touched.all_modules, site.touched.all_parameters)
 
     def see(optimizer: Optimizer) -> None:
         if options.optimizer == "capturable" and not all(g.get("capturable") for g in optimizer.param_groups):
@@ -91,6 +94,9 @@ def warm_up(
             site.obstacles["host-value"] = f"the step itself changes {changed}"
     for change in values.changed():
         site.obstacles["host-value"] = f"the step itself changes {change}"
+    changed_model = model.changed(site.touched.name)
+    if changed_model is not None:
+        site.obstacles["own-change"] = f"the step itself {changed_model}"
     for name in unrecordable[:1]:
         site.obstacles["ddp-stream"] = f"DDP accumulates the gradient of `{name}` on the default stream"
     note_result(site, result)
@@ -150,6 +156,10 @@ _WHY = {
         "change it outside the step (call scheduler.step() after it, count and append in the loop), make it a tensor "
         "that is changed in place, or, if nothing depends on it, name it in ignore=[...].",
     ),
+    "own-change": (
+        "a replay runs no Python: the model would stay as the capture left it.",
+        "change tensors in place (buffer.copy_(new), p.data.sub_(update)), and modes and flags outside the step.",
+    ),
     "ddp-stream": (
         "its accumulators remember the stream that DDP was built on, and CUDA records nothing on the default one.",
         "build it on the session's stream: `with session.stream(): model = DistributedDataParallel(model)`, and "
@@ -160,6 +170,12 @@ _WHY = {
         "return a tensor (loss.detach(), not loss.item()), or compute the value outside the step.",
     ),
 }
+
+
+def own_change(step: str, what: str) -> CaptureError:
+    """The error for a step that changes its own model behind the graph's back."""
+    why, fix = _WHY["own-change"]
+    return CaptureError(f"{step}: the step itself {what}", rule="own-change", why=why, fix=fix)
 
 
 def refuse_obstacles(step: str, site: Site) -> None:

@@ -25,6 +25,7 @@ class Touched:
 
     def __init__(self) -> None:
         self._modules: dict[int, torch.nn.Module] = {}
+        self._named: dict[int, torch.nn.Module] = {}
         self._parameters: dict[int, torch.Tensor] = {}
         self._optimizers: dict[int, Optimizer] = {}
         self._names: dict[int, str] = {}
@@ -35,8 +36,21 @@ class Touched:
         return list(self._modules.values())
 
     @property
+    def all_modules(self) -> list[torch.nn.Module]:
+        """Those that the step calls and those that it can name: it may use their weights in a way of its own."""
+        return list((self._modules | self._named).values())
+
+    @property
     def parameters(self) -> list[torch.Tensor]:
         return list(self._parameters.values())
+
+    @property
+    def all_parameters(self) -> list[torch.Tensor]:
+        """The parameters that get gradients, and all others of the modules."""
+        found = dict(self._parameters)
+        for module in self._named.values():
+            found |= {id(p): p for p in module._parameters.values() if p is not None}
+        return list(found.values())
 
     @property
     def optimizers(self) -> list[Optimizer]:
@@ -55,7 +69,7 @@ class Touched:
         """A module with all that is in it."""
         if id(module) in self._modules:
             return
-        root = name or self._fresh_root(type(module).__name__)
+        root = name or self._root(module)
         for path, child in module.named_modules():
             if id(child) not in self._modules:
                 self._modules[id(child)] = child
@@ -63,8 +77,11 @@ class Touched:
         for path, parameter in module.named_parameters():
             self.add_parameter(parameter, f"{root}.{path}")
 
-    def _fresh_root(self, kind: str) -> str:
-        """A name for a model that no other one has."""
+    def _root(self, module: torch.nn.Module) -> str:
+        """The name of a model: its own, or one that no other has."""
+        if id(module) in self._names:
+            return self._names[id(module)]
+        kind = type(module).__name__
         self._roots[kind] += 1
         return kind if self._roots[kind] == 1 else f"{kind}#{self._roots[kind]}"
 
@@ -80,9 +97,13 @@ class Touched:
     def add_reachable(self, value: Any) -> None:
         """Parameters that the step can name, whatever it does with them: it may only zero their gradients."""
         if isinstance(value, torch.nn.Module):
+            root = self._root(value)
+            for path, module in value.named_modules():
+                self._named.setdefault(id(module), module)
+                self._names.setdefault(id(module), f"{root}.{path}" if path else root)
             for path, parameter in value.named_parameters():
                 if parameter.requires_grad:
-                    self.add_parameter(parameter, f"{type(value).__name__}.{path}")
+                    self.add_parameter(parameter, f"{root}.{path}")
         elif isinstance(value, Optimizer):
             for group in value.param_groups:
                 for parameter in group["params"]:

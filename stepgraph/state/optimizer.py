@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-from collections.abc import Callable, Iterator, Sequence, Sized
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,8 +21,8 @@ from torch.optim.optimizer import Optimizer
 
 from stepgraph.backends import Backend
 from stepgraph.errors import CaptureError, entry
+from stepgraph.state.optimizer_guards import all_have_hooks, has_other_step, step_hooks
 from stepgraph.state.patch import shadowed
-from stepgraph.state.untouched import Untouched
 
 MODES = ("auto", "inside", "outside", "capturable")
 _FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
@@ -45,8 +45,12 @@ def place(optimizer: Optimizer, mode: str, moved: str | None = None) -> Placemen
         return Placement(False, "optimizer='outside'")
     if moved is not None:
         return Placement(False, f"its numbers change: {moved}")
-    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+    if has_other_step(optimizer):
+        return Placement(False, "its step was replaced by other code")
+    if any(step_hooks(optimizer)):
         return Placement(False, "it has step hooks, which must run at each step")
+    if all_have_hooks():
+        return Placement(False, "all optimizers have step hooks, which must run at each step")
     if kind in _FUSED and all(group.get("fused") for group in optimizer.param_groups):
         return Placement(True, "fused: its step count is on the device")
     if all(group.get("capturable") for group in optimizer.param_groups):
@@ -74,106 +78,6 @@ def check_forced(optimizer: Optimizer, mode: str, placement: Placement) -> None:
         row = entry("optimizer-capturable")
         what = f"{type(optimizer).__name__}: {row.what}"
         raise CaptureError(what, rule=row.rule, why=row.why, fix=row.fix, entry=row)
-
-
-class NumbersGuard:
-    """The numbers of an optimizer that a graph has baked in."""
-
-    def __init__(self, optimizer: Optimizer) -> None:
-        self.optimizer = optimizer
-        self._hooks: list[Sized] = [optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks]
-        self._num_hooks = self._count_hooks()
-        self._list = optimizer.param_groups
-        self._groups = [_GroupNumbers(group) for group in self._list]
-        self._row = Untouched()
-        self.expect(self._row)
-
-    def _count_hooks(self) -> list[int]:
-        return list(map(len, self._hooks))
-
-    def expect(self, row: Untouched) -> None:
-        """What `changed` comes down to."""
-        row.attribute(self.optimizer, "param_groups", self._list)
-        row.length(self._list, len(self._groups))
-        for hooks, count in zip(self._hooks, self._num_hooks, strict=True):
-            row.length(hooks, count)
-        for index, group in enumerate(self._groups):
-            row.item(self._list, index, group.group)
-            group.expect(row)
-
-    def changed(self) -> str | None:
-        """The first number that is not what it was, in words."""
-        if self._row.holds():
-            return None
-        groups, name = self.optimizer.param_groups, type(self.optimizer).__name__
-        if len(groups) != len(self._groups):
-            return f"{name}.param_groups: a group was added or removed"
-        for index, (captured, group) in enumerate(zip(self._groups, groups, strict=True)):
-            difference = captured.difference(group)
-            if difference is not None:
-                return f"{name}.param_groups[{index}]{difference}"
-        return f"{name}: a step hook was added or removed" if self._count_hooks() != self._num_hooks else None
-
-
-class _GroupNumbers:
-    """One parameter group's numbers: plain ones by value, tensors by which and where they are."""
-
-    def __init__(self, group: dict[str, Any]) -> None:
-        keys = [k for k in group if k != "params"]
-        self._plain = [k for k in keys if not _has_tensor(group[k])]
-        self._values = [list(v) if isinstance(v := group[k], list) else v for k in self._plain]
-        self._tensors = [(k, group[k], _address(group[k])) for k in keys if _has_tensor(group[k])]
-        self._params, self._num_params = group["params"], len(group["params"])
-        self.group = group
-
-    def expect(self, row: Untouched) -> None:
-        """What `difference` comes down to."""
-        if self._tensors or any(isinstance(value, list) for value in self._values):  # these change from within
-            row.ask(lambda: self.difference(self.group) is None)
-        else:
-            row.items(self.group, dict(zip(self._plain, self._values, strict=True)))
-        row.item(self.group, "params", self._params)
-        row.length(self._params, self._num_params)
-
-    def difference(self, group: dict[str, Any]) -> str | None:
-        """The first difference, as it is written behind the group."""
-        for key, value, address in self._tensors:
-            if group.get(key) is not value or _address(value) != address:
-                return f"[{key!r}] is another tensor"
-        if len(group["params"]) != self._num_params:
-            return "['params']: a parameter was added or removed"
-        now = [group.get(k) for k in self._plain]
-        if _has_tensor(now):
-            return ": a number became a tensor"
-        if now == self._values:
-            return None
-        pairs = zip(self._plain, self._values, now, strict=True)
-        return next(f"[{key!r}] {one} -> {two}" for key, one, two in pairs if one != two)
-
-
-def _has_tensor(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) or (
-        isinstance(value, (tuple, list)) and any(isinstance(v, torch.Tensor) for v in value)
-    )
-
-
-def _address(value: Any) -> Any:
-    return value.data_ptr() if isinstance(value, torch.Tensor) else [_address(v) for v in value if _has_tensor(v)]
-
-
-class StateGuard:
-    """The state that a captured optimizer's kernels read and write; loading a state_dict puts another in its place."""
-
-    def __init__(self, optimizer: Optimizer) -> None:
-        self._optimizer, self._state = optimizer, optimizer.state
-
-    def expect(self, row: Untouched) -> None:
-        """What `changed` comes down to."""
-        row.attribute(self._optimizer, "state", self._state)
-
-    def changed(self) -> str | None:
-        """Whether the state was loaded or replaced."""
-        return None if self._optimizer.state is self._state else f"the state of {type(self._optimizer).__name__}"
 
 
 class BornState:

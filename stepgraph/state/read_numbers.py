@@ -4,19 +4,23 @@ An optimizer between graphs reads its numbers at each step, and they are live. B
 `optimizer.param_groups[0]["lr"]` or `scheduler.get_last_lr()`, the number is baked into the graph beside it. Nearly no
 step does, and a schedule must not disturb the others, so it is found out: while a step is recorded, optimizers between
 graphs do not run, and whoever reads a number of theirs then is the step. What was read is watched from then on.
+
+A number that the step writes would be written at the capture and never again, even if it is the same each time. That
+is refused.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from collections import UserDict
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+import struct
+from collections.abc import Callable, ItemsView, Iterable, Iterator, Sequence, ValuesView
+from typing import Any, NoReturn
 
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import Optimizer
 
+from stepgraph.errors import CaptureError
 from stepgraph.state.patch import shadowed
 
 Reads = dict[tuple[str, int], Callable[[], Any]]
@@ -46,19 +50,87 @@ class ReadNumbers:
         return scheduler._last_lr
 
 
-class _NotingGroup(UserDict[str, Any]):
+class _NotingGroup(dict[str, Any]):
     """A parameter group that notes which of its numbers are read; its parameters are anyone's."""
 
     def __init__(self, optimizer: Optimizer, index: int, found: Reads) -> None:
-        self.data = optimizer.param_groups[index]
+        super().__init__(optimizer.param_groups[index])
         self._optimizer, self._index, self._found = optimizer, index, found
 
     def __getitem__(self, key: str) -> Any:
-        value = self.data[key]
+        value = super().__getitem__(key)
         if key != "params":
-            name = f"{type(self._optimizer).__name__}.param_groups[{self._index}][{key!r}]"
+            name = _spell(self._optimizer, self._index, key)
             self._found[name, id(self._optimizer)] = functools.partial(_number, self._optimizer, self._index, key)
         return value
+
+    def __iter__(self) -> Iterator[str]:  # with this, copies of the whole read each number as anyone does
+        return super().__iter__()
+
+    def get(self, key: str, default: Any = None) -> Any:
+        return self[key] if key in self else default
+
+    def items(self) -> Any:
+        return ItemsView(self)
+
+    def values(self) -> Any:
+        return ValuesView(self)
+
+    def copy(self) -> dict[str, Any]:
+        return dict(self)
+
+    def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
+        keys = [str(key) for key in (*args[:1], *kwargs) if isinstance(key, str)]
+        raise _written(_spell(self._optimizer, self._index, keys[0] if keys else "..."))
+
+    __setitem__ = __delitem__ = update = pop = popitem = clear = __ior__ = _refuse  # type: ignore[assignment]
+
+    def setdefault(self, key: str, default: Any = None) -> Any:
+        return self[key] if key in self else self._refuse(key)
+
+
+@contextlib.contextmanager
+def refusing_writes(optimizers: Sequence[Optimizer]) -> Iterator[None]:
+    """While recording: refuse that the step writes a number of these optimizers, be it the same one.
+
+    They run meanwhile, and their groups must be what they are. So each number is made an object that nobody else has:
+    one that is not there at the end was written.
+    """
+    groups = [(o, i, group) for o in optimizers for i, group in enumerate(o.param_groups)]
+    before = [{k: v for k, v in group.items() if type(v) is float} for _, _, group in groups]
+    marks = [{k: struct.unpack("d", struct.pack("d", v))[0] for k, v in numbers.items()} for numbers in before]
+    for (_, _, group), marked in zip(groups, marks, strict=True):
+        group.update(marked)
+    written: str | None = None
+    try:
+        yield
+        written = next(
+            (
+                _spell(optimizer, index, key)
+                for (optimizer, index, group), marked in zip(groups, marks, strict=True)
+                for key, mark in marked.items()
+                if group.get(key) is not mark
+            ),
+            None,
+        )
+    finally:
+        for (_, _, group), numbers in zip(groups, before, strict=True):
+            group.update(numbers)
+    if written is not None:
+        raise _written(written)
+
+
+def _spell(optimizer: Optimizer, index: int, key: str) -> str:
+    return f"{type(optimizer).__name__}.param_groups[{index}][{key!r}]"
+
+
+def _written(name: str) -> CaptureError:
+    return CaptureError(
+        f"the step itself writes {name}",
+        rule="host-value",
+        why="Python code runs only at capture, not at replay: it would be written once.",
+        fix="set it outside the step, before the call; optimizers take it from there.",
+    )
 
 
 def _number(optimizer: Optimizer, index: int, key: str) -> Any:

@@ -1,8 +1,8 @@
-"""Whether parameters are as a replay left them: each with the gradient it was given, and as much in need of one.
+"""Whether parameters are as a replay left them: each with the gradient it was given, as much in need of one, laid out so.
 
-Nothing in torch tells when a gradient is taken off a parameter or `requires_grad` is set, so both are read at each
-call; for a model of 150 parameters that is most of what a replay costs the host. torch's compiler has guards in C++
-that read them twice as fast as Python can. They are asked where torch has them, in the form this module knows; they
+Nothing in torch tells when a gradient is taken off a parameter, `requires_grad` is set, or other data is put in with
+other strides, so these are read at each call; for a model of 150 parameters that is most of what a replay costs the
+host. torch's compiler has guards in C++ that read them twice as fast as Python can. They are asked where torch has them, in the form this module knows; they
 may say no without a cause, never yes.
 """
 
@@ -24,23 +24,24 @@ _UNTOLD = [""]
 
 
 class SteadyParameters:
-    """Parameters with the gradients and the flags that they have when nobody has touched them."""
+    """Parameters with the gradients, flags and strides that they have when nobody has touched them."""
 
     __slots__ = ("_check", "_expected", "_is_settled", "_parameters")
 
     def __init__(self, parameters: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | None]) -> None:
         self._parameters = list(parameters)
         flags = [p.requires_grad for p in parameters]
-        self._expected = list(zip(parameters, grads, flags, strict=True))
+        strides = [p.stride() for p in parameters]
+        self._expected = list(zip(parameters, grads, flags, strides, strict=True))
         self._check: Callable[[list[torch.Tensor]], bool] | None = None
         self._is_settled = False
 
     def hold(self) -> bool:
-        """Whether each parameter has just its gradient and its flag."""
+        """Whether each parameter has just its gradient, its flag and its strides."""
         if self._check is not None and torch.is_grad_enabled():  # without it, the guard does not see the flags
             return self._check(self._parameters)
-        for parameter, grad, flag in self._expected:
-            if parameter.grad is not grad or parameter.requires_grad is not flag:
+        for parameter, grad, flag, stride in self._expected:
+            if parameter.grad is not grad or parameter.requires_grad is not flag or parameter.stride() != stride:
                 return False
         if not self._is_settled and torch.is_grad_enabled():  # all is as it should be: the moment to make the guard
             self._is_settled = True
@@ -59,7 +60,7 @@ class SteadyParameters:
         for stack in ((None,), ()):  # later versions want a Python stack to tell users of
             try:
                 root = compiler_guards.RootGuardManager()
-                for index, (parameter, grad, _) in enumerate(self._expected):
+                for index, (parameter, grad, _, _) in enumerate(self._expected):
                     self._add(root.list_getitem_manager(index, "", parameter, None), parameter, grad, stack)
                 check: Callable[[list[torch.Tensor]], bool] = root.check
                 if check(self._parameters):
@@ -71,7 +72,8 @@ class SteadyParameters:
     @staticmethod
     def _add(manager: Any, parameter: torch.Tensor, grad: torch.Tensor | None, stack: tuple[None, ...]) -> None:
         any_size = [None] * parameter.dim()
+        strides = list(parameter.stride())
         manager.add_tensor_match_guard(
-            parameter, any_size, any_size, "", _UNTOLD, *stack, type(parameter), torch._C._dispatch_keys(parameter)
+            parameter, any_size, strides, "", _UNTOLD, *stack, type(parameter), torch._C._dispatch_keys(parameter)
         )
         manager.grad_manager("", grad, None).add_id_match_guard(id(grad), _UNTOLD, *stack)

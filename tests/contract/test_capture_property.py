@@ -34,14 +34,16 @@ RARE_CALLS = (9, 12, 15)
 """The calls before which something is done that makes the step be captured anew."""
 
 
-def build(optimizer_name: str, pieces: list[str], actions: list[str], rare: list[str]) -> Program:
+def build(
+    device: torch.device, optimizer_name: str, pieces: list[str], actions: list[str], rare: list[str]
+) -> Program:
     weight = {"of the loss": 1.25}
-    model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Dropout(0.2), nn.Linear(6, 2))
+    model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Dropout(0.2), nn.Linear(6, 2)).to(device)
     average = [p.detach().clone() for p in model.parameters()]
     optimizer = OPTIMIZERS[optimizer_name](model.parameters())
 
     def step(x: torch.Tensor) -> torch.Tensor:
-        loss = torch.zeros(())
+        loss = torch.zeros((), device=device)
         for piece in pieces:
             if piece == "zero to none":
                 optimizer.zero_grad(set_to_none=True)
@@ -59,7 +61,7 @@ def build(optimizer_name: str, pieces: list[str], actions: list[str], rare: list
                     torch._foreach_lerp_(average, list(model.parameters()), 0.1)
             else:
                 with torch.no_grad():
-                    model[0].bias.add_(torch.randn(6), alpha=1e-3)
+                    model[0].bias.add_(torch.randn(6, device=device), alpha=1e-3)
         return loss
 
     first = model[0].weight.data
@@ -72,7 +74,7 @@ def build(optimizer_name: str, pieces: list[str], actions: list[str], rare: list
         elif action in ("value", "same value"):
             weight["of the loss"] = weight["of the loss"] * (1.5 if action == "value" else 1.0)
         elif action == "buffer":
-            model[1].running_mean = torch.zeros(6)
+            model[1].running_mean = torch.zeros(6, device=device)
         elif action == "load":
             model.load_state_dict(
                 {k: v.mul(0.5) if v.is_floating_point() else v for k, v in model.state_dict().items()}
@@ -101,7 +103,8 @@ def build(optimizer_name: str, pieces: list[str], actions: list[str], rare: list
         elif action == "optimizer":
             optimizer.step()
 
-    batches = [(torch.randn(3 if actions[i % len(actions)] == "size" else 5, 4),) for i in range(20)]
+    sizes = [3 if actions[i % len(actions)] == "size" else 5 for i in range(20)]
+    batches = [(torch.randn(size, 4, device=device),) for size in sizes]
     return Program(step, batches, [model], [optimizer], tensors=average, before_call=before_call)
 
 
@@ -118,8 +121,8 @@ def build(optimizer_name: str, pieces: list[str], actions: list[str], rare: list
 @example("sgd", ["zero to none", "backward", "optimizer"], ["nothing"], ["swap data", "value", "swap back"])
 @pytest.mark.filterwarnings("ignore::stepgraph.StepgraphWarning")
 def test_any_step_with_anything_between_its_calls_equals_eager(
-    optimizer: str, pieces: list[str], actions: list[str], rare: list[str]
+    device: torch.device, optimizer: str, pieces: list[str], actions: list[str], rare: list[str]
 ) -> None:
     assert_captured_equals_eager(
-        lambda device: build(optimizer, pieces, actions, rare), torch.device("cpu"), warmup=2, max_graphs=16
+        lambda device: build(device, optimizer, pieces, actions, rare), device, warmup=2, max_graphs=16
     )

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from stepgraph.state.optimizer import NumbersGuard
+from stepgraph.state.optimizer_guards import NumbersGuard
 from stepgraph.state.scaler import ScalerGuard
 from stepgraph.state.untouched import Untouched
 

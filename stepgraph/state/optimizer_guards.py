@@ -1,0 +1,231 @@
+"""Guards over an optimizer inside a graph: its numbers, its parameters, its state, its code.
+
+The numbers are baked into the graph; a step hook would not run at replays; parameters and state are known by address.
+Most of it is read at each call, at next to no cost. What an optimizer keeps for each parameter is too much for that:
+that entries are still there is read, that a tensor in one was replaced is told by the death of the one before.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+import weakref
+from collections.abc import Callable, Mapping, Sequence, Sized
+from typing import Any
+
+import torch
+from torch.optim import optimizer as torch_optimizer
+from torch.optim.optimizer import Optimizer
+
+from stepgraph.state.hooks import is_own
+from stepgraph.state.untouched import Untouched
+
+_STEP_HOOKS_OF_ALL: tuple[Mapping[int, Any], ...] = tuple(
+    getattr(torch_optimizer, f"_global_optimizer_{kind}_hooks", {}) for kind in ("pre", "post")
+)
+"""Where torch keeps the hooks on every optimizer's step."""
+_CODE = ("step", "zero_grad")
+
+
+def all_have_hooks() -> bool:
+    """Whether somebody has a hook on every optimizer's step."""
+    return any(_STEP_HOOKS_OF_ALL) and not all(is_own(h) for hooks in _STEP_HOOKS_OF_ALL for h in hooks.values())
+
+
+def has_other_step(optimizer: Optimizer) -> bool:
+    """Whether somebody has put other code in the place of an optimizer's step."""
+    return _without_schedulers(optimizer.step) is not type(optimizer).step
+
+
+def step_hooks(optimizer: Optimizer) -> list[Sized]:
+    """Where an optimizer keeps the hooks on its step."""
+    return [optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks]
+
+
+class NumbersGuard:
+    """The numbers of an optimizer that a graph has baked in."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer = optimizer
+        self._hooks = step_hooks(optimizer)
+        self._num_hooks = self._count_hooks()
+        self._list = optimizer.param_groups
+        self._groups = [_GroupNumbers(group) for group in self._list]
+        self._row = Untouched()
+        self.expect(self._row)
+
+    def _count_hooks(self) -> list[int]:
+        return list(map(len, self._hooks))
+
+    def expect(self, row: Untouched) -> None:
+        """What `changed` comes down to."""
+        row.attribute(self.optimizer, "param_groups", self._list)
+        row.length(self._list, len(self._groups))
+        for hooks, count in zip(self._hooks, self._num_hooks, strict=True):
+            row.length(hooks, count)
+        for index, group in enumerate(self._groups):
+            row.item(self._list, index, group.group)
+            group.expect(row)
+
+    def changed(self) -> str | None:
+        """The first number that is not what it was, in words."""
+        if self._row.holds():
+            return None
+        groups, name = self.optimizer.param_groups, type(self.optimizer).__name__
+        for index, (captured, group) in enumerate(zip(self._groups, groups, strict=False)):
+            difference = captured.difference(group)
+            if difference is not None:
+                return f"{name}.param_groups[{index}]{difference}"
+        return f"{name}: a step hook was added or removed" if self._count_hooks() != self._num_hooks else None
+
+
+class _GroupNumbers:
+    """One parameter group's numbers: plain ones by value, tensors by which and where they are."""
+
+    def __init__(self, group: dict[str, Any]) -> None:
+        keys = [k for k in group if k != "params"]
+        self._plain = [k for k in keys if not _has_tensor(group[k])]
+        self._values = [list(v) if isinstance(v := group[k], list) else v for k in self._plain]
+        self._tensors = [(k, group[k], _address(group[k])) for k in keys if _has_tensor(group[k])]
+        self.group = group
+
+    def expect(self, row: Untouched) -> None:
+        """What `difference` comes down to."""
+        if self._tensors or any(isinstance(value, list) for value in self._values):  # these change from within
+            row.ask(lambda: self.difference(self.group) is None)
+        else:
+            row.items(self.group, dict(zip(self._plain, self._values, strict=True)))
+
+    def difference(self, group: dict[str, Any]) -> str | None:
+        """The first difference, as it is written behind the group."""
+        for key, value, address in self._tensors:
+            if group.get(key) is not value or _address(value) != address:
+                return f"[{key!r}] is another tensor"
+        now = [group.get(k) for k in self._plain]
+        if _has_tensor(now):
+            return ": a number became a tensor"
+        if now == self._values:
+            return None
+        pairs = zip(self._plain, self._values, now, strict=True)
+        return next(f"[{key!r}] {one} -> {two}" for key, one, two in pairs if one != two)
+
+
+def _has_tensor(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) or (
+        isinstance(value, (tuple, list)) and any(isinstance(v, torch.Tensor) for v in value)
+    )
+
+
+def _address(value: Any) -> Any:
+    return value.data_ptr() if isinstance(value, torch.Tensor) else [_address(v) for v in value if _has_tensor(v)]
+
+
+class ParametersGuard:
+    """Which parameters an optimizer steps, in which groups."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        self._groups = [(group, list(group["params"])) for group in optimizer.param_groups]
+
+    def expect(self, row: Untouched) -> None:
+        """What `changed` comes down to, as long as the groups are the same."""
+        row.length(self._optimizer.param_groups, len(self._groups))
+        for group, parameters in self._groups:
+            row.item(group, "params", group["params"])
+            row.ask(functools.partial(_same_list(parameters), group["params"], parameters))
+
+    def changed(self) -> str | None:
+        """The first group that has other parameters."""
+        groups, name = self._optimizer.param_groups, type(self._optimizer).__name__
+        if len(groups) != len(self._groups):
+            return f"{name}.param_groups: a group was added or removed"
+        for index, (group, (_, before)) in enumerate(zip(groups, self._groups, strict=True)):
+            if len(group["params"]) != len(before):
+                return f"{name}.param_groups[{index}]['params']: a parameter was added or removed"
+            if not _are_the_same(group["params"], before):
+                return f"{name}.param_groups[{index}]['params']: other parameters, or in another order"
+        return None
+
+
+class StateGuard:
+    """The state that a captured optimizer's kernels read and write, and the code that made them."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer, self._state = optimizer, optimizer.state
+        self._kept = list(optimizer.state.values())
+        self._lost = False
+        note = functools.partial(_note_lost, weakref.ref(self))
+        self._entries = [
+            (kept, key, weakref.ref(value, note))
+            for kept in self._kept
+            if isinstance(kept, dict)
+            for key, value in kept.items()
+            if isinstance(value, torch.Tensor)
+        ]
+        self._same_kept = _same_list(list(optimizer.state))
+        self._own_code = self._read_code()
+        self._code = [_without_schedulers(getattr(optimizer, name)) for name in _CODE]
+
+    def note_lost(self) -> None:
+        """A tensor of the state is gone."""
+        self._lost = True
+
+    def expect(self, row: Untouched) -> None:
+        """What `changed` comes down to."""
+        row.attribute(self._optimizer, "state", self._state)
+        row.ask(self._holds)
+        row.ask(self._has_its_code)
+        for name in _CODE:
+            row.attribute(type(self._optimizer), name, getattr(type(self._optimizer), name))
+
+    def changed(self) -> str | None:
+        """Whether the state was loaded or replaced, or the optimizer's code."""
+        name = type(self._optimizer).__name__
+        if self._optimizer.state is not self._state or not _are_the_same(list(self._state.values()), self._kept):
+            return f"the state of {name}"
+        for kept, key, before in self._entries:
+            if kept.get(key) is not before():
+                return f"the state of {name}: {key!r} was replaced"
+        for attribute, before in zip(_CODE, self._code, strict=True):
+            if _without_schedulers(getattr(self._optimizer, attribute)) is not before:
+                return f"{name}.{attribute} was replaced"
+        self._own_code = self._read_code()
+        return "a step hook of all optimizers was added" if all_have_hooks() else None
+
+    def _read_code(self) -> list[Any]:
+        return list(map(vars(self._optimizer).get, _CODE))
+
+    def _has_its_code(self) -> bool:
+        return all(map(operator.is_, self._read_code(), self._own_code))
+
+    def _holds(self) -> bool:
+        return (
+            not self._lost and self._same_kept(list(self._state.values()), self._kept) and not any(_STEP_HOOKS_OF_ALL)
+        )
+
+
+def _note_lost(guard: weakref.ref[StateGuard], _: object) -> None:
+    found = guard()
+    if found is not None:
+        found.note_lost()
+
+
+def _are_the_same(one: Sequence[Any], two: Sequence[Any]) -> bool:
+    return len(one) == len(two) and all(map(operator.is_, one, two))
+
+
+def _same_list(parameters: Sequence[torch.Tensor]) -> Callable[[Any, Any], bool]:
+    """What tells whether two lists, of parameters or of what is kept for each, hold the very same objects.
+
+    Python compares lists by identity first, five times as fast as anything else. Only what differs is compared by
+    value, and of two tensors with more than one element that raises, which is as good as a no.
+    """
+    plain = all(type(p) in (torch.Tensor, torch.nn.Parameter) and p.numel() > 1 for p in parameters)
+    return operator.eq if plain else _are_the_same
+
+
+def _without_schedulers(method: Any) -> Any:
+    """The function behind a method, and behind the wrapper that a learning rate scheduler puts around it."""
+    while getattr(method, "_wrapped_by_lr_sched", False):
+        method = method.__wrapped__
+    return getattr(method, "__func__", method)

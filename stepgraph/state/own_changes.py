@@ -1,0 +1,74 @@
+"""What a step itself does to its model behind the graph's back: other tensors, other modules, other flags.
+
+A replay runs no Python. A buffer that the step puts in another's place (`self.mean = 0.9 * self.mean + ...`), data that
+it gives a parameter (`p.data = p.data - lr * p.grad`), a mode or a flag that it leaves changed would all stay those of
+the capture. What is changed in place is no such thing: it is part of the graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+
+class ModelState:
+    """What modules and parameters are made of at one moment."""
+
+    def __init__(self, modules: Sequence[torch.nn.Module], parameters: Sequence[torch.Tensor]) -> None:
+        self._slots = [
+            (module, where, dict(where))
+            for module in modules
+            for where in (module._parameters, module._buffers, module._modules)
+        ]
+        held = (t for _, _, kept in self._slots for t in kept.values() if isinstance(t, torch.Tensor))
+        tensors = {id(t): t for t in (*parameters, *held)}
+        self._data = [(t, t.detach()) for t in tensors.values()]
+        self._flags = [(p, p.requires_grad) for p in parameters]
+        self._modes = [(module, module.training) for module in modules]
+
+    def changed(self, name: Callable[[Any], str]) -> str | None:
+        """The first thing that is another by now, in words."""
+        return next(self._changes(name), None)
+
+    def _changes(self, name: Callable[[Any], str]) -> Iterator[str]:
+        for module, where, before in self._slots:
+            for key in {**before, **where}:
+                if where.get(key, _MISSING) is not before.get(key, _MISSING):
+                    yield f"puts something else in the place of `{name(module)}.{key}`"
+        for tensor, data in self._data:
+            if tensor.data_ptr() != data.data_ptr() or tensor.stride() != data.stride():
+                yield f"gives `{self._name(tensor, name)}` other data (`.data = ...`)"
+        for parameter, flag in self._flags:
+            if parameter.requires_grad != flag:
+                yield f"leaves requires_grad of `{self._name(parameter, name)}` {not flag}, and found it {flag}"
+        for module, mode in self._modes:
+            if module.training != mode:
+                yield f"leaves `{name(module)}` in {_MODES[not mode]} mode, and found it in {_MODES[mode]} mode"
+
+    def _name(self, tensor: torch.Tensor, name: Callable[[Any], str]) -> str:
+        for module, _, before in self._slots:
+            for key, value in before.items():
+                if value is tensor:
+                    return f"{name(module)}.{key}"
+        return name(tensor)
+
+    def restore(self) -> None:
+        """Make all as it was."""
+        for _, where, before in self._slots:
+            if list(where) != list(before) or any(where[key] is not value for key, value in before.items()):
+                where.clear()
+                where.update(before)
+        for tensor, data in self._data:
+            if tensor.data_ptr() != data.data_ptr() or tensor.stride() != data.stride():
+                tensor.data = data
+        for parameter, flag in self._flags:
+            if parameter.requires_grad != flag:
+                parameter.requires_grad_(flag)
+        for module, mode in self._modes:
+            module.training = mode
+
+
+_MISSING = object()
+_MODES = {True: "training", False: "evaluation"}
