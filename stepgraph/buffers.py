@@ -8,7 +8,7 @@ tensors that the step returned during capture; they are overwritten by every rep
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -60,8 +60,9 @@ class StaticInputs:
         if len(self._indices) == 1 and not self._any_repeated and not self._needs_no_grad:
             self.only = (self._indices[0], functools.partial(self._targets[0].copy_, non_blocking=True))
         self._versions: list[int] = []
-        self._mutated: set[int] = set()
-        self._with_grad: set[int] = set()
+        self._state: list[tuple[str, torch.Tensor, int]] = []
+        self._mutated: frozenset[int] = frozenset()
+        self._with_grad: frozenset[int] = frozenset()
 
     @property
     def num_bytes(self) -> int:
@@ -70,8 +71,13 @@ class StaticInputs:
 
     @property
     def written(self) -> frozenset[int]:
-        """Which inputs the step writes to, as far as `note_use` has seen."""
-        return frozenset(self._mutated)
+        """Which inputs the step writes to, as `note_use` has found."""
+        return self._mutated
+
+    def written_now(self) -> frozenset[int]:
+        """Which inputs were written to since `watch`, by Python or while recording: a replay does not count."""
+        pairs = zip(self._indices, self._versions, strict=True)
+        return frozenset(i for i, before in pairs if _version(self.leaves[i]) != before)
 
     @property
     def writes_back(self) -> bool:
@@ -108,20 +114,49 @@ class StaticInputs:
                 self.leaves[i].grad = None
         self._versions = [_version(self.leaves[i]) for i in self._indices]
 
-    def note_use(self, leaves: Sequence[Any], names: Sequence[str]) -> None:
-        """After a recording: remember which inputs the step wrote to, and which were given a gradient."""
-        for i, before in zip(self._indices, self._versions, strict=True):
-            if _version(self.leaves[i]) != before:
-                self._mutated.add(i)
-                self._refuse_shared(i, leaves, names)
-            if self.leaves[i].is_leaf and self.leaves[i].grad is not None:
-                self._with_grad.add(i)
-                if not leaves[i].is_leaf:
+    def note_use(self, leaves: Sequence[Any], names: Sequence[str], written: Iterable[int] | None = None) -> None:
+        """After a recording: remember which inputs the step wrote to, and which were given a gradient.
+
+        `written` are those inputs where they are known: the buffers are shared by graphs, and one has been replayed.
+        """
+        self._mutated = self.written_now() if written is None else frozenset(written)
+        given = (i for i in self._indices if self.leaves[i].is_leaf and self.leaves[i].grad is not None)
+        self._with_grad = frozenset(given)
+        for i in sorted(self._mutated):
+            self._refuse_shared(i, leaves, names)
+        for i in sorted(self._with_grad):
+            if not leaves[i].is_leaf:
+                raise CaptureError(
+                    f"argument `{names[i]}`: the step's backward reaches a tensor that was computed outside it",
+                    rule="outer-graph",
+                    why="the gradient would have to flow on into the caller's graph, which no replay knows.",
+                    fix=f"pass {names[i]}.detach(), or compute it inside the step.",
+                )
+
+    def watch_state(self, leaves: Sequence[Any], state: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Before a recording: which of the step's own tensors lie in an argument's memory; names are for messages."""
+        own = {_memory(leaves[i]) for i in self._indices} - {None}
+        self._state = [(name, tensor, _version(tensor)) for name, tensor in state if _memory(tensor) in own]
+
+    def refuse_shared_state(
+        self, leaves: Sequence[Any], names: Sequence[str], rewritten: Container[int] = frozenset()
+    ) -> None:
+        """After a recording: raise if an argument and one of the step's own tensors overlap, and one is written to.
+
+        `rewritten` has, by id, what is written to between the graphs: the parameters of optimizers that run there.
+        """
+        mutated = self.written_now()
+        for name, tensor, before in self._state:
+            written = _version(tensor) != before or id(tensor) in rewritten
+            for i in self._indices:
+                if (written or i in mutated) and _overlap(leaves[i], tensor):
+                    by = "that one" if written else f"argument `{names[i]}`"
                     raise CaptureError(
-                        f"argument `{names[i]}`: the step's backward reaches a tensor that was computed outside it",
-                        rule="outer-graph",
-                        why="the gradient would have to flow on into the caller's graph, which no replay knows.",
-                        fix=f"pass {names[i]}.detach(), or compute it inside the step.",
+                        f"argument `{names[i]}` shares memory with {name}, and the step writes to {by}",
+                        rule="shared-input",
+                        why="an argument is copied into a buffer of its own, where the write would not be seen.",
+                        fix=f"use that tensor inside the step instead of passing it, or, if what it holds before the "
+                        f"call is meant, pass {names[i]}.clone().",
                     )
 
     def _refuse_shared(self, index: int, leaves: Sequence[Any], names: Sequence[str]) -> None:
@@ -148,6 +183,30 @@ class StaticInputs:
 
 def _version(tensor: torch.Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
+
+
+def _memory(tensor: Any) -> int | None:
+    """Which memory a tensor lies in, as far as that can be told."""
+    is_memory = isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided and tensor.numel() > 0
+    try:
+        return int(tensor.untyped_storage()._cdata) if is_memory else None
+    except (NotImplementedError, RuntimeError):  # a subclass without a storage of its own
+        return None
+
+
+def _overlap(one: torch.Tensor, two: torch.Tensor) -> bool:
+    """Whether two tensors come to the same bytes, gaps between their elements aside."""
+    memory = _memory(one)
+    if memory is None or memory != _memory(two):
+        return False
+    (begin, end), (other_begin, other_end) = _reach(one), _reach(two)
+    return begin < other_end and other_begin < end
+
+
+def _reach(tensor: torch.Tensor) -> tuple[int, int]:
+    begin = int(tensor.storage_offset())
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return begin * tensor.element_size(), (begin + last + 1) * tensor.element_size()
 
 
 def _once(tensor: torch.Tensor, repeated: Sequence[int]) -> torch.Tensor:

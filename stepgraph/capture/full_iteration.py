@@ -91,7 +91,7 @@ class FullCudaGraphWrapper:
         microbatches = loader.load(data_iterator, num_microbatches)
         try:
             results = self._step(microbatches, self._forward_backward_func, self._optimizer, **call)
-            microbatches.write_back()
+            results = microbatches.write_back(results)
         except StopIteration as error:
             raise _read_otherwise(f"more than {num_microbatches}", num_microbatches) from error
         finally:
@@ -145,7 +145,7 @@ class FullCudaGraphWrapper:
             if self._loader is not None:
                 self._loader.reset()
             if self._owns_session:
-                self._session.close()
+                self._session.__exit__(kind, error, trace)
 
 
 def _iteration(name: str) -> Callable[..., Any]:
@@ -162,7 +162,7 @@ def _iteration(name: str) -> Callable[..., Any]:
         _check_read(data_iterator, call["num_microbatches"])
         if optimizer is not None:
             optimizer.step()
-        return microbatches.without_aliases(results)
+        return microbatches.noting_writes(microbatches.without_aliases(results))
 
     iteration.__name__ = name
     return iteration

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from stepgraph.buffers import StaticInputs, StaticOutputs
@@ -31,8 +32,9 @@ from stepgraph.state.optimizer import (
     place,
 )
 from stepgraph.state.optimizer_guards import NumbersGuard, ParametersGuard, StateGuard
-from stepgraph.state.reach import reachable
+from stepgraph.state.outliving import kept_tensor, setting_apart
 from stepgraph.state.own_changes import ModelState
+from stepgraph.state.reach import reachable
 from stepgraph.state.read_numbers import ReadNumbers, refusing_writes
 from stepgraph.state.registration import RegistrationEvents
 from stepgraph.state.rng_tracker import NamesGuard, tracker_for
@@ -55,6 +57,8 @@ class _Recording:
     scalers: ScalerCapture
     flags: Flags | None
     read: ReadNumbers
+    kept: str | None
+    """Where the step has left a tensor that it made."""
 
     def drop(self) -> None:
         """Leave everything as before the recording."""
@@ -115,6 +119,7 @@ class StepCapture:
         random = NamesGuard(tracker_for(self._session.backend))
         while True:
             inputs.watch()
+            inputs.watch_state(leaves, _own_tensors(site, site.with_objects(self._function)))
             counters, born = HostCounters(inside, self._session.backend), BornState(inside)
             try:
                 with replicas.recording(self._session.drop_graphs):
@@ -132,6 +137,9 @@ class StepCapture:
             made.drop()
         try:
             inputs.note_use(leaves, signature.names())
+            inputs.refuse_shared_state(leaves, signature.names(), _stepped(site.touched.optimizers))
+            if made.kept is not None and not {made.kept, made.kept.partition("[")[0]} & set(self._options.ignore):
+                raise _kept_tensor(self._name, made.kept)
             raise_held()
         except BaseException:
             made.drop()
@@ -159,7 +167,7 @@ class StepCapture:
         )
         return CapturedCall(
             *(signature, modules, parameters, inputs, made.chain, made.outputs),
-            *(made.grads.carried_in, guards, counters, made.flags),
+            *(made.grads.carried_in, made.grads.added_to, guards, counters, made.flags),
             hand_out=made.outputs.copies if self._options.outputs == "copy" else lambda: made.outputs.tree,
         )
 
@@ -185,6 +193,7 @@ class StepCapture:
             stack.enter_context(read.noting(objects.values()))
             stack.enter_context(refusing_writes(inside))
             stack.callback(register_optimizer_step_pre_hook(_refuse_unknown(known)).remove)
+            stack.enter_context(setting_apart())
             model = ModelState(site.touched.all_modules, site.touched.all_parameters)
             try:
                 grads.begin()
@@ -194,6 +203,7 @@ class StepCapture:
                         outputs = StaticOutputs(self._function(*args, **kwargs))
                         found_flags = flags.finish(outputs.tree, site.touched.parameters)
                         _refuse_own_change(self._name, model.changed(site.touched.name))
+                        kept = self._kept(site, outputs)
                         chain = recorder.finish()
                     except BaseException:
                         recorder.abort()
@@ -202,12 +212,44 @@ class StepCapture:
                 model.restore()
                 grads.rollback()
                 raise
-        return _Recording(chain, outputs, grads, scalers, found_flags, read)
+        return _Recording(chain, outputs, grads, scalers, found_flags, read, kept)
+
+    def _kept(self, site: Site, outputs: StaticOutputs) -> str | None:
+        grads = [p.grad for p in site.touched.parameters if p.grad is not None]
+        results = [leaf for leaf in outputs.leaves if isinstance(leaf, torch.Tensor)]
+        return kept_tensor([*grads, *results, *tracker_for(self._session.backend).states_read])
+
+
+def _kept_tensor(step: str, where: str) -> CaptureError:
+    return CaptureError(
+        f"{step}: a tensor that the step makes is kept in `{where}`",
+        rule="kept-tensor",
+        why="a replay runs no Python: nothing new would be put there, and what lies there would be the graph's own "
+        "memory, which each replay overwrites.",
+        fix="copy into a tensor that was there before (kept.copy_(new)), or return it and keep it outside the step; "
+        f"or, if nothing depends on it, ignore=[{where.partition('[')[0]!r}].",
+    )
 
 
 def _refuse_own_change(step: str, changed: str | None) -> None:
     if changed is not None:
         raise own_change(step, changed)
+
+
+def _own_tensors(site: Site, step: Callable[..., Any]) -> Iterator[tuple[str, torch.Tensor]]:
+    """The step's own tensors, and how to call them: parameters, buffers, and what its closure holds."""
+    for parameter in site.touched.parameters:
+        yield f"`{site.touched.name(parameter)}`", parameter
+    for path, module in site.touched.named_modules.items():
+        for name, buffer in module.named_buffers(recurse=False):
+            yield f"`{path}.{name}`", buffer
+    for value in reachable(step):
+        if isinstance(value, torch.Tensor):
+            yield "a tensor that the step names itself", value
+
+
+def _stepped(optimizers: Sequence[Optimizer]) -> set[int]:
+    return {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
 
 
 def _refuse_unknown(known: set[int]) -> Callable[..., None]:

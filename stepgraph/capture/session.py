@@ -8,6 +8,7 @@ communicators of a process group, the buckets of a DDP.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import weakref
 from collections.abc import Callable, Iterator
@@ -73,6 +74,7 @@ class Session:
         self._backend = backend_named(backend) if isinstance(backend, str) else backend
         self._resources = _Resources()
         self._lane_numbers = itertools.count(1)
+        self._when_closed: list[weakref.WeakMethod[Callable[[], None]]] = []
         self._closed = False
         self._finalizer = weakref.finalize(self, self._resources.release)
 
@@ -152,10 +154,19 @@ class Session:
     def pool_bytes(self) -> int:
         return self._resources.workspace.pool_bytes() if self._resources.workspace is not None else 0
 
-    def close(self) -> None:
-        """Free all graphs and the pool. Closing twice is fine."""
+    def when_closed(self, tell: Callable[[], None]) -> None:
+        """Call a method, for as long as its object lives, when the session has been closed: it may raise."""
+        living = [listener for listener in self._when_closed if listener() is not None]
+        self._when_closed = [*living, weakref.WeakMethod(tell)]
+
+    def close(self, *, tell: bool = True) -> None:
+        """Free all graphs and the pool; `tell` those who asked for it. Closing twice is fine."""
         self._closed = True
         self._finalizer()
+        with contextlib.ExitStack() as stack:
+            for found in [listener() for listener in reversed(self._when_closed)] if tell else ():
+                if found is not None:
+                    stack.callback(found)
 
     def __enter__(self) -> Session:
         return self
@@ -163,4 +174,4 @@ class Session:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        self.close(tell=error is None)  # an error under way is the one to see

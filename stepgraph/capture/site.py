@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import operator
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Container, Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,7 +22,7 @@ from stepgraph.capture.chain import Chain
 from stepgraph.likeness import Likeness
 from stepgraph.signature import Signature
 from stepgraph.state.ddp import Replicas
-from stepgraph.state.grads import Attachment, carry_in
+from stepgraph.state.grads import Attachment, carry_in, carry_out
 from stepgraph.state.guards import ModelGuard
 from stepgraph.state.hooks import hooks_on, spelled
 from stepgraph.state.module_state import Touched
@@ -72,6 +72,7 @@ class CapturedCall:
         chain: Chain,
         outputs: StaticOutputs,
         carried_in: Attachment,
+        added_to: Container[int],
         guards: Guards,
         counters: HostCounters,
         flags: Flags | None,
@@ -86,7 +87,7 @@ class CapturedCall:
         self._parameters = tuple(parameters)
         self._modes = [vars(module) for module in modules]
         self._training, self._no_grad = list(signature.training), list(signature.no_grad)
-        self._carried_in = carried_in
+        self._carried_in, self._added_to = carried_in, added_to
         left = {id(p): grad for p, grad in chain.final}
         self._left = [left.get(id(p)) for p in parameters]
         """The gradients that a replay leaves; a call that finds just these needs no look at each one."""
@@ -148,14 +149,15 @@ class CapturedCall:
         """Run the captured step once on these inputs, after `fits` or `is_untouched` has looked at the gradients."""
         self.inputs.load(leaves)
         steady, self._is_steady = self._is_steady, False
-        if not steady:
-            carry_in(self._carried_in)
+        views = carry_in(self._carried_in) if not steady else []
         for advance in self._before_replay:
             advance()
         if steady and self._launch is not None:
             self._launch()
         else:
             self.chain.replay(steady=steady)
+        if views:
+            carry_out(views, self._added_to)
         if self._writes_back:
             self.inputs.store(leaves)
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Hashable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -51,6 +51,13 @@ class _Slot:
         return ", ".join(f"{path}={describe_leaf(leaf_key(leaf))}{_unusual_strides(leaf)}" for path, leaf in parts)
 
 
+class _Written(NamedTuple):
+    """An iteration's results, with what it wrote to: which slot, which of its leaves."""
+
+    results: Any
+    places: tuple[tuple[int, int], ...]
+
+
 class StaticMicrobatches(Described):
     """The microbatches of one iteration in their static buffers; the next load of the same layout fills them again."""
 
@@ -72,14 +79,28 @@ class StaticMicrobatches(Described):
             return results
         return unflatten(structure, [leaf.clone() if _storage(leaf) in self._storages else leaf for leaf in leaves])
 
-    def write_back(self) -> None:
-        """Give what a step wrote to the buffers, and gradients, to the tensors that they were filled from."""
-        for slot in self.slots:
-            slot.inputs.note_use(slot.sources, slot.names)
-        if any(slot.inputs.written for slot in self.slots):
+    def noting_writes(self, results: Any) -> Any:
+        """Results, and with them, where there are any, the places in the buffers that the iteration wrote to.
+
+        Python only runs while the iteration is eager or recorded. What is returned with a recording's results is handed
+        out with those of each of its replays: so it is known which graph has run, and what that one writes.
+        """
+        places = [(number, index) for number, slot in enumerate(self.slots) for index in slot.inputs.written_now()]
+        return _Written(results, tuple(sorted(places))) if places else results
+
+    def write_back(self, results: Any) -> Any:
+        """Give what an iteration wrote to the buffers, and gradients, to the tensors that they were filled from."""
+        places: tuple[tuple[int, int], ...] = ()
+        if isinstance(results, _Written):
+            results, places = results
+        for number, slot in enumerate(self.slots):
+            written = [index for place, index in places if place == number]
+            slot.inputs.note_use(slot.sources, slot.names, written)
+        if places:
             self._refuse_shared()
         for slot in self.slots:
             slot.inputs.store(slot.sources)
+        return results
 
     def _refuse_shared(self) -> None:
         """In eager a write to one microbatch is seen in another that shares its memory; between buffers it is not."""

@@ -75,6 +75,7 @@ class CapturedStep(Generic[P, R]):
         self._bucketing = Bucketing(function, self._name, self._arguments, buckets) if buckets is not None else None
         self._settled = self._closed = self._warned = False
         self._session.when_dropped(self._forget_graphs)
+        self._session.when_closed(self._flags.drain)
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._attribute = name
@@ -114,8 +115,11 @@ class CapturedStep(Generic[P, R]):
         if self._bucketing is None:
             return cast(R, self._dispatch(leaves, structure, (args, kwargs)))
         padded = self._bucketing.pad(leaves, structure)
-        result = self._dispatch(padded.leaves, structure)
-        return cast(R, self._bucketing.cut(padded, structure, result))
+        whole = self._dispatch(padded.leaves, structure)
+        result = self._bucketing.cut(padded, structure, whole)
+        if self._options.nan_check == "device" and not self._is_capturing():
+            self._flags.post(self._counts.calls, self._bucketing.flags(whole, result), self._backend)
+        return result
 
     def _dispatch(self, leaves: list[Any], structure: Structure, tree: tuple[Any, Any] | None = None) -> Any:
         if self._is_capturing():  # called from a step that is being captured: a part of it
@@ -378,7 +382,7 @@ class CapturedStep(Generic[P, R]):
             self._closed = True
             self._capture.close()
             if self._owns_session:
-                self._session.close()
+                self._session.close(tell=False)
 
     def __enter__(self) -> CapturedStep[P, R]:
         return self

@@ -107,7 +107,9 @@ def flags_of(site: Site, options: Options, step: Callable[..., Any]) -> FlagColl
     """What looks for NaN and inf in one call of the step."""
     wanted = options.nan_check == "device"
     scaled = wanted and bool(scalers_of(site.with_objects(step)))
-    return FlagCollector(site.touched.name, wanted=wanted, gradients=not scaled)
+    buckets = options.buckets
+    left_out = buckets.may_have_padded if buckets is not None else None  # `Bucketing.flags` looks at those, once cut
+    return FlagCollector(site.touched.name, wanted=wanted, gradients=not scaled, left_out=left_out)
 
 
 @contextlib.contextmanager

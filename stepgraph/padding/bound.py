@@ -13,7 +13,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
@@ -21,6 +21,9 @@ from stepgraph.errors import InvalidArgument
 from stepgraph.padding.buckets import RESULT, Buckets, Choice, Number
 from stepgraph.padding.layout import Copy, Made, copied, dense_strides, holds, plan_copy, written
 from stepgraph.padding.names import described, dotted, find, invalid
+from stepgraph.signature import leaf_key
+
+Kind: TypeAlias = tuple[Hashable, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +88,7 @@ class BoundBuckets:
             kind = (leaf.dims, type(leaf.pad), repr(leaf.pad))
             kinds += [kind] if kind not in kinds else []
             self._members.append(_Member(index, names[index], leaf.dims, leaf.pad, kinds.index(kind)))
+        self._dims = {member.index: [dim for dim, _ in member.dims] for member in self._members}
         self._indices = [member.index for member in self._members]
         self._plans: dict[tuple[Hashable, ...], _Plan] = {}
         self.lengths(leaves)
@@ -172,6 +176,21 @@ class BoundBuckets:
                     found.setdefault(size, f"dimension {dim} of {name}")
         return found
 
+    def kind(self, leaves: Sequence[Any]) -> tuple[Kind, Kind]:
+        """What tells a call from others but its bucket: with the sizes that have no buckets, and without them."""
+        exact: list[Hashable] = []
+        rough: list[Hashable] = []
+        for index, leaf in enumerate(leaves):
+            if isinstance(leaf, torch.Tensor) and not isinstance(leaf, torch.nn.Parameter):
+                around = (type(leaf), leaf.ndim, leaf.dtype, leaf.device, leaf.requires_grad)
+                exact.append((around, _unbucketed(leaf.shape, self._dims.get(index, ()))))
+                rough.append(around)
+            else:
+                key = leaf_key(leaf)
+                exact.append(key)
+                rough.append(key)
+        return tuple(exact), tuple(rough)
+
     def _copies(self, leaves: Sequence[Any], choice: Choice) -> list[Copy | None]:
         """What each member needs to have the chosen sizes; None where it has them."""
         copies: list[Copy | None] = []
@@ -202,6 +221,14 @@ class BoundBuckets:
                 done[key] = known
             fitted[member.index] = known
         return fitted, made
+
+
+def _unbucketed(shape: Sequence[int], dims: Sequence[int]) -> tuple[int, ...]:
+    """A shape with a mark in the place of bucketed sizes."""
+    sizes = list(shape)
+    for dim in dims:
+        sizes[dim] = -1
+    return tuple(sizes)
 
 
 def _target(member: _Member, shape: Sequence[int], choice: Choice) -> tuple[int, ...]:

@@ -8,7 +8,7 @@ is a graph. Names that begin with `result` say which dimensions of the step's re
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -81,6 +81,10 @@ class Buckets:
     def num_choices(self) -> int:
         """How many combinations of sizes there are: the product over the groups, a graph each."""
         return math.prod(map(len, self.groups))
+
+    def may_have_padded(self, shape: Sequence[int]) -> bool:
+        """Whether a result of this shape may have padding in it."""
+        return any(size in sizes for size in shape for sizes in self.groups)
 
     def describe(self) -> str:
         """The groups' sizes in a line: `[128, 256] x [1, 2, 4]: 6 graphs`."""

@@ -1,16 +1,18 @@
 """Which dimensions of a step's results are bucketed, and cutting them back.
 
 A result of the size 256 may have the padded length, or the model's width. One call cannot tell. Two sizes can: a
-dimension that has the bucket's size in each of them grows with it. So shapes are compared over all choices that were
-seen. Where only one size was seen (a list of one, or the first warm-up call) a dimension is taken for the bucketed one
-if nothing else is known to have that size; if something has, and the batch was padded, that is an error which asks the
-user to say it: `"result.logits": {1: [256]}`, or `"result.logits": {}` for none.
+dimension that has the bucket's size in each of them grows with it, and one that has the same size in both does not. So
+shapes are compared over all choices that were seen, of calls that differ in nothing but their bucket. Where only one
+size was seen (a list of one, or the first warm-up call) calls with other sizes of what is not bucketed may tell. If
+they do not, a dimension is taken for the bucketed one if nothing else is known to have that size; if something has, and
+the batch was padded, that is an error which asks the user to say it: `"result.logits": {1: [256]}`, or
+`"result.logits": {}` for none.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import torch
@@ -24,6 +26,10 @@ Shapes: TypeAlias = Mapping[str, tuple[int, ...]]
 """The shape of each tensor among a call's results, by name."""
 Dims: TypeAlias = tuple[tuple[int, int], ...]
 """(dimension, group)"""
+Place: TypeAlias = tuple[str, int]
+"""A dimension of a result, by name."""
+Cut: TypeAlias = tuple[str, int, int]
+"""A dimension of a result, and the group to whose length it was cut."""
 
 
 def result_names(structure: Structure) -> list[str]:
@@ -31,9 +37,9 @@ def result_names(structure: Structure) -> list[str]:
     return paths(structure, RESULT)
 
 
-def named_shapes(structure: Structure, leaves: Sequence[Any]) -> dict[str, tuple[int, ...]]:
+def named_shapes(names: Sequence[str], leaves: Sequence[Any]) -> dict[str, tuple[int, ...]]:
     """The shapes of a call's results."""
-    named = zip(result_names(structure), leaves, strict=True)
+    named = zip(names, leaves, strict=True)
     return {name: tuple(leaf.shape) for name, leaf in named if isinstance(leaf, torch.Tensor)}
 
 
@@ -59,6 +65,10 @@ class ResultDims:
     doubts: tuple[Doubt, ...] = ()
     derived: tuple[str, ...] = ()
     """Dimensions that change with the bucket and are not its size, each in words; they are not cut."""
+    sure: Mapping[Place, int | None] = field(default_factory=dict)
+    """What sizes have shown: the group that a dimension grows with, or None for one without a bucket's size."""
+    guesses: bool = False
+    """Whether one size only was seen of a dimension, so that calls with other sizes may show more."""
 
     def check(self, choice: Choice, lengths: Sequence[int]) -> None:
         """Refuse to guess: raise if a doubt would make a difference to this call's results."""
@@ -81,6 +91,23 @@ class ResultDims:
                 if cut[index].shape[dim] != lengths[group]:
                     cut[index] = cut[index].narrow(dim, 0, lengths[group])
         return cut
+
+    def cuts(self, choice: Choice, lengths: Sequence[int]) -> set[Cut]:
+        """What is cut in a call of these lengths."""
+        return {(n, dim, g) for n, dims in self.dims.items() for dim, g in dims if lengths[g] != choice[g]}
+
+    def refuse_wrong_cuts(self, made: Iterable[Cut]) -> None:
+        """Raise if a dimension that was cut in earlier calls is known now not to be that group's."""
+        for name, dim, group in sorted(made):
+            if (dim, group) not in self.dims.get(name, ()):
+                raise InvalidArgument(
+                    f"buckets: dimension {dim} of `{name}` was taken for a padded one, and does not grow with the "
+                    f"bucket",
+                    rule="bucket-result",
+                    why="in the first calls its size was that of the bucket and of nothing else known; where the batch "
+                    "was padded, this result was cut short. Later calls leave it whole.",
+                    fix=f'say it in buckets: "{dotted(name)}": {{}}.',
+                )
 
     def warning(self) -> str | None:
         """What to tell the user about results that come back padded."""
@@ -106,18 +133,23 @@ class ResultDims:
 
 
 def result_dims(
-    buckets: Buckets, seen: Mapping[Choice, Shapes], other_sizes: Mapping[int, str], earlier: ResultDims | None = None
+    buckets: Buckets,
+    seen: Mapping[Choice, Shapes],
+    other_sizes: Mapping[int, str],
+    known: Mapping[Place, int | None] | None = None,
 ) -> ResultDims:
     """Which dimensions of the results are bucketed, from the shapes that each choice gave.
 
     `other_sizes` has the sizes of all that is known not to be bucketed, and whose they are: the call's own
-    (`BoundBuckets.other_sizes`), those of parameters and buffers. `earlier` is what results were cut by before.
+    (`BoundBuckets.other_sizes`), those of parameters and buffers. `known` is what calls with other sizes were sure of.
     """
     names = list(dict.fromkeys(name for shapes in seen.values() for name in shapes))
     dims: dict[str, Dims] = _said(buckets, names, seen)
     said = set(dims)
     doubts: list[Doubt] = []
     derived: list[str] = []
+    sure: dict[Place, int | None] = {}
+    guesses = False
     for name in names:
         if name in said:
             continue
@@ -129,31 +161,43 @@ def result_dims(
         mine: list[tuple[int, int]] = []
         for dim in range(ranks.pop()):
             sizes = {choice: shape[dim] for choice, shape in found.items()}
-            groups = tuple(
-                g for g in range(len(buckets.groups)) if all(size == choice[g] for choice, size in sizes.items())
-            )
-            if groups:
-                mine.append((dim, groups[0]))
-                constant = len(set(sizes.values())) == 1
+            groups = _growing_with(sizes, len(buckets.groups))
+            constant = len(set(sizes.values())) == 1
+            if not groups or (len(groups) == 1 and not constant):
+                sure[name, dim] = groups[0] if groups else None
+            elif known is not None and known.get((name, dim), -1) in (None, *groups):
+                groups = tuple(g for g in groups if g == known[name, dim])
+                guesses = True
+            else:
+                guesses = True
                 other = other_sizes.get(next(iter(sizes.values()))) if constant else None
                 if other is not None or len(groups) > 1:
                     doubts.append(Doubt(name, dim, groups, other))
-            elif len(set(sizes.values())) > 1:
+            if groups:
+                mine.append((dim, groups[0]))
+            elif not constant:
                 told = ", ".join(f"{size} in bucket {_told(choice)}" for choice, size in sizes.items())
                 derived.append(f"{name}, dimension {dim}: {told}")
         if mine:
             dims[name] = tuple(mine)
-    made = ResultDims(buckets.groups, {n: d for n, d in dims.items() if d}, tuple(doubts), tuple(derived))
-    if earlier is not None:
-        _refuse_contradiction(earlier, made)
-    return made
+    cut = {name: found for name, found in dims.items() if found}
+    return ResultDims(buckets.groups, cut, tuple(doubts), tuple(derived), sure, guesses)
+
+
+def _growing_with(sizes: Mapping[Choice, int], num_groups: int) -> tuple[int, ...]:
+    """The groups whose size a dimension has in every choice."""
+    return tuple(g for g in range(num_groups) if all(size == choice[g] for choice, size in sizes.items()))
 
 
 def _said(buckets: Buckets, names: Sequence[str], seen: Mapping[Choice, Shapes]) -> dict[str, Dims]:
     """The dimensions that the user named, checked against what the step returned."""
     said: dict[str, Dims] = {}
+    told = {name: str(list(shape)) for shapes in seen.values() for name, shape in shapes.items()}
+    absent = []
     for leaf in buckets.results:
-        told = {name: str(list(shape)) for shapes in seen.values() for name, shape in shapes.items()}
+        if leaf.name not in names and dotted(leaf.name) not in map(dotted, names):
+            absent.append(leaf.name)
+            continue
         name = names[find(leaf.name, names, [told[n] for n in names], "what the step returns")]
         for choice, shape in [(choice, shapes[name]) for choice, shapes in seen.items() if name in shapes]:
             for dim, group in leaf.dims:
@@ -165,22 +209,14 @@ def _said(buckets: Buckets, names: Sequence[str], seen: Mapping[Choice, Shapes])
                         fix=f"name the dimension that has it, or leave `{leaf.name}` out of buckets.",
                     )
         said[name] = leaf.dims
+    if absent and any(
+        size in choice
+        for choice, shapes in seen.items()
+        for name, shape in shapes.items()
+        for size in (shape if name not in said else ())
+    ):  # not one that only other calls return, an evaluation perhaps: here it may be a name misspelt
+        find(absent[0], names, [told[n] for n in names], "what the step returns")
     return said
-
-
-def _refuse_contradiction(earlier: ResultDims, now: ResultDims) -> None:
-    open_then = {(doubt.name, doubt.dim) for doubt in earlier.doubts}
-    for name, dims in earlier.dims.items():
-        for dim, group in dims:
-            if (name, dim) not in open_then and (dim, group) not in now.dims.get(name, ()):
-                raise InvalidArgument(
-                    f"buckets: dimension {dim} of `{name}` was taken for a padded one, and does not grow with the "
-                    f"bucket",
-                    rule="bucket-result",
-                    why="in the first calls its size was that of the bucket and of nothing else known; where the batch "
-                    "was padded, this result was cut short.",
-                    fix=f'say it in buckets: "{dotted(name)}": {{}}.',
-                )
 
 
 def _told(choice: Choice) -> str:

@@ -5,6 +5,9 @@ address for each parameter (`GradBuffers`): the first graph that makes a gradien
 copy theirs there as their last node, so that any number of graphs share one set of gradients and nothing that outlives
 a replay is ever handed to another capture.
 
+A gradient that is a view of the user's own memory (a piece of a flat buffer) and that the step adds to stays where it
+is: the result is copied there after each replay.
+
 What was in `.grad` before the call is harder. Most steps throw it away (`zero_grad()` comes first), some add to it, a
 few read it first. CUDA does not say which. But if the old gradient's memory died before anything was recorded, the
 graph cannot know its address: then nothing has to be carried in, and its memory is free for the capture. So the first
@@ -16,7 +19,7 @@ the session's addresses, to which each later call's `.grad` is carried.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -57,7 +60,7 @@ class _Entry:
 
     parameter: torch.Tensor
     kept: torch.Tensor | None
-    """The session's own buffer, if `.grad` was that one."""
+    """The very tensor that `.grad` was, where it has to stay: the session's buffer, or a view of the user's memory."""
     on_host: torch.Tensor | None
     alive: weakref.ref[torch.Tensor] | None
 
@@ -92,6 +95,10 @@ class GradCapture:
         self._died_in_time = 0
         self._last: dict[int, torch.Tensor | None] = {}
         self._made: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._views: Attachment = []
+        """Gradients in memory of the user's, which are put back before the first replay."""
+        self.added_to: set[int] = set()
+        """Parameters, by id, whose gradient was there before and is still the same tensor: the step adds to it."""
         self.carried_in: Attachment = []
         """Parameters whose `.grad` must be at its buffer before a replay, with that buffer."""
 
@@ -102,6 +109,8 @@ class GradCapture:
                 _check_dense(parameter.grad)
                 (self._hold_entry if self._hold else self._release_entry)(parameter, parameter.grad)
             self._last[id(parameter)] = parameter.grad if self._hold else None
+            if self._hold and parameter.grad is not None:
+                self.added_to.add(id(parameter))
 
     def _hold_entry(self, parameter: torch.Tensor, grad: torch.Tensor) -> None:
         kept = self._buffers.get(parameter)
@@ -110,12 +119,14 @@ class GradCapture:
         elif kept is not grad:
             kept.copy_(grad)
             parameter.grad = kept
+            if _is_part(grad):
+                self._views.append((parameter, grad))
         self._made[id(parameter)] = (parameter, kept)
         self.carried_in.append((parameter, kept))
         self._entries.append(_Entry(parameter, kept, None, None))
 
     def _release_entry(self, parameter: torch.Tensor, grad: torch.Tensor) -> None:
-        if self._buffers.get(parameter) is grad:
+        if self._buffers.get(parameter) is grad or _is_part(grad):  # memory that others know outlives the recording
             self._entries.append(_Entry(parameter, grad, None, None))
             parameter.grad = torch.empty_like(grad)  # stands in for it; nothing runs, so its contents do not matter
         else:
@@ -138,6 +149,8 @@ class GradCapture:
         targets, sources = [], []
         for parameter in self._parameters:
             grad = parameter.grad
+            if grad is not self._last[id(parameter)]:
+                self.added_to.discard(id(parameter))
             if grad is not None and grad is not self._last[id(parameter)]:
                 _check_dense(grad)
                 made = self._made.get(id(parameter))
@@ -159,6 +172,7 @@ class GradCapture:
         self._watches.clear()
         attach(self.carried_in)
         attach([(parameter, None) for parameter in self._empty])
+        attach(self._views)
         for parameter, grad in self._made.values():
             self._buffers.keep(parameter, grad)
 
@@ -180,8 +194,13 @@ class GradCapture:
         self._last.clear()
 
 
-def carry_in(carried: Attachment) -> None:
-    """Before a replay: bring `.grad` to the address that the graph reads."""
+def carry_in(carried: Attachment) -> Attachment:
+    """Before a replay: bring `.grad` to the address that the graph reads.
+
+    Returns the gradients that are parts of other tensors. In eager the step adds to these where they are, and the user
+    sees it through the whole.
+    """
+    views: Attachment = []
     for parameter, kept in carried:
         grad = parameter.grad
         if grad is not kept:
@@ -189,6 +208,22 @@ def carry_in(carried: Attachment) -> None:
             assert kept is not None
             kept.copy_(grad)
             parameter.grad = kept
+            if _is_part(grad):
+                views.append((parameter, grad))
+    return views
+
+
+def carry_out(views: Attachment, added_to: Container[int]) -> None:
+    """After a replay: where the step has added to the gradients it found, give the result to the user's own."""
+    for parameter, view in views:
+        if id(parameter) in added_to and view is not None and parameter.grad is not None:
+            view.copy_(parameter.grad)
+            parameter.grad = view
+
+
+def _is_part(grad: torch.Tensor) -> bool:
+    """Whether a gradient lies in memory that another tensor knows: a view, a piece of a flat buffer."""
+    return grad._is_view() or grad.untyped_storage().nbytes() != grad.numel() * grad.element_size()
 
 
 def _check_dense(grad: torch.Tensor) -> None:

@@ -5,24 +5,32 @@ it. So the question is asked on the device: one flag for each gradient and each 
 graph. After the step the flags are copied to the host behind everything else in the queue, and nobody waits for the
 copy: a later call looks whether it has arrived, and `close()` waits for what is left.
 
-Gradients are looked at when an optimizer steps with them, the rest at the end of the step. Where a GradScaler is in
-use only results are: overflowing gradients are its daily business.
+Gradients are looked at each time an optimizer steps with them, and at the end of the step those that have changed since
+or that no optimizer has used. Where a GradScaler is in use, which is seen when the step calls one, only results are:
+overflowing gradients are its daily business. Results that buckets may have padded are looked at as they are handed out,
+outside the graph: what is cut away is nobody's business.
 """
 
 from __future__ import annotations
 
 import contextlib
 import math
+import weakref
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    Optimizer,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from stepgraph.backends import Backend, Reading
 from stepgraph.errors import NonFinite
+from stepgraph.state.scaler import noticing_scalers
 from stepgraph.tree import flatten, paths
 
 
@@ -35,59 +43,116 @@ class Flags:
 
 
 class FlagCollector:
-    """Computes the flags of one call, eager or being recorded; none at all if it is not `wanted`."""
+    """Computes the flags of one call, eager or being recorded; none at all if it is not `wanted`.
 
-    def __init__(self, name: Callable[[Any], str], *, wanted: bool, gradients: bool) -> None:
+    `left_out` tells by its shape whether a result is looked at elsewhere: it may have padding that is cut away.
+    """
+
+    def __init__(
+        self,
+        name: Callable[[Any], str],
+        *,
+        wanted: bool,
+        gradients: bool,
+        left_out: Callable[[Sequence[int]], bool] | None = None,
+    ) -> None:
         self._name = name
         self._wanted = wanted
         self._gradients = wanted and gradients
-        self._seen: set[int] = set()
+        self._left_out = left_out
+        self._looked_at: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
+        """For each parameter, by id: the gradient that an optimizer has used, and how often it was written to."""
         self._parts: list[Flags] = []
 
     @contextlib.contextmanager
     def at_optimizers(self) -> Iterator[None]:
         """Look at the gradients of each optimizer that steps meanwhile, just before it does."""
+        stepping: set[int] = set()
+
+        def before(optimizer: Optimizer, *_: Any) -> None:
+            if id(optimizer) not in stepping:  # a subclass's step calls its parent's: both are told of
+                stepping.add(id(optimizer))
+                self.see_optimizer(optimizer)
+
+        def after(optimizer: Optimizer, *_: Any) -> None:
+            stepping.discard(id(optimizer))
+            self._remember(_parameters(optimizer))  # its kernels may count as writes to the gradients
+
         with contextlib.ExitStack() as stack:
             if self._gradients:
-                hook = register_optimizer_step_pre_hook(lambda optimizer, *_: self.see_optimizer(optimizer))
-                stack.callback(hook.remove)
+                stack.callback(register_optimizer_step_pre_hook(before).remove)
+                stack.callback(register_optimizer_step_post_hook(after).remove)
+                stack.enter_context(noticing_scalers(lambda scaler: self._leave_to_scaler()))
             yield
 
     def see_optimizer(self, optimizer: Optimizer) -> None:
         """Look at the gradients that an optimizer is about to use."""
-        self._see_gradients(p for group in optimizer.param_groups for p in group["params"])
+        self._see_gradients(_parameters(optimizer))
 
     def finish(self, result: Any, parameters: Iterable[torch.Tensor]) -> Flags | None:
-        """Look at the results, and at the gradients that no optimizer has used."""
+        """Look at the results, and at the gradients that no optimizer has used as they are."""
         if not self._wanted:
             return None
         leaves, structure = flatten(result)
-        self._add(zip(paths(structure, "result"), leaves, strict=True))
-        self._see_gradients(parameters)
-        if not self._parts:
-            return None
-        return Flags(
-            tuple(name for part in self._parts for name in part.names), torch.cat([part.bad for part in self._parts])
-        )
+        named = zip(paths(structure, "result"), leaves, strict=True)
+        self._parts += _flags((name, leaf) for name, leaf in named if not self._is_left_out(leaf))
+        self._see_gradients(p for p in parameters if not self._was_looked_at(p))
+        return _joined(self._parts)
+
+    def _is_left_out(self, leaf: Any) -> bool:
+        return self._left_out is not None and isinstance(leaf, torch.Tensor) and self._left_out(leaf.shape)
+
+    def _leave_to_scaler(self) -> None:
+        self._gradients = False
+        self._parts.clear()
 
     def _see_gradients(self, parameters: Iterable[torch.Tensor]) -> None:
         if self._gradients:
-            found = [p for p in parameters if p.grad is not None and id(p) not in self._seen]
-            self._seen.update(map(id, found))
-            self._add((f"{self._name(p)}.grad", p.grad) for p in found)
+            found = {id(p): p for p in parameters if p.grad is not None}.values()
+            self._remember(found)
+            self._parts += _flags((f"{self._name(p)}.grad", p.grad) for p in found)
 
-    def _add(self, named: Iterable[tuple[str, Any]]) -> None:
-        by_dtype: dict[torch.dtype, list[tuple[str, torch.Tensor]]] = defaultdict(list)
-        for name, value in named:
-            if _can_be_bad(value):
-                tensor = torch.view_as_real(value.detach()) if value.is_complex() else value.detach()
-                by_dtype[tensor.dtype].append((name, tensor))
-        with torch.no_grad():
-            for found in by_dtype.values():
-                # the largest magnitude is finite exactly when every element is; one fused kernel for all tensors
-                largest = torch._foreach_norm([tensor for _, tensor in found], math.inf)
-                bad = torch.stack(list(largest)).isfinite().logical_not()
-                self._parts.append(Flags(tuple(name for name, _ in found), bad))
+    def _remember(self, parameters: Iterable[torch.Tensor]) -> None:
+        self._looked_at |= {id(p): (weakref.ref(p.grad), _writes(p.grad)) for p in parameters if p.grad is not None}
+
+    def _was_looked_at(self, parameter: torch.Tensor) -> bool:
+        grad, writes = self._looked_at.get(id(parameter), (None, 0))
+        return grad is not None and grad() is parameter.grad is not None and _writes(parameter.grad) == writes
+
+
+def _parameters(optimizer: Optimizer) -> list[torch.Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def _writes(tensor: torch.Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def flags_over(named: Iterable[tuple[str, Any]]) -> Flags | None:
+    """Flags for those of these values that can hold a NaN or an infinity."""
+    return _joined(_flags(named))
+
+
+def _joined(parts: Sequence[Flags]) -> Flags | None:
+    if not parts:
+        return None
+    return Flags(tuple(name for part in parts for name in part.names), torch.cat([part.bad for part in parts]))
+
+
+def _flags(named: Iterable[tuple[str, Any]]) -> list[Flags]:
+    by_dtype: dict[torch.dtype, list[tuple[str, torch.Tensor]]] = defaultdict(list)
+    for name, value in named:
+        if _can_be_bad(value):
+            tensor = torch.view_as_real(value.detach()) if value.is_complex() else value.detach()
+            by_dtype[tensor.dtype].append((name, tensor))
+    parts = []
+    with torch.no_grad():
+        for found in by_dtype.values():
+            # the largest magnitude is finite exactly when every element is; one fused kernel for all tensors
+            largest = torch._foreach_norm([tensor for _, tensor in found], math.inf)
+            bad = torch.stack(list(largest)).isfinite().logical_not()
+            parts.append(Flags(tuple(name for name, _ in found), bad))
+    return parts
 
 
 def _can_be_bad(value: Any) -> bool:
@@ -108,11 +173,16 @@ class FlagReader:
         if flags is not None:
             self.pending.append((call, flags.names, backend.read_later(flags.bad)))
 
+    def drain(self) -> None:
+        """Wait for all flags and look at them."""
+        self.check(wait=True)
+
     def check(self, *, wait: bool = False) -> None:
         """Look at the flags that have arrived; with `wait`, at all."""
         while self.pending and (wait or self.pending[0][2].is_ready()):
             call, names, reading = self.pending.popleft()
-            bad = [name for name, is_bad in zip(names, reading.value().tolist(), strict=True) if is_bad]
+            told = zip(names, reading.value().tolist(), strict=True)
+            bad = list(dict.fromkeys(name for name, is_bad in told if is_bad))
             if bad:
                 self.pending.clear()
                 more = f", and {len(bad) - 1} more" if len(bad) > 1 else ""

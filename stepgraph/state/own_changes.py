@@ -17,7 +17,7 @@ class ModelState:
     """What modules and parameters are made of at one moment."""
 
     def __init__(self, modules: Sequence[torch.nn.Module], parameters: Sequence[torch.Tensor]) -> None:
-        self._slots = [
+        self._slots: list[tuple[torch.nn.Module, dict[str, Any], dict[str, Any]]] = [
             (module, where, dict(where))
             for module in modules
             for where in (module._parameters, module._buffers, module._modules)

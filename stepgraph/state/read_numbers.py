@@ -51,24 +51,37 @@ class ReadNumbers:
 
 
 class _NotingGroup(dict[str, Any]):
-    """A parameter group that notes which of its numbers are read; its parameters are anyone's."""
+    """A parameter group that notes which of its numbers are read; its parameters are anyone's.
+
+    A dictionary, because code may ask for one, and an empty one, so that nobody reads past the notes.
+    """
 
     def __init__(self, optimizer: Optimizer, index: int, found: Reads) -> None:
-        super().__init__(optimizer.param_groups[index])
+        super().__init__()
+        self._group = optimizer.param_groups[index]
         self._optimizer, self._index, self._found = optimizer, index, found
 
     def __getitem__(self, key: str) -> Any:
-        value = super().__getitem__(key)
+        value = self._group[key]
         if key != "params":
             name = _spell(self._optimizer, self._index, key)
             self._found[name, id(self._optimizer)] = functools.partial(_number, self._optimizer, self._index, key)
         return value
 
-    def __iter__(self) -> Iterator[str]:  # with this, copies of the whole read each number as anyone does
-        return super().__iter__()
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._group)
+
+    def __len__(self) -> int:
+        return len(self._group)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._group
+
+    def keys(self) -> Any:
+        return self._group.keys()
 
     def get(self, key: str, default: Any = None) -> Any:
-        return self[key] if key in self else default
+        return self[key] if key in self._group else default
 
     def items(self) -> Any:
         return ItemsView(self)
@@ -77,16 +90,16 @@ class _NotingGroup(dict[str, Any]):
         return ValuesView(self)
 
     def copy(self) -> dict[str, Any]:
-        return dict(self)
+        return {key: self[key] for key in self}
 
     def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
         keys = [str(key) for key in (*args[:1], *kwargs) if isinstance(key, str)]
         raise _written(_spell(self._optimizer, self._index, keys[0] if keys else "..."))
 
-    __setitem__ = __delitem__ = update = pop = popitem = clear = __ior__ = _refuse  # type: ignore[assignment]
+    __setitem__ = __delitem__ = update = pop = popitem = clear = __ior__ = _refuse
 
     def setdefault(self, key: str, default: Any = None) -> Any:
-        return self[key] if key in self else self._refuse(key)
+        return self[key] if key in self._group else self._refuse(key)
 
 
 @contextlib.contextmanager

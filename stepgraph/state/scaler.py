@@ -6,6 +6,10 @@ optimizer needs `scaler.step` to read the flag on the host. Then `unscale_`, `st
 are called between two graphs, exactly as eager would: they keep a small state machine in Python that only runs right
 when every one of them runs at each step, so either all are recorded or none is.
 
+Scalers are found by what the step does: their methods are watched on the class while it runs. One that is recorded is
+guarded from then on, and guards need to be told of it beforehand; so a scaler that lies deeper in the step's objects
+than `reachable` looks is never recorded, and its calls are cuts.
+
 `scaler.scale(loss)` is a multiplication with a tensor on the device and belongs to the graph in any case; the scale is
 live there by itself.
 """
@@ -14,17 +18,18 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Any
+import threading
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch.optim.optimizer import Optimizer
 
-from stepgraph.state.patch import shadowed
 from stepgraph.state.reach import reachable
 from stepgraph.state.untouched import Untouched
 
 _CALLS = ("unscale_", "step", "update")
+_METHODS = ("scale", *_CALLS)
 _NUMBERS = ("growth_factor", "backoff_factor", "growth_interval", "enabled")
 
 
@@ -34,8 +39,92 @@ def scalers_of(function: Callable[..., Any]) -> list[torch.amp.GradScaler]:
     return [scaler for scaler in found if scaler.is_enabled()]
 
 
+_See: TypeAlias = Callable[[torch.amp.GradScaler], None]
+_Take: TypeAlias = Callable[[torch.amp.GradScaler, str, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+_INSTALLING = threading.Lock()
+"""Held while a class is changed: two threads may run steps, and what each puts there the other must not lose."""
+
+
+class _Watcher(NamedTuple):
+    """Who is told of a thread's calls to scalers."""
+
+    thread: int
+    see: _See
+    take: _Take | None
+
+
+class _Watched:
+    """A method of a scaler's class while somebody watches."""
+
+    def __init__(self, owner: type, name: str) -> None:
+        self._owner, self._name = owner, name
+        self._original = vars(owner)[name]
+        self._watchers: list[_Watcher] = []
+
+        @functools.wraps(self._original)
+        def method(scaler: torch.amp.GradScaler, /, *args: Any, **kwargs: Any) -> Any:
+            return self._call(scaler, args, kwargs)
+
+        method.__dict__["watched"] = self
+        self._method = method
+        setattr(owner, name, method)
+
+    @classmethod
+    def of(cls, owner: type, name: str) -> _Watched:
+        """The one that is there already, or a new one."""
+        found = getattr(vars(owner)[name], "__dict__", {}).get("watched")
+        return found if isinstance(found, cls) else cls(owner, name)
+
+    def add(self, watcher: _Watcher) -> None:
+        self._watchers.append(watcher)
+
+    def remove(self, watcher: _Watcher) -> None:
+        """The last one to go leaves the class as it was."""
+        self._watchers.remove(watcher)
+        if not self._watchers and vars(self._owner).get(self._name) is self._method:
+            setattr(self._owner, self._name, self._original)
+
+    def _call(self, scaler: torch.amp.GradScaler, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        take = None
+        for watcher in list(self._watchers) if scaler.is_enabled() else ():
+            if watcher.thread == threading.get_ident():
+                watcher.see(scaler)
+                take = watcher.take or take
+        if take is not None and self._name in _CALLS:
+            return take(scaler, self._name, self._original, args, kwargs)
+        return self._original(scaler, *args, **kwargs)
+
+
+@contextlib.contextmanager
+def noticing_scalers(see: _See, take: _Take | None = None) -> Iterator[None]:
+    """Be told of every GradScaler that is on and that this thread calls meanwhile.
+
+    `take` is called in the place of `unscale_`, `step` and `update`, with the scaler, the method's name, the method
+    itself, and its arguments.
+    """
+    watcher = _Watcher(threading.get_ident(), see, take)
+    with _INSTALLING:
+        kinds = _with_subclasses(torch.amp.GradScaler)
+        watched = [_Watched.of(kind, name) for kind in kinds for name in _METHODS if name in vars(kind)]
+        for one in watched:
+            one.add(watcher)
+    try:
+        yield
+    finally:
+        with _INSTALLING:
+            for one in watched:
+                one.remove(watcher)
+
+
+def _with_subclasses(kind: type[torch.amp.GradScaler]) -> list[type]:
+    found: list[type] = [kind]
+    for child in kind.__subclasses__():
+        found += [other for other in _with_subclasses(child) if other not in found]
+    return found
+
+
 class ScalerCapture:
-    """The GradScalers of a step during one recording. `whole` is to try to record them."""
+    """The GradScalers of a step during one recording. `whole` is to try to record `scalers`; others are cut."""
 
     def __init__(
         self,
@@ -50,6 +139,7 @@ class ScalerCapture:
         self._cut = cut
         self._whole = whole
         self._was_cut = False
+        self._is_calling = False
         self.stepped: set[int] = set()
         """Optimizers that a scaler stepped, by id."""
 
@@ -59,8 +149,7 @@ class ScalerCapture:
         with contextlib.ExitStack() as stack:
             for scaler in self._scalers:
                 stack.enter_context(self._keeping_stages(scaler))
-                for name in _CALLS:
-                    stack.enter_context(shadowed(scaler, name, self._taking(scaler, name)))
+            stack.enter_context(noticing_scalers(lambda scaler: None, self._take))
             yield
 
     @property
@@ -71,28 +160,60 @@ class ScalerCapture:
     @contextlib.contextmanager
     def _keeping_stages(self, scaler: torch.amp.GradScaler) -> Iterator[None]:
         before = scaler._per_optimizer_states
-        scaler._per_optimizer_states = before.copy()
+        stages = _stages(before)
+        scaler._per_optimizer_states = before.copy()  # with torch's own default for an optimizer not begun with
+        scaler._per_optimizer_states.update({key: dict(state) for key, state in before.items()})
         try:
             yield
-            if scaler._per_optimizer_states != before:  # no update() in the step: the stages go on after it
+            if _stages(scaler._per_optimizer_states) != stages:  # begun before the step, or going on after it
                 self._was_cut = True
         finally:
             scaler._per_optimizer_states = before
 
-    def _taking(self, scaler: torch.amp.GradScaler, name: str) -> Callable[..., Any]:
-        original = getattr(scaler, name)
+    def _take(
+        self,
+        scaler: torch.amp.GradScaler,
+        name: str,
+        original: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        if self._is_calling:  # one method calls another: a part of it
+            return original(scaler, *args, **kwargs)
+        optimizers = [arg for arg in (*args, *kwargs.values()) if isinstance(arg, Optimizer)]
+        if name == "step":
+            self.stepped.update(map(id, optimizers))
+        rest = len(args) + len(kwargs) - len(optimizers)  # update(new_scale) reads a number of the host
+        can_record = any(scaler is one for one in self._scalers) and not rest
+        if self._whole and not self._was_cut and can_record and all(id(o) in self._inside for o in optimizers):
+            self._is_calling = True
+            try:
+                with _keeping_attributes(optimizers):
+                    return original(scaler, *args, **kwargs)
+            finally:
+                self._is_calling = False
+        self._was_cut = True
+        return self._cut(f"GradScaler.{name}", functools.partial(original, scaler, *args, **kwargs))
 
-        def taken(*args: Any, **kwargs: Any) -> Any:
-            optimizers = [arg for arg in (*args, *kwargs.values()) if isinstance(arg, Optimizer)]
-            if name == "step":
-                self.stepped.update(map(id, optimizers))
-            rest = len(args) + len(kwargs) - len(optimizers)  # update(new_scale) reads a number of the host
-            if self._whole and not self._was_cut and not rest and all(id(o) in self._inside for o in optimizers):
-                return original(*args, **kwargs)
-            self._was_cut = True
-            return self._cut(f"GradScaler.{name}", functools.partial(original, *args, **kwargs))
 
-        return taken
+def _stages(states: Mapping[int, Mapping[str, Any]]) -> dict[int, int]:
+    """How far a scaler is with each optimizer that it has begun with."""
+    return {key: state["stage"].value for key, state in states.items() if state["stage"].value}
+
+
+@contextlib.contextmanager
+def _keeping_attributes(optimizers: Sequence[Optimizer]) -> Iterator[None]:
+    """What `GradScaler.step` hangs on an optimizer stays there if that fails, and would count at its next step."""
+    names = ("grad_scale", "found_inf")
+    before = [(o, {name: vars(o)[name] for name in names if name in vars(o)}) for o in optimizers]
+    try:
+        yield
+    except BaseException:
+        for optimizer, attributes in before:
+            for name in names:
+                vars(optimizer).pop(name, None)
+            vars(optimizer).update(attributes)
+        raise
 
 
 class ScalerGuard:

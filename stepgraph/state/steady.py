@@ -1,9 +1,9 @@
-"""Whether parameters are as a replay left them: each with the gradient it was given, as much in need of one, laid out so.
+"""Whether parameters are as a replay left them: with the gradient each was given, its flag, and its strides.
 
 Nothing in torch tells when a gradient is taken off a parameter, `requires_grad` is set, or other data is put in with
 other strides, so these are read at each call; for a model of 150 parameters that is most of what a replay costs the
-host. torch's compiler has guards in C++ that read them twice as fast as Python can. They are asked where torch has them, in the form this module knows; they
-may say no without a cause, never yes.
+host. torch's compiler has guards in C++ that read them twice as fast as Python can. They are asked where torch has
+them, in the form this module knows; they may say no without a cause, never yes.
 """
 
 from __future__ import annotations

@@ -338,3 +338,40 @@ def test_accumulation_gradients_dropped_between_two_optimizer_steps(
         return Program(step, batches, [model], [optimizer], before_call=before_call)
 
     assert_captured_equals_eager(program, device)
+
+
+@pytest.mark.parametrize("zero", ["in the step", "outside"])
+@pytest.mark.parametrize("fused", [False, True])
+def test_accumulation_into_views_of_a_flat_buffer_is_seen_through_it(
+    fused: bool, zero: str, device: torch.device
+) -> None:
+    """After a graph that began without gradients has given them addresses of its own."""
+
+    def build(device: torch.device) -> Program:
+        model = nn.Linear(4, 3).to(device)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=fused)
+        flat = torch.zeros(sum(p.numel() for p in model.parameters()), device=device)
+
+        def step(x: torch.Tensor) -> torch.Tensor:
+            if zero == "in the step":
+                optimizer.zero_grad(set_to_none=False)
+            loss = model(x).pow(2).mean()
+            loss.backward()
+            optimizer.step()
+            return loss
+
+        def before_call(index: int) -> None:
+            if index < 6:
+                optimizer.zero_grad()
+            elif index in (6, 14):
+                begin = 0
+                for parameter in model.parameters():
+                    parameter.grad = flat[begin : begin + parameter.numel()].view_as(parameter)
+                    begin += parameter.numel()
+            elif zero == "outside":
+                flat.mul_(0.5)
+
+        batches = [(torch.randn(2, 4, device=device),) for _ in range(18)]
+        return Program(step, batches, [model], [optimizer], tensors=[flat], before_call=before_call)
+
+    assert_captured_equals_eager(build, device)

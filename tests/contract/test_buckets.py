@@ -136,3 +136,85 @@ def test_buckets_give_writes_back_to_the_callers_tensor(device: torch.device) ->
             total = step(x)
             assert torch.equal(x, before * 2)
             assert torch.equal(total, (before * 2).sum())
+
+
+EIGHT = {"x": {1: [8, 16]}}
+
+
+def lengths_of(step: Callable[..., Any], device: torch.device, lengths: tuple[int, ...], *args: Any) -> list[Any]:
+    """What the step returns for batches of four rows and these lengths."""
+    return [step(torch.ones(4, length, device=device), *args) for length in lengths]
+
+
+def test_buckets_results_may_depend_on_a_flag(device: torch.device) -> None:
+    model = nn.Linear(1, 50).to(device)
+
+    @torch.no_grad()
+    def evaluate(x: torch.Tensor, want_logits: bool) -> Any:
+        logits = model(x.unsqueeze(-1))
+        return (logits.mean(), logits) if want_logits else logits.mean()
+
+    with stepgraph.capture(evaluate, buckets=EIGHT) as step:
+        for flag in (False, True, False, True):
+            for length, result in zip((5, 13, 7, 6, 3), lengths_of(step, device, (5, 13, 7, 6, 3), flag), strict=True):
+                assert not flag or result[1].shape == (4, length, 50)
+        assert step.report().graphs == 4
+
+
+def test_buckets_results_may_depend_on_the_mode(device: torch.device) -> None:
+    model = nn.Linear(1, 50).to(device)
+
+    @torch.no_grad()
+    def evaluate(x: torch.Tensor) -> dict[str, torch.Tensor]:
+        logits = model(x.unsqueeze(-1))
+        return {"loss": logits.mean()} if model.training else {"loss": logits.mean(), "logits": logits}
+
+    with stepgraph.capture(evaluate, buckets=EIGHT | {"result.logits": {1: [8, 16]}}) as step:
+        for training in (True, False, True, False):
+            model.train(training)
+            for length, result in zip((5, 13, 7, 6, 3), lengths_of(step, device, (5, 13, 7, 6, 3)), strict=True):
+                assert training or result["logits"].shape == (4, length, 50)
+
+
+@pytest.mark.parametrize("by", ["flag", "mode", "closure"])
+def test_buckets_results_of_one_name_may_have_two_meanings(by: str, device: torch.device) -> None:
+    """The length under one flag, a width that is a bucket's size under another."""
+    model, state = nn.Linear(1, 1).to(device), {"wide": False}
+
+    @torch.no_grad()
+    def evaluate(x: torch.Tensor, flag: bool) -> torch.Tensor:
+        wide = {"flag": flag, "mode": not model.training, "closure": state["wide"]}[by]
+        y = model(x.unsqueeze(-1)).squeeze(-1)
+        return y.sum(1, keepdim=True) * torch.ones(16, device=x.device) if wide else y
+
+    with stepgraph.capture(evaluate, buckets=EIGHT) as step:
+        for wide in (False, True, False, True):
+            model.train(not wide)
+            state["wide"] = wide
+            flag = wide if by == "flag" else False
+            for length, result in zip((5, 13, 7, 6, 3), lengths_of(step, device, (5, 13, 7, 6, 3), flag), strict=True):
+                assert result.shape == ((4, 16) if wide else (4, length))
+
+
+def test_buckets_cut_no_dimension_that_only_happened_to_grow_with_them(device: torch.device) -> None:
+    """Eight rows in the bucket of 8 and sixteen in that of 16: nothing to compare."""
+    with stepgraph.capture(lambda x: x * 2, buckets=EIGHT) as step:
+        assert step(torch.ones(8, 8, device=device)).shape == (8, 8)
+        with pytest.raises(stepgraph.InvalidArgument, match="dimension 0 of x is 16 too") as caught:
+            step(torch.ones(16, 13, device=device))
+        assert caught.value.rule == "bucket-result"
+        for rows, length in ((4, 16), (4, 5), (16, 13), (8, 5), (8, 3), (16, 9), (4, 12), (16, 10)):
+            x = torch.rand(rows, length, device=device)  # from two sizes of other rows it is known
+            assert torch.equal(step(x), x * 2)
+
+
+def test_buckets_leave_a_result_whole_once_a_guess_proved_wrong(device: torch.device) -> None:
+    width = torch.ones(16, device=device)
+    step = stepgraph.capture(lambda x: x.mean(1, keepdim=True) * width.clone(), buckets={"x": {1: [16, 32]}})
+    assert step(torch.ones(4, 10, device=device)).shape == (4, 10)
+    with pytest.raises(stepgraph.InvalidArgument, match="does not grow with the bucket"):
+        step(torch.ones(4, 20, device=device))
+    for rows in (4, 3):  # also for rows that no call had before
+        for length in (11, 10, 20, 12, 13):
+            assert step(torch.ones(rows, length, device=device)).shape == (rows, 16)
+    step.close()

@@ -533,6 +533,38 @@ def test_wrapper_gradients_of_microbatches_reach_the_iterators_tensors(device: t
             wrapped(data_iterator=iter([leaf * 1 for leaf in leaves]), **call)
 
 
+def test_wrapper_training_and_validation_leave_on_microbatches_what_each_of_them_does(device: torch.device) -> None:
+    """They fill the same buffers: what one writes, and the gradients it leaves, is not the other's."""
+
+    def iterate(*, data_iterator: Any, num_microbatches: int, forward_only: bool, **rest: Any) -> torch.Tensor:
+        total = torch.zeros((), device=device)
+        for _ in range(num_microbatches):
+            batch = next(data_iterator)
+            if not forward_only:
+                batch["count"].add_(1)
+                batch["x"].square().sum().backward()
+            total = total + batch["x"].detach().sum()
+        return total
+
+    with wrap(iterate, device) as wrapped:
+        call = {"forward_step_func": None, "model": None, "num_microbatches": 2}
+        for forward_only in (False, True, False, False, True, True, True, False, False, True):
+            rows = torch.zeros(2, 3, device=device).unbind()  # which share memory
+            batches = [
+                {
+                    "x": torch.full((2,), i + 1.0, device=device, requires_grad=True),
+                    "count": row if forward_only else row.clone(),
+                }
+                for i, row in enumerate(rows)
+            ]
+            assert wrapped(data_iterator=iter(batches), forward_only=forward_only, **call).item() == 6
+            for i, batch in enumerate(batches):
+                grad = batch["x"].grad
+                assert (grad is None) if forward_only else (grad.tolist() == [2.0 * (i + 1)] * 2)
+                assert batch["count"].tolist() == [0.0 if forward_only else 1.0] * 3
+        assert wrapped.report().graphs == 2
+
+
 # -- what is guarded
 
 

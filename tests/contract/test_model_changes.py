@@ -122,7 +122,9 @@ def test_model_hook_on_every_module_is_refused_by_name(device: torch.device) -> 
             step(*program.batches[i])
         handle = register_module_forward_hook(double)
         try:
-            with pytest.raises(stepgraph.CaptureError, match=r"every module has a hook, `.*double`.*module-hook") as told:
+            with pytest.raises(
+                stepgraph.CaptureError, match=r"every module has a hook, `.*double`.*module-hook"
+            ) as told:
                 for _ in range(2):
                     step(*program.batches[5])
             assert "safe_hooks" in told.value.fix

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -123,6 +126,121 @@ def test_nan_check_leaves_overflowing_gradients_to_a_scaler(device: torch.device
             step(x)
         assert step.report().replays > 0
     assert scaler.get_scale() < 2.0**127
+
+
+@pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.AdamW], ids=["inside", "outside"])
+def test_nan_check_looks_at_each_update_of_a_call(make: type[torch.optim.Optimizer], device: torch.device) -> None:
+    model = nn.Linear(8, 4).to(device)
+    optimizer = make(model.parameters(), lr=0.1)  # type: ignore[call-arg]
+
+    def train(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+        losses = []
+        for x in (first, second):
+            optimizer.zero_grad()
+            losses.append(model(x).pow(2).mean())
+            losses[-1].backward()
+            optimizer.step()
+        return losses[0]
+
+    bad = torch.full((4, 8), float("nan"), device=device)
+    with (
+        pytest.raises(stepgraph.NonFinite, match=r"grad` was not finite in call 6, and 1 more") as caught,
+        stepgraph.capture(train, nan_check="device") as step,
+    ):
+        for i in range(6):
+            step(torch.randn(4, 8, device=device), bad if i == 5 else torch.randn(4, 8, device=device))
+    assert len(caught.value.details) == 1, "each parameter is named once"
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_nan_check_looks_at_gradients_left_behind_the_update(fused: bool, device: torch.device) -> None:
+    model = nn.Linear(8, 4).to(device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=fused)
+
+    def train(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = model(first).pow(2).mean()
+        loss.backward()
+        optimizer.step()
+        model(second).pow(2).mean().backward()
+        return loss
+
+    bad = torch.full((4, 8), float("nan"), device=device)
+    with (
+        pytest.raises(stepgraph.NonFinite, match=r"grad` was not finite in call 6"),
+        stepgraph.capture(train, nan_check="device") as step,
+    ):
+        for i in range(6):
+            step(torch.randn(4, 8, device=device), bad if i == 5 else torch.randn(4, 8, device=device))
+
+
+def test_nan_check_finds_a_scaler_by_its_calls(device: torch.device) -> None:
+    """One that lies deeper in the step's objects than anybody looks."""
+    model = nn.Linear(8, 4).to(device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2, fused=True)
+    trainer = SimpleNamespace(plugins=SimpleNamespace(precision=SimpleNamespace()))
+    trainer.plugins.precision.scaler = torch.amp.GradScaler(device.type, init_scale=2.0**127)
+
+    def train(x: torch.Tensor) -> torch.Tensor:
+        scaler = trainer.plugins.precision.scaler
+        optimizer.zero_grad()
+        loss = model(x).pow(2).mean()
+        scaler.scale(loss * 16).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        return loss
+
+    with stepgraph.capture(train, nan_check="device") as step:
+        for x in batches(device):
+            step(x)
+        assert step.report().replays > 0
+    assert trainer.plugins.precision.scaler.get_scale() < 2.0**127
+
+
+@pytest.mark.parametrize("outputs", ["copy", "static"])
+def test_nan_check_looks_at_padded_results_as_they_are_handed_out(outputs: str, device: torch.device) -> None:
+    model = nn.Linear(8, 4).to(device)
+
+    @torch.no_grad()
+    def evaluate(x: torch.Tensor, mask: torch.Tensor, weight: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"scores": model(x).mean(-1) + mask, "mean": model(x).mean() * weight}
+
+    sizes = {1: [5, 16]}
+    options = {"buckets": {"x": sizes, "mask": sizes}, "pad_values": {"mask": float("-inf")}, "outputs": outputs}
+    bad, one = torch.full((2, 3), float("nan"), device=device), torch.ones((), device=device)
+
+    def call(step: Any, length: int, mask: torch.Tensor | None = None, weight: torch.Tensor = one) -> None:
+        mask = torch.zeros(2, length, device=device) if mask is None else mask
+        assert step(torch.randn(2, length, 8, device=device), mask, weight)["scores"].shape == (2, length)
+
+    for spoiled in ("scores", "mean"):
+        with (
+            pytest.raises(stepgraph.NonFinite, match=rf"`result\['{spoiled}'\]` was not finite in call 9"),
+            stepgraph.capture(evaluate, nan_check="device", **options) as step,
+        ):
+            for length in (3, 3, 9, 2, 4, 12, 5, 16):
+                call(step, length)  # the padding is -inf, and cut away
+            call(step, 3, bad if spoiled == "scores" else None, one / 0 if spoiled == "mean" else one)
+
+
+def test_nan_check_at_the_end_of_a_session_waits_for_what_is_left(device: torch.device) -> None:
+    def train_all(session: stepgraph.Session) -> Any:
+        step = stepgraph.capture(program(device).step, session=session, nan_check="device")
+        for x in batches(device, bad_at=GOOD - 1):
+            step(x)
+        return step
+
+    session = stepgraph.Session()
+    step = train_all(session)
+    with pytest.raises(stepgraph.NonFinite, match=f"in call {GOOD}"):
+        session.close()
+    session.close()  # told once
+    step.close()
+    with pytest.raises(stepgraph.NonFinite), stepgraph.Session() as session:
+        step = train_all(session)
+    with pytest.raises(KeyError), stepgraph.Session() as session:
+        step = train_all(session)
+        raise KeyError
 
 
 def test_nan_check_on_the_host_is_refused_with_the_fix() -> None:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
 
 import stepgraph
+from stepgraph.state.scaler import ScalerCapture, noticing_scalers
 from tests.harness import Program, assert_captured_equals_eager, same_bits
 
 
@@ -171,3 +176,126 @@ def test_scaler_is_as_before_when_its_recording_fails(device: torch.device) -> N
         fails[0] = False
         step(*program.batches[1])
         assert step.report().replays == 1
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_scaler_out_of_sight_is_found_by_its_calls(fused: bool, device: torch.device) -> None:
+    """It lies deeper in the step's objects than is looked, and cannot be guarded: its calls are cuts."""
+
+    def build(device: torch.device) -> Program:
+        model = nn.Linear(8, 4).to(device)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=fused)
+        scaler = torch.amp.GradScaler(device.type, init_scale=256.0, growth_interval=2)
+        trainer = SimpleNamespace(plugins=SimpleNamespace(precision=SimpleNamespace(scaler=scaler)))
+
+        def step(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            optimizer.zero_grad()
+            loss = model(x).pow(2).mean()
+            scaled = trainer.plugins.precision.scaler.scale(loss)
+            scaled.backward()
+            trainer.plugins.precision.scaler.step(optimizer)
+            trainer.plugins.precision.scaler.update()
+            return loss, scaled
+
+        def before_call(index: int) -> None:
+            found = trainer.plugins.precision.scaler
+            if index == 6:
+                found.load_state_dict(found.state_dict() | {"growth_interval": 1, "growth_factor": 4.0})
+
+        batches = [(torch.randn(4, 8, device=device),) for _ in range(12)]
+        return Program(step, batches, [model], [optimizer], before_call=before_call)
+
+    assert assert_captured_equals_eager(build, device).segments == 3
+
+
+@pytest.mark.parametrize("on_error", ["raise", "eager"])
+@pytest.mark.parametrize("update", ["inside", "outside"])
+@pytest.mark.parametrize("fused", [False, True])
+def test_scaler_begun_with_outside_the_step_equals_eager(
+    fused: bool, update: str, on_error: str, device: torch.device
+) -> None:
+    """`unscale_` in the loop, `step` in what is captured: the stages go on around it."""
+
+    def train(wrap: Any) -> tuple[list[torch.Tensor], Any]:
+        torch.manual_seed(3)
+        model = nn.Linear(8, 4).to(device)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=fused)
+        scaler = torch.amp.GradScaler(device.type, init_scale=64.0, growth_interval=3)
+
+        def apply() -> None:
+            scaler.step(optimizer)
+            if update == "inside":
+                scaler.update()
+
+        step, found = wrap(apply), []
+        for i in range(9):
+            optimizer.zero_grad()
+            x = torch.randn(4, 8, device=device) * (float("inf") if i == 6 else 1.0)
+            scaler.scale(model(x).sum()).backward()
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            step()
+            if update == "outside":
+                scaler.update()
+            found += [model.weight.detach().clone(), torch.tensor(scaler.get_scale())]
+        return found, step
+
+    expected, _ = train(lambda function: function)
+    received, step = train(lambda function: stepgraph.capture(function, on_error=on_error))
+    assert all(map(same_bits, expected, received))
+    assert step.report().replays > 0
+    step.close()
+
+
+def test_scaler_leaves_nothing_on_the_optimizer_when_its_step_fails_in_a_recording(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What `GradScaler.step` hangs on it would be multiplied into the next step's scale."""
+    program = scaled_program(device, clip=False, fused=True)
+    (optimizer,), scaler = program.optimizers, program.extra["scaler"]
+    program.step(*program.batches[0])
+    attributes, stages = dict(vars(optimizer)), dict(scaler._per_optimizer_states)
+    capture = ScalerCapture([scaler], [optimizer], lambda name, call: None, whole=True)
+
+    def fail() -> None:
+        assert "grad_scale" in vars(optimizer)
+        raise KeyError
+
+    with monkeypatch.context() as patch, pytest.raises(KeyError), capture.recording():
+        patch.setattr(type(optimizer), "step", lambda self: fail())
+        scaler.step(optimizer)
+    assert (dict(vars(optimizer)), dict(scaler._per_optimizer_states)) == (attributes, stages)
+
+
+def test_noticing_scalers_leaves_their_classes_as_they_were() -> None:
+    class Mine(torch.amp.GradScaler):
+        def update(self, new_scale: Any = None) -> None:
+            super().update(new_scale)
+
+    kinds = [torch.amp.GradScaler, Mine]
+    before = [dict(vars(kind)) for kind in kinds]
+    seen: list[Any] = []
+    scaler, off = Mine("cpu"), Mine("cpu", enabled=False)
+    loss = torch.ones(())
+    with noticing_scalers(seen.append):
+        with noticing_scalers(seen.append), pytest.raises(KeyError):
+            scaler.scale(loss)
+            off.scale(loss)
+            raise KeyError
+        with ThreadPoolExecutor(1) as other:  # the calls of another thread are not this one's
+            other.submit(Mine("cpu").scale, loss).result()
+        scaler.scale(loss)
+    assert seen == [scaler] * 3
+    assert [dict(vars(kind)) for kind in kinds] == before
+
+
+def test_noticing_scalers_in_two_threads_that_end_out_of_order() -> None:
+    before = dict(vars(torch.amp.GradScaler))
+    first, second = noticing_scalers(lambda scaler: None), noticing_scalers(lambda scaler: None)
+    with ThreadPoolExecutor(1) as one, ThreadPoolExecutor(1) as two:
+        one.submit(first.__enter__).result()
+        two.submit(second.__enter__).result()
+        one.submit(first.__exit__, None, None, None).result()
+        assert vars(torch.amp.GradScaler)["step"] is not before["step"]
+        two.submit(second.__exit__, None, None, None).result()
+    assert dict(vars(torch.amp.GradScaler)) == before

@@ -328,7 +328,7 @@ def test_pad_then_slice_back_gives_the_tensors_again(drawn: Any) -> None:
     padded = found.pad(tensors)
     said = {f"result[{i}]": dims for i, dims in enumerate(buckets.values())}
     structure = flatten(padded.leaves)[1]
-    dims = result_dims(parse(buckets | said), {padded.choice: named_shapes(structure, padded.leaves)}, {})
+    dims = result_dims(parse(buckets | said), {padded.choice: named_shapes(result_names(structure), padded.leaves)}, {})
     dims.check(padded.choice, padded.lengths)
     cut = dims.slice_back(result_names(structure), padded.leaves, padded.lengths)
     assert all(torch.equal(one, two) for one, two in zip(cut, tensors, strict=True))
@@ -722,12 +722,31 @@ def test_result_dims_between_two_groups_are_asked_for_only_where_it_matters() ->
 def test_result_dims_refuse_a_guess_that_proved_wrong() -> None:
     first = result_dims(BUCKETS, seen(lambda length: (8,), (8,)), {})
     assert first.dims == {"result": ((0, 0),)}
-    both = seen(lambda length: (8,), (8,), (4,))
-    error = refused(lambda: result_dims(BUCKETS, both, {}, first), "bucket-result")
+    assert first.cuts((8,), (8,)) == set()  # nothing was cut while the batch was as large as the bucket
+    now = result_dims(BUCKETS, seen(lambda length: (8,), (8,), (4,)), {})
+    assert now.dims == {}
+    error = refused(lambda: now.refuse_wrong_cuts(first.cuts((8,), (5,))), "bucket-result")
     assert "does not grow with the bucket" in error.what
     assert '"result": {}' in error.fix
-    doubtful = result_dims(BUCKETS, seen(lambda length: (8,), (8,)), {8: "a parameter"})
-    assert result_dims(BUCKETS, both, {}, doubtful).dims == {}  # nothing was cut while it was in doubt
+    now.refuse_wrong_cuts(first.cuts((8,), (8,)))
+
+
+@pytest.mark.parametrize(
+    ("known", "dims"),
+    [({("result", 1): 0, ("result", 0): None}, {"result": ((1, 0),)}), ({("result", 1): None}, {"result": ((0, 0),)})],
+    ids=str,
+)
+def test_result_dims_of_one_size_rest_on_what_other_calls_showed(known: Any, dims: Any) -> None:
+    found = result_dims(BUCKETS, seen(lambda length: (8, length), (8,)), {}, known)
+    assert found.dims == dims
+    assert found.guesses
+
+
+def test_result_dims_are_sure_of_what_sizes_show() -> None:
+    found = result_dims(BUCKETS, seen(lambda length: (8, length, 3), (8,), (4,)), {})
+    assert found.sure == {("result", 0): None, ("result", 1): 0, ("result", 2): None}
+    assert not found.guesses
+    assert result_dims(BUCKETS, seen(lambda length: (8, length, 3), (8,)), {}).sure == {("result", 2): None}
 
 
 def test_result_dims_tell_of_results_that_stay_padded() -> None:
@@ -758,6 +777,28 @@ def test_result_named_by_the_user_must_exist_and_have_the_size() -> None:
         buckets = parse({"x": {1: SIZES}, "result.logits": {dim: SIZES}})
         error = refused(lambda buckets=buckets: result_dims(buckets, shapes, {}))
         assert re.search(rf"dimension {dim} of `result\['logits'\]` has not the bucket's size, 8", error.what)
+
+
+def test_result_named_by_the_user_may_be_missing_where_nothing_else_is_to_be_cut() -> None:
+    """A step may return logits in eval only."""
+    buckets = parse({"x": {1: SIZES}, "result.logits": {1: SIZES}})
+    assert result_dims(buckets, {(8,): {"result['loss']": ()}}, {}).dims == {}
+    error = refused(lambda: result_dims(buckets, {(8,): {"result['hidden']": (2, 8)}}, {}))
+    assert "has no leaf `result.logits`" in error.what
+
+
+def test_kind_of_a_call_has_all_but_bucketed_sizes() -> None:
+    found, leaves = bound({"batch": {1: SIZES}}, X, 3)
+    exact, rough = found.kind(leaves)
+    for other, same in (
+        ([torch.ones(2, 7), 3], (True, True)),
+        ([torch.ones(4, 3), 3], (False, True)),
+        ([torch.ones(2, 3), 4], (False, False)),
+        ([torch.ones(2, 3, dtype=torch.float64), 3], (False, False)),
+        ([torch.ones(2, 3), 3.0], (False, False)),
+    ):
+        now_exact, now_rough = found.kind(other)
+        assert (now_exact == exact, now_rough == rough) == same
 
 
 def test_argument_called_result_is_refused_beside_entries_for_results() -> None:
@@ -791,8 +832,8 @@ def test_slice_back_gives_views_and_leaves_the_rest() -> None:
 
 def test_named_shapes_pass_over_what_is_no_tensor() -> None:
     leaves, structure = flatten({"logits": torch.ones(2, 3), "n": 4})
-    assert named_shapes(structure, leaves) == {"result['logits']": (2, 3)}
-    assert named_shapes(flatten(X)[1], [X]) == {"result": (2, 3)}
+    assert named_shapes(result_names(structure), leaves) == {"result['logits']": (2, 3)}
+    assert named_shapes(["result"], [X]) == {"result": (2, 3)}
 
 
 # -- all of it together
@@ -816,7 +857,7 @@ def test_buckets_give_what_eager_gives_on_the_padded_batch(lengths: list[int], w
     for choice in found.all_choices(leaves):
         ids, labels = found.example(leaves, choice)
         returned, structure = flatten(step({"ids": ids, "labels": labels}))
-        shapes[choice] = named_shapes(structure, returned)
+        shapes[choice] = named_shapes(result_names(structure), returned)
     dims = result_dims(found.buckets, shapes, found.other_sizes(leaves) | {width: "the embedding"})
     for batch, length in zip(batches, lengths, strict=True):
         padded = found.pad([batch["ids"], batch["labels"]])

@@ -1,0 +1,115 @@
+"""Tensors that a step makes and leaves somewhere: in a dictionary of averages, a list of past results, an object.
+
+In eager each call puts a new tensor there. A replay runs no Python, so nothing is put there any more, and what lies
+there is the graph's own memory, overwritten by each replay. Where the code names the place, the watch has seen it in
+warm-up. Further down nothing is watched; but Python's garbage collector knows every tensor that came into being while
+the step was recorded, and who holds it when that is over.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import types
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+
+_DEPTH = 3
+"""How many new containers may lie one in another (a dictionary in a list) on the way to one that was there before."""
+
+
+@contextlib.contextmanager
+def setting_apart() -> Iterator[None]:
+    """Let the collector set apart what comes into being in this block; it rests meanwhile.
+
+    A collection could free tensors at any point of a recording, so that its rest does no harm there.
+    """
+    was_on = gc.isenabled()
+    gc.collect(1)
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
+def kept_tensor(known: Iterable[torch.Tensor]) -> str | None:
+    """Where a tensor is kept that came into being in the block, in words; `known` ones are in their place."""
+    gc.collect(0)  # what nobody holds is gone
+    young = gc.get_objects(generation=1)
+    known_ids = {id(tensor) for tensor in known}
+    tensors = [o for o in young if isinstance(o, torch.Tensor) and id(o) not in known_ids]
+    if not tensors:
+        return None
+    return _holder(tensors, {id(o) for o in young} | {id(young), id(tensors)}, _DEPTH)
+
+
+def _holder(held: list[Any], young: set[int], depth: int) -> str | None:
+    """Something that was there before and holds one of these, directly or through what is new itself."""
+    ids = {id(value) for value in held}
+    new = []
+    for holder in gc.get_referrers(*held):
+        if holder is held or isinstance(holder, (types.FrameType, types.CellType, torch.Tensor)):
+            continue
+        if id(holder) in young:
+            new.append(holder)
+            continue
+        told = _told(holder, ids)
+        if told is not None:
+            return told
+    return _holder(new, young | {id(new)}, depth - 1) if new and depth > 1 else None
+
+
+def _told(holder: Any, ids: set[int]) -> str | None:
+    """Which place in a holder it is, if the holder is the user's."""
+    if isinstance(holder, dict):
+        key = next((key for key, value in holder.items() if id(value) in ids), None)
+        owner = next((o for o in gc.get_referrers(holder) if getattr(o, "__dict__", None) is holder), None)
+        if owner is not None:
+            return f"{_spell(owner)}.{key}" if _is_users(owner) else None
+        return f"{_place(holder)}[{key!r}]" if _is_users_container(holder) else None
+    if isinstance(holder, (list, set, frozenset, tuple)) or type(holder).__module__ == "collections":
+        return _place(holder) if _is_users_container(holder) else None
+    return f"an object of {type(holder).__qualname__}" if _is_users(holder) else None
+
+
+def _owners(container: Any) -> Iterator[tuple[Any, str]]:
+    """Objects that have a container as an attribute, and by which name."""
+    for holder in gc.get_referrers(container):
+        if isinstance(holder, dict):
+            name = next((str(key) for key, value in holder.items() if value is container), "")
+            for owner in gc.get_referrers(holder):
+                if getattr(owner, "__dict__", None) is holder:
+                    yield owner, name
+        elif hasattr(type(holder), "__dict__") and hasattr(holder, "__dict__"):
+            for name, value in list(vars(holder).items()):
+                if value is container:
+                    yield holder, name
+
+
+def _place(container: Any) -> str:
+    for owner, name in _owners(container):
+        return f"{_spell(owner)}.{name}"
+    return f"a {type(container).__name__}"
+
+
+def _is_users_container(container: Any) -> bool:
+    """Whether somebody is seen to hold a container (not so if that one is frozen), and it is none of ours."""
+    holders = [h for h in gc.get_referrers(container) if not isinstance(h, types.FrameType)]
+    return bool(holders) and all(_is_users(owner) for owner, _ in _owners(container))
+
+
+def _is_users(owner: Any) -> bool:
+    """Not one of torch's or of ours; a module's attributes are watched, and told, otherwise."""
+    if isinstance(owner, (torch.nn.Module, torch.optim.Optimizer)):
+        return False
+    kind = owner if isinstance(owner, type) else type(owner)
+    name = owner.__name__ if isinstance(owner, types.ModuleType) else kind.__module__
+    return name.partition(".")[0] not in ("torch", "stepgraph", "gc", "weakref")
+
+
+def _spell(owner: Any) -> str:
+    return str(getattr(owner, "__qualname__", None) or getattr(owner, "__name__", None) or type(owner).__qualname__)
