@@ -2,14 +2,21 @@
 
 torch's own pytree knows neither dataclasses nor, in its fast form, the order of dict keys. This one flattens a call in
 a few microseconds into leaves and a structure that hashes, compares, names each leaf's path and builds the tree again.
+
+An instance of a class of the user's own is all that it holds: a dataclass's fields, and also what `__post_init__` or a
+cached property has left on it; the items of a dict's subclass, and also its attributes. A structure holds none of it,
+so what is built from one call's structure and another's leaves has nothing of the first call.
 """
 
 from __future__ import annotations
 
-import copy
 import dataclasses
-from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Hashable, Iterator, Sequence
+import enum
+import functools
+import inspect
+import types
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -31,15 +38,42 @@ class Structure(NamedTuple):
     children: tuple[Structure, ...] = ()
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Attribute:
+    """The key of an attribute beside a container's items."""
+
+    name: str
+
+
+class _Fields(enum.Enum):
+    """The context of a container whose keys are its attributes."""
+
+    DATACLASS = enum.auto()
+
+
+class _Items(NamedTuple):
+    """The context of a dict of a class of the user's own."""
+
+    base: type
+    factory: Hashable
+    is_its_own_dict: bool
+    """Whether its attributes are its items: `self.__dict__ = self`."""
+
+
 LEAF = Structure(None)
 _DICTS = (dict, OrderedDict, defaultdict)
-_FLAT = frozenset({torch.Tensor, type(None), bool, int, float, str})
+_VALUES = frozenset({type(None), bool, int, float, str})
+_FLAT = _VALUES | {torch.Tensor}
+_MADE_BY_PYTHON = 1 << 9
+"""The flag of a class that is not one of the interpreter's own."""
+
+_Opened = tuple[tuple[Any, ...], Hashable, Iterable[Any]]
 
 
 def flatten(tree: Any) -> tuple[list[Any], Structure]:
     """Take a tree apart into its leaves and its structure."""
     leaves: list[Any] = []
-    return leaves, _flatten(tree, leaves.append)
+    return leaves, _flatten(tree, leaves.append, ())
 
 
 class CallFlattener:
@@ -58,25 +92,97 @@ class CallFlattener:
         return [*args, *kwargs.values()], self._known[key]
 
 
-def _flatten(node: Any, emit: Callable[[Any], None]) -> Structure:
-    kind = type(node)
-    if kind in _DICTS or (isinstance(node, dict) and kind not in torch_pytree.SUPPORTED_NODES):
-        return Structure(kind, tuple(node), _factory(node), tuple(_flatten(v, emit) for v in node.values()))
-    if kind is tuple or kind is list:
-        return Structure(kind, tuple(range(len(node))), None, tuple(_flatten(v, emit) for v in node))
-    if isinstance(node, torch.Tensor) or node is None:
+def _flatten(node: Any, emit: Callable[[Any], None], above: tuple[int, ...]) -> Structure:
+    """`above` has the dataclass instances on the way here: one that comes back to itself is a leaf there."""
+    opened = None if type(node) in _FLAT else _open(node)
+    if opened is None or id(node) in above:
         emit(node)
         return LEAF
+    keys, context, values = opened
+    if context is _Fields.DATACLASS:
+        above = (*above, id(node))
+    return Structure(type(node), keys, context, tuple([_flatten(value, emit, above) for value in values]))
+
+
+def _open(node: Any) -> _Opened | None:
+    """A container's keys, context and values; None for a leaf."""
+    kind = type(node)
+    if kind is dict:
+        return tuple(node), None, node.values()
+    if kind is tuple or kind is list:
+        return tuple(range(len(node))), None, node
+    if isinstance(node, torch.Tensor):
+        return None
+    if kind is defaultdict or (kind is OrderedDict and not vars(node)):
+        return tuple(node), _factory(node), node.values()
     if isinstance(node, tuple) and hasattr(node, "_fields"):
-        return Structure(kind, node._fields, None, tuple(_flatten(v, emit) for v in node))
+        beside = attributes_of(node)
+        return (*node._fields, *map(Attribute, beside)), None, (*node, *beside.values())
+    if isinstance(node, dict) and (kind is OrderedDict or kind not in torch_pytree.SUPPORTED_NODES):
+        return _open_items(node)
     if kind in torch_pytree.SUPPORTED_NODES:
         values, context = torch_pytree.SUPPORTED_NODES[kind].flatten_fn(node)
-        return Structure(kind, tuple(range(len(values))), _Context(context), tuple(_flatten(v, emit) for v in values))
-    if dataclasses.is_dataclass(node) and not isinstance(node, (type, Leaf)):
-        names = tuple(f.name for f in dataclasses.fields(node) if hasattr(node, f.name))
-        return Structure(kind, names, _Template(node), tuple(_flatten(getattr(node, n), emit) for n in names))
-    emit(node)
-    return LEAF
+        return tuple(range(len(values))), _Context(context), values
+    if dataclasses.is_dataclass(node) and not isinstance(node, (type, Leaf, enum.Enum, torch.nn.Module)):
+        return _open_dataclass(node)
+    return None
+
+
+def _open_items(node: dict[Any, Any]) -> _Opened:
+    """A dict's subclass: what lies in it, whatever its methods make of that, and its attributes."""
+    base = next(base for base in type(node).__mro__ if base in _DICTS)
+    is_its_own_dict = getattr(node, "__dict__", None) is node
+    beside = {} if is_its_own_dict else attributes_of(node)
+    keys = (*cast(Any, base).keys(node), *map(Attribute, beside))
+    values = (*cast(Any, base).values(node), *beside.values())
+    return keys, _Items(base, _factory(node) if base is defaultdict else None, is_its_own_dict), values
+
+
+def _open_dataclass(node: Any) -> _Opened | None:
+    if next(base for base in type(node).__mro__ if not base.__flags__ & _MADE_BY_PYTHON) is not object:
+        return None  # a list, an exception: it holds more than its attributes
+    held = attributes_of(node)
+    fields = [field.name for field in dataclasses.fields(node)]
+    for name in fields:
+        if name not in held and hasattr(node, name):  # a default that only the class has
+            held[name] = getattr(node, name)
+    names = [name for name in fields if name in held]
+    if len(names) < len(held):
+        names += sorted(held.keys() - set(names))
+    return tuple(names), _Fields.DATACLASS, [held[name] for name in names]
+
+
+def attributes_of(instance: Any) -> dict[str, Any]:
+    """What an instance holds by name: in its `__dict__`, and in slots."""
+    held = dict(getattr(instance, "__dict__", ()))
+    for base in type(instance).__mro__:
+        if "__slots__" in base.__dict__:
+            for name, slot in base.__dict__.items():
+                if type(slot) is types.MemberDescriptorType and hasattr(instance, name):
+                    held[name] = getattr(instance, name)
+    return held
+
+
+def hidden_tensor(instance: Any) -> str | None:
+    """The name of a tensor that an instance holds: on itself, in itself, or in a container on itself.
+
+    Parameters in a container are let pass: whatever steps or averages parameters holds them so, and never others.
+    """
+    held = attributes_of(instance)
+    for name, value in held.items():
+        if isinstance(value, torch.Tensor):
+            return name
+    for name, container in (("", instance), *held.items()):
+        for key, value in _items_of(container):
+            if isinstance(value, torch.Tensor) and not isinstance(value, torch.nn.Parameter):
+                return f"{name}[{key!r}]"
+    return None
+
+
+def _items_of(container: Any) -> Iterable[tuple[Any, Any]]:
+    if isinstance(container, dict):
+        return dict.items(container)
+    return enumerate(container) if isinstance(container, (list, tuple, set, frozenset, deque)) else ()
 
 
 def unflatten(structure: Structure, leaves: Sequence[Any]) -> Any:
@@ -91,26 +197,45 @@ def _unflatten(structure: Structure, leaves: Iterator[Any]) -> Any:
     values = [_unflatten(child, leaves) for child in structure.children]
     if kind is tuple or kind is list:
         return kind(values)
-    if isinstance(structure.context, _Template):
-        return structure.context.build(structure.keys, values)
-    if isinstance(structure.context, _Context):
-        return torch_pytree.SUPPORTED_NODES[kind].unflatten_fn(values, structure.context.value)
-    if issubclass(kind, dict):
-        pairs = dict(zip(structure.keys, values, strict=True))
-        if structure.context is not None:
-            return cast(Any, kind)(structure.context, pairs)
-        return pairs if kind is dict else kind(pairs)
-    return kind(*values)
+    keys, context = structure.keys, structure.context
+    if kind is dict:
+        return dict(zip(keys, values, strict=True))
+    if context is _Fields.DATACLASS:
+        return _with_attributes(object.__new__(kind), keys, values)
+    if isinstance(context, _Context):
+        return torch_pytree.SUPPORTED_NODES[kind].unflatten_fn(values, context.value)
+    num_items = sum(type(key) is not Attribute for key in keys)
+    if isinstance(context, _Items):
+        made = _build_items(kind, context, zip(keys[:num_items], values, strict=False))
+    elif issubclass(kind, dict):
+        pairs = dict(zip(keys, values, strict=True))
+        return cast(Any, kind)(context, pairs) if kind is defaultdict else kind(pairs)
+    else:
+        made = kind(*values[:num_items])
+    return _with_attributes(made, [key.name for key in keys[num_items:]], values[num_items:])
+
+
+def _build_items(kind: type, context: _Items, pairs: Iterable[tuple[Any, Any]]) -> Any:
+    """A dict of the user's class with these items; neither its constructor nor a method of its own is called."""
+    base = cast(Any, context.base)
+    made = base.__new__(kind)
+    base.__init__(made, *([context.factory] if base is defaultdict else ()))
+    for key, value in pairs:
+        base.__setitem__(made, key, value)
+    if context.is_its_own_dict:
+        object.__setattr__(made, "__dict__", made)
+    return made
+
+
+def _with_attributes(made: Any, names: Iterable[str], values: Sequence[Any]) -> Any:
+    for name, value in zip(names, values, strict=True):
+        object.__setattr__(made, name, value)
+    return made
 
 
 def settled(structure: Structure) -> Structure:
-    """The same structure, fit to be kept: it holds no instance of the tree that it was taken from."""
-    if structure.kind is None:
-        return structure
-    context = structure.context
-    if isinstance(context, _Template):
-        context = context.emptied(structure.keys)
-    return structure._replace(context=context, children=tuple(settled(child) for child in structure.children))
+    """The same structure, fit to be kept: it holds no instance of the tree that it was taken from, as none does."""
+    return structure
 
 
 def paths(structure: Structure, prefix: str = "") -> list[str]:
@@ -125,8 +250,81 @@ def paths(structure: Structure, prefix: str = "") -> list[str]:
 
 def step_into(structure: Structure, key: Any, prefix: str) -> str:
     """The path of one child."""
-    by_name = isinstance(structure.context, _Template) or hasattr(structure.kind, "_fields")
+    if isinstance(key, Attribute):
+        return f"{prefix}.{key.name}"
+    by_name = structure.context is _Fields.DATACLASS or hasattr(structure.kind, "_fields")
     return f"{prefix}.{key}" if by_name else f"{prefix}[{key!r}]"
+
+
+def argument_name(names: Sequence[str], index: int) -> str:
+    """A positional argument's name, as the step's own signature gives it."""
+    return names[index] if index < len(names) else f"args[{index}]"
+
+
+def changed_containers(
+    structure: Structure, leaves: Sequence[Any], call: tuple[Any, Any], names: Sequence[str] = ()
+) -> str | None:
+    """What a call has changed about the containers that it was given: the first change in words, or None.
+
+    `call` is the (args, kwargs) that were built from `structure` and `leaves` and then passed; `names` are those of the
+    positional parameters. Built anew for each call, the containers are not the caller's: no caller sees the change.
+    Keys that are taken out of a mapping or put in are let pass: steps unpack their batch with `pop`, and a caller who
+    looks for a key that is not there is told by Python.
+    """
+    (args, kwargs), (positional, keyword) = call, structure.children
+    rest = iter(leaves)
+    given = [(argument_name(names, i), node) for i, node in enumerate(args)]
+    given += [(str(key), kwargs[key]) for key in keyword.keys]
+    for (name, node), child in zip(given, (*positional.children, *keyword.children), strict=True):
+        found = _changed(child, rest, node, name)
+        if found is not None:
+            return found
+    return None
+
+
+def _changed(structure: Structure, leaves: Iterator[Any], node: Any, path: str) -> str | None:
+    if structure.kind is None:
+        return None if _is_same(next(leaves), node) else f"`{path}` is another {type(node).__name__}"
+    opened = _open(node) if type(node) is structure.kind else None
+    if opened is None:
+        return f"`{path}` is now a {type(node).__name__}"
+    keys, _, values = opened
+    now = {key: value for key, value in zip(keys, values, strict=True) if not _is_cached(node, key, structure)}
+    if len(now) != len(structure.keys) and isinstance(node, Sequence):
+        return f"`{path}` has {len(now)} items and had {len(structure.keys)}"
+    is_mapping = isinstance(node, Mapping)
+    for key in now:
+        if key not in structure.keys and not is_mapping:
+            return f"`{step_into(structure, key, path)}` was added"
+    for key, child in zip(structure.keys, structure.children, strict=True):
+        if key not in now and is_mapping:
+            _pass_over(child, leaves)
+            continue
+        name = step_into(structure, key, path)
+        found = _changed(child, leaves, now[key], name) if key in now else f"`{name}` was removed"
+        if found is not None:
+            return found
+    return None
+
+
+def _pass_over(structure: Structure, leaves: Iterator[Any]) -> None:
+    if structure.kind is None:
+        next(leaves)
+    for child in structure.children:
+        _pass_over(child, leaves)
+
+
+def _is_same(one: Any, two: Any) -> bool:
+    """Whether a leaf is the one that it was, or a plain value that cannot be told from it."""
+    return one is two or (type(one) is type(two) and type(one) in _VALUES and repr(one) == repr(two))
+
+
+def _is_cached(node: Any, key: Any, structure: Structure) -> bool:
+    """Whether a new attribute is a cached property, which the next call's instance computes for itself."""
+    name = key.name if isinstance(key, Attribute) else key
+    if key in structure.keys or not isinstance(name, str):
+        return False
+    return isinstance(inspect.getattr_static(type(node), name, None), functools.cached_property)
 
 
 def _factory(node: dict[Any, Any]) -> Hashable:
@@ -147,27 +345,3 @@ class _Context:
 
     def __hash__(self) -> int:
         return 0
-
-
-class _Template:
-    """A dataclass instance to copy when the tree is built again. All instances of one class are alike here."""
-
-    __slots__ = ("instance",)
-
-    def __init__(self, instance: Any) -> None:
-        self.instance = instance
-
-    def build(self, names: Sequence[str], values: Sequence[Any]) -> Any:
-        made = copy.copy(self.instance)
-        for name, value in zip(names, values, strict=True):
-            object.__setattr__(made, name, value)
-        return made
-
-    def emptied(self, names: Sequence[str]) -> _Template:
-        return _Template(self.build(names, [None] * len(names)))
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Template)
-
-    def __hash__(self) -> int:
-        return 1

@@ -25,8 +25,13 @@ class RandomUse:
     """It asked for a state, perhaps to go back to it in a later graph."""
     rewinds_to: set[Graph | None] = field(default_factory=set)
     """The graphs whose states it went back to; None for a state of unknown origin."""
-    draws: bool = False
-    """A replay leaves a generator elsewhere than it found it."""
+    moved: list[torch.Generator] = field(default_factory=list)
+    """The generators that a replay leaves elsewhere than it found them."""
+
+    @property
+    def draws(self) -> bool:
+        """Whether a replay leaves any generator elsewhere than it found it."""
+        return bool(self.moved)
 
 
 class Graph(ABC):
@@ -122,6 +127,10 @@ class Workspace(ABC):
     @abstractmethod
     def pool_bytes(self) -> int:
         """How much memory the pool holds."""
+
+    @abstractmethod
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor lies in the pool's memory."""
 
     @abstractmethod
     def close(self) -> None:

@@ -73,9 +73,9 @@ class CudaGraph(Graph):
         self._nodes: int | None = None
         self._in_inference_mode = self._replays_from = False
         self.random = RandomUse()
-        known = (workspace.default_generator, *self._generators)
-        self._states = [generator.graphsafe_get_state() for generator in known]  # a fork moves them between generators
-        _register(self._graph, known)
+        self._known = (workspace.default_generator, *self._generators)
+        self._states = [g.graphsafe_get_state() for g in self._known]  # a fork moves them between generators
+        _register(self._graph, self._known)
 
     def begin(self) -> None:
         self._in_inference_mode = _begin(self._graph, self._workspace.pool_of(self._lane))
@@ -83,7 +83,7 @@ class CudaGraph(Graph):
 
     def end(self) -> None:
         if not self._replays_from:
-            self.random.draws = any(map(offset_under_capture, self._states))
+            self._note_moved()
         self._workspace.random.graph = None
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="The CUDA Graph is empty")
@@ -118,10 +118,14 @@ class CudaGraph(Graph):
         return self.replay if self._in_inference_mode else functools.partial(torch._C._CUDAGraph.replay, self._graph)
 
     def will_replay_from(self) -> None:
-        self.random.draws = any(map(offset_under_capture, self._states))
+        self._note_moved()
         self._replays_from = True
         # torch tells a graph's kernels where its generators are only if the graph moves them; `replay_from` undoes it
         advance_under_capture(self._states)
+
+    def _note_moved(self) -> None:
+        pairs = zip(self._known, self._states, strict=True)
+        self.random.moved = [generator for generator, state in pairs if offset_under_capture(state)]
 
     def random_origin(self) -> Origin:
         return Origin(self._states)
@@ -295,9 +299,15 @@ class CudaWorkspace(Workspace):
             if enabled:
                 gc.enable()
 
+    def _segments(self) -> list[Any]:
+        return [s for s in torch.cuda.memory_snapshot() if tuple(s.get("segment_pool_id", ())) in self._pool_ids]
+
     def pool_bytes(self) -> int:
-        segments = torch.cuda.memory_snapshot()
-        return sum(s["total_size"] for s in segments if tuple(s.get("segment_pool_id", ())) in self._pool_ids)
+        return sum(segment["total_size"] for segment in self._segments())
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        begin = tensor.untyped_storage().data_ptr() if tensor.is_cuda and tensor.layout is torch.strided else 0
+        return begin != 0 and any(0 <= begin - s["address"] < s["total_size"] for s in self._segments())
 
     def close(self) -> None:
         self._closed = True

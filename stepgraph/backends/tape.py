@@ -31,13 +31,14 @@ from torch.utils import _python_dispatch as dispatch
 from stepgraph.backends.base import Backend, CopyStream, Reading, Workspace
 from stepgraph.backends.tape_graph import Head, TapeGraph, has_memory
 from stepgraph.backends.tape_pool import TapePool
-from stepgraph.backends.tape_refusals import HostReadGuard, host_data_refusal, refusal
+from stepgraph.backends.tape_refusals import HostReadGuard, host_data_refusal, refusal, unseen_by_modules
 from stepgraph.backends.tape_rng import RandomCalls, recorded_rng_calls, swap_states
 from stepgraph.errors import CaptureRefused, entry
 from stepgraph.frames import user_location
+from stepgraph.signature import OwnMode
 
 
-class Recorder(dispatch.TorchDispatchMode):
+class Recorder(dispatch.TorchDispatchMode, OwnMode):
     """The dispatch mode that hands each operator to the graph being recorded."""
 
     supports_higher_order_operators = True
@@ -115,7 +116,13 @@ class TapeWorkspace(Workspace):
         gc.disable()
         guard, random = HostReadGuard(self._refuse), self._random
         try:
-            with self.warming_up(), recorded_rng_calls(random), guard, Recorder(self._head, guard, random):
+            with (
+                self.warming_up(),
+                recorded_rng_calls(random),
+                unseen_by_modules(guard),
+                guard,
+                Recorder(self._head, guard, random),
+            ):
                 yield
         finally:
             if enabled:
@@ -127,6 +134,9 @@ class TapeWorkspace(Workspace):
 
     def pool_bytes(self) -> int:
         return self._pool.num_bytes
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        return tensor.layout is torch.strided and self._pool.find(tensor.untyped_storage()._cdata) is not None
 
     def close(self) -> None:
         self._pool = TapePool()

@@ -7,15 +7,17 @@ capture is filled with NaN until the first replay.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from stepgraph.backends.base import Graph, RandomUse
+from stepgraph.backends.tape_generators import Generators
 from stepgraph.backends.tape_memory import Footprint, GraphTrace
+from stepgraph.backends.tape_op import Op, Ref, Surroundings, run
 from stepgraph.backends.tape_pool import Place, TapePool, arena_for, bytes_of, poison
 from stepgraph.errors import CaptureRefused, StaleMemoryError, entry
 from stepgraph.frames import user_location
@@ -33,37 +35,7 @@ _UNDECLARED_WRITES = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Ref:
-    """A tensor by its address: a place and a geometry in it."""
-
-    place: Place
-    offset: int
-    shape: torch.Size
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-    conj: bool
-    neg: bool
-
-
-@dataclass(slots=True)
-class Op:
-    """One noted operator: arguments by address, and which results go where."""
-
-    func: Callable[..., Any]
-    leaves: list[Any]
-    spec: TreeSpec | None
-    results: list[tuple[Any, int]]
-    grad: bool
-    args: tuple[Any, ...] = ()
-    kwargs: Mapping[str, Any] | None = None
-
-    def run(self) -> None:
-        out = self.func(*self.args, **(self.kwargs or {}))
-        if self.results:
-            flat = [out] if isinstance(out, torch.Tensor) else tree_flatten(out)[0]
-            for target, index in self.results:
-                target.copy_(flat[index])
+_SET = "a generator was seeded, or its state was set, by a method of its own"
 
 
 class Head:
@@ -80,7 +52,7 @@ class TapeGraph(Graph):
         self._head = head
         self._pool = pool
         self._lane = lane
-        self._generators = (torch.default_generator, *generators)
+        self._generators = Generators(generators)
         self._ops: list[Op] = []
         self._outside: dict[int, Place] = {}
         self._born: dict[int, Place] = {}
@@ -89,9 +61,7 @@ class TapeGraph(Graph):
         self._reads: dict[int, Place] = {}
         self._writes: dict[int, Place] = {}
         self._trace: GraphTrace | None = None
-        self._random_states: list[torch.Tensor] = []
         self.random = RandomUse()
-        self._seeds: list[int] = []
         self._refused: CaptureRefused | None = None
         self._counted: list[Place] = []
 
@@ -99,15 +69,14 @@ class TapeGraph(Graph):
 
     def begin(self) -> None:
         self._pool.reap()
-        self._random_states = [g.get_state() for g in self._generators]
-        self._seeds = [g.initial_seed() for g in self._generators]
+        self._generators.begin()
         self._head.graph = self
 
     def end(self) -> None:
         if self._refused is not None:  # the step caught it; CUDA's capture would be broken all the same
             raise self._refused
-        if [g.initial_seed() for g in self._generators] != self._seeds:
-            raise CaptureRefused(entry("reseed"), "a generator was seeded", None)
+        if self._generators_were_set():
+            raise CaptureRefused(entry("reseed"), _SET, None)
         self._stop()
         born = list(self._born.values())
         survivors = [place for place in born if self._pool.settle(place)]
@@ -149,14 +118,7 @@ class TapeGraph(Graph):
                 fix="keep a reference to the tensor for as long as a graph reads it, or replay the graph that writes "
                 "it again first.",
             )
-        grad = torch.is_grad_enabled()
-        try:
-            with torch.inference_mode(False), torch.autocast("cpu", enabled=False):
-                for op in self._ops:
-                    torch._C._set_grad_enabled(op.grad)  # a few kernels look at it
-                    op.run()
-        finally:
-            torch._C._set_grad_enabled(grad)
+        run(self._ops)
         self._pool.ledger.replayed(self._trace)
         self._pool.spoil(self._trace)
 
@@ -181,10 +143,7 @@ class TapeGraph(Graph):
             for target, saved in reversed(self._backups):
                 target.copy_(saved)
         self._backups.clear()
-        for generator, state in zip(self._generators, self._random_states, strict=False):
-            self.random.draws |= not torch.equal(generator.get_state(), state)
-            generator.set_state(state)
-        self._random_states = []
+        self.random.moved += self._generators.put_back()
 
     # -- recording
 
@@ -195,11 +154,26 @@ class TapeGraph(Graph):
 
     def knows(self, generator: torch.Generator) -> bool:
         """Whether a generator is one whose state the recording puts back and replays advance."""
-        return any(id_of(generator) == id_of(known) for known in self._generators)
+        return self._generators.knows(generator)
+
+    @contextlib.contextmanager
+    def moving_generators(self) -> Iterator[None]:
+        """The block is recorded work, and may move generators. Refuses what moved them since the last such block."""
+        if self._generators_were_set():
+            self.refuse(CaptureRefused(entry("reseed"), _SET, user_location()))
+        yield
+        self._generators.note()
+
+    def _generators_were_set(self) -> bool:
+        recording, self._head.graph = self._head.graph, None  # to compare states is no work of the step's
+        try:
+            return self._generators.were_set()
+        finally:
+            self._head.graph = recording
 
     def call(self, action: Callable[[], Any]) -> None:
         """Note a host call that must happen at each replay."""
-        self._ops.append(Op(action, [], None, [], torch.is_grad_enabled()))
+        self._ops.append(Op(action, [], None, [], Surroundings(torch.is_grad_enabled(), None)))
 
     def record(self, func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Execute one operator and note it."""
@@ -220,34 +194,36 @@ class TapeGraph(Graph):
         for tensor in written:
             self._note_write(tensor)
         noted = [self._ref(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-        out = func(*args, **kwargs)
+        around = Surroundings.of(func)
+        with self.moving_generators():
+            out = around.call(func, args, kwargs)
         if collective:
             _wait(out)
         self._note_resizing(name, written)
         for index, leaf in enumerate(leaves):  # an `out=` argument may have been resized
             if isinstance(leaf, torch.Tensor) and leaf.shape != noted[index].shape and not _changes_metadata(func):
                 noted[index] = self._ref(leaf)
-        results = self._results(out, known)
+        results = self._results(name, out, known)
         is_view = not written and not results
         if name not in _ALLOCATIONS and not _changes_metadata(func) and not is_view:
             runner = _waiting(func) if collective else func
-            self._ops.append(Op(runner, noted, spec, list(results), torch.is_grad_enabled()))
+            self._ops.append(Op(runner, noted, spec, list(results), around))
         return out
 
     def _check(self, func: Any, name: str, tensors: Sequence[torch.Tensor], leaves: Sequence[Any]) -> None:
-        if any(t.layout is not torch.strided for t in tensors):
-            self.refuse(CaptureRefused(entry("tape-limit"), f"{name} on a sparse tensor", user_location()))
+        if any(t.layout is not torch.strided or t.is_nested for t in tensors):
+            self.refuse(CaptureRefused(entry("tape-limit"), f"{name} on a sparse or nested tensor", user_location()))
         if any(isinstance(leaf, torch.Generator) and not self.knows(leaf) for leaf in leaves):
             self.refuse(CaptureRefused(entry("generator"), name, user_location()))
 
-    def _results(self, out: Any, known: set[int]) -> list[tuple[Ref, int]]:
+    def _results(self, name: str, out: Any, known: set[int]) -> list[tuple[Ref, int]]:
         """Results in memory that is not an argument's, with the birth of what is new."""
         found = []
         for index, result in enumerate(tree_flatten(out)[0]):
             if not isinstance(result, torch.Tensor) or not has_memory(type(result)):
                 continue
-            if result.layout is not torch.strided:
-                self.refuse(CaptureRefused(entry("tape-limit"), "an operator with a sparse result", user_location()))
+            if result.layout is not torch.strided or result.is_nested:
+                self.refuse(CaptureRefused(entry("tape-limit"), f"{name} makes no plain tensor", user_location()))
             storage = result.untyped_storage()
             if storage._cdata in known:
                 continue
@@ -349,11 +325,6 @@ def has_memory(kind: type) -> bool:
     """Whether tensors of this type are their own memory, and not wrappers that dispatch to others."""
     dispatch_rule: Any = getattr(kind, "__torch_dispatch__", None)
     return kind is torch.Tensor or dispatch_rule is torch._C._disabled_torch_dispatch_impl
-
-
-def id_of(generator: Any) -> int:
-    """A generator's identity; operators see it through a new Python object each time."""
-    return int(generator._cdata)
 
 
 def _covers_storage(tensor: torch.Tensor) -> bool:

@@ -9,14 +9,16 @@ assigned to a single element is not (`x[0] = 1.0` is a copy), so such scalars ar
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode_temporarily
 
 from stepgraph.errors import CaptureRefused, ErrorEntry, entry
 from stepgraph.frames import caller_is_autograd, caller_is_torch, user_location
+from stepgraph.signature import OwnMode
 
 _SYNCHRONIZING = frozenset(
     {
@@ -78,7 +80,7 @@ def _has_mask(indices: Sequence[torch.Tensor | None]) -> bool:
     return any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in indices)
 
 
-class HostReadGuard(TorchFunctionMode):
+class HostReadGuard(TorchFunctionMode, OwnMode):
     """Refuses host reads that the dispatcher does not see, and knows when a number is being assigned."""
 
     def __init__(self, refuse: Callable[[CaptureRefused], None]) -> None:
@@ -110,6 +112,30 @@ class HostReadGuard(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
         finally:
             self._assigning -= 1
+
+
+@contextlib.contextmanager
+def unseen_by_modules(guard: HostReadGuard) -> Iterator[None]:
+    """Let torch's modules choose their path as if the guard were not there.
+
+    `nn.MultiheadAttention` and `nn.TransformerEncoderLayer` take their fused path only where nothing overrides torch's
+    functions, and any function mode counts as an override (pytorch: `torch.overrides.has_torch_function`). The guard
+    changes nothing, so that the recording would run other kernels than eager does.
+    """
+    asked = torch.overrides.has_torch_function
+
+    def has_torch_function(relevant_args: Iterable[Any]) -> bool:
+        modes = _get_current_function_mode_stack()
+        if len(modes) != 1 or modes[0] is not guard:
+            return asked(relevant_args)
+        with _pop_mode_temporarily():
+            return asked(relevant_args)
+
+    setattr(torch.overrides, "has_torch_function", has_torch_function)  # noqa: B010 (no variable to mypy)
+    try:
+        yield
+    finally:
+        setattr(torch.overrides, "has_torch_function", asked)  # noqa: B010
 
 
 def _one_hot(tensor: torch.Tensor, num_classes: int = -1) -> torch.Tensor:

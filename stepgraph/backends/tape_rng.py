@@ -5,11 +5,15 @@ checkpointing uses to repeat its dropout masks, and the swaps by which a named s
 place, are host calls that no dispatcher sees. While the tape records, each is made through `RandomCalls`, which also
 leaves an entry on the tape; for torch's two functions they are replaced, in this one place, by such forms. Another
 seed is refused, as on CUDA.
+
+A generator's own methods cannot be replaced and are refused (`tape_generators`). CUDA is easier on one of them: it
+records `generator.set_state` to a state that was read in the same graph.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -37,7 +41,7 @@ class RandomCalls:
         self._read[id(state)] = (weakref.ref(state), cell, graph)
         if graph is not None:
             graph.random.reads = True
-        self._note(lambda: cell.__setitem__(0, generator.get_state()))
+            graph.call(lambda: cell.__setitem__(0, generator.get_state()))
         return state
 
     def put(self, generator: torch.Generator, state: torch.Tensor) -> None:
@@ -49,24 +53,29 @@ class RandomCalls:
             cell, origin = [state], None
         if self._head.graph is not None and origin is not self._head.graph:
             self._head.graph.random.rewinds_to.add(origin)
-        self._note(lambda: generator.set_state(cell[0]))
-        generator.set_state(state)
+        self._do(lambda: generator.set_state(cell[0]), lambda: generator.set_state(state))
 
     def swap(self, generator: torch.Generator) -> None:
         """Swap a generator's state with that of the default one."""
         if self._head.graph is not None and not self._head.graph.knows(generator):
             self.refuse("generator", "drawing from a generator's state")
-        self._note(lambda: swap_states(torch.default_generator, generator))
-        swap_states(torch.default_generator, generator)
+        exchange = functools.partial(swap_states, torch.default_generator, generator)
+        self._do(exchange, exchange)
 
     def refuse(self, rule: str, what: str) -> None:
         """Break the recording, if one is under way."""
         if self._head.graph is not None:
             self._head.graph.refuse(CaptureRefused(entry(rule), what, user_location()))
 
-    def _note(self, action: Callable[[], Any]) -> None:
-        if self._head.graph is not None:
-            self._head.graph.call(action)
+    def _do(self, at_replay: Callable[[], Any], now: Callable[[], Any]) -> None:
+        """Set a state now, and at each replay."""
+        graph = self._head.graph
+        if graph is None:
+            now()
+            return
+        with graph.moving_generators():
+            graph.call(at_replay)
+            now()
 
 
 def swap_states(one: torch.Generator, two: torch.Generator) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from stepgraph.buffers import StaticInputs, StaticOutputs
-from stepgraph.capture.chain import Chain, ChainRecorder
+from stepgraph.capture.chain import Chain, ChainRecorder, GraphLink
 from stepgraph.capture.options import Options
 from stepgraph.capture.session import Session
 from stepgraph.capture.site import CapturedCall, Guards, Site
@@ -37,6 +37,7 @@ from stepgraph.state.own_changes import ModelState
 from stepgraph.state.reach import reachable
 from stepgraph.state.read_numbers import ReadNumbers, refusing_writes
 from stepgraph.state.registration import RegistrationEvents
+from stepgraph.state.rng import refuse_rewound
 from stepgraph.state.rng_tracker import NamesGuard, tracker_for
 from stepgraph.state.scaler import ScalerCapture, ScalerGuard, scalers_of
 from stepgraph.state.watch import Watch
@@ -115,7 +116,6 @@ class StepCapture:
         outside = [o for o in site.touched.optimizers if not placements[id(o)].inside]
         inputs = StaticInputs(leaves, self._session.backend)
         inputs.load(leaves)
-        args, kwargs = unflatten(structure, inputs.leaves)
         random = NamesGuard(tracker_for(self._session.backend))
         while True:
             inputs.watch()
@@ -123,7 +123,7 @@ class StepCapture:
             counters, born = HostCounters(inside, self._session.backend), BornState(inside)
             try:
                 with replicas.recording(self._session.drop_graphs):
-                    made = self._record(site, args, kwargs, inside, outside)
+                    made = self._record(site, structure, inputs.leaves, inside, outside)
             finally:
                 counters.rollback()
                 made_state = born.rollback()
@@ -137,6 +137,7 @@ class StepCapture:
             made.drop()
         try:
             inputs.note_use(leaves, signature.names())
+            refuse_rewound(site.unmoved, [link.graph for link in made.chain.links if isinstance(link, GraphLink)])
             inputs.refuse_shared_state(leaves, signature.names(), _stepped(site.touched.optimizers))
             if made.kept is not None and not {made.kept, made.kept.partition("[")[0]} & set(self._options.ignore):
                 raise _kept_tensor(self._name, made.kept)
@@ -172,7 +173,12 @@ class StepCapture:
         )
 
     def _record(
-        self, site: Site, args: Any, kwargs: Any, inside: Sequence[Optimizer], outside: Sequence[Optimizer]
+        self,
+        site: Site,
+        structure: Structure,
+        leaves: Sequence[Any],
+        inside: Sequence[Optimizer],
+        outside: Sequence[Optimizer],
     ) -> _Recording:
         recorder = ChainRecorder(self._session, self._options.generators)
         grads = GradCapture(
@@ -199,6 +205,7 @@ class StepCapture:
                 grads.begin()
                 with self._session.workspace.capturing():
                     try:
+                        args, kwargs = unflatten(structure, leaves)  # new for each recording, as for each eager call
                         recorder.begin(grads)
                         outputs = StaticOutputs(self._function(*args, **kwargs))
                         found_flags = flags.finish(outputs.tree, site.touched.parameters)
@@ -217,7 +224,7 @@ class StepCapture:
     def _kept(self, site: Site, outputs: StaticOutputs) -> str | None:
         grads = [p.grad for p in site.touched.parameters if p.grad is not None]
         results = [leaf for leaf in outputs.leaves if isinstance(leaf, torch.Tensor)]
-        return kept_tensor([*grads, *results, *tracker_for(self._session.backend).states_read])
+        return kept_tensor([*grads, *results], self._session.workspace.holds)
 
 
 def _kept_tensor(step: str, where: str) -> CaptureError:

@@ -36,6 +36,8 @@ from stepgraph.state.untouched import Untouched
 from stepgraph.state.watch import Watch
 from stepgraph.tree import Structure
 
+_MAX_ROWS = 8
+"""How often what the guards come down to is written down anew, before a call is asked the long way for good."""
 _grad = operator.attrgetter("grad")
 _training = operator.itemgetter("training")
 
@@ -96,6 +98,7 @@ class CapturedCall:
         )
         self._steady = SteadyParameters(parameters, self._left)
         self._row: Untouched | None = None
+        self._rows_left = _MAX_ROWS
         self._launch = chain.single_launch
         self._is_steady = False
         self._before_replay = [part.advance for part in (counters, guards.replicas) if part.is_needed]
@@ -113,7 +116,8 @@ class CapturedCall:
         if guards.replicas.is_needed and not guards.replicas.fit():
             return False
         self._is_steady = self._may_be_steady and self._steady.hold()
-        if self._is_steady and self._row is None:
+        if self._is_steady and self._rows_left:  # the first one, or guards may have taken note of new objects
+            self._rows_left -= 1
             self._row = self._expectations()
         return self._is_steady or [grad is None for grad in map(_grad, self._parameters)] == self._no_grad
 
@@ -205,6 +209,7 @@ class Site:
         """Whether a recording has shown that a GradScaler of the step cannot be recorded."""
         self.scaled: set[int] = set()
         """Optimizers that a GradScaler steps, by id: they run with it, between graphs."""
+        self._unmoved: dict[frozenset[int], list[torch.Generator]] = {}
         self.obstacles: dict[str, str] = {}
         """What warm-up found that no replay could repeat: rule -> description."""
         self.results: tuple[object, list[object]] | None = None
@@ -277,6 +282,14 @@ class Site:
         self.touched, self.calls, self.hold_grads, self.results = Touched(), [], False, None
         self._warm.clear()
         self._credit = credit
+
+    @property
+    def unmoved(self) -> list[torch.Generator]:
+        """The generators that the last eager call with the modules in these modes has left where they were."""
+        return self._unmoved.get(self._mode(), [])
+
+    def note_unmoved(self, generators: list[torch.Generator]) -> None:
+        self._unmoved[self._mode()] = generators
 
     def modes(self) -> dict[int, bool]:
         """Which modules are in training, as far as they are known."""

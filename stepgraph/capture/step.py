@@ -34,7 +34,6 @@ from stepgraph.frames import warn_user
 from stepgraph.signature import (
     AmbientReader,
     Signature,
-    ambient_key,
     argument_names,
     leaf_keys,
     refuse_opaque,
@@ -69,7 +68,7 @@ class CapturedStep(Generic[P, R]):
         self._flatten = CallFlattener()
         self._moved: dict[int, str] = {}
         self._counts = Counts()
-        self._ambient = AmbientReader()
+        self._ambient = AmbientReader(observers=True)
         self._flags = FlagReader(self._name)
         buckets = options.buckets
         self._bucketing = Bucketing(function, self._name, self._arguments, buckets) if buckets is not None else None
@@ -261,7 +260,7 @@ class CapturedStep(Generic[P, R]):
         """Record a bucket that no call has filled yet. If it fails, its own first call will say why."""
         choice, leaves = example
         keys = leaf_keys(leaves)
-        place = (structure, keys, ambient_key())
+        place = (structure, keys, self._ambient.read())
         other = self._sites.get(place) or site.sibling(site.sign_as(keys), self._options.warmup)
         if other.find() is not None:
             return

@@ -32,10 +32,10 @@ from stepgraph.state.nonfinite import FlagCollector, Flags
 from stepgraph.state.optimizer import capturable_on_cpu, make_capturable
 from stepgraph.state.optimizer_guards import NumbersGuard
 from stepgraph.state.own_changes import ModelState
-from stepgraph.state.rng import HostRandomWatch
+from stepgraph.state.rng import GeneratorWatch, HostRandomWatch
 from stepgraph.state.scaler import scalers_of
 from stepgraph.state.watch import Watch
-from stepgraph.tree import Structure, paths, unflatten
+from stepgraph.tree import Structure, changed_containers, paths, unflatten
 
 
 @contextlib.contextmanager
@@ -64,6 +64,7 @@ def warm_up(
     moved = on_device(leaves, backend)
     site.obstacles.clear()  # what only a first call does (lazy initialization) is in nobody's way
     host_random = HostRandomWatch(backend.device)
+    generators = GeneratorWatch((backend.default_generator, *options.generators))
     numbers = {id(o): NumbersGuard(o) for o in site.touched.optimizers}
     whole = site.with_objects(step)
     flags = flags_of(site, options, step)
@@ -86,6 +87,8 @@ def warm_up(
         args, kwargs = unflatten(structure, moved)
         result = step(*args, **kwargs)
         found_flags = flags.finish(result, site.touched.parameters)
+    refuse_changed_container(changed_containers(structure, moved, (args, kwargs), site.sign().arguments))
+    site.note_unmoved(generators.unmoved())
     for source in host_random.advanced():
         site.obstacles["host-random"] = f"the step draws from {source}"
     for guard in numbers.values():
@@ -94,6 +97,8 @@ def warm_up(
             site.obstacles["host-value"] = f"the step itself changes {changed}"
     for change in values.changed():
         site.obstacles["host-value"] = f"the step itself changes {change}"
+    for name in values.iterators():
+        site.obstacles["iterator"] = f"the step can draw from the iterator `{name}`"
     changed_model = model.changed(site.touched.name)
     if changed_model is not None:
         site.obstacles["own-change"] = f"the step itself {changed_model}"
@@ -158,6 +163,11 @@ _WHY = {
         "change it outside the step (call scheduler.step() after it, count and append in the loop), make it a tensor "
         "that is changed in place, or, if nothing depends on it, name it in ignore=[...].",
     ),
+    "iterator": (
+        "a replay runs no Python and draws nothing: every step would train on what the capture drew.",
+        "draw outside the step and pass what was drawn as an argument, or, if the step draws nothing from it, name it "
+        "in ignore=[...].",
+    ),
     "own-change": (
         "a replay runs no Python: the model would stay as the capture left it.",
         "change tensors in place (buffer.copy_(new), p.data.sub_(update)), and modes and flags outside the step.",
@@ -178,6 +188,18 @@ def own_change(step: str, what: str) -> CaptureError:
     """The error for a step that changes its own model behind the graph's back."""
     why, fix = _WHY["own-change"]
     return CaptureError(f"{step}: the step itself {what}", rule="own-change", why=why, fix=fix)
+
+
+def refuse_changed_container(what: str | None) -> None:
+    """Raise for a container that a call has changed, at its first call: the caller's own never changes."""
+    if what is not None:
+        raise CaptureError(
+            f"the step changes a container that it was given: {what}",
+            rule="argument-changed",
+            why="arguments are built anew for a call, and a replay runs no Python: the caller's own stays as it is.",
+            fix="return the new value, copy into the tensor that is there (state['h'].copy_(new)), or, if only the "
+            "step uses it, change a copy (batch = dict(batch)).",
+        )
 
 
 def refuse_obstacles(step: str, site: Site) -> None:

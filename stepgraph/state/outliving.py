@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import types
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -36,12 +36,16 @@ def setting_apart() -> Iterator[None]:
             gc.enable()
 
 
-def kept_tensor(known: Iterable[torch.Tensor]) -> str | None:
-    """Where a tensor is kept that came into being in the block, in words; `known` ones are in their place."""
+def kept_tensor(known: Iterable[torch.Tensor], is_recorded: Callable[[torch.Tensor], bool]) -> str | None:
+    """Where a tensor is kept that came into being in the block, in words; `known` ones are in their place.
+
+    `is_recorded` tells those in the graph's memory from what other threads make meanwhile, a DataLoader's say.
+    """
     gc.collect(0)  # what nobody holds is gone
     young = gc.get_objects(generation=1)
     known_ids = {id(tensor) for tensor in known}
     tensors = [o for o in young if isinstance(o, torch.Tensor) and id(o) not in known_ids]
+    tensors = [tensor for tensor in tensors if is_recorded(tensor)]
     if not tensors:
         return None
     return _holder(tensors, {id(o) for o in young} | {id(young), id(tensors)}, _DEPTH)

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-_MAX_FUNCTIONS = 64
+_MAX_FUNCTIONS = 1024
 
 
 def reachable(function: Any) -> Iterator[Any]:

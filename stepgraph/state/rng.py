@@ -1,17 +1,27 @@
-"""Random state on the host: what a graph cannot advance.
+"""Random state that a replay would leave elsewhere than eager code does.
 
 A graph advances the device's generators by itself. Numbers drawn on the host inside a step (`random.random()`,
 numpy, torch's CPU generator in a step that runs on a GPU) are drawn once, at capture, and frozen: eager would draw new
 ones at each call. Whether a step draws any is seen in warm-up, and refused before anything is captured.
+
+A step that seeds a generator, or sets its state, by a method of the generator's own is not seen doing it: the methods
+are C++. The tape finds out by itself. CUDA refuses another seed under capture, takes the same seed for nothing to do,
+and a state for a distance from where the graph begins: so replays would go on drawing new numbers where eager code
+draws the same ones again. But an eager call of such a step leaves the generator where the call before had left it, and
+a graph that moves it is then one that eager code never was.
 """
 
 from __future__ import annotations
 
 import random
 import sys
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
+
+from stepgraph.backends import Graph
+from stepgraph.errors import CaptureRefused, entry
 
 
 class HostRandomWatch:
@@ -35,3 +45,27 @@ class HostRandomWatch:
         """The generators that were drawn from since."""
         now = self._states()
         return [name for name, state in self._before.items() if now[name] != state]
+
+
+class GeneratorWatch:
+    """The device's generators at one moment, to be compared with a later one."""
+
+    def __init__(self, generators: Iterable[torch.Generator]) -> None:
+        known = {id(generator): generator for generator in generators}.values()
+        self._before = [(generator, generator.get_state()) for generator in known]
+
+    def unmoved(self) -> list[torch.Generator]:
+        """The generators that are where they were."""
+        return [generator for generator, state in self._before if torch.equal(generator.get_state(), state)]
+
+
+def refuse_rewound(unmoved: Sequence[torch.Generator], graphs: Iterable[Graph]) -> None:
+    """Refuse graphs that move a generator which the last eager call has left where it was.
+
+    Two eager calls are needed to tell: the first may begin anywhere.
+    """
+    still = set(map(id, unmoved))
+    for graph in graphs:
+        if any(id(generator) in still for generator in graph.random.moved):
+            what = "each eager call leaves a generator where it was, and its graphs would move it"
+            raise CaptureRefused(entry("reseed"), what, None)

@@ -219,11 +219,6 @@ class CudaRNGStatesTracker:
             self._segment.states[id(state)] = state
         return state
 
-    @property
-    def states_read(self) -> list[torch.Tensor]:
-        """The states that were read from while the graph of this moment is recorded."""
-        return list(self._segment.states.values())
-
     def _set(self, name: str | None, state: torch.Tensor) -> None:
         if self._backend.is_capturing() and not self._segment.goes_to(state):
             raise state_of_another_graph(f"the step sets the random state `{name or 'default'}`", STEP_FIX)

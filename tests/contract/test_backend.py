@@ -213,6 +213,41 @@ def test_graph_records_backward(workspace: Workspace, device: torch.device) -> N
     assert torch.equal(received, layer.weight.grad)
 
 
+class AsAttention(nn.Module):
+    """Self-attention by `nn.MultiheadAttention`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.MultiheadAttention(16, 2, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.inner(x, x, x, need_weights=False)[0]
+        return out
+
+
+@pytest.mark.parametrize("autocast", [False, True], ids=["float32", "autocast"])
+@pytest.mark.parametrize(
+    "make", [AsAttention, lambda: nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)], ids=["attention", "layer"]
+)
+def test_graph_takes_the_path_through_attention_that_eager_takes(
+    make: Callable[[], nn.Module], autocast: bool, workspace: Workspace, device: torch.device
+) -> None:
+    """These modules have a fused path, which they leave where anything overrides torch's functions."""
+    module = make().to(device).eval()
+    x = torch.randn(2, 5, 16, device=device)
+
+    def work() -> torch.Tensor:
+        with torch.no_grad(), torch.autocast(device.type, torch.bfloat16, enabled=autocast):
+            out: torch.Tensor = module(x)
+            return out
+
+    graph, y = record(workspace, work)
+    for _ in range(2):
+        x.normal_()
+        graph.replay()
+        assert torch.equal(y, work())
+
+
 def test_workspace_many_graphs_share_one_pool(workspace: Workspace, device: torch.device) -> None:
     x = torch.ones(1 << 16, device=device)
 

@@ -34,9 +34,7 @@ RARE_CALLS = (9, 12, 15)
 """The calls before which something is done that makes the step be captured anew."""
 
 
-def build(
-    device: torch.device, optimizer_name: str, pieces: list[str], actions: list[str], rare: list[str]
-) -> Program:
+def build(device: torch.device, optimizer_name: str, pieces: list[str], actions: list[str], rare: list[str]) -> Program:
     weight = {"of the loss": 1.25}
     model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Dropout(0.2), nn.Linear(6, 2)).to(device)
     average = [p.detach().clone() for p in model.parameters()]

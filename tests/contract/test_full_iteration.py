@@ -784,15 +784,18 @@ def test_wrapper_closed_says_so(device: torch.device) -> None:
 
 def failing(where: str) -> tuple[Callable[..., Any], list[bool]]:
     """A forward step that fails while the switch is on: with an error, or with what no capture can record."""
-    switch, microbatches = [False], itertools.count()
+    switch: list[bool] = [False]
+    seen: list[str] = []
 
     def step(data_iterator: Any, model: nn.Module) -> Any:
         output, loss_func = forward_step(data_iterator, model)
         if switch[0]:
             if where == "capture":
                 output.sum().item()
-            elif next(microbatches) == 1:
+            elif seen:
                 raise ValueError("on purpose")
+            else:
+                seen.append("the first microbatch")
         return output, loss_func
 
     return step, switch

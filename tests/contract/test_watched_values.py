@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+import types
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -119,7 +121,161 @@ def tensor_in_a_list(device: torch.device) -> Built:
     return step, lambda: weights.__setitem__(0, other), "weights[0]: a tensor of shape [2] -> "
 
 
+def behind_a_decorator(device: torch.device) -> Built:
+    scale = 1.0
+
+    @torch.no_grad()
+    def step(x: torch.Tensor) -> torch.Tensor:
+        return x * scale
+
+    def change() -> None:
+        nonlocal scale
+        scale = 2.0
+
+    return step, change, "scale: 1.0 -> 2.0"
+
+
+def function_of_self(device: torch.device) -> Built:
+    class Owner:
+        def __init__(self) -> None:
+            self.loss = nn.functional.mse_loss
+
+        def step(self, x: torch.Tensor) -> torch.Tensor:
+            return self.loss(x, 3 * x)
+
+    owner = Owner()
+    told = "self.loss: <function mse_loss> -> <function l1_loss>"
+    return owner.step, lambda: setattr(owner, "loss", nn.functional.l1_loss), told
+
+
+def attribute_of_a_class(device: torch.device) -> Built:
+    class Settings:
+        scale = 1.0
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        return x * Settings.scale
+
+    return step, lambda: setattr(Settings, "scale", 2.0), "Settings.scale: 1.0 -> 2.0"
+
+
+def attribute_of_a_python_module(device: torch.device) -> Built:
+    settings = types.ModuleType("settings")
+    vars(settings)["scale"] = 1.0
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        return x * settings.scale
+
+    return step, lambda: vars(settings).update(scale=2.0), "settings.scale: 1.0 -> 2.0"
+
+
+def plain_default(device: torch.device) -> Built:
+    def step(x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+        return x * scale
+
+    return step, lambda: setattr(step, "__defaults__", (2.0,)), "scale: 1.0 -> 2.0"
+
+
+def attribute_that_hides_another(device: torch.device) -> Built:
+    class Owner:
+        scale = 1.0
+
+        def step(self, x: torch.Tensor) -> torch.Tensor:
+            return x * self.scale
+
+    owner = Owner()
+    return owner.step, lambda: setattr(owner, "scale", 2.0), "self.scale: absent -> 2.0"
+
+
+class Scaled(nn.Module):
+    """A module that computes with attributes of several kinds."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self._scale = 1.0
+        self.mask = torch.ones(2, device=device)
+        self.options = {"scale": 1.0}
+        self.drop = nn.Dropout(0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.drop(x) * self._scale * self.mask * self.options["scale"]
+
+
+def private_attribute_of_a_module(device: torch.device) -> Built:
+    model = Scaled(device)
+    return (lambda x: model(x)), lambda: setattr(model, "_scale", 2.0), "model._scale: 1.0 -> 2.0"
+
+
+def tensor_of_a_module(device: torch.device) -> Built:
+    model = Scaled(device)
+    other = torch.full((2,), 3.0, device=device)
+    return (lambda x: model(x)), lambda: setattr(model, "mask", other), "model.mask: a tensor of shape [2] -> "
+
+
+def dict_of_a_module(device: torch.device) -> Built:
+    model = Scaled(device)
+    return (lambda x: model(x)), lambda: model.options.update(scale=2.0), "model.options['scale']: 1.0 -> 2.0"
+
+
+def number_of_a_layer(device: torch.device) -> Built:
+    model = Scaled(device)
+    return (lambda x: model(x)), lambda: setattr(model.drop, "p", 1), "Scaled.drop.p: 0 -> 1"
+
+
+def forward_of_a_module(device: torch.device) -> Built:
+    model = nn.Identity()
+
+    def doubled(x: torch.Tensor) -> torch.Tensor:
+        return 2 * x
+
+    return (lambda x: model(x)), lambda: setattr(model, "forward", doubled), "model.forward: "
+
+
+def class_of_a_module(device: torch.device) -> Built:
+    class Doubled(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return 2 * x
+
+    model = nn.Identity()
+    return (lambda x: model(x)), lambda: setattr(model, "__class__", Doubled), "model.__class__: <class Identity> -> "
+
+
+def contents_of_a_set(device: torch.device) -> Built:
+    active = {1, 2}
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        return x * (1 if 1 in active else 3)
+
+    def change() -> None:
+        active.remove(1)
+        active.add(7)
+
+    return step, change, "active: {1, 2} -> {2, 7}"
+
+
+def sign_of_zero(device: torch.device) -> Built:
+    zero = {"value": 0.0}
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        return x / torch.full_like(x, zero["value"])
+
+    return step, lambda: zero.update(value=-0.0), "zero['value']: 0.0 -> -0.0"
+
+
 PLACES = (
+    behind_a_decorator,
+    function_of_self,
+    attribute_of_a_class,
+    attribute_of_a_python_module,
+    plain_default,
+    attribute_that_hides_another,
+    private_attribute_of_a_module,
+    tensor_of_a_module,
+    dict_of_a_module,
+    number_of_a_layer,
+    forward_of_a_module,
+    class_of_a_module,
+    contents_of_a_set,
+    sign_of_zero,
     default_argument,
     keyword_default,
     default_tensor,
@@ -161,6 +317,47 @@ def test_watch_leaves_the_loops_own_records_alone(device: torch.device) -> None:
             trainer.history.append(result.sum().item())
             trainer.log["calls"] += 1
         assert captured.report().replays == 5
+
+
+def test_watch_leaves_new_attributes_alone_that_no_code_names(device: torch.device) -> None:
+    trainer, model = Trainer(device), Scaled(device)
+    with (
+        stepgraph.capture(lambda x: model(trainer.step(x))) as captured,
+        warnings.catch_warnings(),
+    ):
+        warnings.simplefilter("error")
+        for index in range(8):
+            captured(torch.ones(2, device=device))
+            vars(trainer)[f"made_{index}"] = vars(model)[f"made_{index}"] = index
+        assert captured.report().replays == 5
+
+
+def test_watch_refuses_a_step_that_draws_from_a_generator_of_its_own(device: torch.device) -> None:
+    generator = random.Random(0)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        return x * generator.random()
+
+    with stepgraph.capture(step) as captured, pytest.raises(stepgraph.CaptureError, match="changes generator") as error:
+        for _ in range(5):
+            captured(torch.ones(2, device=device))
+    assert error.value.rule == "host-value"
+
+
+def test_watch_refuses_a_module_that_counts(device: torch.device) -> None:
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self._calls = 0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self._calls += 1
+            return x / self._calls
+
+    model = Counting()
+    with stepgraph.capture(model) as captured, pytest.raises(stepgraph.CaptureError, match=r"\._calls: 2 -> 3"):
+        for _ in range(5):
+            captured(torch.ones(2, device=device))
 
 
 @pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])

@@ -14,6 +14,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from stepgraph.errors import InvalidArgument
 from stepgraph.signature import AMBIENT_NAMES, AmbientReader, Difference, Signature, ambient_key, differences, leaf_key
@@ -276,6 +278,25 @@ def flag(owner: Any, name: str, value: Any) -> Callable[[], contextlib.AbstractC
 
 
 SDPA = torch.backends.cuda
+
+
+class SeesFunctions(TorchFunctionMode):
+    """A mode that changes nothing."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+class SeesOperators(TorchDispatchMode):
+    """A mode that changes nothing."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+MATH_REDUCTION = (SDPA.fp16_bf16_reduction_math_sdp_allowed, SDPA.allow_fp16_bf16_reduction_math_sdp)
+FILL: Any = torch.utils.deterministic
+ORDER = (torch._C._get_sdp_priority_order, torch._C._set_sdp_priority_order)
 SITUATIONS: dict[str, tuple[Callable[[], contextlib.AbstractContextManager[Any]], set[str]]] = {
     "no_grad": (torch.no_grad, {"grad mode"}),
     "inference_mode": (torch.inference_mode, {"grad mode", "inference mode"}),
@@ -320,6 +341,26 @@ SITUATIONS: dict[str, tuple[Callable[[], contextlib.AbstractContextManager[Any]]
     ),
     "math": (lambda: setting(SDPA.math_sdp_enabled, SDPA.enable_math_sdp, False), {"math attention"}),
     "cudnn attention": (lambda: setting(SDPA.cudnn_sdp_enabled, SDPA.enable_cudnn_sdp, False), {"cudnn attention"}),
+    "math reduction": (lambda: setting(*MATH_REDUCTION, True), {"reduction in math attention"}),
+    "fp16 accumulation": (flag(SDPA.matmul, "allow_fp16_accumulation", True), {"fp16 accumulation"}),
+    "attention order": (
+        lambda: setting(*ORDER, list(reversed(torch._C._get_sdp_priority_order()))),
+        {"order of attention kernels"},
+    ),
+    "fast path": (
+        lambda: setting(torch.backends.mha.get_fastpath_enabled, torch.backends.mha.set_fastpath_enabled, False),
+        {"fast path of attention modules"},
+    ),
+    "fill": (
+        lambda: flag(FILL, "fill_uninitialized_memory", not FILL.fill_uninitialized_memory)(),
+        {"fill of new memory"},
+    ),
+    "device": (lambda: torch.device("meta"), {"torch-function modes"}),
+    "function mode": (SeesFunctions, {"torch-function modes"}),
+}
+OBSERVERS: dict[str, Callable[[], contextlib.AbstractContextManager[Any]]] = {
+    "dispatch modes": SeesOperators,
+    "saved-tensor hooks": lambda: torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t),
 }
 
 
@@ -331,6 +372,65 @@ def test_ambient_flag_changes_the_key_and_is_named(name: str) -> None:
         within = signature(TENSOR)
     assert {path for path, _ in named(before, within)} == expected
     assert named(before, signature(TENSOR)) == [], "the flag is as before"
+
+
+@pytest.mark.parametrize("name", SITUATIONS)
+def test_ambient_reader_notices_each_flag(name: str) -> None:
+    enter, _ = SITUATIONS[name]
+    reader = AmbientReader()
+    before = reader.read()
+    assert reader.read() is before
+    with enter():
+        within = reader.read()
+        assert within == ambient_key() != before
+        assert reader.read() is within, "one object for as long as nothing changes"
+    assert reader.read() == before == ambient_key()
+
+
+def test_ambient_modes_are_told_by_identity() -> None:
+    one, two = SeesFunctions(), SeesFunctions()
+    with one:
+        first = signature(TENSOR)
+        assert named(first, signature(TENSOR)) == []
+    with two:
+        assert named(first, signature(TENSOR)) == [("torch-function modes", "changed")]
+    with one:
+        assert named(first, signature(TENSOR)) == []
+
+
+def test_ambient_mode_that_is_gone_is_not_taken_for_another() -> None:
+    keys = []
+    for _ in range(20):
+        with SeesFunctions():
+            keys.append(ambient_key())
+    assert len(set(keys)) == 20
+
+
+def test_ambient_default_device_is_told_by_its_name() -> None:
+    with torch.device("meta"):
+        one = signature(TENSOR)
+    with torch.device("meta"):
+        assert named(one, signature(TENSOR)) == []
+    with torch.device("cpu"):
+        (found,) = differences(one, signature(TENSOR))
+    assert (found.captured, found.received) == ("('device meta',)", "('device cpu',)")
+
+
+@pytest.mark.parametrize("name", OBSERVERS)
+def test_ambient_observers_count_where_they_are_asked_for(name: str) -> None:
+    plain, asking = AmbientReader(), AmbientReader(observers=True)
+    before = plain.read(), asking.read()
+    assert before[0] == before[1] == ambient_key() == ambient_key(observers=True)
+    with OBSERVERS[name]():
+        assert plain.read() is before[0]
+        within = asking.read()
+        assert within == ambient_key(observers=True)
+        assert [n for n, a, b in zip(AMBIENT_NAMES, before[1], within, strict=True) if a != b] == [name]
+        assert asking.read() is within
+        with OBSERVERS[name]():
+            assert asking.read() != within
+        assert asking.read() == within
+    assert asking.read() == before[1]
 
 
 def test_ambient_autocast_dtype_changes_the_key() -> None:

@@ -1,6 +1,8 @@
 """Trees: taken apart and put together again, with every leaf named as Python spells it."""
 
 import dataclasses
+import enum
+import functools
 from collections import OrderedDict, defaultdict, deque
 from typing import Any, NamedTuple
 
@@ -10,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils import _pytree as torch_pytree
 
-from stepgraph.tree import LEAF, Structure, flatten, paths, unflatten
+from stepgraph.tree import LEAF, Structure, flatten, paths, settled, unflatten
 
 
 class Pair(NamedTuple):
@@ -40,6 +42,41 @@ class Slotted:
 class FrozenSlotted:
     ids: Any
     made: Any = dataclasses.field(default=None, init=False)
+
+
+class Base:
+    """A slot that is no field."""
+
+    __slots__ = ("hidden",)
+
+
+@dataclasses.dataclass(slots=True)
+class OnSlots(Base):
+    ids: Any
+
+
+class Words(dict[Any, Any]):
+    """A dict with attributes."""
+
+
+class Ordered(OrderedDict[Any, Any]):
+    """An OrderedDict with attributes."""
+
+
+class Counting(defaultdict[Any, Any]):
+    """A defaultdict with attributes."""
+
+
+class Named(Pair):
+    """A namedtuple with attributes."""
+
+
+class Itself(dict[str, Any]):
+    """A dict whose attributes are its items."""
+
+    def __init__(self, *args: Any, **items: Any) -> None:
+        super().__init__(*args, **items)
+        self.__dict__ = self
 
 
 class Point:
@@ -281,3 +318,117 @@ def test_flatten_passes_a_field_that_was_never_set() -> None:
 
 def test_flatten_takes_a_dataclass_type_as_a_leaf() -> None:
     assert flatten(Plain) == ([Plain], LEAF)
+
+
+# -- what instances hold beside fields and items
+
+
+def with_attributes(instance: Any, **attributes: Any) -> Any:
+    for name, value in attributes.items():
+        object.__setattr__(instance, name, value)
+    return instance
+
+
+HOLDERS: dict[str, tuple[Any, list[str]]] = {
+    "dataclass": (with_attributes(Plain(1, 2), made=3, also=[4]), ["ids", "mask", "also[0]", "made"]),
+    "frozen": (with_attributes(Frozen(1), made=2), ["ids", "scale", "made"]),
+    "slots": (with_attributes(OnSlots(1), hidden=2), ["ids", "hidden"]),
+    "dict": (with_attributes(Words(a=1), scale=2), ["['a']", "scale"]),
+    "OrderedDict": (with_attributes(OrderedDict(b=1, a=2), scale=3), ["['b']", "['a']", "scale"]),
+    "OrderedDict's subclass": (with_attributes(Ordered(b=1, a=2), scale=3), ["['b']", "['a']", "scale"]),
+    "defaultdict's subclass": (with_attributes(Counting(list, a=1), scale=2), ["['a']", "scale"]),
+    "namedtuple's subclass": (with_attributes(Named(1, 2), scale=3), ["first", "second", "scale"]),
+    "its own dict": (Itself(a=1, b=2), ["['a']", "['b']"]),
+}
+
+
+@pytest.mark.parametrize("kind", HOLDERS)
+def test_attributes_are_part_of_the_tree(kind: str) -> None:
+    tree, names = HOLDERS[kind]
+    leaves, structure = flatten(tree)
+    assert [path.removeprefix("b").removeprefix(".") for path in paths(structure, "b")] == names
+    other = unflatten(settled(structure), [f"leaf {i}" for i in range(len(leaves))])
+    assert flatten(other) == ([f"leaf {i}" for i in range(len(leaves))], structure)
+    assert type(other) is type(tree)
+    assert eval(paths(structure, "other")[-1]) == f"leaf {len(leaves) - 1}"
+    assert flatten(tree)[0] == leaves, "the tree it came from is untouched"
+
+
+@pytest.mark.parametrize(
+    "kind", ["dataclass", "frozen", "dict", "OrderedDict", "OrderedDict's subclass", "namedtuple's subclass"]
+)
+def test_structure_tells_instances_with_other_attributes_apart(kind: str) -> None:
+    tree, _ = HOLDERS[kind]
+    structure = flatten(tree)[1]
+    other = with_attributes(unflatten(structure, flatten(tree)[0]), one_more=1)
+    assert flatten(other)[1] != structure
+
+
+def test_unflatten_of_a_dicts_subclass_keeps_what_it_is() -> None:
+    made = unflatten(*reversed(flatten(Counting(list, a=1))))
+    assert made["new"] == []
+    ordered = unflatten(*reversed(flatten(Ordered(b=1, a=2))))
+    ordered.move_to_end("b")
+    assert list(ordered) == ["a", "b"]
+    itself = unflatten(*reversed(flatten(Itself(a=1))))
+    itself.b = 2
+    assert itself == {"a": 1, "b": 2}
+    assert unflatten(*reversed(flatten(defaultdict(None, a=1)))) == {"a": 1}
+
+
+def test_structure_holds_no_instance_of_the_tree() -> None:
+    first = with_attributes(Plain(torch.ones(1)), made=torch.ones(2))
+    structure = flatten(first)[1]
+    other = unflatten(structure, [torch.zeros(1), None, torch.zeros(2)])
+    assert other.made is not first.made
+    assert other.made.tolist() == [0.0, 0.0]
+
+
+def test_flatten_ends_where_a_dataclass_comes_back_to_itself() -> None:
+    parent = Plain(1)
+    parent.mask = with_attributes(Plain(2), parent=parent)
+    leaves, structure = flatten(parent)
+    assert leaves == [1, 2, None, parent]
+    assert paths(structure, "node")[-1] == "node.mask.parent"
+
+
+def test_flatten_leaves_whole_what_is_more_than_its_attributes() -> None:
+    @dataclasses.dataclass
+    class Failure(Exception):
+        code: int
+
+    @dataclasses.dataclass(eq=False)
+    class Block(torch.nn.Module):
+        width: int
+
+        def __post_init__(self) -> None:
+            super().__init__()
+
+        __hash__ = torch.nn.Module.__hash__
+
+    @dataclasses.dataclass(frozen=True)
+    class Size:
+        width: int
+
+    class Sizes(Size, enum.Enum):
+        SMALL = 1
+
+    for whole in (Failure(1), Block(1), Sizes.SMALL):
+        assert flatten(whole) == ([whole], LEAF)
+
+
+def test_flatten_takes_a_cached_property_once_it_is_there() -> None:
+    @dataclasses.dataclass
+    class Lazy:
+        ids: int
+
+        @functools.cached_property
+        def double(self) -> int:
+            return self.ids * 2
+
+    lazy = Lazy(1)
+    assert flatten(lazy)[0] == [1]
+    assert lazy.double == 2
+    leaves, structure = flatten(lazy)
+    assert leaves == [1, 2]
+    assert unflatten(structure, [3, 6]).double == 6

@@ -130,11 +130,14 @@ def test_capturing_is_known_to_the_backend(workspace: TapeWorkspace) -> None:
 
 
 def test_functions_replaced_while_recording_are_back(workspace: TapeWorkspace) -> None:
-    before = (torch.get_rng_state, torch.set_rng_state, torch.manual_seed)
+    def replaced() -> tuple[Any, ...]:
+        return torch.get_rng_state, torch.set_rng_state, torch.manual_seed, torch.overrides.has_torch_function
+
+    before = replaced()
     record(workspace, lambda: torch.rand(2))
     with pytest.raises(CaptureRefused):
         record(workspace, lambda: torch.manual_seed(0))
-    assert (torch.get_rng_state, torch.set_rng_state, torch.manual_seed) == before
+    assert replaced() == before
 
 
 # -- addresses are baked
@@ -477,6 +480,48 @@ def test_custom_op_is_opaque(workspace: TapeWorkspace) -> None:
     x.fill_(2.0)
     graph.replay()
     assert y.tolist() == [15.0] * 4
+
+
+@torch.library.custom_op("stepgraph_tests::product", mutates_args=())
+def product(x: torch.Tensor) -> torch.Tensor:
+    """A kernel that calls operators in turn, which autocast then sees."""
+    return x @ x
+
+
+def test_custom_op_under_autocast_computes_as_eager_does(workspace: TapeWorkspace) -> None:
+    x = torch.randn(4, 4)
+
+    def step() -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return product(x) * 3
+
+    graph, y = record(workspace, step)
+    assert y.dtype is torch.bfloat16
+    for _ in range(2):
+        graph.replay()
+        assert same_bits(y, step())
+    assert not torch.is_autocast_enabled("cpu")
+
+
+@torch.library.custom_op("stepgraph_tests::product_of_its_own", mutates_args=())
+def product_of_its_own(x: torch.Tensor) -> torch.Tensor:
+    return x @ x
+
+
+product_of_its_own.register_autocast("cpu", torch.float32)
+
+
+def test_custom_op_with_a_rule_for_autocast_computes_as_eager_does(workspace: TapeWorkspace) -> None:
+    x = torch.randn(4, 4)
+
+    def step() -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return product_of_its_own(x) * 3
+
+    graph, y = record(workspace, step)
+    assert y.dtype is torch.float32
+    graph.replay()
+    assert same_bits(y, step())
 
 
 def test_custom_op_that_mutates(workspace: TapeWorkspace) -> None:

@@ -78,12 +78,28 @@ HOST_DATA: dict[str, Callable[[torch.Tensor], Any]] = {
     "array index": lambda x: x[np.array([0, 1])],
     "element = number": lambda x: assign(x, 0, 1.0),
 }
+KNOWN = torch.default_generator
+
+
+def rewound(x: torch.Tensor) -> torch.Tensor:
+    state = KNOWN.get_state()
+    drawn = torch.rand(3)
+    KNOWN.set_state(state)
+    return drawn - torch.rand(3)
+
+
 OTHERS: dict[str, tuple[str, Callable[[torch.Tensor], Any]]] = {
     "stray generator": ("generator", lambda x: torch.rand(3, generator=STRAY)),
     "stray generator, in place": ("generator", lambda x: x.clone().normal_(generator=STRAY)),
     "manual_seed": ("reseed", lambda x: torch.manual_seed(1)),
     "random.manual_seed": ("reseed", lambda x: torch.random.manual_seed(1)),
     "set_rng_state of another seed": ("reseed", lambda x: torch.set_rng_state(STRAY.get_state())),
+    "get_state and set_state": ("reseed", rewound),
+    "seeded again": ("reseed", lambda x: (torch.rand(3), KNOWN.manual_seed(KNOWN.initial_seed()), torch.rand(3))),
+    "nested made": (
+        "tape-limit",
+        lambda x: torch._nested_tensor_from_mask(x.view(1, 6, 1), COUNTS[None] >= 0),
+    ),
     "swap with a stray generator": ("generator", lambda x: TapeBackend().swap_random_state(STRAY)),
     "svd": ("library-call", lambda x: torch.linalg.svd(MATRIX)),
     "eigh": ("library-call", lambda x: torch.linalg.eigh(MATRIX)),
@@ -120,6 +136,26 @@ def test_seeding_a_generator_itself_is_refused_at_the_end() -> None:
     error = refused(lambda x: torch.default_generator.manual_seed(1), VALUES[0])
     assert error.row.rule == "reseed"
     assert error.where is None  # a method of a C object: only its effect is seen
+
+
+def test_seeding_a_generator_itself_is_refused_at_the_next_operator() -> None:
+    def seeds(x: torch.Tensor) -> torch.Tensor:
+        torch.default_generator.manual_seed(1)
+        return x + 1
+
+    error = refused(seeds, VALUES[0])
+    assert error.row.rule == "reseed"
+    assert is_at(error, seeds)
+
+
+def test_state_that_is_set_to_what_it_is_is_no_refusal() -> None:
+    before = KNOWN.get_state()
+    expected = [torch.rand(3) for _ in range(2)]
+    KNOWN.set_state(before)
+    graph, drawn = record(TapeBackend().workspace(), lambda: (KNOWN.set_state(KNOWN.get_state()), torch.rand(3))[1])
+    for wanted in expected:
+        graph.replay()
+        assert same_bits(drawn, wanted)
 
 
 @pytest.mark.parametrize("name", OTHERS)

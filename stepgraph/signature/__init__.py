@@ -10,9 +10,7 @@ The key is a flat tuple, cheap to build and to hash; names for its parts are mad
 from __future__ import annotations
 
 import enum
-import functools
 import inspect
-import operator
 import sys
 import types
 from collections.abc import Callable, Hashable, Sequence
@@ -22,7 +20,12 @@ from typing import Any
 import torch
 
 from stepgraph.errors import InvalidArgument
-from stepgraph.tree import Structure, paths, step_into
+from stepgraph.signature.ambient import AMBIENT_NAMES as AMBIENT_NAMES
+from stepgraph.signature.ambient import AmbientReader as AmbientReader
+from stepgraph.signature.ambient import OwnMode as OwnMode
+from stepgraph.signature.ambient import ambient_key as ambient_key
+from stepgraph.signature.ambient import compiler_guards as compiler_guards
+from stepgraph.tree import Structure, argument_name, hidden_tensor, paths, step_into
 
 
 class Described:
@@ -146,10 +149,10 @@ def refuse_opaque(leaves: Sequence[Any]) -> None:
             continue
         if isinstance(leaf, (torch.nn.Module, torch.optim.Optimizer)):
             continue
-        hidden = [k for k, v in getattr(leaf, "__dict__", {}).items() if isinstance(v, torch.Tensor)]
-        if hidden:
+        hidden = hidden_tensor(leaf)
+        if hidden is not None:
             raise InvalidArgument(
-                f"an argument of type {type(leaf).__name__} holds tensors (`{hidden[0]}`) that stepgraph cannot see",
+                f"an argument of type {type(leaf).__name__} holds tensors (`{hidden}`) that stepgraph cannot see",
                 rule="opaque-argument",
                 why="an object of an unknown class is told by identity; its tensors would be those of the capture.",
                 fix="make it a dataclass, pass a dict or a tuple, or register it with torch.utils._pytree.",
@@ -200,11 +203,6 @@ def describe_leaf(key: Any) -> str:
     return repr(key[1])
 
 
-def argument_name(names: Sequence[str], index: int) -> str:
-    """A positional argument's name, as the step's own signature gives it."""
-    return names[index] if index < len(names) else f"args[{index}]"
-
-
 def argument_names(function: Callable[..., Any]) -> tuple[str, ...]:
     """The names of a function's positional parameters."""
     try:
@@ -213,78 +211,6 @@ def argument_names(function: Callable[..., Any]) -> tuple[str, ...]:
         return ()
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     return tuple(p.name for p in parameters if p.kind in kinds)
-
-
-def _autocast(device: str) -> Callable[[], Hashable]:
-    return lambda: torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
-
-
-def _precision(device: str, op: str) -> Callable[[], Hashable]:
-    getter = getattr(torch._C, "_get_fp32_precision_getter", None)
-    if getter is not None:
-        return functools.partial(getter, device, op)
-    legacy = torch._C._get_cublas_allow_tf32 if op == "matmul" else torch._C._get_cudnn_allow_tf32
-    return legacy
-
-
-_AMBIENT: tuple[tuple[str, Callable[[], Hashable]], ...] = (
-    ("grad mode", torch.is_grad_enabled),
-    ("inference mode", torch.is_inference_mode_enabled),
-    ("autocast on cuda", _autocast("cuda")),
-    ("autocast on cpu", _autocast("cpu")),
-    ("autocast cache", torch.is_autocast_cache_enabled),
-    ("default dtype", torch.get_default_dtype),
-    ("float32 precision of matmul", _precision("cuda", "matmul")),
-    ("float32 precision of conv", _precision("cuda", "conv")),
-    ("deterministic algorithms", torch.are_deterministic_algorithms_enabled),
-    ("deterministic warn-only", torch.is_deterministic_algorithms_warn_only_enabled),
-    ("cudnn deterministic", torch._C._get_cudnn_deterministic),
-    ("cudnn benchmark", torch._C._get_cudnn_benchmark),
-    ("cudnn enabled", torch._C._get_cudnn_enabled),
-    ("flash attention", torch._C._get_flash_sdp_enabled),
-    ("memory-efficient attention", torch._C._get_mem_efficient_sdp_enabled),
-    ("math attention", torch._C._get_math_sdp_enabled),
-    ("cudnn attention", torch._C._get_cudnn_sdp_enabled),
-    ("bf16 reduction", torch._C._get_cublas_allow_bf16_reduced_precision_reduction),
-    ("fp16 reduction", torch._C._get_cublas_allow_fp16_reduced_precision_reduction),
-)
-AMBIENT_NAMES = tuple(name for name, _ in _AMBIENT)
-_AMBIENT_GETTERS = tuple(getter for _, getter in _AMBIENT)
-
-
-_UNGUARDED = tuple(
-    getter
-    for name, getter in _AMBIENT
-    if name.startswith(("inference", "cudnn", "float32 precision")) or name.endswith("attention")
-)
-
-
-compiler_guards: Any = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
-"""The guards of torch's compiler, in C++; what they have differs from version to version."""
-
-
-class AmbientReader:
-    """Reads the flags again and again: torch's compiler has a guard that compares most of them in one call."""
-
-    def __init__(self) -> None:
-        self._make_guard: Callable[[], Any] | None = getattr(compiler_guards, "GlobalStateGuard", None)
-        self._guard: Any = None
-        self._rest: tuple[Hashable, ...] = ()
-        self._key: tuple[Hashable, ...] = ()
-
-    def read(self) -> tuple[Hashable, ...]:
-        """`ambient_key()`, in half the time where nothing changed."""
-        rest = tuple(map(operator.call, _UNGUARDED))
-        if self._guard is not None and rest == self._rest and self._guard.check():
-            return self._key
-        self._rest, self._key = rest, ambient_key()
-        self._guard = self._make_guard() if self._make_guard is not None else None
-        return self._key
-
-
-def ambient_key() -> tuple[Hashable, ...]:
-    """The flags of the process and thread that choose kernels."""
-    return tuple(map(operator.call, _AMBIENT_GETTERS))
 
 
 def differences(

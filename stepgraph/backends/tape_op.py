@@ -1,0 +1,108 @@
+"""One noted operator, and how a replay runs it: with the arguments, and in the surroundings, that it was noted with.
+
+An operator is noted after autocast has cast its arguments, so that there is nothing left to cast, and a dispatch mode's
+handler runs outside autocast. But some kernels call operators in turn, and eager's autocast sees those: the fused ones
+of `nn.TransformerEncoderLayer`, and custom operators. For them it is put back, in the recording and at replays. So is,
+for all, grad mode, which a few kernels look at.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch.overrides import enable_reentrant_dispatch
+from torch.utils._pytree import TreeSpec, tree_flatten
+
+from stepgraph.backends.tape_pool import Place
+
+
+@dataclass(frozen=True, slots=True)
+class Ref:
+    """A tensor by its address: a place and a geometry in it."""
+
+    place: Place
+    offset: int
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    conj: bool
+    neg: bool
+
+
+class Surroundings(NamedTuple):
+    """The flags that kernels look at."""
+
+    grad: bool
+    autocast: torch.dtype | None
+
+    @classmethod
+    def of(cls, func: torch._ops.OpOverload) -> Surroundings:
+        """As they are where an operator is called, asked in the handler of the mode that sees it."""
+        return cls(torch.is_grad_enabled(), _autocast_around() if _calls_operators(func) else None)
+
+    def call(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Call an operator as it would be called without the mode."""
+        if self.autocast is None:
+            return func(*args, **kwargs)
+        with torch.autocast("cpu", self.autocast, cache_enabled=False):
+            return func(*args, **kwargs)
+
+    def put(self) -> None:
+        """Make the flags these."""
+        torch._C._set_grad_enabled(self.grad)
+        torch.set_autocast_enabled("cpu", self.autocast is not None)
+        if self.autocast is not None:
+            torch.set_autocast_dtype("cpu", self.autocast)
+
+
+_FUSED = frozenset({"aten::_transformer_encoder_layer_fwd", "aten::_native_multi_head_attention"})
+
+
+def _calls_operators(func: torch._ops.OpOverload) -> bool:
+    """Whether autocast has not seen to it, and may see to what it calls."""
+    if func.namespace == "aten" and func._schema.name not in _FUSED:
+        return False
+    return not torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "AutocastCPU")
+
+
+def _autocast_around() -> torch.dtype | None:
+    with enable_reentrant_dispatch():
+        return torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
+
+
+@dataclass(slots=True)
+class Op:
+    """One noted operator: arguments by address, and which results go where."""
+
+    func: Callable[..., Any]
+    leaves: list[Any]
+    spec: TreeSpec | None
+    results: list[tuple[Any, int]]
+    surroundings: Surroundings
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] | None = None
+
+    def run(self) -> None:
+        """Call it again, and put its results where they were."""
+        out = self.func(*self.args, **(self.kwargs or {}))
+        if self.results:
+            flat = [out] if isinstance(out, torch.Tensor) else tree_flatten(out)[0]
+            for target, index in self.results:
+                target.copy_(flat[index])
+
+
+def run(ops: Iterable[Op]) -> None:
+    """Run operators one after another."""
+    grad, now = torch.is_grad_enabled(), None
+    try:
+        with torch.inference_mode(False), torch.autocast("cpu", enabled=False):
+            for op in ops:
+                if op.surroundings != now:
+                    now = op.surroundings
+                    now.put()
+                op.run()
+    finally:
+        torch._C._set_grad_enabled(grad)

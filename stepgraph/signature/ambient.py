@@ -1,0 +1,176 @@
+"""The flags around a call: what chooses kernels beside the arguments, in this process and in this thread.
+
+A graph has baked in what they were at its capture, so they are read at every call, in little more than a microsecond.
+torch's compiler has a guard in C++ that compares many of them at once; the others are polled. Modes around a call count
+as well: they see, and may change, all that eager code does, and a replay shows them nothing.
+
+Not read: `torch.backends.cuda.preferred_blas_library` and its like for linear algebra, which take as long to ask for
+as a fifth of all the rest. They are set once a program.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import torch
+from torch._C import (
+    _get_cudnn_benchmark,
+    _get_cudnn_deterministic,
+    _get_cudnn_enabled,
+    _get_cudnn_sdp_enabled,
+    _get_flash_sdp_enabled,
+    _get_math_sdp_enabled,
+    _get_mem_efficient_sdp_enabled,
+    _len_torch_dispatch_stack,
+    _len_torch_function_stack,
+)
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+
+class OwnMode:
+    """A mode of ours: it is around a recording, and not around the call."""
+
+
+class _Same:
+    """An object around a call, told by identity. It is held, so that no other is ever taken for it."""
+
+    def __init__(self, given: Any) -> None:
+        self._given = given
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and self._given is other._given
+
+    def __hash__(self) -> int:
+        return id(self._given)
+
+    def __repr__(self) -> str:
+        return str(getattr(self._given, "__qualname__", type(self._given).__qualname__))
+
+
+def _function_modes() -> Hashable:
+    """The modes that see every function of torch, and may change what it does. One of them sets the default device."""
+    modes = [mode for mode in _get_current_function_mode_stack() if not isinstance(mode, OwnMode)]
+    return tuple(f"device {m.device}" if isinstance(m, DeviceContext) else _Same(m) for m in modes) or None
+
+
+def _dispatch_modes() -> Hashable:
+    """The modes that see every operator."""
+    return tuple(_Same(m) for m in _get_current_dispatch_mode_stack() if not isinstance(m, OwnMode)) or None
+
+
+def _hooks() -> Hashable:
+    """The hooks for tensors that autograd saves."""
+    return tuple(map(_Same, _saved_tensor_hooks(True) or ())) or None
+
+
+def _autocast(device: str) -> Hashable:
+    return torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
+
+
+def _precision(device: str, op: str) -> Callable[[], Hashable]:
+    getter = getattr(torch._C, "_get_fp32_precision_getter", None)
+    if getter is not None:
+        return functools.partial(getter, device, op)
+    legacy = torch._C._get_cublas_allow_tf32 if op == "matmul" else torch._C._get_cudnn_allow_tf32
+    return legacy
+
+
+AMBIENT_NAMES = (
+    # what the guard of torch's compiler compares
+    *("grad mode", "autocast on cuda", "autocast on cpu", "autocast cache", "default dtype"),
+    *("deterministic algorithms", "deterministic warn-only", "bf16 reduction", "fp16 reduction"),
+    "float32 precision of matmul",
+    # what is polled
+    *("inference mode", "float32 precision of conv"),
+    *("cudnn deterministic", "cudnn benchmark", "cudnn enabled"),
+    *("flash attention", "memory-efficient attention", "math attention", "cudnn attention"),
+    *("reduction in math attention", "fp16 accumulation", "fill of new memory", "fast path of attention modules"),
+    *("order of attention kernels", "torch-function modes", "dispatch modes", "saved-tensor hooks"),
+)
+_NOWHERE = functools.partial(tuple)  # the getter of a flag that this torch does not have
+_matmul_precision, _conv_precision = _precision("cuda", "matmul"), _precision("cuda", "conv")
+_fp16_accumulation = getattr(torch._C, "_get_cublas_allow_fp16_accumulation", _NOWHERE)
+_math_reduction = getattr(torch._C, "_get_math_sdp_allow_fp16_bf16_reduction", _NOWHERE)
+_fill = getattr(torch._C, "_get_deterministic_fill_uninitialized_memory", _NOWHERE)
+_fast_path = functools.partial(getattr, torch.backends.mha, "_is_fastpath_enabled", None)
+_attention_order = getattr(torch._C, "_get_sdp_priority_order", _NOWHERE)
+_saved_tensor_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda _: None)
+
+compiler_guards: Any = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
+"""The guards of torch's compiler, in C++; what they have differs from version to version."""
+_make_guard: Callable[[], Any] = getattr(compiler_guards, "GlobalStateGuard", lambda: None)
+_guard_knows_tf32 = '"allow_tf32"' in str(getattr(_make_guard(), "__getstate__", str)())
+_matmul_unless_guarded = _NOWHERE if _guard_knows_tf32 else _matmul_precision
+_is_inference = torch.is_inference_mode_enabled
+
+
+def _polled() -> tuple[Any, ...]:
+    """The flags that the guard does not compare, spelled out: a loop over them takes half as long again."""
+    return (
+        _matmul_unless_guarded(),
+        _is_inference(),
+        _conv_precision(),
+        _get_cudnn_deterministic(),
+        _get_cudnn_benchmark(),
+        _get_cudnn_enabled(),
+        _get_flash_sdp_enabled(),
+        _get_mem_efficient_sdp_enabled(),
+        _get_math_sdp_enabled(),
+        _get_cudnn_sdp_enabled(),
+        _math_reduction(),
+        _fp16_accumulation(),
+        _fill(),
+        _fast_path(),
+        _attention_order(),
+        _len_torch_function_stack(),
+    )
+
+
+class AmbientReader:
+    """Reads the flags again and again: torch's compiler has a guard that compares many of them in one call.
+
+    `observers`: what only looks on as eager code works, dispatch modes and saved-tensor hooks, counts as well. It does
+    for a step. Around a graphed module such things are a matter of course, where activations are checkpointed.
+    """
+
+    def __init__(self, *, observers: bool = False) -> None:
+        self._guard: Any = None
+        self._rest: tuple[Any, ...] = ()
+        self._key: tuple[Hashable, ...] = ()
+        self._observers = observers
+
+    def read(self) -> tuple[Hashable, ...]:
+        """`ambient_key()`, in half the time where nothing changed; the same object as long as nothing does."""
+        rest = _polled()
+        known = self._guard is not None and rest == self._rest and self._guard.check()
+        if known and not (self._observers and (_len_torch_dispatch_stack() or _saved_tensor_hooks(True))):
+            return self._key
+        key = ambient_key(observers=self._observers)
+        if key != self._key:
+            self._key = key
+        # modes and hooks are not told at a glance: with any around, each reading is a full one
+        self._rest, self._guard = rest, _make_guard() if key[-3:] == (None, None, None) else None
+        return self._key
+
+
+def ambient_key(*, observers: bool = False) -> tuple[Hashable, ...]:
+    """The flags of the process and thread that choose kernels, and what else is around a call."""
+    _, *flags, order, has_modes = _polled()
+    return (
+        *(torch.is_grad_enabled(), _autocast("cuda"), _autocast("cpu"), torch.is_autocast_cache_enabled()),
+        torch.get_default_dtype(),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+        torch._C._get_cublas_allow_bf16_reduced_precision_reduction(),
+        torch._C._get_cublas_allow_fp16_reduced_precision_reduction(),
+        _matmul_precision(),
+        *flags,
+        tuple(order),
+        _function_modes() if has_modes else None,
+        _dispatch_modes() if observers else None,
+        _hooks() if observers else None,
+    )

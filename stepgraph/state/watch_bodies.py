@@ -1,0 +1,120 @@
+"""What could come between a name and what it stands for: another class, a new attribute, another body of a function.
+
+An attribute that is set on an instance hides that of its class; a module whose `__class__` or `forward` is another one
+computes something else. So the classes of objects are noted, and the names that code looks for and that are not there.
+Most objects get no new attributes, so that only the number of theirs is asked, and the names once it has changed.
+"""
+
+from __future__ import annotations
+
+import operator
+import types
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from stepgraph.state.untouched import Untouched
+from stepgraph.state.watch_telling import Change, Label, tell, told
+from stepgraph.state.watch_values import is_no_matter
+
+_code = operator.attrgetter("__code__")
+FORWARD = frozenset(("forward",))
+
+
+class Classes:
+    """Which class each object is of."""
+
+    def __init__(self) -> None:
+        self._labels: list[Label] = []
+        self._objects: list[Any] = []
+        self._kinds: list[type] = []
+
+    def add(self, label: Label, value: Any) -> None:
+        self._labels.append(label)
+        self._objects.append(value)
+        self._kinds.append(type(value))
+
+    def __len__(self) -> int:
+        return 0
+
+    def changes(self) -> Iterator[Change]:
+        for label, value, kind in zip(self._labels, self._objects, self._kinds, strict=True):
+            if type(value) is not kind:
+                yield tell(str(label.attribute("__class__")), kind, type(value))
+
+    def renew(self) -> None:
+        """Nothing: all is as it was."""
+
+    def expect(self, row: Untouched) -> None:
+        if self._objects:
+            row.ask(self._are_same)
+
+    def _are_same(self) -> bool:
+        return list(map(type, self._objects)) == self._kinds
+
+
+class Absent:
+    """Names that code looks for and that objects do not have."""
+
+    def __init__(self) -> None:
+        self._labels: list[Label] = []
+        self._where: list[Mapping[str, Any]] = []
+        self._names: list[frozenset[str]] = []
+        self._sizes: list[int] = []
+
+    def add(self, label: Label, where: Mapping[str, Any], names: frozenset[str]) -> None:
+        if names:
+            self._labels.append(label)
+            self._where.append(where)
+            self._names.append(names)
+            self._sizes.append(len(where))
+
+    def __len__(self) -> int:
+        return 0
+
+    def changes(self) -> Iterator[Change]:
+        for label, where, names in zip(self._labels, self._where, self._names, strict=True):
+            for name in sorted(name for name in names if name in where):
+                if not is_no_matter(where[name]):
+                    before = "its class's" if names == FORWARD else "absent"
+                    yield Change(str(label.attribute(name)), before, told(where[name]))
+
+    def renew(self) -> None:
+        self._sizes = list(map(len, self._where))
+
+    def expect(self, row: Untouched) -> None:
+        if self._where:
+            row.ask(self._are_as_many)
+
+    def _are_as_many(self) -> bool:
+        """Whether no attribute was added. One that is there cannot go unnoticed in exchange: it is watched itself."""
+        return list(map(len, self._where)) == self._sizes
+
+
+class Bodies:
+    """The code of the functions that were followed: tools that reload code put another into the same function."""
+
+    def __init__(self) -> None:
+        self._functions: list[types.FunctionType] = []
+        self._bodies: list[types.CodeType] = []
+
+    def add(self, function: types.FunctionType) -> None:
+        self._functions.append(function)
+        self._bodies.append(function.__code__)
+
+    def __len__(self) -> int:
+        return 0
+
+    def changes(self) -> Iterator[Change]:
+        for function, body in zip(self._functions, self._bodies, strict=True):
+            if function.__code__ != body:
+                yield Change(f"{function.__qualname__}.__code__", "as captured", "another body")
+
+    def renew(self) -> None:
+        """Nothing: all is as it was."""
+
+    def expect(self, row: Untouched) -> None:
+        if self._functions:
+            row.ask(self._are_same)
+
+    def _are_same(self) -> bool:
+        return list(map(_code, self._functions)) == self._bodies

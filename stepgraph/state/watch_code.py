@@ -1,0 +1,105 @@
+"""What a function's code can name, read from the code itself.
+
+Names of globals are told from names of attributes: a loop that calls its own variable `loss` is no business of a step
+that reads `output.loss`. What is asked for by a string (`getattr(config, "scale", 1.0)`) counts as named. Code counts
+as the user's unless torch, the standard library or this engine wrote it; what is typed at a prompt is the user's.
+"""
+
+from __future__ import annotations
+
+import functools
+import opcode
+import os
+import types
+from collections.abc import Iterator
+from typing import Any
+
+from stepgraph.frames import is_user
+from stepgraph.state.reach import names_in
+from stepgraph.state.watch_values import attributes_of
+
+_PROMPTS = ("<stdin>", "<string>", "<console>", "<input>", "<python-input-", "<ipython-input-", "<doctest ")
+_STANDARD = os.path.dirname(os.__file__) + os.sep
+_INSTALLED = f"-packages{os.sep}"
+_SHIFTS = {"LOAD_GLOBAL": 1}  # its lowest bit is a flag
+_GLOBAL_READS = tuple(
+    (opcode.opmap[name], _SHIFTS.get(name, 0))
+    for name in ("LOAD_GLOBAL", "STORE_GLOBAL", "DELETE_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS")
+    if name in opcode.opmap
+)
+_ASKED_BY_STRING = frozenset(("getattr", "hasattr", "setattr", "delattr", "attrgetter", "vars", "__dict__"))
+
+
+def is_users_code(code: types.CodeType) -> bool:
+    """Whether a function is the user's, typed at a prompt or in a file of theirs or of a library."""
+    file = code.co_filename
+    if file.startswith("<"):
+        return file.startswith(_PROMPTS)
+    return is_user(file) and (not file.startswith(_STANDARD) or _INSTALLED in file)
+
+
+def is_installed(code: types.CodeType) -> bool:
+    """Whether a function belongs to a library that was installed."""
+    return _INSTALLED in code.co_filename
+
+
+def attributes_in(code: types.CodeType) -> set[str]:
+    """The names of attributes that a function's code looks up, inner functions included, and some of globals."""
+    names = names_in(code)
+    return names | set(_strings_in(code)) if names & _ASKED_BY_STRING else names
+
+
+def _strings_in(code: types.CodeType) -> Iterator[str]:
+    for constant in code.co_consts:
+        if type(constant) is str and constant.isidentifier():
+            yield constant
+        elif type(constant) is types.CodeType:
+            yield from _strings_in(constant)
+
+
+def globals_in(code: types.CodeType) -> set[str]:
+    """The names of globals that a function's code looks up, inner functions included."""
+    operations, arguments = code.co_code[::2], code.co_code[1::2]
+    found: set[str] = set()
+    for operation, shift in _GLOBAL_READS:
+        at = operations.find(operation)
+        while at >= 0:
+            argument, before = arguments[at], at
+            while operations[before - 1] == opcode.EXTENDED_ARG and before > 0:
+                before -= 1
+                argument |= arguments[before] << (8 * (at - before))
+            found.add(code.co_names[argument >> shift])
+            at = operations.find(operation, at + 1)
+    for constant in code.co_consts:
+        if type(constant) is types.CodeType:
+            found |= globals_in(constant)
+    return found
+
+
+def is_callable_by_name(value: Any) -> bool:
+    """Whether a value is code that can be followed: a function, a method, a partial, or something around one."""
+    kind = type(value)
+    if kind in (types.FunctionType, types.MethodType) or issubclass(kind, functools.partial):
+        return True
+    return not issubclass(kind, (type, types.ModuleType)) and "__wrapped__" in (attributes_of(value) or ())
+
+
+def layers_of(function: Any) -> Iterator[Any]:
+    """A function and those that it is wrapped around, outermost first."""
+    seen: set[int] = set()
+    while function is not None and id(function) not in seen:
+        seen.add(id(function))
+        yield function
+        function = (attributes_of(function) or {}).get("__wrapped__")
+
+
+def code_behind(attribute: Any) -> list[Any]:
+    """The functions that run when an attribute of a class is read or called."""
+    kind = type(attribute)
+    if issubclass(kind, (staticmethod, classmethod)):
+        return [attribute.__func__]
+    if issubclass(kind, property):
+        return [f for f in (attribute.fget, attribute.fset) if f is not None]
+    if issubclass(kind, (functools.cached_property, functools.partialmethod)):
+        return [attribute.func]
+    return [attribute] if is_callable_by_name(attribute) else []

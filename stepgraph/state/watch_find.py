@@ -1,0 +1,363 @@
+"""Finding what a step's code can name, from its function on.
+
+Looks where Python looks: the cells of closures, the globals that the code names, defaults, the bound object. A function
+that is found there is followed; an object, a dict, a list or a tuple is looked into, one level. What the code of a
+method names is looked for on its object, and one level into that; what is not there is noted as absent. Which names
+count for which object: for `self`, those in its own methods and in plain functions, which may be handed it; for other
+objects, those in all code that is followed; for classes and Python modules, those in the functions that name them.
+"""
+
+from __future__ import annotations
+
+import builtins
+import enum
+import functools
+import types
+import weakref
+from collections import deque
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from stepgraph.state.watch_bodies import FORWARD
+from stepgraph.state.watch_code import (
+    attributes_in,
+    code_behind,
+    globals_in,
+    is_callable_by_name,
+    is_installed,
+    is_users_code,
+    layers_of,
+)
+from stepgraph.state.watch_contents import contents_of
+from stepgraph.state.watch_kinds import BOOKKEEPING, Kind, Kinds, runs_when_called
+from stepgraph.state.watch_notes import Notes
+from stepgraph.state.watch_parts import Cell, Defaults, Items, in_cell, in_slot
+from stepgraph.state.watch_source import is_iterator, state_of_generator
+from stepgraph.state.watch_telling import Label
+from stepgraph.state.watch_values import MISSING, attributes_of, is_engines, is_plain, is_users_module, slots_of
+
+_MAX_FUNCTIONS = 1024
+_SIMPLE = frozenset((int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.device))
+"""Types of values in which there is nothing to find."""
+
+
+@dataclass(slots=True)
+class _Subject:
+    """An object, class or Python module whose attributes are looked up by code that is followed."""
+
+    label: Label
+    value: Any
+    kind: Kind | None
+    """None for a Python module."""
+    attributes: Mapping[str, Any]
+    contexts: list[set[str]]
+    """Names that are looked for on it, beside those in its own methods; they grow."""
+    slots: Mapping[str, types.MemberDescriptorType] = field(default_factory=dict)
+    is_self: bool = False
+    """Whether what its own methods name is looked into, one level."""
+    looked_at: set[str] = field(default_factory=set)
+    looked_into: set[str] = field(default_factory=set)
+    size: tuple[int, int] = (-1, -1)
+
+    @property
+    def own(self) -> set[str]:
+        """The names in its own methods."""
+        return self.kind.names if self.kind is not None else set()
+
+    @property
+    def names(self) -> set[str]:
+        return self.own.union(*self.contexts)
+
+
+class Finder:
+    """Looks through what a step can name, and has noted what is to be watched."""
+
+    def __init__(self, ignore: Collection[str]) -> None:
+        self.notes = Notes(ignore)
+        self.iterators: list[str] = []
+        self._seen: dict[int, Any] = {}
+        """Cells and containers, by id; kept, so that no other takes the id of one."""
+        self._functions: dict[int, tuple[types.FunctionType, set[str]]] = {}
+        self._todo: deque[types.FunctionType] = deque()
+        self._subjects: dict[int, _Subject] = {}
+        self._kinds = Kinds(self._add_class_attribute)
+        self._in_functions: set[str] = set()
+        self._in_all: set[str] = set()
+        """Names in all code but that of modules, which mostly name their own."""
+
+    def find(self, function: Any, modules: Mapping[str, torch.nn.Module]) -> None:
+        """Look through a callable and the modules that it is known to call."""
+        if is_callable_by_name(function):
+            self._follow(function)
+        elif not issubclass(type(function), torch.nn.Module):
+            label = self.notes.label("self", type(function).__name__, id(function))
+            self._visit(label, function, self._in_functions)
+        self._settle()
+        for path, module in modules.items():
+            if id(module) not in self._subjects:
+                self._add_object(Label(path), module, [])
+        self._settle()
+        self._note_absent()
+
+    def _settle(self) -> None:
+        """Go on until no new names come up."""
+        grown = True
+        while grown:
+            while self._todo:
+                self._scan(self._todo.popleft())
+            looks = [self._look(subject) for subject in list(self._subjects.values())]
+            grown = any(looks) or bool(self._todo)
+
+    # -- functions
+
+    def _follow(self, value: Any) -> None:
+        """Find what a callable can name."""
+        for layer in layers_of(value):
+            if issubclass(type(layer), functools.partial):
+                self._add_partial(layer)
+            elif type(layer) is types.MethodType:
+                self._add_method(layer)
+            else:
+                self._read(layer, self._in_functions, self._in_all)
+
+    def _add_partial(self, partial: functools.partial[Any]) -> None:
+        arguments = partial.keywords
+        self._follow(partial.func)
+        for key, value in arguments.items():
+            self.notes.put(arguments, key, Label("partial argument").item(key), value)
+            self._visit(Label(key), value, self._in_all)
+        for index, value in enumerate(partial.args):
+            self._visit(Label(f"argument {index}"), value, self._in_all)
+
+    def _add_method(self, method: types.MethodType) -> None:
+        owner: Any = method.__self__
+        if issubclass(type(owner), type):
+            self._add_class(owner, set())
+            kind = self._kinds.of(owner)
+        else:
+            label = self.notes.label("self", type(owner).__name__, id(owner))
+            self._add_object(label, owner, [self._in_functions])
+            self._subjects[id(owner)].is_self = True
+            kind = self._kinds.of(type(owner))
+        self._run(method.__func__, kind)
+
+    def _run(self, attribute: Any, kind: Kind) -> None:
+        """Follow what runs for an attribute of a class."""
+        for function in code_behind(attribute):
+            self._read(function, kind.names, *(() if kind.is_module else (self._in_all,)))
+
+    def _read(self, function: Any, *into: set[str]) -> None:
+        """Note the names in a function and in those that it is wrapped around, and look at its variables later."""
+        for layer in layers_of(function):
+            if type(layer) is types.MethodType or issubclass(type(layer), functools.partial):
+                self._follow(layer)
+            elif type(layer) is types.FunctionType:
+                _, names = self._functions.get(id(layer), (None, None))
+                if names is None:
+                    if len(self._functions) >= _MAX_FUNCTIONS or not is_users_code(layer.__code__):
+                        continue
+                    names = attributes_in(layer.__code__)
+                    self._functions[id(layer)] = (layer, names)
+                    self._todo.append(layer)
+                for gathered in into:
+                    is_anyones = gathered is self._in_all or gathered is self._in_functions
+                    if not is_anyones or not is_installed(layer.__code__):  # a library names little of the user's
+                        gathered |= names
+
+    def _scan(self, function: types.FunctionType) -> None:
+        """Watch a function's variables."""
+        _, names = self._functions[id(function)]
+        code, called, scope, notes = function.__code__, function.__name__, function.__globals__, self.notes
+        notes.bodies.add(function)
+        for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+            if name != "__class__" and id(cell) not in self._seen:
+                self._seen[id(cell)] = cell
+                label = notes.label(name, called, _owner(in_cell(cell), id(cell)))
+                notes.add(str(label), Cell(str(label), cell))
+                self._visit(label, in_cell(cell), names)
+        wanted = {name for name in globals_in(code) if name.isidentifier()}  # pytest adds some that are not
+        for name in sorted(wanted & scope.keys()):
+            label = notes.label(name, called, _owner(scope[name], (id(scope), name)))
+            notes.put(scope, name, label, scope[name])
+            if not (is_installed(code) and is_iterator(scope[name])):
+                self._visit(label, scope[name], names)
+        notes.absent(Label(str(scope.get("__name__"))), scope, wanted.difference(scope, vars(builtins)))
+        own = vars(function)
+        for name in sorted((names & own.keys()) - {"__wrapped__"}):
+            notes.put(own, name, Label(called).attribute(name), own[name])
+        if function.__defaults__ or function.__kwdefaults__:
+            self._add_defaults(function, names)
+
+    def _add_defaults(self, function: types.FunctionType, names: set[str]) -> None:
+        part = Defaults(function)
+        for parameter, value in part.values.items():
+            label = self.notes.label(parameter, function.__name__, (id(function), parameter))
+            if not self.notes.is_ignored(label):
+                part.names[parameter] = str(label)
+            self._visit(label, value, names)
+        self.notes.parts.append(part)
+
+    # -- values
+
+    def _visit(self, label: Label, value: Any, names: set[str]) -> None:
+        """Look one level into what a variable stands for."""
+        kind = type(value)
+        if kind in _SIMPLE or issubclass(kind, enum.Enum) or self.notes.is_ignored(label):
+            return
+        self.notes.place(label, value)
+        if issubclass(kind, type):
+            self._add_class(value, names)
+        elif issubclass(kind, types.ModuleType):
+            if is_users_module(value) and not self._is_known(value, names):
+                self._subjects[id(value)] = _Subject(label, value, None, vars(value), [names])
+        elif kind is weakref.ref:
+            self._visit(Label(f"{label.spelling}()", label.apart), value(), names)
+        elif not issubclass(kind, torch.Tensor) and not self._touch(label, value):
+            if id(value) not in self._seen:
+                self._seen[id(value)] = value
+                for inner, item in contents_of(label, value, self.notes):
+                    self.notes.place(inner, item)
+                    self._touch(inner, item)
+            if attributes_of(value) is not None or slots_of(kind):
+                self._add_object(label, value, [self._in_all, names])
+
+    def _touch(self, label: Label, value: Any) -> bool:
+        """Follow a value that is code, and note one that may be drawn from; whether there is no more to it."""
+        if type(value) in _SIMPLE:
+            return True
+        if is_callable_by_name(value):
+            self._follow(value)
+            return True
+        if id(value) in self._seen or self.notes.is_ignored(label):
+            return False
+        state = state_of_generator(str(label), value)
+        if state is not None:
+            self.notes.parts.append(state)
+        elif is_iterator(value):
+            self.iterators.append(str(label))
+        else:
+            return False
+        self._seen[id(value)] = value
+        return True
+
+    # -- objects and classes
+
+    def _is_known(self, value: Any, names: set[str]) -> bool:
+        """Whether a value is looked at already; if so, these names are looked for, too."""
+        subject = self._subjects.get(id(value))
+        if subject is None:
+            return False
+        if not any(names is other for other in subject.contexts):
+            subject.contexts.append(names)
+        return True
+
+    def _add_class(self, value: type, names: set[str]) -> None:
+        kind = self._kinds.of(value)
+        if kind.is_users and not self._is_known(value, names):
+            label = self.notes.label(value.__name__, value.__module__, id(value))
+            self._subjects[id(value)] = _Subject(label, value, kind, {}, [names])
+            for name in runs_when_called(value):
+                self._add_class_attribute(kind, name)
+
+    def _add_object(self, label: Label, value: Any, contexts: list[set[str]]) -> None:
+        if [names for names in contexts if self._is_known(value, names)]:
+            return
+        kind = self._kinds.of(type(value))
+        found = attributes_of(value)
+        slots = slots_of(kind.type) if kind.is_users and not kind.is_module else {}
+        attributes = found if found is not None else {}
+        subject = _Subject(label, value, kind, attributes, contexts, slots, is_self=kind.runs)
+        self._subjects[id(value)] = subject
+        self.notes.classes.add(label, value)
+        for key in sorted(kind.watched_in(subject.attributes)):
+            item = subject.attributes[key]
+            if not kind.is_module or type(item) in _SIMPLE or not is_engines(item):
+                self.notes.put(subject.attributes, key, label.attribute(key), item)
+                self.notes.place(label.attribute(key), item)
+        if slots:
+            part = Items(value, in_slot)
+            for name, member in slots.items():
+                inner, item = label.attribute(name), in_slot(value, member, MISSING)
+                if not self.notes.is_ignored(inner):
+                    part.add(member, str(inner), item)
+                    self.notes.place(inner, item)
+            self.notes.parts.append(part)
+
+    def _look(self, subject: _Subject) -> bool:
+        """Look for the names that have come up since the last look; whether there were any."""
+        names, own, kind = subject.names, subject.own, subject.kind
+        if (len(names), len(own)) == subject.size:
+            return False
+        subject.size = (len(names), len(own))
+        if kind is not None and kind.is_users:
+            for name in sorted(names - kind.asked):
+                self._add_class_attribute(kind, name)
+        found: dict[str, Any] = {name: subject.attributes[name] for name in names & subject.attributes.keys()}
+        found |= {n: in_slot(subject.value, subject.slots[n], MISSING) for n in names & subject.slots.keys()}
+        for name in sorted(found.keys() - BOOKKEEPING if kind is not None and kind.is_module else found):
+            value, label = found[name], subject.label.attribute(name)
+            if kind is None or (not kind.is_users and _is_telling(value)):
+                self.notes.put(subject.attributes, name, label, value)
+                self.notes.place(label, value)
+            if name in subject.looked_into:
+                continue
+            if kind is None or (subject.is_self and name in own):
+                subject.looked_into.add(name)
+                self._visit(label, value, own if kind is not None else names)
+            elif name not in subject.looked_at:
+                self._touch(label, value)
+            subject.looked_at.add(name)
+        return True
+
+    def _add_class_attribute(self, kind: Kind, name: str) -> None:
+        """Watch what a name stands for on a class, and follow it where it is code, also where a base has its own."""
+        kind.asked.add(name)
+        for base in kind.type.__mro__:
+            if name not in vars(base):
+                continue
+            value, users = vars(base)[name], self._kinds.is_users(base)
+            label = self.notes.label(base.__name__, base.__module__, id(base)).attribute(name)
+            if users or name == "forward":
+                self.notes.put(vars(base), name, label, value)
+            if not code_behind(value):
+                if users and not is_engines(value):
+                    self._visit(label, value, kind.names)
+                return
+            if not users:
+                return
+            self._run(value, kind)
+
+    # -- what is not there
+
+    def _note_absent(self) -> None:
+        for subject in self._subjects.values():
+            kind, names = subject.kind, subject.names
+            if attributes_of(subject.value) is None:  # a class is seen to below
+                continue
+            if kind is not None and kind.is_module:
+                names |= FORWARD
+            if kind is not None and not kind.is_users:  # a library's object: what would hide a method of its class
+                names = {name for name in names if any(name in vars(base) for base in kind.type.__mro__)}
+                names -= {"step"} if issubclass(kind.type, torch.optim.Optimizer) else set()  # live, or guarded
+            present = (subject.attributes, subject.slots, BOOKKEEPING)
+            missing = [name for name in names if not any(name in where for where in present)]
+            self.notes.absent(subject.label, subject.attributes, missing)
+        for kind in self._kinds.users():
+            for base in filter(self._kinds.is_users, kind.type.__mro__):
+                label = self.notes.label(base.__name__, base.__module__, id(base))
+                self.notes.absent(label, vars(base), kind.asked - vars(base).keys())
+
+
+def _owner(value: Any, place: Any) -> Any:
+    """Whose a variable's label is: that of its place, but for a class, which is called so by itself."""
+    return id(value) if issubclass(type(value), type) else place
+
+
+def _is_telling(value: Any) -> bool:
+    """Whether an attribute of a library's object is watched where code names it."""
+    if issubclass(type(value), torch.Tensor) or is_plain(value):
+        return True
+    return is_callable_by_name(value) and not is_engines(value)

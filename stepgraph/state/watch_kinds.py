@@ -1,0 +1,113 @@
+"""What the code of a class reads: found out once for all objects of it.
+
+A user's class is watched as a place of its own: which method a name stands for, the numbers that are written in its
+body. Of torch's own modules the forward is known: an attribute that it does not name (`in_features`) describes the
+module and decides nothing, so that `torch.nn.Linear` brings no watched value at all.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from stepgraph.state.reach import names_in
+from stepgraph.state.watch_code import code_behind, layers_of
+from stepgraph.state.watch_values import is_plain, is_users
+
+BOOKKEEPING = frozenset((*vars(torch.nn.Module()), "_compiled_call_impl", "_is_full_backward_hook"))
+"""Attributes that each module has, which torch keeps and others guard."""
+_IMPLICIT = (
+    *("__call__", "__next__", "__iter__", "__enter__", "__exit__", "__getitem__", "__getattr__", "__contains__"),
+    *("__len__", "__bool__", "__int__", "__float__", "__torch_function__"),
+)
+_TORCHS = "torch.nn.modules."
+
+
+class Kind:
+    """A class, and the names that its own code looks up, as far as that code is reached."""
+
+    __slots__ = ("_reads", "asked", "entries", "is_module", "is_users", "names", "runs", "type")
+
+    def __init__(self, kind: type) -> None:
+        self.type = kind
+        self.is_users = is_users(kind)
+        self.is_module = issubclass(kind, torch.nn.Module)
+        self.names: set[str] = set()
+        """What the methods that are reached look up, mostly on `self`."""
+        self.asked: set[str] = set()
+        """What was looked for on the class so far."""
+        self.entries = ("forward",) if self.is_module else _IMPLICIT if self.is_users else ()
+        """Methods that run without being named."""
+        self.runs = self.is_module
+        """Whether there are such methods, so that objects of the class are looked into as `self` is."""
+        self._reads = _read_by_forward(kind) if self.is_module and not self.is_users else None
+
+    def watched_in(self, attributes: Mapping[str, Any]) -> list[str]:
+        """The attributes of an object of the class that are watched, whether code is seen to name them or not."""
+        if not self.is_module:
+            return [key for key in attributes if not key.startswith("__")] if self.is_users else []
+        if self.is_users:
+            return [key for key in attributes if key not in BOOKKEEPING]
+        if self._reads is None:
+            return [key for key, value in attributes.items() if type(value) is float]
+        return [k for k in attributes.keys() & self._reads if is_plain(attributes[k]) or callable(attributes[k])]
+
+
+class Kinds:
+    """The classes of what is looked at."""
+
+    def __init__(self, enter: Callable[[Kind, str], None]) -> None:
+        """`enter` is told of each class and the methods of it that run without being named."""
+        self._enter = enter
+        self._found: dict[type, Kind] = {}
+        self._is_users: dict[type, bool] = {}
+
+    def of(self, kind: type) -> Kind:
+        found = self._found.get(kind)
+        if found is None:
+            found = self._found[kind] = Kind(kind)
+            for name in found.entries:
+                self._enter(found, name)
+            found.runs = found.runs or bool(found.names)
+        return found
+
+    def is_users(self, kind: type) -> bool:
+        """Whether a class is the user's, without a look at what it reads."""
+        if kind not in self._is_users:
+            self._is_users[kind] = is_users(kind)
+        return self._is_users[kind]
+
+    def users(self) -> list[Kind]:
+        return [kind for kind in self._found.values() if kind.is_users]
+
+
+def runs_when_called(kind: type) -> tuple[str, ...]:
+    """The methods of a class that run when the class itself is used."""
+    if issubclass(kind, torch.autograd.Function):
+        return ("forward", "backward", "setup_context")
+    return () if issubclass(kind, torch.nn.Module) else ("__new__", "__init__", "__post_init__")
+
+
+def _read_by_forward(kind: type) -> frozenset[str] | None:
+    """The names that the forward of a layer of torch looks up, and the methods that it calls; None of other modules."""
+    found: set[str] = set()
+    waiting = {"forward"}
+    while waiting:
+        name = waiting.pop()
+        found.add(name)
+        for base in kind.__mro__:
+            if base is torch.nn.Module or name not in vars(base):
+                continue
+            if not base.__module__.startswith(_TORCHS):
+                return None
+            for function in code_behind(vars(base)[name]):
+                waiting |= _names_of(function) - found
+    return frozenset(found - BOOKKEEPING)
+
+
+def _names_of(function: Any) -> set[str]:
+    codes = [layer.__code__ for layer in layers_of(function) if type(layer) is types.FunctionType]
+    return set().union(*map(names_in, codes))

@@ -1,0 +1,125 @@
+"""Generators that a step itself seeds or sets back: eager draws the same numbers again, and so must every replay.
+
+A generator's own methods are C++ and cannot be watched. What they leave behind is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import stepgraph
+from stepgraph.backends import Backend, Graph
+from stepgraph.errors import CaptureRefused
+from stepgraph.state.rng import GeneratorWatch, refuse_rewound
+
+SEED = 5
+
+
+@pytest.fixture
+def backend(device: torch.device) -> Backend:
+    return stepgraph.backend_for(device)
+
+
+def seeds_first(g: torch.Generator) -> torch.Tensor:
+    g.manual_seed(SEED)
+    return torch.rand(4, generator=g, device=g.device)
+
+
+def seeds_last(g: torch.Generator) -> torch.Tensor:
+    drawn = torch.rand(4, generator=g, device=g.device)
+    g.manual_seed(SEED)
+    return drawn
+
+
+REWINDS: dict[str, Callable[[torch.Generator], torch.Tensor]] = {"seeds first": seeds_first, "seeds last": seeds_last}
+
+
+def draws(g: torch.Generator) -> torch.Tensor:
+    return torch.rand(4, generator=g, device=g.device)
+
+
+def draws_nothing(g: torch.Generator) -> torch.Tensor:
+    return torch.ones(4, device=g.device)
+
+
+def sets_what_is_set(g: torch.Generator) -> torch.Tensor:
+    g.set_state(g.get_state())
+    return torch.rand(4, generator=g, device=g.device)
+
+
+def generator_of(backend: Backend, whose: str) -> torch.Generator:
+    own = torch.Generator(backend.device) if whose == "own" else backend.default_generator
+    return own.manual_seed(SEED)
+
+
+def recorded(backend: Backend, work: Callable[[], Any], generator: torch.Generator) -> Graph:
+    workspace = backend.workspace()
+    graph = workspace.graph([] if generator is backend.default_generator else [generator])
+    with workspace.capturing():
+        try:
+            graph.begin()
+            work()
+            graph.end()
+        except BaseException:
+            graph.abort()
+            raise
+    return graph
+
+
+@pytest.mark.parametrize("whose", ["own", "default"])
+@pytest.mark.parametrize("how", REWINDS)
+def test_generator_that_work_rewinds_is_refused(how: str, whose: str, backend: Backend) -> None:
+    """By the recording itself on the tape; on CUDA because the graph moves what eager calls leave where it was."""
+    generator = generator_of(backend, whose)
+    for _ in range(2):
+        watch = GeneratorWatch([generator])
+        REWINDS[how](generator)
+    with pytest.raises(CaptureRefused) as caught:
+        refuse_rewound(watch.unmoved(), [recorded(backend, lambda: REWINDS[how](generator), generator)])
+    assert caught.value.row.rule == "reseed"
+
+
+@pytest.mark.parametrize("whose", ["own", "default"])
+@pytest.mark.parametrize("work", [draws, draws_nothing, sets_what_is_set])
+def test_generator_that_work_only_draws_from_is_not_refused(
+    work: Callable[[torch.Generator], torch.Tensor], whose: str, backend: Backend
+) -> None:
+    generator = generator_of(backend, whose)
+    for _ in range(2):
+        watch = GeneratorWatch([generator])
+        work(generator)
+    graph = recorded(backend, lambda: work(generator), generator)
+    refuse_rewound(watch.unmoved(), [graph])
+    assert [id(g) for g in graph.random.moved] == ([] if work is draws_nothing else [id(generator)])
+    assert graph.random.draws is (work is not draws_nothing)
+
+
+def test_generator_watch_takes_each_generator_once(backend: Backend) -> None:
+    generator = generator_of(backend, "own")
+    assert GeneratorWatch([generator, generator]).unmoved() == [generator]
+
+
+def test_state_of_a_generator_that_is_gone_back_to_is_never_frozen(device: torch.device) -> None:
+    """CUDA records it where the state was read in the same graph; the tape refuses."""
+    generator = torch.Generator(device).manual_seed(SEED)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        state = generator.get_state()
+        drawn = torch.rand(4, generator=generator, device=device)
+        generator.set_state(state)
+        return x + drawn - torch.rand(4, generator=generator, device=device)
+
+    captured = stepgraph.capture(step, generators=[generator], warmup=2)
+    for _ in range(2):
+        assert captured(torch.zeros(4, device=device)).tolist() == [0.0] * 4
+    if device.type == "cpu":
+        with pytest.raises(stepgraph.CaptureError, match="reseed"):
+            captured(torch.zeros(4, device=device))
+    else:
+        for _ in range(3):
+            assert captured(torch.zeros(4, device=device)).tolist() == [0.0] * 4
+    captured.close()
