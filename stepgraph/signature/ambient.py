@@ -89,7 +89,7 @@ AMBIENT_NAMES = (
     *("cudnn deterministic", "cudnn benchmark", "cudnn enabled"),
     *("flash attention", "memory-efficient attention", "math attention", "cudnn attention"),
     *("reduction in math attention", "fp16 accumulation", "fill of new memory", "fast path of attention modules"),
-    *("order of attention kernels", "torch-function modes", "dispatch modes", "saved-tensor hooks"),
+    *("torch-function modes", "dispatch modes", "saved-tensor hooks"),
 )
 _NOWHERE = functools.partial(tuple)  # the getter of a flag that this torch does not have
 _matmul_precision, _conv_precision = _precision("cuda", "matmul"), _precision("cuda", "conv")
@@ -97,7 +97,6 @@ _fp16_accumulation = getattr(torch._C, "_get_cublas_allow_fp16_accumulation", _N
 _math_reduction = getattr(torch._C, "_get_math_sdp_allow_fp16_bf16_reduction", _NOWHERE)
 _fill = getattr(torch._C, "_get_deterministic_fill_uninitialized_memory", _NOWHERE)
 _fast_path = functools.partial(getattr, torch.backends.mha, "_is_fastpath_enabled", None)
-_attention_order = getattr(torch._C, "_get_sdp_priority_order", _NOWHERE)
 _saved_tensor_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda _: None)
 
 compiler_guards: Any = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
@@ -109,7 +108,10 @@ _is_inference = torch.is_inference_mode_enabled
 
 
 def _polled() -> tuple[Any, ...]:
-    """The flags that the guard does not compare, spelled out: a loop over them takes half as long again."""
+    """The flags that the guard does not compare, spelled out: a loop over them takes half as long again.
+
+    Not among them is the order in which kernels for attention are tried: torch changes it by itself at the first call.
+    """
     return (
         _matmul_unless_guarded(),
         _is_inference(),
@@ -125,7 +127,6 @@ def _polled() -> tuple[Any, ...]:
         _fp16_accumulation(),
         _fill(),
         _fast_path(),
-        _attention_order(),
         _len_torch_function_stack(),
     )
 
@@ -159,7 +160,7 @@ class AmbientReader:
 
 def ambient_key(*, observers: bool = False) -> tuple[Hashable, ...]:
     """The flags of the process and thread that choose kernels, and what else is around a call."""
-    _, *flags, order, has_modes = _polled()
+    _, *flags, has_modes = _polled()
     return (
         *(torch.is_grad_enabled(), _autocast("cuda"), _autocast("cpu"), torch.is_autocast_cache_enabled()),
         torch.get_default_dtype(),
@@ -169,7 +170,6 @@ def ambient_key(*, observers: bool = False) -> tuple[Hashable, ...]:
         torch._C._get_cublas_allow_fp16_reduced_precision_reduction(),
         _matmul_precision(),
         *flags,
-        tuple(order),
         _function_modes() if has_modes else None,
         _dispatch_modes() if observers else None,
         _hooks() if observers else None,

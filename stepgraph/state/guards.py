@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import operator
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -66,6 +67,11 @@ class ModelGuard:
         self._slots = [(d, key) for _, d, key in owned]
         self._slot_values = [d[key] for d, key in self._slots]
         held = (v for v in self._slot_values if isinstance(v, torch.Tensor))
+        slots = list(zip(self._slots, self._slot_values, strict=True))
+        filled = Counter(id(d) for d, _ in self._slots)
+        wholes = {id(d): d for d, _ in self._slots if filled[id(d)] == len(d)}
+        self._contents = [(d, dict(d)) for d in wholes.values()]
+        self._lone_slots = [slot for slot in slots if id(slot[0][0]) not in wholes]
         self._tensors = list({id(t): t for t in (*parameters, *held)}.values())
         self._addresses = list(map(_data_ptr, self._tensors))
         self._indices = list(range(len(self._tensors)))
@@ -100,7 +106,9 @@ class ModelGuard:
 
     def expect(self, row: Untouched) -> None:
         """What `changed` comes down to, but for the flags and strides of parameters."""
-        for (where, key), value in zip(self._slots, self._slot_values, strict=True):
+        for where, values in self._contents:
+            row.contents(where, values)
+        for (where, key), value in self._lone_slots:
             row.item(where, key, value)
         row.ask(functools.partial(_same_addresses, self._tensors, self._addresses, self._indices))
         for tensor, stride in self._others:

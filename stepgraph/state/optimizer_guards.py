@@ -18,7 +18,7 @@ from torch.optim import optimizer as torch_optimizer
 from torch.optim.optimizer import Optimizer
 
 from stepgraph.state.hooks import is_own
-from stepgraph.state.untouched import Untouched
+from stepgraph.state.untouched import Untouched, is_told_by_identity
 
 _STEP_HOOKS_OF_ALL: tuple[Mapping[int, Any], ...] = tuple(
     getattr(torch_optimizer, f"_global_optimizer_{kind}_hooks", {}) for kind in ("pre", "post")
@@ -162,7 +162,6 @@ class StateGuard:
             for key, value in kept.items()
             if isinstance(value, torch.Tensor)
         ]
-        self._same_kept = _same_list(list(optimizer.state))
         self._own_code = self._read_code()
         self._code = [_without_schedulers(getattr(optimizer, name)) for name in _CODE]
 
@@ -174,9 +173,6 @@ class StateGuard:
         """What `changed` comes down to."""
         row.attribute(self._optimizer, "state", self._state)
         row.ask(self._holds)
-        row.ask(self._has_its_code)
-        for name in _CODE:
-            row.attribute(type(self._optimizer), name, getattr(type(self._optimizer), name))
 
     def changed(self) -> str | None:
         """Whether the state was loaded or replaced, or the optimizer's code."""
@@ -195,13 +191,12 @@ class StateGuard:
     def _read_code(self) -> list[Any]:
         return list(map(vars(self._optimizer).get, _CODE))
 
-    def _has_its_code(self) -> bool:
-        return all(map(operator.is_, self._read_code(), self._own_code))
-
     def _holds(self) -> bool:
-        return (
-            not self._lost and self._same_kept(list(self._state.values()), self._kept) and not any(_STEP_HOOKS_OF_ALL)
-        )
+        """Whether no tensor is lost and the first and the last entry are there: a state made anew has others."""
+        state, kept = self._state, self._kept
+        if self._lost or len(state) != len(kept) or any(_STEP_HOOKS_OF_ALL) or self._read_code() != self._own_code:
+            return False
+        return not kept or (next(iter(state.values())) is kept[0] and next(reversed(state.values())) is kept[-1])
 
 
 def _note_lost(guard: weakref.ref[StateGuard], _: object) -> None:
@@ -215,13 +210,11 @@ def _are_the_same(one: Sequence[Any], two: Sequence[Any]) -> bool:
 
 
 def _same_list(parameters: Sequence[torch.Tensor]) -> Callable[[Any, Any], bool]:
-    """What tells whether two lists, of parameters or of what is kept for each, hold the very same objects.
+    """What tells whether two lists of parameters hold the very same ones.
 
-    Python compares lists by identity first, five times as fast as anything else. Only what differs is compared by
-    value, and of two tensors with more than one element that raises, which is as good as a no.
+    Python compares lists by identity first, five times as fast as anything else; see `Untouched.contents`.
     """
-    plain = all(type(p) in (torch.Tensor, torch.nn.Parameter) and p.numel() > 1 for p in parameters)
-    return operator.eq if plain else _are_the_same
+    return operator.eq if all(map(is_told_by_identity, parameters)) else _are_the_same
 
 
 def _without_schedulers(method: Any) -> Any:

@@ -58,6 +58,8 @@ class _Subject:
     slots: Mapping[str, types.MemberDescriptorType] = field(default_factory=dict)
     is_self: bool = False
     """Whether what its own methods name is looked into, one level."""
+    is_fixed: bool = False
+    """Whether its code is taken for granted."""
     looked_at: set[str] = field(default_factory=set)
     looked_into: set[str] = field(default_factory=set)
     size: tuple[int, int] = (-1, -1)
@@ -98,7 +100,7 @@ class Finder:
         self._settle()
         for path, module in modules.items():
             if id(module) not in self._subjects:
-                self._add_object(Label(path), module, [])
+                self._add_object(Label(path), module, [], is_inner="." in path)
         self._settle()
         self._note_absent()
 
@@ -262,7 +264,8 @@ class Finder:
             for name in runs_when_called(value):
                 self._add_class_attribute(kind, name)
 
-    def _add_object(self, label: Label, value: Any, contexts: list[set[str]]) -> None:
+    def _add_object(self, label: Label, value: Any, contexts: list[set[str]], *, is_inner: bool = False) -> None:
+        """`is_inner`: of the layers of torch's own inside a model there are hundreds, and their code is as it is."""
         if [names for names in contexts if self._is_known(value, names)]:
             return
         kind = self._kinds.of(type(value))
@@ -271,7 +274,9 @@ class Finder:
         attributes = found if found is not None else {}
         subject = _Subject(label, value, kind, attributes, contexts, slots, is_self=kind.runs)
         self._subjects[id(value)] = subject
-        self.notes.classes.add(label, value)
+        subject.is_fixed = is_inner and not kind.is_users
+        if not subject.is_fixed:
+            self.notes.classes.add(label, value)
         for key in sorted(kind.watched_in(subject.attributes)):
             item = subject.attributes[key]
             if not kind.is_module or type(item) in _SIMPLE or not is_engines(item):
@@ -337,7 +342,7 @@ class Finder:
             kind, names = subject.kind, subject.names
             if attributes_of(subject.value) is None:  # a class is seen to below
                 continue
-            if kind is not None and kind.is_module:
+            if kind is not None and kind.is_module and not subject.is_fixed:
                 names |= FORWARD
             if kind is not None and not kind.is_users:  # a library's object: what would hide a method of its class
                 names = {name for name in names if any(name in vars(base) for base in kind.type.__mro__)}

@@ -392,3 +392,15 @@ def test_own_write_of_an_optimizers_number_is_refused_even_if_it_is_the_same(fus
     assert "AdamW.param_groups[0]['lr']" in told.value.what
     assert optimizer.param_groups[0]["lr"] == 0.1
     assert type(optimizer.param_groups[0]) is dict
+
+
+@pytest.mark.parametrize("change", [remove_bias, exchange_children, clear_state, freeze_and_slow_down])
+def test_change_goes_on_raising_under_strict(change: Change, device: torch.device) -> None:
+    program = nested(device, change, fused=True)
+    with stepgraph.capture(program.step, strict=True) as step:
+        for i in range(6):
+            step(*program.batches[i])
+        change(program.modules[0], program.optimizers[0])
+        for _ in range(4):
+            with pytest.raises(stepgraph.StateChanged):
+                step(*program.batches[6])

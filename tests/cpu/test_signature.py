@@ -296,7 +296,6 @@ class SeesOperators(TorchDispatchMode):
 
 MATH_REDUCTION = (SDPA.fp16_bf16_reduction_math_sdp_allowed, SDPA.allow_fp16_bf16_reduction_math_sdp)
 FILL: Any = torch.utils.deterministic
-ORDER = (torch._C._get_sdp_priority_order, torch._C._set_sdp_priority_order)
 SITUATIONS: dict[str, tuple[Callable[[], contextlib.AbstractContextManager[Any]], set[str]]] = {
     "no_grad": (torch.no_grad, {"grad mode"}),
     "inference_mode": (torch.inference_mode, {"grad mode", "inference mode"}),
@@ -343,10 +342,6 @@ SITUATIONS: dict[str, tuple[Callable[[], contextlib.AbstractContextManager[Any]]
     "cudnn attention": (lambda: setting(SDPA.cudnn_sdp_enabled, SDPA.enable_cudnn_sdp, False), {"cudnn attention"}),
     "math reduction": (lambda: setting(*MATH_REDUCTION, True), {"reduction in math attention"}),
     "fp16 accumulation": (flag(SDPA.matmul, "allow_fp16_accumulation", True), {"fp16 accumulation"}),
-    "attention order": (
-        lambda: setting(*ORDER, list(reversed(torch._C._get_sdp_priority_order()))),
-        {"order of attention kernels"},
-    ),
     "fast path": (
         lambda: setting(torch.backends.mha.get_fastpath_enabled, torch.backends.mha.set_fastpath_enabled, False),
         {"fast path of attention modules"},

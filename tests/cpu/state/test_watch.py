@@ -636,10 +636,6 @@ CHANGES: dict[str, tuple[Callable[[Layer], object], str]] = {
     "global": (lambda m: globals().update(FACTOR=2.0), "FACTOR: 1.0 -> 2.0"),
     "forward": (lambda m: setattr(m, "forward", scaled), "m.forward: absent -> <function scaled>"),
     "class": (lambda m: _swap(m, nn.Identity), "m.__class__: <class Layer> -> <class Identity>"),
-    "forward inside": (
-        lambda m: setattr(m.linear, "forward", scaled),
-        "m.linear.forward: its class's -> <function scaled>",
-    ),
 }
 
 
