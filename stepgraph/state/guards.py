@@ -80,6 +80,7 @@ class ModelGuard:
         self._strides = list(map(_stride, self._matrices))
         self._others = [(t, t.stride()) for t in self._matrices if id(t) not in known]
         self._parents = [m for m in modules if m._modules or isinstance(m, _CONTAINERS)]
+        self._children = list(map(_children, self._parents))
         self._num_children = self._count_children()
         self._layout = self._read_layout()
         places = places_of(
@@ -113,19 +114,16 @@ class ModelGuard:
         row.ask(functools.partial(_same_addresses, self._tensors, self._addresses, self._indices))
         for tensor, stride in self._others:
             row.ask(functools.partial(_is_laid_out, tensor, stride))
-        row.ask(self._is_quiet)
+        row.attribute(self._events, "count", self._events_seen)
+        for parent, children, count in zip(self._parents, self._children, self._num_children, strict=True):
+            row.attribute(parent, "_modules", children)
+            if not count:  # others are among the contents
+                row.length(children, count)
+        self._hooks.expect(row)
 
     def admit_hooks(self, names: Collection[str]) -> None:
         """Let hooks of functions of these names come and go: whoever replays the graph runs them."""
         self._hooks.admit(names)
-
-    def _is_quiet(self) -> bool:
-        """Whether no event tells of a change since the last look."""
-        return (
-            self._events.count == self._events_seen
-            and self._hooks.is_quiet()
-            and self._count_children() == self._num_children
-        )
 
     def _count_children(self) -> list[int]:
         return list(map(len, map(_children, self._parents)))
@@ -172,7 +170,8 @@ class ModelGuard:
 
     def _changed_layout(self) -> str | None:
         """Look at modules, after an event."""
-        if self._events.count == self._events_seen and self._count_children() == self._num_children:
+        is_same = all(map(operator.is_, map(_children, self._parents), self._children))
+        if is_same and self._events.count == self._events_seen and self._count_children() == self._num_children:
             return None
         for module, before, after in zip(self._modules, self._layout, self._read_layout(), strict=True):
             for key, _ in sorted(before ^ after):

@@ -16,6 +16,7 @@ from torch.nn.modules import module as torch_module
 from torch.utils.hooks import RemovableHandle
 
 from stepgraph.errors import CaptureError
+from stepgraph.state.untouched import Untouched
 
 _OF_MODULES = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _OF_PARAMETERS = ("_backward_hooks", "_post_accumulate_grad_hooks")
@@ -51,6 +52,12 @@ class HooksGuard:
     def is_quiet(self) -> bool:
         """Whether nothing tells of a change since the last look."""
         return RemovableHandle.next_id == self._handles_seen and all(self._filled)
+
+    def expect(self, row: Untouched) -> None:
+        """What `is_quiet` comes down to."""
+        row.attribute(RemovableHandle, "next_id", self._handles_seen)
+        for hooks in self._filled:
+            row.length(hooks, len(hooks))
 
     def changed(self) -> str | None:
         """Which hook came or went."""

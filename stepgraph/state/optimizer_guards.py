@@ -162,7 +162,7 @@ class StateGuard:
             for key, value in kept.items()
             if isinstance(value, torch.Tensor)
         ]
-        self._own_code = self._read_code()
+        self._own_code, self._num_attributes = self._read_code(), len(vars(optimizer))
         self._code = [_without_schedulers(getattr(optimizer, name)) for name in _CODE]
 
     def note_lost(self) -> None:
@@ -172,7 +172,16 @@ class StateGuard:
     def expect(self, row: Untouched) -> None:
         """What `changed` comes down to."""
         row.attribute(self._optimizer, "state", self._state)
-        row.ask(self._holds)
+        row.attribute(self, "_lost", False)
+        row.length(self._state, len(self._kept))
+        if self._kept:
+            row.ask(self._has_its_ends)
+        row.length(vars(self._optimizer), self._num_attributes)  # other code would be a new one
+        for name, value in zip(_CODE, self._own_code, strict=True):
+            if value is not None:
+                row.item(vars(self._optimizer), name, value)
+        for hooks in _STEP_HOOKS_OF_ALL:
+            row.length(hooks, 0)
 
     def changed(self) -> str | None:
         """Whether the state was loaded or replaced, or the optimizer's code."""
@@ -185,18 +194,16 @@ class StateGuard:
         for attribute, before in zip(_CODE, self._code, strict=True):
             if _without_schedulers(getattr(self._optimizer, attribute)) is not before:
                 return f"{name}.{attribute} was replaced"
-        self._own_code = self._read_code()
+        self._own_code, self._num_attributes = self._read_code(), len(vars(self._optimizer))
         return "a step hook of all optimizers was added" if all_have_hooks() else None
 
     def _read_code(self) -> list[Any]:
         return list(map(vars(self._optimizer).get, _CODE))
 
-    def _holds(self) -> bool:
-        """Whether no tensor is lost and the first and the last entry are there: a state made anew has others."""
-        state, kept = self._state, self._kept
-        if self._lost or len(state) != len(kept) or any(_STEP_HOOKS_OF_ALL) or self._read_code() != self._own_code:
-            return False
-        return not kept or (next(iter(state.values())) is kept[0] and next(reversed(state.values())) is kept[-1])
+    def _has_its_ends(self) -> bool:
+        """Whether the first and the last entry are there: a state that was made anew has others."""
+        entries = self._state.values()
+        return next(iter(entries)) is self._kept[0] and next(reversed(entries)) is self._kept[-1]
 
 
 def _note_lost(guard: weakref.ref[StateGuard], _: object) -> None:

@@ -22,7 +22,7 @@ class Untouched:
 
     __slots__ = (
         *("_attributes", "_containers", "_items", "_keys", "_lengths"),
-        *("_copies", "_names", "_owners", "_questions", "_sized", "_wholes"),
+        *("_classes", "_copies", "_names", "_objects", "_owners", "_questions", "_sized", "_wholes"),
     )
 
     def __init__(self) -> None:
@@ -32,6 +32,8 @@ class Untouched:
         self._containers: list[Any] = []
         self._keys: list[Any] = []
         self._items: list[Any] = []
+        self._objects: list[Any] = []
+        self._classes: list[type] = []
         self._wholes: list[Mapping[Any, Any]] = []
         self._copies: list[Mapping[Any, Any]] = []
         self._sized: list[Sized] = []
@@ -43,6 +45,11 @@ class Untouched:
         self._owners.append(owner)
         self._names.append(name)
         self._attributes.append(value)
+
+    def class_of(self, value: Any, kind: type) -> None:
+        """An object must be of this very class."""
+        self._objects.append(value)
+        self._classes.append(kind)
 
     def item(self, container: Any, key: Any, value: Any) -> None:
         """What lies at a key must be this very object."""
@@ -90,6 +97,7 @@ class Untouched:
                 and all(map(operator.is_, map(operator.getitem, self._containers, self._keys), self._items))
                 and all(map(operator.eq, self._wholes, self._copies))
                 and list(map(len, self._sized)) == self._lengths
+                and list(map(type, self._objects)) == self._classes
                 and all(map(operator.call, self._questions))
             )
         except (LookupError, AttributeError, TypeError, ValueError, RuntimeError):  # gone, or not to be read any more
@@ -100,7 +108,7 @@ def is_told_by_identity(value: Any) -> bool:
     """Whether an object compares equal to no other one of its kind without raising."""
     if isinstance(value, torch.Tensor):
         return type(value) in (torch.Tensor, torch.nn.Parameter) and value.numel() > 1
-    return value is None or type(value).__eq__ is object.__eq__
+    return value is None or operator.is_(type(value).__eq__, object.__eq__)
 
 
 def _are_there(read: Callable[[Any], tuple[Any, ...]], container: Any, values: tuple[Any, ...]) -> bool:

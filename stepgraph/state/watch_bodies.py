@@ -18,6 +18,8 @@ from stepgraph.state.watch_values import is_no_matter
 
 _code = operator.attrgetter("__code__")
 FORWARD = frozenset(("forward",))
+_FEW = 16
+"""Up to so many are asked one by one: it takes as long as the one question for all."""
 
 
 class Classes:
@@ -45,8 +47,11 @@ class Classes:
         """Nothing: all is as it was."""
 
     def expect(self, row: Untouched) -> None:
-        if self._objects:
+        if len(self._objects) > _FEW:
             row.ask(self._are_same)
+        else:
+            for value, kind in zip(self._objects, self._kinds, strict=True):
+                row.class_of(value, kind)
 
     def _are_same(self) -> bool:
         return list(map(type, self._objects)) == self._kinds
@@ -82,12 +87,9 @@ class Absent:
         self._sizes = list(map(len, self._where))
 
     def expect(self, row: Untouched) -> None:
-        if self._where:
-            row.ask(self._are_as_many)
-
-    def _are_as_many(self) -> bool:
-        """Whether no attribute was added. One that is there cannot go unnoticed in exchange: it is watched itself."""
-        return list(map(len, self._where)) == self._sizes
+        """No attribute may be added. One that is there cannot go unnoticed in exchange: it is watched itself."""
+        for where, size in zip(self._where, self._sizes, strict=True):
+            row.length(where, size)
 
 
 class Bodies:
@@ -113,8 +115,11 @@ class Bodies:
         """Nothing: all is as it was."""
 
     def expect(self, row: Untouched) -> None:
-        if self._functions:
+        if len(self._functions) > _FEW:
             row.ask(self._are_same)
+        else:
+            for function, body in zip(self._functions, self._bodies, strict=True):
+                row.attribute(function, "__code__", body)
 
     def _are_same(self) -> bool:
         return list(map(_code, self._functions)) == self._bodies
