@@ -97,8 +97,8 @@ def warm_up(
             site.obstacles["host-value"] = f"the step itself changes {changed}"
     for change in values.changed():
         site.obstacles["host-value"] = f"the step itself changes {change}"
-    for name in values.iterators():
-        site.obstacles["iterator"] = f"the step can draw from the iterator `{name}`"
+    for name in (*values.drawn(), *values.unseen()):
+        site.obstacles["iterator"] = f"the step draws from {name}"
     changed_model = model.changed(site.touched.name)
     if changed_model is not None:
         site.obstacles["own-change"] = f"the step itself {changed_model}"
@@ -165,8 +165,8 @@ _WHY = {
     ),
     "iterator": (
         "a replay runs no Python and draws nothing: every step would train on what the capture drew.",
-        "draw outside the step and pass what was drawn as an argument, or, if the step draws nothing from it, name it "
-        "in ignore=[...].",
+        "draw outside the step and pass what was drawn as an argument, or, if nothing depends on it, name it in "
+        "ignore=[...].",
     ),
     "own-change": (
         "a replay runs no Python: the model would stay as the capture left it.",

@@ -39,7 +39,7 @@ class Watch:
     ) -> None:
         finder = Finder(ignore)
         finder.find(function, modules or {})
-        self._iterators = finder.iterators
+        self._sources = finder.sources
         self._parts: list[Part] = finder.notes.parts
         for (name, _), reader in (read or {}).items():
             if name not in ignore:
@@ -68,9 +68,13 @@ class Watch:
         for part in self._parts:
             part.expect(row)
 
-    def iterators(self) -> list[str]:
-        """The iterators that the step can name: no replay could advance them, nor can it be seen whether one should."""
-        return list(self._iterators)
+    def drawn(self) -> list[str]:
+        """What was drawn from since, in words: iterators and random generators of the step's own."""
+        return [f"{s.kind} `{s.name}`" for s in self._sources if s.is_seen and s.was_drawn_from()]
+
+    def unseen(self) -> list[str]:
+        """The iterators that a variable of the step stands for and that do not tell where they are, in words."""
+        return [f"{s.kind} `{s.name}`" for s in self._sources if not s.is_seen and s.name.isidentifier()]
 
     def _new_row(self) -> Untouched:
         row = Untouched()

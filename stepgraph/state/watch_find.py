@@ -35,7 +35,7 @@ from stepgraph.state.watch_contents import contents_of
 from stepgraph.state.watch_kinds import BOOKKEEPING, Kind, Kinds, runs_when_called
 from stepgraph.state.watch_notes import Notes
 from stepgraph.state.watch_parts import Cell, Defaults, Items, in_cell, in_slot
-from stepgraph.state.watch_source import is_iterator, state_of_generator
+from stepgraph.state.watch_source import Source, is_iterator, source_of
 from stepgraph.state.watch_telling import Label
 from stepgraph.state.watch_values import MISSING, attributes_of, is_engines, is_plain, is_users_module, slots_of
 
@@ -79,7 +79,7 @@ class Finder:
 
     def __init__(self, ignore: Collection[str]) -> None:
         self.notes = Notes(ignore)
-        self.iterators: list[str] = []
+        self.sources: list[Source] = []
         self._seen: dict[int, Any] = {}
         """Cells and containers, by id; kept, so that no other takes the id of one."""
         self._functions: dict[int, tuple[types.FunctionType, set[str]]] = {}
@@ -235,13 +235,10 @@ class Finder:
             return True
         if id(value) in self._seen or self.notes.is_ignored(label):
             return False
-        state = state_of_generator(str(label), value)
-        if state is not None:
-            self.notes.parts.append(state)
-        elif is_iterator(value):
-            self.iterators.append(str(label))
-        else:
+        source = source_of(str(label), value)
+        if source is None:
             return False
+        self.sources.append(source)
         self._seen[id(value)] = value
         return True
 

@@ -338,10 +338,33 @@ def test_watch_refuses_a_step_that_draws_from_a_generator_of_its_own(device: tor
     def step(x: torch.Tensor) -> torch.Tensor:
         return x * generator.random()
 
-    with stepgraph.capture(step) as captured, pytest.raises(stepgraph.CaptureError, match="changes generator") as error:
+    with stepgraph.capture(step) as captured, pytest.raises(stepgraph.CaptureError, match="`generator`") as error:
         for _ in range(5):
             captured(torch.ones(2, device=device))
-    assert error.value.rule == "host-value"
+    assert error.value.rule == "iterator"
+
+
+def test_watch_lets_the_loop_draw_where_the_step_does_not(device: torch.device) -> None:
+    class Trainer:
+        def __init__(self) -> None:
+            self.batches = iter([torch.full((2,), float(i), device=device) for i in range(8)])
+            self.shuffle = random.Random(0)
+            self.weight = torch.ones(2, device=device)
+
+        def step(self) -> torch.Tensor:
+            self.shuffle.random()
+            result: torch.Tensor = captured(next(self.batches))
+            return result
+
+        def compute(self, x: torch.Tensor) -> torch.Tensor:
+            torch.optim.SGD([self.weight.clone().requires_grad_()], lr=0.1).zero_grad()
+            return x * self.weight.step() if hasattr(self.weight, "step") else x * self.weight
+
+    trainer = Trainer()
+    with stepgraph.capture(trainer.compute) as captured, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert [trainer.step().tolist() for _ in range(8)] == [[float(i)] * 2 for i in range(8)]
+        assert captured.report().replays == 5
 
 
 def test_watch_refuses_a_module_that_counts(device: torch.device) -> None:

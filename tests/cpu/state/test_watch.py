@@ -398,23 +398,6 @@ def whole_number_for_a_fraction() -> Case:
     return (lambda x: x * config.scale), lambda: setattr(config, "scale", 1.0), ["config.scale: 1 -> 1.0"]
 
 
-def state_of_a_generator() -> Case:
-    generator = random.Random(0)
-    return (lambda x: x * generator.random()), generator.random, ["generator: Random as it was -> Random drawn from"]
-
-
-def state_of_a_numpy_generator_of_self() -> Case:
-    class Owner:
-        def __init__(self) -> None:
-            self.rng = np.random.default_rng(0)
-
-        def step(self, x: float) -> float:
-            return x * self.rng.random()
-
-    owner = Owner()
-    return owner.step, owner.rng.random, ["self.rng: Generator as it was -> Generator drawn from"]
-
-
 def number_of_a_scheduler() -> Case:
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
@@ -708,31 +691,85 @@ def test_watch_of_a_layer_without_numbers_has_no_values(module: nn.Module) -> No
     assert read == (3 if isinstance(module, nn.ReLU6) else 0)
 
 
-# -- iterators
+# -- what may be drawn from
 
 
-def test_watch_names_iterators_and_does_not_move_them() -> None:
-    class Steps:
-        def __init__(self) -> None:
-            self.inner = iter([1])
+class Owner:
+    """Draws from one iterator, and has another."""
 
-        def __next__(self) -> int:
-            return next(self.inner)
+    def __init__(self) -> None:
+        self.batches = iter([1, 2])
+        self.others = iter([3])
+        self.rng = np.random.default_rng(0)
 
-    class Owner:
-        def __init__(self) -> None:
-            self.batches = iter([1, 2])
-            self.unread = iter([3])
+    def step(self) -> Any:
+        return next(self.batches), self.rng.random(), self.helper().other()
 
-        def step(self) -> Any:
-            return next(self.batches), next(numbers), next(held["it"]), next(steps), file.readline(), loader
+    def other(self) -> Any:  # never called here; another object has a method of this name
+        return next(self.others)
 
-    numbers, held, steps = itertools.count(), {"it": (n for n in (1, 2))}, Steps()
-    file, loader = io.StringIO("a"), torch.utils.data.DataLoader([1])
-    watch = Watch(Owner().step)
-    assert sorted(watch.iterators()) == ["held['it']", "numbers", "self.batches", "steps.inner"]
-    assert (next(numbers), next(held["it"])) == (0, 1)
-    assert Watch(Owner().step, ignore=["numbers", "held['it']", "steps"]).iterators() == ["self.batches"]
+    def helper(self) -> Any:
+        return Other()
+
+
+class Other:
+    def other(self) -> None:
+        pass
+
+
+def test_watch_sees_what_is_drawn_from_and_moves_nothing() -> None:
+    owner = Owner()
+    watch = Watch(owner.step)
+    assert watch.drawn() == []
+    owner.step()
+    assert watch.drawn() == ["the iterator `self.batches`", "the random generator `self.rng`"]
+    assert watch.unseen() == []
+    assert (next(owner.batches), next(owner.others)) == (2, 3)
+    assert watch.changed() == []
+
+
+def numbers() -> Any:
+    yield from range(3)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: iter([1, 2, 3]),
+        lambda: iter((1, 2, 3)),
+        lambda: iter(range(3)),
+        lambda: iter({"a": 1, "b": 2}),
+        itertools.count,
+        numbers,
+        lambda: (n for n in (1, 2, 3)),
+        lambda: enumerate([1, 2, 3]),
+        lambda: zip(iter([1, 2]), itertools.count(), strict=False),
+        lambda: map(str, iter([1, 2])),
+        lambda: itertools.cycle([1, 2]),
+        lambda: itertools.islice(itertools.count(), 4),
+        lambda: iter(torch.utils.data.DataLoader([1, 2])),
+        lambda: enumerate(iter(torch.utils.data.DataLoader([1, 2]))),
+        lambda: random.Random(0),
+        lambda: np.random.RandomState(0),
+    ],
+)
+def test_watch_sees_each_draw(make: Callable[[], Any]) -> None:
+    source = make()
+    watch = Watch(lambda: source)
+    assert watch.drawn() == []
+    for _ in range(2):
+        source.random() if isinstance(source, random.Random) else next(source) if hasattr(
+            source, "__next__"
+        ) else source.rand()
+        assert len(watch.drawn()) == 1
+    assert Watch(lambda: source, ignore=["source"]).drawn() == []
+
+
+def test_watch_names_an_iterator_that_keeps_its_place_to_itself() -> None:
+    hidden = itertools.groupby([1, 1, 2])
+    held = {"it": itertools.groupby([1])}
+    file = io.StringIO("a")
+    assert Watch(lambda: (hidden, held["it"], file)).unseen() == ["the iterator `hidden`"]
 
 
 # -- code
