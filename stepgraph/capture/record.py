@@ -43,6 +43,9 @@ from stepgraph.state.scaler import ScalerCapture, ScalerGuard, scalers_of
 from stepgraph.state.watch import Watch
 from stepgraph.tree import Structure, unflatten
 
+_MAX_BIRTHS = 3
+"""How often a recording may make state of an optimizer: a step that does so each time never gets warm."""
+
 
 class NotWarm(Exception):
     """The recording made state that only an eager step may make."""
@@ -129,6 +132,9 @@ class StepCapture:
                 made_state = born.rollback()
             if made_state:
                 made.drop()
+                site.births += 1
+                if site.births > _MAX_BIRTHS:
+                    raise _kept_tensor(self._name, "the state of an optimizer")
                 raise NotWarm
             if made.grads.entries_unused and made.scalers.is_sound:
                 break
@@ -145,6 +151,7 @@ class StepCapture:
         except BaseException:
             made.drop()
             raise
+        site.births = 0
         (made.grads.commit_ahead if ahead else made.grads.commit)()
         note_result(site, made.outputs.tree)
         modules, parameters = site.touched.modules, site.touched.parameters
@@ -167,7 +174,7 @@ class StepCapture:
             replicas,
         )
         return CapturedCall(
-            *(signature, modules, parameters, inputs, made.chain, made.outputs),
+            *(signature, site.touched.all_modules, parameters, inputs, made.chain, made.outputs),
             *(made.grads.carried_in, made.grads.added_to, guards, counters, made.flags),
             hand_out=made.outputs.copies if self._options.outputs == "copy" else lambda: made.outputs.tree,
         )

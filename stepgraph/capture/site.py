@@ -87,8 +87,10 @@ class CapturedCall:
         """Gives the caller the results of a replay."""
         self.guards = guards
         self._parameters = tuple(parameters)
-        self._modes = [vars(module) for module in modules]
-        self._training, self._no_grad = list(signature.training), list(signature.no_grad)
+        self._modes = [vars(module) for module in modules if "training" in vars(module)]
+        self._training = list(map(_training, self._modes))
+        self._others = [(m, m.training) for m in modules if "training" not in vars(m)]  # TorchScript's
+        self._no_grad = list(signature.no_grad)
         self._carried_in, self._added_to = carried_in, added_to
         left = {id(p): grad for p, grad in chain.final}
         self._left = [left.get(id(p)) for p in parameters]
@@ -131,7 +133,9 @@ class CapturedCall:
         return self._is_steady
 
     def _modes_hold(self) -> bool:
-        return list(map(_training, self._modes)) == self._training
+        if list(map(_training, self._modes)) != self._training:
+            return False
+        return not self._others or all(module.training == mode for module, mode in self._others)
 
     def _expectations(self) -> Untouched:
         row, guards = Untouched(), self.guards
@@ -209,6 +213,8 @@ class Site:
         """Whether a recording has shown that a GradScaler of the step cannot be recorded."""
         self.scaled: set[int] = set()
         """Optimizers that a GradScaler steps, by id: they run with it, between graphs."""
+        self.births = 0
+        """How many recordings in a row have made state of an optimizer."""
         self._unmoved: dict[frozenset[int], list[torch.Generator]] = {}
         self.obstacles: dict[str, str] = {}
         """What warm-up found that no replay could repeat: rule -> description."""
@@ -224,7 +230,7 @@ class Site:
         """The signature of a call at this moment, over all that the step is known to touch."""
         return replace(
             self._call,
-            training=tuple(m.training for m in self.touched.modules),
+            training=tuple(m.training for m in self.touched.all_modules),
             no_grad=tuple(p.grad is None for p in self.touched.parameters),
         )
 
@@ -265,7 +271,7 @@ class Site:
         return None
 
     def _mode(self) -> frozenset[int]:
-        return frozenset(id(m) for m in self.touched.modules if m.training)
+        return frozenset(id(m) for m in self.touched.all_modules if m.training)
 
     @property
     def warm_calls(self) -> int:
@@ -293,8 +299,8 @@ class Site:
 
     def modes(self) -> dict[int, bool]:
         """Which modules are in training, as far as they are known."""
-        return {id(m): m.training for m in self.touched.modules}
+        return {id(m): m.training for m in self.touched.all_modules}
 
     def count_warm_call(self, before: dict[int, bool]) -> None:
         """Count an eager call that began in these modes."""
-        self._warm[frozenset(id(m) for m in self.touched.modules if before.get(id(m), m.training))] += 1
+        self._warm[frozenset(id(m) for m in self.touched.all_modules if before.get(id(m), m.training))] += 1

@@ -221,7 +221,7 @@ class CapturedStep(Generic[P, R]):
         decision = decide(
             Situation(
                 warm_calls=site.warm_calls if known else 0,
-                warmup=warmup_calls(self._options.warmup, site.touched.modules),
+                warmup=max(warmup_calls(self._options.warmup, site.touched.modules), 2 if site.obstacles else 1),
                 num_graphs=sum(len(s.calls) for s in self._sites.values()),
                 num_warming=sum(s.is_warming and s is not site for s in self._sites.values()),
                 max_graphs=self._options.max_graphs,

@@ -56,13 +56,15 @@ class ModelGuard:
         `whole_step`: gradients are accumulated inside the graph, and so run the hooks of parameters; and a hook on
         all modules of the process is in it.
         """
-        self._modules, self._parameters, self._name, self._events = tuple(modules), list(parameters), name, events
+        self._parameters, self._name, self._events = list(parameters), name, events
         known = set(map(id, parameters))
         owned: list[tuple[Any, Mapping[str, Any], str]]
-        owned = [(m, m._buffers, key) for m in modules for key in m._buffers]
-        owned += [(m, m._parameters, key) for m in modules for key, p in m._parameters.items() if id(p) in known]
-        owned += [(m, m._modules, key) for m in modules for key in m._modules]
+        plain = [m for m in modules if isinstance(m._parameters, dict)]  # those of TorchScript cannot be changed
+        owned = [(m, m._buffers, key) for m in plain for key in m._buffers]
+        owned += [(m, m._parameters, key) for m in plain for key, p in m._parameters.items() if id(p) in known]
+        owned += [(m, m._modules, key) for m in plain for key in m._modules]
         owned += [(p, vars(p), key) for p in parameters for key, v in vars(p).items() if isinstance(v, torch.Tensor)]
+        self._plain = plain
         self._owners = [owner for owner, _, _ in owned]
         self._slots = [(d, key) for _, d, key in owned]
         self._slot_values = [d[key] for d, key in self._slots]
@@ -79,7 +81,7 @@ class ModelGuard:
         self._matrices = [t for t in self._tensors if t.dim() > 1]
         self._strides = list(map(_stride, self._matrices))
         self._others = [(t, t.stride()) for t in self._matrices if id(t) not in known]
-        self._parents = [m for m in modules if m._modules or isinstance(m, _CONTAINERS)]
+        self._parents = [m for m in plain if m._modules or isinstance(m, _CONTAINERS)]
         self._children = list(map(_children, self._parents))
         self._num_children = self._count_children()
         self._layout = self._read_layout()
@@ -165,7 +167,7 @@ class ModelGuard:
         """Each module's children and tensors, by name and identity."""
         return [
             {(key, id(value)) for d in (m._modules, m._parameters, m._buffers) for key, value in d.items()}
-            for m in self._modules
+            for m in self._plain
         ]
 
     def _changed_layout(self) -> str | None:
@@ -173,7 +175,7 @@ class ModelGuard:
         is_same = all(map(operator.is_, map(_children, self._parents), self._children))
         if is_same and self._events.count == self._events_seen and self._count_children() == self._num_children:
             return None
-        for module, before, after in zip(self._modules, self._layout, self._read_layout(), strict=True):
+        for module, before, after in zip(self._plain, self._layout, self._read_layout(), strict=True):
             for key, _ in sorted(before ^ after):
                 return f"`{self._name(module)}.{key}` was added, replaced or removed"
         self._events_seen = self._events.count

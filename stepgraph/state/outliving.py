@@ -74,7 +74,7 @@ def _told(holder: Any, ids: set[int]) -> str | None:
         owner = next((o for o in gc.get_referrers(holder) if getattr(o, "__dict__", None) is holder), None)
         if owner is not None:
             return f"{_spell(owner)}.{key}" if _is_users(owner) else None
-        return f"{_place(holder)}[{key!r}]" if _is_users_container(holder) else None
+        return f"{_place(holder)}[{_spell_key(key)}]" if _is_users_container(holder) else None
     if isinstance(holder, (list, set, frozenset, tuple)) or type(holder).__module__ == "collections":
         return _place(holder) if _is_users_container(holder) else None
     return f"an object of {type(holder).__qualname__}" if _is_users(holder) else None
@@ -84,7 +84,8 @@ def _owners(container: Any) -> Iterator[tuple[Any, str]]:
     """Objects that have a container as an attribute, and by which name."""
     for holder in gc.get_referrers(container):
         if isinstance(holder, dict):
-            name = next((str(key) for key, value in holder.items() if value is container), "")
+            name = next((key for key, value in holder.items() if value is container), "")
+            name = name if isinstance(name, str) else _spell_key(name)
             for owner in gc.get_referrers(holder):
                 if getattr(owner, "__dict__", None) is holder:
                     yield owner, name
@@ -113,6 +114,10 @@ def _is_users(owner: Any) -> bool:
     kind = owner if isinstance(owner, type) else type(owner)
     name = owner.__name__ if isinstance(owner, types.ModuleType) else kind.__module__
     return name.partition(".")[0] not in ("torch", "stepgraph", "gc", "weakref")
+
+
+def _spell_key(key: Any) -> str:
+    return repr(key) if isinstance(key, (str, int)) else type(key).__name__  # to write a tensor out is to read it
 
 
 def _spell(owner: Any) -> str:

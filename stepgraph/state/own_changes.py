@@ -21,6 +21,7 @@ class ModelState:
             (module, where, dict(where))
             for module in modules
             for where in (module._parameters, module._buffers, module._modules)
+            if isinstance(where, dict)  # those of TorchScript's modules are not, and cannot be changed by Python
         ]
         held = (t for _, _, kept in self._slots for t in kept.values() if isinstance(t, torch.Tensor))
         tensors = {id(t): t for t in (*parameters, *held)}

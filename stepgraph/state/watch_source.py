@@ -14,6 +14,7 @@ import random
 import sys
 import types
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -49,7 +50,7 @@ def source_of(name: str, value: Any) -> Source | None:
 
 def is_iterator(value: Any) -> bool:
     """Whether a value is an iterator that Python code of the user does not move: not a file, either."""
-    for base in type(value).__mro__:
+    for base in type(value).__mro__ if type(value) not in weakref.ProxyTypes else ():
         if "__next__" in vars(base):
             step = vars(base)["__next__"]
             is_followed = type(step) is types.FunctionType and is_users_code(step.__code__)

@@ -404,3 +404,82 @@ def test_change_goes_on_raising_under_strict(change: Change, device: torch.devic
         for _ in range(4):
             with pytest.raises(stepgraph.StateChanged):
                 step(*program.batches[6])
+
+
+class Deciding(nn.Module):
+    """Works by a method of its own, so that nobody calls the module itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+
+    def loss(self, x: torch.Tensor) -> torch.Tensor:
+        out = self.linear(x)
+        return (out * 2 if self.training else out).sum()
+
+
+def test_mode_of_a_model_that_is_named_and_not_called_is_another_graph(device: torch.device) -> None:
+    def build(device: torch.device) -> Program:
+        model = Deciding().to(device)
+
+        def step(x: torch.Tensor) -> torch.Tensor:
+            return model.loss(x)
+
+        def before_call(index: int) -> None:
+            model.training = index not in (6, 7, 8, 9, 10)
+
+        batches = [(torch.randn(2, 3, device=device),) for _ in range(14)]
+        return Program(step, batches, [model], before_call=before_call)
+
+    assert assert_captured_equals_eager(build, device).captures == 2
+
+
+@pytest.mark.parametrize("called", [False, True])
+def test_model_of_torchscript_is_captured(called: bool, device: torch.device) -> None:
+    def build(device: torch.device) -> Program:
+        scripted = torch.jit.trace(nn.Linear(3, 3).to(device), torch.ones(2, 3, device=device))
+        model = nn.Sequential(scripted, nn.Linear(3, 2).to(device)) if called else nn.Linear(3, 2).to(device)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def step(x: torch.Tensor) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = model(x).pow(2).sum() + sum(p.sum() for p in scripted.parameters())
+            loss.backward()
+            optimizer.step()
+            return loss
+
+        batches = [(torch.randn(2, 3, device=device),) for _ in range(8)]
+        return Program(step, batches, [model], [optimizer])
+
+    assert_captured_equals_eager(build, device)
+
+
+def test_state_that_the_step_makes_anew_each_time_is_refused_in_the_end(device: torch.device) -> None:
+    weight = nn.Parameter(torch.ones(2, device=device))
+    optimizer = torch.optim.SGD([weight], lr=0.1, momentum=0.9)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = (weight * x).sum()
+        loss.backward()
+        optimizer.state[weight]["squares"] = weight.detach().square()
+        optimizer.step()
+        return loss
+
+    with stepgraph.capture(step) as captured, pytest.raises(stepgraph.CaptureError, match="state of an optimizer"):
+        for _ in range(12):
+            captured(torch.ones(2, device=device))
+
+
+def test_value_that_only_the_first_call_changes_is_in_nobodys_way(device: torch.device) -> None:
+    cache: dict[str, torch.Tensor] = {}
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        if "mask" not in cache:
+            cache["mask"] = torch.ones_like(x)
+        return x * cache["mask"]
+
+    with stepgraph.capture(step, warmup=1) as captured:
+        for _ in range(5):
+            captured(torch.ones(2, device=device))
+        assert captured.report().replays == 3
