@@ -434,6 +434,7 @@ def test_mode_of_a_model_that_is_named_and_not_called_is_another_graph(device: t
     assert assert_captured_equals_eager(build, device).captures == 2
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 @pytest.mark.parametrize("called", [False, True])
 def test_model_of_torchscript_is_captured(called: bool, device: torch.device) -> None:
     def build(device: torch.device) -> Program:
