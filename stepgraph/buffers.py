@@ -15,7 +15,7 @@ import torch
 
 from stepgraph.backends import Backend
 from stepgraph.errors import CaptureError
-from stepgraph.tree import Structure, flatten, settled, unflatten
+from stepgraph.tree import Structure, flatten, unflatten
 
 
 def is_copied_in(leaf: Any) -> bool:
@@ -228,7 +228,7 @@ class StaticOutputs:
 
     def __init__(self, tree: Any) -> None:
         leaves, structure = flatten(tree)
-        self.structure = settled(structure)
+        self.structure = structure
         self.leaves = [leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         is_single = self.structure.kind is None and isinstance(self.leaves[0], torch.Tensor)
         self.copies: Callable[[], Any] = self.leaves[0].clone if is_single else self._copies
@@ -252,4 +252,4 @@ def detached(tree: Any) -> Any:
 def static_part(tree: Any) -> tuple[Structure, list[Any]]:
     """The part of a result that no replay computes again: its structure and its plain values."""
     leaves, structure = flatten(tree)
-    return settled(structure), ["tensor" if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+    return structure, ["tensor" if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]

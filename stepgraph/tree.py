@@ -233,11 +233,6 @@ def _with_attributes(made: Any, names: Iterable[str], values: Sequence[Any]) -> 
     return made
 
 
-def settled(structure: Structure) -> Structure:
-    """The same structure, fit to be kept: it holds no instance of the tree that it was taken from, as none does."""
-    return structure
-
-
 def paths(structure: Structure, prefix: str = "") -> list[str]:
     """A name for each leaf, as Python would spell it: `batch['ids']`, `batch.mask`, `pair[1]`."""
     if structure.kind is None:

@@ -23,7 +23,7 @@ from stepgraph.signature import (
     refuse_opaque,
     refuse_tensor_classes,
 )
-from stepgraph.tree import Structure, settled
+from stepgraph.tree import Structure
 
 _GRAD = AMBIENT_NAMES.index("grad mode")
 _INFERENCE = AMBIENT_NAMES.index("inference mode")
@@ -44,7 +44,7 @@ class CallShape:
         """`needs_backward`: each call has one, so that none can come without gradients."""
         self.name = name
         keys = tuple(_settled_key(key) for key in leaf_keys(leaves))
-        self.call = Signature(settled(structure), keys, ambient_key(), arguments=arguments)
+        self.call = Signature(structure, keys, ambient_key(), arguments=arguments)
         self._check_sample(leaves)
         self._ambients = {self.call.ambient}
         if self.call.ambient[_GRAD] and not self.call.ambient[_INFERENCE] and not needs_backward:
@@ -103,7 +103,7 @@ class CallShape:
         for index, key in enumerate(map(_settled_key, leaf_keys(leaves))):
             old = known[index] if structure == self.call.structure else None
             keys.append(_forgiven(old, key) if _is_tensor(old) and _is_tensor(key) else key)
-        received = Signature(settled(structure), tuple(keys), ambient, arguments=self.call.arguments)
+        received = Signature(structure, tuple(keys), ambient, arguments=self.call.arguments)
         found = [str(difference) for difference in differences(self.call, received)]
         return SignatureMismatch(
             f"{self.name}: a call unlike the sample that its graphs were captured from",

@@ -38,7 +38,7 @@ from stepgraph.signature import (
 )
 from stepgraph.state.param_grads import GradPart
 from stepgraph.state.rng_tracker import tracker_for
-from stepgraph.tree import CallFlattener, Structure, settled, unflatten
+from stepgraph.tree import CallFlattener, Structure, unflatten
 
 if TYPE_CHECKING:
     from stepgraph.callables.stage import GraphedStages
@@ -121,7 +121,7 @@ class StageManager(CudaGraphManager):
         key = (structure, leaf_keys(leaves), self.session.ambient.read())
         known = self.calls[microbatch]
         if key != known.key:
-            received = Signature(settled(structure), key[1], key[2], arguments=self._names)
+            received = Signature(structure, key[1], key[2], arguments=self._names)
             raise self._unlike(known.site.call, received, microbatch)
         runner, weights = self.runners[microbatch], self.weights.get(microbatch)
         if weights is not None and weights.rewinds:
@@ -171,7 +171,7 @@ class StageManager(CudaGraphManager):
             refuse_tensor_classes(leaves, [f"argument {index}" for index in range(len(leaves))])
         except InvalidArgument as error:
             keys, refusal = (), error
-        site = self._site(microbatch, Signature(settled(structure), keys, ambient_key(), self.modes(), (), self._names))
+        site = self._site(microbatch, Signature(structure, keys, ambient_key(), self.modes(), (), self._names))
         site.keep_alive = [leaf for leaf in leaves if not isinstance(leaf, torch.Tensor)]
         watched = WarmCall(self.original, self._named(), self.options.ignore, shared.session.backend.device)
 

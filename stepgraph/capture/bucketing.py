@@ -24,7 +24,7 @@ from stepgraph.padding.results import Cut, Place, Shapes
 from stepgraph.signature import AmbientReader, Signature
 from stepgraph.state.nonfinite import Flags, flags_over
 from stepgraph.state.reach import reachable
-from stepgraph.tree import Structure, flatten, settled, unflatten
+from stepgraph.tree import Structure, flatten, unflatten
 
 Example: TypeAlias = tuple[tuple[int, ...], list[Any]]
 """The sizes of a bucket, and the leaves of a call that fills it."""
@@ -86,7 +86,7 @@ class Bucketing:
         bound = self._bound.get(structure)
         if bound is None:
             names = Signature(structure, (), (), arguments=self._arguments).names()
-            bound = self._bound[settled(structure)] = BoundBuckets(self._buckets, names, leaves)
+            bound = self._bound[structure] = BoundBuckets(self._buckets, names, leaves)
         padded = bound.pad(leaves)
         name = self._name_of(structure, padded.leaves)
         known = self._families.get(name)
@@ -144,7 +144,6 @@ class Bucketing:
             self._num_learned += 1
         if family is not None and is_new and choice in family.seen:
             family = None  # the step is another than it was
-        name = name._replace(structure=settled(name.structure))
         sizes = self._sizes_of_modules() | self._bound[name.structure].other_sizes(leaves)
         seen = {**(family.seen if family is not None else {}), choice: shapes}
         learned = _Family(seen, result_dims(self._buckets, seen, sizes, self._known(name)), self._num_learned)

@@ -40,7 +40,7 @@ from stepgraph.state.guards import ModelGuard
 from stepgraph.state.hooks import refuse_hooks
 from stepgraph.state.rng_tracker import CudaRNGStatesTracker, tracker_for
 from stepgraph.state.watch import Watch
-from stepgraph.tree import CallFlattener, Structure, settled, unflatten
+from stepgraph.tree import CallFlattener, Structure, unflatten
 
 _training = operator.itemgetter("training")
 
@@ -257,7 +257,7 @@ class CudaGraphManager:
     def _new_site(
         self, key: Hashable, leaves: Sequence[Any], structure: Structure, keys: tuple[Hashable, ...]
     ) -> ModuleSite:
-        call = Signature(settled(structure), keys, ambient_key(), self.modes(), arguments=self._arguments)
+        call = Signature(structure, keys, ambient_key(), self.modes(), arguments=self._arguments)
         site = ModuleSite(self, call)
         site.keep_alive = [leaf for leaf in leaves if not isinstance(leaf, torch.Tensor)]
         try:

@@ -9,7 +9,7 @@ import torch
 
 from stepgraph.capture.boundary import ArgMetadata
 from stepgraph.signature import Signature, ambient_key, differences, leaf_key
-from stepgraph.tree import flatten, settled
+from stepgraph.tree import flatten
 
 
 def get_mismatch_errors(
@@ -36,7 +36,7 @@ def get_mismatch_errors(
 
 def _signature(args: Sequence[Any], kwargs: Mapping[str, Any], names: Sequence[str]) -> Signature:
     leaves, structure = flatten((tuple(args), dict(kwargs)))
-    return Signature(settled(structure), tuple(map(_key, leaves)), ambient_key(), arguments=tuple(names))
+    return Signature(structure, tuple(map(_key, leaves)), ambient_key(), arguments=tuple(names))
 
 
 def _key(leaf: Any) -> Hashable:

@@ -134,7 +134,7 @@ class StepCapture:
                 made.drop()
                 site.births += 1
                 if site.births > _MAX_BIRTHS:
-                    raise _kept_tensor(self._name, "the state of an optimizer")
+                    raise own_change(self._name, "makes new state of an optimizer at each call")
                 raise NotWarm
             if made.grads.entries_unused and made.scalers.is_sound:
                 break

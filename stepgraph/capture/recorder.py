@@ -23,7 +23,7 @@ from stepgraph.capture.boundary import ArgMetadata, copied
 from stepgraph.capture.static_result import StaticResult
 from stepgraph.signature import ambient_key
 from stepgraph.state.ddp import in_ddp
-from stepgraph.tree import Structure, settled
+from stepgraph.tree import Structure
 
 if TYPE_CHECKING:
     from stepgraph.capture.module_site import ModuleSite
@@ -175,7 +175,7 @@ class Recorder:
                 first.setdefault(id(leaf), index)
         call = RecordedCall(
             site,
-            settled(structure),
+            structure,
             leaves=[_recorded(i, leaf, first) for i, leaf in enumerate(leaves)],
             ambient=ambient_key(),
             training=site.call.training,
@@ -244,7 +244,7 @@ def call_from_samples(
             first.setdefault(id(leaf), index)
     return RecordedCall(
         site,
-        settled(structure),
+        structure,
         leaves=[_recorded(i, leaf, first) for i, leaf in enumerate(leaves)],
         ambient=ambient_key(),
         training=training,

@@ -23,7 +23,7 @@ from stepgraph.buffers import StaticInputs
 from stepgraph.capture.session import Session
 from stepgraph.errors import CaptureError, InvalidArgument
 from stepgraph.signature import Described, describe_leaf, is_plain, leaf_key, leaf_keys
-from stepgraph.tree import Structure, flatten, paths, settled, unflatten
+from stepgraph.tree import Structure, flatten, paths, unflatten
 
 _READ_FIRST = "all microbatches of an iteration are read into static buffers before it runs."
 
@@ -32,7 +32,7 @@ class _Slot:
     """The buffers of one microbatch, and the tensors that they were last filled from."""
 
     def __init__(self, structure: Structure, leaves: Sequence[Any], prefix: str, backend: Backend) -> None:
-        self._structure = settled(structure)
+        self._structure = structure
         self.names = paths(structure, prefix)
         self.inputs = StaticInputs(leaves, backend)
         self.sources: Sequence[Any] = ()

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from stepgraph.state.lent import Lent, any_held, lend_by_address, lend_out
-from stepgraph.tree import Structure, flatten, settled, unflatten
+from stepgraph.tree import flatten, unflatten
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class StaticResult:
 
     def __init__(self, tree: Any, inputs: dict[int, torch.Tensor]) -> None:
         leaves, structure = flatten(tree)
-        self.structure: Structure = settled(structure)
+        self.structure = structure
         self.tensors: list[torch.Tensor] = []
         """The tensors that the graph computes, each once, with their autograd history."""
         passed = {id(tensor): index for index, tensor in inputs.items()}

@@ -41,7 +41,7 @@ from stepgraph.signature import (
 from stepgraph.state.ddp import warmup_calls
 from stepgraph.state.nonfinite import FlagReader
 from stepgraph.state.watch import Change
-from stepgraph.tree import CallFlattener, Structure, flatten, settled, unflatten
+from stepgraph.tree import CallFlattener, Structure, flatten, unflatten
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -213,7 +213,6 @@ class CapturedStep(Generic[P, R]):
         ambient: tuple[Hashable, ...],
     ) -> Any:
         self._check_open()
-        structure = settled(structure)
         known = site is not None
         if site is None:
             refuse_opaque(leaves)

@@ -3,7 +3,7 @@
 A hook is Python code. It runs when a step is recorded, and not at replays. Those of modules are refused unless the
 user admits them; those of parameters are recorded as the step's own code is. Either kind that comes or goes later is
 noticed: torch numbers every hook it hands out, so an unchanged number means that there is no new one, and a place that
-had hooks and is empty tells that one is gone. Only then are all places looked through.
+has fewer than it had tells that one is gone. Only then are all places looked through.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ class HooksGuard:
         self._admitted: frozenset[str] = frozenset()
         self._hooks = self._read()
         self._filled = [hooks for place in self._places if (hooks := _at(place))]
+        self._counts = list(map(len, self._filled))
         self._handles_seen = RemovableHandle.next_id
 
     def admit(self, names: Collection[str]) -> None:
@@ -51,13 +52,13 @@ class HooksGuard:
 
     def is_quiet(self) -> bool:
         """Whether nothing tells of a change since the last look."""
-        return RemovableHandle.next_id == self._handles_seen and all(self._filled)
+        return RemovableHandle.next_id == self._handles_seen and list(map(len, self._filled)) == self._counts
 
     def expect(self, row: Untouched) -> None:
         """What `is_quiet` comes down to."""
         row.attribute(RemovableHandle, "next_id", self._handles_seen)
-        for hooks in self._filled:
-            row.length(hooks, len(hooks))
+        for hooks, count in zip(self._filled, self._counts, strict=True):
+            row.length(hooks, count)
 
     def changed(self) -> str | None:
         """Which hook came or went."""
@@ -68,7 +69,7 @@ class HooksGuard:
             if one != two:
                 whose = "all modules" if owner is torch_module else f"`{self._name(owner)}`"
                 return f"a hook of {whose} was added or removed ({kind.removeprefix('_global').strip('_')})"
-        self._handles_seen = RemovableHandle.next_id
+        self._handles_seen, self._counts = RemovableHandle.next_id, list(map(len, self._filled))
         return None
 
     def _read(self) -> list[tuple[int, ...]]:

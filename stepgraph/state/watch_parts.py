@@ -243,7 +243,7 @@ class Defaults:
         self._function = function
         self.names: dict[str, str] = {}
         """What the parameters that are watched are called."""
-        self.values = defaults_of(function)
+        self.renew()
 
     def __len__(self) -> int:
         return len(self.names)
@@ -256,13 +256,14 @@ class Defaults:
 
     def renew(self) -> None:
         self.values = defaults_of(self._function)
+        self._by_place, self._by_keyword = self._function.__defaults__, self._function.__kwdefaults__
+        self._keywords = list(self._by_keyword or ())
 
     def expect(self, row: Untouched) -> None:
-        by_keyword = self._function.__kwdefaults__
-        row.attribute(self._function, "__defaults__", self._function.__defaults__)
-        row.attribute(self._function, "__kwdefaults__", by_keyword)
-        if by_keyword:
-            row.items(by_keyword, {k: self.values[k] for k in by_keyword})
+        row.attribute(self._function, "__defaults__", self._by_place)
+        row.attribute(self._function, "__kwdefaults__", self._by_keyword)
+        if self._by_keyword:
+            row.items(self._by_keyword, {k: self.values[k] for k in self._keywords})
 
 
 def defaults_of(function: types.FunctionType) -> dict[str, Any]:

@@ -484,3 +484,31 @@ def test_value_that_only_the_first_call_changes_is_in_nobodys_way(device: torch.
         for _ in range(5):
             captured(torch.ones(2, device=device))
         assert captured.report().replays == 3
+
+
+def test_default_replaced_goes_on_raising_under_strict(device: torch.device) -> None:
+    def scaled(x: torch.Tensor, scale: float = 2.0, *, shift: float = 1.0) -> torch.Tensor:
+        return x * scale + shift
+
+    for change in (lambda: setattr(scaled, "__defaults__", (3.0,)), lambda: scaled.__kwdefaults__.update(shift=2.0)):
+        with stepgraph.capture(lambda x: scaled(x), strict=True) as step:
+            for _ in range(6):
+                step(torch.ones(2, device=device))
+            change()
+            for _ in range(4):
+                with pytest.raises(stepgraph.StateChanged):
+                    step(torch.ones(2, device=device))
+
+
+def test_hook_of_several_taken_off_a_weight_goes_on_raising_under_strict(device: torch.device) -> None:
+    program = nested(device, lambda model, optimizer: None, fused=True)
+    weight = program.modules[0].get_parameter("0.weight")
+    weight.register_hook(lambda grad: grad * 2)
+    handle = weight.register_hook(lambda grad: grad * 0.5)
+    with stepgraph.capture(program.step, strict=True) as step:
+        for i in range(6):
+            step(*program.batches[i])
+        handle.remove()
+        for _ in range(4):
+            with pytest.raises(stepgraph.StateChanged, match="hook"):
+                step(*program.batches[6])

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils import _pytree as torch_pytree
 
-from stepgraph.tree import LEAF, Structure, flatten, paths, settled, unflatten
+from stepgraph.tree import LEAF, Structure, flatten, paths, unflatten
 
 
 class Pair(NamedTuple):
@@ -347,7 +347,7 @@ def test_attributes_are_part_of_the_tree(kind: str) -> None:
     tree, names = HOLDERS[kind]
     leaves, structure = flatten(tree)
     assert [path.removeprefix("b").removeprefix(".") for path in paths(structure, "b")] == names
-    other = unflatten(settled(structure), [f"leaf {i}" for i in range(len(leaves))])
+    other = unflatten(structure, [f"leaf {i}" for i in range(len(leaves))])
     assert flatten(other) == ([f"leaf {i}" for i in range(len(leaves))], structure)
     assert type(other) is type(tree)
     assert eval(paths(structure, "other")[-1]) == f"leaf {len(leaves) - 1}"
