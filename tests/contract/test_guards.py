@@ -22,10 +22,14 @@ CHANGE_AT = 7
 
 
 def changing(
-    device: torch.device, change: Callable[[nn.Module, torch.optim.Optimizer], None], **kwargs: Any
+    device: torch.device,
+    change: Callable[[nn.Module, torch.optim.Optimizer], None],
+    last: nn.Module | None = None,
+    **kwargs: Any,
 ) -> Program:
-    """A plain program that is changed before one of its calls."""
-    model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 4)).to(device)
+    """A plain program, with this last layer if given, that is changed before one of its calls."""
+    last = nn.Linear(16, 4) if last is None else last
+    model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Tanh(), last).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, **kwargs)
 
     def step(x: torch.Tensor) -> torch.Tensor:

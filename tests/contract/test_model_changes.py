@@ -60,24 +60,7 @@ CHANGES: dict[str, tuple[Change, str]] = {
 
 def nested(device: torch.device, change: Change, **options: Any) -> Program:
     """`changing`, with a square layer one level down."""
-    program = changing(device, lambda model, optimizer: None)
-    (model,) = program.modules
-    assert isinstance(model, nn.Sequential)
-    model[3] = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 4)).to(device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, **options)
-
-    def step(x: torch.Tensor) -> torch.Tensor:
-        optimizer.zero_grad()
-        loss = model(x).pow(2).mean()
-        loss.backward()
-        optimizer.step()
-        return loss
-
-    def before_call(index: int) -> None:
-        if index == CHANGE_AT:
-            change(model, optimizer)
-
-    return Program(step, program.batches, [model], [optimizer], before_call=before_call)
+    return changing(device, change, nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 4)), **options)
 
 
 @pytest.mark.parametrize("fused", [False, True])
