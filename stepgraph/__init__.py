@@ -27,6 +27,7 @@ from stepgraph.capture.session import Session
 from stepgraph.capture.static_loader import StaticBufferLoader
 from stepgraph.capture.step import CapturedStep
 from stepgraph.errors import (
+    BuildError,
     CaptureError,
     ClosedError,
     InvalidArgument,
@@ -44,6 +45,7 @@ __version__ = "0.1.0"
 __all__ = [
     "ArgMetadata",
     "Backend",
+    "BuildError",
     "CallablesReport",
     "CaptureError",
     "CapturedStep",

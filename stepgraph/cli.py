@@ -63,6 +63,38 @@ def demo(
     raise typer.Exit(0 if result.equal else 1)
 
 
+@app.command()
+def native(
+    build: Annotated[bool, typer.Option("--build", help="Compile it for this torch and this Python.")] = False,
+    remove: Annotated[bool, typer.Option("--remove", help="Delete it.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON and nothing else.")] = False,
+) -> None:
+    """Say whether the part in C++ is there, which makes replays cheaper for the host; build or delete it."""
+    from rich.console import Console
+
+    from stepgraph.errors import BuildError
+    from stepgraph.native import library
+
+    if build and remove:
+        raise typer.BadParameter("give one of the two", param_hint="--build and --remove")
+    if remove:
+        library.remove()
+    if build:
+        try:
+            with Console(stderr=True).status("compiling, for half a minute"):
+                library.build()
+        except BuildError as error:
+            typer.echo(error, err=True)
+            raise typer.Exit(1) from error
+    where, is_there = library.location(), library.location().exists()
+    if as_json:
+        typer.echo(json.dumps({"built": is_there, "path": str(where)}, indent=2))
+    elif is_there:
+        typer.echo(f"built: {where}")
+    else:
+        typer.echo("not built: guards are asked in Python, which is as right and slower (`stepgraph native --build`)")
+
+
 def main() -> None:
     """Run the command line."""
     app()

@@ -54,6 +54,10 @@ class ClosedError(StepgraphError):
     """A captured step or a session used after it was closed."""
 
 
+class BuildError(StepgraphError, RuntimeError):
+    """The part of stepgraph in C++ could not be compiled."""
+
+
 class StaleMemoryError(StepgraphError, RuntimeError):
     """A graph was about to read memory that another graph's replay has overwritten since."""
 

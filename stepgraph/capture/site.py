@@ -99,7 +99,7 @@ class CapturedCall:
             left.get(id(p)) is kept for p, kept in self._carried_in
         )
         self._steady = SteadyParameters(parameters, self._left)
-        self._row: Untouched | None = None
+        self._row: Callable[[], bool] | None = None
         self._rows_left = _MAX_ROWS
         self._launch = chain.single_launch
         self._is_steady = False
@@ -129,7 +129,7 @@ class CapturedCall:
         It may say no where all is well, as it does before the first replay; what is not as it was is for `fits` and
         the guards to tell. Asked of calls that look like an earlier one, gradients enabled.
         """
-        self._is_steady = self._row is not None and self._row.holds()
+        self._is_steady = self._row is not None and self._row()
         return self._is_steady
 
     def _modes_hold(self) -> bool:
@@ -137,14 +137,16 @@ class CapturedCall:
             return False
         return not self._others or all(module.training == mode for module, mode in self._others)
 
-    def _expectations(self) -> Untouched:
+    def _expectations(self) -> Callable[[], bool]:
         row, guards = Untouched(), self.guards
-        row.ask(self._modes_hold)
+        row.column(self._modes, "training", self._training)
+        if self._others:
+            row.ask(self._modes_hold)
         guards.random.expect_fork(row)
         optimizers = (*guards.parameters, *guards.numbers, *guards.states)
         for guard in (guards.replicas, self._steady, guards.model, *optimizers, guards.values):
             guard.expect(row)
-        return row
+        return row.question()
 
     def model_changed(self) -> str | None:
         """What is another about the model than at capture, after `fits` has looked at the parameters."""

@@ -9,7 +9,6 @@ right without a word.
 
 from __future__ import annotations
 
-import functools
 import operator
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -18,24 +17,13 @@ from typing import Any
 import torch
 
 from stepgraph.state.hooks import HooksGuard, places_of
+from stepgraph.state.layout import Layouts, layout_of
 from stepgraph.state.registration import RegistrationEvents
 from stepgraph.state.untouched import Untouched
 
-_data_ptr = torch.Tensor.data_ptr
-_stride = torch.Tensor.stride
 _requires_grad = operator.attrgetter("requires_grad")
 _children = operator.attrgetter("_modules")
 _CONTAINERS = (torch.nn.ModuleList, torch.nn.ModuleDict, torch.nn.Sequential)
-
-
-def _compare_addresses(tensors: list[torch.Tensor], addresses: list[int], indices: list[int]) -> bool:
-    return list(map(_data_ptr, tensors)) == addresses
-
-
-# torch's builds for CUDA have this in C++
-_same_addresses: Callable[[list[torch.Tensor], list[int], list[int]], bool] = getattr(
-    torch._C, "_tensors_data_ptrs_at_indices_equal", _compare_addresses
-)
 
 
 class ModelGuard:
@@ -74,13 +62,9 @@ class ModelGuard:
         wholes = {id(d): d for d, _ in self._slots if filled[id(d)] == len(d)}
         self._contents = [(d, dict(d)) for d in wholes.values()]
         self._lone_slots = [slot for slot in slots if id(slot[0][0]) not in wholes]
-        self._tensors = list({id(t): t for t in (*parameters, *held)}.values())
-        self._addresses = list(map(_data_ptr, self._tensors))
-        self._indices = list(range(len(self._tensors)))
+        self._layouts = Layouts([layout_of(t) for t in {id(t): t for t in (*parameters, *held)}.values()])
         self._flags = list(map(_requires_grad, self._parameters))
-        self._matrices = [t for t in self._tensors if t.dim() > 1]
-        self._strides = list(map(_stride, self._matrices))
-        self._others = [(t, t.stride()) for t in self._matrices if id(t) not in known]
+        self._known = known
         self._parents = [m for m in plain if m._modules or isinstance(m, _CONTAINERS)]
         self._children = list(map(_children, self._parents))
         self._num_children = self._count_children()
@@ -99,23 +83,20 @@ class ModelGuard:
         """
         if self._slots and not all(map(operator.is_, [d.get(key) for d, key in self._slots], self._slot_values)):
             return self._replaced()
-        if not _same_addresses(self._tensors, self._addresses, self._indices):
-            return self._moved()
-        if list(map(_stride, self._matrices)) != self._strides:
-            return self._turned()
+        moved = self._layouts.changed()
+        if moved is not None:
+            return f"`{self._tensor_name(moved[0])}` {moved[1]}"
         if not flags_seen and list(map(_requires_grad, self._parameters)) != self._flags:
             return self._changed_flag()
         return self._changed_layout() or self._hooks.changed()
 
     def expect(self, row: Untouched) -> None:
-        """What `changed` comes down to, but for the flags and strides of parameters."""
+        """What `changed` comes down to, but for the flags and the form of parameters."""
         for where, values in self._contents:
             row.contents(where, values)
         for (where, key), value in self._lone_slots:
             row.item(where, key, value)
-        row.ask(functools.partial(_same_addresses, self._tensors, self._addresses, self._indices))
-        for tensor, stride in self._others:
-            row.ask(functools.partial(_is_laid_out, tensor, stride))
+        self._layouts.expect(row, seen=self._known)
         row.attribute(self._events, "count", self._events_seen)
         for parent, children, count in zip(self._parents, self._children, self._num_children, strict=True):
             row.attribute(parent, "_modules", children)
@@ -135,18 +116,6 @@ class ModelGuard:
             if where.get(key) is not value:
                 return f"`{self._name(owner)}.{key}` was {'replaced' if where.get(key) is not None else 'removed'}"
         raise AssertionError("a tensor had been replaced")
-
-    def _moved(self) -> str:
-        for tensor, before in zip(self._tensors, self._addresses, strict=True):
-            if tensor.data_ptr() != before:
-                return f"`{self._tensor_name(tensor)}` moved to another address"
-        raise AssertionError("a tensor had moved")
-
-    def _turned(self) -> str:
-        for tensor, before in zip(self._matrices, self._strides, strict=True):
-            if tensor.stride() != before:
-                return f"`{self._tensor_name(tensor)}` is laid out with other strides"
-        raise AssertionError("a tensor had been laid out anew")
 
     def _tensor_name(self, tensor: torch.Tensor) -> str:
         for owner, (_, key), value in zip(self._owners, self._slots, self._slot_values, strict=True):
@@ -180,7 +149,3 @@ class ModelGuard:
                 return f"`{self._name(module)}.{key}` was added, replaced or removed"
         self._events_seen = self._events.count
         return None
-
-
-def _is_laid_out(tensor: torch.Tensor, stride: tuple[int, ...]) -> bool:
-    return tensor.stride() == stride

@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from stepgraph.state.layout import change_of, layout_of
+
 
 class ModelState:
     """What modules and parameters are made of at one moment."""
@@ -25,7 +27,7 @@ class ModelState:
         ]
         held = (t for _, _, kept in self._slots for t in kept.values() if isinstance(t, torch.Tensor))
         tensors = {id(t): t for t in (*parameters, *held)}
-        self._data = [(t, t.detach()) for t in tensors.values()]
+        self._data = [(layout_of(t), t.detach()) for t in tensors.values()]
         self._flags = [(p, p.requires_grad) for p in parameters]
         self._modes = [(module, module.training) for module in modules]
 
@@ -38,9 +40,9 @@ class ModelState:
             for key in {**before, **where}:
                 if where.get(key, _MISSING) is not before.get(key, _MISSING):
                     yield f"puts something else in the place of `{name(module)}.{key}`"
-        for tensor, data in self._data:
-            if tensor.data_ptr() != data.data_ptr() or tensor.stride() != data.stride():
-                yield f"gives `{self._name(tensor, name)}` other data (`.data = ...`)"
+        for layout, _ in self._data:
+            if change_of(layout) is not None:
+                yield f"gives `{self._name(layout[0], name)}` other data (`.data = ...`)"
         for parameter, flag in self._flags:
             if parameter.requires_grad != flag:
                 yield f"leaves requires_grad of `{self._name(parameter, name)}` {not flag}, and found it {flag}"
@@ -61,9 +63,9 @@ class ModelState:
             if list(where) != list(before) or any(where[key] is not value for key, value in before.items()):
                 where.clear()
                 where.update(before)
-        for tensor, data in self._data:
-            if tensor.data_ptr() != data.data_ptr() or tensor.stride() != data.stride():
-                tensor.data = data
+        for layout, data in self._data:
+            if change_of(layout) is not None:
+                layout[0].data = data
         for parameter, flag in self._flags:
             if parameter.requires_grad != flag:
                 parameter.requires_grad_(flag)

@@ -3,18 +3,30 @@
 A guard tells what changed, by name, with code of its own. Most calls find nothing changed, and for them every function
 on the way is felt: when a step begins, the host's caches are cold. So each guard also says what it comes down to: which
 objects must be the very ones they were, how long containers must be, and what else must be asked. That row is run
-through in C. It may say no where all is well, for it knows objects by identity; then the guards are asked, and tell. It
-never says yes where one of them would tell of a change.
+through in C: by Python's own loops, or, where it was built, by a library that reads the facts of tensors as well. It
+may say no where all is well, for it knows objects by identity; then the guards are asked, and tell. It never says yes
+where one of them would tell of a change.
 """
 
 from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Mapping, Sized
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from typing import Any
 
 import torch
+
+from stepgraph.native.library import native_row
+
+PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
+"""The classes whose facts are what torch itself says of a tensor."""
+
+
+Layout = tuple[torch.Tensor, int, torch.dtype, tuple[int, ...], tuple[int, ...]]
+"""A tensor, its address, its dtype, its shape and its strides."""
+Gradient = tuple[torch.Tensor, torch.Tensor | None, bool]
+"""A parameter, its gradient, and whether it requires one."""
 
 
 class Untouched:
@@ -23,6 +35,7 @@ class Untouched:
     __slots__ = (
         *("_attributes", "_containers", "_items", "_keys", "_lengths"),
         *("_classes", "_copies", "_names", "_objects", "_owners", "_questions", "_sized", "_wholes"),
+        *("_columns", "_gradients", "_layouts", "_otherwise"),
     )
 
     def __init__(self) -> None:
@@ -39,6 +52,10 @@ class Untouched:
         self._sized: list[Sized] = []
         self._lengths: list[int] = []
         self._questions: list[Callable[[], bool]] = []
+        self._columns: list[tuple[Sequence[Mapping[Any, Any]], Any, list[Any]]] = []
+        self._layouts: list[Layout] = []
+        self._gradients: list[Gradient] = []
+        self._otherwise: list[Callable[[], bool]] = []
 
     def attribute(self, owner: Any, name: str, value: Any) -> None:
         """An attribute must be this very object."""
@@ -80,6 +97,20 @@ class Untouched:
                 self.item(container, key, value)
             self.length(container, len(values))
 
+    def column(self, containers: Sequence[dict[Any, Any]], key: Any, values: list[Any]) -> None:
+        """What lies at one key of many dictionaries must be these very objects."""
+        self._columns.append((containers, key, values))
+
+    def layouts(self, expected: Iterable[Layout], otherwise: Iterable[Callable[[], bool]]) -> None:
+        """Tensors must lie where they lay, in the same form; `otherwise` asks the same without the library."""
+        self._layouts += expected
+        self._otherwise += otherwise
+
+    def gradients(self, expected: Iterable[Gradient], otherwise: Callable[[], bool]) -> None:
+        """Parameters must have the very gradients and the flags they had; `otherwise` asks so without the library."""
+        self._gradients += expected
+        self._otherwise.append(otherwise)
+
     def length(self, container: Sized, length: int) -> None:
         """A container must be as long."""
         self._sized.append(container)
@@ -89,8 +120,32 @@ class Untouched:
         """The answer must be yes."""
         self._questions.append(question)
 
+    def question(self) -> Callable[[], bool]:
+        """What to call to know whether every expectation is met; the row is complete."""
+        make = native_row()
+        if make is None:
+            return self.holds
+        tensors = (*(layout[0] for layout in self._layouts), *(gradient[0] for gradient in self._gradients))
+        is_plain = all(type(tensor) in PLAIN_TENSORS for tensor in tensors)
+        items = [*zip(self._containers, self._keys, self._items, strict=True)]
+        lengths = [*zip(self._sized, self._lengths, strict=True)]
+        for containers, key, values in self._columns:
+            items += ((container, key, value) for container, value in zip(containers, values, strict=True))
+        for container, copy in zip(self._wholes, self._copies, strict=True):
+            items += ((container, key, value) for key, value in copy.items())
+            lengths.append((container, len(copy)))
+        return make(
+            tuple(zip(self._owners, self._names, self._attributes, strict=True)),
+            tuple(items),
+            tuple(lengths),
+            tuple(zip(self._objects, self._classes, strict=True)),
+            tuple(self._layouts) if is_plain else (),
+            tuple(self._gradients) if is_plain else (),
+            (*self._questions, *(() if is_plain else self._otherwise)),
+        )
+
     def holds(self) -> bool:
-        """Whether every expectation is met."""
+        """Whether every expectation is met, asked in Python."""
         try:
             return (
                 all(map(operator.is_, map(getattr, self._owners, self._names), self._attributes))
@@ -98,6 +153,8 @@ class Untouched:
                 and all(map(operator.eq, self._wholes, self._copies))
                 and list(map(len, self._sized)) == self._lengths
                 and list(map(type, self._objects)) == self._classes
+                and all(list(map(operator.itemgetter(key), where)) == values for where, key, values in self._columns)
+                and all(map(operator.call, self._otherwise))
                 and all(map(operator.call, self._questions))
             )
         except (LookupError, AttributeError, TypeError, ValueError, RuntimeError):  # gone, or not to be read any more

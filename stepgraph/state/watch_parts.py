@@ -17,7 +17,8 @@ from typing import Any, Protocol
 
 import torch
 
-from stepgraph.state.untouched import Untouched
+from stepgraph.state.layout import Layouts, change_of, layout_of
+from stepgraph.state.untouched import Layout, Untouched
 from stepgraph.state.watch_telling import Change, tell
 from stepgraph.state.watch_values import MISSING, contents_of_set, items_of, same
 
@@ -28,7 +29,6 @@ _MAX_SINGLE = 16
 """Items of one container that are asked one by one; more are asked in one go."""
 _GONE = (LookupError, AttributeError, ValueError)
 _proxy_get: Find = types.MappingProxyType.get
-_data_ptr = torch.Tensor.data_ptr
 _requires_grad = operator.attrgetter("requires_grad")
 _member_get = types.MemberDescriptorType.__get__
 
@@ -274,33 +274,32 @@ def defaults_of(function: types.FunctionType) -> dict[str, Any]:
 
 
 class Tensors:
-    """Where tensors lie, and whether they take a gradient; which ones they are is for others to see."""
+    """How tensors lie, and whether they take a gradient; which ones they are is for others to see."""
 
     def __init__(self) -> None:
         self._names: dict[int, str] = {}
         self._tensors: list[torch.Tensor] = []
-        self._addresses: list[int] = []
+        self._layouts: list[Layout] = []
         self._flags: list[bool] = []
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
         if id(tensor) not in self._names:
             try:
-                address = tensor.data_ptr()
+                self._layouts.append(layout_of(tensor))
             except RuntimeError:  # no memory of its own: sparse, nested
                 return
             self._names[id(tensor)] = name
             self._tensors.append(tensor)
-            self._addresses.append(address)
             self._flags.append(tensor.requires_grad)
 
     def __len__(self) -> int:
         return 0
 
     def changes(self) -> Iterator[Change]:
-        for tensor, address, flag in zip(self._tensors, self._addresses, self._flags, strict=True):
-            name = self._names[id(tensor)]
-            if tensor.data_ptr() != address:
-                yield Change(name, "a tensor", "the same tensor at another address")
+        for tensor, layout, flag in zip(self._tensors, self._layouts, self._flags, strict=True):
+            name, change = self._names[id(tensor)], change_of(layout)
+            if change is not None:
+                yield Change(name, "a tensor", f"the same tensor, which {change}")
             elif tensor.requires_grad != flag:
                 yield Change(f"{name}.requires_grad", str(flag), str(tensor.requires_grad))
 
@@ -309,10 +308,8 @@ class Tensors:
 
     def expect(self, row: Untouched) -> None:
         if self._tensors:
-            row.ask(self._are_in_place)
+            Layouts(self._layouts).expect(row)
+            row.ask(self._have_their_flags)
 
-    def _are_in_place(self) -> bool:
-        return (
-            list(map(_data_ptr, self._tensors)) == self._addresses
-            and list(map(_requires_grad, self._tensors)) == self._flags
-        )
+    def _have_their_flags(self) -> bool:
+        return list(map(_requires_grad, self._tensors)) == self._flags

@@ -73,6 +73,27 @@ def test_model_change_without_an_event_is_noticed(name: str, fused: bool, device
     assert told in next(iter(report.recapture_reasons))
 
 
+def test_model_data_that_was_cut_is_noticed(device: torch.device) -> None:
+    """The first rows of one layer, the first columns of the next: at their addresses, with their strides."""
+    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 4)).to(device)
+    x = torch.randn(4, 16, device=device)
+
+    def evaluate(x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            return model(x)
+
+    with stepgraph.capture(evaluate) as step:
+        for _ in range(6):
+            step(x)
+        first, second = model
+        first.weight.data, first.bias.data = first.weight.data[:8], first.bias.data[:8]
+        second.weight.data = second.weight.data[:, :8]
+        for _ in range(3):
+            assert torch.equal(step(x), evaluate(x))
+        report = step.report()
+    assert list(report.recapture_reasons) == ["`Sequential.0.weight` has the shape [8, 16], not [16, 16]"]
+
+
 def test_model_hook_that_is_taken_off_a_weight_is_noticed(device: torch.device) -> None:
     def build(device: torch.device) -> Program:
         program = nested(device, lambda model, optimizer: handle.remove())

@@ -77,7 +77,11 @@ def default_tensor(device: torch.device) -> Built:
     def step(x: torch.Tensor, used: torch.Tensor = mask) -> torch.Tensor:
         return x * used
 
-    return step, lambda: setattr(mask, "data", kept.clone() * 2), "used: a tensor -> the same tensor at another address"
+    return (
+        step,
+        lambda: setattr(mask, "data", kept.clone() * 2),
+        "used: a tensor -> the same tensor, which moved to another address",
+    )
 
 
 def object_of_self(device: torch.device) -> Built:

@@ -17,6 +17,7 @@ PACKAGE = ROOT / "stepgraph"
 ROOMS = (
     "errors",
     "frames",
+    "native",
     "tree",
     "signature",
     "likeness",

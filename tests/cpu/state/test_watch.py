@@ -316,7 +316,7 @@ def in_a_deque() -> Case:
 
 def in_a_tuple() -> Case:
     tensors = (torch.ones(2), torch.ones(2))
-    told = ["tensors[1]: a tensor -> the same tensor at another address"]
+    told = ["tensors[1]: a tensor -> the same tensor, which moved to another address"]
     return (lambda x: x * tensors[1]), lambda: setattr(tensors[1], "data", torch.zeros(2)), told
 
 
@@ -609,7 +609,7 @@ CHANGES: dict[str, tuple[Callable[[Layer], object], str]] = {
     "tensor": (lambda m: setattr(m, "mask", torch.zeros(3)), "m.mask: a tensor of shape [2] -> a tensor of shape [3]"),
     "moved": (
         lambda m: setattr(m.mask, "data", torch.zeros(2)),
-        "m.mask: a tensor -> the same tensor at another address",
+        "m.mask: a tensor -> the same tensor, which moved to another address",
     ),
     "function": (lambda m: setattr(m, "act", F.gelu), "m.act: <function relu> -> <function gelu>"),
     "dict": (lambda m: m.table.update(a=2.0), "m.table['a']: 1.0 -> 2.0"),

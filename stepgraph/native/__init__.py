@@ -1,0 +1,1 @@
+"""The one part of stepgraph in C++, for those who build it: see `library`."""

@@ -1,0 +1,87 @@
+"""Where tensors lie, and in which form: what the kernels of a graph were given of them.
+
+Nothing in torch tells when other data is put into a tensor (`.data = ...`), be it a part of its own: so all of it is
+read before each replay, in bulk.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable, Collection, Sequence
+
+import torch
+
+from stepgraph.state.untouched import Layout, Untouched
+
+_data_ptr = torch.Tensor.data_ptr
+_stride = torch.Tensor.stride
+_form = operator.attrgetter("shape", "dtype")
+
+
+def _compare_addresses(tensors: list[torch.Tensor], addresses: list[int], indices: list[int]) -> bool:
+    return list(map(_data_ptr, tensors)) == addresses
+
+
+# torch's builds for CUDA have this in C++
+_same_addresses: Callable[[list[torch.Tensor], list[int], list[int]], bool] = getattr(
+    torch._C, "_tensors_data_ptrs_at_indices_equal", _compare_addresses
+)
+
+
+def layout_of(tensor: torch.Tensor) -> Layout:
+    """Where a tensor lies, and its form; raises `RuntimeError` where it has no memory of its own (sparse, nested)."""
+    return tensor, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
+
+
+def change_of(layout: Layout) -> str | None:
+    """What happened to a tensor that does not lie as it did."""
+    tensor, address, dtype, shape, stride = layout
+    if tensor.shape != shape:
+        return f"has the shape {list(tensor.shape)}, not {list(shape)}"
+    if tensor.data_ptr() != address:
+        return "moved to another address"
+    if tensor.stride() != stride:
+        return "is laid out with other strides"
+    return f"is of {tensor.dtype}, not {dtype}" if tensor.dtype != dtype else None
+
+
+class Layouts:
+    """The layouts of some tensors, asked for at once."""
+
+    def __init__(self, layouts: Sequence[Layout]) -> None:
+        self._layouts = list(layouts)
+        self._tensors = [layout[0] for layout in layouts]
+        self._addresses = [layout[1] for layout in layouts]
+        self._forms = [(shape, dtype) for _, _, dtype, shape, _ in layouts]
+        self._strides = [layout[4] for layout in layouts]
+        self._indices = list(range(len(layouts)))
+        row = Untouched()
+        row.layouts(self._layouts, [self._are_held])
+        self.hold: Callable[[], bool] = row.question()
+        """Whether all lie where they lay, in the same form."""
+
+    def changed(self) -> tuple[torch.Tensor, str] | None:
+        """The first one that does not, and what happened to it."""
+        if self.hold():
+            return None
+        found = ((layout[0], change_of(layout)) for layout in self._layouts)
+        return next(((tensor, what) for tensor, what in found if what is not None), None)
+
+    def expect(self, row: Untouched, seen: Collection[int] = ()) -> None:
+        """What `hold` comes down to. `seen` are the tensors whose form the row asks for elsewhere, by id."""
+        same_addresses = functools.partial(_same_addresses, self._tensors, self._addresses, self._indices)
+        forms = (functools.partial(_has_form, layout) for layout in self._layouts if id(layout[0]) not in seen)
+        row.layouts(self._layouts, [same_addresses, *forms])
+
+    def _are_held(self) -> bool:
+        return (
+            _same_addresses(self._tensors, self._addresses, self._indices)
+            and list(map(_stride, self._tensors)) == self._strides
+            and list(map(_form, self._tensors)) == self._forms
+        )
+
+
+def _has_form(layout: Layout) -> bool:
+    tensor, _, dtype, shape, stride = layout
+    return tensor.shape == shape and tensor.stride() == stride and tensor.dtype == dtype
