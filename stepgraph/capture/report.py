@@ -15,6 +15,7 @@ from rich.text import Text
 from stepgraph.capture.options import Options
 from stepgraph.capture.session import Session
 from stepgraph.capture.site import Site
+from stepgraph.native.library import native_row
 
 _EQUALITY = {
     "own": "the step as written, in eager, bit for bit",
@@ -67,6 +68,8 @@ class Report:
     """Where each optimizer runs, and why."""
     equality: str
     """What the step's results are equal to."""
+    guards: str
+    """How it is asked before each replay whether all is as it was: in "C++" or in "Python"."""
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, ready for JSON."""
@@ -89,6 +92,7 @@ class Report:
             "chains": list(self.chains),
             "optimizers": dict(self.optimizers),
             "equality": self.equality,
+            "guards": self.guards,
         }
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
@@ -109,6 +113,10 @@ class Report:
             *(("signature", f"{s}\n{c}") for s, c in zip(self.signatures, self.chains, strict=True)),
             *self.optimizers.items(),
             ("equal to", self.equality),
+            (
+                "guards",
+                "in C++" if self.guards == "C++" else "in Python; `stepgraph native --build` makes them cheaper",
+            ),
         ]
         for name, value in rows:
             table.add_row(Text(name), Text(value))  # as text: brackets are no markup here
@@ -146,4 +154,5 @@ def report_of(
         chains=tuple(call.chain.describe() for call in calls),
         optimizers=optimizers,
         equality=_EQUALITY["capturable" if options.optimizer == "capturable" else "own"],
+        guards="Python" if native_row() is None else "C++",
     )

@@ -47,6 +47,7 @@ def example(**changes: object) -> Report:
         "chains": ("graph (120 nodes) > AdamW.step",),
         "optimizers": {"AdamW": "eager, between graphs (its step count is on the host)"},
         "equality": "the step as written, in eager, bit for bit",
+        "guards": "Python",
     }
     return Report(**{**values, **changes})  # type: ignore[arg-type]
 
@@ -65,6 +66,11 @@ def test_report_dict_is_not_the_reports_own_memory() -> None:
     report = example()
     report.to_dict()["eager_reasons"]["more"] = 1
     assert report.eager_reasons == {"warm-up": 3}
+
+
+def test_report_says_how_guards_are_asked() -> None:
+    assert "stepgraph native --build" in str(example())
+    assert "in C++" in str(example(guards="C++"))
 
 
 def test_report_prints_a_table() -> None:
