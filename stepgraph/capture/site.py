@@ -159,15 +159,15 @@ class CapturedCall:
         """Run the captured step once on these inputs, after `fits` or `is_untouched` has looked at the gradients."""
         self.inputs.load(leaves)
         steady, self._is_steady = self._is_steady, False
-        views = carry_in(self._carried_in) if not steady else []
+        carried = carry_in(self._carried_in) if not steady else None
         for advance in self._before_replay:
             advance()
         if steady and self._launch is not None:
             self._launch()
         else:
             self.chain.replay(steady=steady)
-        if views:
-            carry_out(views, self._added_to)
+        if carried is not None:
+            carry_out(carried, self._added_to)
         if self._writes_back:
             self.inputs.store(leaves)
 

@@ -6,7 +6,8 @@ copy theirs there as their last node, so that any number of graphs share one set
 a replay is ever handed to another capture.
 
 A gradient that is a view of the user's own memory (a piece of a flat buffer) and that the step adds to stays where it
-is: the result is copied there after each replay.
+is. The graph adds to it there, if it is the first such graph, or the result is copied there after each replay. A call
+that finds another gradient in its place gets the result in that one, and the memory of the first is as it was.
 
 What was in `.grad` before the call is harder. Most steps throw it away (`zero_grad()` comes first), some add to it, a
 few read it first. CUDA does not say which. But if the old gradient's memory died before anything was recorded, the
@@ -121,7 +122,8 @@ class GradCapture:
             parameter.grad = kept
             if _is_part(grad):
                 self._views.append((parameter, grad))
-        self._made[id(parameter)] = (parameter, kept)
+        if kept is not grad or not _is_part(grad):  # memory of the user's is this graph's at most, never the session's
+            self._made[id(parameter)] = (parameter, kept)
         self.carried_in.append((parameter, kept))
         self._entries.append(_Entry(parameter, kept, None, None))
 
@@ -194,31 +196,46 @@ class GradCapture:
         self._last.clear()
 
 
-def carry_in(carried: Attachment) -> Attachment:
-    """Before a replay: bring `.grad` to the address that the graph reads.
+@dataclass(frozen=True, slots=True)
+class Carried:
+    """What a replay was given from elsewhere, and has to give back."""
 
-    Returns the gradients that are parts of other tensors. In eager the step adds to these where they are, and the user
-    sees it through the whole.
-    """
-    views: Attachment = []
+    views: Attachment
+    """Gradients in memory of the user's. In eager the step adds to these, and the user sees it through the whole."""
+    borrowed: list[tuple[torch.Tensor, torch.Tensor]]
+    """Memory of the user's that the graph uses in the place of another gradient, and what was in it."""
+
+
+def carry_in(carried: Attachment) -> Carried | None:
+    """Before a replay: bring `.grad` to the address that the graph reads. None where it lies there already."""
+    found = Carried([], [])
     for parameter, kept in carried:
         grad = parameter.grad
         if grad is not kept:
             assert grad is not None, "a call without gradients has another signature"
             assert kept is not None
+            is_lent = _is_part(kept) and not _is_same_memory(grad, kept)
+            if is_lent:
+                found.borrowed.append((kept, kept.clone()))
             kept.copy_(grad)
             parameter.grad = kept
-            if _is_part(grad):
-                views.append((parameter, grad))
-    return views
+            if is_lent or _is_part(grad):
+                found.views.append((parameter, grad))
+    return found if found.views else None
 
 
-def carry_out(views: Attachment, added_to: Container[int]) -> None:
+def carry_out(carried: Carried, added_to: Container[int]) -> None:
     """After a replay: where the step has added to the gradients it found, give the result to the user's own."""
-    for parameter, view in views:
+    for parameter, view in carried.views:
         if id(parameter) in added_to and view is not None and parameter.grad is not None:
             view.copy_(parameter.grad)
             parameter.grad = view
+    for memory, before in carried.borrowed:
+        memory.copy_(before)
+
+
+def _is_same_memory(one: torch.Tensor, two: torch.Tensor) -> bool:
+    return one.data_ptr() == two.data_ptr() and one.stride() == two.stride()
 
 
 def _is_part(grad: torch.Tensor) -> bool:

@@ -101,6 +101,8 @@ class Finder:
         for path, module in modules.items():
             if id(module) not in self._subjects:
                 self._add_object(Label(path), module, [], is_inner="." in path)
+            for name, tensor in module.named_parameters(recurse=False):
+                self._add_tensor(Label(path).attribute(name), tensor, self._kinds.of(type(module)).names)
         self._settle()
         self._note_absent()
 
@@ -217,7 +219,9 @@ class Finder:
                 self._subjects[id(value)] = _Subject(label, value, None, vars(value), [names])
         elif kind is weakref.ref:
             self._visit(Label(f"{label.spelling}()", label.apart), value(), names)
-        elif not issubclass(kind, torch.Tensor) and not self._touch(label, value):
+        elif issubclass(kind, torch.Tensor):
+            self._add_tensor(label, value, names)
+        elif not self._touch(label, value):
             if id(value) not in self._seen:
                 self._seen[id(value)] = value
                 for inner, item in contents_of(label, value, self.notes):
@@ -260,6 +264,11 @@ class Finder:
             self._subjects[id(value)] = _Subject(label, value, kind, {}, [names])
             for name in runs_when_called(value):
                 self._add_class_attribute(kind, name)
+
+    def _add_tensor(self, label: Label, value: torch.Tensor, names: set[str]) -> None:
+        """What hangs on a tensor (`p.scale = 2.0`) is watched where code names it."""
+        if attributes_of(value):
+            self._add_object(label, value, [self._in_all, names])
 
     def _add_object(self, label: Label, value: Any, contexts: list[set[str]], *, is_inner: bool = False) -> None:
         """`is_inner`: of the layers of torch's own inside a model there are hundreds, and their code is as it is."""

@@ -375,3 +375,76 @@ def test_accumulation_into_views_of_a_flat_buffer_is_seen_through_it(
         return Program(step, batches, [model], [optimizer], tensors=[flat], before_call=before_call)
 
     assert_captured_equals_eager(build, device)
+
+
+def point_into(flat: torch.Tensor, model: nn.Module) -> None:
+    """Make each gradient a piece of one tensor."""
+    begin = 0
+    for parameter in model.parameters():
+        parameter.grad = flat[begin : begin + parameter.numel()].view_as(parameter)
+        begin += parameter.numel()
+
+
+@pytest.mark.parametrize("turns", ["0000011111", "00000110021", "0000012121212"], ids=["once", "back", "in turn"])
+@pytest.mark.parametrize("zero", ["in the step", "outside", "never"])
+def test_accumulation_into_one_flat_buffer_and_then_another_changes_that_one_only(
+    zero: str, turns: str, device: torch.device
+) -> None:
+    """Pointed anew each time, as well where the memory is the same."""
+
+    def build(device: torch.device) -> Program:
+        model = nn.Linear(4, 3).to(device)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+        flats = [torch.zeros(15, device=device) for _ in range(3)]
+
+        def step(x: torch.Tensor) -> torch.Tensor:
+            if zero == "in the step":
+                optimizer.zero_grad(set_to_none=False)
+            loss = model(x).pow(2).mean()
+            loss.backward()
+            optimizer.step()
+            return loss
+
+        def before_call(index: int) -> None:
+            flat = flats[int(turns[index])]
+            if zero == "outside":
+                flat.zero_()
+            point_into(flat, model)
+
+        batches = [(torch.randn(2, 4, device=device),) for _ in turns]
+        return Program(step, batches, [model], [optimizer], tensors=flats, before_call=before_call)
+
+    report = assert_captured_equals_eager(build, device)
+    assert (report.captures, report.recaptures) == (1, 0)
+
+
+def test_accumulation_into_a_flat_buffer_leaves_it_alone_in_steps_that_make_gradients_anew(
+    device: torch.device,
+) -> None:
+    """Two steps of one session: what the first adds to is not where the second's gradients go."""
+
+    def run(graphed: bool) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = nn.Linear(4, 3).to(device)
+        flat = torch.zeros(15, device=device)
+
+        def add(x: torch.Tensor) -> torch.Tensor:
+            loss = model(x).pow(2).mean()
+            loss.backward()
+            return loss
+
+        def make(x: torch.Tensor) -> torch.Tensor:
+            model.zero_grad()
+            return add(x)
+
+        found = []
+        with stepgraph.Session() as session:
+            steps = [stepgraph.capture(step, session=session) if graphed else step for step in (add, make)]
+            for index in range(16):
+                if index % 2 == 0:
+                    point_into(flat, model)
+                steps[index % 2](torch.randn(2, 4, device=device))
+                found += [flat.clone(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+        return found
+
+    assert all(torch.equal(one, two) for one, two in zip(run(True), run(False), strict=True))

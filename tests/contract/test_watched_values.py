@@ -84,6 +84,50 @@ def default_tensor(device: torch.device) -> Built:
     )
 
 
+def cut_tensor(device: torch.device) -> Built:
+    table = torch.ones(4, 2, device=device)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        return x * table.sum()
+
+    told = "table: a tensor -> the same tensor, which has the shape [3, 2], not [4, 2]"
+    return step, lambda: setattr(table, "data", table.data[:3]), told
+
+
+def on_a_tensor(device: torch.device) -> Built:
+    weight: Any = torch.ones(2, device=device)
+    weight.scale = 1.0
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        return x * weight * weight.scale
+
+    return step, lambda: setattr(weight, "scale", 2.0), "weight.scale: 1.0 -> 2.0"
+
+
+def on_parameters(device: torch.device) -> Built:
+    model: Any = torch.nn.Linear(2, 2).to(device)
+    for parameter in model.parameters():
+        parameter.decay = 1.0
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        decay = sum(p.decay * p.detach().pow(2).sum() for p in model.parameters())
+        return model(x).detach() + decay
+
+    return step, lambda: setattr(model.bias, "decay", 2.0), "Linear.bias.decay: 1.0 -> 2.0"
+
+
+def on_a_modules_own_parameter(device: torch.device) -> Built:
+    class Scaled(torch.nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            weight: Any = self.weight
+            return super().forward(x) * weight.scale
+
+    model = Scaled(2, 2).to(device)
+    weight: Any = model.weight
+    weight.scale = 1.0
+    return lambda x: model(x).detach(), lambda: setattr(weight, "scale", 2.0), "Scaled.weight.scale: 1.0 -> 2.0"
+
+
 def object_of_self(device: torch.device) -> Built:
     trainer = Trainer(device)
     return trainer.step, lambda: setattr(trainer.config, "temperature", 2.0), "self.config.temperature: 1.0 -> 2.0"
@@ -283,6 +327,10 @@ PLACES = (
     default_argument,
     keyword_default,
     default_tensor,
+    cut_tensor,
+    on_a_tensor,
+    on_parameters,
+    on_a_modules_own_parameter,
     object_of_self,
     dict_of_self_in_a_method,
     list_of_self_in_a_method,
