@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import types
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -56,7 +57,7 @@ def _holder(held: list[Any], young: set[int], depth: int) -> str | None:
     ids = {id(value) for value in held}
     new = []
     for holder in gc.get_referrers(*held):
-        if holder is held or isinstance(holder, (types.FrameType, types.CellType, torch.Tensor)):
+        if holder is held or isinstance(holder, (types.FrameType, torch.Tensor)):
             continue
         if id(holder) in young:
             new.append(holder)
@@ -69,6 +70,8 @@ def _holder(held: list[Any], young: set[int], depth: int) -> str | None:
 
 def _told(holder: Any, ids: set[int]) -> str | None:
     """Which place in a holder it is, if the holder is the user's."""
+    if isinstance(holder, types.CellType):
+        return next((f"{name} ({_spell(function)})" for function, name in _functions_with(holder)), None)
     if isinstance(holder, dict):
         key = next((key for key, value in holder.items() if id(value) in ids), None)
         owner = next((o for o in gc.get_referrers(holder) if getattr(o, "__dict__", None) is holder), None)
@@ -80,8 +83,26 @@ def _told(holder: Any, ids: set[int]) -> str | None:
     return f"an object of {type(holder).__qualname__}" if _is_users(holder) else None
 
 
+def _functions_with(cell: types.CellType) -> Iterator[tuple[types.FunctionType, str]]:
+    """The user's functions that share a variable, and its name."""
+    for closure in gc.get_referrers(cell):
+        for function in gc.get_referrers(closure) if isinstance(closure, tuple) else ():
+            if isinstance(function, types.FunctionType) and _is_users(function):
+                for name, held in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+                    if held is cell:
+                        yield function, name
+
+
 def _owners(container: Any) -> Iterator[tuple[Any, str]]:
-    """Objects that have a container as an attribute, and by which name."""
+    """Objects that have a container as an attribute, and by which name. A weak dictionary stands for what is in it."""
+    for owner, name in _direct_owners(container):
+        if isinstance(owner, (weakref.WeakKeyDictionary, weakref.WeakValueDictionary)):
+            yield from _owners(owner)
+        else:
+            yield owner, name
+
+
+def _direct_owners(container: Any) -> Iterator[tuple[Any, str]]:
     for holder in gc.get_referrers(container):
         if isinstance(holder, dict):
             name = next((key for key, value in holder.items() if value is container), "")
@@ -113,6 +134,7 @@ def _is_users(owner: Any) -> bool:
         return False
     kind = owner if isinstance(owner, type) else type(owner)
     name = owner.__name__ if isinstance(owner, types.ModuleType) else kind.__module__
+    name = owner.__module__ or "" if isinstance(owner, types.FunctionType) else name
     return name.partition(".")[0] not in ("torch", "stepgraph", "gc", "weakref")
 
 

@@ -1,4 +1,4 @@
-"""The one way in which an object of the user is touched: an attribute of one instance, for the length of a block."""
+"""How objects of the user are touched, for the length of a block: an attribute of one instance, the items of a list."""
 
 from __future__ import annotations
 
@@ -20,3 +20,14 @@ def shadowed(instance: Any, name: str, value: Any) -> Iterator[None]:
             del instance.__dict__[name]
         else:
             instance.__dict__[name] = before
+
+
+@contextlib.contextmanager
+def exchanged(items: list[Any], others: list[Any]) -> Iterator[None]:
+    """Put others into the very same list, by whichever name it is known, and leave it as it was."""
+    before = list(items)
+    items[:] = others
+    try:
+        yield
+    finally:
+        items[:] = before

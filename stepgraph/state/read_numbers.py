@@ -21,7 +21,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import Optimizer
 
 from stepgraph.errors import CaptureError
-from stepgraph.state.patch import shadowed
+from stepgraph.state.patch import exchanged, shadowed
 
 Reads = dict[tuple[str, int], Callable[[], Any]]
 """What a step has read, by the name that it is told by and the owner's id, and how to read it again."""
@@ -40,7 +40,7 @@ class ReadNumbers:
             for value in objects:
                 if isinstance(value, Optimizer):
                     groups = [_NotingGroup(value, i, self.found) for i in range(len(value.param_groups))]
-                    stack.enter_context(shadowed(value, "param_groups", groups))
+                    stack.enter_context(exchanged(value.param_groups, groups))
                 elif isinstance(value, LRScheduler):
                     stack.enter_context(shadowed(value, "get_last_lr", functools.partial(self._last_lr, value)))
             yield

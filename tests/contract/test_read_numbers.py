@@ -50,6 +50,24 @@ def test_live_number_that_the_step_itself_reads_is_never_frozen(
     assert report.recaptures == 2
 
 
+@pytest.mark.parametrize("deep", [False, True])
+def test_live_number_read_from_a_list_of_groups_under_another_name_is_never_frozen(
+    deep: bool, device: torch.device
+) -> None:
+    def build_reading(device: torch.device) -> Program:
+        program = build(device, "adamw foreach", assigned("lr", lambda index: 0.5 if index < 10 else 0.25))
+        groups = program.optimizers[0].param_groups
+        held = {"optimizer": {"groups": groups}}
+
+        def step(x: torch.Tensor) -> torch.Tensor:
+            return program.step(x) * (held["optimizer"]["groups"] if deep else groups)[0]["lr"]
+
+        return dataclasses.replace(program, step=step)
+
+    with pytest.warns(stepgraph.StepgraphWarning, match=r"param_groups\[0\]\['lr'\]: 0.5 -> 0.25"):
+        assert_captured_equals_eager(build_reading, device)
+
+
 def test_live_learning_rate_in_the_result_is_never_frozen(device: torch.device) -> None:
     program = build(device, "adamw foreach", assigned("lr", lambda index: 0.5 if index < 10 else 0.25))
 
