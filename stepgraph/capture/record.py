@@ -169,7 +169,7 @@ class StepCapture:
                 hooked=modules,
                 whole_step=True,
             ),
-            Watch(whole, self._options.ignore, site.touched.named_modules, made.read.found),
+            Watch(whole, self._options.ignore, site.touched.named_modules, made.read.found, outside),
             random,
             replicas,
         )

@@ -29,7 +29,7 @@ from stepgraph.signature import is_plain
 from stepgraph.state.ddp import finding_default_stream
 from stepgraph.state.module_state import discovering
 from stepgraph.state.nonfinite import FlagCollector, Flags
-from stepgraph.state.optimizer import capturable_on_cpu, make_capturable
+from stepgraph.state.optimizer import capturable_on_cpu, make_capturable, place
 from stepgraph.state.optimizer_guards import NumbersGuard
 from stepgraph.state.own_changes import ModelState
 from stepgraph.state.rng import GeneratorWatch, HostRandomWatch
@@ -68,7 +68,8 @@ def warm_up(
     numbers = {id(o): NumbersGuard(o) for o in site.touched.optimizers}
     whole = site.with_objects(step)
     flags = flags_of(site, options, step)
-    values = Watch(whole, options.ignore, site.touched.named_modules)
+    eager = [o for o in site.touched.optimizers if not place(o, options.optimizer).inside]
+    values = Watch(whole, options.ignore, site.touched.named_modules, eager=eager)
     model = ModelState(site.touched.all_modules, site.touched.all_parameters)
 
     def see(optimizer: Optimizer) -> None:

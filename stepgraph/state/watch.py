@@ -13,7 +13,7 @@ through in C. Only where that row finds something touched is it asked what, and 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -36,8 +36,10 @@ class Watch:
         ignore: Collection[str] = (),
         modules: Mapping[str, torch.nn.Module] | None = None,
         read: Mapping[tuple[str, int], Callable[[], Any]] | None = None,
+        eager: Iterable[Any] = (),
     ) -> None:
-        finder = Finder(ignore)
+        """`read` are numbers that it was seen to read, `eager` the optimizers that run at each replay."""
+        finder = Finder(ignore, [id(value) for value in eager])
         finder.find(function, modules or {})
         self._sources = finder.sources
         self._parts: list[Part] = finder.notes.parts

@@ -77,8 +77,10 @@ class _Subject:
 class Finder:
     """Looks through what a step can name, and has noted what is to be watched."""
 
-    def __init__(self, ignore: Collection[str]) -> None:
+    def __init__(self, ignore: Collection[str], eager: Collection[int] = ()) -> None:
+        """`eager` are objects, by id, that run between graphs: what they do is done at each replay."""
         self.notes = Notes(ignore)
+        self._eager = frozenset(eager)
         self.sources: list[Source] = []
         self._seen: dict[int, Any] = {}
         """Cells and containers, by id; kept, so that no other takes the id of one."""
@@ -274,7 +276,7 @@ class Finder:
         """`is_inner`: of the layers of torch's own inside a model there are hundreds, and their code is as it is."""
         if [names for names in contexts if self._is_known(value, names)]:
             return
-        kind = self._kinds.of(type(value))
+        kind = self._kinds.of(type(value), is_eager=id(value) in self._eager)
         found = attributes_of(value)
         slots = slots_of(kind.type) if kind.is_users and not kind.is_module else {}
         attributes = found if found is not None else {}
@@ -310,7 +312,7 @@ class Finder:
         found |= {n: in_slot(subject.value, subject.slots[n], MISSING) for n in names & subject.slots.keys()}
         for name in sorted(found.keys() - BOOKKEEPING if kind is not None and kind.is_module else found):
             value, label = found[name], subject.label.attribute(name)
-            if kind is None or (not kind.is_users and _is_telling(value)):
+            if kind is None or ((kind.is_eager or not kind.is_users) and _is_telling(value)):
                 self.notes.put(subject.attributes, name, label, value)
                 self.notes.place(label, value)
             if name in subject.looked_into:

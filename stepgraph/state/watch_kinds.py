@@ -29,24 +29,27 @@ _TORCHS = "torch.nn.modules."
 class Kind:
     """A class, and the names that its own code looks up, as far as that code is reached."""
 
-    __slots__ = ("_reads", "asked", "entries", "is_module", "is_users", "names", "runs", "type")
+    __slots__ = ("_reads", "asked", "entries", "is_eager", "is_module", "is_users", "names", "runs", "type")
 
-    def __init__(self, kind: type) -> None:
-        self.type = kind
+    def __init__(self, kind: type, *, is_eager: bool = False) -> None:
+        """`is_eager`: of an optimizer that runs at each replay. What its step reads and counts is its own affair."""
+        self.type, self.is_eager = kind, is_eager
         self.is_users = is_users(kind)
         self.is_module = issubclass(kind, torch.nn.Module)
         self.names: set[str] = set()
         """What the methods that are reached look up, mostly on `self`."""
-        self.asked: set[str] = set()
+        self.asked: set[str] = {"step"} if is_eager else set()
         """What was looked for on the class so far."""
-        self.entries = ("forward",) if self.is_module else _IMPLICIT if self.is_users else ()
+        self.entries = ("forward",) if self.is_module else _IMPLICIT if self.is_users and not is_eager else ()
         """Methods that run without being named."""
-        self.runs = self.is_module
+        self.runs = self.is_module or is_eager
         """Whether there are such methods, so that objects of the class are looked into as `self` is."""
         self._reads = _read_by_forward(kind) if self.is_module and not self.is_users else None
 
     def watched_in(self, attributes: Mapping[str, Any]) -> list[str]:
         """The attributes of an object of the class that are watched, whether code is seen to name them or not."""
+        if self.is_eager:
+            return []
         if not self.is_module:
             return [key for key in attributes if not key.startswith("__")] if self.is_users else []
         if self.is_users:
@@ -62,13 +65,13 @@ class Kinds:
     def __init__(self, enter: Callable[[Kind, str], None]) -> None:
         """`enter` is told of each class and the methods of it that run without being named."""
         self._enter = enter
-        self._found: dict[type, Kind] = {}
+        self._found: dict[tuple[type, bool], Kind] = {}
         self._is_users: dict[type, bool] = {}
 
-    def of(self, kind: type) -> Kind:
-        found = self._found.get(kind)
+    def of(self, kind: type, *, is_eager: bool = False) -> Kind:
+        found = self._found.get((kind, is_eager))
         if found is None:
-            found = self._found[kind] = Kind(kind)
+            found = self._found[kind, is_eager] = Kind(kind, is_eager=is_eager)
             for name in found.entries:
                 self._enter(found, name)
             found.runs = found.runs or bool(found.names)

@@ -64,7 +64,7 @@ def test_live_number_read_from_a_list_of_groups_under_another_name_is_never_froz
 
         return dataclasses.replace(program, step=step)
 
-    with pytest.warns(stepgraph.StepgraphWarning, match=r"param_groups\[0\]\['lr'\]: 0.5 -> 0.25"):
+    with pytest.warns(stepgraph.StepgraphWarning, match=r"param_groups\[0\]\['lr'\]: "):
         assert_captured_equals_eager(build_reading, device)
 
 
