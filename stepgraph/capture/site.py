@@ -197,6 +197,15 @@ class Familiar:
     site: Site
 
 
+@dataclass(frozen=True, slots=True)
+class Obstacle:
+    """Something in a step that no replay could repeat."""
+
+    what: str
+    names: tuple[str, ...] = ()
+    """The values in question, as `ignore=` takes them."""
+
+
 class Site:
     """The graphs and the warm-up of calls with the same arguments and flags."""
 
@@ -218,8 +227,8 @@ class Site:
         self.births = 0
         """How many recordings in a row have made state of an optimizer."""
         self._unmoved: dict[frozenset[int], list[torch.Generator]] = {}
-        self.obstacles: dict[str, str] = {}
-        """What warm-up found that no replay could repeat: rule -> description."""
+        self.obstacles: dict[str, Obstacle] = {}
+        """What warm-up found that no replay could repeat, by rule."""
         self.results: tuple[object, list[object]] | None = None
         """The static part of an earlier call's results."""
         self.keep_alive: dict[str, object] = {}

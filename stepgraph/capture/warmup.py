@@ -23,7 +23,7 @@ from stepgraph.backends import Backend, Workspace
 from stepgraph.buffers import on_device, static_part
 from stepgraph.capture.options import Options
 from stepgraph.capture.session import Session
-from stepgraph.capture.site import Site
+from stepgraph.capture.site import Obstacle, Site
 from stepgraph.errors import CaptureError
 from stepgraph.signature import is_plain
 from stepgraph.state.ddp import finding_default_stream
@@ -36,6 +36,9 @@ from stepgraph.state.rng import GeneratorWatch, HostRandomWatch
 from stepgraph.state.scaler import scalers_of
 from stepgraph.state.watch import Watch
 from stepgraph.tree import Structure, changed_containers, paths, unflatten
+
+_MAX_TOLD = 4
+"""Changed values that an error spells out."""
 
 
 @contextlib.contextmanager
@@ -91,20 +94,23 @@ def warm_up(
     refuse_changed_container(changed_containers(structure, moved, (args, kwargs), site.sign().arguments))
     site.note_unmoved(generators.unmoved())
     for source in host_random.advanced():
-        site.obstacles["host-random"] = f"the step draws from {source}"
+        site.obstacles["host-random"] = Obstacle(f"the step draws from {source}")
     for guard in numbers.values():
         changed = guard.changed()
         if changed is not None and options.optimizer != "capturable":
-            site.obstacles["host-value"] = f"the step itself changes {changed}"
-    for change in values.changed():
-        site.obstacles["host-value"] = f"the step itself changes {change}"
+            site.obstacles["host-value"] = Obstacle(f"the step itself changes {changed}")
+    changes = values.changed()
+    if changes:
+        told = "; ".join(map(str, changes[:_MAX_TOLD])) + (" ..." if len(changes) > _MAX_TOLD else "")
+        names = tuple(change.name for change in changes)
+        site.obstacles["host-value"] = Obstacle(f"the step itself changes {told}", names)
     for name in (*values.drawn(), *values.unseen()):
-        site.obstacles["iterator"] = f"the step draws from {name}"
+        site.obstacles["iterator"] = Obstacle(f"the step draws from {name}")
     changed_model = model.changed(site.touched.name)
     if changed_model is not None:
-        site.obstacles["own-change"] = f"the step itself {changed_model}"
+        site.obstacles["own-change"] = Obstacle(f"the step itself {changed_model}")
     for name in unrecordable[:1]:
-        site.obstacles["ddp-stream"] = f"DDP accumulates the gradient of `{name}` on the default stream"
+        site.obstacles["ddp-stream"] = Obstacle(f"DDP accumulates the gradient of `{name}` on the default stream")
     note_result(site, result)
     return result, found_flags
 
@@ -146,11 +152,11 @@ def note_result(site: Site, result: Any) -> None:
     if site.results is not None:
         before, earlier = site.results
         if structure != before:
-            site.obstacles["varying-output"] = "the result's structure is another at each call"
+            site.obstacles["varying-output"] = Obstacle("the result's structure is another at each call")
         else:
             for path, one, two in zip(paths(structure, "result"), earlier, values, strict=True):
                 if one is not two and (not is_plain(one) or one != two):
-                    site.obstacles["varying-output"] = f"{path} was {one!r}, then {two!r}"
+                    site.obstacles["varying-output"] = Obstacle(f"{path} was {one!r}, then {two!r}")
     site.results = (structure, values)
 
 
@@ -205,6 +211,8 @@ def refuse_changed_container(what: str | None) -> None:
 
 def refuse_obstacles(step: str, site: Site) -> None:
     """Raise for the first thing that warm-up found in the way of a replay."""
-    for rule, what in site.obstacles.items():
+    for rule, obstacle in site.obstacles.items():
         why, fix = _WHY[rule]
-        raise CaptureError(f"{step}: {what}", rule=rule, why=why, fix=fix)
+        if obstacle.names:
+            fix = fix.replace("name it in ignore=[...]", f"ignore={list(obstacle.names)}")
+        raise CaptureError(f"{step}: {obstacle.what}", rule=rule, why=why, fix=fix)
