@@ -15,6 +15,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 import stepgraph
+from tests.distributed.ranks import end_together
 from tests.harness import Program, assert_captured_equals_eager, assert_same_history, run
 
 CPU = torch.device("cpu")
@@ -221,5 +222,5 @@ if __name__ == "__main__":
     dist.init_process_group("gloo", init_method=store, rank=int(sys.argv[1]), world_size=int(sys.argv[2]))
     kept = SCENARIOS[sys.argv[4]]()
     gc.collect()  # gloo's threads let go of tensors late, and abort the process if the interpreter is gone by then
-    dist.destroy_process_group()
+    end_together()
     print("done")

@@ -13,6 +13,7 @@ from torch import nn
 
 import stepgraph
 from stepgraph.models import GPTConfig, VisionConfig, VisionEncoder
+from tests.distributed.ranks import end_together
 from tests.pipeline_rank import BATCH, SEQUENCE, Chunk
 
 TINY = GPTConfig.tiny()
@@ -45,7 +46,7 @@ def main(rank: int, world: int, store: str) -> None:
     assert helper.graphs_created() is (rank == 0)
     assert captured.exists(), "it went on while another rank captured"
     helper.delete_cuda_graphs()
-    dist.destroy_process_group()
+    end_together()
     print(f"rank {rank}: done")
 
 

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from stepgraph.order import order_from_pipelining
+from tests.distributed.ranks import end_together
 from tests.pipeline import SCHEDULES, actions_of, make_schedule, recorded_step
 
 
@@ -23,7 +24,7 @@ def main(rank: int, world: int, store: str) -> None:
             continue
         ran = [action for action in recorded_step(schedule, 2 * world, training=False) if "F" in action]
         assert ran == actions_of(order_from_pipelining(schedule, forward_only=True), stages), (name, ran)
-    dist.destroy_process_group()
+    end_together()
     print("done")
 
 

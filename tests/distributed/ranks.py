@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
 from pathlib import Path
+
+import torch.distributed as dist
 
 ROOT = Path(__file__).parents[2]
 
@@ -40,3 +43,10 @@ def run_ranks(
 def last_lines(ranks: list[subprocess.CompletedProcess[str]]) -> list[str]:
     """What each rank said last; its errors where it failed."""
     return [r.stdout.strip().splitlines()[-1] if r.returncode == 0 and r.stdout.strip() else r.stderr for r in ranks]
+
+
+def end_together() -> None:
+    """In a rank: end the process group. gloo aborts now and then where one process ends and its peer is at work."""
+    dist.barrier()
+    dist.destroy_process_group()
+    gc.collect()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import sys
 
 import torch
@@ -10,6 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 import stepgraph
+from tests.distributed.ranks import end_together
 
 
 def train(captured: bool, rank: int, functional: bool) -> tuple[list[torch.Tensor], list[torch.Tensor], int]:
@@ -52,9 +52,7 @@ def main(rank: int, world: int, store: str) -> None:
         assert replays == 9
         assert all(torch.equal(a, b) for a, b in zip(expected, received, strict=True))
         assert all(torch.equal(a, b) for a, b in zip(parameters, captured, strict=True))
-    dist.barrier()  # gloo aborts now and then in a process that ends while its peer is still at work, eager or not
-    dist.destroy_process_group()
-    gc.collect()
+    end_together()
     print(f"rank {rank}: equal")
 
 
