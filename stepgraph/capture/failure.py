@@ -30,3 +30,15 @@ def capture_error(step: str, error: Exception) -> StepgraphError:
         why="it ran in warm-up; under capture tensors have no values yet, and code may look at whether it is captured.",
         fix="see the original error above; run the step with backend='tape' on CPU tensors to find the line.",
     )
+
+
+def refuse_changed_container(what: str | None, by: str = "the step") -> None:
+    """Raise for a container that a call has changed: at a replay the caller's own never changes."""
+    if what is not None:
+        raise CaptureError(
+            f"{by} changes a container that it was given: {what}",
+            rule="argument-changed",
+            why="arguments are built anew for a call, and a replay runs no Python: the caller's own stays as it is.",
+            fix="return the new value, copy into the tensor that is there (state['h'].copy_(new)), or, if nobody "
+            "else uses it, change a copy (batch = dict(batch)).",
+        )

@@ -40,7 +40,7 @@ from stepgraph.state.guards import ModelGuard
 from stepgraph.state.hooks import refuse_hooks
 from stepgraph.state.rng_tracker import CudaRNGStatesTracker, tracker_for
 from stepgraph.state.watch import Watch
-from stepgraph.tree import CallFlattener, Structure, unflatten
+from stepgraph.tree import CallFlattener, Structure
 
 _training = operator.itemgetter("training")
 
@@ -115,15 +115,15 @@ class CudaGraphManager:
         if last is not None and not self.session.is_closed and not has_global_hooks():
             leaves = last.likeness.leaves_of(args, kwargs)
             if leaves is not None and last.around == self._around() and not self._is_capturing():
-                return self._replay(last.site, leaves, last.structure)
+                return self._replay(last.site, leaves, last.structure, (args, kwargs))
         return self._look_up(args, kwargs)
 
-    def _replay(self, site: ModuleSite, leaves: list[Any], structure: Structure) -> Any:
+    def _replay(self, site: ModuleSite, leaves: list[Any], structure: Structure, given: tuple[Any, Any]) -> Any:
         if site.runners and self._guard(site):
             runner = self._ready(site, leaves)
             if runner is not None:
                 return runner.run(leaves)
-        return self._without_graph(site, leaves, structure)
+        return self._without_graph(site, leaves, structure, given)
 
     def modes(self) -> tuple[bool, ...]:
         """Train or eval, for each module."""
@@ -153,7 +153,7 @@ class CudaGraphManager:
             return self.original(*args, **kwargs)
         if site is None:
             site = self._new_site((structure, keys, *around), leaves, structure, keys)
-        return self._replay(site, leaves, structure)
+        return self._replay(site, leaves, structure, (args, kwargs))
 
     def _unsigned(self, error: Exception, args: Any, kwargs: Any) -> Any:
         what = error.what if isinstance(error, InvalidArgument) else str(error).partition("\n")[0]
@@ -273,11 +273,12 @@ class CudaGraphManager:
             self.sites[key] = site
         return site
 
-    def _without_graph(self, site: ModuleSite, leaves: Sequence[Any], structure: Structure) -> Any:
+    def _without_graph(
+        self, site: ModuleSite, leaves: Sequence[Any], structure: Structure, given: tuple[Any, Any]
+    ) -> Any:
         def run() -> Any:
-            args, kwargs = unflatten(structure, leaves)
             with contextlib.nullcontext() if self.need_backward else torch.no_grad():
-                return self.original(*args, **kwargs)
+                return self.original(*given[0], **given[1])
 
         if site.runners:
             return run()  # counted where it was decided
@@ -286,8 +287,7 @@ class CudaGraphManager:
         if self.session.recorder.comes_round(site):
             self.session.create_warm()
             if site.runners:
-                args, kwargs = unflatten(structure, leaves)
-                return self(*args, **kwargs)
+                return self(*given[0], **given[1])
             if self._is_blocked(site):
                 return run()
         self.eager_reasons["warm-up"] += 1
@@ -370,7 +370,8 @@ class CudaGraphManager:
         site.obstacle = f"capture failed: [{raised.rule}]"
         if self.options.strict:
             raise raised from (None if raised is error else error)
-        warn_user(f"{raised}\nThe module runs eagerly.")
+        whose = "" if raised.what.startswith(self.name) else f"{self.name}: "
+        warn_user(f"{whose}{raised}\nThe module runs eagerly.")
 
     def drop(self) -> None:
         """Free this module's graphs; its calls warm up again."""

@@ -26,6 +26,7 @@ from stepgraph.capture.differentiate import (
     saved_memory,
 )
 from stepgraph.capture.donation import recording_compiled_backwards, uses_up_saved
+from stepgraph.capture.failure import refuse_changed_container
 from stepgraph.capture.lane import Lane
 from stepgraph.capture.recorder import RecordedCall, SameTensor
 from stepgraph.capture.runner import BackwardGraph, Runner
@@ -41,7 +42,7 @@ from stepgraph.state.param_grads import ParamGrads
 from stepgraph.state.rng_recompute import state_of_another_graph
 from stepgraph.state.rng_tracker import NamesGuard, Segment, tracker_for
 from stepgraph.state.standins import StandIns, without_hooks
-from stepgraph.tree import unflatten
+from stepgraph.tree import changed_containers, unflatten
 
 
 class PairCapture:
@@ -90,7 +91,8 @@ class PairCapture:
         if call.values:
             Boundary({i: tensors[i] for i in call.values}).load(call.values)
         versions = {i: _version(t) for i, t in tensors.items()}
-        args, kwargs = unflatten(call.structure, [_filled(i, leaf, tensors) for i, leaf in enumerate(call.leaves)])
+        leaves = [_filled(i, leaf, tensors) for i, leaf in enumerate(call.leaves)]
+        args, kwargs = unflatten(call.structure, leaves)
         mode = contextlib.nullcontext() if self._need_backward else torch.no_grad()
         names = NamesGuard(self._random)
         with contextlib.ExitStack() as stack:
@@ -103,6 +105,9 @@ class PairCapture:
                 result = StaticResult(self._function(*args, **kwargs), tensors)
                 mutated = [i for i, t in tensors.items() if _version(t) != versions[i]]
                 self._refuse(call, graph, tensors, mutated)
+                spelled = call.site.call.arguments
+                changed = changed_containers(call.structure, leaves, (args, kwargs), spelled, keys=True)
+                refuse_changed_container(changed, "the module")
                 refuse_tensor_classes(result.tensors, ["result"] * len(result.tensors))
                 if then is not None:
                     then(result)

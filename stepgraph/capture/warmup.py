@@ -21,6 +21,7 @@ from torch.optim.optimizer import (
 
 from stepgraph.backends import Backend, Workspace
 from stepgraph.buffers import on_device, static_part
+from stepgraph.capture.failure import refuse_changed_container
 from stepgraph.capture.options import Options
 from stepgraph.capture.session import Session
 from stepgraph.capture.site import Obstacle, Site
@@ -195,18 +196,6 @@ def own_change(step: str, what: str) -> CaptureError:
     """The error for a step that changes its own model behind the graph's back."""
     why, fix = _WHY["own-change"]
     return CaptureError(f"{step}: the step itself {what}", rule="own-change", why=why, fix=fix)
-
-
-def refuse_changed_container(what: str | None) -> None:
-    """Raise for a container that a call has changed, at its first call: the caller's own never changes."""
-    if what is not None:
-        raise CaptureError(
-            f"the step changes a container that it was given: {what}",
-            rule="argument-changed",
-            why="arguments are built anew for a call, and a replay runs no Python: the caller's own stays as it is.",
-            fix="return the new value, copy into the tensor that is there (state['h'].copy_(new)), or, if only the "
-            "step uses it, change a copy (batch = dict(batch)).",
-        )
 
 
 def refuse_obstacles(step: str, site: Site) -> None:

@@ -33,6 +33,16 @@ def make(*args: Any, **kwargs: Any) -> Callable[[], Any]:
 # -- arguments
 
 
+def test_container_that_a_callable_changes_is_refused_by_name(device: torch.device) -> None:
+    class Cached(nn.Linear):
+        def forward(self, x: torch.Tensor, cache: dict[str, torch.Tensor]) -> torch.Tensor:  # type: ignore[override]
+            cache["x"] = x
+            return super().forward(x)
+
+    found = refusal(make(Cached(WIDTH, WIDTH).to(device), (x_on(device), {})), "argument-changed")
+    assert "the module changes a container that it was given: `cache['x']` was added" in found.what
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
     [("fp8_enabled", True), ("fp8_recipe", object()), ("fp8_group", object()), ("fp8_weight_caching", True)],

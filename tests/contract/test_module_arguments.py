@@ -303,6 +303,45 @@ def test_arguments_that_cannot_be_seen_into_run_eagerly(kind: str, device: torch
     assert report.eager_calls == 12
 
 
+class Cached(nn.Module):
+    """Leaves something in a container that it is given."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.inner = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor, cache: Any) -> torch.Tensor:
+        y: torch.Tensor = self.inner(x)
+        if self.kind == "key added":
+            cache["y"] = y.detach() * 2
+        elif self.kind == "key replaced":
+            cache["first"] = cache["first"] + 1
+        elif self.kind == "key taken out":
+            y = y * cache.pop("first")
+        else:
+            cache.append(y.detach() * 2)
+        return y
+
+
+@pytest.mark.parametrize("kind", ["key added", "key replaced", "key taken out", "list grown"])
+def test_arguments_that_a_module_changes_are_the_callers_own(kind: str, device: torch.device) -> None:
+    """It runs eagerly then, on the very containers that it was given."""
+
+    def build(device: torch.device) -> Training:
+        def call(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+            cache: Any = [] if kind == "list grown" else {"first": x.detach().mean()}
+            y = model["part"](x, cache)
+            left = cache if kind == "list grown" else list(cache.values())
+            return y + sum(value.mean() for value in left)
+
+        return training_of(lambda: nn.ModuleDict({"part": Cached(kind)}), device, call=call)
+
+    with quiet():
+        report = assert_graphed_equals_eager(build, device, ["part"], replays=False)
+    assert report.rows[0].eager_reasons == {"warm-up": 3, "capture failed: [argument-changed]": 9}
+
+
 def test_arguments_parameters_and_modules_are_the_things_themselves(device: torch.device) -> None:
     """A parameter or a module that is passed in gets its gradients, and is noticed when it is replaced."""
 
