@@ -63,6 +63,8 @@ class _Recording:
     read: ReadNumbers
     kept: str | None
     """Where the step has left a tensor that it made."""
+    modes: list[tuple[torch.nn.Module, bool]]
+    """Modules that the step leaves in another mode than it found, and in which."""
 
     def drop(self) -> None:
         """Leave everything as before the recording."""
@@ -175,7 +177,7 @@ class StepCapture:
         )
         return CapturedCall(
             *(signature, site.touched.all_modules, parameters, inputs, made.chain, made.outputs),
-            *(made.grads.carried_in, made.grads.added_to, guards, counters, made.flags),
+            *(made.grads.carried_in, made.grads.added_to, guards, counters, made.flags, made.modes),
             hand_out=made.outputs.copies if self._options.outputs == "copy" else lambda: made.outputs.tree,
         )
 
@@ -219,6 +221,7 @@ class StepCapture:
                         _refuse_own_change(self._name, model.changed(site.touched.name))
                         kept = self._kept(site, outputs)
                         chain = recorder.finish()
+                        modes = model.take_modes()
                     except BaseException:
                         recorder.abort()
                         raise
@@ -226,7 +229,7 @@ class StepCapture:
                 model.restore()
                 grads.rollback()
                 raise
-        return _Recording(chain, outputs, grads, scalers, found_flags, read, kept)
+        return _Recording(chain, outputs, grads, scalers, found_flags, read, kept, modes)
 
     def _kept(self, site: Site, outputs: StaticOutputs) -> str | None:
         grads = [p.grad for p in site.touched.parameters if p.grad is not None]

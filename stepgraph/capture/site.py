@@ -78,6 +78,7 @@ class CapturedCall:
         guards: Guards,
         counters: HostCounters,
         flags: Flags | None,
+        modes_left: Sequence[tuple[torch.nn.Module, bool]],
         hand_out: Callable[[], Any],
     ) -> None:
         self.signature = signature
@@ -105,9 +106,11 @@ class CapturedCall:
         self._is_steady = False
         self._before_replay = [part.advance for part in (counters, guards.replicas) if part.is_needed]
         self._writes_back = inputs.writes_back
+        self._modes_left = modes_left
         self.straight: Callable[[Sequence[Any]], Any] | None = None
         """From the inputs to the results in one go: the replay of an untouched call, where there is no more to it."""
-        if self._launch is not None and flags is None and not self._before_replay and not self._writes_back:
+        is_all = flags is None and not self._before_replay and not self._writes_back and not modes_left
+        if self._launch is not None and is_all:
             self.straight = _straight(inputs, self._launch, hand_out)
 
     def fits(self) -> bool:
@@ -170,6 +173,8 @@ class CapturedCall:
             carry_out(carried, self._added_to)
         if self._writes_back:
             self.inputs.store(leaves)
+        for module, mode in self._modes_left:
+            module.training = mode
 
 
 def _straight(

@@ -178,7 +178,7 @@ _WHY = {
     ),
     "own-change": (
         "a replay runs no Python: the model would stay as the capture left it.",
-        "change tensors in place (buffer.copy_(new), p.data.sub_(update)), and modes and flags outside the step.",
+        "change tensors in place (buffer.copy_(new), p.data.sub_(update)), and flags outside the step.",
     ),
     "ddp-stream": (
         "its accumulators remember the stream that DDP was built on, and CUDA records nothing on the default one.",

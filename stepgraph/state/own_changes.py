@@ -1,8 +1,9 @@
 """What a step itself does to its model behind the graph's back: other tensors, other modules, other flags.
 
 A replay runs no Python. A buffer that the step puts in another's place (`self.mean = 0.9 * self.mean + ...`), data that
-it gives a parameter (`p.data = p.data - lr * p.grad`), a mode or a flag that it leaves changed would all stay those of
-the capture. What is changed in place is no such thing: it is part of the graph.
+it gives a parameter (`p.data = p.data - lr * p.grad`), a flag that it leaves changed would all stay those of the
+capture. What is changed in place is no such thing: it is part of the graph. Modes are no such thing either: a step that
+says `model.train()` leaves the model so, whatever its mode was, and the same can be done after each replay.
 """
 
 from __future__ import annotations
@@ -46,9 +47,6 @@ class ModelState:
         for parameter, flag in self._flags:
             if parameter.requires_grad != flag:
                 yield f"leaves requires_grad of `{self._name(parameter, name)}` {not flag}, and found it {flag}"
-        for module, mode in self._modes:
-            if module.training != mode:
-                yield f"leaves `{name(module)}` in {_MODES[not mode]} mode, and found it in {_MODES[mode]} mode"
 
     def _name(self, tensor: torch.Tensor, name: Callable[[Any], str]) -> str:
         for module, _, before in self._slots:
@@ -69,9 +67,14 @@ class ModelState:
         for parameter, flag in self._flags:
             if parameter.requires_grad != flag:
                 parameter.requires_grad_(flag)
+        self.take_modes()
+
+    def take_modes(self) -> list[tuple[torch.nn.Module, bool]]:
+        """The modules that are in another mode by now, and in which; they are put back."""
+        left = [(module, module.training) for module, mode in self._modes if module.training != mode]
         for module, mode in self._modes:
             module.training = mode
+        return left
 
 
 _MISSING = object()
-_MODES = {True: "training", False: "evaluation"}
