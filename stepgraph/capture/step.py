@@ -17,6 +17,7 @@ from typing import Any, Generic, ParamSpec, TypeVar, cast
 
 from stepgraph.backends import Backend
 from stepgraph.buffers import detached, is_copied_in, on_device
+from stepgraph.capture.bound import BoundSteps
 from stepgraph.capture.bucketing import Bucketing, Example
 from stepgraph.capture.choice import choose_backend, refuse_other_devices
 from stepgraph.capture.failure import capture_error
@@ -62,6 +63,7 @@ class CapturedStep(Generic[P, R]):
         self._owns_session = session is None
         self._wanted = backend
         self._capture = StepCapture(self._name, function, self._session, options)
+        self._bound = BoundSteps(self._name)
         self._sites: dict[Hashable, Site] = {}
         self._last: Familiar | None = None
         """What the last replayed call looked like."""
@@ -76,18 +78,13 @@ class CapturedStep(Generic[P, R]):
         self._session.when_dropped(self._forget_graphs)
         self._session.when_closed(self._flags.drain)
 
-    def __set_name__(self, owner: type, name: str) -> None:
-        self._attribute = name
-
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         """On a method: each instance gets a captured step of its own."""
-        if instance is None:
-            return self
-        bound = self._function.__get__(instance, owner)
+        return self if instance is None else self._bound.of(instance, functools.partial(self._bind, instance, owner))
+
+    def _bind(self, instance: Any, owner: type | None) -> CapturedStep[..., Any]:
         session = None if self._owns_session else self._session
-        step: CapturedStep[..., Any] = CapturedStep(bound, self._options, session, self._wanted)
-        vars(instance)[self._attribute] = step
-        return step
+        return CapturedStep(self._function.__get__(instance, owner), self._options, session, self._wanted)
 
     # -- calling
 

@@ -28,6 +28,15 @@ _GLOBAL_READS = tuple(
     if name in opcode.opmap
 )
 _ASKED_BY_STRING = frozenset(("getattr", "hasattr", "setattr", "delattr", "attrgetter", "vars", "__dict__"))
+_ASKED_AT_LARGE = _ASKED_BY_STRING | {
+    "__getattribute__",
+    "__getattr__",
+    "asdict",
+    "astuple",
+    "getmembers",
+    "eval",
+    "exec",
+}
 
 
 def is_users_code(code: types.CodeType) -> bool:
@@ -47,6 +56,11 @@ def attributes_in(code: types.CodeType) -> set[str]:
     """The names of attributes that a function's code looks up, inner functions included, and some of globals."""
     names = names_in(code)
     return names | set(_strings_in(code)) if names & _ASKED_BY_STRING else names
+
+
+def may_name_anything(names: set[str]) -> bool:
+    """Whether code with these names may look up attributes that it does not spell."""
+    return not names.isdisjoint(_ASKED_AT_LARGE)
 
 
 def _strings_in(code: types.CodeType) -> Iterator[str]:

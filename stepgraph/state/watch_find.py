@@ -5,6 +5,8 @@ that is found there is followed; an object, a dict, a list or a tuple is looked 
 method names is looked for on its object, and one level into that; what is not there is noted as absent. Which names
 count for which object: for `self`, those in its own methods and in plain functions, which may be handed it; for other
 objects, those in all code that is followed; for classes and Python modules, those in the functions that name them.
+An attribute that no code at all names (`self.global_step`, counted in the loop) is nobody's business, unless there is
+code that asks for attributes without spelling them (`getattr`, `vars`).
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ from stepgraph.state.watch_code import (
     is_installed,
     is_users_code,
     layers_of,
+    may_name_anything,
 )
 from stepgraph.state.watch_contents import contents_of
 from stepgraph.state.watch_kinds import BOOKKEEPING, Kind, Kinds, runs_when_called
@@ -91,6 +94,8 @@ class Finder:
         self._in_functions: set[str] = set()
         self._in_all: set[str] = set()
         """Names in all code but that of modules, which mostly name their own."""
+        self._anywhere: set[str] = set()
+        """Names in all code that is followed, that of libraries included."""
 
     def find(self, function: Any, modules: Mapping[str, torch.nn.Module]) -> None:
         """Look through a callable and the modules that it is known to call."""
@@ -106,6 +111,9 @@ class Finder:
             for name, tensor in module.named_parameters(recurse=False):
                 self._add_tensor(Label(path).attribute(name), tensor, self._kinds.of(type(module)).names)
         self._settle()
+        for subject in self._subjects.values():
+            if subject.kind is not None:
+                self._note_attributes(subject, subject.kind)
         self._note_absent()
 
     def _settle(self) -> None:
@@ -168,6 +176,7 @@ class Finder:
                     names = attributes_in(layer.__code__)
                     self._functions[id(layer)] = (layer, names)
                     self._todo.append(layer)
+                self._anywhere |= names
                 for gathered in into:
                     is_anyones = gathered is self._in_all or gathered is self._in_functions
                     if not is_anyones or not is_installed(layer.__code__):  # a library names little of the user's
@@ -285,18 +294,25 @@ class Finder:
         subject.is_fixed = is_inner and not kind.is_users
         if not subject.is_fixed:
             self.notes.classes.add(label, value)
+
+    def _note_attributes(self, subject: _Subject, kind: Kind) -> None:
+        """Watch the attributes and slots of an object that any code may read."""
+        label, value = subject.label, subject.value
+        may_be_any = not kind.is_users or may_name_anything(self._in_all | self._in_functions | kind.names)
         for key in sorted(kind.watched_in(subject.attributes)):
             item = subject.attributes[key]
+            if not (may_be_any or key in self._anywhere):
+                continue
             if not kind.is_module or type(item) in _SIMPLE or not is_engines(item):
                 self.notes.put(subject.attributes, key, label.attribute(key), item)
                 self.notes.place(label.attribute(key), item)
-        if slots:
-            part = Items(value, in_slot)
-            for name, member in slots.items():
-                inner, item = label.attribute(name), in_slot(value, member, MISSING)
-                if not self.notes.is_ignored(inner):
-                    part.add(member, str(inner), item)
-                    self.notes.place(inner, item)
+        part = Items(value, in_slot)
+        for name, member in subject.slots.items():
+            inner, item = label.attribute(name), in_slot(value, member, MISSING)
+            if not self.notes.is_ignored(inner) and (may_be_any or name in self._anywhere):
+                part.add(member, str(inner), item)
+                self.notes.place(inner, item)
+        if len(part):
             self.notes.parts.append(part)
 
     def _look(self, subject: _Subject) -> bool:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import pickle
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -813,3 +816,80 @@ def test_capture_accumulation_across_two_functions(
         assert two.report().replays == 9
     assert all(torch.equal(a, b) for a, b in zip(expected, received, strict=True))
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
+
+
+class Base:
+    """A captured method, which others build upon."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.weight = torch.full((2,), 2.0, device=device)
+        self.calls = 0
+
+    @stepgraph.capture
+    def step(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.weight
+
+
+class Derived(Base):
+    def step(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        self.calls += 1
+        return super().step(x) + 1
+
+
+class Both(Base):
+    @stepgraph.capture
+    def step(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.weight * 10
+
+
+def test_capture_on_a_method_leaves_inheritance_as_it_is(device: torch.device) -> None:
+    derived, both, x = Derived(device), Both(device), torch.ones(2, device=device)
+    for _ in range(6):
+        assert derived.step(x).tolist() == [3.0, 3.0]
+        assert both.step(x).tolist() == [20.0, 20.0]
+        assert super(Both, both).step(x).tolist() == [2.0, 2.0]
+    assert derived.calls == 6
+    assert super(Derived, derived).step.report().replays == 3
+    assert both.step.report().replays == super(Both, both).step.report().replays == 3
+
+
+@pytest.mark.parametrize("how", [copy.copy, copy.deepcopy, lambda b: pickle.loads(pickle.dumps(b))])
+def test_capture_on_a_method_of_a_copy_is_the_copys(how: Callable[[Base], Base], device: torch.device) -> None:
+    base, x = Base(device), torch.ones(2, device=device)
+    for _ in range(5):
+        base.step(x)
+    other = how(base)
+    other.weight = torch.full((2,), 5.0, device=device)
+    for _ in range(5):
+        assert other.step(x).tolist() == [5.0, 5.0]
+        assert base.step(x).tolist() == [2.0, 2.0]
+
+
+def test_capture_put_on_a_class_later_or_on_class_methods(device: torch.device) -> None:
+    class Plain:
+        factor = 2.0
+
+        def step(self, x: torch.Tensor) -> torch.Tensor:
+            return x + 1
+
+        @classmethod
+        def scaled(cls, x: torch.Tensor) -> torch.Tensor:
+            return x * cls.factor
+
+    x = torch.ones(2, device=device)
+    Plain.step = stepgraph.capture(Plain.step)  # type: ignore[method-assign]
+    scaled = stepgraph.capture(Plain.scaled)
+    plain = Plain()
+    for _ in range(5):
+        assert plain.step(x).tolist() == [2.0, 2.0]
+        assert scaled(x).tolist() == [2.0, 2.0]
+
+    class Slotted:
+        __slots__ = ()
+
+        @stepgraph.capture
+        def step(self, x: torch.Tensor) -> torch.Tensor:
+            return x
+
+    with pytest.raises(stepgraph.InvalidArgument, match="__slots__"):
+        Slotted().step(x)

@@ -359,7 +359,17 @@ def key_deleted_from_a_defaultdict() -> Case:
 
 def attribute_deleted() -> Case:
     config = types.SimpleNamespace(a=1.0, b=2.0)
-    return (lambda x: x * config.a), lambda: delattr(config, "b"), ["config.b: 2.0 -> gone"]
+    return (lambda x: x * config.a + config.b), lambda: delattr(config, "b"), ["config.b: 2.0 -> gone"]
+
+
+def attribute_that_is_not_spelled() -> Case:
+    config, name = types.SimpleNamespace(a=1.0, b=2.0), "b"
+    return (lambda x: x * getattr(config, name)), lambda: setattr(config, "b", 3.0), ["config.b: 2.0 -> 3.0"]
+
+
+def attributes_at_large() -> Case:
+    config = types.SimpleNamespace(a=1.0)
+    return (lambda x: x * sum(vars(config).values())), lambda: setattr(config, "a", 3.0), ["config.a: 1.0 -> 3.0"]
 
 
 def slot_of_one_name() -> Case:
@@ -807,3 +817,21 @@ def test_globals_are_told_from_attributes() -> None:
     )
     function = next(c for c in code.co_consts if isinstance(c, types.CodeType))
     assert globals_in(function) == {"inner", *names}
+
+
+def test_watch_leaves_alone_attributes_that_no_code_names() -> None:
+    class Slotted:
+        __slots__ = ("calls", "scale")
+
+    class Trainer:
+        def __init__(self) -> None:
+            self.scale, self.global_step, self.slotted = 1.0, 0, Slotted()
+            self.slotted.scale, self.slotted.calls = 1.0, 0
+
+        def step(self, x: float) -> float:
+            return x * self.scale * self.slotted.scale
+
+    trainer = Trainer()
+    assert told_of(trainer.step, lambda: setattr(trainer, "global_step", 1)) == []
+    assert told_of(trainer.step, lambda: setattr(trainer.slotted, "calls", 1)) == []
+    assert told_of(trainer.step, lambda: setattr(trainer, "scale", 2.0)) == ["self.scale: 1.0 -> 2.0"]
