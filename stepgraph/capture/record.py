@@ -170,6 +170,7 @@ class StepCapture:
                 *(site.touched.all_modules, site.touched.all_parameters, site.touched.name, self._events),
                 hooked=modules,
                 whole_step=True,
+                steady=parameters,
             ),
             Watch(whole, self._options.ignore, site.touched.named_modules, made.read.found, outside),
             random,

@@ -25,6 +25,7 @@ from stepgraph.state.ddp import Replicas
 from stepgraph.state.grads import Attachment, carry_in, carry_out
 from stepgraph.state.guards import ModelGuard
 from stepgraph.state.hooks import hooks_on, spelled
+from stepgraph.state.layout import Layouts, layouts_of
 from stepgraph.state.module_state import Touched
 from stepgraph.state.nonfinite import Flags
 from stepgraph.state.optimizer import HostCounters
@@ -100,6 +101,8 @@ class CapturedCall:
             left.get(id(p)) is kept for p, kept in self._carried_in
         )
         self._steady = SteadyParameters(parameters, self._left)
+        grads = (grad for _, grad in (*chain.final, *carried_in) if grad is not None)
+        self._grads = Layouts(layouts_of({id(grad): grad for grad in grads}.values()))
         self._row: Callable[[], bool] | None = None
         self._rows_left = _MAX_ROWS
         self._launch = chain.single_launch
@@ -149,11 +152,15 @@ class CapturedCall:
         optimizers = (*guards.parameters, *guards.numbers, *guards.states)
         for guard in (guards.replicas, self._steady, guards.model, *optimizers, guards.values):
             guard.expect(row)
+        self._grads.expect(row, seen={id(grad) for grad in self._left})
         return row.question()
 
     def model_changed(self) -> str | None:
         """What is another about the model than at capture, after `fits` has looked at the parameters."""
         changed = self.guards.model.changed(flags_seen=self._is_steady)
+        moved = self._grads.changed() if changed is None else None
+        if moved is not None:
+            changed = f"a gradient of shape {list(moved[0].shape)} {moved[1]} (`.grad.data = ...`)"
         for guard in self.guards.parameters if changed is None else ():
             changed = changed or guard.changed()
         return changed

@@ -33,6 +33,7 @@ struct Layout {
   PyObject* tensor;
   PyTypeObject* type;
   const void* address;
+  uint64_t keys;  // conjugation and negation are told by these
   at::ScalarType dtype;
   c10::DimVector shape;
   c10::DimVector stride;
@@ -123,6 +124,7 @@ Layout layout_of(PyObject* given) {
       tensor,
       Py_TYPE(tensor),
       PyLong_AsVoidPtr(part(given, 1)),
+      PyLong_AsUnsignedLongLong(part(given, 5)),
       reinterpret_cast<THPDtype*>(dtype)->scalar_type,
       numbers_of(part(given, 3)),
       numbers_of(part(given, 4))};
@@ -158,7 +160,7 @@ bool is_the_same(PyObject* found, PyObject* value) {  // takes the reference to 
 }
 
 bool lies_there(const Slot& slot) {
-  if (!PyDict_CheckExact(slot.where)) {
+  if (!PyDict_Check(slot.where)) {
     return is_the_same(PyObject_GetItem(slot.where, slot.key), slot.value);
   }
   PyObject* found = PyDict_GetItemWithError(slot.where, slot.key);
@@ -173,8 +175,9 @@ bool is_laid_out(const Layout& layout) {
     return false;
   }
   const at::Tensor& tensor = THPVariable_Unpack(layout.tensor);
-  return tensor.scalar_type() == layout.dtype && tensor.sizes() == c10::IntArrayRef(layout.shape) &&
-      tensor.strides() == c10::IntArrayRef(layout.stride) && tensor.const_data_ptr() == layout.address;
+  return tensor.key_set().raw_repr() == layout.keys && tensor.scalar_type() == layout.dtype &&
+      tensor.sizes() == c10::IntArrayRef(layout.shape) &&
+      tensor.strides() == c10::IntArrayRef(layout.stride) && tensor.mutable_data_ptr() == layout.address;
 }
 
 bool has_its_gradient(const Gradient& expected) {

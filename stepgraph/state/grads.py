@@ -201,7 +201,7 @@ class Carried:
     """What a replay was given from elsewhere, and has to give back."""
 
     views: Attachment
-    """Gradients in memory of the user's. In eager the step adds to these, and the user sees it through the whole."""
+    """Gradients that the user holds, or that lie in memory of theirs. In eager the step adds to these."""
     borrowed: list[tuple[torch.Tensor, torch.Tensor]]
     """Memory of the user's that the graph uses in the place of another gradient, and what was in it."""
 
@@ -218,9 +218,12 @@ def carry_in(carried: Attachment) -> Carried | None:
             if is_lent:
                 found.borrowed.append((kept, kept.clone()))
             kept.copy_(grad)
-            parameter.grad = kept
-            if is_lent or _is_part(grad):
-                found.views.append((parameter, grad))
+            is_theirs, alive = is_lent or _is_part(grad), weakref.ref(grad)
+            held = grad if is_theirs else None
+            parameter.grad, grad = kept, None
+            held = held if held is not None else alive()  # whoever holds it would see what eager adds to it
+            if held is not None:
+                found.views.append((parameter, held))
     return found if found.views else None
 
 

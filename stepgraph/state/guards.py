@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from stepgraph.state.hooks import HooksGuard, places_of
-from stepgraph.state.layout import Layouts, layout_of
+from stepgraph.state.layout import Layouts, layouts_of
 from stepgraph.state.registration import RegistrationEvents
 from stepgraph.state.untouched import Untouched
 
@@ -38,8 +38,9 @@ class ModelGuard:
         *,
         hooked: Sequence[torch.nn.Module] | None = None,
         whole_step: bool = False,
+        steady: Sequence[torch.Tensor] = (),
     ) -> None:
-        """`hooked`: the modules whose hooks are in the graph, not all.
+        """`hooked`: the modules whose hooks are in the graph, not all. `steady`: see `SteadyParameters`.
 
         `whole_step`: gradients are accumulated inside the graph, and so run the hooks of parameters; and a hook on
         all modules of the process is in it.
@@ -49,7 +50,9 @@ class ModelGuard:
         owned: list[tuple[Any, Mapping[str, Any], str]]
         plain = [m for m in modules if isinstance(m._parameters, dict)]  # those of TorchScript cannot be changed
         owned = [(m, m._buffers, key) for m in plain for key in m._buffers]
-        owned += [(m, m._parameters, key) for m in plain for key, p in m._parameters.items() if id(p) in known]
+        owned += [
+            (m, m._parameters, key) for m in plain for key, p in m._parameters.items() if p is None or id(p) in known
+        ]
         owned += [(m, m._modules, key) for m in plain for key in m._modules]
         owned += [(p, vars(p), key) for p in parameters for key, v in vars(p).items() if isinstance(v, torch.Tensor)]
         self._plain = plain
@@ -62,9 +65,10 @@ class ModelGuard:
         wholes = {id(d): d for d, _ in self._slots if filled[id(d)] == len(d)}
         self._contents = [(d, dict(d)) for d in wholes.values()]
         self._lone_slots = [slot for slot in slots if id(slot[0][0]) not in wholes]
-        self._layouts = Layouts([layout_of(t) for t in {id(t): t for t in (*parameters, *held)}.values()])
+        self._layouts = Layouts(layouts_of({id(t): t for t in (*parameters, *held)}.values()))
         self._flags = list(map(_requires_grad, self._parameters))
-        self._known = known
+        self._steady = {id(p) for p in steady}
+        self._unsteady = [(p, p.requires_grad) for p in parameters if id(p) not in self._steady]
         self._parents = [m for m in plain if m._modules or isinstance(m, _CONTAINERS)]
         self._children = list(map(_children, self._parents))
         self._num_children = self._count_children()
@@ -79,24 +83,27 @@ class ModelGuard:
     def changed(self, *, flags_seen: bool = False) -> str | None:
         """What is not as it was, by name; None in a few microseconds where all is.
 
-        `flags_seen`: the caller has just seen that each `requires_grad` is as it was.
+        `flags_seen`: the caller has just seen that `requires_grad` of the steady ones is as it was.
         """
         if self._slots and not all(map(operator.is_, [d.get(key) for d, key in self._slots], self._slot_values)):
             return self._replaced()
         moved = self._layouts.changed()
         if moved is not None:
             return f"`{self._tensor_name(moved[0])}` {moved[1]}"
-        if not flags_seen and list(map(_requires_grad, self._parameters)) != self._flags:
+        is_known = flags_seen and all(p.requires_grad is flag for p, flag in self._unsteady)
+        if not is_known and list(map(_requires_grad, self._parameters)) != self._flags:
             return self._changed_flag()
         return self._changed_layout() or self._hooks.changed()
 
     def expect(self, row: Untouched) -> None:
-        """What `changed` comes down to, but for the flags and the form of parameters."""
+        """What `changed` comes down to, but for the flags and the form of steady parameters."""
         for where, values in self._contents:
             row.contents(where, values)
         for (where, key), value in self._lone_slots:
             row.item(where, key, value)
-        self._layouts.expect(row, seen=self._known)
+        self._layouts.expect(row, seen=self._steady)
+        for parameter, flag in self._unsteady:
+            row.attribute(parameter, "requires_grad", flag)
         row.attribute(self._events, "count", self._events_seen)
         for parent, children, count in zip(self._parents, self._children, self._num_children, strict=True):
             row.attribute(parent, "_modules", children)
@@ -142,6 +149,7 @@ class ModelGuard:
     def _changed_layout(self) -> str | None:
         """Look at modules, after an event."""
         is_same = all(map(operator.is_, map(_children, self._parents), self._children))
+        is_same = is_same and all(len(d) == len(copy) for d, copy in self._contents)
         if is_same and self._events.count == self._events_seen and self._count_children() == self._num_children:
             return None
         for module, before, after in zip(self._plain, self._layout, self._read_layout(), strict=True):

@@ -6,9 +6,10 @@ read before each replay, in bulk.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import operator
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 import torch
 
@@ -31,19 +32,34 @@ _same_addresses: Callable[[list[torch.Tensor], list[int], list[int]], bool] = ge
 
 def layout_of(tensor: torch.Tensor) -> Layout:
     """Where a tensor lies, and its form; raises `RuntimeError` where it has no memory of its own (sparse, nested)."""
-    return tensor, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
+    return tensor, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), _keys_of(tensor)
+
+
+def layouts_of(tensors: Iterable[torch.Tensor]) -> list[Layout]:
+    """The layouts of those that have any: not of sparse or nested tensors, nor of parameters that are still lazy."""
+    found = []
+    for tensor in tensors:
+        with contextlib.suppress(RuntimeError, ValueError):
+            found.append(layout_of(tensor))
+    return found
 
 
 def change_of(layout: Layout) -> str | None:
     """What happened to a tensor that does not lie as it did."""
-    tensor, address, dtype, shape, stride = layout
+    tensor, address, dtype, shape, stride, keys = layout
     if tensor.shape != shape:
         return f"has the shape {list(tensor.shape)}, not {list(shape)}"
     if tensor.data_ptr() != address:
         return "moved to another address"
     if tensor.stride() != stride:
         return "is laid out with other strides"
-    return f"is of {tensor.dtype}, not {dtype}" if tensor.dtype != dtype else None
+    if tensor.dtype != dtype:
+        return f"is of {tensor.dtype}, not {dtype}"
+    return "is conjugated, negated or of another kind" if _keys_of(tensor) != keys else None
+
+
+def _keys_of(tensor: torch.Tensor) -> int:
+    return int(torch._C._dispatch_keys(tensor).raw_repr())
 
 
 class Layouts:
@@ -53,7 +69,8 @@ class Layouts:
         self._layouts = list(layouts)
         self._tensors = [layout[0] for layout in layouts]
         self._addresses = [layout[1] for layout in layouts]
-        self._forms = [(shape, dtype) for _, _, dtype, shape, _ in layouts]
+        self._forms = [(shape, dtype) for _, _, dtype, shape, *_ in layouts]
+        self._complex = [layout for layout in layouts if layout[2].is_complex]
         self._strides = [layout[4] for layout in layouts]
         self._indices = list(range(len(layouts)))
         row = Untouched()
@@ -79,9 +96,11 @@ class Layouts:
             _same_addresses(self._tensors, self._addresses, self._indices)
             and list(map(_stride, self._tensors)) == self._strides
             and list(map(_form, self._tensors)) == self._forms
+            and all(map(_has_form, self._complex))
         )
 
 
 def _has_form(layout: Layout) -> bool:
-    tensor, _, dtype, shape, stride = layout
-    return tensor.shape == shape and tensor.stride() == stride and tensor.dtype == dtype
+    tensor, _, dtype, shape, stride, keys = layout
+    is_same = tensor.shape == shape and tensor.stride() == stride and tensor.dtype == dtype
+    return is_same and (not dtype.is_complex or _keys_of(tensor) == keys)

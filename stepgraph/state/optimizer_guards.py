@@ -18,7 +18,8 @@ from torch.optim import optimizer as torch_optimizer
 from torch.optim.optimizer import Optimizer
 
 from stepgraph.state.hooks import is_own
-from stepgraph.state.untouched import Untouched, is_told_by_identity
+from stepgraph.state.layout import change_of, layouts_of
+from stepgraph.state.untouched import PLAIN_TENSORS, Untouched, is_told_by_identity
 
 _STEP_HOOKS_OF_ALL: tuple[Mapping[int, Any], ...] = tuple(
     getattr(torch_optimizer, f"_global_optimizer_{kind}_hooks", {}) for kind in ("pre", "post")
@@ -148,34 +149,36 @@ class ParametersGuard:
 
 
 class StateGuard:
-    """The state that a captured optimizer's kernels read and write, and the code that made them."""
+    """The state that a captured optimizer's kernels read and write, and the code that made them.
+
+    Which tensors there are is read at each call. Whether other data was put into one (`.data = ...`) is read too where
+    the library in C++ was built. In Python it would cost as much as all the rest, for what hardly anyone does; there an
+    event tells of it, the end of the memory that the tensor had, as long as nobody holds on to that.
+    """
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer, self._state = optimizer, optimizer.state
         self._kept = list(optimizer.state.values())
-        self._lost = False
-        note = functools.partial(_note_lost, weakref.ref(self))
-        self._entries = [
-            (kept, key, weakref.ref(value, note))
-            for kept in self._kept
-            if isinstance(kept, dict)
-            for key, value in kept.items()
-            if isinstance(value, torch.Tensor)
-        ]
+        self._entries = dict(optimizer.state)
+        self._copies = self._read_copies()
+        tensors = (v for _, copy in self._copies for v in copy.values() if type(v) in PLAIN_TENSORS)
+        self._layouts = layouts_of(tensors)
+        self._was_freed = False
+        note = functools.partial(_note_freed, weakref.ref(self))
+        self._memory = [weakref.ref(layout[0].untyped_storage(), note) for layout in self._layouts]
         self._own_code, self._num_attributes = self._read_code(), len(vars(optimizer))
         self._code = [_without_schedulers(getattr(optimizer, name)) for name in _CODE]
 
-    def note_lost(self) -> None:
-        """A tensor of the state is gone."""
-        self._lost = True
+    def note_freed(self) -> None:
+        """Memory of the state is gone."""
+        self._was_freed = True
 
     def expect(self, row: Untouched) -> None:
         """What `changed` comes down to."""
         row.attribute(self._optimizer, "state", self._state)
-        row.attribute(self, "_lost", False)
-        row.length(self._state, len(self._kept))
-        if self._kept:
-            row.ask(self._has_its_ends)
+        row.attribute(self, "_was_freed", False)
+        row.unwritten([(self._state, self._entries), *self._copies])
+        row.layouts(self._layouts, [])
         row.length(vars(self._optimizer), self._num_attributes)  # other code would be a new one
         for name, value in zip(_CODE, self._own_code, strict=True):
             if value is not None:
@@ -188,28 +191,32 @@ class StateGuard:
         name = type(self._optimizer).__name__
         if self._optimizer.state is not self._state or not _are_the_same(list(self._state.values()), self._kept):
             return f"the state of {name}"
-        for kept, key, before in self._entries:
-            if kept.get(key) is not before():
-                return f"the state of {name}: {key!r} was replaced"
+        for kept, copy in self._copies:
+            for key, value in copy.items():
+                if isinstance(value, torch.Tensor) and kept.get(key) is not value:
+                    return f"the state of {name}: {key!r} was replaced"
+        for layout in self._layouts:
+            what = change_of(layout)
+            if what is not None:
+                return f"the state of {name}: a tensor {what}"
         for attribute, before in zip(_CODE, self._code, strict=True):
             if _without_schedulers(getattr(self._optimizer, attribute)) is not before:
                 return f"{name}.{attribute} was replaced"
         self._own_code, self._num_attributes = self._read_code(), len(vars(self._optimizer))
+        self._copies, self._was_freed = self._read_copies(), False
         return "a step hook of all optimizers was added" if all_have_hooks() else None
+
+    def _read_copies(self) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+        return [(kept, dict(kept)) for kept in self._kept if isinstance(kept, dict)]
 
     def _read_code(self) -> list[Any]:
         return list(map(vars(self._optimizer).get, _CODE))
 
-    def _has_its_ends(self) -> bool:
-        """Whether the first and the last entry are there: a state that was made anew has others."""
-        entries = self._state.values()
-        return next(iter(entries)) is self._kept[0] and next(reversed(entries)) is self._kept[-1]
 
-
-def _note_lost(guard: weakref.ref[StateGuard], _: object) -> None:
+def _note_freed(guard: weakref.ref[StateGuard], _: object) -> None:
     found = guard()
     if found is not None:
-        found.note_lost()
+        found.note_freed()
 
 
 def _are_the_same(one: Sequence[Any], two: Sequence[Any]) -> bool:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from stepgraph.state.layout import change_of, layout_of
+from stepgraph.state.layout import change_of, layouts_of
 
 
 class ModelState:
@@ -28,7 +28,7 @@ class ModelState:
         ]
         held = (t for _, _, kept in self._slots for t in kept.values() if isinstance(t, torch.Tensor))
         tensors = {id(t): t for t in (*parameters, *held)}
-        self._data = [(layout_of(t), t.detach()) for t in tensors.values()]
+        self._data = [(layout, layout[0].detach()) for layout in layouts_of(tensors.values())]
         self._flags = [(p, p.requires_grad) for p in parameters]
         self._modes = [(module, module.training) for module in modules]
 

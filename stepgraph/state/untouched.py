@@ -12,19 +12,21 @@ from __future__ import annotations
 
 import functools
 import operator
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from typing import Any
 
 import torch
 
 from stepgraph.native.library import native_row
+from stepgraph.signature import compiler_guards
 
 PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
 """The classes whose facts are what torch itself says of a tensor."""
 
 
-Layout = tuple[torch.Tensor, int, torch.dtype, tuple[int, ...], tuple[int, ...]]
-"""A tensor, its address, its dtype, its shape and its strides."""
+Layout = tuple[torch.Tensor, int, torch.dtype, tuple[int, ...], tuple[int, ...], int]
+"""A tensor, its address, its dtype, its shape, its strides, and its keys in torch's dispatcher."""
 Gradient = tuple[torch.Tensor, torch.Tensor | None, bool]
 """A parameter, its gradient, and whether it requires one."""
 
@@ -35,7 +37,7 @@ class Untouched:
     __slots__ = (
         *("_attributes", "_containers", "_items", "_keys", "_lengths"),
         *("_classes", "_copies", "_names", "_objects", "_owners", "_questions", "_sized", "_wholes"),
-        *("_columns", "_gradients", "_layouts", "_otherwise"),
+        *("_columns", "_gradients", "_layouts", "_otherwise", "_unwritten", "_unwritten_lengths"),
     )
 
     def __init__(self) -> None:
@@ -56,6 +58,8 @@ class Untouched:
         self._layouts: list[Layout] = []
         self._gradients: list[Gradient] = []
         self._otherwise: list[Callable[[], bool]] = []
+        self._unwritten: list[tuple[Any, Any, Any]] = []
+        self._unwritten_lengths: list[tuple[Sized, int]] = []
 
     def attribute(self, owner: Any, name: str, value: Any) -> None:
         """An attribute must be this very object."""
@@ -111,6 +115,15 @@ class Untouched:
         self._gradients += expected
         self._otherwise.append(otherwise)
 
+    def unwritten(self, expected: Sequence[tuple[dict[Any, Any], Mapping[Any, Any]]]) -> None:
+        """Dictionaries must hold just these very objects; without the library it is asked whether they were written."""
+        found = [(where, key, value) for where, values in expected for key, value in values.items()]
+        self._unwritten += found
+        self._unwritten_lengths += [(where, len(values)) for where, values in expected]
+        hold = functools.partial(_lie_there, found, [(where, len(values)) for where, values in expected])
+        versions = _question_of_versions([where for where, _ in expected]) if hold() else None
+        self._otherwise.append(versions or hold)
+
     def length(self, container: Sized, length: int) -> None:
         """A container must be as long."""
         self._sized.append(container)
@@ -127,8 +140,8 @@ class Untouched:
             return self.holds
         tensors = (*(layout[0] for layout in self._layouts), *(gradient[0] for gradient in self._gradients))
         is_plain = all(type(tensor) in PLAIN_TENSORS for tensor in tensors)
-        items = [*zip(self._containers, self._keys, self._items, strict=True)]
-        lengths = [*zip(self._sized, self._lengths, strict=True)]
+        items = [*zip(self._containers, self._keys, self._items, strict=True), *self._unwritten]
+        lengths = [*zip(self._sized, self._lengths, strict=True), *self._unwritten_lengths]
         for containers, key, values in self._columns:
             items += ((container, key, value) for container, value in zip(containers, values, strict=True))
         for container, copy in zip(self._wholes, self._copies, strict=True):
@@ -166,6 +179,31 @@ def is_told_by_identity(value: Any) -> bool:
     if isinstance(value, torch.Tensor):
         return type(value) in (torch.Tensor, torch.nn.Parameter) and value.numel() > 1
     return value is None or operator.is_(type(value).__eq__, object.__eq__)
+
+
+def _lie_there(slots: Sequence[tuple[dict[Any, Any], Any, Any]], lengths: Sequence[tuple[Sized, int]]) -> bool:
+    is_there = all(dict.get(where, key) is value for where, key, value in slots)
+    return is_there and all(len(where) == length for where, length in lengths)
+
+
+def _question_of_versions(dictionaries: list[dict[Any, Any]]) -> Callable[[], bool] | None:
+    """Whether any was written to, asked of torch's compiler, which has it from Python; None where it does not know."""
+    for stack in ((None,), ()):  # later versions want a Python stack to tell users of
+        try:
+            root = compiler_guards.RootGuardManager()
+            kind = _guard_kind()
+            for index, where in enumerate(dictionaries):
+                root.list_getitem_manager(index, "", where, kind).add_dict_version_guard(where, [""], *stack)
+            if root.check(dictionaries):
+                return functools.partial(root.check, dictionaries)
+        except (AttributeError, TypeError, RuntimeError, ValueError, KeyError):
+            continue
+    return None
+
+
+def _guard_kind() -> Any:
+    # the compiler's Python half is there as soon as an optimizer was made; it is not worth its import here
+    return sys.modules["torch._dynamo.guards"].GuardManagerType.GUARD_MANAGER
 
 
 def _are_there(read: Callable[[Any], tuple[Any, ...]], container: Any, values: tuple[Any, ...]) -> bool:

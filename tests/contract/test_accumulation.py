@@ -448,3 +448,27 @@ def test_accumulation_into_a_flat_buffer_leaves_it_alone_in_steps_that_make_grad
         return found
 
     assert all(torch.equal(one, two) for one, two in zip(run(True), run(False), strict=True))
+
+
+def test_accumulation_into_a_tensor_of_the_users_own_is_seen_through_it(device: torch.device) -> None:
+    """Set as `.grad` after the capture, and held."""
+
+    def build(device: torch.device) -> Program:
+        model = nn.Linear(4, 3).to(device)
+        mine = [torch.zeros_like(p) for p in model.parameters()]
+
+        def step(x: torch.Tensor) -> torch.Tensor:
+            loss = model(x).pow(2).mean()
+            loss.backward()
+            return loss
+
+        def before_call(index: int) -> None:
+            for parameter, grad in zip(model.parameters(), mine, strict=True):
+                grad.zero_()
+                if index in (6, 9):
+                    parameter.grad = grad
+
+        batches = [(torch.randn(2, 4, device=device),) for _ in range(12)]
+        return Program(step, batches, [model], tensors=mine, before_call=before_call)
+
+    assert_captured_equals_eager(build, device)

@@ -13,6 +13,7 @@ from torch.nn.modules.module import register_module_forward_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import stepgraph
+from stepgraph.state.optimizer_guards import StateGuard
 from tests.contract.test_guards import CHANGE_AT, changing
 from tests.harness import Program, assert_captured_equals_eager
 
@@ -150,6 +151,18 @@ def replace_entry(model: Any, optimizer: Any) -> None:
     kept["exp_avg"] = torch.zeros_like(kept["exp_avg"])
 
 
+def replace_entries_and_keep_them(model: Any, optimizer: Any) -> None:
+    optimizer.backup = [dict(kept) for kept in optimizer.state.values()]
+    for kept in optimizer.state.values():
+        kept["exp_avg"] = torch.zeros_like(kept["exp_avg"])
+
+
+def exchange_one_state_and_keep_it(model: Any, optimizer: Any) -> None:
+    parameter = model[3][0].weight
+    optimizer.backup = optimizer.state[parameter]
+    optimizer.state[parameter] = {key: value.clone() * 0.5 for key, value in optimizer.backup.items()}
+
+
 def exchange_parameters(model: Any, optimizer: Any) -> None:
     optimizer.state.pop(optimizer.param_groups[0]["params"][0])
     optimizer.param_groups[0]["params"][0] = nn.Parameter(torch.ones(2, 2, device=model[0].weight.device))
@@ -169,6 +182,8 @@ OPTIMIZER_CHANGES: dict[str, tuple[Change, str]] = {
     "state cleared": (clear_state, "the state of AdamW"),
     "state of one parameter dropped": (drop_one_state, "the state of AdamW"),
     "entry of the state replaced": (replace_entry, "'exp_avg' was replaced"),
+    "entries of the state replaced and kept": (replace_entries_and_keep_them, "'exp_avg' was replaced"),
+    "state of one parameter exchanged and kept": (exchange_one_state_and_keep_it, "the state of AdamW"),
     "parameters exchanged": (exchange_parameters, "other parameters"),
     "step replaced": (other_step, "AdamW.step was replaced"),
 }
@@ -180,6 +195,108 @@ def test_optimizer_change_is_noticed(name: str, device: torch.device) -> None:
     report = assert_captured_equals_eager(lambda d: nested(d, change, fused=True), device)
     assert report.recaptures == 1, report.recapture_reasons
     assert told in next(iter(report.recapture_reasons))
+
+
+def test_optimizer_state_whose_data_was_swapped_is_told_by_its_guard(device: torch.device) -> None:
+    program = nested(device, lambda model, optimizer: None, fused=True)
+    with stepgraph.capture(program.step) as step:
+        for i in range(5):
+            step(*program.batches[i])
+        (optimizer,) = program.optimizers
+        guard = StateGuard(optimizer)
+        assert guard.changed() is None
+        entry = next(iter(optimizer.state.values()))["exp_avg"]
+        before, entry.data = entry.data, entry.data.clone()
+        assert guard.changed() == "the state of AdamW: a tensor moved to another address"
+        entry.data = before
+        assert guard.changed() is None
+
+
+def test_gradient_whose_data_was_swapped_is_noticed(device: torch.device) -> None:
+    def build(device: torch.device) -> Program:
+        def clip(model: Any, optimizer: Any) -> None:
+            for parameter in model.parameters():
+                parameter.grad.data = parameter.grad.data.clamp(-0.01, 0.01)
+
+        return nested(device, clip)
+
+    report = assert_captured_equals_eager(build, device)
+    assert "(`.grad.data = ...`)" in next(iter(report.recapture_reasons))
+
+
+class Named(nn.Module):
+    """A module of which a method is called, and never the module itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+        self.scale = nn.Parameter(torch.randn(4, 4), requires_grad=False)
+        self.register_parameter("shift", None)
+
+    def encode(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.inner(x) @ self.scale
+        return y if self.shift is None else y + self.shift
+
+
+def unfreeze(module: Named) -> None:
+    module.scale.requires_grad_(True)
+
+
+def turn(module: Named) -> None:
+    module.scale.data = module.scale.data.t()
+
+
+def fill(module: Named) -> None:
+    module._parameters["shift"] = nn.Parameter(torch.ones(4, device=module.scale.device), requires_grad=False)
+
+
+@pytest.mark.parametrize("change", [unfreeze, turn, fill])
+def test_model_whose_method_is_called_is_guarded(change: Callable[[Named], None], device: torch.device) -> None:
+    def build(device: torch.device) -> Program:
+        module = Named().to(device)
+        optimizer = torch.optim.SGD(module.inner.parameters(), lr=0.1)
+
+        def step(x: torch.Tensor) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = module.encode(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            return loss
+
+        def before_call(index: int) -> None:
+            if index == CHANGE_AT:
+                change(module)
+
+        batches = [(torch.randn(2, 4, device=device) / 4,) for _ in range(CHANGE_AT + 5)]
+        return Program(step, batches, [module], [optimizer], before_call=before_call)
+
+    assert assert_captured_equals_eager(build, device).recaptures == 1
+
+
+def test_model_with_a_buffer_that_has_no_memory_of_its_own_is_captured(device: torch.device) -> None:
+    model = nn.Linear(4, 4).to(device)
+    model.register_buffer("adjacency", torch.eye(4, device=device).to_sparse())
+    x = torch.ones(2, 4, device=device)
+    with stepgraph.capture(lambda x: model(x).sum().detach()) as step:
+        for _ in range(6):
+            assert torch.equal(step(x), model(x).sum())
+        assert step.report().replays == 3
+
+
+def test_model_data_that_is_conjugated_is_noticed(device: torch.device) -> None:
+    model = nn.Module()
+    model.register_buffer("k", torch.randn(4, dtype=torch.complex64, device=device))
+    x = torch.randn(4, dtype=torch.complex64, device=device)
+
+    def turned(x: torch.Tensor) -> torch.Tensor:
+        return x * model.k
+
+    with stepgraph.capture(turned) as step:
+        for index in range(8):
+            if index == 5:
+                model.k.data = model.k.data.conj()
+            assert torch.equal(step(x), turned(x))
+        assert step.report().recaptures == 1
 
 
 def test_optimizer_scheduler_made_after_the_capture_is_no_change(device: torch.device) -> None:
