@@ -71,6 +71,11 @@ def _autocast(device: str) -> Hashable:
     return torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
 
 
+def _default_dtype(device: str, dtype: Any) -> Hashable:
+    """What autocast will use where the step switches it on without a dtype, if that is not what it mostly is."""
+    return None if torch.is_autocast_enabled(device) or dtype is _USUAL_DTYPES[device] else dtype
+
+
 def _precision(device: str, op: str) -> Callable[[], Hashable]:
     getter = getattr(torch._C, "_get_fp32_precision_getter", None)
     if getter is not None:
@@ -89,6 +94,7 @@ AMBIENT_NAMES = (
     *("cudnn deterministic", "cudnn benchmark", "cudnn enabled"),
     *("flash attention", "memory-efficient attention", "math attention", "cudnn attention"),
     *("reduction in math attention", "fp16 accumulation", "fill of new memory", "fast path of attention modules"),
+    *("default dtype of autocast on cuda", "default dtype of autocast on cpu"),
     *("torch-function modes", "dispatch modes", "saved-tensor hooks"),
 )
 _NOWHERE = functools.partial(tuple)  # the getter of a flag that this torch does not have
@@ -105,6 +111,8 @@ _make_guard: Callable[[], Any] = getattr(compiler_guards, "GlobalStateGuard", la
 _guard_knows_tf32 = '"allow_tf32"' in str(getattr(_make_guard(), "__getstate__", str)())
 _matmul_unless_guarded = _NOWHERE if _guard_knows_tf32 else _matmul_precision
 _is_inference = torch.is_inference_mode_enabled
+_autocast_dtype = torch.get_autocast_dtype
+_USUAL_DTYPES = {"cuda": torch.float16, "cpu": torch.bfloat16}
 
 
 def _polled() -> tuple[Any, ...]:
@@ -127,6 +135,8 @@ def _polled() -> tuple[Any, ...]:
         _fp16_accumulation(),
         _fill(),
         _fast_path(),
+        _autocast_dtype("cuda"),
+        _autocast_dtype("cpu"),
         _len_torch_function_stack(),
     )
 
@@ -160,7 +170,7 @@ class AmbientReader:
 
 def ambient_key(*, observers: bool = False) -> tuple[Hashable, ...]:
     """The flags of the process and thread that choose kernels, and what else is around a call."""
-    _, *flags, has_modes = _polled()
+    _, *flags, on_cuda, on_cpu, has_modes = _polled()
     return (
         *(torch.is_grad_enabled(), _autocast("cuda"), _autocast("cpu"), torch.is_autocast_cache_enabled()),
         torch.get_default_dtype(),
@@ -169,7 +179,7 @@ def ambient_key(*, observers: bool = False) -> tuple[Hashable, ...]:
         torch._C._get_cublas_allow_bf16_reduced_precision_reduction(),
         torch._C._get_cublas_allow_fp16_reduced_precision_reduction(),
         _matmul_precision(),
-        *flags,
+        *(*flags, _default_dtype("cuda", on_cuda), _default_dtype("cpu", on_cpu)),
         _function_modes() if has_modes else None,
         _dispatch_modes() if observers else None,
         _hooks() if observers else None,

@@ -27,6 +27,7 @@ _GLOBAL_READS = tuple(
     for name in ("LOAD_GLOBAL", "STORE_GLOBAL", "DELETE_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS")
     if name in opcode.opmap
 )
+_IMPORTS = ((opcode.opmap["IMPORT_NAME"], 0),)
 _ASKED_BY_STRING = frozenset(("getattr", "hasattr", "setattr", "delattr", "attrgetter", "vars", "__dict__"))
 _ASKED_AT_LARGE = _ASKED_BY_STRING | {
     "__getattribute__",
@@ -73,9 +74,19 @@ def _strings_in(code: types.CodeType) -> Iterator[str]:
 
 def globals_in(code: types.CodeType) -> set[str]:
     """The names of globals that a function's code looks up, inner functions included."""
+    return _names_of(code, _GLOBAL_READS)
+
+
+def imports_in(code: types.CodeType) -> set[str]:
+    """The Python modules that a function's code imports by itself, inner functions included."""
+    return _names_of(code, _IMPORTS)
+
+
+def _names_of(code: types.CodeType, wanted: tuple[tuple[int, int], ...]) -> set[str]:
+    """The names in instructions of these kinds."""
     operations, arguments = code.co_code[::2], code.co_code[1::2]
     found: set[str] = set()
-    for operation, shift in _GLOBAL_READS:
+    for operation, shift in wanted:
         at = operations.find(operation)
         while at >= 0:
             argument, before = arguments[at], at
@@ -86,7 +97,7 @@ def globals_in(code: types.CodeType) -> set[str]:
             at = operations.find(operation, at + 1)
     for constant in code.co_consts:
         if type(constant) is types.CodeType:
-            found |= globals_in(constant)
+            found |= _names_of(constant, wanted)
     return found
 
 

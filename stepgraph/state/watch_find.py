@@ -14,6 +14,7 @@ from __future__ import annotations
 import builtins
 import enum
 import functools
+import sys
 import types
 import weakref
 from collections import deque
@@ -28,6 +29,7 @@ from stepgraph.state.watch_code import (
     attributes_in,
     code_behind,
     globals_in,
+    imports_in,
     is_callable_by_name,
     is_installed,
     is_users_code,
@@ -199,6 +201,9 @@ class Finder:
             notes.put(scope, name, label, scope[name])
             if not (is_installed(code) and is_iterator(scope[name])):
                 self._visit(label, scope[name], names)
+        for name in sorted(imports_in(code)):
+            module = sys.modules.get(name) or sys.modules.get(f"{scope.get('__package__')}.{name}")
+            self._visit(notes.label(name, called, id(module)), module, names)
         notes.absent(Label(str(scope.get("__name__"))), scope, wanted.difference(scope, vars(builtins)))
         own = vars(function)
         for name in sorted((names & own.keys()) - {"__wrapped__"}):

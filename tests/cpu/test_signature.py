@@ -306,6 +306,12 @@ SITUATIONS: dict[str, tuple[Callable[[], contextlib.AbstractContextManager[Any]]
         ),
         {"autocast on cuda"},
     ),
+    "autocast dtype": (
+        lambda: setting(
+            lambda: torch.get_autocast_dtype("cpu"), lambda v: torch.set_autocast_dtype("cpu", v), torch.float16
+        ),
+        {"default dtype of autocast on cpu"},
+    ),
     "autocast cache": (
         lambda: setting(torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled, False),
         {"autocast cache"},

@@ -9,6 +9,7 @@ import functools
 import io
 import itertools
 import random
+import sys
 import types
 import weakref
 from collections.abc import Callable, Iterator
@@ -835,3 +836,24 @@ def test_watch_leaves_alone_attributes_that_no_code_names() -> None:
     assert told_of(trainer.step, lambda: setattr(trainer, "global_step", 1)) == []
     assert told_of(trainer.step, lambda: setattr(trainer.slotted, "calls", 1)) == []
     assert told_of(trainer.step, lambda: setattr(trainer, "scale", 2.0)) == ["self.scale: 1.0 -> 2.0"]
+
+
+def test_watch_sees_what_a_function_imports_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings: Any = types.ModuleType("settings_of_the_user")
+    settings.WEIGHT = 1.0
+    monkeypatch.setitem(sys.modules, "settings_of_the_user", settings)
+
+    def by_name(x: float) -> float:
+        from settings_of_the_user import WEIGHT  # type: ignore[import-not-found]
+
+        return x * WEIGHT
+
+    def by_module(x: float) -> float:
+        import settings_of_the_user as other
+
+        return x * other.WEIGHT
+
+    told = ["settings_of_the_user.WEIGHT: 1.0 -> 2.0"]
+    assert told_of(by_name, lambda: setattr(settings, "WEIGHT", 2.0)) == told
+    settings.WEIGHT = 1.0
+    assert told_of(by_module, lambda: setattr(settings, "WEIGHT", 2.0)) == told
