@@ -38,7 +38,9 @@ from stepgraph.state.watch import Watch
 from stepgraph.tree import Structure
 
 _MAX_ROWS = 8
-"""How often what the guards come down to is written down anew, before a call is asked the long way for good."""
+"""How often what the guards come down to is written down anew in short succession."""
+_ROW_PAYS_AFTER = 16
+"""Replays after which it is worth it in any case."""
 _grad = operator.attrgetter("grad")
 _training = operator.itemgetter("training")
 
@@ -100,20 +102,22 @@ class CapturedCall:
         self._may_be_steady = [grad is None for grad in self._left] == self._no_grad and all(
             left.get(id(p)) is kept for p, kept in self._carried_in
         )
-        self._steady = SteadyParameters(parameters, self._left)
+        self._finds_none = not self._may_be_steady and all(self._no_grad)
+        """Whether the call begins without gradients, and leaves some: `zero_grad()` is called outside."""
+        self._steady = SteadyParameters(parameters, [None] * len(parameters) if self._finds_none else self._left)
         grads = (grad for _, grad in (*chain.final, *carried_in) if grad is not None)
         self._grads = Layouts(layouts_of({id(grad): grad for grad in grads}.values()))
         self._row: Callable[[], bool] | None = None
-        self._rows_left = _MAX_ROWS
+        self._rows_left, self._row_made_at = _MAX_ROWS, -_ROW_PAYS_AFTER
         self._launch = chain.single_launch
-        self._is_steady = False
+        self._is_steady = self._is_known = False
         self._before_replay = [part.advance for part in (counters, guards.replicas) if part.is_needed]
         self._writes_back = inputs.writes_back
         self._modes_left = modes_left
         self.straight: Callable[[Sequence[Any]], Any] | None = None
         """From the inputs to the results in one go: the replay of an untouched call, where there is no more to it."""
         is_all = flags is None and not self._before_replay and not self._writes_back and not modes_left
-        if self._launch is not None and is_all:
+        if self._launch is not None and is_all and self._may_be_steady:
             self.straight = _straight(inputs, self._launch, hand_out)
 
     def fits(self) -> bool:
@@ -123,11 +127,19 @@ class CapturedCall:
             return False
         if guards.replicas.is_needed and not guards.replicas.fit():
             return False
-        self._is_steady = self._may_be_steady and self._steady.hold()
-        if self._is_steady and self._rows_left:  # the first one, or guards may have taken note of new objects
-            self._rows_left -= 1
-            self._row = self._expectations()
-        return self._is_steady or [grad is None for grad in map(_grad, self._parameters)] == self._no_grad
+        self._is_known = (self._may_be_steady or self._finds_none) and self._steady.hold()
+        self._is_steady = self._is_known and self._may_be_steady
+        return self._is_known or [grad is None for grad in map(_grad, self._parameters)] == self._no_grad
+
+    def write_row(self, replays: int) -> None:
+        """After `fits` and every guard have found nothing: write down what they come down to now.
+
+        `replays` are those of the step so far. What changes all the time is not worth a new row each time.
+        """
+        is_cheap = replays - self._row_made_at >= _ROW_PAYS_AFTER
+        if self._is_known and (is_cheap or self._rows_left):
+            self._rows_left -= not is_cheap
+            self._row, self._row_made_at = self._expectations(), replays
 
     def is_untouched(self) -> bool:
         """Whether a replay would find all as the last one left it: `fits` and every guard, in one row.
@@ -135,8 +147,9 @@ class CapturedCall:
         It may say no where all is well, as it does before the first replay; what is not as it was is for `fits` and
         the guards to tell. Asked of calls that look like an earlier one, gradients enabled.
         """
-        self._is_steady = self._row is not None and self._row()
-        return self._is_steady
+        self._is_known = self._row is not None and self._row()
+        self._is_steady = self._is_known and self._may_be_steady
+        return self._is_known
 
     def _modes_hold(self) -> bool:
         if list(map(_training, self._modes)) != self._training:
@@ -157,7 +170,7 @@ class CapturedCall:
 
     def model_changed(self) -> str | None:
         """What is another about the model than at capture, after `fits` has looked at the parameters."""
-        changed = self.guards.model.changed(flags_seen=self._is_steady)
+        changed = self.guards.model.changed(flags_seen=self._is_known)
         moved = self._grads.changed() if changed is None else None
         if moved is not None:
             changed = f"a gradient of shape {list(moved[0].shape)} {moved[1]} (`.grad.data = ...`)"
@@ -246,7 +259,7 @@ class Site:
         self.keep_alive: dict[str, object] = {}
         """Arguments that are told by identity, by name, kept so that no other object takes their identity."""
         self._warm: Counter[frozenset[int]] = Counter()
-        self._credit = 0
+        self._credit = self._watched = 0
         self._likeness: Likeness | None = None
 
     def sign(self) -> Signature:
@@ -275,7 +288,7 @@ class Site:
         other.touched, other.results, other.keep_alive = self.touched, self.results, self.keep_alive
         other.hold_grads, other.cut_scalers, other.scaled = self.hold_grads, self.cut_scalers, set(self.scaled)
         other.obstacles = dict(self.obstacles)
-        other._credit = credit
+        other._credit, other._watched = credit, self._watched
         return other
 
     def familiar(
@@ -298,8 +311,12 @@ class Site:
 
     @property
     def warm_calls(self) -> int:
-        """Eager calls so far with the modules in their present modes."""
-        return self._warm[self._mode()] + self._credit
+        """Eager calls so far with the modules in their present modes.
+
+        None counts as long as what was found in the only one that was watched is in the way: what just a first call
+        does, such as filling a cache, is in nobody's.
+        """
+        return 0 if self.obstacles and self._watched < 2 else self._warm[self._mode()] + self._credit
 
     @property
     def is_warming(self) -> bool:
@@ -310,7 +327,7 @@ class Site:
         """The model is another one: look at the step again, as if it had been called `credit` times."""
         self.touched, self.calls, self.hold_grads, self.results = Touched(), [], False, None
         self._warm.clear()
-        self._credit = credit
+        self._credit, self._watched = credit, 0
 
     @property
     def unmoved(self) -> list[torch.Generator]:
@@ -326,4 +343,5 @@ class Site:
 
     def count_warm_call(self, before: dict[int, bool]) -> None:
         """Count an eager call that began in these modes."""
+        self._watched += 1
         self._warm[frozenset(id(m) for m in self.touched.all_modules if before.get(id(m), m.training))] += 1

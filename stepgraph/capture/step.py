@@ -150,6 +150,7 @@ class CapturedStep(Generic[P, R]):
             if moved is not None:
                 self._moved[id(guard.optimizer)] = moved
                 return self._recapture(site, call, moved, leaves, structure)
+        call.write_row(self._counts.replays)
         return self._run(call, leaves)
 
     def _run(self, call: CapturedCall, leaves: Sequence[Any]) -> Any:
@@ -217,7 +218,7 @@ class CapturedStep(Generic[P, R]):
         decision = decide(
             Situation(
                 warm_calls=site.warm_calls if known else 0,
-                warmup=max(warmup_calls(self._options.warmup, site.touched.modules), 2 if site.obstacles else 1),
+                warmup=warmup_calls(self._options.warmup, site.touched.modules),
                 num_graphs=sum(len(s.calls) for s in self._sites.values()),
                 num_warming=sum(s.is_warming and s is not site for s in self._sites.values()),
                 max_graphs=self._options.max_graphs,

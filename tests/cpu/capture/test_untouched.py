@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -227,3 +228,70 @@ def test_untouched_two_graphs_of_a_site_are_told_apart() -> None:
                 assert (result == 0).any().item() is mode
         report = step.report()
         assert (report.captures, report.recaptures) == (2, 0)
+
+
+def test_untouched_is_said_where_gradients_are_dropped_outside_each_time() -> None:
+    training = make_training()
+
+    def backward(x: torch.Tensor) -> torch.Tensor:
+        loss = training.model(x).pow(2).mean()
+        loss.backward()
+        return loss
+
+    with stepgraph.capture(backward, backend="tape") as step:
+        for _ in range(6):
+            training.optimizer.zero_grad()
+            step(X)
+        (site,) = step._sites.values()
+        (call,) = site.calls
+        assert not call.is_untouched()  # with the gradients of the last call
+        training.optimizer.zero_grad()
+        assert call.is_untouched()
+        step(X)
+        assert all(p.grad is not None for p in training.model.parameters())
+
+
+def test_untouched_is_said_again_after_any_number_of_events_elsewhere() -> None:
+    with captured() as (_, step, call):
+        for _ in range(12):
+            nn.Linear(1, 1).register_forward_hook(lambda *_: None).remove()
+            assert not call.is_untouched()
+            for _ in range(20):
+                step(X)
+            assert call.is_untouched()
+        assert step.report().captures == 1
+
+
+def test_untouched_is_said_under_a_schedule_that_stands_still() -> None:
+    model = nn.Sequential(nn.Linear(4, 2))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, fused=True)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
+    with captured(Training(model, optimizer, {"loss": SCALE})) as (_, step, call):
+        for _ in range(3):
+            schedule.step()
+            assert call.is_untouched()
+            step(X)
+        optimizer.param_groups[0]["lr"] = RATE * 2
+        assert not call.is_untouched()
+
+
+def test_cache_that_is_filled_anew_after_a_change_is_in_nobodys_way() -> None:
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(4, 4)
+            self.mask: torch.Tensor | None = None
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if self.mask is None:
+                self.mask = torch.ones(4)
+            return self.inner(x) * self.mask
+
+    model = Masked()
+    with stepgraph.capture(lambda x: model(x).detach(), backend="tape") as step, warnings.catch_warnings():
+        warnings.simplefilter("ignore", stepgraph.StepgraphWarning)
+        for index in range(12):
+            if index == 6:
+                model.mask = None
+            assert torch.equal(step(X), model(X))
+        assert step.report().captures == 2
