@@ -68,7 +68,6 @@ class StaticInputs:
         self._grads: dict[int, torch.Tensor] = {}
         """The `.grad` that the step finds on leaves: loaded from the caller's before each replay."""
         self._grad_versions: dict[int, int] = {}
-        self._adds_grads = True
         self._grads_left: dict[int, torch.Tensor | None] = {}
         """The `.grad` that the step leaves, where it is not the one that it found."""
         self._grads_written: tuple[int, ...] = ()
@@ -101,7 +100,6 @@ class StaticInputs:
 
         Without this a recording begins with no gradients, and what it leaves is added to those of the caller's.
         """
-        self._adds_grads = False
         for i in self._indices:
             if not leaves[i].requires_grad or not leaves[i].is_leaf:
                 continue
@@ -135,10 +133,10 @@ class StaticInputs:
         if self._needs_no_grad:
             with torch.no_grad():
                 self._copy(sources)
+                for i, held in self._grads.items():
+                    held.copy_(leaves[i].grad, non_blocking=True)
         else:
             self._copy(sources)
-        for i, held in self._grads.items():
-            held.copy_(leaves[i].grad, non_blocking=True)
 
     def _copy(self, sources: list[torch.Tensor]) -> None:
         if len(sources) == 1:
@@ -251,15 +249,12 @@ class StaticInputs:
                 for i in self._grads_written:
                     leaves[i].grad.copy_(self._grads[i])
                 for i, grad in self._grads_left.items():
-                    self._store_grad(leaves[i], grad)
-
-    def _store_grad(self, leaf: torch.Tensor, grad: torch.Tensor | None) -> None:
-        if grad is None:
-            leaf.grad = None
-        elif leaf.grad is not None and self._adds_grads:
-            leaf.grad.add_(grad.to(leaf.device))
-        else:
-            leaf.grad = grad.detach().to(leaf.device, copy=True)
+                    if grad is None:
+                        leaves[i].grad = None
+                    elif leaves[i].grad is not None and i not in self._grads:  # the step began with none
+                        leaves[i].grad.add_(grad.to(leaves[i].device))
+                    else:
+                        leaves[i].grad = grad.detach().to(leaves[i].device, copy=True)
 
 
 def rebound(name: str) -> CaptureError:

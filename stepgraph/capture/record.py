@@ -144,6 +144,7 @@ class StepCapture:
             site.hold_grads = site.hold_grads or not made.grads.entries_unused
             site.cut_scalers = site.cut_scalers or not made.scalers.is_sound
             made.drop()
+            inputs.refuse_rebound(signature.names())
         try:
             inputs.note_use(leaves, signature.names(), seen=site.written)
             site.written |= inputs.written

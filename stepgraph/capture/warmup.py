@@ -97,8 +97,8 @@ def warm_up(
     refuse_changed_container(changed_containers(structure, moved, (args, kwargs), site.sign().arguments))
     for index in contents.changed():  # not every write is counted by torch
         site.written.add(index)
-        if moved[index] is not leaves[index]:
-            with torch.no_grad():
+        if moved[index] is not leaves[index] and moved[index].shape == leaves[index].shape:
+            with torch.no_grad():  # a copy on the device of a tensor on the host
                 leaves[index].copy_(moved[index])
     site.note_unmoved(generators.unmoved())
     for source in host_random.advanced():

@@ -38,6 +38,8 @@ def _reach(tensor: torch.Tensor) -> tuple[int, int]:
 
 def sharing(leaves: Sequence[Any], written: Collection[int]) -> list[tuple[int, int]]:
     """Which leaves lie in the memory of one that the step writes to, each with that one."""
+    if len(leaves) < 2:
+        return []
     targets = {memory_of(leaves[i]) for i in written} - {None}
     found = []
     for index, leaf in enumerate(leaves):

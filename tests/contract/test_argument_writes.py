@@ -86,6 +86,19 @@ def test_counted_writes_in_inference_mode_arrive(device: torch.device) -> None:
         assert_same_writes(step, lambda d: (torch.ones(3, device=d), torch.ones(3, device=d)), device)
 
 
+def test_writes_to_a_tensor_on_the_host_arrive(device: torch.device) -> None:
+    def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        x.data.add_(1)
+        return x + y
+
+    x, y = torch.zeros(3), torch.ones(3, device=device)
+    with stepgraph.capture(step) as captured:
+        for index in range(1, 7):
+            assert captured(x, y).tolist() == [index + 1.0] * 3
+            assert x.tolist() == [float(index)] * 3
+        assert captured.report().replays == 3
+
+
 def test_a_tensor_that_is_only_read_is_not_written_back(device: torch.device) -> None:
     x, mean, var = torch.rand(4, 3, device=device), torch.zeros(3, device=device), torch.ones(3, device=device)
     with stepgraph.capture(batch_norm) as step:
