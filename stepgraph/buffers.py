@@ -78,7 +78,8 @@ class StaticInputs:
     @property
     def num_bytes(self) -> int:
         """The buffers' memory."""
-        return sum(self.leaves[i].untyped_storage().nbytes() for i in self._indices)
+        buffers = (*(self.leaves[i] for i in self._indices), *self._grads.values())
+        return sum(buffer.untyped_storage().nbytes() for buffer in buffers)
 
     @property
     def written(self) -> frozenset[int]:
@@ -202,7 +203,7 @@ class StaticInputs:
         for i in self._grads:
             for j in self._indices:
                 if overlap(leaves[i].grad, leaves[j]):
-                    if i in written or i in self._grads_left or j in self._mutated:
+                    if i in written or j in self._mutated:
                         raise _shared(f"`{names[i]}.grad`", names[j])
                     self._grads_written = tuple(k for k in self._grads_written if k != i)
 

@@ -38,7 +38,7 @@ def _reach(tensor: torch.Tensor) -> tuple[int, int]:
 
 def sharing(leaves: Sequence[Any], written: Collection[int]) -> list[tuple[int, int]]:
     """Which leaves lie in the memory of one that the step writes to, each with that one."""
-    if len(leaves) < 2:
+    if _lie_apart(leaves):
         return []
     targets = {memory_of(leaves[i]) for i in written} - {None}
     found = []
@@ -46,6 +46,15 @@ def sharing(leaves: Sequence[Any], written: Collection[int]) -> list[tuple[int, 
         if memory_of(leaf) in targets:
             found += [(index, i) for i in written if leaf is not leaves[i] and overlap(leaf, leaves[i])][:1]
     return found
+
+
+def _lie_apart(leaves: Sequence[Any]) -> bool:
+    """Whether each tensor has a memory of its own; no says nothing."""
+    try:
+        found = [leaf.untyped_storage()._cdata for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    except (NotImplementedError, RuntimeError):  # a tensor without one
+        return False
+    return len(found) == len(set(found))
 
 
 def keys_apart(
