@@ -8,13 +8,15 @@ tensors that the step returned during capture; they are overwritten by every rep
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Container, Hashable, Iterable, Sequence
 from typing import Any
 
 import torch
 
 from stepgraph.backends import Backend
 from stepgraph.errors import CaptureError
+from stepgraph.signature import has_gradient_hooks
+from stepgraph.signature.memory import geometry, memory_of, overlap
 from stepgraph.tree import Structure, flatten, unflatten
 
 
@@ -60,14 +62,24 @@ class StaticInputs:
         if len(self._indices) == 1 and not self._any_repeated and not self._needs_no_grad:
             self.only = (self._indices[0], functools.partial(self._targets[0].copy_, non_blocking=True))
         self._versions: list[int] = []
+        self._places: list[Hashable] = []
         self._state: list[tuple[str, torch.Tensor, int]] = []
         self._mutated: frozenset[int] = frozenset()
-        self._with_grad: frozenset[int] = frozenset()
+        self._grads: dict[int, torch.Tensor] = {}
+        """The `.grad` that the step finds on leaves: loaded from the caller's before each replay."""
+        self._grad_versions: dict[int, int] = {}
+        self._grads_left: dict[int, torch.Tensor | None] = {}
+        """The `.grad` that the step leaves, where it is not the one that it found."""
+        self._grads_written: tuple[int, ...] = ()
+        """Where the one that it found may hold something else now."""
+        self._required: tuple[int, ...] = ()
+        """Inputs that the step makes require a gradient."""
 
     @property
     def num_bytes(self) -> int:
         """The buffers' memory."""
-        return sum(self.leaves[i].untyped_storage().nbytes() for i in self._indices)
+        buffers = (*(self.leaves[i] for i in self._indices), *self._grads.values())
+        return sum(buffer.untyped_storage().nbytes() for buffer in buffers)
 
     @property
     def written(self) -> frozenset[int]:
@@ -82,7 +94,31 @@ class StaticInputs:
     @property
     def writes_back(self) -> bool:
         """Whether `store` has anything to do."""
-        return bool(self._mutated or self._with_grad)
+        return bool(self._mutated or self._grads_left or self._grads_written or self._required)
+
+    def hold_grads(self, leaves: Sequence[Any], names: Sequence[str]) -> None:
+        """Before a recording: the step finds `.grad` of the caller's leaves as eager code would, and leaves it so.
+
+        Without this a recording begins with no gradients, and what it leaves is added to those of the caller's.
+        """
+        for i in self._indices:
+            if not leaves[i].requires_grad or not leaves[i].is_leaf:
+                continue
+            if has_gradient_hooks(leaves[i]):
+                raise _hooked(names[i])
+            grad = leaves[i].grad
+            if grad is None:
+                continue
+            if grad.layout is not torch.strided:
+                raise CaptureError(
+                    f"argument `{names[i]}` has a sparse gradient",
+                    rule="sparse-grad",
+                    why="a sparse gradient has as many entries as the batch has rows: its memory differs from call to "
+                    "call.",
+                    fix=f"make it dense: {names[i]}.grad = {names[i]}.grad.to_dense().",
+                )
+            with torch.inference_mode(False), torch.no_grad():
+                self._grads[i] = _buffer_like(grad.detach(), self.leaves[i].device)
 
     def load(self, leaves: Sequence[Any]) -> None:
         """Copy a call's tensors in."""
@@ -98,6 +134,8 @@ class StaticInputs:
         if self._needs_no_grad:
             with torch.no_grad():
                 self._copy(sources)
+                for i, held in self._grads.items():
+                    held.copy_(leaves[i].grad, non_blocking=True)
         else:
             self._copy(sources)
 
@@ -111,20 +149,45 @@ class StaticInputs:
         """Before a recording: the buffers as a new call's tensors would be."""
         for i in self._indices:
             if self.leaves[i].is_leaf:
-                self.leaves[i].grad = None
+                self.leaves[i].grad = self._grads.get(i)
         self._versions = [_version(self.leaves[i]) for i in self._indices]
+        self._places = [geometry(self.leaves[i]) for i in self._indices]
+        self._grad_versions = {i: held._version for i, held in self._grads.items()}
 
-    def note_use(self, leaves: Sequence[Any], names: Sequence[str], written: Iterable[int] | None = None) -> None:
-        """After a recording: remember which inputs the step wrote to, and which were given a gradient.
+    def refuse_rebound(self, names: Sequence[str]) -> None:
+        """After a recording: raise if the step has given an argument other memory, or another shape."""
+        for i, place in zip(self._indices, self._places, strict=True):
+            if geometry(self.leaves[i]) != place:
+                raise rebound(names[i])
+
+    def note_use(
+        self,
+        leaves: Sequence[Any],
+        names: Sequence[str],
+        written: Iterable[int] | None = None,
+        seen: Iterable[int] = (),
+    ) -> None:
+        """After a recording: remember which inputs the step wrote to, and which gradients it left.
 
         `written` are those inputs where they are known: the buffers are shared by graphs, and one has been replayed.
+        `seen` are others that eager calls were seen to write to.
         """
-        self._mutated = self.written_now() if written is None else frozenset(written)
-        given = (i for i in self._indices if self.leaves[i].is_leaf and self.leaves[i].grad is not None)
-        self._with_grad = frozenset(given)
-        for i in sorted(self._mutated):
+        self.refuse_rebound(names)
+        counted = self.written_now() if written is None else frozenset(written)
+        self._mutated = counted | frozenset(seen).intersection(self._indices)
+        self._note_grads(leaves, names)
+        for i in (*sorted(counted), *sorted(self._mutated - counted)):
             self._refuse_shared(i, leaves, names)
-        for i in sorted(self._with_grad):
+        now = (i for i in self._indices if self.leaves[i].is_leaf and self.leaves[i].requires_grad)
+        self._required = tuple(i for i in now if not leaves[i].requires_grad)
+
+    def _note_grads(self, leaves: Sequence[Any], names: Sequence[str]) -> None:
+        self._grads_left = {}
+        for i in self._indices:
+            buffer, held = self.leaves[i], self._grads.get(i)
+            grad = buffer.grad if buffer.is_leaf else None
+            if grad is None and held is None:
+                continue
             if not leaves[i].is_leaf:
                 raise CaptureError(
                     f"argument `{names[i]}`: the step's backward reaches a tensor that was computed outside it",
@@ -132,11 +195,22 @@ class StaticInputs:
                     why="the gradient would have to flow on into the caller's graph, which no replay knows.",
                     fix=f"pass {names[i]}.detach(), or compute it inside the step.",
                 )
+            if grad is not held:
+                self._grads_left[i] = grad
+        written = [i for i, held in self._grads.items() if held._version != self._grad_versions[i]]
+        kept = [i for i in self._grads if i not in self._grads_left]  # not every write to it is counted
+        self._grads_written = tuple(dict.fromkeys((*written, *kept)))
+        for i in self._grads:
+            for j in self._indices:
+                if overlap(leaves[i].grad, leaves[j]):
+                    if i in written or j in self._mutated:
+                        raise _shared(f"`{names[i]}.grad`", names[j])
+                    self._grads_written = tuple(k for k in self._grads_written if k != i)
 
     def watch_state(self, leaves: Sequence[Any], state: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Before a recording: which of the step's own tensors lie in an argument's memory; names are for messages."""
-        own = {_memory(leaves[i]) for i in self._indices} - {None}
-        self._state = [(name, tensor, _version(tensor)) for name, tensor in state if _memory(tensor) in own]
+        own = {memory_of(leaves[i]) for i in self._indices} - {None}
+        self._state = [(name, tensor, _version(tensor)) for name, tensor in state if memory_of(tensor) in own]
 
     def refuse_shared_state(
         self, leaves: Sequence[Any], names: Sequence[str], rewritten: Container[int] = frozenset()
@@ -145,11 +219,11 @@ class StaticInputs:
 
         `rewritten` has, by id, what is written to between the graphs: the parameters of optimizers that run there.
         """
-        mutated = self.written_now()
+        mutated = self.written_now() | self._mutated
         for name, tensor, before in self._state:
             written = _version(tensor) != before or id(tensor) in rewritten
             for i in self._indices:
-                if (written or i in mutated) and _overlap(leaves[i], tensor):
+                if (written or i in mutated) and overlap(leaves[i], tensor):
                     by = "that one" if written else f"argument `{names[i]}`"
                     raise CaptureError(
                         f"argument `{names[i]}` shares memory with {name}, and the step writes to {by}",
@@ -163,50 +237,60 @@ class StaticInputs:
         own = leaves[index].untyped_storage()._cdata
         for i in self._indices:
             if i != index and leaves[i].untyped_storage()._cdata == own:
-                raise CaptureError(
-                    f"the step writes to argument `{names[index]}`, which shares memory with `{names[i]}`",
-                    rule="shared-input",
-                    why="each argument is copied into a buffer of its own, where the write would not be seen.",
-                    fix=f"pass the whole tensor once and take the views inside the step, or pass {names[i]}.clone().",
-                )
+                raise _shared(f"argument `{names[index]}`", names[i])
 
     def store(self, leaves: Sequence[Any]) -> None:
         """After a replay: give the caller's own tensors what eager code would have written to them."""
-        if self._mutated or self._with_grad:
+        if self.writes_back:
             with torch.no_grad():
                 for i in self._mutated:
                     leaves[i].copy_(self.leaves[i])
-                for i in self._with_grad:
-                    grad = self.leaves[i].grad
-                    leaves[i].grad = grad.clone() if leaves[i].grad is None else leaves[i].grad + grad
+                for i in self._required:
+                    leaves[i].requires_grad_()
+                for i in self._grads_written:
+                    leaves[i].grad.copy_(self._grads[i])
+                for i, grad in self._grads_left.items():
+                    if grad is None:
+                        leaves[i].grad = None
+                    elif leaves[i].grad is not None and i not in self._grads:  # the step began with none
+                        leaves[i].grad.add_(grad.to(leaves[i].device))
+                    else:
+                        leaves[i].grad = grad.detach().to(leaves[i].device, copy=True)
+
+
+def rebound(name: str) -> CaptureError:
+    """The error for a step that gives an argument other memory, or another shape."""
+    return CaptureError(
+        f"the step gives argument `{name}` other memory or another shape",
+        rule="argument-changed",
+        why="an argument is copied into a buffer, and a replay runs no Python: the caller's own would stay as it is.",
+        fix=f"write the values in place ({name}.copy_(new), not {name}.data = new), use forms without an underscore "
+        f"({name}.unsqueeze(0), {name}.t()), or return the new tensor.",
+    )
+
+
+def _hooked(name: str) -> CaptureError:
+    return CaptureError(
+        f"argument `{name}` has a hook for its gradient",
+        rule="module-hook",
+        why="the argument is copied into a buffer that has no hooks, and a hook is Python code: it would not run at "
+        "replays.",
+        fix=f"remove it and do its work on {name}.grad after the call, or register it inside the step on a tensor "
+        "that is computed there.",
+    )
+
+
+def _shared(written: str, other: str) -> CaptureError:
+    return CaptureError(
+        f"the step writes to {written}, which shares memory with `{other}`",
+        rule="shared-input",
+        why="each argument is copied into a buffer of its own, where the write would not be seen.",
+        fix=f"pass the whole tensor once and take the views inside the step, or pass {other}.clone().",
+    )
 
 
 def _version(tensor: torch.Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
-
-
-def _memory(tensor: Any) -> int | None:
-    """Which memory a tensor lies in, as far as that can be told."""
-    is_memory = isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided and tensor.numel() > 0
-    try:
-        return int(tensor.untyped_storage()._cdata) if is_memory else None
-    except (NotImplementedError, RuntimeError):  # a subclass without a storage of its own
-        return None
-
-
-def _overlap(one: torch.Tensor, two: torch.Tensor) -> bool:
-    """Whether two tensors come to the same bytes, gaps between their elements aside."""
-    memory = _memory(one)
-    if memory is None or memory != _memory(two):
-        return False
-    (begin, end), (other_begin, other_end) = _reach(one), _reach(two)
-    return begin < other_end and other_begin < end
-
-
-def _reach(tensor: torch.Tensor) -> tuple[int, int]:
-    begin = int(tensor.storage_offset())
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return begin * tensor.element_size(), (begin + last + 1) * tensor.element_size()
 
 
 def _once(tensor: torch.Tensor, repeated: Sequence[int]) -> torch.Tensor:

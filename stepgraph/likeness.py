@@ -8,12 +8,13 @@ up by its signature; so may any doubt be answered with no.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
 
-from stepgraph.signature import compiler_guards
+from stepgraph.signature import compiler_guards, gradient_mark
+from stepgraph.signature.memory import sharing
 
 _TensorGuards: Any = getattr(compiler_guards, "TensorGuards", None)
 _PLAIN = frozenset({type(None), bool, int, str})
@@ -38,25 +39,37 @@ def geometry_check(tensors: Sequence[torch.Tensor]) -> Callable[..., bool] | Non
 class Likeness:
     """The looks of one call whose arguments are plain tensors and plain values."""
 
-    __slots__ = ("_check", "_is_all_tensors", "_names", "_num_args", "_others", "_tensors", "_with_grad")
+    __slots__ = ("_check", "_is_all_tensors", "_names", "_num_args", "_others", "_tensors", "_with_grad", "_written")
 
-    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, tell_computed: bool) -> None:
+    def __init__(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], *, tell_computed: bool, written: Collection[int]
+    ) -> None:
         leaves = [*args, *kwargs.values()]
         self._num_args, self._names = len(args), tuple(kwargs)
         self._tensors = [i for i, leaf in enumerate(leaves) if type(leaf) is torch.Tensor]
         self._others = [(i, leaf) for i, leaf in enumerate(leaves) if type(leaf) is not torch.Tensor]
         self._is_all_tensors = not self._others
         tensors = [leaves[i] for i in self._tensors]
-        self._with_grad = [(i, t.is_leaf) for i, t in enumerate(tensors) if t.requires_grad and tell_computed]
+        self._with_grad = [(i, gradient_mark(t)) for i, t in enumerate(tensors) if t.requires_grad and tell_computed]
+        self._written = written
         check = geometry_check(tensors)
         assert check is not None
         self._check = check
 
     @classmethod
-    def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any], *, tell_computed: bool = True) -> Likeness | None:
+    def of(
+        cls,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        tell_computed: bool = True,
+        written: Collection[int] = frozenset(),
+    ) -> Likeness | None:
         """The looks of a call, or None where no later call could be told to look the same.
 
-        `tell_computed`: whether a tensor that needs a gradient looks another if it was computed than if it is a leaf.
+        `tell_computed`: whether a tensor that needs a gradient looks another if it was computed than if it is a leaf,
+        with or without a `.grad`. `written`: the leaves that are written to, a collection that may grow; a call in
+        which another one shares their memory does not look the same.
         """
         leaves = [*args, *kwargs.values()]
         tensors = [leaf for leaf in leaves if type(leaf) is torch.Tensor]
@@ -66,7 +79,7 @@ class Likeness:
             return None
         if not torch.is_grad_enabled():  # the guard would not tell whether a tensor needs a gradient
             return None
-        return cls(args, kwargs, tell_computed=tell_computed)
+        return cls(args, kwargs, tell_computed=tell_computed, written=written)
 
     def leaves_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any] | None:
         """The leaves of a call that looks the same, or None."""
@@ -82,7 +95,9 @@ class Likeness:
             tensors = [leaves[index] for index in self._tensors]
         if not self._check(*tensors):
             return None
-        for index, is_leaf in self._with_grad:
-            if tensors[index].is_leaf is not is_leaf:
+        for index, mark in self._with_grad:
+            if gradient_mark(tensors[index]) != mark:
                 return None
+        if self._written and sharing(leaves, self._written):
+            return None
         return leaves

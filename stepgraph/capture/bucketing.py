@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
+from stepgraph.errors import InvalidArgument
 from stepgraph.frames import warn_user
 from stepgraph.padding import BoundBuckets, Buckets, Padded, ResultDims, named_shapes, result_dims, result_names
 from stepgraph.padding.results import Cut, Place, Shapes
@@ -104,8 +105,20 @@ class Bucketing:
         padded.store()
         leaves, shape = flatten(result)
         names = result_names(shape)
-        family = self._learn(call.name, padded.choice, padded.leaves, named_shapes(names, leaves))
-        family.dims.check(padded.choice, padded.lengths)
+        try:
+            family = self._learn(call.name, padded.choice, padded.leaves, named_shapes(names, leaves))
+            family.dims.check(padded.choice, padded.lengths)
+        except InvalidArgument as error:
+            raise InvalidArgument(
+                error.what,
+                rule=error.rule,
+                details=[
+                    *error.details,
+                    "the step of this call has run, and what it changed stays; its results are lost",
+                ],
+                why=error.why,
+                fix=error.fix,
+            ) from None
         if padded.lengths != padded.choice:
             family.cuts |= family.dims.cuts(padded.choice, padded.lengths)
         return unflatten(shape, family.dims.slice_back(names, leaves, padded.lengths))

@@ -120,6 +120,7 @@ class StepCapture:
         inside = [o for o in site.touched.optimizers if placements[id(o)].inside]
         outside = [o for o in site.touched.optimizers if not placements[id(o)].inside]
         inputs = StaticInputs(leaves, self._session.backend)
+        inputs.hold_grads(leaves, signature.names())
         inputs.load(leaves)
         random = NamesGuard(tracker_for(self._session.backend))
         while True:
@@ -143,8 +144,10 @@ class StepCapture:
             site.hold_grads = site.hold_grads or not made.grads.entries_unused
             site.cut_scalers = site.cut_scalers or not made.scalers.is_sound
             made.drop()
+            inputs.refuse_rebound(signature.names())
         try:
-            inputs.note_use(leaves, signature.names())
+            inputs.note_use(leaves, signature.names(), seen=site.written)
+            site.written |= inputs.written
             refuse_rewound(site.unmoved, [link.graph for link in made.chain.links if isinstance(link, GraphLink)])
             inputs.refuse_shared_state(leaves, signature.names(), _stepped(site.touched.optimizers))
             if made.kept is not None and not {made.kept, made.kept.partition("[")[0]} & set(self._options.ignore):
@@ -258,6 +261,8 @@ def _own_tensors(site: Site, step: Callable[..., Any]) -> Iterator[tuple[str, to
     """The step's own tensors, and how to call them: parameters, buffers, and what its closure holds."""
     for parameter in site.touched.parameters:
         yield f"`{site.touched.name(parameter)}`", parameter
+        if parameter.grad is not None:
+            yield f"`{site.touched.name(parameter)}.grad`", parameter.grad
     for path, module in site.touched.named_modules.items():
         for name, buffer in module.named_buffers(recurse=False):
             yield f"`{path}.{name}`", buffer

@@ -21,6 +21,7 @@ from stepgraph.buffers import StaticInputs, StaticOutputs
 from stepgraph.capture.chain import Chain
 from stepgraph.likeness import Likeness
 from stepgraph.signature import Signature
+from stepgraph.signature.memory import keys_apart
 from stepgraph.state.ddp import Replicas
 from stepgraph.state.grads import Attachment, carry_in, carry_out
 from stepgraph.state.guards import ModelGuard
@@ -249,6 +250,8 @@ class Site:
         """Whether a recording has shown that a GradScaler of the step cannot be recorded."""
         self.scaled: set[int] = set()
         """Optimizers that a GradScaler steps, by id: they run with it, between graphs."""
+        self.written: set[int] = set()
+        """Arguments that the step was seen to write to, by leaf index."""
         self.births = 0
         """How many recordings in a row have made state of an optimizer."""
         self._unmoved: dict[frozenset[int], list[torch.Generator]] = {}
@@ -287,7 +290,7 @@ class Site:
         other = Site(call)
         other.touched, other.results, other.keep_alive = self.touched, self.results, self.keep_alive
         other.hold_grads, other.cut_scalers, other.scaled = self.hold_grads, self.cut_scalers, set(self.scaled)
-        other.obstacles = dict(self.obstacles)
+        other.obstacles, other.written = dict(self.obstacles), self.written
         other._credit, other._watched = credit, self._watched
         return other
 
@@ -296,8 +299,12 @@ class Site:
     ) -> Familiar | None:
         """How a call of this site looks, or None where that cannot be told at once."""
         if self._likeness is None:
-            self._likeness = Likeness.of(args, kwargs)
+            self._likeness = Likeness.of(args, kwargs, written=self.written)
         return None if self._likeness is None else Familiar(self._likeness, ambient, structure, self)
+
+    def keys_apart(self, keys: tuple[Hashable, ...], leaves: Sequence[Any]) -> tuple[Hashable, ...] | None:
+        """The keys of a call that no graph here fits, for one argument lies in the memory of one that is written to."""
+        return keys_apart(keys, leaves, self.written) if self.calls else None
 
     def find(self) -> CapturedCall | None:
         """The graph for the state of this moment."""

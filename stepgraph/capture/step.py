@@ -122,9 +122,11 @@ class CapturedStep(Generic[P, R]):
             return self._call(leaves, structure)
         if self._flags.pending:
             self._flags.check()
-        keys = leaf_keys(leaves)
+        keys = leaf_keys(leaves, gradients=True)
         ambient = self._ambient.read()
         site = self._sites.get((structure, keys, ambient))
+        if site is not None and site.written and (apart := site.keys_apart(keys, leaves)) is not None:
+            keys, site = apart, self._sites.get((structure, apart, ambient))
         if site is not None:
             call = site.find()
             if call is not None:
@@ -256,7 +258,7 @@ class CapturedStep(Generic[P, R]):
     def _capture_ahead(self, site: Site, example: Example, structure: Structure) -> None:
         """Record a bucket that no call has filled yet. If it fails, its own first call will say why."""
         choice, leaves = example
-        keys = leaf_keys(leaves)
+        keys = leaf_keys(leaves, gradients=True)
         place = (structure, keys, self._ambient.read())
         other = self._sites.get(place) or site.sibling(site.sign_as(keys), self._options.warmup)
         if other.find() is not None:

@@ -20,13 +20,14 @@ from torch.optim.optimizer import (
 )
 
 from stepgraph.backends import Backend, Workspace
-from stepgraph.buffers import on_device, static_part
+from stepgraph.buffers import is_copied_in, on_device, static_part
 from stepgraph.capture.failure import refuse_changed_container
 from stepgraph.capture.options import Options
 from stepgraph.capture.session import Session
 from stepgraph.capture.site import Obstacle, Site
 from stepgraph.errors import CaptureError
 from stepgraph.signature import is_plain
+from stepgraph.signature.memory import Contents
 from stepgraph.state.ddp import finding_default_stream
 from stepgraph.state.module_state import discovering
 from stepgraph.state.nonfinite import FlagCollector, Flags
@@ -75,6 +76,7 @@ def warm_up(
     eager = [o for o in site.touched.optimizers if not place(o, options.optimizer).inside]
     values = Watch(whole, options.ignore, site.touched.named_modules, eager=eager)
     model = ModelState(site.touched.all_modules, site.touched.all_parameters)
+    contents = Contents([(i, leaf) for i, leaf in enumerate(moved) if is_copied_in(leaf)])
 
     def see(optimizer: Optimizer) -> None:
         if options.optimizer == "capturable" and not all(g.get("capturable") for g in optimizer.param_groups):
@@ -93,6 +95,11 @@ def warm_up(
         result = step(*args, **kwargs)
         found_flags = flags.finish(result, site.touched.parameters)
     refuse_changed_container(changed_containers(structure, moved, (args, kwargs), site.sign().arguments))
+    for index in contents.changed():  # not every write is counted by torch
+        site.written.add(index)
+        if moved[index] is not leaves[index] and moved[index].shape == leaves[index].shape:
+            with torch.no_grad():  # a copy on the device of a tensor on the host
+                leaves[index].copy_(moved[index])
     site.note_unmoved(generators.unmoved())
     for source in host_random.advanced():
         site.obstacles["host-random"] = Obstacle(f"the step draws from {source}")

@@ -11,17 +11,18 @@ from __future__ import annotations
 import itertools
 import math
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
-from stepgraph.errors import InvalidArgument
+from stepgraph.errors import CaptureError, InvalidArgument
 from stepgraph.padding.buckets import RESULT, Buckets, Choice, Number
-from stepgraph.padding.layout import Copy, Made, copied, dense_strides, holds, plan_copy, written
+from stepgraph.padding.layout import Copy, Made, copied, dense_strides, holds, plan_copy
 from stepgraph.padding.names import described, dotted, find, invalid
-from stepgraph.signature import leaf_key
+from stepgraph.signature import has_gradient_hooks, leaf_key
 
 Kind: TypeAlias = tuple[Hashable, ...]
 
@@ -36,11 +37,17 @@ class Padded:
     lengths: tuple[int, ...]
     """The size of each group before padding: that of its largest member."""
     made: list[Made]
+    known_written: set[int]
+    """Leaves that earlier calls were seen to write to."""
 
     def store(self) -> None:
         """After the step: give the caller's own tensors what it wrote to these, and the gradients it left on them."""
         for made in self.made:
-            made.store()
+            if made.was_written():
+                self.known_written.add(made.index)
+            if made.index in self.known_written:
+                made.store()
+            made.store_grad()
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +71,8 @@ class _Plan(NamedTuple):
 
 
 _MAX_PLANS = 4096
+_NUM_LOOKS = 4
+"""How many calls of one bucket are looked at for writes that torch does not count."""
 
 
 class BoundBuckets:
@@ -91,6 +100,8 @@ class BoundBuckets:
         self._dims = {member.index: [dim for dim, _ in member.dims] for member in self._members}
         self._indices = [member.index for member in self._members]
         self._plans: dict[tuple[Hashable, ...], _Plan] = {}
+        self._written: set[int] = set()
+        self._looks: Counter[Hashable] = Counter()
         self.lengths(leaves)
         for member in self._members:
             _fill(member, leaves[member.index])
@@ -112,8 +123,10 @@ class BoundBuckets:
             if len(self._plans) >= _MAX_PLANS:
                 self._plans.clear()
             self._plans[key] = plan
-        padded, made = self._fit(leaves, plan.copies)
-        return Padded(padded, plan.choice, plan.lengths, made)
+        kind = (plan.choice, torch.is_grad_enabled(), torch.is_inference_mode_enabled())
+        self._looks[kind] += self._looks[kind] < _NUM_LOOKS + 1
+        padded, made = self._fit(leaves, plan.copies, look=self._looks[kind] <= _NUM_LOOKS)
+        return Padded(padded, plan.choice, plan.lengths, made, self._written)
 
     def lengths(self, leaves: Sequence[Any]) -> tuple[int, ...]:
         """The largest size in each group."""
@@ -202,7 +215,9 @@ class BoundBuckets:
             copies.append(None if fits else plan_copy(leaf.shape, shape, strides, _fill(member, leaf)))
         return copies
 
-    def _fit(self, leaves: Sequence[Any], copies: Sequence[Copy | None]) -> tuple[list[Any], list[Made]]:
+    def _fit(
+        self, leaves: Sequence[Any], copies: Sequence[Copy | None], *, look: bool = False
+    ) -> tuple[list[Any], list[Made]]:
         fitted, made = list(leaves), []
         done: dict[tuple[int, int], torch.Tensor] = {}
         first: dict[int, int] = {}
@@ -212,8 +227,9 @@ class BoundBuckets:
             known = done.get(key)
             if known is None:
                 if copy is not None:
+                    _refuse_gradient(member, leaf)
                     known = copied(leaf, copy)
-                    made.append(Made(leaf, known, written(known)))
+                    made.append(Made(member.index, member.name, leaf, known, look=look))
                 elif first.setdefault(id(leaf), member.kind) == member.kind or leaf.requires_grad:
                     known = leaf
                 else:  # one tensor with two pad values: two tensors in every bucket, so here too
@@ -265,6 +281,26 @@ def _check_leaf(member: _Member, leaf: Any) -> None:
             f"buckets: `{member.name}`: {[d for d, _ in member.dims]} name one dimension twice: {described(leaf)}",
             why="a dimension has one list of sizes.",
             fix="drop one of them.",
+        )
+
+
+def _refuse_gradient(member: _Member, leaf: torch.Tensor) -> None:
+    """Refuse what a padded copy of a leaf cannot have."""
+    if not leaf.requires_grad or not leaf.is_leaf:
+        return
+    if leaf.grad is not None and leaf.grad.layout is not torch.strided:
+        raise CaptureError(
+            f"argument `{member.name}` has a sparse gradient",
+            rule="sparse-grad",
+            why="the step works on a padded copy, whose gradient is dense.",
+            fix=f"make it dense: {member.name}.grad = {member.name}.grad.to_dense().",
+        )
+    if has_gradient_hooks(leaf):
+        raise CaptureError(
+            f"argument `{member.name}` has a hook for its gradient",
+            rule="module-hook",
+            why="the step works on a padded copy, which has no hooks: it would not run.",
+            fix=f"remove it and do its work on {member.name}.grad after the call.",
         )
 
 

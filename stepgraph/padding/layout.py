@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import cmath
 import itertools
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 
 import torch
 
+from stepgraph.errors import CaptureError
 from stepgraph.padding.buckets import Number
+from stepgraph.signature.memory import Contents, geometry
 
 
 def dense_strides(shape: Sequence[int], like: Sequence[int]) -> tuple[int, ...]:
@@ -57,34 +59,73 @@ def copied(leaf: torch.Tensor, copy: Copy) -> torch.Tensor:
     is_computed = leaf.requires_grad and not leaf.is_leaf
     if is_computed or type(leaf) is not torch.Tensor:
         return torch.constant_pad_nd(leaf, copy.pads, copy.fill)
-    source = leaf.detach() if leaf.requires_grad else leaf
-    pinned = leaf.is_cpu and leaf.is_pinned()
+    with torch.inference_mode(False), torch.no_grad():  # torch counts no writes to tensors of inference mode
+        made = _padded(leaf.detach(), copy)
+        if not leaf.requires_grad:
+            return made
+        made.requires_grad_()
+        if leaf.grad is not None:
+            made.grad = torch.zeros_like(made.detach())
+            overlap(made.grad, leaf.shape).copy_(overlap(leaf.grad, copy.shape))
+    return made
+
+
+def _padded(source: torch.Tensor, copy: Copy) -> torch.Tensor:
+    pinned = source.is_cpu and source.is_pinned()
     if copy.by_torch and not pinned:
-        made = torch.constant_pad_nd(source, copy.pads, copy.fill)
-    else:
-        made = torch.empty_strided(
-            copy.shape, copy.strides, dtype=leaf.dtype, device=leaf.device, pin_memory=pinned
-        ).fill_(copy.fill)
-        overlap(made, leaf.shape).copy_(overlap(source, copy.shape))
-    return made.requires_grad_() if leaf.requires_grad else made
+        return torch.constant_pad_nd(source, copy.pads, copy.fill)
+    made = torch.empty_strided(
+        copy.shape, copy.strides, dtype=source.dtype, device=source.device, pin_memory=pinned
+    ).fill_(copy.fill)
+    overlap(made, source.shape).copy_(overlap(source, copy.shape))
+    return made
 
 
-class Made(NamedTuple):
+class Made:
     """A tensor that stands for one of the caller's during a call."""
 
-    source: torch.Tensor
-    made: torch.Tensor
-    writes: int
+    __slots__ = ("_contents", "_geometry", "_grad", "_grad_writes", "_name", "_source", "_tensor", "_writes", "index")
+
+    def __init__(self, index: int, name: str, source: torch.Tensor, tensor: torch.Tensor, *, look: bool) -> None:
+        """`look`: compare contents too, for writes that torch does not count."""
+        self.index, self._name, self._source, self._tensor = index, name, source, tensor
+        self._geometry: tuple[Hashable, ...] = geometry(tensor)
+        self._grad = tensor.grad if tensor.is_leaf else None
+        self._grad_writes = 0 if self._grad is None else _version(self._grad)
+        self._writes = _version(tensor)
+        self._contents = Contents([(index, tensor)]) if look else None
+
+    def was_written(self) -> bool:
+        """Whether the stand-in was written to, as far as was looked."""
+        if geometry(self._tensor) != self._geometry:
+            raise CaptureError(
+                f"the step gives argument `{self._name}` other memory or another shape",
+                rule="argument-changed",
+                why="the step works on a padded copy, and what it makes of that cannot be given to the caller's own.",
+                fix=f"write the values in place ({self._name}.copy_(new)), use forms without an underscore "
+                f"({self._name}.unsqueeze(0)), or return the new tensor.",
+            )
+        return _version(self._tensor) != self._writes or (self._contents is not None and bool(self._contents.changed()))
 
     def store(self) -> None:
-        """Give the source what was written to its stand-in since, and the gradient that was left on it."""
-        source, made, writes = self
-        if made.requires_grad and made.is_leaf and made.grad is not None:
-            grad = overlap(made.grad, source.shape)
-            source.grad = grad.clone() if source.grad is None else source.grad + grad
-        if written(made) != writes:
-            with torch.no_grad():
-                source.copy_(overlap(made, source.shape))
+        """Give the source what was written to its stand-in."""
+        with torch.no_grad():
+            self._source.copy_(overlap(self._tensor, self._source.shape))
+
+    def store_grad(self) -> None:
+        """Give the source the gradient that was left on its stand-in."""
+        source, made = self._source, self._tensor
+        if not made.is_leaf or (made.grad is None and self._grad is None):
+            return
+        found = self._grad
+        with torch.no_grad():
+            if found is not None and (made.grad is found or _version(found) != self._grad_writes):
+                assert source.grad is not None
+                source.grad.copy_(overlap(found, source.shape))
+            if made.grad is None:
+                source.grad = None
+            elif made.grad is not found:
+                source.grad = overlap(made.grad, source.shape).clone()
 
 
 def overlap(tensor: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
@@ -95,8 +136,7 @@ def overlap(tensor: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
     return tensor
 
 
-def written(tensor: torch.Tensor) -> int:
-    """How often a tensor was written to; inference tensors do not count."""
+def _version(tensor: torch.Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 

@@ -129,17 +129,43 @@ def leaf_key(leaf: Any) -> Hashable:
     return (type(leaf), "object", id(leaf))
 
 
-def leaf_keys(leaves: Sequence[Any]) -> tuple[Hashable, ...]:
-    """The keys of a call's leaves. A tensor that is passed twice is one tensor, and that is part of its key."""
-    if len(leaves) == 1 and type(leaves[0]) is torch.Tensor:
+def leaf_keys(leaves: Sequence[Any], *, gradients: bool = False) -> tuple[Hashable, ...]:
+    """The keys of a call's leaves. A tensor that is passed twice is one tensor, and that is part of its key.
+
+    `gradients`: so is what a backward would find on a tensor that is copied in, a `.grad` or hooks.
+    """
+    if len(leaves) == 1 and type(leaves[0]) is torch.Tensor and not (gradients and leaves[0].requires_grad):
         return (tensor_key(leaves[0]),)
-    keys = list(map(leaf_key, leaves))
+    keys: list[Any] = list(map(leaf_key, leaves))
+    if gradients:
+        for index, key in enumerate(keys):
+            if len(key) > 5 and key[5] == "leaf" and not isinstance(leaves[index], torch.nn.Parameter):
+                keys[index] = (*key[:5], gradient_mark(leaves[index]), *key[6:])
     if len(leaves) > 1 and len(set(map(id, leaves))) < len(leaves):
         first: dict[int, int] = {}
         for index, leaf in enumerate(leaves):
             if isinstance(leaf, torch.Tensor) and first.setdefault(id(leaf), index) != index:
-                keys[index] = (*tensor_key(leaf), first[id(leaf)])
+                keys[index] = (*keys[index][:8], first[id(leaf)])
     return tuple(keys)
+
+
+def gradient_mark(tensor: torch.Tensor) -> str:
+    """What a backward would find on a tensor that needs a gradient."""
+    if not tensor.is_leaf:
+        return "computed"
+    mark, grad = "leaf", tensor.grad
+    if grad is not None:
+        mark = "leaf with .grad"
+        if grad.layout is not torch.strided:
+            mark += " that is sparse"
+        elif grad.stride() != tensor.stride():
+            mark += f" of strides {list(grad.stride())}"
+    return f"{mark}, hooks" if has_gradient_hooks(tensor) else mark
+
+
+def has_gradient_hooks(tensor: torch.Tensor) -> bool:
+    """Whether somebody is to be called when a tensor gets its gradient."""
+    return bool(tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None))
 
 
 def refuse_opaque(leaves: Sequence[Any]) -> None:
@@ -191,7 +217,9 @@ def describe_leaf(key: Any) -> str:
         notes = "" if kind is torch.Tensor else f" {kind.__name__}"
         notes += f" requires_grad ({requires_grad})" if requires_grad else ""
         notes += " conj" * conj + " neg" * neg
-        if same and same[0] != "itself":
+        if same and same[0] == "memory":
+            notes += f" (in the memory of leaf {same[1]})"
+        elif same and same[0] != "itself":
             notes += f" (the same tensor as leaf {same[0]})"
         return f"{name}{list(shape)} {device}{notes}"
     if len(key) == 3:

@@ -1,0 +1,104 @@
+"""The memory of a call's tensors: which of them share some, and which were written to.
+
+torch counts the writes to a tensor (`_version`), but not all: not those through `.data`, not the running statistics of
+`F.batch_norm`. So what a tensor holds is compared, before an eager call and after it, bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Hashable, Sequence
+from typing import Any
+
+import torch
+
+
+def memory_of(tensor: Any) -> int | None:
+    """Which memory a tensor lies in, as far as that can be told."""
+    is_memory = isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided and tensor.numel() > 0
+    try:
+        return int(tensor.untyped_storage()._cdata) if is_memory else None
+    except (NotImplementedError, RuntimeError):  # a subclass without a storage of its own
+        return None
+
+
+def overlap(one: Any, two: Any) -> bool:
+    """Whether two tensors come to the same bytes, gaps between their elements aside."""
+    memory = memory_of(one)
+    if memory is None or memory != memory_of(two):
+        return False
+    (begin, end), (other_begin, other_end) = _reach(one), _reach(two)
+    return begin < other_end and other_begin < end
+
+
+def _reach(tensor: torch.Tensor) -> tuple[int, int]:
+    begin = int(tensor.storage_offset())
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return begin * tensor.element_size(), (begin + last + 1) * tensor.element_size()
+
+
+def sharing(leaves: Sequence[Any], written: Collection[int]) -> list[tuple[int, int]]:
+    """Which leaves lie in the memory of one that the step writes to, each with that one."""
+    if _lie_apart(leaves):
+        return []
+    targets = {memory_of(leaves[i]) for i in written} - {None}
+    found = []
+    for index, leaf in enumerate(leaves):
+        if memory_of(leaf) in targets:
+            found += [(index, i) for i in written if leaf is not leaves[i] and overlap(leaf, leaves[i])][:1]
+    return found
+
+
+def _lie_apart(leaves: Sequence[Any]) -> bool:
+    """Whether each tensor has a memory of its own; no says nothing."""
+    try:
+        found = [leaf.untyped_storage()._cdata for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    except (NotImplementedError, RuntimeError):  # a tensor without one
+        return False
+    return len(found) == len(set(found))
+
+
+def keys_apart(
+    keys: tuple[Hashable, ...], leaves: Sequence[Any], written: Collection[int]
+) -> tuple[Hashable, ...] | None:
+    """The keys of a call in which one leaf lies in the memory of another that is written to; None for other calls."""
+    shared = sharing(leaves, written)
+    if not shared:
+        return None
+    marked: list[Any] = list(keys)
+    for index, other in shared:
+        marked[index] = (*marked[index], "memory", other)
+    return tuple(marked)
+
+
+def geometry(tensor: torch.Tensor) -> tuple[Hashable, ...]:
+    """Where a tensor lies, and how."""
+    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
+
+
+class Contents:
+    """What tensors hold at one moment: a copy of each, to compare with later."""
+
+    def __init__(self, tensors: Sequence[tuple[int, torch.Tensor]]) -> None:
+        seen: set[int] = set()
+        self._copies: list[tuple[int, torch.Tensor, torch.Tensor]] = []
+        with torch.no_grad():
+            for index, tensor in tensors:
+                is_plain = type(tensor) is torch.Tensor and memory_of(tensor) is not None and not tensor.is_quantized
+                if is_plain and id(tensor) not in seen:
+                    seen.add(id(tensor))
+                    self._copies.append((index, tensor, tensor.detach().clone()))
+
+    def changed(self) -> set[int]:
+        """The numbers of those that hold something else now. Asking waits for the device."""
+        with torch.no_grad():
+            return {index for index, tensor, copy in self._copies if not _same_bits(tensor.detach(), copy)}
+
+
+def _same_bits(one: torch.Tensor, two: torch.Tensor) -> bool:
+    if one.shape != two.shape or one.dtype != two.dtype:
+        return False
+    return torch.equal(_bytes(one), _bytes(two))
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.resolve_conj().resolve_neg().reshape(-1).contiguous().view(torch.uint8)
