@@ -147,6 +147,8 @@ def _flags(named: Iterable[tuple[str, Any]]) -> list[Flags]:
             by_dtype[tensor.dtype].append((name, tensor))
     parts = []
     with torch.no_grad():
+        for dtype in [dtype for dtype in by_dtype if dtype.itemsize == 1]:  # float8: nothing computes with it
+            by_dtype[torch.float32] += [(name, tensor.float()) for name, tensor in by_dtype.pop(dtype)]
         for found in by_dtype.values():
             # the largest magnitude is finite exactly when every element is; one fused kernel for all tensors
             largest = torch._foreach_norm([tensor for _, tensor in found], math.inf)
@@ -158,7 +160,7 @@ def _flags(named: Iterable[tuple[str, Any]]) -> list[Flags]:
 def _can_be_bad(value: Any) -> bool:
     if not isinstance(value, torch.Tensor) or value.layout is not torch.strided or value.numel() == 0:
         return False
-    return value.is_floating_point() or value.is_complex()
+    return value.is_complex() or (value.is_floating_point() and value.dtype is not torch.float4_e2m1fn_x2)
 
 
 class FlagReader:
@@ -166,25 +168,28 @@ class FlagReader:
 
     def __init__(self, step: str) -> None:
         self._step = step
+        self._raised = 0
+        """Calls that did nothing but raise for an earlier one."""
         self.pending: deque[tuple[int, tuple[str, ...], Reading]] = deque()
 
     def post(self, call: int, flags: Flags | None, backend: Backend) -> None:
-        """Send a call's flags on their way to the host."""
+        """Send a call's flags on their way to the host. `call` counts the calls that ran, this one included."""
         if flags is not None:
-            self.pending.append((call, flags.names, backend.read_later(flags.bad)))
+            self.pending.append((call + self._raised, flags.names, backend.read_later(flags.bad)))
 
     def drain(self) -> None:
         """Wait for all flags and look at them."""
         self.check(wait=True)
 
     def check(self, *, wait: bool = False) -> None:
-        """Look at the flags that have arrived; with `wait`, at all."""
+        """At the beginning of a call: look at the flags that have arrived; with `wait`, which is no call, at all."""
         while self.pending and (wait or self.pending[0][2].is_ready()):
             call, names, reading = self.pending.popleft()
             told = zip(names, reading.value().tolist(), strict=True)
             bad = list(dict.fromkeys(name for name, is_bad in told if is_bad))
             if bad:
                 self.pending.clear()
+                self._raised += not wait
                 more = f", and {len(bad) - 1} more" if len(bad) > 1 else ""
                 raise NonFinite(
                     f"{self._step}: `{bad[0]}` was not finite in call {call}{more}",
