@@ -22,15 +22,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.optim.optimizer import (
-    Optimizer,
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
+from torch.optim.optimizer import Optimizer
 
 from stepgraph.backends import Backend, Reading
 from stepgraph.errors import NonFinite
 from stepgraph.state.scaler import noticing_scalers
+from stepgraph.state.threads import at_optimizer_steps
 from stepgraph.tree import flatten, paths
 
 
@@ -69,19 +66,18 @@ class FlagCollector:
         """Look at the gradients of each optimizer that steps meanwhile, just before it does."""
         stepping: set[int] = set()
 
-        def before(optimizer: Optimizer, *_: Any) -> None:
+        def before(optimizer: Optimizer) -> None:
             if id(optimizer) not in stepping:  # a subclass's step calls its parent's: both are told of
                 stepping.add(id(optimizer))
                 self.see_optimizer(optimizer)
 
-        def after(optimizer: Optimizer, *_: Any) -> None:
+        def after(optimizer: Optimizer) -> None:
             stepping.discard(id(optimizer))
             self._remember(_parameters(optimizer))  # its kernels may count as writes to the gradients
 
         with contextlib.ExitStack() as stack:
             if self._gradients:
-                stack.callback(register_optimizer_step_pre_hook(before).remove)
-                stack.callback(register_optimizer_step_post_hook(after).remove)
+                stack.enter_context(at_optimizer_steps(before, after))
                 stack.enter_context(noticing_scalers(lambda scaler: self._leave_to_scaler()))
             yield
 
