@@ -5,9 +5,9 @@ backward lead to the accumulators of every leaf that a gradient flows to, so tha
 found too. The hooks are gone when the call is over, and mind no thread but the step's own.
 
 Compiled code calls no hooks, and must not: the compiler would trace them, and compile again once they are gone. So it
-is shown none, and of compiled code the closure tells the modules. Everything around it is seen by hooks as ever. It is
-compiled once more at each eager call only if a module inside has a forward pre-hook of its own, for which the compiled
-code asks whether there are hooks for all modules.
+is shown none, and of compiled code the closure tells the modules. Everything around it is seen by hooks as ever. Where
+modules have forward pre-hooks of their own, compiled code also asks, before it runs, whether there are hooks for all
+modules; so there ours are taken out whenever compiled code that the closure shows is called.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import contextlib
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ from torch.optim.optimizer import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from stepgraph.backends.threads import for_this_thread, replaced
-from stepgraph.state.reach import is_compiled, reachable
+from stepgraph.state.reach import compilers, reachable
 from stepgraph.state.threads import at_optimizer_steps
 
 
@@ -153,10 +153,14 @@ def discovering(
     objects = list(reachable(function))
     for value in objects:
         touched.add_reachable(value)
-    if any(is_compiled(value) for value in objects):
-        for value in objects:
-            if isinstance(value, torch.nn.Module):
-                touched.add_module(value)
+    modules = [value for value in objects if isinstance(value, torch.nn.Module)]
+    compiled = [compiler for value in objects for compiler in compilers(value)]
+    asking: list[Any] = []
+    if compiled:
+        for module in modules:
+            touched.add_module(module)
+        if any(m._forward_pre_hooks for m in touched.modules):
+            asking = compiled
 
     def optimizer_hook(optimizer: Optimizer) -> None:
         touched.add_optimizer(optimizer)
@@ -168,15 +172,15 @@ def discovering(
 
     with (
         at_optimizer_steps(optimizer_hook),
-        _seeing_modules(touched.add_module),
+        _seeing_modules(touched.add_module, asking),
         replaced(torch.autograd, "backward", backward),  # torch has no hook for the roots of a backward
     ):
         yield
 
 
 @contextlib.contextmanager
-def _seeing_modules(see: Callable[[torch.nn.Module], None]) -> Iterator[None]:
-    """Show each module that the step calls."""
+def _seeing_modules(see: Callable[[torch.nn.Module], None], asking: Iterable[Any]) -> Iterator[None]:
+    """Show each module that the step calls. `asking`: whose compiled code asks whether there are such hooks."""
     is_ours = for_this_thread()
 
     def hook(module: torch.nn.Module, _: Any) -> None:
@@ -194,6 +198,10 @@ def _seeing_modules(see: Callable[[torch.nn.Module], None]) -> Iterator[None]:
         finally:
             hidden.put_in()
 
+    def entered() -> Callable[[], None]:
+        hidden.take_out()
+        return hidden.put_in
+
     with contextlib.ExitStack() as stack:
         stack.callback(hidden.close)
         if compiler is not None:
@@ -202,8 +210,14 @@ def _seeing_modules(see: Callable[[torch.nn.Module], None]) -> Iterator[None]:
             stack.callback(compiler.remove_start_callback, hidden.take_out)
             compiler.register_end_callback(hidden.put_in)
             stack.callback(compiler.remove_end_callback, hidden.put_in)
+        for compiled in {id(one): one for one in asking if isinstance(getattr(one, _ENTERING, None), list)}.values():
+            getattr(compiled, _ENTERING).append(entered)  # what torch calls at each call of this compiled code
+            stack.callback(getattr(compiled, _ENTERING).remove, entered)
         hidden.put_in()
         yield
+
+
+_ENTERING = "enter_exit_hooks"
 
 
 class _Hidden:
@@ -212,16 +226,19 @@ class _Hidden:
     def __init__(self, hook: Callable[[torch.nn.Module, Any], None]) -> None:
         self._hook = hook
         self._handle: RemovableHandle | None = None
+        self._times_out = 1
         self._is_closed = False
         self._changing = threading.RLock()
 
     def put_in(self, *_: Any) -> None:
         with self._changing:
-            if self._handle is None and not self._is_closed:
+            self._times_out = max(0, self._times_out - 1)  # a compilation that had begun before may end
+            if self._handle is None and not self._times_out and not self._is_closed:
                 self._handle = torch_module.register_module_forward_pre_hook(self._hook)
 
     def take_out(self, *_: Any) -> None:
         with self._changing:
+            self._times_out += 1
             if self._handle is not None:
                 self._handle.remove()
                 self._handle = None

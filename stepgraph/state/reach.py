@@ -90,16 +90,32 @@ def _attribute(value: Any, name: str) -> Any:
 
 
 def is_compiled(value: Any) -> bool:
-    """Whether a callable or module goes through torch.compile, told by the marks that torch leaves."""
+    """Whether a callable or module goes through torch.compile."""
+    return any(True for _ in compilers(value))
+
+
+def compilers(value: Any) -> Iterator[Any]:
+    """What torch.compile keeps for each compiled callable that a value is or has, told by the marks that it leaves."""
     if isinstance(value, torch.nn.Module):
         optimized = getattr(sys.modules.get("torch._dynamo.eval_frame"), "OptimizedModule", ())
-        return any(isinstance(m, optimized) or vars(m).get("_compiled_call_impl") is not None for m in value.modules())
-    if isinstance(value, types.MethodType):
-        return is_compiled(value.__func__)
-    if not isinstance(value, types.FunctionType):
-        return False
-    marks = vars(value)
-    return "_torchdynamo_orig_callable" in marks and not marks.get("_torchdynamo_disable")
+        for module in value.modules():
+            if isinstance(module, optimized):
+                yield vars(module).get("dynamo_ctx")
+            if vars(module).get("_compiled_call_impl") is not None:
+                yield _closed_over(vars(module)["_compiled_call_impl"], "self")
+    elif isinstance(value, types.MethodType):
+        yield from compilers(value.__func__)
+    elif isinstance(value, types.FunctionType):
+        marks = vars(value)
+        if "_torchdynamo_orig_callable" in marks and not marks.get("_torchdynamo_disable"):
+            yield _closed_over(value, "self")
+
+
+def _closed_over(function: Any, name: str) -> Any:
+    """What a function's closure has under a name, or None."""
+    if not isinstance(function, types.FunctionType) or name not in function.__code__.co_freevars:
+        return None
+    return (function.__closure__ or ())[function.__code__.co_freevars.index(name)].cell_contents
 
 
 def devices(values: Iterator[Any]) -> Iterator[torch.device]:

@@ -163,9 +163,14 @@ class Inner(nn.Module):
         return self.linear(x).relu()
 
 
-def compiled_programs(backend: Any) -> dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], nn.Module]]:
+def compiled_programs(
+    backend: Any, hooked: bool
+) -> dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], nn.Module]]:
     """How a model can be compiled, each with what to call and the model."""
     models = [nn.Sequential(Inner(), Inner()) for _ in range(5)]
+    for model in models if hooked else ():
+        model[1].linear.register_forward_pre_hook(lambda module, args: None)
+        model.register_forward_hook(lambda module, args, result: result * 2)
     models[2].compile(backend=backend)
 
     def with_a_break(x: torch.Tensor) -> torch.Tensor:
@@ -184,16 +189,24 @@ def compiled_programs(backend: Any) -> dict[str, tuple[Callable[[torch.Tensor], 
 
 @pytest.mark.parametrize("before", [False, True], ids=["compiled meanwhile", "compiled before"])
 @pytest.mark.parametrize("how", ["function", "module", "in itself", "with a break", "whole"])
-def test_compiled_code_is_compiled_once_and_all_around_it_is_seen(how: str, before: bool) -> None:
-    compilations = []
+@pytest.mark.parametrize("hooked", [False, True], ids=["plain", "hooked"])
+def test_compiled_code_is_compiled_once_and_all_around_it_is_seen(how: str, before: bool, hooked: bool) -> None:
+    compilations: list[int] = []
 
     def counting(graph: torch.fx.GraphModule, _: Any) -> Any:
         compilations.append(1)
         return graph.forward
 
-    compiled, model = compiled_programs(counting)[how]
-    trainer = deep_model(torch.device("cpu"))
     x = torch.ones(2, 4)
+    alone, _ = compiled_programs(counting, hooked)[how]
+    alone(x.clone().requires_grad_() * 1)
+    expected = len(compilations)
+    assert expected > 0
+    torch.compiler.reset()
+    compilations.clear()
+
+    compiled, model = compiled_programs(counting, hooked)[how]
+    trainer = deep_model(torch.device("cpu"))
 
     def step() -> torch.Tensor:
         return trainer.parts.inner.model(compiled(trainer.parts.inner.model(x)))
@@ -209,7 +222,7 @@ def test_compiled_code_is_compiled_once_and_all_around_it_is_seen(how: str, befo
                 step()
         assert torch_module._global_forward_pre_hooks == hooks
         step()
-    assert len(compilations) == (2 if how == "with a break" else 1)
+    assert len(compilations) == expected
     seen = set(map(id, touched.modules))
     assert {id(m) for m in (*model.modules(), *trainer.parts.inner.model.modules())} <= seen
 
