@@ -12,10 +12,12 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+
+from stepgraph.backends.threads import replaced
 
 if TYPE_CHECKING:
     from stepgraph.backends.cuda import CudaGraph
@@ -70,28 +72,21 @@ class StateCalls:
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
         """Watch `torch.cuda.get_rng_state` and `torch.cuda.set_rng_state`."""
-        get, put = torch.cuda.get_rng_state, torch.cuda.set_rng_state
 
-        def get_rng_state(*args: Any, **kwargs: Any) -> torch.Tensor:
-            state = get(*args, **kwargs)
+        def get_rng_state(below: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
+            state = below(*args, **kwargs)
             self.saw_read(state)
             return state
 
-        def set_rng_state(new_state: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        def set_rng_state(below: Callable[..., None], new_state: torch.Tensor, *args: Any, **kwargs: Any) -> None:
             self.saw_set(new_state)
-            put(new_state, *args, **kwargs)
+            below(new_state, *args, **kwargs)
 
-        _replace(get_rng_state, set_rng_state)
-        try:
+        with contextlib.ExitStack() as stack:
+            for module in (torch.cuda, torch.cuda.random):
+                stack.enter_context(replaced(module, "get_rng_state", get_rng_state))
+                stack.enter_context(replaced(module, "set_rng_state", set_rng_state))
             yield
-        finally:
-            _replace(get, put)
-
-
-def _replace(get: Any, put: Any) -> None:
-    for module in (torch.cuda, torch.cuda.random):
-        setattr(module, "get_rng_state", get)  # noqa: B010 (a module's function is no variable to mypy)
-        setattr(module, "set_rng_state", put)  # noqa: B010
 
 
 _OFFSET = slice(8, 16)

@@ -33,6 +33,7 @@ from stepgraph.backends.tape_graph import Head, TapeGraph, has_memory
 from stepgraph.backends.tape_pool import TapePool
 from stepgraph.backends.tape_refusals import HostReadGuard, host_data_refusal, refusal, unseen_by_modules
 from stepgraph.backends.tape_rng import RandomCalls, recorded_rng_calls, swap_states
+from stepgraph.backends.threads import compiled_code_runs_eagerly
 from stepgraph.errors import CaptureRefused, entry
 from stepgraph.frames import user_location
 from stepgraph.signature import OwnMode
@@ -102,7 +103,7 @@ class TapeWorkspace(Workspace):
 
     @contextlib.contextmanager
     def warming_up(self) -> Iterator[None]:
-        with torch.compiler.set_stance("force_eager"):
+        with compiled_code_runs_eagerly():
             yield
 
     @contextlib.contextmanager

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode_temporarily
 
+from stepgraph.backends.threads import replaced
 from stepgraph.errors import CaptureRefused, ErrorEntry, entry
 from stepgraph.frames import caller_is_autograd, caller_is_torch, user_location
 from stepgraph.signature import OwnMode
@@ -122,20 +123,16 @@ def unseen_by_modules(guard: HostReadGuard) -> Iterator[None]:
     functions, and any function mode counts as an override (pytorch: `torch.overrides.has_torch_function`). The guard
     changes nothing, so that the recording would run other kernels than eager does.
     """
-    asked = torch.overrides.has_torch_function
 
-    def has_torch_function(relevant_args: Iterable[Any]) -> bool:
+    def has_torch_function(asked: Callable[..., bool], relevant_args: Iterable[Any]) -> bool:
         modes = _get_current_function_mode_stack()
         if len(modes) != 1 or modes[0] is not guard:
             return asked(relevant_args)
         with _pop_mode_temporarily():
             return asked(relevant_args)
 
-    setattr(torch.overrides, "has_torch_function", has_torch_function)  # noqa: B010 (no variable to mypy)
-    try:
+    with replaced(torch.overrides, "has_torch_function", has_torch_function):
         yield
-    finally:
-        setattr(torch.overrides, "has_torch_function", asked)  # noqa: B010
 
 
 def _one_hot(tensor: torch.Tensor, num_classes: int = -1) -> torch.Tensor:

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from stepgraph.backends.tape_graph import Head, TapeGraph
+from stepgraph.backends.threads import replaced
 from stepgraph.errors import CaptureRefused, entry
 from stepgraph.frames import user_location
 
@@ -92,22 +93,18 @@ def _seed_of(state: torch.Tensor) -> int:
 @contextlib.contextmanager
 def recorded_rng_calls(calls: RandomCalls) -> Iterator[None]:
     """Record `torch.get_rng_state` and `torch.set_rng_state`; refuse seeding."""
-    seed = torch.manual_seed
 
-    def manual_seed(value: Any) -> torch.Generator:
+    def manual_seed(below: Callable[[Any], torch.Generator], value: Any) -> torch.Generator:
         calls.refuse("reseed", "torch.manual_seed")
-        return seed(value)
+        return below(value)
 
-    replacements = {
-        "get_rng_state": lambda: calls.get(torch.default_generator),
-        "set_rng_state": lambda new_state: calls.put(torch.default_generator, new_state),
+    replacements: dict[str, Callable[..., Any]] = {
+        "get_rng_state": lambda _: calls.get(torch.default_generator),
+        "set_rng_state": lambda _, new_state: calls.put(torch.default_generator, new_state),
         "manual_seed": manual_seed,
     }
-    originals = [(module, name, getattr(module, name)) for module in (torch, torch.random) for name in replacements]
-    for module, name, _ in originals:
-        setattr(module, name, replacements[name])
-    try:
+    with contextlib.ExitStack() as stack:
+        for module in (torch, torch.random):
+            for name, call in replacements.items():
+                stack.enter_context(replaced(module, name, call))
         yield
-    finally:
-        for module, name, original in originals:
-            setattr(module, name, original)

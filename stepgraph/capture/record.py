@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
+from stepgraph.backends.threads import for_this_thread
 from stepgraph.buffers import StaticInputs, StaticOutputs
 from stepgraph.capture.chain import Chain, ChainRecorder, GraphLink
 from stepgraph.capture.options import Options
@@ -276,8 +277,10 @@ def _stepped(optimizers: Sequence[Optimizer]) -> set[int]:
 
 
 def _refuse_unknown(known: set[int]) -> Callable[..., None]:
+    is_ours = for_this_thread()
+
     def hook(optimizer: Optimizer, *_: Any) -> None:
-        if id(optimizer) not in known:
+        if id(optimizer) not in known and is_ours():
             raise CaptureError(
                 f"{type(optimizer).__name__}.step was called, and was not during warm-up",
                 rule="late-optimizer",

@@ -13,11 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch.optim.optimizer import (
-    Optimizer,
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
+from torch.optim.optimizer import Optimizer
 
 from stepgraph.backends import Backend, Workspace
 from stepgraph.buffers import is_copied_in, on_device, static_part
@@ -36,6 +32,7 @@ from stepgraph.state.optimizer_guards import NumbersGuard
 from stepgraph.state.own_changes import ModelState
 from stepgraph.state.rng import GeneratorWatch, HostRandomWatch
 from stepgraph.state.scaler import scalers_of
+from stepgraph.state.threads import at_optimizer_steps
 from stepgraph.state.watch import Watch
 from stepgraph.tree import Structure, changed_containers, paths, unflatten
 
@@ -135,23 +132,20 @@ def flags_of(site: Site, options: Options, step: Callable[..., Any]) -> FlagColl
 @contextlib.contextmanager
 def _state_outside_the_pool(workspace: Workspace) -> Iterator[None]:
     """Let an optimizer make its state, at its first step, elsewhere: in the pool it would only be in the way."""
-    with contextlib.ExitStack() as stack:
-        kept = stack.enter_context(contextlib.ExitStack())
+    stepping: set[int] = set()
+    with contextlib.ExitStack() as kept:
 
-        stepping: set[int] = set()
-
-        def before(optimizer: Optimizer, *_: Any) -> None:
+        def before(optimizer: Optimizer) -> None:
             if not optimizer.state and not stepping:  # a subclass's step calls its parent's: both are told of
                 stepping.add(id(optimizer))
                 kept.enter_context(workspace.keeping())
 
-        def after(*_: Any) -> None:
+        def after(_: Optimizer) -> None:
             stepping.clear()
             kept.close()
 
-        stack.callback(register_optimizer_step_pre_hook(before).remove)
-        stack.callback(register_optimizer_step_post_hook(after).remove)
-        yield
+        with at_optimizer_steps(before, after):
+            yield
 
 
 def note_result(site: Site, result: Any) -> None:

@@ -22,15 +22,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.optim.optimizer import (
-    Optimizer,
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
+from torch.optim.optimizer import Optimizer
 
 from stepgraph.backends import Backend, Reading
 from stepgraph.errors import NonFinite
 from stepgraph.state.scaler import noticing_scalers
+from stepgraph.state.threads import at_optimizer_steps
 from stepgraph.tree import flatten, paths
 
 
@@ -69,19 +66,18 @@ class FlagCollector:
         """Look at the gradients of each optimizer that steps meanwhile, just before it does."""
         stepping: set[int] = set()
 
-        def before(optimizer: Optimizer, *_: Any) -> None:
+        def before(optimizer: Optimizer) -> None:
             if id(optimizer) not in stepping:  # a subclass's step calls its parent's: both are told of
                 stepping.add(id(optimizer))
                 self.see_optimizer(optimizer)
 
-        def after(optimizer: Optimizer, *_: Any) -> None:
+        def after(optimizer: Optimizer) -> None:
             stepping.discard(id(optimizer))
             self._remember(_parameters(optimizer))  # its kernels may count as writes to the gradients
 
         with contextlib.ExitStack() as stack:
             if self._gradients:
-                stack.callback(register_optimizer_step_pre_hook(before).remove)
-                stack.callback(register_optimizer_step_post_hook(after).remove)
+                stack.enter_context(at_optimizer_steps(before, after))
                 stack.enter_context(noticing_scalers(lambda scaler: self._leave_to_scaler()))
             yield
 
@@ -147,6 +143,8 @@ def _flags(named: Iterable[tuple[str, Any]]) -> list[Flags]:
             by_dtype[tensor.dtype].append((name, tensor))
     parts = []
     with torch.no_grad():
+        for dtype in [dtype for dtype in by_dtype if dtype.itemsize == 1]:  # float8: nothing computes with it
+            by_dtype[torch.float32] += [(name, tensor.float()) for name, tensor in by_dtype.pop(dtype)]
         for found in by_dtype.values():
             # the largest magnitude is finite exactly when every element is; one fused kernel for all tensors
             largest = torch._foreach_norm([tensor for _, tensor in found], math.inf)
@@ -158,7 +156,7 @@ def _flags(named: Iterable[tuple[str, Any]]) -> list[Flags]:
 def _can_be_bad(value: Any) -> bool:
     if not isinstance(value, torch.Tensor) or value.layout is not torch.strided or value.numel() == 0:
         return False
-    return value.is_floating_point() or value.is_complex()
+    return value.is_complex() or (value.is_floating_point() and value.dtype is not torch.float4_e2m1fn_x2)
 
 
 class FlagReader:
@@ -166,25 +164,28 @@ class FlagReader:
 
     def __init__(self, step: str) -> None:
         self._step = step
+        self._raised = 0
+        """Calls that did nothing but raise for an earlier one."""
         self.pending: deque[tuple[int, tuple[str, ...], Reading]] = deque()
 
     def post(self, call: int, flags: Flags | None, backend: Backend) -> None:
-        """Send a call's flags on their way to the host."""
+        """Send a call's flags on their way to the host. `call` counts the calls that ran, this one included."""
         if flags is not None:
-            self.pending.append((call, flags.names, backend.read_later(flags.bad)))
+            self.pending.append((call + self._raised, flags.names, backend.read_later(flags.bad)))
 
     def drain(self) -> None:
         """Wait for all flags and look at them."""
         self.check(wait=True)
 
     def check(self, *, wait: bool = False) -> None:
-        """Look at the flags that have arrived; with `wait`, at all."""
+        """At the beginning of a call: look at the flags that have arrived; with `wait`, which is no call, at all."""
         while self.pending and (wait or self.pending[0][2].is_ready()):
             call, names, reading = self.pending.popleft()
             told = zip(names, reading.value().tolist(), strict=True)
             bad = list(dict.fromkeys(name for name, is_bad in told if is_bad))
             if bad:
                 self.pending.clear()
+                self._raised += not wait
                 more = f", and {len(bad) - 1} more" if len(bad) > 1 else ""
                 raise NonFinite(
                     f"{self._step}: `{bad[0]}` was not finite in call {call}{more}",

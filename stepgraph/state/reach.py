@@ -2,13 +2,15 @@
 
 Looks where Python looks names up: closure cells, defaults, the globals that the code names, the bound object, and one
 level into containers and plain objects found there; into functions found there it follows. It decides which device a
-step is for, and finds modules when hooks must not be used because compiled code would see them.
+step is for, and finds modules that only compiled code calls, where no hook sees them. None of the user's code runs for
+that: an object that computes its attributes is asked for none.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import sys
 import types
 from collections.abc import Iterator
 from typing import Any
@@ -71,21 +73,49 @@ def names_in(code: types.CodeType) -> set[str]:
 
 def _of_container(value: Any) -> list[Any]:
     if isinstance(value, dict):
-        return list(value.values())
+        return list(dict.values(value))
     if isinstance(value, (list, tuple, set, frozenset)):
         return list(value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return [getattr(value, f.name, None) for f in dataclasses.fields(value)]
-    return list(getattr(value, "__dict__", {}).values())
+        return [_attribute(value, f.name) for f in dataclasses.fields(value)]
+    return list((_attribute(value, "__dict__") or {}).values())
+
+
+def _attribute(value: Any, name: str) -> Any:
+    """What an object has under a name, or None; its own `__getattr__` is not asked."""
+    try:
+        return object.__getattribute__(value, name)
+    except AttributeError:
+        return None
 
 
 def is_compiled(value: Any) -> bool:
     """Whether a callable or module goes through torch.compile."""
+    return any(True for _ in compilers(value))
+
+
+def compilers(value: Any) -> Iterator[Any]:
+    """What torch.compile keeps for each compiled callable that a value is or has, told by the marks that it leaves."""
     if isinstance(value, torch.nn.Module):
-        return any(
-            hasattr(m, "_orig_mod") or getattr(m, "_compiled_call_impl", None) is not None for m in value.modules()
-        )
-    return hasattr(value, "_torchdynamo_orig_callable")
+        optimized = getattr(sys.modules.get("torch._dynamo.eval_frame"), "OptimizedModule", ())
+        for module in value.modules():
+            if isinstance(module, optimized):
+                yield vars(module).get("dynamo_ctx")
+            if vars(module).get("_compiled_call_impl") is not None:
+                yield _closed_over(vars(module)["_compiled_call_impl"], "self")
+    elif isinstance(value, types.MethodType):
+        yield from compilers(value.__func__)
+    elif isinstance(value, types.FunctionType):
+        marks = vars(value)
+        if "_torchdynamo_orig_callable" in marks and not marks.get("_torchdynamo_disable"):
+            yield _closed_over(value, "self")
+
+
+def _closed_over(function: Any, name: str) -> Any:
+    """What a function's closure has under a name, or None."""
+    if not isinstance(function, types.FunctionType) or name not in function.__code__.co_freevars:
+        return None
+    return (function.__closure__ or ())[function.__code__.co_freevars.index(name)].cell_contents
 
 
 def devices(values: Iterator[Any]) -> Iterator[torch.device]:

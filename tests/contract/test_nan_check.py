@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import re
 from types import SimpleNamespace
 from typing import Any
 
@@ -246,3 +248,53 @@ def test_nan_check_at_the_end_of_a_session_waits_for_what_is_left(device: torch.
 def test_nan_check_on_the_host_is_refused_with_the_fix() -> None:
     with pytest.raises(stepgraph.InvalidArgument, match="nan_check='device'"):
         stepgraph.capture(lambda x: x, nan_check=True)
+
+
+def test_nan_check_counts_the_calls_that_raised(device: torch.device) -> None:
+    """The number is that of the caller's own count, however often it was told before."""
+    bad, told = (1, 3, 7, 8, 12), []
+    step = stepgraph.capture(lambda x: x * 1, nan_check="device")
+    for call in range(1, 16):
+        try:
+            step(torch.full((3,), float("nan") if call in bad else 1.0, device=device))
+        except stepgraph.NonFinite as error:
+            told.append(str(error).split(" was not finite in ")[1].split()[:2])
+        stepgraph.backend_for(device).synchronize()
+    step.close()
+    # call 8 itself raised for call 7: its batch was not run
+    assert told == [["call", str(call)] for call in (1, 3, 7, 12)]
+
+
+FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.float8_e8m0fnu)
+
+
+@pytest.mark.parametrize("bad_at", [None, 1, 5])
+@pytest.mark.parametrize("dtype", FLOAT8, ids=str)
+def test_nan_check_looks_at_float8_results(dtype: torch.dtype, bad_at: int | None, device: torch.device) -> None:
+    def evaluate(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return x.sum().nan_to_num(), x.to(dtype)
+
+    step = stepgraph.capture(evaluate, nan_check="device")
+    inputs = [torch.ones(4, 8, device=device) for _ in range(7)]
+    if bad_at is not None:
+        inputs[bad_at][1, 2] = float("nan")
+    with contextlib.ExitStack() as stack:
+        if bad_at is not None:
+            found = f"`result[1]` was not finite in call {bad_at + 1}"
+            stack.enter_context(pytest.raises(stepgraph.NonFinite, match=re.escape(found)))
+        with step:
+            for x in inputs:
+                assert step(x)[1].dtype is dtype
+            assert step.report().replays == 4
+
+
+def test_nan_check_leaves_out_what_can_hold_no_nan(device: torch.device) -> None:
+    packed = torch.full((4,), 0xFF, dtype=torch.uint8, device=device)
+
+    def evaluate(x: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"packed": (packed & x).view(torch.float4_e2m1fn_x2), "sum": x.sum()}
+
+    with stepgraph.capture(evaluate, nan_check="device") as step:
+        for _ in range(6):
+            step(torch.full((4,), 0xFF, dtype=torch.uint8, device=device))
+        assert step.report().replays == 3

@@ -1,0 +1,304 @@
+"""Another thread trains while a step is warmed up and recorded: neither minds the other."""
+
+from __future__ import annotations
+
+import _thread
+import contextlib
+import gc
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.modules import module as torch_module
+from torch.optim import optimizer as torch_optimizer
+
+import stepgraph
+from stepgraph.backends.threads import compiled_code_runs_eagerly, for_this_thread, replaced
+from stepgraph.state.threads import at_optimizer_steps
+from tests.harness import same_bits
+
+CALLS = 7
+TIMEOUT = 60
+
+
+@pytest.fixture
+def other() -> Iterator[ThreadPoolExecutor]:
+    """One more thread of Python's; what is submitted runs there, one after the other."""
+    with ThreadPoolExecutor(max_workers=1) as pool:
+        yield pool
+
+
+class Training:
+    """A model, its optimizer, and one step after the other on batches of its own."""
+
+    def __init__(self, device: torch.device, seed: int, make: Callable[..., torch.optim.Optimizer]) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        self.model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+        for parameter in self.model.parameters():
+            parameter.data = torch.randn(parameter.shape, generator=generator)
+        self.model.to(device)
+        self.optimizer = make(self.model.parameters(), lr=0.1)
+        self.batches = [torch.randn(3, 4, generator=generator).to(device) for _ in range(4 * CALLS)]
+        self.factor = torch.ones((), device=device)
+        self.done = 0
+
+    def step(self) -> None:
+        self.train(self.batches[self.done])
+        self.done += 1
+
+    def train(self, x: torch.Tensor) -> torch.Tensor:
+        self.optimizer.zero_grad()
+        loss = self.model(x).square().mean() * self.factor
+        loss.backward()
+        self.optimizer.step()
+        return loss.detach()
+
+    def assert_same(self, twin: Training) -> None:
+        for one, two in zip(self.model.parameters(), twin.model.parameters(), strict=True):
+            assert same_bits(one.detach(), two.detach())
+            assert one.grad is not None
+            assert two.grad is not None
+            assert same_bits(one.grad, two.grad)
+
+
+def sgd(parameters: Any, lr: float) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=lr, momentum=0.9)
+
+
+def aside(function: Callable[[], Any], thread: ThreadPoolExecutor) -> SimpleNamespace:
+    """A call in the other thread, deeper in the step's objects than anybody looks: it is none of the step's."""
+
+    def do() -> None:
+        thread.submit(function).result(TIMEOUT)
+
+    return SimpleNamespace(a=SimpleNamespace(b=SimpleNamespace(do=do)))
+
+
+def interrupted(training: Training, beside: SimpleNamespace) -> Callable[[torch.Tensor], torch.Tensor]:
+    """The step of a training, with something done by the other thread before, amid and after its work."""
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        beside.a.b.do()
+        training.optimizer.zero_grad()
+        loss = training.model(x).square().mean()
+        loss.backward()
+        beside.a.b.do()
+        training.optimizer.step()
+        beside.a.b.do()
+        return loss.detach()
+
+    return step
+
+
+@pytest.mark.parametrize("nan_check", ["off", "device"])
+@pytest.mark.parametrize("make", [sgd, torch.optim.AdamW], ids=["SGD", "AdamW"])
+def test_threads_train_beside_a_capture_as_if_alone(
+    make: Callable[..., torch.optim.Optimizer], nan_check: str, device: torch.device, other: ThreadPoolExecutor
+) -> None:
+    theirs, alone = (Training(device, 1, torch.optim.Adagrad) for _ in range(2))
+    ours, eager = (Training(device, 2, make) for _ in range(2))
+    options: dict[str, Any] = {"nan_check": nan_check} if nan_check == "device" else {}
+    with stepgraph.capture(interrupted(ours, aside(theirs.step, other)), **options) as step:
+        for x in ours.batches[:CALLS]:
+            assert same_bits(step(x), eager.train(x))
+        report = step.report()
+    assert (report.captures, report.replays) == (1, CALLS - 3)
+    assert list(report.optimizers) == [type(ours.optimizer).__name__]
+    ours.assert_same(eager)
+    assert theirs.done == 3 * 4, "in each warm-up and in the recording"
+    for _ in range(theirs.done):
+        alone.step()
+    theirs.assert_same(alone)
+
+
+def test_threads_own_nan_is_not_the_steps(device: torch.device, other: ThreadPoolExecutor) -> None:
+    theirs = Training(device, 1, torch.optim.SGD)
+    theirs.factor.fill_(float("nan"))
+    ours = Training(device, 2, sgd)
+    with stepgraph.capture(interrupted(ours, aside(theirs.step, other)), nan_check="device") as step:
+        for x in ours.batches[:CALLS]:
+            step(x)
+
+
+def test_threads_work_is_not_recorded(device: torch.device, other: ThreadPoolExecutor) -> None:
+    theirs = Training(device, 1, torch.optim.SGD)
+
+    def work() -> None:
+        state = torch.get_rng_state()
+        theirs.step()
+        assert theirs.factor.item() == 1.0
+        torch.set_rng_state(state)
+        assert torch.tensor([1.0, 2.0]).tolist() == [1.0, 2.0]
+
+    nodes = []
+    for function in (work, lambda: None):
+        ours = Training(device, 2, sgd)
+        with stepgraph.capture(interrupted(ours, aside(function, other))) as step:
+            for x in ours.batches[:CALLS]:
+                step(x)
+            nodes.append(step.report().nodes)
+    assert nodes[0] == nodes[1]
+
+
+def process_state() -> list[Any]:
+    """What belongs to the process and is changed during a capture."""
+    stance = torch._dynamo.eval_frame._stance
+    return [
+        dict(torch_module._global_forward_pre_hooks),
+        *(dict(torch_optimizer._global_optimizer_pre_hooks), dict(torch_optimizer._global_optimizer_post_hooks)),
+        *(torch.autograd.backward, torch.overrides.has_torch_function, torch_module._has_any_global_hook),
+        *(torch.get_rng_state, torch.random.set_rng_state, torch.manual_seed, stance, gc.isenabled()),
+    ]
+
+
+def test_threads_capture_inside_the_capture_of_another_on_the_tape(other: ThreadPoolExecutor) -> None:
+    device, before = torch.device("cpu"), process_state()
+    theirs, alone = (Training(device, 1, sgd) for _ in range(2))
+    ours, eager = (Training(device, 2, sgd) for _ in range(2))
+    with stepgraph.capture(theirs.train, ignore=["self.done"]) as inner:
+
+        def call() -> None:
+            inner(theirs.batches[theirs.done])
+            theirs.done += 1
+
+        with stepgraph.capture(interrupted(ours, aside(call, other))) as step:
+            for x in ours.batches[:CALLS]:
+                assert same_bits(step(x), eager.train(x))
+            assert (step.report().captures, inner.report().captures) == (1, 1)
+        assert inner.report().replays == 3 * 4 - 3
+    for _ in range(theirs.done):
+        alone.step()
+    ours.assert_same(eager)
+    theirs.assert_same(alone)
+    assert process_state() == before
+
+
+def test_threads_capture_at_the_same_time_on_the_tape(other: ThreadPoolExecutor) -> None:
+    """Both are in the step at once, in each warm-up and in the recording, and one leaves while the other is in it."""
+    device, before = torch.device("cpu"), process_state()
+    barrier, left = threading.Barrier(2), threading.Event()
+
+    def captured(seed: int, *, is_first: bool) -> None:
+        ours, eager = (Training(device, seed, sgd) for _ in range(2))
+
+        def in_between() -> None:
+            barrier.wait(TIMEOUT)
+            if not is_first:  # the first one has gone on, and left its call
+                assert left.wait(TIMEOUT)
+
+        beside = SimpleNamespace(a=SimpleNamespace(b=SimpleNamespace(do=in_between)))
+
+        def train(x: torch.Tensor) -> torch.Tensor:
+            ours.optimizer.zero_grad()
+            loss = ours.model(x).square().mean()
+            beside.a.b.do()
+            loss.backward()
+            ours.optimizer.step()
+            return loss.detach()
+
+        with stepgraph.capture(train) as step:
+            for x in ours.batches[:4]:
+                result = step(x)
+                left.set() if is_first else left.clear()
+                assert same_bits(result, eager.train(x))
+                barrier.wait(TIMEOUT)
+            for x in ours.batches[4:CALLS]:
+                assert same_bits(step(x), eager.train(x))
+            assert (step.report().captures, step.report().replays) == (1, CALLS - 3)
+        ours.assert_same(eager)
+
+    def run(seed: int, *, is_first: bool) -> None:
+        try:
+            captured(seed, is_first=is_first)
+        except BaseException:  # let the other one fail at once
+            barrier.abort()
+            left.set()
+            raise
+
+    beside = other.submit(run, 1, is_first=False)
+    run(2, is_first=True)
+    beside.result(TIMEOUT)
+    assert process_state() == before
+
+
+# -- the parts
+
+
+def test_threads_of_autograd_are_the_steps(other: ThreadPoolExecutor) -> None:
+    is_ours = for_this_thread()
+    told: list[bool] = []
+    done = threading.Event()
+
+    def ask() -> None:  # as autograd's threads do: Python did not start them
+        told.append(is_ours())
+        done.set()
+
+    _thread.start_new_thread(ask, ())
+    assert done.wait(TIMEOUT)
+    assert told == [True]
+    assert is_ours()
+    assert not other.submit(is_ours).result(TIMEOUT)
+
+
+def test_threads_replacements_hold_for_their_own_thread_in_any_order(other: ThreadPoolExecutor) -> None:
+    owner = SimpleNamespace(ask=lambda: "torch's")
+    original = owner.ask
+    here = replaced(owner, "ask", lambda below: f"here over {below()}")
+    inner = replaced(owner, "ask", lambda below: f"inner over {below()}")
+    there = replaced(owner, "ask", lambda below: f"there over {below()}")
+    with here:
+        other.submit(there.__enter__).result(TIMEOUT)
+        assert (owner.ask(), other.submit(lambda: owner.ask()).result(TIMEOUT)) == (
+            "here over torch's",
+            "there over torch's",
+        )
+        with inner:
+            assert owner.ask() == "inner over here over torch's"
+    assert (owner.ask(), other.submit(lambda: owner.ask()).result(TIMEOUT)) == ("torch's", "there over torch's")
+    other.submit(there.__exit__, None, None, None).result(TIMEOUT)
+    assert owner.ask is original
+
+
+def test_threads_stance_of_the_compiler_is_left_with_the_last(other: ThreadPoolExecutor) -> None:
+    def stance() -> Any:
+        return torch._dynamo.eval_frame._stance
+
+    before, there = stance(), compiled_code_runs_eagerly()
+    with compiled_code_runs_eagerly():
+        other.submit(there.__enter__).result(TIMEOUT)
+        with compiled_code_runs_eagerly():
+            assert stance().stance == "force_eager"
+        assert stance().stance == "force_eager"
+    assert stance().stance == "force_eager"
+    other.submit(there.__exit__, None, None, None).result(TIMEOUT)
+    assert stance() is before
+
+
+def test_threads_step_on_while_hooks_are_taken_out(other: ThreadPoolExecutor) -> None:
+    """torch walks through the hooks of the process at each step, and none may go during such a walk."""
+    theirs, seen = Training(torch.device("cpu"), 1, sgd), []
+    amid, go_on = threading.Event(), threading.Event()
+
+    def slow(*_: Any) -> None:
+        amid.set()
+        assert go_on.wait(TIMEOUT)
+
+    with contextlib.ExitStack() as stack:
+        stack.callback(torch_optimizer.register_optimizer_step_pre_hook(slow).remove)
+        with at_optimizer_steps(seen.append, seen.append):
+            stepping = other.submit(theirs.step)
+            assert amid.wait(TIMEOUT)
+        go_on.set()
+        stepping.result(TIMEOUT)
+        assert seen == []
+        with at_optimizer_steps(seen.append, seen.append):
+            assert len(torch_optimizer._global_optimizer_pre_hooks) == 2, "what had to stay is gone"
+            assert len(torch_optimizer._global_optimizer_post_hooks) == 1
+            theirs.step()
+        assert seen == [theirs.optimizer] * 2
+    assert not torch_optimizer._global_optimizer_pre_hooks
