@@ -60,7 +60,8 @@ def _holder(held: list[Any], young: set[int], depth: int) -> str | None:
         if holder is held or isinstance(holder, (types.FrameType, torch.Tensor)):
             continue
         if id(holder) in young:
-            new.append(holder)
+            if not isinstance(holder, types.CellType):  # a variable of a call that is over, or of one under way
+                new.append(holder)
             continue
         told = _told(holder, ids)
         if told is not None:
