@@ -224,7 +224,7 @@ class StepCapture:
                         outputs = StaticOutputs(self._function(*args, **kwargs))
                         found_flags = flags.finish(outputs.tree, site.touched.parameters)
                         _refuse_own_change(self._name, model.changed(site.touched.name))
-                        kept = self._kept(site, outputs)
+                        kept = self._kept(site, outputs, flags.tensors, found_flags)
                         chain = recorder.finish()
                         modes = model.take_modes()
                     except BaseException:
@@ -236,10 +236,13 @@ class StepCapture:
                 raise
         return _Recording(chain, outputs, grads, scalers, found_flags, read, kept, modes)
 
-    def _kept(self, site: Site, outputs: StaticOutputs) -> str | None:
+    def _kept(
+        self, site: Site, outputs: StaticOutputs, flags: Sequence[torch.Tensor], found: Flags | None
+    ) -> str | None:
         grads = [p.grad for p in site.touched.parameters if p.grad is not None]
         results = [leaf for leaf in outputs.leaves if isinstance(leaf, torch.Tensor)]
-        return kept_tensor([*grads, *results], self._session.workspace.holds)
+        ours = [*flags, found.bad] if found is not None else flags
+        return kept_tensor([*grads, *results, *ours], self._session.workspace.holds)
 
 
 def _kept_tensor(step: str, where: str) -> CaptureError:

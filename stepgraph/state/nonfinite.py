@@ -95,6 +95,11 @@ class FlagCollector:
         self._see_gradients(p for p in parameters if not self._was_looked_at(p))
         return _joined(self._parts)
 
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """The flags that were computed so far."""
+        return [part.bad for part in self._parts]
+
     def _is_left_out(self, leaf: Any) -> bool:
         return self._left_out is not None and isinstance(leaf, torch.Tensor) and self._left_out(leaf.shape)
 
