@@ -1,9 +1,9 @@
 """The library in C++: where it lies, how it is built, and what it has.
 
 Before a replay some facts of each parameter are read, and from Python torch answers for one fact of one tensor at a
-time. `row.cpp` reads all of them in one call, several times as fast. It has to fit the torch that it meets, so it is not
-part of what is installed: `stepgraph native --build` has torch compile it, once for each torch and Python, and every
-process finds it from then on. Without it the same is asked in Python.
+time. `row.cpp` reads all of them in one call, several times as fast. It has to fit the torch that it meets, so it is
+not part of what is installed: `stepgraph native --build` has torch compile it, once for each torch and Python, and
+every process finds it from then on. Without it the same is asked in Python.
 """
 
 from __future__ import annotations
