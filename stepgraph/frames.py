@@ -10,6 +10,7 @@ import os
 import sys
 import types
 import warnings
+from collections.abc import Container
 
 import torch
 
@@ -77,6 +78,17 @@ def warn_user(message: str) -> None:
     while frame.f_back is not None and is_engine(frame.f_code.co_filename):
         level, frame = level + 1, frame.f_back
     warnings.warn(message, StepgraphWarning, stacklevel=level)
+
+
+def is_running(functions: Container[types.CodeType]) -> bool:
+    """Whether code of one of these functions is under way, in this thread or in another."""
+    frame: types.FrameType | None
+    for frame in sys._current_frames().values():
+        while frame is not None:
+            if frame.f_code in functions:
+                return True
+            frame = frame.f_back
+    return False
 
 
 def user_location() -> Location | None:

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+from torch.optim.optimizer import Optimizer
 
-from stepgraph.backends.threads import for_this_thread
 from stepgraph.buffers import StaticInputs, StaticOutputs
 from stepgraph.capture.chain import Chain, ChainRecorder, GraphLink
 from stepgraph.capture.options import Options
@@ -33,6 +32,7 @@ from stepgraph.state.optimizer import (
     place,
 )
 from stepgraph.state.optimizer_guards import NumbersGuard, ParametersGuard, StateGuard
+from stepgraph.state.optimizer_steps import at_optimizer_steps
 from stepgraph.state.outliving import kept_tensor, setting_apart
 from stepgraph.state.own_changes import ModelState
 from stepgraph.state.reach import reachable
@@ -212,7 +212,7 @@ class StepCapture:
             stack.enter_context(captured_inside(inside))
             stack.enter_context(read.noting(objects.values()))
             stack.enter_context(refusing_writes(inside))
-            stack.callback(register_optimizer_step_pre_hook(_refuse_unknown(known)).remove)
+            stack.enter_context(at_optimizer_steps(_refuse_unknown(known)))
             stack.enter_context(setting_apart())
             model = ModelState(site.touched.all_modules, site.touched.all_parameters)
             try:
@@ -279,11 +279,9 @@ def _stepped(optimizers: Sequence[Optimizer]) -> set[int]:
     return {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
 
 
-def _refuse_unknown(known: set[int]) -> Callable[..., None]:
-    is_ours = for_this_thread()
-
-    def hook(optimizer: Optimizer, *_: Any) -> None:
-        if id(optimizer) not in known and is_ours():
+def _refuse_unknown(known: set[int]) -> Callable[[Optimizer], None]:
+    def refuse(optimizer: Optimizer) -> None:
+        if id(optimizer) not in known:
             raise CaptureError(
                 f"{type(optimizer).__name__}.step was called, and was not during warm-up",
                 rule="late-optimizer",
@@ -291,4 +289,4 @@ def _refuse_unknown(known: set[int]) -> Callable[..., None]:
                 fix="call every optimizer at each step, or raise warmup= until all have been called once.",
             )
 
-    return hook
+    return refuse

@@ -29,10 +29,10 @@ from stepgraph.state.module_state import discovering
 from stepgraph.state.nonfinite import FlagCollector, Flags
 from stepgraph.state.optimizer import capturable_on_cpu, make_capturable, place
 from stepgraph.state.optimizer_guards import NumbersGuard
+from stepgraph.state.optimizer_steps import at_optimizer_steps
 from stepgraph.state.own_changes import ModelState
 from stepgraph.state.rng import GeneratorWatch, HostRandomWatch
 from stepgraph.state.scaler import scalers_of
-from stepgraph.state.threads import at_optimizer_steps
 from stepgraph.state.watch import Watch
 from stepgraph.tree import Structure, changed_containers, paths, unflatten
 

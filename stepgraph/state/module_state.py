@@ -25,8 +25,8 @@ from torch.optim.optimizer import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from stepgraph.backends.threads import for_this_thread, replaced
+from stepgraph.state.optimizer_steps import at_optimizer_steps
 from stepgraph.state.reach import compilers, reachable
-from stepgraph.state.threads import at_optimizer_steps
 
 
 class Touched:

@@ -26,8 +26,8 @@ from torch.optim.optimizer import Optimizer
 
 from stepgraph.backends import Backend, Reading
 from stepgraph.errors import NonFinite
+from stepgraph.state.optimizer_steps import at_optimizer_steps
 from stepgraph.state.scaler import noticing_scalers
-from stepgraph.state.threads import at_optimizer_steps
 from stepgraph.tree import flatten, paths
 
 

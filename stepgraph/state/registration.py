@@ -9,7 +9,6 @@ is on such a walk. A hook that has to stay does nothing, and is taken out when t
 from __future__ import annotations
 
 import functools
-import sys
 import types
 import weakref
 from collections.abc import Sequence
@@ -18,6 +17,8 @@ from typing import Any
 import torch
 from torch.nn.modules import module as torch_module
 from torch.utils.hooks import RemovableHandle
+
+from stepgraph.frames import is_running
 
 _Module = torch.nn.Module
 _WALKERS: frozenset[types.CodeType] = frozenset(
@@ -66,19 +67,8 @@ def _registered(events: weakref.ref[RegistrationEvents], module: torch.nn.Module
         listener.saw(module)
 
 
-def _is_walking() -> bool:
-    """Whether torch is on its way through the hooks: below us, if the collector called, or in another thread."""
-    frame: types.FrameType | None
-    for frame in sys._current_frames().values():
-        while frame is not None:
-            if frame.f_code in _WALKERS:
-                return True
-            frame = frame.f_back
-    return False
-
-
 def _remove_all(handles: list[RemovableHandle]) -> None:
-    if not _is_walking():
+    if not is_running(_WALKERS):  # below us, if the collector called, or in another thread
         for handle in handles:
             handle.remove()
     handles.clear()
@@ -87,7 +77,7 @@ def _remove_all(handles: list[RemovableHandle]) -> None:
 def _sweep(handle: RemovableHandle) -> None:
     """Take out hooks that had to stay behind, from the dictionary that this handle's hook is in."""
     hooks = handle.hooks_dict_ref()
-    if hooks is not None and not _is_walking():
+    if hooks is not None and not is_running(_WALKERS):
         for key, hook in list(hooks.items()):
             if isinstance(hook, functools.partial) and hook.func is _registered and _is_left_behind(*hook.args):
                 del hooks[key]

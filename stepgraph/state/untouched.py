@@ -37,7 +37,7 @@ class Untouched:
     __slots__ = (
         *("_attributes", "_containers", "_items", "_keys", "_lengths"),
         *("_classes", "_copies", "_names", "_objects", "_owners", "_questions", "_sized", "_wholes"),
-        *("_columns", "_gradients", "_layouts", "_otherwise", "_unwritten", "_unwritten_lengths"),
+        *("_columns", "_gradients", "_layouts", "_otherwise", "_unwritten"),
     )
 
     def __init__(self) -> None:
@@ -58,8 +58,7 @@ class Untouched:
         self._layouts: list[Layout] = []
         self._gradients: list[Gradient] = []
         self._otherwise: list[Callable[[], bool]] = []
-        self._unwritten: list[tuple[Any, Any, Any]] = []
-        self._unwritten_lengths: list[tuple[Sized, int]] = []
+        self._unwritten: list[tuple[Mapping[Any, Any], Mapping[Any, Any]]] = []
 
     def attribute(self, owner: Any, name: str, value: Any) -> None:
         """An attribute must be this very object."""
@@ -117,10 +116,8 @@ class Untouched:
 
     def unwritten(self, expected: Sequence[tuple[dict[Any, Any], Mapping[Any, Any]]]) -> None:
         """Dictionaries must hold just these very objects; without the library it is asked whether they were written."""
-        found = [(where, key, value) for where, values in expected for key, value in values.items()]
-        self._unwritten += found
-        self._unwritten_lengths += [(where, len(values)) for where, values in expected]
-        hold = functools.partial(_lie_there, found, [(where, len(values)) for where, values in expected])
+        self._unwritten += expected
+        hold = functools.partial(_hold_just, expected)
         versions = _question_of_versions([where for where, _ in expected]) if hold() else None
         self._otherwise.append(versions or hold)
 
@@ -140,11 +137,11 @@ class Untouched:
             return self.holds
         tensors = (*(layout[0] for layout in self._layouts), *(gradient[0] for gradient in self._gradients))
         is_plain = all(type(tensor) in PLAIN_TENSORS for tensor in tensors)
-        items = [*zip(self._containers, self._keys, self._items, strict=True), *self._unwritten]
-        lengths = [*zip(self._sized, self._lengths, strict=True), *self._unwritten_lengths]
+        items = [*zip(self._containers, self._keys, self._items, strict=True)]
+        lengths = [*zip(self._sized, self._lengths, strict=True)]
         for containers, key, values in self._columns:
             items += ((container, key, value) for container, value in zip(containers, values, strict=True))
-        for container, copy in zip(self._wholes, self._copies, strict=True):
+        for container, copy in (*zip(self._wholes, self._copies, strict=True), *self._unwritten):
             items += ((container, key, value) for key, value in copy.items())
             lengths.append((container, len(copy)))
         return make(
@@ -181,9 +178,11 @@ def is_told_by_identity(value: Any) -> bool:
     return value is None or operator.is_(type(value).__eq__, object.__eq__)
 
 
-def _lie_there(slots: Sequence[tuple[dict[Any, Any], Any, Any]], lengths: Sequence[tuple[Sized, int]]) -> bool:
-    is_there = all(dict.get(where, key) is value for where, key, value in slots)
-    return is_there and all(len(where) == length for where, length in lengths)
+def _hold_just(expected: Sequence[tuple[dict[Any, Any], Mapping[Any, Any]]]) -> bool:
+    return all(
+        len(where) == len(values) and all(dict.get(where, key) is value for key, value in values.items())
+        for where, values in expected
+    )
 
 
 def _question_of_versions(dictionaries: list[dict[Any, Any]]) -> Callable[[], bool] | None:

@@ -340,6 +340,14 @@ def test_accumulation_gradients_dropped_between_two_optimizer_steps(
     assert_captured_equals_eager(program, device)
 
 
+def point_into(flat: torch.Tensor, model: nn.Module) -> None:
+    """Make each gradient a piece of one tensor."""
+    begin = 0
+    for parameter in model.parameters():
+        parameter.grad = flat[begin : begin + parameter.numel()].view_as(parameter)
+        begin += parameter.numel()
+
+
 @pytest.mark.parametrize("zero", ["in the step", "outside"])
 @pytest.mark.parametrize("fused", [False, True])
 def test_accumulation_into_views_of_a_flat_buffer_is_seen_through_it(
@@ -364,10 +372,7 @@ def test_accumulation_into_views_of_a_flat_buffer_is_seen_through_it(
             if index < 6:
                 optimizer.zero_grad()
             elif index in (6, 14):
-                begin = 0
-                for parameter in model.parameters():
-                    parameter.grad = flat[begin : begin + parameter.numel()].view_as(parameter)
-                    begin += parameter.numel()
+                point_into(flat, model)
             elif zero == "outside":
                 flat.mul_(0.5)
 
@@ -375,14 +380,6 @@ def test_accumulation_into_views_of_a_flat_buffer_is_seen_through_it(
         return Program(step, batches, [model], [optimizer], tensors=[flat], before_call=before_call)
 
     assert_captured_equals_eager(build, device)
-
-
-def point_into(flat: torch.Tensor, model: nn.Module) -> None:
-    """Make each gradient a piece of one tensor."""
-    begin = 0
-    for parameter in model.parameters():
-        parameter.grad = flat[begin : begin + parameter.numel()].view_as(parameter)
-        begin += parameter.numel()
 
 
 @pytest.mark.parametrize("turns", ["0000011111", "00000110021", "0000012121212"], ids=["once", "back", "in turn"])

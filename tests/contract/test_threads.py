@@ -19,7 +19,7 @@ from torch.optim import optimizer as torch_optimizer
 
 import stepgraph
 from stepgraph.backends.threads import compiled_code_runs_eagerly, for_this_thread, replaced
-from stepgraph.state.threads import at_optimizer_steps
+from stepgraph.state.optimizer_steps import at_optimizer_steps
 from tests.harness import same_bits
 
 CALLS = 7

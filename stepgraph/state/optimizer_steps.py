@@ -8,7 +8,6 @@ when nobody is on such a walk. One that has to stay does nothing, and is taken o
 from __future__ import annotations
 
 import contextlib
-import sys
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -21,6 +20,7 @@ from torch.optim.optimizer import (
 from torch.utils.hooks import RemovableHandle
 
 from stepgraph.backends.threads import for_this_thread
+from stepgraph.frames import is_running
 
 _WALKERS = frozenset(
     code for code in Optimizer.profile_hook_step.__code__.co_consts if isinstance(code, types.CodeType)
@@ -56,7 +56,7 @@ def _left_behind(optimizer: Optimizer, *_: Any) -> None:
 
 def _take_out(handle: RemovableHandle) -> None:
     hooks = handle.hooks_dict_ref()
-    if hooks is not None and _is_walking():
+    if hooks is not None and is_running(_WALKERS):
         hooks[handle.id] = _left_behind  # another value in the same place: no walk minds
     else:
         handle.remove()
@@ -65,19 +65,8 @@ def _take_out(handle: RemovableHandle) -> None:
 def _swept(handle: RemovableHandle) -> RemovableHandle:
     """Take out what had to stay where this handle's hook is."""
     hooks = handle.hooks_dict_ref()
-    if hooks is not None and not _is_walking():
+    if hooks is not None and not is_running(_WALKERS):
         for key, hook in list(hooks.items()):
             if hook is _left_behind:
                 del hooks[key]
     return handle
-
-
-def _is_walking() -> bool:
-    """Whether an optimizer is stepping, here or in another thread."""
-    frame: types.FrameType | None
-    for frame in sys._current_frames().values():
-        while frame is not None:
-            if frame.f_code in _WALKERS:
-                return True
-            frame = frame.f_back
-    return False
