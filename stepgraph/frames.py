@@ -10,10 +10,11 @@ import os
 import sys
 import types
 import warnings
-from collections.abc import Container
+from collections.abc import Collection, Container
 
 import torch
 
+from stepgraph.collector import collector_at_rest
 from stepgraph.errors import Location, StepgraphWarning
 
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
@@ -83,12 +84,22 @@ def warn_user(message: str) -> None:
 def is_running(functions: Container[types.CodeType]) -> bool:
     """Whether code of one of these functions is under way, in this thread or in another."""
     frame: types.FrameType | None
-    for frame in sys._current_frames().values():
+    for frame in _innermost_frames():  # under no name: a frame that knows its own frame would live on
         while frame is not None:
             if frame.f_code in functions:
                 return True
             frame = frame.f_back
     return False
+
+
+def _innermost_frames() -> Collection[types.FrameType]:
+    """One of each thread.
+
+    Some Pythons hold a lock while they list them, and collect garbage meanwhile (cpython#106883): a finalizer that asks
+    the same then waits for that lock for ever.
+    """
+    with collector_at_rest():
+        return sys._current_frames().values()
 
 
 def user_location() -> Location | None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import gc
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -22,6 +21,7 @@ import torch
 from stepgraph.backends.base import Backend, CopyStream, Graph, RandomUse, Workspace
 from stepgraph.backends.cuda_reading import CudaReading
 from stepgraph.backends.cuda_rng import Origin, StateCalls, advance_under_capture, offset_under_capture
+from stepgraph.collector import collector_at_rest
 
 
 def _runtime() -> Any | None:
@@ -290,14 +290,8 @@ class CudaWorkspace(Workspace):
     def capturing(self) -> Iterator[None]:
         torch.cuda.synchronize(self._device)
         torch.cuda.empty_cache()
-        enabled = gc.isenabled()
-        gc.disable()
-        try:
-            with self.stream(), self.random.watched():
-                yield
-        finally:
-            if enabled:
-                gc.enable()
+        with collector_at_rest(), self.stream(), self.random.watched():
+            yield
 
     def _segments(self) -> list[Any]:
         return [s for s in torch.cuda.memory_snapshot() if tuple(s.get("segment_pool_id", ())) in self._pool_ids]

@@ -34,6 +34,7 @@ from stepgraph.backends.tape_pool import TapePool
 from stepgraph.backends.tape_refusals import HostReadGuard, host_data_refusal, refusal, unseen_by_modules
 from stepgraph.backends.tape_rng import RandomCalls, recorded_rng_calls, swap_states
 from stepgraph.backends.threads import compiled_code_runs_eagerly
+from stepgraph.collector import collector_at_rest
 from stepgraph.errors import CaptureRefused, entry
 from stepgraph.frames import user_location
 from stepgraph.signature import OwnMode
@@ -112,22 +113,17 @@ class TapeWorkspace(Workspace):
 
     @contextlib.contextmanager
     def capturing(self) -> Iterator[None]:
-        enabled = gc.isenabled()
         gc.collect()
-        gc.disable()
         guard, random = HostReadGuard(self._refuse), self._random
-        try:
-            with (
-                self.warming_up(),
-                recorded_rng_calls(random),
-                unseen_by_modules(guard),
-                guard,
-                Recorder(self._head, guard, random),
-            ):
-                yield
-        finally:
-            if enabled:
-                gc.enable()
+        with (
+            collector_at_rest(),
+            self.warming_up(),
+            recorded_rng_calls(random),
+            unseen_by_modules(guard),
+            guard,
+            Recorder(self._head, guard, random),
+        ):
+            yield
 
     def _refuse(self, error: CaptureRefused) -> None:
         if self._head.graph is not None:

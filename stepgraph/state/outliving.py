@@ -17,6 +17,8 @@ from typing import Any
 
 import torch
 
+from stepgraph.collector import collector_at_rest
+
 _DEPTH = 3
 """How many new containers may lie one in another (a dictionary in a list) on the way to one that was there before."""
 
@@ -27,14 +29,9 @@ def setting_apart() -> Iterator[None]:
 
     A collection could free tensors at any point of a recording, so that its rest does no harm there.
     """
-    was_on = gc.isenabled()
     gc.collect(1)
-    gc.disable()
-    try:
+    with collector_at_rest():
         yield
-    finally:
-        if was_on:
-            gc.enable()
 
 
 def kept_tensor(known: Iterable[torch.Tensor], is_recorded: Callable[[torch.Tensor], bool]) -> str | None:

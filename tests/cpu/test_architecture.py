@@ -15,6 +15,7 @@ import stepgraph
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "stepgraph"
 ROOMS = (
+    "collector",
     "errors",
     "frames",
     "native",
@@ -47,12 +48,14 @@ OPTIONAL = (
     "pynvml",
 )
 PROCESS_STATE = {
+    "stepgraph/collector.py": "_RESTS",
     "stepgraph/state/rng_tracker.py": "_TRACKERS",
     "stepgraph/capture/module_session.py": "_LIVE",
 }
-"""The exceptions to the rule that no module holds state. torch has one default random generator a device and process,
-and model code asks for the tracker that swaps its state by a function without arguments; training loops call
-`create_cudagraphs()` without arguments too, so that the graphed models that are alive are known, weakly."""
+"""The exceptions to the rule that no module holds state. Python has one garbage collector with one switch; torch has
+one default random generator a device and process, and model code asks for the tracker that swaps its state by a
+function without arguments; training loops call `create_cudagraphs()` without arguments too, so that the graphed models
+that are alive are known, weakly."""
 MAX_LINES = 400
 FILES = sorted(PACKAGE.rglob("*.py"))
 MODULES = [path for path in FILES if path != PACKAGE / "__init__.py"]

@@ -223,6 +223,7 @@ def test_row_refuses_what_it_cannot_be_made_of(arguments: tuple[Any, ...]) -> No
 # -- the whole of it
 
 
+@pytest.mark.timeout(300)
 def test_suites_pass_with_the_library(folder: Path) -> None:
     """The tests that are about what is noticed, in processes that find the library."""
     environment = os.environ | {"TORCH_EXTENSIONS_DIR": str(folder)}
