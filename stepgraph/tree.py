@@ -257,27 +257,35 @@ def argument_name(names: Sequence[str], index: int) -> str:
 
 
 def changed_containers(
-    structure: Structure, leaves: Sequence[Any], call: tuple[Any, Any], names: Sequence[str] = (), *, keys: bool = False
+    structure: Structure,
+    leaves: Sequence[Any],
+    call: tuple[Any, Any],
+    names: Sequence[str] = (),
+    *,
+    added: bool = False,
+    removed: bool = False,
 ) -> str | None:
     """What a call has changed about the containers that it was given: the first change in words, or None.
 
     `call` is the (args, kwargs) that were passed, and had this `structure` and these `leaves`; `names` are those of the
-    positional parameters. Without `keys`, those that are taken out of a mapping or put in are let pass: for a whole
-    step containers are built anew, steps unpack their batch with `pop`, and a caller who looks for a key that is not
-    there is told by Python.
+    positional parameters. Keys of a mapping that are `added` or `removed` count only if asked for: steps unpack their
+    batch with `pop`, and where containers are built anew a caller who looks for a key that is not there is told by
+    Python.
     """
     (args, kwargs), (positional, keyword) = call, structure.children
     rest = iter(leaves)
     given = [(argument_name(names, i), node) for i, node in enumerate(args)]
     given += [(str(key), kwargs[key]) for key in keyword.keys]
     for (name, node), child in zip(given, (*positional.children, *keyword.children), strict=True):
-        found = _changed(child, rest, node, name, keys)
+        found = _changed(child, rest, node, name, added, removed)
         if found is not None:
             return found
     return None
 
 
-def _changed(structure: Structure, leaves: Iterator[Any], node: Any, path: str, are_keys_told: bool) -> str | None:
+def _changed(
+    structure: Structure, leaves: Iterator[Any], node: Any, path: str, added: bool, removed: bool
+) -> str | None:
     if structure.kind is None:
         return None if _is_same(next(leaves), node) else f"`{path}` is another {type(node).__name__}"
     opened = _open(node) if type(node) is structure.kind else None
@@ -287,16 +295,16 @@ def _changed(structure: Structure, leaves: Iterator[Any], node: Any, path: str, 
     now = {key: value for key, value in zip(keys, values, strict=True) if not _is_cached(node, key, structure)}
     if len(now) != len(structure.keys) and isinstance(node, Sequence):
         return f"`{path}` has {len(now)} items and had {len(structure.keys)}"
-    may_have_others = isinstance(node, Mapping) and not are_keys_told
+    is_mapping = isinstance(node, Mapping)
     for key in now:
-        if key not in structure.keys and not may_have_others:
+        if key not in structure.keys and (added or not is_mapping):
             return f"`{step_into(structure, key, path)}` was added"
     for key, child in zip(structure.keys, structure.children, strict=True):
-        if key not in now and may_have_others:
+        if key not in now and is_mapping and not removed:
             _pass_over(child, leaves)
             continue
         name = step_into(structure, key, path)
-        found = _changed(child, leaves, now[key], name, are_keys_told) if key in now else f"`{name}` was removed"
+        found = _changed(child, leaves, now[key], name, added, removed) if key in now else f"`{name}` was removed"
         if found is not None:
             return found
     return None

@@ -9,6 +9,13 @@ from stepgraph.frames import error_location
 
 _READS = re.compile(r"\.(tolist|item|cpu|numpy)\(|\.to\(\s*(device\s*=\s*)?[\"']cpu")
 
+CHANGED_CONTAINER = (
+    "arguments are built anew for a capture, and a replay runs no Python: the caller's own stays as it is.",
+    "return the new value, copy into the tensor that is there (state['h'].copy_(new)), or, if nobody else uses it, "
+    "change a copy (batch = dict(batch)).",
+)
+"""Why a container must not be changed by a call, and what to do instead."""
+
 
 def capture_error(step: str, error: Exception) -> StepgraphError:
     """The error to raise for a capture of `step` that ended in `error`."""
@@ -35,10 +42,10 @@ def capture_error(step: str, error: Exception) -> StepgraphError:
 def refuse_changed_container(what: str | None, by: str = "the step") -> None:
     """Raise for a container that a call has changed: at a replay the caller's own never changes."""
     if what is not None:
+        why, fix = CHANGED_CONTAINER
         raise CaptureError(
             f"{by} changes a container that it was given: {what}",
             rule="argument-changed",
-            why="arguments are built anew for a call, and a replay runs no Python: the caller's own stays as it is.",
-            fix="return the new value, copy into the tensor that is there (state['h'].copy_(new)), or, if nobody "
-            "else uses it, change a copy (batch = dict(batch)).",
+            why=why,
+            fix=fix,
         )

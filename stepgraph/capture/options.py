@@ -43,6 +43,11 @@ class Options:
     buckets: Buckets | None = None
     """Sizes that batches are padded to, each a graph."""
 
+    @property
+    def goes_on_eagerly(self) -> bool:
+        """Whether a step that cannot be captured stays eager; else that is an error."""
+        return self.on_error == "eager" and not self.strict
+
     def __post_init__(self) -> None:
         _at_least_one("warmup", self.warmup)
         _at_least_one("max_graphs", self.max_graphs)

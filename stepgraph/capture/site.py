@@ -23,7 +23,7 @@ from stepgraph.likeness import Likeness
 from stepgraph.signature import Signature
 from stepgraph.signature.memory import keys_apart
 from stepgraph.state.ddp import Replicas
-from stepgraph.state.grads import Attachment, carry_in, carry_out
+from stepgraph.state.grads import Attachment, can_carry_in, carry_in, carry_out
 from stepgraph.state.guards import ModelGuard
 from stepgraph.state.hooks import hooks_on, spelled
 from stepgraph.state.layout import Layouts, layouts_of
@@ -130,7 +130,9 @@ class CapturedCall:
             return False
         self._is_known = (self._may_be_steady or self._finds_none) and self._steady.hold()
         self._is_steady = self._is_known and self._may_be_steady
-        return self._is_known or [grad is None for grad in map(_grad, self._parameters)] == self._no_grad
+        return self._is_known or (
+            [grad is None for grad in map(_grad, self._parameters)] == self._no_grad and can_carry_in(self._carried_in)
+        )
 
     def write_row(self, replays: int) -> None:
         """After `fits` and every guard have found nothing: write down what they come down to now.

@@ -21,6 +21,7 @@ from stepgraph.capture.bound import BoundSteps
 from stepgraph.capture.bucketing import Bucketing, Example
 from stepgraph.capture.choice import choose_backend, refuse_other_devices
 from stepgraph.capture.failure import capture_error
+from stepgraph.capture.given import Given
 from stepgraph.capture.interrupt import interrupts_held
 from stepgraph.capture.options import Options
 from stepgraph.capture.policy import Action, Situation, decide
@@ -42,7 +43,7 @@ from stepgraph.signature import (
 from stepgraph.state.ddp import warmup_calls
 from stepgraph.state.nonfinite import FlagReader
 from stepgraph.state.watch import Change
-from stepgraph.tree import CallFlattener, Structure, flatten, unflatten
+from stepgraph.tree import CallFlattener, Structure, flatten
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -103,23 +104,24 @@ class CapturedStep(Generic[P, R]):
                         return result
                 found = last.site.find()
                 if found is not None:
-                    result = self._replay(last.site, found, known, last.structure)
+                    result = self._replay(last.site, found, Given(known, last.structure, (args, kwargs)))
                     return result
         if self._session.closed or not self._settled:
             self._settle((args, kwargs))
         leaves, structure = self._flatten(args, kwargs)
         if self._bucketing is None:
-            return cast(R, self._dispatch(leaves, structure, (args, kwargs)))
+            return cast(R, self._dispatch(Given(leaves, structure, (args, kwargs))))
         padded = self._bucketing.pad(leaves, structure)
-        whole = self._dispatch(padded.leaves, structure)
+        whole = self._dispatch(Given(padded.leaves, structure, None))
         result = self._bucketing.cut(padded, structure, whole)
         if self._options.nan_check == "device" and not self._is_capturing():
             self._flags.post(self._counts.calls, self._bucketing.flags(whole, result), self._backend)
         return result
 
-    def _dispatch(self, leaves: list[Any], structure: Structure, tree: tuple[Any, Any] | None = None) -> Any:
+    def _dispatch(self, given: Given) -> Any:
+        leaves, structure = given.leaves, given.structure
         if self._is_capturing():  # called from a step that is being captured: a part of it
-            return self._call(leaves, structure)
+            return self._call(given, leaves)
         if self._flags.pending:
             self._flags.check()
         keys = leaf_keys(leaves, gradients=True)
@@ -130,30 +132,30 @@ class CapturedStep(Generic[P, R]):
         if site is not None:
             call = site.find()
             if call is not None:
-                self._last = site.familiar(*tree, ambient, structure) if tree is not None else None
-                return self._replay(site, call, leaves, structure)
-        return self._without_graph(site, leaves, structure, keys, ambient)
+                self._last = site.familiar(*given.own, ambient, structure) if given.own is not None else None
+                return self._replay(site, call, given)
+        return self._without_graph(site, given, keys, ambient)
 
-    def _replay(self, site: Site, call: CapturedCall, leaves: Sequence[Any], structure: Structure) -> Any:
+    def _replay(self, site: Site, call: CapturedCall, given: Given) -> Any:
         rebuilt = call.model_changed()  # first what makes the step be looked at anew: it may do anything now
         if rebuilt is not None:
-            return self._start_over(site, rebuilt, leaves, structure)
+            return self._start_over(site, rebuilt, given)
         guards = call.guards
         changes = guards.values.changed()
         if changes:
-            return self._values_changed(site, call, changes, leaves, structure)
+            return self._values_changed(site, call, changes, given)
         for state in guards.states:
             loaded = state.changed()
             if loaded is not None:
                 self._raise_if_strict(loaded)
-                return self._recapture(site, call, loaded, leaves, structure)
+                return self._recapture(site, call, loaded, given)
         for guard in guards.numbers:
             moved = guard.changed()
             if moved is not None:
                 self._moved[id(guard.optimizer)] = moved
-                return self._recapture(site, call, moved, leaves, structure)
+                return self._recapture(site, call, moved, given)
         call.write_row(self._counts.replays)
-        return self._run(call, leaves)
+        return self._run(call, given.leaves)
 
     def _run(self, call: CapturedCall, leaves: Sequence[Any]) -> Any:
         call.replay(leaves)
@@ -168,25 +170,23 @@ class CapturedStep(Generic[P, R]):
         self._counts.replays += 1
         return call.straight(leaves)
 
-    def _recapture(self, site: Site, call: CapturedCall, why: str, leaves: Sequence[Any], structure: Structure) -> Any:
+    def _recapture(self, site: Site, call: CapturedCall, why: str, given: Given) -> Any:
         """Record the same call again; what it touches is known."""
         site.calls.remove(call)
         call.chain.free()
         self._counts.recapture_reasons[why] += 1
-        return self._capture_and_replay(site, leaves, structure)
+        return self._capture_and_replay(site, given)
 
-    def _start_over(self, site: Site, why: str, leaves: Sequence[Any], structure: Structure) -> Any:
+    def _start_over(self, site: Site, why: str, given: Given) -> Any:
         """The model is not what it was: this call runs eagerly and is watched, the next one is captured."""
         self._raise_if_strict(why)
         self._counts.recapture_reasons[why] += 1
         for call in site.calls:
             call.chain.free()
         site.start_over(credit=self._options.warmup - 1)
-        return self._warm_up(site, f"changed: {why}", leaves, structure)
+        return self._warm_up(site, f"changed: {why}", given)
 
-    def _values_changed(
-        self, site: Site, call: CapturedCall, changes: Sequence[Change], leaves: Sequence[Any], structure: Structure
-    ) -> Any:
+    def _values_changed(self, site: Site, call: CapturedCall, changes: Sequence[Change], given: Given) -> Any:
         """A host value that the graph has baked in changed: capture again twice, then give up on graphs."""
         told = "; ".join(map(str, changes))
         self._raise_if_strict(told)
@@ -194,11 +194,11 @@ class CapturedStep(Generic[P, R]):
         often = [name for name, count in site.changes.items() if count > _MAX_VALUE_CHANGES]
         tell_values_changed(self._name, changes, stays_eager=bool(often))
         if not often:  # the step may touch other things now: look at it once more
-            return self._start_over(site, told, leaves, structure)
+            return self._start_over(site, told, given)
         site.calls.remove(call)
         call.chain.free()
         site.obstacle = f"host value keeps changing: {', '.join(often)}"
-        return self._eager(site, site.obstacle, leaves, structure)
+        return self._eager(site, site.obstacle, given)
 
     def _raise_if_strict(self, why: str) -> None:
         if self._options.strict:
@@ -207,12 +207,12 @@ class CapturedStep(Generic[P, R]):
     def _without_graph(
         self,
         site: Site | None,
-        leaves: Sequence[Any],
-        structure: Structure,
+        given: Given,
         keys: tuple[Hashable, ...],
         ambient: tuple[Hashable, ...],
     ) -> Any:
         self._check_open()
+        leaves, structure = given.leaves, given.structure
         known = site is not None
         if site is None:
             refuse_opaque(leaves)
@@ -228,31 +228,31 @@ class CapturedStep(Generic[P, R]):
             )
         )
         if decision.action is Action.EAGER:
-            return self._eager(site, decision.reason, leaves, structure)
+            return self._eager(site, decision.reason, given)
         self._sites[(structure, keys, ambient)] = site
         if decision.action is Action.CAPTURE:
-            return self._capture_and_replay(site, leaves, structure)
+            return self._capture_and_replay(site, given)
         named = zip(site.sign().names(), leaves, strict=True)
         site.keep_alive = {name: leaf for name, leaf in named if not is_copied_in(leaf)}
-        return self._warm_up(site, decision.reason, leaves, structure)
+        return self._warm_up(site, decision.reason, given)
 
-    def _warm_up(self, site: Site, reason: str, leaves: Sequence[Any], structure: Structure) -> Any:
+    def _warm_up(self, site: Site, reason: str, given: Given) -> Any:
         modes = site.modes()
-        result, flags = warm_up(self._function, leaves, structure, site, self._session, self._options)
+        result, flags = warm_up(self._function, given, site, self._session, self._options)
         site.count_warm_call(modes)
         self._counts.eager_reasons[reason] += 1
         self._flags.post(self._counts.calls, flags, self._backend)
         return detached(result)
 
-    def _capture_and_replay(self, site: Site, leaves: Sequence[Any], structure: Structure) -> Any:
+    def _capture_and_replay(self, site: Site, given: Given) -> Any:
         if self._bucketing is None:
-            return self._capture_one(site, leaves, structure)
-        larger, smaller = self._bucketing.others(leaves, structure)
+            return self._capture_one(site, given)
+        larger, smaller = self._bucketing.others(given.leaves, given.structure)
         for example in larger:
-            self._capture_ahead(site, example, structure)
-        result = self._capture_one(site, leaves, structure)
+            self._capture_ahead(site, example, given.structure)
+        result = self._capture_one(site, given)
         for example in smaller if site.calls else ():
-            self._capture_ahead(site, example, structure)
+            self._capture_ahead(site, example, given.structure)
         return result
 
     def _capture_ahead(self, site: Site, example: Example, structure: Structure) -> None:
@@ -271,44 +271,44 @@ class CapturedStep(Generic[P, R]):
         if other.calls and self._bucketing is not None:
             self._bucketing.note(structure, choice, leaves, other.calls[0].outputs.tree)
 
-    def _capture_one(self, site: Site, leaves: Sequence[Any], structure: Structure) -> Any:
+    def _capture_one(self, site: Site, given: Given) -> Any:
         begun = time.perf_counter()
         with contextlib.ExitStack() as held:
             raise_held = held.enter_context(interrupts_held())
             try:
-                call = self._capture.run(site, leaves, structure, self._moved, raise_held)
+                call = self._capture.run(site, given.leaves, given.structure, self._moved, raise_held)
             except NotWarm:
                 held.close()
-                return self._warm_up(site, "warm-up", leaves, structure)
+                return self._warm_up(site, "warm-up", given)
             except Exception as error:  # noqa: BLE001 (whatever broke the capture, its state is rolled back)
                 held.close()
                 raised = capture_error(self._name, error)
-                if self._options.strict or self._options.on_error == "raise":
+                if not self._options.goes_on_eagerly:
                     raise raised from (None if raised is error else error)
                 site.obstacle = f"capture failed: [{raised.rule}]"
                 warn_user(f"{raised}\nThe step goes on in eager.")
-                return self._eager(site, site.obstacle, leaves, structure)
+                return self._eager(site, site.obstacle, given)
             self._counts.captures += 1
             site.calls.insert(0, call)
             self._session.backend.synchronize()
             self._counts.capture_seconds += time.perf_counter() - begun
-            return self._run(call, leaves)
+            return self._run(call, given.leaves)
 
-    def _eager(self, site: Site, reason: str, leaves: Sequence[Any], structure: Structure) -> Any:
+    def _eager(self, site: Site, reason: str, given: Given) -> Any:
         if site.obstacle is None:
             self._tell_past_limit(reason, site.sign())
         self._counts.eager_reasons[reason] += 1
-        moved = on_device(leaves, self._session.backend)
+        moved = on_device(given.leaves, self._session.backend)
         flags = flags_of(site, self._options, self._function)
         with surroundings(self._options.optimizer, self._session.backend), flags.at_optimizers():
-            result = self._call(moved, structure)
+            result = self._call(given, moved)
             found = flags.finish(result, site.touched.parameters)
         self._flags.post(self._counts.calls, found, self._backend)
         return detached(result)
 
-    def _call(self, leaves: Sequence[Any], structure: Structure) -> Any:
-        args, kwargs = unflatten(structure, leaves)
-        return self._function(*args, **kwargs)
+    def _call(self, given: Given, leaves: Sequence[Any]) -> Any:
+        args, kwargs = given.with_leaves(leaves)
+        return cast(Callable[..., Any], self._function)(*args, **kwargs)
 
     def _tell_past_limit(self, reason: str, signature: Signature) -> None:
         """Say once, or raise under strict, that a call found no graph, and how it differs from the nearest one."""

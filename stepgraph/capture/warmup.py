@@ -9,7 +9,7 @@ is another each time. These are obstacles; the capture that follows is refused w
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -17,7 +17,8 @@ from torch.optim.optimizer import Optimizer
 
 from stepgraph.backends import Backend, Workspace
 from stepgraph.buffers import is_copied_in, on_device, static_part
-from stepgraph.capture.failure import refuse_changed_container
+from stepgraph.capture.failure import CHANGED_CONTAINER, refuse_changed_container
+from stepgraph.capture.given import Given
 from stepgraph.capture.options import Options
 from stepgraph.capture.session import Session
 from stepgraph.capture.site import Obstacle, Site
@@ -34,7 +35,7 @@ from stepgraph.state.own_changes import ModelState
 from stepgraph.state.rng import GeneratorWatch, HostRandomWatch
 from stepgraph.state.scaler import scalers_of
 from stepgraph.state.watch import Watch
-from stepgraph.tree import Structure, changed_containers, paths, unflatten
+from stepgraph.tree import changed_containers, paths
 
 _MAX_TOLD = 4
 """Changed values that an error spells out."""
@@ -55,14 +56,14 @@ def surroundings(optimizer_mode: str, backend: Backend) -> Iterator[None]:
 
 def warm_up(
     step: Callable[..., Any],
-    leaves: Sequence[Any],
-    structure: Structure,
+    given: Given,
     site: Site,
     session: Session,
     options: Options,
 ) -> tuple[Any, Flags | None]:
     """Call the step once on these inputs and note what it touches. Also: the flags of `nan_check`."""
     backend = session.backend
+    leaves = given.leaves
     moved = on_device(leaves, backend)
     site.obstacles.clear()  # what only a first call does (lazy initialization) is in nobody's way
     host_random = HostRandomWatch(backend.device)
@@ -88,10 +89,15 @@ def warm_up(
         finding_default_stream(site.touched, backend) as unrecordable,
         flags.at_optimizers(),
     ):
-        args, kwargs = unflatten(structure, moved)
+        args, kwargs = call = given.with_leaves(moved, own=options.goes_on_eagerly)
         result = step(*args, **kwargs)
         found_flags = flags.finish(result, site.touched.parameters)
-    refuse_changed_container(changed_containers(structure, moved, (args, kwargs), site.sign().arguments))
+    is_own = call is given.own
+    container = changed_containers(given.structure, moved, call, site.sign().arguments, added=is_own)
+    if container is not None and is_own:
+        site.obstacles["argument-changed"] = Obstacle(f"the step changes a container that it was given: {container}")
+    else:
+        refuse_changed_container(container)  # the caller's own has not seen it
     for index in contents.changed():  # not every write is counted by torch
         site.written.add(index)
         if moved[index] is not leaves[index] and moved[index].shape == leaves[index].shape:
@@ -163,6 +169,7 @@ def note_result(site: Site, result: Any) -> None:
 
 
 _WHY = {
+    "argument-changed": CHANGED_CONTAINER,
     "host-random": (
         "it would be drawn once, at capture, and frozen.",
         "draw on the step's device (torch.rand(..., device=x.device)), or draw outside and pass it as an argument.",

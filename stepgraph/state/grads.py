@@ -206,6 +206,16 @@ class Carried:
     """Memory of the user's that the graph uses in the place of another gradient, and what was in it."""
 
 
+def can_carry_in(carried: Attachment) -> bool:
+    """Whether gradients lie as those that the graph knows: a sum over other strides is taken in another order."""
+    found = ((parameter.grad, kept) for parameter, kept in carried)
+    return all(
+        grad is kept or (grad is not None and grad.stride() == kept.stride())
+        for grad, kept in found
+        if kept is not None
+    )
+
+
 def carry_in(carried: Attachment) -> Carried | None:
     """Before a replay: bring `.grad` to the address that the graph reads. None where it lies there already."""
     found = Carried([], [])

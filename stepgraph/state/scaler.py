@@ -25,6 +25,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch.optim.optimizer import Optimizer
 
+from stepgraph.backends.threads import for_this_thread
 from stepgraph.state.reach import reachable
 from stepgraph.state.untouched import Untouched
 
@@ -46,9 +47,9 @@ _INSTALLING = threading.Lock()
 
 
 class _Watcher(NamedTuple):
-    """Who is told of a thread's calls to scalers."""
+    """Who is told of a step's calls to scalers."""
 
-    thread: int
+    is_ours: Callable[[], bool]
     see: _See
     take: _Take | None
 
@@ -87,7 +88,7 @@ class _Watched:
     def _call(self, scaler: torch.amp.GradScaler, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         take = None
         for watcher in list(self._watchers) if scaler.is_enabled() else ():
-            if watcher.thread == threading.get_ident():
+            if watcher.is_ours():
                 watcher.see(scaler)
                 take = watcher.take or take
         if take is not None and self._name in _CALLS:
@@ -97,12 +98,12 @@ class _Watched:
 
 @contextlib.contextmanager
 def noticing_scalers(see: _See, take: _Take | None = None) -> Iterator[None]:
-    """Be told of every GradScaler that is on and that this thread calls meanwhile.
+    """Be told of every GradScaler that is on and is called meanwhile, for a step that this thread calls.
 
     `take` is called in the place of `unscale_`, `step` and `update`, with the scaler, the method's name, the method
     itself, and its arguments.
     """
-    watcher = _Watcher(threading.get_ident(), see, take)
+    watcher = _Watcher(for_this_thread(), see, take)
     with _INSTALLING:
         kinds = _with_subclasses(torch.amp.GradScaler)
         watched = [_Watched.of(kind, name) for kind in kinds for name in _METHODS if name in vars(kind)]

@@ -469,3 +469,32 @@ def test_accumulation_into_a_tensor_of_the_users_own_is_seen_through_it(device: 
         return Program(step, batches, [model], tensors=mine, before_call=before_call)
 
     assert_captured_equals_eager(build, device)
+
+
+@pytest.mark.filterwarnings("ignore:grad and param do not obey the gradient layout contract")
+def test_accumulation_into_gradients_of_other_strides_is_a_graph_of_its_own(device: torch.device) -> None:
+    """A norm over other strides adds in another order: its last bits may differ."""
+    torch.manual_seed(0)
+    model = nn.Linear(300, 200, bias=False).to(device)
+    expected = nn.Linear(300, 200, bias=False).to(device)
+    expected.load_state_dict(model.state_dict())
+
+    def accumulate(module: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+        module(x).square().mean().backward()
+        assert module.weight.grad is not None
+        return module.weight.grad.norm()
+
+    with stepgraph.capture(lambda x: accumulate(model, x), warmup=2) as step:
+        for index in range(12):
+            x = torch.rand(4, 300, device=device)
+            for module in (model, expected):
+                zero = torch.full_like(module.weight, 0.1)
+                module.weight.grad = zero if index % 3 else zero.t().contiguous().t()
+            assert step(x).equal(accumulate(expected, x))
+            assert model.weight.grad is not None
+            assert expected.weight.grad is not None
+            assert model.weight.grad.equal(expected.weight.grad)
+            assert model.weight.grad.stride() == expected.weight.grad.stride()
+        report = step.report()
+        assert report.graphs == 2
+        assert report.replays == 10
