@@ -62,7 +62,7 @@ class _Items(NamedTuple):
 
 LEAF = Structure(None)
 _DICTS = (dict, OrderedDict, defaultdict)
-_VALUES = frozenset({type(None), bool, int, float, str})
+_VALUES = frozenset({type(None), bool, int, float, str, torch.Size})
 _FLAT = _VALUES | {torch.Tensor}
 _MADE_BY_PYTHON = 1 << 9
 """The flag of a class that is not one of the interpreter's own."""

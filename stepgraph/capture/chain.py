@@ -8,6 +8,7 @@ a capture a transaction: if it fails anywhere there is nothing to take back but 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +17,7 @@ import torch
 
 from stepgraph.backends import Graph
 from stepgraph.capture.session import Session
-from stepgraph.errors import CaptureError
+from stepgraph.errors import CaptureError, StateChanged
 from stepgraph.state.grads import Attachment, GradCapture, attach
 from stepgraph.state.rng_recompute import STEP_FIX, state_of_another_graph
 from stepgraph.state.rng_tracker import tracker_for
@@ -36,6 +37,8 @@ class EagerLink:
     name: str
     call: Callable[[], Any]
     grads: Attachment
+    left: Attachment
+    """What `.grad` is after it, as the recording has taken for granted."""
 
 
 class Chain:
@@ -46,23 +49,32 @@ class Chain:
         self.final = final
         """What `.grad` is after the step."""
         self._session = session
-        self._in_turn = self._plan()
+        self._in_turn = self._plan({id(parameter): grad for parameter, grad in final})
+        self._in_full = self._plan({})
 
-    def _plan(self) -> list[tuple[Attachment, Callable[[], Any]]]:
-        """Each link's work, and the gradients to change before it in a step that finds them as it left them."""
-        now = {id(parameter): grad for parameter, grad in self.final}
+    def _plan(self, now: dict[int, torch.Tensor | None]) -> list[tuple[Attachment, Callable[[], Any]]]:
+        """Each link's work, and the gradients to change before it where `now` are those that the step finds.
+
+        After an eager link they are what that has left, whatever it is, and only what the step's own Python has
+        changed since is changed. No graph may go on with others than those that it knows.
+        """
 
         def changes(grads: Attachment) -> Attachment:
-            found = [(p, g) for p, g in grads if now.get(id(p)) is not g]
+            found = [(p, g) for p, g in grads if now.get(id(p), _UNKNOWN) is not g]
             now.update({id(p): g for p, g in found})
             return found
 
         plan: list[tuple[Attachment, Callable[[], Any]]] = []
+        before: GraphLink | EagerLink | None = None
         for link in self.links:
-            if isinstance(link, GraphLink):
-                plan.append(([], link.graph.launch))
-            else:
+            if isinstance(link, EagerLink):
                 plan.append((changes(link.grads), link.call))
+                now.update({id(p): grad for p, grad in link.left})
+            else:
+                if isinstance(before, EagerLink):
+                    plan.append(([], functools.partial(_refuse_others, before.name, before.left)))
+                plan.append(([], link.graph.launch))
+            before = link
         last = changes(self.final)
         return [*plan, (last, _nothing)] if last else plan
 
@@ -74,19 +86,15 @@ class Chain:
 
     def replay(self, *, steady: bool = False) -> None:
         """Run the step once. `steady`: every `.grad` is what this chain left at its last replay."""
-        if steady:
-            for changes, run in self._in_turn:
-                if changes:
-                    attach(changes)
-                run()
-            return
-        for link in self.links:
-            if isinstance(link, GraphLink):
-                link.graph.replay()
-            else:
-                attach(link.grads)
-                link.call()
-        attach(self.final)
+        for changes, run in self._in_turn if steady else self._in_full:
+            if changes:
+                attach(changes)
+            run()
+
+    @property
+    def note_loaded(self) -> Callable[[torch.Tensor], None] | None:
+        """What the pool wants to be told when eager code writes to memory of its graphs, if anything."""
+        return next((link.graph.note_loaded for link in self.links if isinstance(link, GraphLink)), None)
 
     @property
     def nodes(self) -> int | None:
@@ -109,8 +117,23 @@ class Chain:
                 self._session.release(link.graph)
 
 
+_UNKNOWN = object()
+
+
 def _nothing() -> None:
     return
+
+
+def _refuse_others(name: str, left: Attachment) -> None:
+    """Refuse to go on in the next graph with other gradients than it was recorded with."""
+    if not all(parameter.grad is grad for parameter, grad in left):
+        raise StateChanged(
+            f"{name} has put other gradients in the place of those it found, or cleared them, and the step goes on",
+            rule="optimizer-gradients",
+            why="it runs between graphs, and the next one was recorded with the gradients that its step left in "
+            "warm-up. It has run; the rest of the step has not.",
+            fix="let it change gradients in place, or clear them in the step itself (optimizer.zero_grad()).",
+        )
 
 
 class ChainRecorder:
@@ -133,8 +156,11 @@ class ChainRecorder:
         self._grads = grads
         self._begin_graph()
 
-    def cut(self, name: str, call: Callable[[], Any]) -> None:
-        """End the segment, note a call to make at its place, and start the next segment."""
+    def cut(self, name: str, call: Callable[[], Any], imitate: Callable[[], Any] | None = None) -> Any:
+        """End the segment, note a call to make at its place, and start the next segment.
+
+        `imitate` does to the gradients, and returns, what the recording is to take for granted.
+        """
         if self._graph is None:
             raise CaptureError(
                 f"{name} was called outside the recording",
@@ -144,8 +170,11 @@ class ChainRecorder:
             )
         with self._random.left() as forked:  # each graph begins and ends with every random state in its place
             grads = self._end_graph()
-            self._links.append(EagerLink(name, self._random.under(forked, call), grads))
+            result = imitate() if imitate is not None else None
+            left = [(parameter, parameter.grad) for parameter, _ in grads]
+            self._links.append(EagerLink(name, self._random.under(forked, call), grads, left))
             self._begin_graph()
+        return result
 
     def finish(self) -> Chain:
         """End the last segment."""

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch.optim.optimizer import Optimizer
@@ -14,8 +15,15 @@ from stepgraph.buffers import StaticInputs, StaticOutputs
 from stepgraph.capture.chain import Chain, ChainRecorder, GraphLink
 from stepgraph.capture.options import Options
 from stepgraph.capture.session import Session
-from stepgraph.capture.site import CapturedCall, Guards, Site
-from stepgraph.capture.warmup import flags_of, note_result, own_change, refuse_obstacles, surroundings
+from stepgraph.capture.site import CapturedCall, Guards, Seen, Site
+from stepgraph.capture.warmup import (
+    flags_of,
+    obstacle_error,
+    other_result,
+    own_change,
+    refuse_obstacles,
+    surroundings,
+)
 from stepgraph.errors import CaptureError
 from stepgraph.state.ddp import Replicas, refuse_replicas
 from stepgraph.state.grads import GradCapture
@@ -31,6 +39,7 @@ from stepgraph.state.optimizer import (
     cut_at,
     place,
 )
+from stepgraph.state.optimizer_effects import refuse_unknown_results
 from stepgraph.state.optimizer_guards import NumbersGuard, ParametersGuard, StateGuard
 from stepgraph.state.optimizer_steps import at_optimizer_steps
 from stepgraph.state.outliving import kept_tensor, setting_apart
@@ -41,15 +50,20 @@ from stepgraph.state.registration import RegistrationEvents
 from stepgraph.state.rng import refuse_rewound
 from stepgraph.state.rng_tracker import NamesGuard, tracker_for
 from stepgraph.state.scaler import ScalerCapture, ScalerGuard, scalers_of
-from stepgraph.state.watch import Watch
+from stepgraph.state.watch import Change, Watch
 from stepgraph.tree import Structure, unflatten
 
-_MAX_BIRTHS = 3
-"""How often a recording may make state of an optimizer: a step that does so each time never gets warm."""
+_MAX_SURPRISES = 3
+"""How often a recording may show what no eager call has: a step that does so each time never gets warm."""
 
 
 class NotWarm(Exception):
-    """The recording made state that only an eager step may make."""
+    """The step is not what its last eager call has shown, and has to run eagerly once more."""
+
+    def __init__(self, rebuilt: str | None = None, values: Sequence[Change] = ()) -> None:
+        super().__init__(rebuilt, values)
+        self.rebuilt, self.values = rebuilt, values
+        """What is another about the model, or which host values, since that call."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +126,11 @@ class StepCapture:
         """
         signature = site.sign()
         refuse_obstacles(self._name, site)
+        if site.seen is not None:
+            rebuilt = site.seen.rebuilt()
+            values = site.seen.values.changed() if rebuilt is None else ()
+            if rebuilt is not None or values:
+                raise NotWarm(rebuilt, values)
         refuse_hooks(self._name, site.touched.modules, self._options.safe_hooks, site.touched.name, everywhere=True)
         refuse_replicas(self._name, site.touched, self._options.safe_hooks, self._session.backend)
         replicas = Replicas(site.touched.modules)
@@ -136,10 +155,7 @@ class StepCapture:
                 made_state = born.rollback()
             if made_state:
                 made.drop()
-                site.births += 1
-                if site.births > _MAX_BIRTHS:
-                    raise own_change(self._name, "makes new state of an optimizer at each call")
-                raise NotWarm
+                self._surprised(site, own_change(self._name, "makes new state of an optimizer at each call"))
             if made.grads.entries_unused and made.scalers.is_sound:
                 break
             site.hold_grads = site.hold_grads or not made.grads.entries_unused
@@ -151,15 +167,21 @@ class StepCapture:
             site.written |= inputs.written
             refuse_rewound(site.unmoved, [link.graph for link in made.chain.links if isinstance(link, GraphLink)])
             inputs.refuse_shared_state(leaves, signature.names(), _stepped(site.touched.optimizers))
+            other = other_result(site, made.outputs.tree)
+            if other is not None:
+                site.results = None
+                self._surprised(site, obstacle_error(self._name, "varying-output", other))
             if made.kept is not None and not {made.kept, made.kept.partition("[")[0]} & set(self._options.ignore):
                 raise _kept_tensor(self._name, made.kept)
             raise_held()
         except BaseException:
             made.drop()
             raise
-        site.births = 0
+        site.surprises = 0
         (made.grads.commit_ahead if ahead else made.grads.commit)()
-        note_result(site, made.outputs.tree)
+        if (note_loaded := made.chain.note_loaded) is not None:
+            for buffer in made.grads.loaded:
+                note_loaded(buffer)
         modules, parameters = site.touched.modules, site.touched.parameters
         if site.cut_scalers:
             site.scaled |= made.scalers.stepped
@@ -186,6 +208,25 @@ class StepCapture:
             hand_out=made.outputs.copies if self._options.outputs == "copy" else lambda: made.outputs.tree,
         )
 
+    def look(self, site: Site) -> None:
+        """After an eager call: note what must still be so when the step is recorded."""
+        touched = site.touched
+        outside = [o for o in touched.optimizers if not place(o, self._options.optimizer).inside]
+        model = ModelGuard(
+            *(touched.all_modules, touched.all_parameters, touched.name, self._events),
+            hooked=touched.modules,
+            whole_step=True,
+        )
+        values = Watch(site.with_objects(self._function), self._options.ignore, touched.named_modules, eager=outside)
+        site.seen = Seen(model, tuple(map(ParametersGuard, touched.optimizers)), values)
+
+    def _surprised(self, site: Site, error: CaptureError) -> NoReturn:
+        """The recording has shown what no eager call has: have one more, or, if that goes on, refuse."""
+        site.surprises += 1
+        if site.surprises > _MAX_SURPRISES:
+            raise error
+        raise NotWarm
+
     def _record(
         self,
         site: Site,
@@ -199,20 +240,21 @@ class StepCapture:
             site.touched.parameters, self._session.grads, recorder.recorded_anything, hold=site.hold_grads
         )
         found = scalers_of(site.with_objects(self._function))
-        scalers = ScalerCapture(found, inside, recorder.cut, whole=not site.cut_scalers)
+        imitate = site.effects.imitate
+        scalers = ScalerCapture(found, inside, recorder.cut, imitate, whole=not site.cut_scalers)
         flags = flags_of(site, self._options, self._function)
         known = {id(o) for o in inside}
         read = ReadNumbers()
-        objects = {id(v): v for v in (*outside, *reachable(site.with_objects(self._function))) if id(v) not in known}
+        objects = [*outside, *reachable(site.with_objects(self._function))]
         with contextlib.ExitStack() as stack:
             stack.enter_context(surroundings(self._options.optimizer, self._session.backend))
-            stack.enter_context(cut_at(outside, recorder.cut, flags.see_optimizer))
+            stack.enter_context(cut_at(outside, recorder.cut, flags.see_optimizer, imitate))
             stack.enter_context(scalers.recording())
             stack.enter_context(flags.at_optimizers())
             stack.enter_context(captured_inside(inside))
-            stack.enter_context(read.noting(objects.values()))
+            stack.enter_context(read.noting(objects, running=inside))
             stack.enter_context(refusing_writes(inside))
-            stack.enter_context(at_optimizer_steps(_refuse_unknown(known)))
+            stack.enter_context(at_optimizer_steps(functools.partial(self._refuse_unknown, site, known)))
             stack.enter_context(setting_apart())
             model = ModelState(site.touched.all_modules, site.touched.all_parameters)
             try:
@@ -222,6 +264,7 @@ class StepCapture:
                         args, kwargs = unflatten(structure, leaves)  # new for each recording, as for each eager call
                         recorder.begin(grads)
                         outputs = StaticOutputs(self._function(*args, **kwargs))
+                        refuse_unknown_results(outputs.leaves)
                         found_flags = flags.finish(outputs.tree, site.touched.parameters)
                         _refuse_own_change(self._name, model.changed(site.touched.name))
                         kept = self._kept(site, outputs, flags.tensors, found_flags)
@@ -235,6 +278,16 @@ class StepCapture:
                 grads.rollback()
                 raise
         return _Recording(chain, outputs, grads, scalers, found_flags, read, kept, modes)
+
+    def _refuse_unknown(self, site: Site, known: set[int], optimizer: Optimizer) -> None:
+        if id(optimizer) not in known:
+            error = CaptureError(
+                f"{type(optimizer).__name__}.step was called, and was not during warm-up",
+                rule="late-optimizer",
+                why="where an optimizer runs is decided from what warm-up shows.",
+                fix="call every optimizer at each step, or raise warmup= until all have been called once.",
+            )
+            self._surprised(site, error)
 
     def _kept(
         self, site: Site, outputs: StaticOutputs, flags: Sequence[torch.Tensor], found: Flags | None
@@ -277,16 +330,3 @@ def _own_tensors(site: Site, step: Callable[..., Any]) -> Iterator[tuple[str, to
 
 def _stepped(optimizers: Sequence[Optimizer]) -> set[int]:
     return {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
-
-
-def _refuse_unknown(known: set[int]) -> Callable[[Optimizer], None]:
-    def refuse(optimizer: Optimizer) -> None:
-        if id(optimizer) not in known:
-            raise CaptureError(
-                f"{type(optimizer).__name__}.step was called, and was not during warm-up",
-                rule="late-optimizer",
-                why="where an optimizer runs is decided from what warm-up shows.",
-                fix="call every optimizer at each step, or raise warmup= until all have been called once.",
-            )
-
-    return refuse

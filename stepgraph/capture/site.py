@@ -30,6 +30,7 @@ from stepgraph.state.layout import Layouts, layouts_of
 from stepgraph.state.module_state import Touched
 from stepgraph.state.nonfinite import Flags
 from stepgraph.state.optimizer import HostCounters
+from stepgraph.state.optimizer_effects import OptimizerEffects
 from stepgraph.state.optimizer_guards import NumbersGuard, ParametersGuard, StateGuard
 from stepgraph.state.rng_tracker import NamesGuard
 from stepgraph.state.scaler import ScalerGuard
@@ -185,7 +186,7 @@ class CapturedCall:
         """Run the captured step once on these inputs, after `fits` or `is_untouched` has looked at the gradients."""
         self.inputs.load(leaves)
         steady, self._is_steady = self._is_steady, False
-        carried = carry_in(self._carried_in) if not steady else None
+        carried = carry_in(self._carried_in, self.chain.note_loaded) if not steady else None
         for advance in self._before_replay:
             advance()
         if steady and self._launch is not None:
@@ -193,7 +194,7 @@ class CapturedCall:
         else:
             self.chain.replay(steady=steady)
         if carried is not None:
-            carry_out(carried, self._added_to)
+            carry_out(carried, self._added_to, self.chain.note_loaded)
         if self._writes_back:
             self.inputs.store(leaves)
         for module, mode in self._modes_left:
@@ -234,6 +235,22 @@ class Obstacle:
     """The values in question, as `ignore=` takes them."""
 
 
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """The model and the host values as an eager call has left them: a recording that finds others knows nothing."""
+
+    model: ModelGuard
+    parameters: tuple[ParametersGuard, ...]
+    values: Watch
+
+    def rebuilt(self) -> str | None:
+        """What is another about the model, or about what optimizers step."""
+        changed = self.model.changed()
+        for guard in self.parameters:
+            changed = changed or guard.changed()
+        return changed
+
+
 class Site:
     """The graphs and the warm-up of calls with the same arguments and flags."""
 
@@ -254,9 +271,13 @@ class Site:
         """Optimizers that a GradScaler steps, by id: they run with it, between graphs."""
         self.written: set[int] = set()
         """Arguments that the step was seen to write to, by leaf index."""
-        self.births = 0
-        """How many recordings in a row have made state of an optimizer."""
+        self.surprises = 0
+        """How many recordings in a row have shown what no eager call has."""
+        self.seen: Seen | None = None
+        """What the last eager call went by."""
         self._unmoved: dict[frozenset[int], list[torch.Generator]] = {}
+        self.effects = OptimizerEffects()
+        """What optimizers did in the last eager call besides their update."""
         self.obstacles: dict[str, Obstacle] = {}
         """What warm-up found that no replay could repeat, by rule."""
         self.results: tuple[object, list[object]] | None = None
@@ -292,8 +313,8 @@ class Site:
         other = Site(call)
         other.touched, other.results, other.keep_alive = self.touched, self.results, self.keep_alive
         other.hold_grads, other.cut_scalers, other.scaled = self.hold_grads, self.cut_scalers, set(self.scaled)
-        other.obstacles, other.written = dict(self.obstacles), self.written
-        other._credit, other._watched = credit, self._watched
+        other.obstacles, other.written, other.effects = dict(self.obstacles), self.written, self.effects
+        other.seen, other._credit, other._watched = self.seen, credit, self._watched
         return other
 
     def familiar(
@@ -334,9 +355,15 @@ class Site:
 
     def start_over(self, credit: int) -> None:
         """The model is another one: look at the step again, as if it had been called `credit` times."""
-        self.touched, self.calls, self.hold_grads, self.results = Touched(), [], False, None
+        self.touched, self.calls, self.hold_grads, self.results, self.seen = Touched(), [], False, None, None
         self._warm.clear()
         self._credit, self._watched = credit, 0
+
+    def drop_graphs(self) -> None:
+        """Give all graphs back."""
+        for call in self.calls:
+            call.chain.free()
+        self.calls.clear()
 
     @property
     def unmoved(self) -> list[torch.Generator]:

@@ -143,11 +143,11 @@ class CapturedStep(Generic[P, R]):
         guards = call.guards
         changes = guards.values.changed()
         if changes:
-            return self._values_changed(site, call, changes, given)
+            return self._values_changed(site, changes, given)
         for state in guards.states:
             loaded = state.changed()
             if loaded is not None:
-                self._raise_if_strict(loaded)
+                self._raise_if_strict(site, loaded)
                 return self._recapture(site, call, loaded, given)
         for guard in guards.numbers:
             moved = guard.changed()
@@ -179,29 +179,27 @@ class CapturedStep(Generic[P, R]):
 
     def _start_over(self, site: Site, why: str, given: Given) -> Any:
         """The model is not what it was: this call runs eagerly and is watched, the next one is captured."""
-        self._raise_if_strict(why)
+        self._raise_if_strict(site, why)
         self._counts.recapture_reasons[why] += 1
-        for call in site.calls:
-            call.chain.free()
+        site.drop_graphs()
         site.start_over(credit=self._options.warmup - 1)
         return self._warm_up(site, f"changed: {why}", given)
 
-    def _values_changed(self, site: Site, call: CapturedCall, changes: Sequence[Change], given: Given) -> Any:
-        """A host value that the graph has baked in changed: capture again twice, then give up on graphs."""
+    def _values_changed(self, site: Site, changes: Sequence[Change], given: Given) -> Any:
+        """A host value that a graph has baked in, or would, changed: capture again twice, then give up on graphs."""
         told = "; ".join(map(str, changes))
-        self._raise_if_strict(told)
+        self._raise_if_strict(site, told)
         site.changes.update(change.name for change in changes)
         often = [name for name, count in site.changes.items() if count > _MAX_VALUE_CHANGES]
         tell_values_changed(self._name, changes, stays_eager=bool(often))
         if not often:  # the step may touch other things now: look at it once more
             return self._start_over(site, told, given)
-        site.calls.remove(call)
-        call.chain.free()
+        site.drop_graphs()
         site.obstacle = f"host value keeps changing: {', '.join(often)}"
         return self._eager(site, site.obstacle, given)
 
-    def _raise_if_strict(self, why: str) -> None:
-        if self._options.strict:
+    def _raise_if_strict(self, site: Site, why: str) -> None:
+        if self._options.strict and site.calls:
             raise state_changed(self._name, why)
 
     def _without_graph(
@@ -240,6 +238,7 @@ class CapturedStep(Generic[P, R]):
         modes = site.modes()
         result, flags = warm_up(self._function, given, site, self._session, self._options)
         site.count_warm_call(modes)
+        self._capture.look(site)
         self._counts.eager_reasons[reason] += 1
         self._flags.post(self._counts.calls, flags, self._backend)
         return detached(result)
@@ -277,8 +276,12 @@ class CapturedStep(Generic[P, R]):
             raise_held = held.enter_context(interrupts_held())
             try:
                 call = self._capture.run(site, given.leaves, given.structure, self._moved, raise_held)
-            except NotWarm:
+            except NotWarm as cold:
                 held.close()
+                if cold.values:
+                    return self._values_changed(site, cold.values, given)
+                if cold.rebuilt is not None:
+                    return self._start_over(site, cold.rebuilt, given)
                 return self._warm_up(site, "warm-up", given)
             except Exception as error:  # noqa: BLE001 (whatever broke the capture, its state is rolled back)
                 held.close()
@@ -359,8 +362,7 @@ class CapturedStep(Generic[P, R]):
     def reset(self) -> None:
         """Drop all graphs; the next calls warm up and capture anew."""
         for site in self._sites.values():
-            for call in site.calls:
-                call.chain.free()
+            site.drop_graphs()
         self._sites.clear()
         self._last, self._warned = None, False
 

@@ -29,7 +29,7 @@ from stepgraph.state.ddp import finding_default_stream
 from stepgraph.state.module_state import discovering
 from stepgraph.state.nonfinite import FlagCollector, Flags
 from stepgraph.state.optimizer import capturable_on_cpu, make_capturable, place
-from stepgraph.state.optimizer_guards import NumbersGuard
+from stepgraph.state.optimizer_effects import OptimizerEffects, OwnNumbers
 from stepgraph.state.optimizer_steps import at_optimizer_steps
 from stepgraph.state.own_changes import ModelState
 from stepgraph.state.rng import GeneratorWatch, HostRandomWatch
@@ -68,7 +68,8 @@ def warm_up(
     site.obstacles.clear()  # what only a first call does (lazy initialization) is in nobody's way
     host_random = HostRandomWatch(backend.device)
     generators = GeneratorWatch((backend.default_generator, *options.generators))
-    numbers = {id(o): NumbersGuard(o) for o in site.touched.optimizers}
+    numbers = OwnNumbers(site.touched.optimizers, lambda o: place(o, options.optimizer).inside)
+    effects = site.effects = OptimizerEffects()
     whole = site.with_objects(step)
     flags = flags_of(site, options, step)
     eager = [o for o in site.touched.optimizers if not place(o, options.optimizer).inside]
@@ -79,7 +80,12 @@ def warm_up(
     def see(optimizer: Optimizer) -> None:
         if options.optimizer == "capturable" and not all(g.get("capturable") for g in optimizer.param_groups):
             make_capturable(optimizer, backend.device)
-        numbers.setdefault(id(optimizer), NumbersGuard(optimizer))
+        if effects.begin(optimizer):
+            numbers.begin(optimizer)
+
+    def seen(optimizer: Optimizer, result: Any) -> None:
+        if effects.end(optimizer, result):
+            numbers.end(optimizer)
 
     with (
         discovering(site.touched, whole, {id(leaf) for leaf in (*leaves, *moved)}, see),
@@ -88,6 +94,7 @@ def warm_up(
         surroundings(options.optimizer, backend),
         finding_default_stream(site.touched, backend) as unrecordable,
         flags.at_optimizers(),
+        at_optimizer_steps(after=seen),
     ):
         args, kwargs = call = given.with_leaves(moved, own=options.goes_on_eagerly)
         result = step(*args, **kwargs)
@@ -106,9 +113,8 @@ def warm_up(
     site.note_unmoved(generators.unmoved())
     for source in host_random.advanced():
         site.obstacles["host-random"] = Obstacle(f"the step draws from {source}")
-    for guard in numbers.values():
-        changed = guard.changed()
-        if changed is not None and options.optimizer != "capturable":
+    if options.optimizer != "capturable":
+        for changed in numbers.changed():
             site.obstacles["host-value"] = Obstacle(f"the step itself changes {changed}")
     changes = values.changed()
     if changes:
@@ -146,7 +152,7 @@ def _state_outside_the_pool(workspace: Workspace) -> Iterator[None]:
                 stepping.add(id(optimizer))
                 kept.enter_context(workspace.keeping())
 
-        def after(_: Optimizer) -> None:
+        def after(_: Optimizer, __: Any) -> None:
             stepping.clear()
             kept.close()
 
@@ -156,16 +162,23 @@ def _state_outside_the_pool(workspace: Workspace) -> Iterator[None]:
 
 def note_result(site: Site, result: Any) -> None:
     """Compare the static part of a result with that of the call before."""
-    structure, values = static_part(result)
-    if site.results is not None:
-        before, earlier = site.results
-        if structure != before:
-            site.obstacles["varying-output"] = Obstacle("the result's structure is another at each call")
-        else:
-            for path, one, two in zip(paths(structure, "result"), earlier, values, strict=True):
-                if one is not two and (not is_plain(one) or one != two):
-                    site.obstacles["varying-output"] = Obstacle(f"{path} was {one!r}, then {two!r}")
-    site.results = (structure, values)
+    other = other_result(site, result)
+    if other is not None:
+        site.obstacles["varying-output"] = Obstacle(other)
+    site.results = static_part(result)
+
+
+def other_result(site: Site, result: Any) -> str | None:
+    """What is another in the static part of a result than in that of the last eager call, in words."""
+    if site.results is None:
+        return None
+    (before, earlier), (structure, values) = site.results, static_part(result)
+    if structure != before:
+        return "the result's structure is another at each call"
+    for path, one, two in zip(paths(structure, "result"), earlier, values, strict=True):
+        if one is not two and (not is_plain(one) or one != two):
+            return f"{path} was {one!r}, then {two!r}"
+    return None
 
 
 _WHY = {
@@ -202,8 +215,13 @@ _WHY = {
 
 def own_change(step: str, what: str) -> CaptureError:
     """The error for a step that changes its own model behind the graph's back."""
-    why, fix = _WHY["own-change"]
-    return CaptureError(f"{step}: the step itself {what}", rule="own-change", why=why, fix=fix)
+    return obstacle_error(step, "own-change", f"the step itself {what}")
+
+
+def obstacle_error(step: str, rule: str, what: str) -> CaptureError:
+    """The error for what stands in the way of a replay."""
+    why, fix = _WHY[rule]
+    return CaptureError(f"{step}: {what}", rule=rule, why=why, fix=fix)
 
 
 def refuse_obstacles(step: str, site: Site) -> None:

@@ -124,7 +124,7 @@ def leaf_key(leaf: Any) -> Hashable:
             f"a numpy {type(leaf).__name__} was passed to a captured step",
             rule="host-data",
             why="its values would be frozen at capture: only tensors are copied in at each call.",
-            fix="pass torch.from_numpy(array), or a tensor.",
+            fix="pass torch.as_tensor(value), or, for a number that stays the same, value.item().",
         )
     return (type(leaf), "object", id(leaf))
 

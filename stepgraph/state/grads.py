@@ -29,6 +29,7 @@ from stepgraph.errors import CaptureError
 
 Attachment = list[tuple[torch.Tensor, torch.Tensor | None]]
 """Parameters and what their `.grad` is to be."""
+Note = Callable[[torch.Tensor], None]
 
 
 def attach(attachment: Attachment) -> None:
@@ -98,8 +99,10 @@ class GradCapture:
         self._made: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._views: Attachment = []
         """Gradients in memory of the user's, which are put back before the first replay."""
+        self.loaded: list[torch.Tensor] = []
+        """Buffers that were written to for the recording's first replay."""
         self.added_to: set[int] = set()
-        """Parameters, by id, whose gradient was there before and is still the same tensor: the step adds to it."""
+        """Parameters, by id, whose gradient was there before, and the step adds to it as long as it has any."""
         self.carried_in: Attachment = []
         """Parameters whose `.grad` must be at its buffer before a replay, with that buffer."""
 
@@ -119,6 +122,7 @@ class GradCapture:
             kept = grad
         elif kept is not grad:
             kept.copy_(grad)
+            self.loaded.append(kept)
             parameter.grad = kept
             if _is_part(grad):
                 self._views.append((parameter, grad))
@@ -151,8 +155,8 @@ class GradCapture:
         targets, sources = [], []
         for parameter in self._parameters:
             grad = parameter.grad
-            if grad is not self._last[id(parameter)]:
-                self.added_to.discard(id(parameter))
+            if grad is not None and grad is not self._last[id(parameter)]:
+                self.added_to.discard(id(parameter))  # what the step adds to from here on is its own
             if grad is not None and grad is not self._last[id(parameter)]:
                 _check_dense(grad)
                 made = self._made.get(id(parameter))
@@ -200,8 +204,8 @@ class GradCapture:
 class Carried:
     """What a replay was given from elsewhere, and has to give back."""
 
-    views: Attachment
-    """Gradients that the user holds, or that lie in memory of theirs. In eager the step adds to these."""
+    views: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
+    """Parameters, gradients that the user holds or that lie in memory of theirs, and where the graph has them."""
     borrowed: list[tuple[torch.Tensor, torch.Tensor]]
     """Memory of the user's that the graph uses in the place of another gradient, and what was in it."""
 
@@ -216,9 +220,12 @@ def can_carry_in(carried: Attachment) -> bool:
     )
 
 
-def carry_in(carried: Attachment) -> Carried | None:
-    """Before a replay: bring `.grad` to the address that the graph reads. None where it lies there already."""
-    found = Carried([], [])
+def carry_in(carried: Attachment, note_loaded: Note | None = None) -> Carried | None:
+    """Before a replay: bring `.grad` to the address that the graph reads. None where it lies there already.
+
+    `note_loaded` is told of memory that is written to.
+    """
+    found, note = Carried([], []), note_loaded if note_loaded is not None else _nobody
     for parameter, kept in carried:
         grad = parameter.grad
         if grad is not kept:
@@ -228,23 +235,35 @@ def carry_in(carried: Attachment) -> Carried | None:
             if is_lent:
                 found.borrowed.append((kept, kept.clone()))
             kept.copy_(grad)
+            note(kept)
             is_theirs, alive = is_lent or _is_part(grad), weakref.ref(grad)
             held = grad if is_theirs else None
             parameter.grad, grad = kept, None
             held = held if held is not None else alive()  # whoever holds it would see what eager adds to it
             if held is not None:
-                found.views.append((parameter, held))
+                found.views.append((parameter, held, kept))
     return found if found.views else None
 
 
-def carry_out(carried: Carried, added_to: Container[int]) -> None:
-    """After a replay: where the step has added to the gradients it found, give the result to the user's own."""
-    for parameter, view in carried.views:
-        if id(parameter) in added_to and view is not None and parameter.grad is not None:
-            view.copy_(parameter.grad)
-            parameter.grad = view
+def carry_out(carried: Carried, added_to: Container[int], note_loaded: Note | None = None) -> None:
+    """After a replay: where the step has added to the gradients it found, give the result to the user's own.
+
+    In eager it adds to these. It may have let go of them since.
+    """
+    note = note_loaded if note_loaded is not None else _nobody
+    for parameter, view, kept in carried.views:
+        if id(parameter) in added_to:
+            view.copy_(kept)
+            note(view)
+            if parameter.grad is kept:
+                parameter.grad = view
     for memory, before in carried.borrowed:
         memory.copy_(before)
+        note(memory)
+
+
+def _nobody(_: torch.Tensor) -> None:
+    """Not told."""
 
 
 def _is_same_memory(one: torch.Tensor, two: torch.Tensor) -> bool:

@@ -71,7 +71,7 @@ class FlagCollector:
                 stepping.add(id(optimizer))
                 self.see_optimizer(optimizer)
 
-        def after(optimizer: Optimizer) -> None:
+        def after(optimizer: Optimizer, _: Any) -> None:
             stepping.discard(id(optimizer))
             self._remember(_parameters(optimizer))  # its kernels may count as writes to the gradients
 

@@ -11,10 +11,11 @@ for good. Any other optimizer runs eagerly at its place, between two graphs, whi
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch.optim.optimizer import Optimizer
@@ -24,6 +25,8 @@ from stepgraph.errors import CaptureError, entry
 from stepgraph.state.optimizer_guards import all_have_hooks, has_other_step, step_hooks
 from stepgraph.state.patch import shadowed
 
+Cut: TypeAlias = Callable[[str, Callable[[], Any], Callable[[], Any] | None], Any]
+"""Notes a call to make between two graphs, by name, and what to do in its place while recording."""
 MODES = ("auto", "inside", "outside", "capturable")
 _FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
 _STEPLESS = (torch.optim.SGD, torch.optim.RMSprop)
@@ -146,27 +149,29 @@ class HostCounters:
 @contextlib.contextmanager
 def cut_at(
     optimizers: Sequence[Optimizer],
-    cut: Callable[[str, Callable[[], Any]], None],
+    cut: Cut,
     before: Callable[[Optimizer], None],
+    imitate: Callable[[Optimizer], Any],
 ) -> Iterator[None]:
     """While recording, turn each step of these optimizers into a cut: the step is noted, not run.
 
     Nothing runs during capture, so an optimizer between two graphs must not run either. Its `step` is shadowed on the
-    instance, where schedulers and scalers look it up too, and found again at the end. `before` is called first.
+    instance, where schedulers and scalers look it up too, and found again at the end. `before` is called first,
+    `imitate` in the place of the step.
     """
     with contextlib.ExitStack() as stack:
         for optimizer in optimizers:
-            stack.enter_context(shadowed(optimizer, "step", _cutting_step(optimizer, cut, before)))
+            stack.enter_context(shadowed(optimizer, "step", _cutting_step(optimizer, cut, before, imitate)))
         yield
 
 
 def _cutting_step(
-    optimizer: Optimizer, cut: Callable[[str, Callable[[], Any]], None], before: Callable[[Optimizer], None]
-) -> Callable[..., None]:
+    optimizer: Optimizer, cut: Cut, before: Callable[[Optimizer], None], imitate: Callable[[Optimizer], Any]
+) -> Callable[..., Any]:
     name = f"{type(optimizer).__name__}.step"
 
-    def noted(*args: Any, **kwargs: Any) -> None:
-        if args or kwargs.get("closure") is not None:
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        if any(arg is not None for arg in (*args, kwargs.get("closure"))):
             raise CaptureError(
                 f"{name} was called with a closure",
                 rule="optimizer-closure",
@@ -174,7 +179,8 @@ def _cutting_step(
                 fix="compute the loss and call backward() before step().",
             )
         before(optimizer)
-        cut(name, lambda: optimizer.step(**kwargs))  # looked up then: a scheduler made later wraps it
+        # looked up then: a scheduler made later wraps it
+        return cut(name, lambda: optimizer.step(**kwargs), functools.partial(imitate, optimizer))
 
     return noted
 

@@ -8,6 +8,7 @@ when nobody is on such a walk. One that has to stay does nothing, and is taken o
 from __future__ import annotations
 
 import contextlib
+import sys
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -26,28 +27,39 @@ _WALKERS = frozenset(
     code for code in Optimizer.profile_hook_step.__code__.co_consts if isinstance(code, types.CodeType)
 )
 """torch's function that walks through the hooks: it is around every optimizer's `step`."""
+_RESULT = "out"
+"""How it calls what `step` has returned."""
 
 
 @contextlib.contextmanager
 def at_optimizer_steps(
-    before: Callable[[Optimizer], None] | None = None, after: Callable[[Optimizer], None] | None = None
+    before: Callable[[Optimizer], None] | None = None, after: Callable[[Optimizer, Any], None] | None = None
 ) -> Iterator[None]:
-    """Be told of each optimizer that steps meanwhile, and does so for a step that this thread calls."""
+    """Be told of each optimizer that steps meanwhile, and does so for a step that this thread calls.
+
+    `after` is told what the step returns, too. Both stand around the hooks of the optimizer itself.
+    """
     is_ours = for_this_thread()
 
-    def hook_for(tell: Callable[[Optimizer], None]) -> Callable[..., None]:
-        def hook(optimizer: Optimizer, *_: Any) -> None:
-            if is_ours():
-                tell(optimizer)
+    def begun(optimizer: Optimizer, *_: Any) -> None:
+        if is_ours() and before is not None:
+            before(optimizer)
 
-        return hook
+    def ended(optimizer: Optimizer, *_: Any) -> None:
+        if is_ours() and after is not None:
+            after(optimizer, _returned(sys._getframe(1)))
 
     with contextlib.ExitStack() as stack:
         if before is not None:
-            stack.callback(_take_out, _swept(register_optimizer_step_pre_hook(hook_for(before))))
+            stack.callback(_take_out, _swept(register_optimizer_step_pre_hook(begun)))
         if after is not None:
-            stack.callback(_take_out, _swept(register_optimizer_step_post_hook(hook_for(after))))
+            stack.callback(_take_out, _swept(register_optimizer_step_post_hook(ended)))
         yield
+
+
+def _returned(walker: types.FrameType) -> Any:
+    """What a step returns, from the frame that calls its hooks: torch does not tell them."""
+    return walker.f_locals.get(_RESULT) if walker.f_code in _WALKERS else None
 
 
 def _left_behind(optimizer: Optimizer, *_: Any) -> None:

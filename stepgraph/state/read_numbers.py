@@ -34,11 +34,16 @@ class ReadNumbers:
         self.found: Reads = {}
 
     @contextlib.contextmanager
-    def noting(self, objects: Iterable[Any]) -> Iterator[None]:
-        """While recording: note what is read from these objects, as far as they are optimizers and schedulers."""
+    def noting(self, objects: Iterable[Any], running: Sequence[Optimizer] = ()) -> Iterator[None]:
+        """While recording: note what is read from these objects, as far as they are optimizers and schedulers.
+
+        Optimizers that are `running` meanwhile read their own numbers, as do others that share groups with them.
+        """
+        seen = {id(optimizer.param_groups) for optimizer in running}
         with contextlib.ExitStack() as stack:
             for value in objects:
-                if isinstance(value, Optimizer):
+                if isinstance(value, Optimizer) and id(value.param_groups) not in seen:
+                    seen.add(id(value.param_groups))
                     groups = [_NotingGroup(value, i, self.found) for i in range(len(value.param_groups))]
                     stack.enter_context(exchanged(value.param_groups, groups))
                 elif isinstance(value, LRScheduler):

@@ -26,6 +26,7 @@ import torch
 from torch.optim.optimizer import Optimizer
 
 from stepgraph.backends.threads import for_this_thread
+from stepgraph.state.optimizer import Cut
 from stepgraph.state.reach import reachable
 from stepgraph.state.untouched import Untouched
 
@@ -131,13 +132,14 @@ class ScalerCapture:
         self,
         scalers: Sequence[torch.amp.GradScaler],
         inside: Collection[Optimizer],
-        cut: Callable[[str, Callable[[], Any]], None],
+        cut: Cut,
+        imitate: Callable[[Optimizer], Any],
         *,
         whole: bool,
     ) -> None:
         self._scalers = list(scalers)
         self._inside = {id(o) for o in inside if getattr(o, "_step_supports_amp_scaling", False)}
-        self._cut = cut
+        self._cut, self._imitate = cut, imitate
         self._whole = whole
         self._was_cut = False
         self._is_calling = False
@@ -194,7 +196,8 @@ class ScalerCapture:
             finally:
                 self._is_calling = False
         self._was_cut = True
-        return self._cut(f"GradScaler.{name}", functools.partial(original, scaler, *args, **kwargs))
+        imitate = functools.partial(self._imitate, optimizers[0]) if name == "step" and optimizers else None
+        return self._cut(f"GradScaler.{name}", functools.partial(original, scaler, *args, **kwargs), imitate)
 
 
 def _stages(states: Mapping[int, Mapping[str, Any]]) -> dict[int, int]:

@@ -498,3 +498,68 @@ def test_accumulation_into_gradients_of_other_strides_is_a_graph_of_its_own(devi
         report = step.report()
         assert report.graphs == 2
         assert report.replays == 10
+
+
+@pytest.mark.parametrize("how", ["views of a flat buffer", "tensors"])
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_accumulation_into_gradients_that_the_step_lets_go_of_is_seen_by_who_holds_them(
+    how: str, optimizer: str, device: torch.device
+) -> None:
+    """They are new ones at each call, and the step ends with `zero_grad()`."""
+
+    def run(captured: bool) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = nn.Linear(4, 3).to(device)
+        stepping = OPTIMIZERS[optimizer](model.parameters())
+
+        def step(x: torch.Tensor) -> None:
+            model(x).pow(2).mean().backward()
+            stepping.step()
+            stepping.zero_grad()
+
+        found = []
+        with stepgraph.capture(step) if captured else contextlib.nullcontext(step) as call:
+            for _ in range(9):
+                flat, begin, held = torch.zeros(15, device=device), 0, []
+                for p in model.parameters():
+                    view = flat[begin : begin + p.numel()].view_as(p)
+                    p.grad = view if how == "views of a flat buffer" else torch.zeros_like(p)
+                    held.append(p.grad)
+                    begin += p.numel()
+                call(torch.randn(2, 4, device=device))
+                assert all(p.grad is None for p in model.parameters())
+                found += [flat.clone(), *(t.detach().clone() for t in (*held, *model.parameters()))]
+        return found
+
+    assert all(torch.equal(one, two) for one, two in zip(run(True), run(False), strict=True))
+
+
+def test_accumulation_with_a_flat_buffer_now_and_then_reads_nothing_stale(device: torch.device) -> None:
+    """A call brings gradients to where its graph has them, and back: to memory that other graphs have used since."""
+
+    def run(captured: bool) -> list[torch.Tensor | None]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16)).to(device)
+        flat = torch.zeros(544, device=device)
+
+        def accumulate(x: torch.Tensor) -> None:
+            model(x).pow(2).mean().backward()
+
+        found: list[torch.Tensor | None] = []
+        with stepgraph.capture(accumulate) if captured else contextlib.nullcontext(accumulate) as call:
+            for what in "aaabbfbanbabfaanabfbbaznaba":
+                if what == "f":
+                    begin = 0
+                    for p in model.parameters():
+                        p.grad = flat[begin : begin + p.numel()].view_as(p)
+                        begin += p.numel()
+                elif what in "nz":
+                    model.zero_grad(set_to_none=what == "n")
+                else:
+                    call(torch.randn(4 if what == "a" else 40, 16, device=device))
+                found += [flat.clone(), *(None if p.grad is None else p.grad.clone() for p in model.parameters())]
+        return found
+
+    for one, two in zip(run(True), run(False), strict=True):
+        assert (one is None) == (two is None)
+        assert one is None or two is None or torch.equal(one, two)

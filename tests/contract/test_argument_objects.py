@@ -277,3 +277,26 @@ def test_leaves_are_told_by_identity() -> None:
     assert changed_containers(structure, leaves, call, ("s",)) is None
     call[0][0][0] = Touchy()
     assert changed_containers(structure, leaves, call, ("s",)) == "`s[0]` is another Touchy"
+
+
+def test_a_shape_is_a_value(device: torch.device) -> None:
+    def step(x: torch.Tensor, shape: torch.Size, batch: dict[str, Any]) -> dict[str, Any]:
+        assert type(shape) is type(batch["shape"]) is torch.Size
+        return {"x": x.reshape(shape), "shape": shape}
+
+    x = torch.ones(2, 3, device=device)
+    with stepgraph.capture(step) as captured:
+        for _ in range(6):
+            result = captured(x, x.shape, {"shape": x.shape})
+            assert type(result["shape"]) is torch.Size
+            assert result["shape"].numel() == 6
+        assert captured.report().replays == 3
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.float32, torch.complex64])
+def test_a_single_element_of_a_row_is_an_argument(dtype: torch.dtype, device: torch.device) -> None:
+    """Its stride is that of the row, which torch lets it keep."""
+    tokens = torch.ones(1, 5, dtype=dtype, device=device)
+    with stepgraph.capture(lambda x, y: x.sum() + y.sum()) as step:
+        for _ in range(5):
+            assert step(tokens[:, 1:], tokens[:, 0]).item() == 5

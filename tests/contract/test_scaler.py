@@ -255,7 +255,7 @@ def test_scaler_leaves_nothing_on_the_optimizer_when_its_step_fails_in_a_recordi
     (optimizer,), scaler = program.optimizers, program.extra["scaler"]
     program.step(*program.batches[0])
     attributes, stages = dict(vars(optimizer)), dict(scaler._per_optimizer_states)
-    capture = ScalerCapture([scaler], [optimizer], lambda name, call: None, whole=True)
+    capture = ScalerCapture([scaler], [optimizer], lambda name, call, imitate: None, lambda optimizer: None, whole=True)
 
     def fail() -> None:
         assert "grad_scale" in vars(optimizer)
