@@ -29,11 +29,12 @@ from stepgraph.state.optimizer import (
     captured_inside,
     check_forced,
     cut_at,
+    letting_step,
     place,
 )
 from stepgraph.state.optimizer_guards import NumbersGuard, ParametersGuard, StateGuard
 from stepgraph.state.optimizer_steps import at_optimizer_steps
-from stepgraph.state.outliving import kept_tensor, setting_apart
+from stepgraph.state.outliving import is_newborn, kept_tensor, setting_apart
 from stepgraph.state.own_changes import ModelState
 from stepgraph.state.reach import reachable
 from stepgraph.state.read_numbers import ReadNumbers, refusing_writes
@@ -212,8 +213,8 @@ class StepCapture:
             stack.enter_context(captured_inside(inside))
             stack.enter_context(read.noting(objects.values()))
             stack.enter_context(refusing_writes(inside))
-            stack.enter_context(at_optimizer_steps(_refuse_unknown(known)))
             stack.enter_context(setting_apart())
+            stack.enter_context(_seeing_optimizers(known, site.touched.ended_kinds))
             model = ModelState(site.touched.all_modules, site.touched.all_parameters)
             try:
                 grads.begin()
@@ -279,14 +280,21 @@ def _stepped(optimizers: Sequence[Optimizer]) -> set[int]:
     return {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
 
 
-def _refuse_unknown(known: set[int]) -> Callable[[Optimizer], None]:
-    def refuse(optimizer: Optimizer) -> None:
-        if id(optimizer) not in known:
+@contextlib.contextmanager
+def _seeing_optimizers(known: set[int], made: Sequence[type]) -> Iterator[None]:
+    """Let those optimizers step that are known, by id, or that the step makes: of these classes, and new."""
+
+    def see(optimizer: Optimizer) -> None:
+        if id(optimizer) in known:
+            return
+        if type(optimizer) not in made or not is_newborn(optimizer):
             raise CaptureError(
                 f"{type(optimizer).__name__}.step was called, and was not during warm-up",
                 rule="late-optimizer",
                 why="where an optimizer runs is decided from what warm-up shows.",
                 fix="call every optimizer at each step, or raise warmup= until all have been called once.",
             )
+        let_step(optimizer)
 
-    return refuse
+    with letting_step() as let_step, at_optimizer_steps(see):
+        yield

@@ -9,6 +9,7 @@ it fits.
 from __future__ import annotations
 
 import functools
+import inspect
 import operator
 from collections import Counter
 from collections.abc import Callable, Container, Hashable, Sequence
@@ -27,15 +28,16 @@ from stepgraph.state.grads import Attachment, can_carry_in, carry_in, carry_out
 from stepgraph.state.guards import ModelGuard
 from stepgraph.state.hooks import hooks_on, spelled
 from stepgraph.state.layout import Layouts, layouts_of
-from stepgraph.state.module_state import Touched
 from stepgraph.state.nonfinite import Flags
 from stepgraph.state.optimizer import HostCounters
 from stepgraph.state.optimizer_guards import NumbersGuard, ParametersGuard, StateGuard
 from stepgraph.state.rng_tracker import NamesGuard
 from stepgraph.state.scaler import ScalerGuard
 from stepgraph.state.steady import SteadyParameters
+from stepgraph.state.touched import Touched, numbered
 from stepgraph.state.untouched import Untouched
 from stepgraph.state.watch import Watch
+from stepgraph.state.watch_values import is_users
 from stepgraph.tree import Structure
 
 _MAX_ROWS = 8
@@ -280,12 +282,15 @@ class Site:
         return replace(self._call, leaves=leaves)
 
     def with_objects(self, step: Callable[..., Any]) -> Callable[..., Any]:
-        """The step, the objects passed to it and the hooks that its backward runs, to look into.
+        """The step, the objects passed to it, the hooks that its backward runs and the modules it makes, to look into.
 
         What they hold is baked in as a closure's values are.
         """
-        hooks = {f"hook {spelled(hook)}": hook for hook in hooks_on(self.touched.parameters)}
-        return functools.partial(step, **self.keep_alive, **hooks) if self.keep_alive or hooks else step
+        others = {f"hook {spelled(hook)}": hook for hook in hooks_on(self.touched.parameters)}
+        for kind in filter(is_users, self.touched.ended_kinds):
+            name = numbered(kind.__qualname__, others)
+            others |= {name: kind, f"{name}.__init__": inspect.getattr_static(kind, "__init__")}
+        return functools.partial(step, **self.keep_alive, **others) if self.keep_alive or others else step
 
     def sibling(self, call: Signature, credit: int) -> Site:
         """A site for calls of another shape that touch the same things, warm as this one is."""

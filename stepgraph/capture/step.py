@@ -242,7 +242,7 @@ class CapturedStep(Generic[P, R]):
         site.count_warm_call(modes)
         self._counts.eager_reasons[reason] += 1
         self._flags.post(self._counts.calls, flags, self._backend)
-        return detached(result)
+        return result
 
     def _capture_and_replay(self, site: Site, given: Given) -> Any:
         if self._bucketing is None:
