@@ -244,6 +244,9 @@ class Site:
         """The part of the signature that all calls here share: the arguments and the flags."""
         self.touched = Touched()
         self.calls: list[CapturedCall] = []
+        self.seen = 0
+        """How many calls came here that no graph fitted."""
+        self._was_captured = False
         self.obstacle: str | None = None
         """Why calls here stay eager for good."""
         self.changes: Counter[str] = Counter()
@@ -337,8 +340,14 @@ class Site:
         """Whether nothing is captured yet."""
         return not self.calls
 
+    @property
+    def may_give_way(self) -> bool:
+        """Whether another signature may have its place: one that had a graph will have one again."""
+        return self.is_warming and not self._was_captured and self.obstacle is None
+
     def start_over(self, credit: int) -> None:
         """The model is another one: look at the step again, as if it had been called `credit` times."""
+        self._was_captured = self._was_captured or bool(self.calls)
         self.touched, self.calls, self.hold_grads, self.results = Touched(), [], False, None
         self._warm.clear()
         self._credit, self._watched = credit, 0

@@ -24,12 +24,13 @@ from stepgraph.capture.failure import capture_error
 from stepgraph.capture.given import Given
 from stepgraph.capture.interrupt import interrupts_held
 from stepgraph.capture.options import Options
-from stepgraph.capture.policy import Action, Situation, decide
+from stepgraph.capture.policy import Action
 from stepgraph.capture.record import NotWarm, StepCapture
 from stepgraph.capture.report import Counts, Report, report_of
 from stepgraph.capture.session import Session
 from stepgraph.capture.site import CapturedCall, Familiar, Site
-from stepgraph.capture.telling import state_changed, tell_past_limit, tell_values_changed
+from stepgraph.capture.sites import Sites
+from stepgraph.capture.telling import state_changed, tell_values_changed
 from stepgraph.capture.warmup import flags_of, surroundings, warm_up
 from stepgraph.errors import ClosedError
 from stepgraph.frames import warn_user
@@ -40,7 +41,6 @@ from stepgraph.signature import (
     leaf_keys,
     refuse_opaque,
 )
-from stepgraph.state.ddp import warmup_calls
 from stepgraph.state.nonfinite import FlagReader
 from stepgraph.state.watch import Change
 from stepgraph.tree import CallFlattener, Structure, flatten
@@ -65,7 +65,7 @@ class CapturedStep(Generic[P, R]):
         self._wanted = backend
         self._capture = StepCapture(self._name, function, self._session, options)
         self._bound = BoundSteps(self._name)
-        self._sites: dict[Hashable, Site] = {}
+        self._sites = Sites(self._name, options)
         self._last: Familiar | None = None
         """What the last replayed call looked like."""
         self._flatten = CallFlattener()
@@ -75,7 +75,7 @@ class CapturedStep(Generic[P, R]):
         self._flags = FlagReader(self._name)
         buckets = options.buckets
         self._bucketing = Bucketing(function, self._name, self._arguments, buckets) if buckets is not None else None
-        self._settled = self._closed = self._warned = False
+        self._settled = self._closed = False
         self._session.when_dropped(self._forget_graphs)
         self._session.when_closed(self._flags.drain)
 
@@ -213,23 +213,12 @@ class CapturedStep(Generic[P, R]):
     ) -> Any:
         self._check_open()
         leaves, structure = given.leaves, given.structure
-        known = site is not None
         if site is None:
             refuse_opaque(leaves)
             site = Site(Signature(structure, keys, ambient, arguments=self._arguments))
-        decision = decide(
-            Situation(
-                warm_calls=site.warm_calls if known else 0,
-                warmup=warmup_calls(self._options.warmup, site.touched.modules),
-                num_graphs=sum(len(s.calls) for s in self._sites.values()),
-                num_warming=sum(s.is_warming and s is not site for s in self._sites.values()),
-                max_graphs=self._options.max_graphs,
-                obstacle=site.obstacle,
-            )
-        )
+        decision = self._sites.decide((structure, keys, ambient), site)
         if decision.action is Action.EAGER:
             return self._eager(site, decision.reason, given)
-        self._sites[(structure, keys, ambient)] = site
         if decision.action is Action.CAPTURE:
             return self._capture_and_replay(site, given)
         named = zip(site.sign().names(), leaves, strict=True)
@@ -266,7 +255,7 @@ class CapturedStep(Generic[P, R]):
         with contextlib.suppress(NotWarm, Exception), interrupts_held() as raise_held:
             call = self._capture.run(other, leaves, structure, self._moved, raise_held, ahead=True)
             other.calls.insert(0, call)
-            self._sites[place] = other
+            self._sites.add(place, other)
             self._counts.captures += 1
         if other.calls and self._bucketing is not None:
             self._bucketing.note(structure, choice, leaves, other.calls[0].outputs.tree)
@@ -296,7 +285,7 @@ class CapturedStep(Generic[P, R]):
 
     def _eager(self, site: Site, reason: str, given: Given) -> Any:
         if site.obstacle is None:
-            self._tell_past_limit(reason, site.sign())
+            self._sites.tell_past_limit(reason, site)
         self._counts.eager_reasons[reason] += 1
         moved = on_device(given.leaves, self._session.backend)
         flags = flags_of(site, self._options, self._function)
@@ -309,14 +298,6 @@ class CapturedStep(Generic[P, R]):
     def _call(self, given: Given, leaves: Sequence[Any]) -> Any:
         args, kwargs = given.with_leaves(leaves)
         return cast(Callable[..., Any], self._function)(*args, **kwargs)
-
-    def _tell_past_limit(self, reason: str, signature: Signature) -> None:
-        """Say once, or raise under strict, that a call found no graph, and how it differs from the nearest one."""
-        if self._warned and not self._options.strict:
-            return
-        self._warned = True
-        known = [site.sign() for site in self._sites.values()]
-        tell_past_limit(self._name, reason, signature, known, strict=self._options.strict)
 
     # -- setting up
 
@@ -362,7 +343,7 @@ class CapturedStep(Generic[P, R]):
             for call in site.calls:
                 call.chain.free()
         self._sites.clear()
-        self._last, self._warned = None, False
+        self._last = None
 
     def _forget_graphs(self) -> None:
         """The session has dropped all graphs: warm up and capture anew."""
