@@ -42,6 +42,7 @@ from stepgraph.state.registration import RegistrationEvents
 from stepgraph.state.rng import refuse_rewound
 from stepgraph.state.rng_tracker import NamesGuard, tracker_for
 from stepgraph.state.scaler import ScalerCapture, ScalerGuard, scalers_of
+from stepgraph.state.touched import numbered
 from stepgraph.state.watch import Watch
 from stepgraph.tree import Structure, unflatten
 
@@ -94,6 +95,19 @@ class StepCapture:
                 found[id(optimizer)] = Placement(False, "a GradScaler steps it")
             else:
                 found[id(optimizer)] = place(optimizer, self._options.optimizer, moved.get(id(optimizer)))
+        return found
+
+    def told_placements(self, sites: Sequence[Site], moved: dict[int, str]) -> dict[str, str]:
+        """The same for all sites, in words, by the optimizers' classes: `Adam`, `Adam#2`."""
+        names: dict[int, str] = {}
+        found: dict[str, str] = {}
+        for site in sites:
+            placements = self.placements(site, moved)
+            for optimizer in site.touched.optimizers:
+                name = names.setdefault(id(optimizer), numbered(type(optimizer).__name__, names.values()))
+                placement = placements[id(optimizer)]
+                where = "inside the graph" if placement.inside else "eager, between graphs"
+                found[name] = f"{where} ({placement.reason})"
         return found
 
     def run(

@@ -9,6 +9,7 @@ steps, whichever way each went.
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import time
 from collections.abc import Callable, Hashable, Sequence
@@ -20,6 +21,7 @@ from stepgraph.buffers import detached, is_copied_in, on_device
 from stepgraph.capture.bound import BoundSteps
 from stepgraph.capture.bucketing import Bucketing, Example
 from stepgraph.capture.choice import choose_backend, refuse_other_devices
+from stepgraph.capture.copies import has_own_name, options_of_copy
 from stepgraph.capture.failure import capture_error
 from stepgraph.capture.given import Given
 from stepgraph.capture.interrupt import interrupts_held
@@ -86,6 +88,24 @@ class CapturedStep(Generic[P, R]):
     def _bind(self, instance: Any, owner: type | None) -> CapturedStep[..., Any]:
         session = None if self._owns_session else self._session
         return CapturedStep(self._function.__get__(instance, owner), self._options, session, self._wanted)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> CapturedStep[P, R]:
+        """A step of the copied function, without graphs; a session that was given stays the same."""
+        if has_own_name(self):
+            return self
+        function = copy.deepcopy(self._function, memo)
+        if id(self) not in memo:  # the function's object may hold this step
+            session = None if self._owns_session else self._session
+            options = options_of_copy(self._options, memo)
+            memo[id(self)] = CapturedStep(function, options, session, self._wanted)
+        return cast("CapturedStep[P, R]", memo[id(self)])
+
+    def __reduce__(self) -> str | tuple[Any, ...]:
+        """The same for pickles, with a session of its own."""
+        if has_own_name(self):
+            return str(vars(self)["__qualname__"])
+        wanted = self._wanted.name if isinstance(self._wanted, Backend) else self._wanted
+        return _unpickled, (self._function, self._options, wanted)
 
     # -- calling
 
@@ -324,18 +344,9 @@ class CapturedStep(Generic[P, R]):
 
     def report(self) -> Report:
         """What happened so far: graphs, replays, eager calls with their reasons, time and memory."""
-        return report_of(
-            self._name, self._session, list(self._sites.values()), self._counts, self._placements(), self._options
-        )
-
-    def _placements(self) -> dict[str, str]:
-        found: dict[str, str] = {}
-        for site in self._sites.values():
-            for optimizer in site.touched.optimizers:
-                placement = self._capture.placements(site, self._moved)[id(optimizer)]
-                where = "inside the graph" if placement.inside else "eager, between graphs"
-                found[type(optimizer).__name__] = f"{where} ({placement.reason})"
-        return found
+        sites = list(self._sites.values())
+        placements = self._capture.told_placements(sites, self._moved)
+        return report_of(self._name, self._session, sites, self._counts, placements, self._options)
 
     def reset(self) -> None:
         """Drop all graphs; the next calls warm up and capture anew."""
@@ -373,6 +384,12 @@ class CapturedStep(Generic[P, R]):
             self.close()
         else:
             self._end()  # the error under way is the one to see
+
+
+def _unpickled(function: Callable[..., Any], options: Options, backend: str | None) -> CapturedStep[..., Any]:
+    if isinstance(function, CapturedStep):  # a captured method, pickled by its name
+        return function
+    return CapturedStep(function, options, None, backend)
 
 
 _MAX_VALUE_CHANGES = 2
