@@ -37,7 +37,7 @@ from stepgraph.capture.static_result import StaticResult
 from stepgraph.errors import CaptureError, InvalidArgument
 from stepgraph.order import Kind, plan_buffers, samples_of
 from stepgraph.state.lent import Lent
-from stepgraph.state.module_state import leaves_behind
+from stepgraph.state.touched import leaves_behind
 
 
 class SampleGraphs:

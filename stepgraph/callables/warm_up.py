@@ -26,9 +26,9 @@ from stepgraph.capture.differentiate import is_reentrant
 from stepgraph.capture.module_site import WarmCall
 from stepgraph.errors import CaptureError, InvalidArgument
 from stepgraph.state.attributes import Attributes
-from stepgraph.state.module_state import leaves_behind
 from stepgraph.state.rng_tracker import tracker_for
 from stepgraph.state.standins import without_hooks
+from stepgraph.state.touched import leaves_behind
 from stepgraph.tree import Structure, flatten, unflatten
 
 PHASES = ("forward_pre_hooks", "forward_hooks", "backward_pre_hooks", "backward_hooks")

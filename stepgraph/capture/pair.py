@@ -37,11 +37,11 @@ from stepgraph.errors import CaptureError
 from stepgraph.signature import refuse_tensor_classes
 from stepgraph.state.attributes import Attributes
 from stepgraph.state.lent import Lent
-from stepgraph.state.module_state import leaves_behind
 from stepgraph.state.param_grads import ParamGrads
 from stepgraph.state.rng_recompute import state_of_another_graph
 from stepgraph.state.rng_tracker import NamesGuard, Segment, tracker_for
 from stepgraph.state.standins import StandIns, without_hooks
+from stepgraph.state.touched import leaves_behind
 from stepgraph.tree import changed_containers, unflatten
 
 

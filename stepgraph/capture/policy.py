@@ -34,7 +34,7 @@ class Situation:
     num_graphs: int
     """Signatures captured so far."""
     num_warming: int
-    """Other signatures that are still warming up."""
+    """Other signatures that are still warming up, and do not give way to this one."""
     max_graphs: int
     obstacle: str | None
     """Why this signature is not captured any more: a capture failed, a host value keeps changing."""

@@ -37,12 +37,13 @@ from stepgraph.state.optimizer import (
     captured_inside,
     check_forced,
     cut_at,
+    letting_step,
     place,
 )
 from stepgraph.state.optimizer_effects import refuse_unknown_results
 from stepgraph.state.optimizer_guards import NumbersGuard, ParametersGuard, StateGuard
 from stepgraph.state.optimizer_steps import at_optimizer_steps
-from stepgraph.state.outliving import kept_tensor, setting_apart
+from stepgraph.state.outliving import is_newborn, kept_tensor, setting_apart
 from stepgraph.state.own_changes import ModelState
 from stepgraph.state.reach import reachable
 from stepgraph.state.read_numbers import ReadNumbers, refusing_writes
@@ -50,6 +51,7 @@ from stepgraph.state.registration import RegistrationEvents
 from stepgraph.state.rng import refuse_rewound
 from stepgraph.state.rng_tracker import NamesGuard, tracker_for
 from stepgraph.state.scaler import ScalerCapture, ScalerGuard, scalers_of
+from stepgraph.state.touched import numbered
 from stepgraph.state.watch import Change, Watch
 from stepgraph.tree import Structure, unflatten
 
@@ -109,6 +111,19 @@ class StepCapture:
                 found[id(optimizer)] = place(optimizer, self._options.optimizer, moved.get(id(optimizer)))
         return found
 
+    def told_placements(self, sites: Sequence[Site], moved: dict[int, str]) -> dict[str, str]:
+        """The same for all sites, in words, by the optimizers' classes: `Adam`, `Adam#2`."""
+        names: dict[int, str] = {}
+        found: dict[str, str] = {}
+        for site in sites:
+            placements = self.placements(site, moved)
+            for optimizer in site.touched.optimizers:
+                name = names.setdefault(id(optimizer), numbered(type(optimizer).__name__, names.values()))
+                placement = placements[id(optimizer)]
+                where = "inside the graph" if placement.inside else "eager, between graphs"
+                found[name] = f"{where} ({placement.reason})"
+        return found
+
     def run(
         self,
         site: Site,
@@ -126,9 +141,9 @@ class StepCapture:
         """
         signature = site.sign()
         refuse_obstacles(self._name, site)
-        if site.seen is not None:
-            rebuilt = site.seen.rebuilt()
-            values = site.seen.values.changed() if rebuilt is None else ()
+        if site.went_by is not None:
+            rebuilt = site.went_by.rebuilt()
+            values = site.went_by.values.changed() if rebuilt is None else ()
             if rebuilt is not None or values:
                 raise NotWarm(rebuilt, values)
         refuse_hooks(self._name, site.touched.modules, self._options.safe_hooks, site.touched.name, everywhere=True)
@@ -218,7 +233,7 @@ class StepCapture:
             whole_step=True,
         )
         values = Watch(site.with_objects(self._function), self._options.ignore, touched.named_modules, eager=outside)
-        site.seen = Seen(model, tuple(map(ParametersGuard, touched.optimizers)), values)
+        site.went_by = Seen(model, tuple(map(ParametersGuard, touched.optimizers)), values)
 
     def _surprised(self, site: Site, error: CaptureError) -> NoReturn:
         """The recording has shown what no eager call has: have one more, or, if that goes on, refuse."""
@@ -254,8 +269,9 @@ class StepCapture:
             stack.enter_context(captured_inside(inside))
             stack.enter_context(read.noting(objects, running=inside))
             stack.enter_context(refusing_writes(inside))
-            stack.enter_context(at_optimizer_steps(functools.partial(self._refuse_unknown, site, known)))
             stack.enter_context(setting_apart())
+            late = functools.partial(self._late, site)
+            stack.enter_context(_seeing_optimizers(known, site.touched.ended_kinds, late))
             model = ModelState(site.touched.all_modules, site.touched.all_parameters)
             try:
                 grads.begin()
@@ -279,15 +295,14 @@ class StepCapture:
                 raise
         return _Recording(chain, outputs, grads, scalers, found_flags, read, kept, modes)
 
-    def _refuse_unknown(self, site: Site, known: set[int], optimizer: Optimizer) -> None:
-        if id(optimizer) not in known:
-            error = CaptureError(
-                f"{type(optimizer).__name__}.step was called, and was not during warm-up",
-                rule="late-optimizer",
-                why="where an optimizer runs is decided from what warm-up shows.",
-                fix="call every optimizer at each step, or raise warmup= until all have been called once.",
-            )
-            self._surprised(site, error)
+    def _late(self, site: Site, optimizer: Optimizer) -> NoReturn:
+        error = CaptureError(
+            f"{type(optimizer).__name__}.step was called, and was not during warm-up",
+            rule="late-optimizer",
+            why="where an optimizer runs is decided from what warm-up shows.",
+            fix="call every optimizer at each step, or raise warmup= until all have been called once.",
+        )
+        self._surprised(site, error)
 
     def _kept(
         self, site: Site, outputs: StaticOutputs, flags: Sequence[torch.Tensor], found: Flags | None
@@ -330,3 +345,21 @@ def _own_tensors(site: Site, step: Callable[..., Any]) -> Iterator[tuple[str, to
 
 def _stepped(optimizers: Sequence[Optimizer]) -> set[int]:
     return {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
+
+
+@contextlib.contextmanager
+def _seeing_optimizers(known: set[int], made: Sequence[type], late: Callable[[Optimizer], NoReturn]) -> Iterator[None]:
+    """Let those optimizers step that are known, by id, or that the step makes: of these classes, and new.
+
+    Others are `late`.
+    """
+
+    def see(optimizer: Optimizer) -> None:
+        if id(optimizer) in known:
+            return
+        if type(optimizer) not in made or not is_newborn(optimizer):
+            late(optimizer)
+        let_step(optimizer)
+
+    with letting_step() as let_step, at_optimizer_steps(see):
+        yield

@@ -9,6 +9,7 @@ it fits.
 from __future__ import annotations
 
 import functools
+import inspect
 import operator
 from collections import Counter
 from collections.abc import Callable, Container, Hashable, Sequence
@@ -27,7 +28,6 @@ from stepgraph.state.grads import Attachment, can_carry_in, carry_in, carry_out
 from stepgraph.state.guards import ModelGuard
 from stepgraph.state.hooks import hooks_on, spelled
 from stepgraph.state.layout import Layouts, layouts_of
-from stepgraph.state.module_state import Touched
 from stepgraph.state.nonfinite import Flags
 from stepgraph.state.optimizer import HostCounters
 from stepgraph.state.optimizer_effects import OptimizerEffects
@@ -35,8 +35,10 @@ from stepgraph.state.optimizer_guards import NumbersGuard, ParametersGuard, Stat
 from stepgraph.state.rng_tracker import NamesGuard
 from stepgraph.state.scaler import ScalerGuard
 from stepgraph.state.steady import SteadyParameters
+from stepgraph.state.touched import Touched, numbered
 from stepgraph.state.untouched import Untouched
 from stepgraph.state.watch import Watch
+from stepgraph.state.watch_values import is_users
 from stepgraph.tree import Structure
 
 _MAX_ROWS = 8
@@ -259,6 +261,9 @@ class Site:
         """The part of the signature that all calls here share: the arguments and the flags."""
         self.touched = Touched()
         self.calls: list[CapturedCall] = []
+        self.seen = 0
+        """How many calls came here that no graph fitted."""
+        self._was_captured = False
         self.obstacle: str | None = None
         """Why calls here stay eager for good."""
         self.changes: Counter[str] = Counter()
@@ -273,7 +278,7 @@ class Site:
         """Arguments that the step was seen to write to, by leaf index."""
         self.surprises = 0
         """How many recordings in a row have shown what no eager call has."""
-        self.seen: Seen | None = None
+        self.went_by: Seen | None = None
         """What the last eager call went by."""
         self._unmoved: dict[frozenset[int], list[torch.Generator]] = {}
         self.effects = OptimizerEffects()
@@ -301,12 +306,15 @@ class Site:
         return replace(self._call, leaves=leaves)
 
     def with_objects(self, step: Callable[..., Any]) -> Callable[..., Any]:
-        """The step, the objects passed to it and the hooks that its backward runs, to look into.
+        """The step, the objects passed to it, the hooks that its backward runs and the modules it makes, to look into.
 
         What they hold is baked in as a closure's values are.
         """
-        hooks = {f"hook {spelled(hook)}": hook for hook in hooks_on(self.touched.parameters)}
-        return functools.partial(step, **self.keep_alive, **hooks) if self.keep_alive or hooks else step
+        others = {f"hook {spelled(hook)}": hook for hook in hooks_on(self.touched.parameters)}
+        for kind in filter(is_users, self.touched.ended_kinds):
+            name = numbered(kind.__qualname__, others)
+            others |= {name: kind, f"{name}.__init__": inspect.getattr_static(kind, "__init__")}
+        return functools.partial(step, **self.keep_alive, **others) if self.keep_alive or others else step
 
     def sibling(self, call: Signature, credit: int) -> Site:
         """A site for calls of another shape that touch the same things, warm as this one is."""
@@ -314,7 +322,7 @@ class Site:
         other.touched, other.results, other.keep_alive = self.touched, self.results, self.keep_alive
         other.hold_grads, other.cut_scalers, other.scaled = self.hold_grads, self.cut_scalers, set(self.scaled)
         other.obstacles, other.written, other.effects = dict(self.obstacles), self.written, self.effects
-        other.seen, other._credit, other._watched = self.seen, credit, self._watched
+        other.went_by, other._credit, other._watched = self.went_by, credit, self._watched
         return other
 
     def familiar(
@@ -353,14 +361,21 @@ class Site:
         """Whether nothing is captured yet."""
         return not self.calls
 
+    @property
+    def may_give_way(self) -> bool:
+        """Whether another signature may have its place: one that had a graph will have one again."""
+        return self.is_warming and not self._was_captured and self.obstacle is None
+
     def start_over(self, credit: int) -> None:
         """The model is another one: look at the step again, as if it had been called `credit` times."""
-        self.touched, self.calls, self.hold_grads, self.results, self.seen = Touched(), [], False, None, None
+        self._was_captured = self._was_captured or bool(self.calls)
+        self.touched, self.calls, self.hold_grads, self.results, self.went_by = Touched(), [], False, None, None
         self._warm.clear()
         self._credit, self._watched = credit, 0
 
     def drop_graphs(self) -> None:
         """Give all graphs back."""
+        self._was_captured = self._was_captured or bool(self.calls)
         for call in self.calls:
             call.chain.free()
         self.calls.clear()

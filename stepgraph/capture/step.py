@@ -9,6 +9,7 @@ steps, whichever way each went.
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import time
 from collections.abc import Callable, Hashable, Sequence
@@ -20,16 +21,18 @@ from stepgraph.buffers import detached, is_copied_in, on_device
 from stepgraph.capture.bound import BoundSteps
 from stepgraph.capture.bucketing import Bucketing, Example
 from stepgraph.capture.choice import choose_backend, refuse_other_devices
+from stepgraph.capture.copies import has_own_name, options_of_copy
 from stepgraph.capture.failure import capture_error
 from stepgraph.capture.given import Given
 from stepgraph.capture.interrupt import interrupts_held
 from stepgraph.capture.options import Options
-from stepgraph.capture.policy import Action, Situation, decide
+from stepgraph.capture.policy import Action
 from stepgraph.capture.record import NotWarm, StepCapture
 from stepgraph.capture.report import Counts, Report, report_of
 from stepgraph.capture.session import Session
 from stepgraph.capture.site import CapturedCall, Familiar, Site
-from stepgraph.capture.telling import state_changed, tell_past_limit, tell_values_changed
+from stepgraph.capture.sites import Sites
+from stepgraph.capture.telling import state_changed, tell_values_changed
 from stepgraph.capture.warmup import flags_of, surroundings, warm_up
 from stepgraph.errors import ClosedError
 from stepgraph.frames import warn_user
@@ -40,7 +43,6 @@ from stepgraph.signature import (
     leaf_keys,
     refuse_opaque,
 )
-from stepgraph.state.ddp import warmup_calls
 from stepgraph.state.nonfinite import FlagReader
 from stepgraph.state.watch import Change
 from stepgraph.tree import CallFlattener, Structure, flatten
@@ -65,7 +67,7 @@ class CapturedStep(Generic[P, R]):
         self._wanted = backend
         self._capture = StepCapture(self._name, function, self._session, options)
         self._bound = BoundSteps(self._name)
-        self._sites: dict[Hashable, Site] = {}
+        self._sites = Sites(self._name, options)
         self._last: Familiar | None = None
         """What the last replayed call looked like."""
         self._flatten = CallFlattener()
@@ -75,7 +77,7 @@ class CapturedStep(Generic[P, R]):
         self._flags = FlagReader(self._name)
         buckets = options.buckets
         self._bucketing = Bucketing(function, self._name, self._arguments, buckets) if buckets is not None else None
-        self._settled = self._closed = self._warned = False
+        self._settled = self._closed = False
         self._session.when_dropped(self._forget_graphs)
         self._session.when_closed(self._flags.drain)
 
@@ -86,6 +88,24 @@ class CapturedStep(Generic[P, R]):
     def _bind(self, instance: Any, owner: type | None) -> CapturedStep[..., Any]:
         session = None if self._owns_session else self._session
         return CapturedStep(self._function.__get__(instance, owner), self._options, session, self._wanted)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> CapturedStep[P, R]:
+        """A step of the copied function, without graphs; a session that was given stays the same."""
+        if has_own_name(self):
+            return self
+        function = copy.deepcopy(self._function, memo)
+        if id(self) not in memo:  # the function's object may hold this step
+            session = None if self._owns_session else self._session
+            options = options_of_copy(self._options, memo)
+            memo[id(self)] = CapturedStep(function, options, session, self._wanted)
+        return cast("CapturedStep[P, R]", memo[id(self)])
+
+    def __reduce__(self) -> str | tuple[Any, ...]:
+        """The same for pickles, with a session of its own."""
+        if has_own_name(self):
+            return str(vars(self)["__qualname__"])
+        wanted = self._wanted.name if isinstance(self._wanted, Backend) else self._wanted
+        return _unpickled, (self._function, self._options, wanted)
 
     # -- calling
 
@@ -211,23 +231,12 @@ class CapturedStep(Generic[P, R]):
     ) -> Any:
         self._check_open()
         leaves, structure = given.leaves, given.structure
-        known = site is not None
         if site is None:
             refuse_opaque(leaves)
             site = Site(Signature(structure, keys, ambient, arguments=self._arguments))
-        decision = decide(
-            Situation(
-                warm_calls=site.warm_calls if known else 0,
-                warmup=warmup_calls(self._options.warmup, site.touched.modules),
-                num_graphs=sum(len(s.calls) for s in self._sites.values()),
-                num_warming=sum(s.is_warming and s is not site for s in self._sites.values()),
-                max_graphs=self._options.max_graphs,
-                obstacle=site.obstacle,
-            )
-        )
+        decision = self._sites.decide((structure, keys, ambient), site)
         if decision.action is Action.EAGER:
             return self._eager(site, decision.reason, given)
-        self._sites[(structure, keys, ambient)] = site
         if decision.action is Action.CAPTURE:
             return self._capture_and_replay(site, given)
         named = zip(site.sign().names(), leaves, strict=True)
@@ -241,7 +250,7 @@ class CapturedStep(Generic[P, R]):
         self._capture.look(site)
         self._counts.eager_reasons[reason] += 1
         self._flags.post(self._counts.calls, flags, self._backend)
-        return detached(result)
+        return result
 
     def _capture_and_replay(self, site: Site, given: Given) -> Any:
         if self._bucketing is None:
@@ -265,7 +274,7 @@ class CapturedStep(Generic[P, R]):
         with contextlib.suppress(NotWarm, Exception), interrupts_held() as raise_held:
             call = self._capture.run(other, leaves, structure, self._moved, raise_held, ahead=True)
             other.calls.insert(0, call)
-            self._sites[place] = other
+            self._sites.add(place, other)
             self._counts.captures += 1
         if other.calls and self._bucketing is not None:
             self._bucketing.note(structure, choice, leaves, other.calls[0].outputs.tree)
@@ -299,7 +308,7 @@ class CapturedStep(Generic[P, R]):
 
     def _eager(self, site: Site, reason: str, given: Given) -> Any:
         if site.obstacle is None:
-            self._tell_past_limit(reason, site.sign())
+            self._sites.tell_past_limit(reason, site)
         self._counts.eager_reasons[reason] += 1
         moved = on_device(given.leaves, self._session.backend)
         flags = flags_of(site, self._options, self._function)
@@ -312,14 +321,6 @@ class CapturedStep(Generic[P, R]):
     def _call(self, given: Given, leaves: Sequence[Any]) -> Any:
         args, kwargs = given.with_leaves(leaves)
         return cast(Callable[..., Any], self._function)(*args, **kwargs)
-
-    def _tell_past_limit(self, reason: str, signature: Signature) -> None:
-        """Say once, or raise under strict, that a call found no graph, and how it differs from the nearest one."""
-        if self._warned and not self._options.strict:
-            return
-        self._warned = True
-        known = [site.sign() for site in self._sites.values()]
-        tell_past_limit(self._name, reason, signature, known, strict=self._options.strict)
 
     # -- setting up
 
@@ -346,25 +347,16 @@ class CapturedStep(Generic[P, R]):
 
     def report(self) -> Report:
         """What happened so far: graphs, replays, eager calls with their reasons, time and memory."""
-        return report_of(
-            self._name, self._session, list(self._sites.values()), self._counts, self._placements(), self._options
-        )
-
-    def _placements(self) -> dict[str, str]:
-        found: dict[str, str] = {}
-        for site in self._sites.values():
-            for optimizer in site.touched.optimizers:
-                placement = self._capture.placements(site, self._moved)[id(optimizer)]
-                where = "inside the graph" if placement.inside else "eager, between graphs"
-                found[type(optimizer).__name__] = f"{where} ({placement.reason})"
-        return found
+        sites = list(self._sites.values())
+        placements = self._capture.told_placements(sites, self._moved)
+        return report_of(self._name, self._session, sites, self._counts, placements, self._options)
 
     def reset(self) -> None:
         """Drop all graphs; the next calls warm up and capture anew."""
         for site in self._sites.values():
             site.drop_graphs()
         self._sites.clear()
-        self._last, self._warned = None, False
+        self._last = None
 
     def _forget_graphs(self) -> None:
         """The session has dropped all graphs: warm up and capture anew."""
@@ -394,6 +386,12 @@ class CapturedStep(Generic[P, R]):
             self.close()
         else:
             self._end()  # the error under way is the one to see
+
+
+def _unpickled(function: Callable[..., Any], options: Options, backend: str | None) -> CapturedStep[..., Any]:
+    if isinstance(function, CapturedStep):  # a captured method, pickled by its name
+        return function
+    return CapturedStep(function, options, None, backend)
 
 
 _MAX_VALUE_CHANGES = 2

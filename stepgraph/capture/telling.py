@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+import torch
+
 from stepgraph.errors import SignatureMismatch, StateChanged
 from stepgraph.frames import warn_user
-from stepgraph.signature import Signature, differences
+from stepgraph.signature import Difference, Signature, differences
 from stepgraph.state.watch import Change
 
-_FEWER_SIGNATURES = "pad inputs to a few shapes, pass changing values as tensors, or raise max_graphs."
+_NUMBERS = (int, float, complex)
 
 
 def state_changed(step: str, why: str) -> StateChanged:
@@ -33,20 +35,37 @@ def tell_values_changed(step: str, changes: Sequence[Change], *, stays_eager: bo
     )
 
 
-def tell_past_limit(step: str, reason: str, call: Signature, known: Iterable[Signature], *, strict: bool) -> None:
-    """A call found no graph, and gets none: how it differs from the nearest one. Raises under strict."""
-    found = min((differences(signature, call) for signature in known), key=len, default=[])
-    told = [str(d) for d in found[:8]]
+def tell_past_limit(
+    step: str, reason: str, call: Signature, known: Iterable[tuple[Signature, bool]], *, strict: bool
+) -> None:
+    """A call found no graph, and gets none: how it differs from the nearest one. Raises under strict.
+
+    `known` are the signatures that have a place, and whether each is captured yet.
+    """
+    compared = [(differences(signature, call), is_captured) for signature, is_captured in known]
+    found, is_captured = min(compared, key=lambda pair: (len(pair[0]), not pair[1]), default=([], True))
+    told = [d.told("captured" if is_captured else "warming up with") for d in found[:8]]
+    fix = _fewer_signatures(found)
     if strict:
         raise SignatureMismatch(
             f"{step}: a call with a new signature, {reason}",
             rule="max-graphs",
             details=told,
             why="each signature is a graph of its own, and strict=True forbids running it eagerly.",
-            fix=_FEWER_SIGNATURES,
+            fix=fix,
         )
     lines = [f"{step}: this call runs eagerly, {reason}   [max-graphs]", *(f"  {line}" for line in told)]
-    warn_user("\n".join([*lines, f"Fix: {_FEWER_SIGNATURES}"]))
+    warn_user("\n".join([*lines, f"Fix: {fix}"]))
+
+
+def _fewer_signatures(found: Sequence[Difference]) -> str:
+    """What the user can do about these differences."""
+    values = [d for d in found if d.kind is not None and not issubclass(d.kind, torch.Tensor)]
+    if not values:
+        return "pad inputs to a few shapes, pass changing values as tensors, or raise max_graphs."
+    unused = f"leave {', '.join(f'`{d.path}`' for d in values[:8])} out of the call if the step does not use it, "
+    as_tensor = "pass it as a tensor if it does, " if any(d.kind in _NUMBERS for d in values) else ""
+    return f"{unused}{as_tensor}or raise max_graphs."
 
 
 def unlike(module: str, call: Signature, known: Iterable[Signature]) -> SignatureMismatch:

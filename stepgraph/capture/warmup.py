@@ -16,7 +16,7 @@ import torch
 from torch.optim.optimizer import Optimizer
 
 from stepgraph.backends import Backend, Workspace
-from stepgraph.buffers import is_copied_in, on_device, static_part
+from stepgraph.buffers import detached, is_copied_in, on_device, static_part
 from stepgraph.capture.failure import CHANGED_CONTAINER, refuse_changed_container
 from stepgraph.capture.given import Given
 from stepgraph.capture.options import Options
@@ -28,7 +28,7 @@ from stepgraph.signature.memory import Contents
 from stepgraph.state.ddp import finding_default_stream
 from stepgraph.state.module_state import discovering
 from stepgraph.state.nonfinite import FlagCollector, Flags
-from stepgraph.state.optimizer import capturable_on_cpu, make_capturable, place
+from stepgraph.state.optimizer import capturable_on_cpu, make_capturable, place, place_made
 from stepgraph.state.optimizer_effects import OptimizerEffects, OwnNumbers
 from stepgraph.state.optimizer_steps import at_optimizer_steps
 from stepgraph.state.own_changes import ModelState
@@ -61,7 +61,10 @@ def warm_up(
     session: Session,
     options: Options,
 ) -> tuple[Any, Flags | None]:
-    """Call the step once on these inputs and note what it touches. Also: the flags of `nan_check`."""
+    """Call the step once on these inputs and note what it touches; what ends with the call is let go of.
+
+    Returns the result without its autograd graph, and the flags of `nan_check`.
+    """
     backend = session.backend
     leaves = given.leaves
     moved = on_device(leaves, backend)
@@ -88,7 +91,7 @@ def warm_up(
             numbers.end(optimizer)
 
     with (
-        discovering(site.touched, whole, {id(leaf) for leaf in (*leaves, *moved)}, see),
+        discovering(site.touched, whole, {id(leaf) for leaf in (*leaves, *moved)}, see) as known,
         session.workspace.warming_up(),
         _state_outside_the_pool(session.workspace),
         surroundings(options.optimizer, backend),
@@ -99,6 +102,9 @@ def warm_up(
         args, kwargs = call = given.with_leaves(moved, own=options.goes_on_eagerly)
         result = step(*args, **kwargs)
         found_flags = flags.finish(result, site.touched.parameters)
+    result = detached(result)
+    changed_numbers = numbers.finish()
+    ended = _let_go(site, known, options.optimizer)
     is_own = call is given.own
     container = changed_containers(given.structure, moved, call, site.sign().arguments, added=is_own)
     if container is not None and is_own:
@@ -113,8 +119,8 @@ def warm_up(
     site.note_unmoved(generators.unmoved())
     for source in host_random.advanced():
         site.obstacles["host-random"] = Obstacle(f"the step draws from {source}")
-    if options.optimizer != "capturable":
-        for changed in numbers.changed():
+    for key, changed in changed_numbers.items():
+        if key not in ended and options.optimizer != "capturable":
             site.obstacles["host-value"] = Obstacle(f"the step itself changes {changed}")
     changes = values.changed()
     if changes:
@@ -130,6 +136,17 @@ def warm_up(
         site.obstacles["ddp-stream"] = Obstacle(f"DDP accumulates the gradient of `{name}` on the default stream")
     note_result(site, result)
     return result, found_flags
+
+
+def _let_go(site: Site, known: frozenset[int], mode: str) -> set[int]:
+    """Forget what came into being in the call and ended with it, by id; note what of it cannot be recorded."""
+    new = {id(o): (type(o).__name__, place_made(o, mode)) for o in site.touched.optimizers if id(o) not in known}
+    ended = site.touched.let_go(known)
+    for name, placement in (new[key] for key in new.keys() & ended):
+        if not placement.inside:
+            what = f"the step makes an optimizer that cannot be recorded: {name}, {placement.reason}"
+            site.obstacles["inner-optimizer"] = Obstacle(what)
+    return ended
 
 
 def flags_of(site: Site, options: Options, step: Callable[..., Any]) -> FlagCollector:
@@ -191,6 +208,11 @@ _WHY = {
         "Python code runs only at capture, not at replay: the value would stand still.",
         "change it outside the step (call scheduler.step() after it, count and append in the loop), make it a tensor "
         "that is changed in place, or, if nothing depends on it, name it in ignore=[...].",
+    ),
+    "inner-optimizer": (
+        "it is made anew at each call, so it has to run inside the graph.",
+        "use SGD, RMSprop or a fused optimizer there (torch.optim.Adam(..., fused=True)), or make it once, outside the "
+        "step.",
     ),
     "iterator": (
         "a replay runs no Python and draws nothing: every step would train on what the capture drew.",

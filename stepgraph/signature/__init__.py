@@ -14,7 +14,7 @@ import inspect
 import sys
 import types
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -47,9 +47,15 @@ class Difference:
     what: str
     captured: str
     received: str
+    kind: type | None = field(default=None, compare=False)
+    """The type of a leaf, as received."""
 
     def __str__(self) -> str:
-        return f"{self.path}: {self.what} (captured {self.captured}, received {self.received})"
+        return self.told("captured")
+
+    def told(self, before: str) -> str:
+        """In words; `before` says what the earlier value is."""
+        return f"{self.path}: {self.what} ({before} {self.captured}, received {self.received})"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -248,9 +254,9 @@ def differences(
     found = _call_differences(captured, received)
     there = dict(zip(received.names(), received.leaves, strict=True))
     for path, one in zip(captured.names(), captured.leaves, strict=True):
-        two = there.get(path, one)
+        two: Any = there.get(path, one)
         if one != two:
-            found.append(Difference(path, _what_changed(one, two), describe_leaf(one), describe_leaf(two)))
+            found.append(Difference(path, _what_changed(one, two), describe_leaf(one), describe_leaf(two), two[0]))
     for name, before, now in zip(AMBIENT_NAMES, captured.ambient, received.ambient, strict=True):
         if before != now:
             found.append(Difference(name, "changed", str(before), str(now)))

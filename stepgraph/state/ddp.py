@@ -26,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from stepgraph.backends import Backend
 from stepgraph.errors import CaptureError
-from stepgraph.state.module_state import Touched
+from stepgraph.state.touched import Touched
 from stepgraph.state.untouched import Untouched
 
 WARMUP = 11

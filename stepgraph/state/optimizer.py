@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -64,6 +65,13 @@ def place(optimizer: Optimizer, mode: str, moved: str | None = None) -> Placemen
         return Placement(True, "optimizer='inside'")
     reason = "its step count is on the host" if _counts_on_host(optimizer) else "not known to replay bit for bit"
     return Placement(False, reason)
+
+
+def place_made(optimizer: Optimizer, mode: str) -> Placement:
+    """The same for an optimizer that the step itself makes, uses and drops: it is inside, or cannot be recorded."""
+    if mode == "capturable" and all(group.get("capturable") for group in optimizer.param_groups):
+        return Placement(False, "which optimizer='capturable' would have to change while it is recorded")
+    return place(optimizer, "auto" if mode == "outside" else mode)
 
 
 def _is_tensor_number(group: dict[str, Any]) -> bool:
@@ -194,6 +202,23 @@ def captured_inside(optimizers: Sequence[Optimizer]) -> Iterator[None]:
                 if hasattr(optimizer, check):
                     stack.enter_context(shadowed(optimizer, check, lambda: None))
         yield
+
+
+@contextlib.contextmanager
+def letting_step() -> Iterator[Callable[[Optimizer], None]]:
+    """The same for optimizers that the step makes while it is recorded: tell of each when it steps."""
+    told: list[weakref.ref[Optimizer]] = []
+
+    def let_step(optimizer: Optimizer) -> None:
+        told.append(weakref.ref(optimizer))
+        vars(optimizer).update({check: lambda: None for check in _HEALTH_CHECKS if hasattr(optimizer, check)})
+
+    try:
+        yield let_step
+    finally:
+        for optimizer in filter(None, (ref() for ref in told)):
+            for check in _HEALTH_CHECKS:
+                vars(optimizer).pop(check, None)
 
 
 def make_capturable(optimizer: Optimizer, device: torch.device) -> bool:

@@ -7,6 +7,7 @@ seen to return nothing is known but that it is something. What it really leaves 
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
@@ -23,7 +24,7 @@ class OptimizerEffects:
     def __init__(self) -> None:
         self._under_way: dict[int, tuple[int, list[tuple[torch.Tensor, torch.Tensor | None]]]] = {}
         self._returning: set[int] = set()
-        self._cleared: dict[int, list[torch.Tensor]] = {}
+        self._cleared: dict[int, list[weakref.ref[torch.Tensor]]] = {}
 
     def begin(self, optimizer: Optimizer) -> bool:
         """Its step begins. Whether it is a step of its own: a subclass's step calls its parent's."""
@@ -42,13 +43,15 @@ class OptimizerEffects:
         if result is not None:
             self._returning.add(id(optimizer))
         cleared = self._cleared.setdefault(id(optimizer), [])
-        cleared += [p for p, grad in before if grad is not None and p.grad is None]
+        cleared += [weakref.ref(p) for p, grad in before if grad is not None and p.grad is None]
         return True
 
     def imitate(self, optimizer: Optimizer) -> Any:
         """In a recording, where the optimizer's step would have run: leave what it leaves."""
-        for parameter in self._cleared.get(id(optimizer), ()):
-            parameter.grad = None
+        for cleared in self._cleared.get(id(optimizer), ()):
+            parameter = cleared()
+            if parameter is not None:
+                parameter.grad = None
         return _Unknown(f"{type(optimizer).__name__}.step()") if id(optimizer) in self._returning else None
 
 
@@ -61,12 +64,12 @@ class OwnNumbers:
     def __init__(self, optimizers: Sequence[Optimizer], is_inside: Callable[[Optimizer], bool]) -> None:
         self._guards = {id(o): NumbersGuard(o) for o in optimizers}
         self._is_inside = is_inside
-        self._changes: list[str] = []
+        self._changes: dict[int, str] = {}
 
     def begin(self, optimizer: Optimizer) -> None:
         """Its step begins."""
         if id(optimizer) in self._guards and not self._is_inside(optimizer):
-            self._note(self._guards[id(optimizer)])
+            self._note(id(optimizer))
         self._guards.setdefault(id(optimizer), NumbersGuard(optimizer))
 
     def end(self, optimizer: Optimizer) -> None:
@@ -74,15 +77,16 @@ class OwnNumbers:
         if not self._is_inside(optimizer):
             self._guards[id(optimizer)] = NumbersGuard(optimizer)
 
-    def _note(self, guard: NumbersGuard) -> None:
-        changed = guard.changed()
+    def _note(self, key: int) -> None:
+        changed = self._guards[key].changed()
         if changed is not None:
-            self._changes.append(changed)
+            self._changes.setdefault(key, changed)
 
-    def changed(self) -> list[str]:
-        """What the step has changed, in words."""
-        for guard in self._guards.values():
-            self._note(guard)
+    def finish(self) -> dict[int, str]:
+        """What the step has changed of each optimizer, by id, in words. No optimizer is held any more."""
+        for key in self._guards:
+            self._note(key)
+        self._guards.clear()
         return self._changes
 
 

@@ -34,6 +34,11 @@ def setting_apart() -> Iterator[None]:
         yield
 
 
+def is_newborn(value: object) -> bool:
+    """Whether an object came into being in the block."""
+    return any(value is young for young in gc.get_objects(generation=0))
+
+
 def kept_tensor(known: Iterable[torch.Tensor], is_recorded: Callable[[torch.Tensor], bool]) -> str | None:
     """Where a tensor is kept that came into being in the block, in words; `known` ones are in their place.
 

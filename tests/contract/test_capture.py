@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import os
 import pickle
 import warnings
 from collections.abc import Callable
@@ -157,19 +158,20 @@ def test_capture_host_random_is_refused(device: torch.device) -> None:
             step(x)
 
 
-def test_capture_failure_leaves_the_state_of_before_the_call(device: torch.device) -> None:
+def test_capture_failure_leaves_the_state_of_before_the_call(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
     made = program(device)
-    broken = {"reads": False}
 
     def step(x: torch.Tensor) -> torch.Tensor:
         loss = made.step(x)
-        if broken["reads"]:
+        if "STEPGRAPH_TEST_READS" in os.environ:  # which nobody watches
             loss.item()
         return loss
 
     with stepgraph.capture(step) as captured:
         train(captured, made, 3)
-        broken["reads"] = True
+        monkeypatch.setenv("STEPGRAPH_TEST_READS", "1")
         grads = [p.grad for p in made.modules[0].parameters()]
         values = [g.clone() for g in grads]
         before = snapshot(made, device)
@@ -181,7 +183,7 @@ def test_capture_failure_leaves_the_state_of_before_the_call(device: torch.devic
         assert error.code == 900
         assert error.where.file == __file__
         assert "loss.item()" in str(error)
-        broken["reads"] = False
+        monkeypatch.delenv("STEPGRAPH_TEST_READS")
         train(captured, made, 4)
         assert captured.report().replays == 4
 

@@ -16,8 +16,9 @@ from torch.nn.modules import module as torch_module
 from torch.optim import optimizer as torch_optimizer
 
 import stepgraph
-from stepgraph.state.module_state import Touched, discovering
+from stepgraph.state.module_state import discovering
 from stepgraph.state.reach import is_compiled, reachable
+from stepgraph.state.touched import Touched
 
 
 class AttrDict(dict[str, Any]):

@@ -155,3 +155,23 @@ def test_report_of_a_closed_step_still_counts() -> None:
     step.close()
     report = step.report()
     assert (report.graphs, report.replays, report.pool_bytes) == (0, 2, 0)
+
+
+def test_report_tells_optimizers_of_one_class_apart() -> None:
+    one, two = torch.nn.Linear(4, 1), torch.nn.Linear(4, 1)
+    optimizers = [torch.optim.Adam(one.parameters(), fused=True), torch.optim.Adam(two.parameters())]
+
+    def train(x: torch.Tensor) -> None:
+        (one(x) + two(x)).mean().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+    with stepgraph.capture(train) as step:
+        for rows in (2, 2, 2, 2, 3, 3):
+            step(torch.ones(rows, 4))
+        report = step.report()
+    assert report.optimizers == {
+        "Adam": "inside the graph (fused: its step count is on the device)",
+        "Adam#2": "eager, between graphs (its step count is on the host)",
+    }
