@@ -205,7 +205,11 @@ class StepCapture:
         recorded = [] if site.cut_scalers else scalers_of(whole)
         guards = Guards(
             tuple(NumbersGuard(o) for o in inside),
-            (*(StateGuard(o) for o in inside), *(ScalerGuard(s) for s in recorded), *random.if_needed()),
+            (
+                *(StateGuard(o) for o in (*inside, *made.read.states.values())),
+                *(ScalerGuard(s) for s in recorded),
+                *random.if_needed(),
+            ),
             tuple(ParametersGuard(o) for o in inside),
             ModelGuard(
                 *(site.touched.all_modules, site.touched.all_parameters, site.touched.name, self._events),
@@ -296,6 +300,14 @@ class StepCapture:
         return _Recording(chain, outputs, grads, scalers, found_flags, read, kept, modes)
 
     def _late(self, site: Site, optimizer: Optimizer) -> NoReturn:
+        if any(optimizer is known for known in site.touched.optimizers):
+            raise CaptureError(
+                f"{type(optimizer).__name__}.step was called by another way than `optimizer.step()`",
+                rule="late-optimizer",
+                why="this optimizer runs between graphs, and only a call of its `step` can be cut out of a recording; "
+                "a compiled or stored `step` goes past that.",
+                fix="call optimizer.step() itself, or use an optimizer that runs inside the graph (fused=True).",
+            )
         error = CaptureError(
             f"{type(optimizer).__name__}.step was called, and was not during warm-up",
             rule="late-optimizer",

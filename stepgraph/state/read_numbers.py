@@ -1,9 +1,10 @@
 """Numbers of optimizers that a step's own code reads: a learning rate in the loss, in the result, in a decay by hand.
 
-An optimizer between graphs reads its numbers at each step, and they are live. But where the step itself reads
-`optimizer.param_groups[0]["lr"]` or `scheduler.get_last_lr()`, the number is baked into the graph beside it. Nearly no
-step does, and a schedule must not disturb the others, so it is found out: while a step is recorded, optimizers between
-graphs do not run, and whoever reads a number of theirs then is the step. What was read is watched from then on.
+An optimizer between graphs reads its numbers and its state at each step, and they are live. But where the step itself
+reads `optimizer.param_groups[0]["lr"]` or `scheduler.get_last_lr()`, the number is baked into the graph beside it, and
+of `optimizer.state` the address. Nearly no step does, and a schedule must not disturb the others, so it is found out:
+while a step is recorded, optimizers between graphs do not run, and whoever reads a number or state of theirs then is
+the step. What was read is watched from then on.
 
 A number that the step writes would be written at the capture and never again, even if it is the same each time. That
 is refused.
@@ -32,6 +33,8 @@ class ReadNumbers:
 
     def __init__(self) -> None:
         self.found: Reads = {}
+        self.states: dict[int, Optimizer] = {}
+        """Optimizers whose state was read, by id."""
 
     @contextlib.contextmanager
     def noting(self, objects: Iterable[Any], running: Sequence[Optimizer] = ()) -> Iterator[None]:
@@ -46,6 +49,7 @@ class ReadNumbers:
                     seen.add(id(value.param_groups))
                     groups = [_NotingGroup(value, i, self.found) for i in range(len(value.param_groups))]
                     stack.enter_context(exchanged(value.param_groups, groups))
+                    stack.enter_context(shadowed(value, "state", _NotingState(value, self.states)))
                 elif isinstance(value, LRScheduler):
                     stack.enter_context(shadowed(value, "get_last_lr", functools.partial(self._last_lr, value)))
             yield
@@ -105,6 +109,40 @@ class _NotingGroup(dict[str, Any]):
 
     def setdefault(self, key: str, default: Any = None) -> Any:
         return self[key] if key in self._group else self._refuse(key)
+
+
+class _NotingState(dict[Any, Any]):
+    """An optimizer's state that notes whether anything is read from it."""
+
+    def __init__(self, optimizer: Optimizer, found: dict[int, Optimizer]) -> None:
+        super().__init__(optimizer.state)
+        self._optimizer, self._found = optimizer, found
+
+    def _note(self) -> None:
+        self._found[id(self._optimizer)] = self._optimizer
+
+    def __getitem__(self, key: Any) -> Any:
+        self._note()
+        return super().__getitem__(key)
+
+    def __missing__(self, key: Any) -> Any:
+        return self.setdefault(key, {})
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        self._note()
+        return super().get(key, default)
+
+    def __iter__(self) -> Iterator[Any]:
+        self._note()
+        return super().__iter__()
+
+    def items(self) -> Any:
+        self._note()
+        return super().items()
+
+    def values(self) -> Any:
+        self._note()
+        return super().values()
 
 
 @contextlib.contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -220,3 +221,41 @@ def test_an_optimizer_around_another_is_captured(make: Callable[[Any], Optimizer
         return Program(step, [(torch.randn(3, 4, device=device),) for _ in range(CALLS)], [model], [inner])
 
     assert_captured_equals_eager(build, device)
+
+
+def test_state_of_an_optimizer_between_graphs_that_the_step_reads_is_looked_at(device: torch.device) -> None:
+    def build(device: torch.device) -> Program:
+        model = nn.Linear(4, 2).to(device)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+        def step(x: torch.Tensor) -> torch.Tensor:
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            optimizer.step()
+            return torch.stack([state["exp_avg"].norm() for state in optimizer.state.values()])
+
+        def before_call(index: int) -> None:
+            if index == 6:
+                optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+
+        batches = [(torch.randn(3, 4, device=device),) for _ in range(CALLS)]
+        return Program(step, batches, [model], [optimizer], before_call=before_call)
+
+    report = assert_captured_equals_eager(build, device)
+    assert report.recapture_reasons == {"the state of AdamW": 1}
+
+
+def test_a_stored_step_of_an_optimizer_between_graphs_is_refused_for_what_it_is(device: torch.device) -> None:
+    model = nn.Linear(3, 2).to(device)
+    stored = torch.optim.AdamW(model.parameters()).step
+
+    def step(x: torch.Tensor) -> None:
+        model(x).sum().backward()
+        stored()
+
+    with stepgraph.capture(step) as captured:
+        for _ in range(3):
+            captured(torch.ones(1, 3, device=device))
+        with pytest.raises(stepgraph.CaptureError, match=r"by another way than `optimizer\.step\(\)`") as caught:
+            captured(torch.ones(1, 3, device=device))
+        assert caught.value.rule == "late-optimizer"
