@@ -33,13 +33,7 @@ from stepgraph.capture.telling import state_changed, tell_past_limit, tell_value
 from stepgraph.capture.warmup import flags_of, surroundings, warm_up
 from stepgraph.errors import ClosedError
 from stepgraph.frames import warn_user
-from stepgraph.signature import (
-    AmbientReader,
-    Signature,
-    argument_names,
-    leaf_keys,
-    refuse_opaque,
-)
+from stepgraph.signature import AmbientReader, Signature, argument_names, leaf_keys, reason_for_eager, refuse_opaque
 from stepgraph.state.ddp import warmup_calls
 from stepgraph.state.nonfinite import FlagReader
 from stepgraph.state.watch import Change
@@ -217,6 +211,7 @@ class CapturedStep(Generic[P, R]):
         if site is None:
             refuse_opaque(leaves)
             site = Site(Signature(structure, keys, ambient, arguments=self._arguments))
+            site.obstacle = reason_for_eager(ambient)
         decision = decide(
             Situation(
                 warm_calls=site.warm_calls if known else 0,

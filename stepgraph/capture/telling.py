@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from stepgraph.errors import SignatureMismatch, StateChanged
+from stepgraph.errors import InvalidArgument, SignatureMismatch, StateChanged
 from stepgraph.frames import warn_user
 from stepgraph.signature import Signature, differences
 from stepgraph.state.watch import Change
@@ -47,6 +47,12 @@ def tell_past_limit(step: str, reason: str, call: Signature, known: Iterable[Sig
         )
     lines = [f"{step}: this call runs eagerly, {reason}   [max-graphs]", *(f"  {line}" for line in told)]
     warn_user("\n".join([*lines, f"Fix: {_FEWER_SIGNATURES}"]))
+
+
+def unsigned(error: Exception) -> str:
+    """Why a module's call with an argument that no signature can be made of runs eagerly."""
+    what = error.what if isinstance(error, InvalidArgument) else str(error).partition("\n")[0]
+    return f"an argument that cannot be copied in: {what}   [host-data]"
 
 
 def unlike(module: str, call: Signature, known: Iterable[Signature]) -> SignatureMismatch:
