@@ -24,7 +24,7 @@ from stepgraph.capture.module_session import ModuleSession
 from stepgraph.capture.module_site import FamiliarCall, ModuleSite, WarmCall
 from stepgraph.capture.pair import PairCapture, with_modes
 from stepgraph.capture.runner import Runner, RunnerState
-from stepgraph.capture.telling import unlike, unsigned
+from stepgraph.capture.telling import PASS_IT, unlike, unsigned
 from stepgraph.errors import CaptureError, InvalidArgument, StateChanged
 from stepgraph.frames import warn_user
 from stepgraph.signature import (
@@ -232,8 +232,8 @@ class CudaGraphManager:
         if changed.is_value:
             warn_user(
                 f"{self.name}: a value that the module reads has changed since capture   [host-value]\n"
-                f"  {changed.why}\nIts graphs are captured again, up to twice.\nFix: pass it as an argument or as a "
-                f"tensor, or, if nothing depends on it, ignore={list(changed.names)!r}."
+                f"  {changed.why}\nIts graphs are captured again, up to twice.\nFix: {PASS_IT}, or, if nothing "
+                f"depends on it, ignore={list(changed.names)!r}."
             )
         if self.options.strict:
             raise StateChanged(

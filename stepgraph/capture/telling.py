@@ -11,6 +11,9 @@ from stepgraph.state.watch import Change
 
 _FEWER_SIGNATURES = "pad inputs to a few shapes, pass changing values as tensors, or raise max_graphs."
 
+PASS_IT = "pass it as a tensor argument (a plain number gets a graph for each value)"
+"""What to do about a host value that changes."""
+
 
 def state_changed(step: str, why: str) -> StateChanged:
     """Under strict: something that a graph has baked in is not as it was."""
@@ -28,8 +31,7 @@ def tell_values_changed(step: str, changes: Sequence[Change], *, stays_eager: bo
     warn_user(
         f"{step}: a value that the step reads has changed since capture   [host-value]\n  "
         + "\n  ".join(map(str, changes))
-        + f"\n{outcome}\nFix: pass it as an argument or as a tensor, or, if nothing depends on it, "
-        f"ignore={[change.name for change in changes]!r}."
+        + f"\n{outcome}\nFix: {PASS_IT}, or, if nothing depends on it, ignore={[change.name for change in changes]!r}."
     )
 
 

@@ -378,11 +378,11 @@ class Finder:
                 names -= {"step"} if issubclass(kind.type, torch.optim.Optimizer) else set()  # live, or guarded
             present = (subject.attributes, subject.slots, BOOKKEEPING)
             missing = [name for name in names if not any(name in where for where in present)]
-            self.notes.absent(subject.label, subject.attributes, missing)
+            self.notes.absent(subject.label, subject.attributes, missing, type(subject.value).__mro__)
         for kind in self._kinds.users():
             for base in filter(self._kinds.is_users, kind.type.__mro__):
                 label = self.notes.label(base.__name__, base.__module__, id(base))
-                self.notes.absent(label, vars(base), kind.asked - vars(base).keys())
+                self.notes.absent(label, vars(base), kind.asked - vars(base).keys(), base.__mro__[1:])
 
 
 def _owner(value: Any, place: Any) -> Any:

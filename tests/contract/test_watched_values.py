@@ -231,7 +231,7 @@ def attribute_that_hides_another(device: torch.device) -> Built:
             return x * self.scale
 
     owner = Owner()
-    return owner.step, lambda: setattr(owner, "scale", 2.0), "self.scale: absent -> 2.0"
+    return owner.step, lambda: setattr(owner, "scale", 2.0), "self.scale: 1.0 -> 2.0"
 
 
 class Scaled(nn.Module):
@@ -357,6 +357,7 @@ def test_watch_notices_a_change_wherever_the_step_finds_it(
         assert not torch.equal(captured(x), before)
         assert captured.report().recaptures == 1
     assert told in str(seen[0].message)
+    assert "Fix: pass it as a tensor argument (a plain number gets a graph for each value)" in str(seen[0].message)
 
 
 def test_watch_leaves_the_loops_own_records_alone(device: torch.device) -> None:
