@@ -310,17 +310,26 @@ class CaptureError(StepgraphError, RuntimeError):
 
     @classmethod
     def from_entry(
-        cls, step: str, row: ErrorEntry, *, operation: str = "", where: Location | None = None, raw: str = ""
+        cls,
+        step: str,
+        row: ErrorEntry,
+        *,
+        operation: str = "",
+        where: Location | None = None,
+        inside: str = "",
+        raw: str = "",
+        fix: str | None = None,
     ) -> CaptureError:
-        """The error for a failure that the table knows."""
-        details = [f"op    {operation}"] if operation else []
+        """The error for a failure that the table knows; `inside` is the function of torch that the line called."""
+        details = [f"in    {inside}"] if inside else []
+        details += [f"op    {operation}"] if operation else []
         details += [f"torch {raw}"] if raw else []
         return cls(
             f"{step}: {row.what}",
             rule=row.rule,
             details=details,
             why=row.why,
-            fix=row.fix,
+            fix=fix or row.fix,
             code=row.code,
             where=where,
             entry=row,

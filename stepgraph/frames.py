@@ -33,6 +33,9 @@ _PLUMBING = tuple(
 )
 
 
+_OPERATORS = tuple(_TORCH + name for name in ("_tensor.py", "_tensor_str.py", "autograd", "nn/modules/module.py"))
+
+
 def is_engine(file: str) -> bool:
     """Whether a file is part of stepgraph's own machinery."""
     return file.startswith(_HERE) and not file.startswith(_USER_ROOMS)
@@ -110,6 +113,23 @@ def user_location() -> Location | None:
             return Location(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
         frame = frame.f_back
     return None
+
+
+def torch_function(error: BaseException) -> Location | None:
+    """The function of torch, by its path within torch, in which an error arose that the user's innermost line called.
+
+    None where the user's line did it by itself; operators (`print(x)`, `x.backward()`) do not count.
+    """
+    found = None
+    trace = error.__traceback__
+    while trace is not None:
+        code = trace.tb_frame.f_code
+        if is_user(code.co_filename):
+            found = None
+        elif code.co_filename.startswith(_TORCH) and not code.co_filename.startswith((*_PLUMBING, *_OPERATORS)):
+            found = Location(code.co_filename.removeprefix(_TORCH), trace.tb_lineno, code.co_name)
+        trace = trace.tb_next
+    return found
 
 
 def error_location(error: BaseException) -> Location | None:

@@ -10,6 +10,7 @@ assigned to a single element is not (`x[0] = 1.0` is a copy), so such scalars ar
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -30,10 +31,15 @@ _SYNCHRONIZING = frozenset(
         "aten::_ctc_loss",
         "aten::unique_dim",
         "aten::unique_consecutive",
+        "aten::_pack_padded_sequence",  # lengths are in host memory, with a GPU too, and are the shape of the result
+        "aten::_pad_packed_sequence",
     }
 )
 _LIBRARY_CALLS = frozenset({"aten::_linalg_svd", "aten::_linalg_eigh", "aten::linalg_lstsq", "aten::linalg_eig"})
 _HOST_READS = frozenset({"tolist", "numpy", "__array__", "__repr__", "__format__", "__dlpack__", "__reduce_ex__"})
+_LOOK_FOR_NAN = dataclasses.replace(
+    entry("host-read"), fix="switch anomaly mode on around the call of the step, not inside: such calls run eagerly."
+)
 _ASSIGNMENTS = frozenset({"__setitem__"})
 
 
@@ -61,7 +67,7 @@ def refusal(
         return None
     tags = func.tags
     if torch.Tag.data_dependent_output in tags or torch.Tag.dynamic_output_shape in tags or name in _SYNCHRONIZING:
-        return entry("host-read"), _spelling(name)
+        return (_LOOK_FOR_NAN, "detect_anomaly()") if _is_look_for_nan() else (entry("host-read"), _spelling(name))
     return None
 
 
@@ -71,6 +77,10 @@ def _is_flag_of_ddp(value: torch.Tensor) -> bool:
     With `static_graph=True` its reducer reads them in each backward. No other C++ code of a backward reads an int32.
     """
     return value.dtype is torch.int32 and value.dim() == 0 and caller_is_autograd()
+
+
+def _is_look_for_nan() -> bool:
+    return torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled() and caller_is_autograd()
 
 
 def _spelling(name: str) -> str:

@@ -148,6 +148,12 @@ class GraphedCallable:
         if not hasattr(self._subject.module, "reset"):
             self._place["reset"] = _Reset(self)
 
+    def _stays_eager(self) -> bool:
+        """Whether the flags around a call ask for eager code."""
+        if torch.is_anomaly_enabled():
+            return True
+        return torch.is_inference_mode_enabled() and self._shape.takes_gradients
+
     def put_back(self) -> None:
         """Restore the forward of the module."""
         self.is_closed = True
@@ -172,7 +178,7 @@ class GraphedCallable:
         if not same_modes(self._modes, self._training):
             return self._subject.original(*args, **kwargs)  # as both contracts have it
         leaves, structure = self._flatten(args, kwargs)
-        if turns is None and torch.is_inference_mode_enabled() and self._shape.takes_gradients:
+        if turns is None and self._stays_eager():
             return self._subject.original(*args, **kwargs)
         self._shape.check(leaves, structure, self._owner.shared.ambient.read())
         self._subject.check()

@@ -32,6 +32,7 @@ from stepgraph.capture.module_options import ModuleOptions
 from stepgraph.capture.module_session import ModuleSession
 from stepgraph.capture.session import Session
 from stepgraph.order import order_from_pipelining, read_order
+from stepgraph.signature import reason_for_eager
 
 
 def graph_stage(
@@ -128,6 +129,8 @@ class GraphedStages:
             return Mode.EAGER, "evaluation"
         if self._shared.session.has_backend and self._shared.session.backend.is_capturing():
             return Mode.EAGER, "a part of a larger capture"
+        if (reason := reason_for_eager(self._shared.ambient.read())) is not None:
+            return Mode.EAGER, reason
         if has_global_hooks() and (hook := global_hook(self._options.safe_hooks)) is not None:
             return Mode.EAGER, f"a hook on all modules, `{hook}`, would not run   [module-hook]"
         if self._obstacle is not None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import re
 
-from stepgraph.errors import CaptureError, CaptureRefused, StepgraphError, entry, lookup
-from stepgraph.frames import error_location
+from stepgraph.capture.torch_reads import fix_for
+from stepgraph.errors import CaptureError, CaptureRefused, ErrorEntry, StepgraphError, entry, lookup
+from stepgraph.frames import error_location, torch_function
 
 _READS = re.compile(r"\.(tolist|item|cpu|numpy)\(|\.to\(\s*(device\s*=\s*)?[\"']cpu")
+_READ_WITHIN_TORCH = frozenset(("host-read", "host-data", "tape-limit"))
 
 CHANGED_CONTAINER = (
     "arguments are built anew for a capture, and a replay runs no Python: the caller's own stays as it is.",
@@ -22,14 +24,19 @@ def capture_error(step: str, error: Exception) -> StepgraphError:
     if isinstance(error, StepgraphError):
         return error
     if isinstance(error, CaptureRefused):
-        return CaptureError.from_entry(step, error.row, operation=error.operation, where=error.where)
+        inside, fix = _reader(error.row, error)
+        return CaptureError.from_entry(
+            step, error.row, operation=error.operation, where=error.where, inside=inside, fix=fix
+        )
     raw = str(error).split("\n", 1)[0]
     where = error_location(error)
     row = lookup(str(error))
     if row is not None and row.rule == "host-data" and where is not None and _READS.search(where.source):
         row = entry("host-read")  # torch says the same of a copy to the host as of one from it
     if row is not None:
-        return CaptureError.from_entry(step, row, where=where, raw=f"{type(error).__name__}: {raw}")
+        inside, fix = _reader(row, error)
+        raw = f"{type(error).__name__}: {raw}"
+        return CaptureError.from_entry(step, row, where=where, inside=inside, raw=raw, fix=fix)
     return CaptureError(
         f"{step}: the step raised {type(error).__name__} while it was captured: {raw}",
         rule="step-raised",
@@ -37,6 +44,12 @@ def capture_error(step: str, error: Exception) -> StepgraphError:
         why="it ran in warm-up; under capture tensors have no values yet, and code may look at whether it is captured.",
         fix="see the original error above; run the step with backend='tape' on CPU tensors to find the line.",
     )
+
+
+def _reader(row: ErrorEntry, error: Exception) -> tuple[str, str | None]:
+    """The function of torch that reads what the user's line does not, and what to do about it where that is known."""
+    reader = torch_function(error) if row.rule in _READ_WITHIN_TORCH else None
+    return ("", None) if reader is None else (f"torch/{reader.file}, {reader.function}", fix_for(reader))
 
 
 def refuse_changed_container(what: str | None, by: str = "the step") -> None:

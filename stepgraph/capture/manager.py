@@ -24,7 +24,7 @@ from stepgraph.capture.module_session import ModuleSession
 from stepgraph.capture.module_site import FamiliarCall, ModuleSite, WarmCall
 from stepgraph.capture.pair import PairCapture, with_modes
 from stepgraph.capture.runner import Runner, RunnerState
-from stepgraph.capture.telling import unlike
+from stepgraph.capture.telling import PASS_IT, unlike, unsigned
 from stepgraph.errors import CaptureError, InvalidArgument, StateChanged
 from stepgraph.frames import warn_user
 from stepgraph.signature import (
@@ -32,6 +32,7 @@ from stepgraph.signature import (
     ambient_key,
     argument_names,
     leaf_keys,
+    reason_for_eager,
     refuse_opaque,
     refuse_tensor_classes,
 )
@@ -129,7 +130,7 @@ class CudaGraphManager:
         """Train or eval, for each module."""
         return tuple(map(_training, self._modes))
 
-    def _around(self) -> tuple[Hashable, ...]:
+    def _around(self) -> tuple[tuple[Hashable, ...], Hashable, Hashable, Hashable]:
         return self.session.ambient.read(), self.modes(), in_ddp(), self.fork
 
     def _look_up(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -145,7 +146,11 @@ class CudaGraphManager:
         try:
             keys = leaf_keys(leaves)
         except (InvalidArgument, RuntimeError) as error:  # an argument that no signature can be made of
-            return self._unsigned(error, args, kwargs)
+            self._count_eager(unsigned(error))
+            return self.original(*args, **kwargs)
+        if (reason := reason_for_eager(around[0])) is not None:
+            self.eager_reasons[reason] += 1
+            return self.original(*args, **kwargs)
         site = self.sites.get((structure, keys, *around))
         self._last = site.familiar(args, kwargs, structure, around) if site is not None else None
         if has_global_hooks() and (hook := global_hook(self.options.safe_hooks)) is not None:
@@ -154,11 +159,6 @@ class CudaGraphManager:
         if site is None:
             site = self._new_site((structure, keys, *around), leaves, structure, keys)
         return self._replay(site, leaves, structure, (args, kwargs))
-
-    def _unsigned(self, error: Exception, args: Any, kwargs: Any) -> Any:
-        what = error.what if isinstance(error, InvalidArgument) else str(error).partition("\n")[0]
-        self._count_eager(f"an argument that cannot be copied in: {what}   [host-data]")
-        return self.original(*args, **kwargs)
 
     def _ready(self, site: ModuleSite, leaves: Sequence[Any]) -> Runner | None:
         order = self.session.order
@@ -232,8 +232,8 @@ class CudaGraphManager:
         if changed.is_value:
             warn_user(
                 f"{self.name}: a value that the module reads has changed since capture   [host-value]\n"
-                f"  {changed.why}\nIts graphs are captured again, up to twice.\nFix: pass it as an argument or as a "
-                f"tensor, or, if nothing depends on it, ignore={list(changed.names)!r}."
+                f"  {changed.why}\nIts graphs are captured again, up to twice.\nFix: {PASS_IT}, or, if nothing "
+                f"depends on it, ignore={list(changed.names)!r}."
             )
         if self.options.strict:
             raise StateChanged(

@@ -153,7 +153,8 @@ class WarmCall:
                 f"the module draws from {source}",
                 rule="host-random",
                 why="it would be drawn once, at capture, and frozen.",
-                fix="draw on the module's device (torch.rand(..., device=x.device)), or outside, and pass it in.",
+                fix="draw on the module's device (torch.rand(..., device=x.device)), or draw outside and pass it as a "
+                "tensor argument (a plain number gets a graph for each value).",
             )
         for name in self._attributes.changed(lambda module: self._names[id(module)]):
             if not {name, name.rpartition(".")[2]} & self._ignore:

@@ -43,7 +43,7 @@ from stepgraph.state.optimizer import (
 from stepgraph.state.optimizer_effects import refuse_unknown_results
 from stepgraph.state.optimizer_guards import NumbersGuard, ParametersGuard, StateGuard
 from stepgraph.state.optimizer_steps import at_optimizer_steps
-from stepgraph.state.outliving import is_newborn, kept_tensor, setting_apart
+from stepgraph.state.outliving import Place, is_newborn, kept_tensor, setting_apart
 from stepgraph.state.own_changes import ModelState
 from stepgraph.state.reach import reachable
 from stepgraph.state.read_numbers import ReadNumbers, refusing_writes
@@ -78,7 +78,7 @@ class _Recording:
     scalers: ScalerCapture
     flags: Flags | None
     read: ReadNumbers
-    kept: str | None
+    kept: Place | None
     """Where the step has left a tensor that it made."""
     modes: list[tuple[torch.nn.Module, bool]]
     """Modules that the step leaves in another mode than it found, and in which."""
@@ -186,7 +186,7 @@ class StepCapture:
             if other is not None:
                 site.results = None
                 self._surprised(site, obstacle_error(self._name, "varying-output", other))
-            if made.kept is not None and not {made.kept, made.kept.partition("[")[0]} & set(self._options.ignore):
+            if made.kept is not None:
                 raise _kept_tensor(self._name, made.kept)
             raise_held()
         except BaseException:
@@ -318,21 +318,23 @@ class StepCapture:
 
     def _kept(
         self, site: Site, outputs: StaticOutputs, flags: Sequence[torch.Tensor], found: Flags | None
-    ) -> str | None:
+    ) -> Place | None:
         grads = [p.grad for p in site.touched.parameters if p.grad is not None]
         results = [leaf for leaf in outputs.leaves if isinstance(leaf, torch.Tensor)]
         ours = [*flags, found.bad] if found is not None else flags
-        return kept_tensor([*grads, *results, *ours], self._session.workspace.holds)
+        whole = site.with_objects(self._function)
+        return kept_tensor([*grads, *results, *ours], self._session.workspace.holds, whole, self._options.ignore)
 
 
-def _kept_tensor(step: str, where: str) -> CaptureError:
+def _kept_tensor(step: str, place: Place) -> CaptureError:
+    harmless = f"; or, if nothing depends on it, ignore=[{place.name!r}]" if place.name is not None else ""
     return CaptureError(
-        f"{step}: a tensor that the step makes is kept in `{where}`",
+        f"{step}: a tensor that the step makes is kept in `{place.label}`",
         rule="kept-tensor",
         why="a replay runs no Python: nothing new would be put there, and what lies there would be the graph's own "
         "memory, which each replay overwrites.",
-        fix="copy into a tensor that was there before (kept.copy_(new)), or return it and keep it outside the step; "
-        f"or, if nothing depends on it, ignore=[{where.partition('[')[0]!r}].",
+        fix="copy into a tensor that was there before (kept.copy_(new)), or return it and keep it outside the step"
+        f"{harmless}.",
     )
 
 

@@ -36,13 +36,7 @@ from stepgraph.capture.telling import state_changed, tell_values_changed
 from stepgraph.capture.warmup import flags_of, surroundings, warm_up
 from stepgraph.errors import ClosedError
 from stepgraph.frames import warn_user
-from stepgraph.signature import (
-    AmbientReader,
-    Signature,
-    argument_names,
-    leaf_keys,
-    refuse_opaque,
-)
+from stepgraph.signature import AmbientReader, Signature, argument_names, leaf_keys, reason_for_eager, refuse_opaque
 from stepgraph.state.nonfinite import FlagReader
 from stepgraph.state.watch import Change
 from stepgraph.tree import CallFlattener, Structure, flatten
@@ -234,6 +228,7 @@ class CapturedStep(Generic[P, R]):
         if site is None:
             refuse_opaque(leaves)
             site = Site(Signature(structure, keys, ambient, arguments=self._arguments))
+            site.obstacle = reason_for_eager(ambient)
         decision = self._sites.decide((structure, keys, ambient), site)
         if decision.action is Action.EAGER:
             return self._eager(site, decision.reason, given)

@@ -6,12 +6,15 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from stepgraph.errors import SignatureMismatch, StateChanged
+from stepgraph.errors import InvalidArgument, SignatureMismatch, StateChanged
 from stepgraph.frames import warn_user
 from stepgraph.signature import Difference, Signature, differences
 from stepgraph.state.watch import Change
 
 _NUMBERS = (int, float, complex)
+
+PASS_IT = "pass it as a tensor argument (a plain number gets a graph for each value)"
+"""What to do about a host value that changes."""
 
 
 def state_changed(step: str, why: str) -> StateChanged:
@@ -30,8 +33,7 @@ def tell_values_changed(step: str, changes: Sequence[Change], *, stays_eager: bo
     warn_user(
         f"{step}: a value that the step reads has changed since capture   [host-value]\n  "
         + "\n  ".join(map(str, changes))
-        + f"\n{outcome}\nFix: pass it as an argument or as a tensor, or, if nothing depends on it, "
-        f"ignore={[change.name for change in changes]!r}."
+        + f"\n{outcome}\nFix: {PASS_IT}, or, if nothing depends on it, ignore={[change.name for change in changes]!r}."
     )
 
 
@@ -66,6 +68,12 @@ def _fewer_signatures(found: Sequence[Difference]) -> str:
     unused = f"leave {', '.join(f'`{d.path}`' for d in values[:8])} out of the call if the step does not use it, "
     as_tensor = "pass it as a tensor if it does, " if any(d.kind in _NUMBERS for d in values) else ""
     return f"{unused}{as_tensor}or raise max_graphs."
+
+
+def unsigned(error: Exception) -> str:
+    """Why a module's call with an argument that no signature can be made of runs eagerly."""
+    what = error.what if isinstance(error, InvalidArgument) else str(error).partition("\n")[0]
+    return f"an argument that cannot be copied in: {what}   [host-data]"
 
 
 def unlike(module: str, call: Signature, known: Iterable[Signature]) -> SignatureMismatch:

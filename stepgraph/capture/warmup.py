@@ -202,7 +202,8 @@ _WHY = {
     "argument-changed": CHANGED_CONTAINER,
     "host-random": (
         "it would be drawn once, at capture, and frozen.",
-        "draw on the step's device (torch.rand(..., device=x.device)), or draw outside and pass it as an argument.",
+        "draw on the step's device (torch.rand(..., device=x.device)), or draw outside and pass it as a "
+        "tensor argument (a plain number gets a graph for each value).",
     ),
     "host-value": (
         "Python code runs only at capture, not at replay: the value would stand still.",

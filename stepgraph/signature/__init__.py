@@ -25,6 +25,7 @@ from stepgraph.signature.ambient import AmbientReader as AmbientReader
 from stepgraph.signature.ambient import OwnMode as OwnMode
 from stepgraph.signature.ambient import ambient_key as ambient_key
 from stepgraph.signature.ambient import compiler_guards as compiler_guards
+from stepgraph.signature.ambient import reason_for_eager as reason_for_eager
 from stepgraph.tree import Structure, argument_name, hidden_tensor, paths, step_into
 
 

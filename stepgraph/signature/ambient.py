@@ -94,9 +94,11 @@ AMBIENT_NAMES = (
     *("cudnn deterministic", "cudnn benchmark", "cudnn enabled"),
     *("flash attention", "memory-efficient attention", "math attention", "cudnn attention"),
     *("reduction in math attention", "fp16 accumulation", "fill of new memory", "fast path of attention modules"),
+    "anomaly mode",
     *("default dtype of autocast on cuda", "default dtype of autocast on cpu"),
     *("torch-function modes", "dispatch modes", "saved-tensor hooks"),
 )
+_ANOMALY = AMBIENT_NAMES.index("anomaly mode")
 _NOWHERE = functools.partial(tuple)  # the getter of a flag that this torch does not have
 _matmul_precision, _conv_precision = _precision("cuda", "matmul"), _precision("cuda", "conv")
 _fp16_accumulation = getattr(torch._C, "_get_cublas_allow_fp16_accumulation", _NOWHERE)
@@ -111,6 +113,7 @@ _make_guard: Callable[[], Any] = getattr(compiler_guards, "GlobalStateGuard", la
 _guard_knows_tf32 = '"allow_tf32"' in str(getattr(_make_guard(), "__getstate__", str)())
 _matmul_unless_guarded = _NOWHERE if _guard_knows_tf32 else _matmul_precision
 _is_inference = torch.is_inference_mode_enabled
+_is_anomaly = torch.is_anomaly_enabled
 _autocast_dtype = torch.get_autocast_dtype
 _USUAL_DTYPES = {"cuda": torch.float16, "cpu": torch.bfloat16}
 
@@ -135,10 +138,16 @@ def _polled() -> tuple[Any, ...]:
         _fp16_accumulation(),
         _fill(),
         _fast_path(),
+        _is_anomaly(),
         _autocast_dtype("cuda"),
         _autocast_dtype("cpu"),
         _len_torch_function_stack(),
     )
+
+
+def reason_for_eager(ambient: tuple[Hashable, ...]) -> str | None:
+    """What around a call asks for eager code: in anomaly mode autograd looks into each result of a backward."""
+    return "anomaly mode" if ambient[_ANOMALY] else None
 
 
 class AmbientReader:

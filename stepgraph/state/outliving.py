@@ -12,12 +12,16 @@ import contextlib
 import gc
 import types
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from stepgraph.collector import collector_at_rest
+from stepgraph.state.spelled_places import Spot, spots_of
+from stepgraph.state.watch_telling import Label
+from stepgraph.state.watch_values import attributes_of
 
 _DEPTH = 3
 """How many new containers may lie one in another (a dictionary in a list) on the way to one that was there before."""
@@ -39,10 +43,36 @@ def is_newborn(value: object) -> bool:
     return any(value is young for young in gc.get_objects(generation=0))
 
 
-def kept_tensor(known: Iterable[torch.Tensor], is_recorded: Callable[[torch.Tensor], bool]) -> str | None:
-    """Where a tensor is kept that came into being in the block, in words; `known` ones are in their place.
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a tensor is kept, in words, which are a name for `ignore=` too unless there is nothing to call it by."""
 
-    `is_recorded` tells those in the graph's memory from what other threads make meanwhile, a DataLoader's say.
+    label: Label
+    is_named: bool = True
+
+    @property
+    def name(self) -> str | None:
+        """What to ignore: the container; of one that lies in another container, what is in it by this key."""
+        if not self.is_named:
+            return None
+        return str(self.label if self.label.spelling.count("[") > 1 else self._outermost)
+
+    @property
+    def _outermost(self) -> Label:
+        return Label(self.label.spelling.partition("[")[0], self.label.apart)
+
+    def is_in(self, ignore: Collection[str]) -> bool:
+        """Whether it is to be ignored."""
+        return self.is_named and (str(self.label) in ignore or str(self._outermost) in ignore)
+
+
+def kept_tensor(
+    known: Iterable[torch.Tensor], is_recorded: Callable[[torch.Tensor], bool], step: Any, ignore: Collection[str] = ()
+) -> Place | None:
+    """Where a tensor is kept that came into being in the block; `known` ones are in their place.
+
+    `is_recorded` tells those in the graph's memory from what other threads make meanwhile, a DataLoader's say. Places
+    are spelled as the code of the step spells them, where it can; those in `ignore` are passed over.
     """
     gc.collect(0)  # what nobody holds is gone
     young = gc.get_objects(generation=1)
@@ -51,39 +81,59 @@ def kept_tensor(known: Iterable[torch.Tensor], is_recorded: Callable[[torch.Tens
     tensors = [tensor for tensor in tensors if is_recorded(tensor)]
     if not tensors:
         return None
-    return _holder(tensors, {id(o) for o in young} | {id(young), id(tensors)}, _DEPTH)
+    look = _Look({id(o) for o in young} | {id(young), id(tensors)}, spots_of(step), ignore)
+    return look.holder(tensors, _DEPTH)
 
 
-def _holder(held: list[Any], young: set[int], depth: int) -> str | None:
-    """Something that was there before and holds one of these, directly or through what is new itself."""
-    ids = {id(value) for value in held}
-    new = []
-    for holder in gc.get_referrers(*held):
-        if holder is held or isinstance(holder, (types.FrameType, torch.Tensor)):
-            continue
-        if id(holder) in young:
-            if not isinstance(holder, types.CellType):  # a variable of a call that is over, or of one under way
-                new.append(holder)
-            continue
-        told = _told(holder, ids)
-        if told is not None:
-            return told
-    return _holder(new, young | {id(new)}, depth - 1) if new and depth > 1 else None
+class _Look:
+    """Looks for what was there before and holds something new."""
+
+    def __init__(self, young: set[int], spots: Mapping[int, Spot], ignore: Collection[str]) -> None:
+        self._young, self._spots, self._ignore = young, spots, ignore
+
+    def holder(self, held: list[Any], depth: int) -> Place | None:
+        """The first place that is not ignored and holds one of these, directly or through what is new itself."""
+        ids = {id(value) for value in held}
+        new = []
+        for holder in gc.get_referrers(*held):
+            if holder is held or isinstance(holder, (types.FrameType, torch.Tensor)):
+                continue
+            if id(holder) in self._young:
+                if not isinstance(holder, types.CellType):  # a variable of a call that is over, or of one under way
+                    new.append(holder)
+                continue
+            spot = self._spots.get(id(holder))
+            place = _told(holder, ids) if spot is None else _spelled(spot, holder, ids)
+            if place is not None and not place.is_in(self._ignore):
+                return place
+        self._young.add(id(new))
+        return self.holder(new, depth - 1) if new and depth > 1 else None
 
 
-def _told(holder: Any, ids: set[int]) -> str | None:
+def _spelled(spot: Spot, holder: Any, ids: set[int]) -> Place | None:
+    """Which place it is in something that the step's code can spell; what is on modules is watched, and told, else."""
+    if spot.is_models:
+        return None
+    entries = attributes_of(holder) if spot.is_object and not isinstance(holder, dict) else holder
+    if not isinstance(entries, dict):
+        return Place(spot.label)
+    found = [key for key, value in dict.items(entries) if id(value) in ids]
+    return Place(spot.of(found[0]) if found else spot.label)
+
+
+def _told(holder: Any, ids: set[int]) -> Place | None:
     """Which place in a holder it is, if the holder is the user's."""
     if isinstance(holder, types.CellType):
-        return next((f"{name} ({_spell(function)})" for function, name in _functions_with(holder)), None)
+        return next((Place(Label(name, f" ({_spell(function)})")) for function, name in _functions_with(holder)), None)
     if isinstance(holder, dict):
         key = next((key for key, value in holder.items() if id(value) in ids), None)
         owner = next((o for o in gc.get_referrers(holder) if getattr(o, "__dict__", None) is holder), None)
         if owner is not None:
-            return f"{_spell(owner)}.{key}" if _is_users(owner) else None
-        return f"{_place(holder)}[{_spell_key(key)}]" if _is_users_container(holder) else None
+            return Place(Label(f"{_spell(owner)}.{key}")) if _is_users(owner) else None
+        return _place(holder, f"[{_spell_key(key)}]") if _is_users_container(holder) else None
     if isinstance(holder, (list, set, frozenset, tuple)) or type(holder).__module__ == "collections":
         return _place(holder) if _is_users_container(holder) else None
-    return f"an object of {type(holder).__qualname__}" if _is_users(holder) else None
+    return Place(Label(f"an object of {type(holder).__qualname__}"), is_named=False) if _is_users(holder) else None
 
 
 def _functions_with(cell: types.CellType) -> Iterator[tuple[types.FunctionType, str]]:
@@ -119,10 +169,10 @@ def _direct_owners(container: Any) -> Iterator[tuple[Any, str]]:
                     yield holder, name
 
 
-def _place(container: Any) -> str:
+def _place(container: Any, item: str = "") -> Place:
     for owner, name in _owners(container):
-        return f"{_spell(owner)}.{name}"
-    return f"a {type(container).__name__}"
+        return Place(Label(f"{_spell(owner)}.{name}{item}"))
+    return Place(Label(f"a {type(container).__name__}{item}"), is_named=False)
 
 
 def _is_users_container(container: Any) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import operator
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from stepgraph.state.untouched import Untouched
@@ -65,9 +65,12 @@ class Absent:
         self._where: list[Mapping[str, Any]] = []
         self._names: list[frozenset[str]] = []
         self._sizes: list[int] = []
+        self._behind: list[Sequence[type]] = []
 
-    def add(self, label: Label, where: Mapping[str, Any], names: frozenset[str]) -> None:
+    def add(self, label: Label, where: Mapping[str, Any], names: frozenset[str], behind: Sequence[type] = ()) -> None:
+        """`behind` are the classes that are asked for what is not here."""
         if names:
+            self._behind.append(behind)
             self._labels.append(label)
             self._where.append(where)
             self._names.append(names)
@@ -77,11 +80,13 @@ class Absent:
         return 0
 
     def changes(self) -> Iterator[Change]:
-        for label, where, names in zip(self._labels, self._where, self._names, strict=True):
+        found = zip(self._labels, self._where, self._names, self._behind, strict=True)
+        for label, where, names, behind in found:
             for name in sorted(name for name in names if name in where):
                 if not is_no_matter(where[name]):
-                    before = "its class's" if names == FORWARD else "absent"
-                    yield Change(str(label.attribute(name)), before, told(where[name]))
+                    now = told(where[name])
+                    before = next((told(vars(kind)[name]) for kind in behind if name in vars(kind)), "absent")
+                    yield Change(str(label.attribute(name)), before if before != now else f"its class's {now}", now)
 
     def renew(self) -> None:
         self._sizes = list(map(len, self._where))

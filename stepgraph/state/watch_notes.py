@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -72,8 +72,10 @@ class Notes:
                 if issubclass(type(item), torch.Tensor):
                     self.tensors.add(str(label.item(index)), item)
 
-    def absent(self, label: Label, where: Mapping[str, Any], names: Collection[str]) -> None:
-        """Watch that these names do not come into being."""
+    def absent(
+        self, label: Label, where: Mapping[str, Any], names: Collection[str], behind: Sequence[type] = ()
+    ) -> None:
+        """Watch that these names do not come into being; `behind` are the classes that have them, where any has."""
         if self.ignore:
             names = [name for name in names if str(label.attribute(name)) not in self.ignore]
-        self._absent.add(label, where, frozenset(names))
+        self._absent.add(label, where, frozenset(names), behind)

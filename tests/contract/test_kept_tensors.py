@@ -55,15 +55,15 @@ def test_kept_average_of_parameters_is_refused_by_name(device: torch.device) -> 
         for _ in range(5):
             step(x)
     assert told.value.rule == "kept-tensor"
-    assert "`Shadow.kept[" in told.value.what
-    assert "ignore=['Shadow.kept']" in told.value.fix
+    assert "`self.shadow.kept[" in told.value.what
+    assert "ignore=['self.shadow.kept']" in told.value.fix
     assert all(p.isfinite().all() for p in trainer.model.parameters())
 
 
 def test_kept_average_that_is_known_to_be_harmless_is_let_pass(device: torch.device) -> None:
     trainer = Trainer(device, in_place=False)
     x = torch.ones(4, 3, device=device)
-    with stepgraph.capture(trainer.step, ignore=["Shadow.kept"]) as step:
+    with stepgraph.capture(trainer.step, ignore=["self.shadow.kept"]) as step:
         for _ in range(5):
             step(x)
         assert step.report().replays == 2
@@ -100,30 +100,101 @@ class Log:
         return remember
 
 
-PLACES: dict[str, Callable[[Log, torch.Tensor], Any]] = {
-    "a queue": lambda log, x: log.queue.append(x),
-    "a row of a table": lambda log, x: log.rows.append({"x": x}),
-    "an attribute": lambda log, x: setattr(log, "last", x),
-    "a weak dictionary": lambda log, x: log.weak.__setitem__(log, x),
-    "a variable of a function": lambda log, x: log.remember(x),
+PLACES: dict[str, tuple[Callable[[Log, torch.Tensor], Any], str]] = {
+    "a queue": (lambda log, x: log.queue.append(x), "self.inner['log'].queue"),
+    "a row of a table": (lambda log, x: log.rows.append({"x": x}), "self.inner['log'].rows"),
+    "an attribute": (lambda log, x: setattr(log, "last", x), "self.inner['log'].last"),
+    "a weak dictionary": (lambda log, x: log.weak.__setitem__(log, x), "Log.weak[ReferenceType]"),
+    "a variable of a function": (lambda log, x: log.remember(x), "last"),
 }
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_kept_result_of_a_call_is_refused(place: str, device: torch.device) -> None:
+def test_kept_result_of_a_call_is_refused_by_name(place: str, device: torch.device) -> None:
+    keep, name = PLACES[place]
+
     class Owner:
         def __init__(self) -> None:
             self.inner = {"log": Log()}
 
         def step(self, x: torch.Tensor) -> torch.Tensor:
-            PLACES[place](self.inner["log"], x * 2)
+            keep(self.inner["log"], x * 2)
             return x * 3
 
     owner = Owner()
-    with stepgraph.capture(owner.step) as step, pytest.raises(stepgraph.CaptureError, match="Log") as told:
+    assert told_of(owner.step, device).what.endswith(f"is kept in `{name}`")
+
+
+def told_of(step: Callable[[torch.Tensor], Any], device: torch.device, **options: Any) -> stepgraph.CaptureError:
+    with stepgraph.capture(step, **options) as captured, pytest.raises(stepgraph.CaptureError) as told:
         for _ in range(5):
-            step(torch.ones(3, device=device))
+            captured(torch.ones(3, device=device))
     assert told.value.rule == "kept-tensor"
+    return told.value
+
+
+def test_kept_tensor_in_a_container_of_a_variable_is_named_after_it(device: torch.device) -> None:
+    """One name covers one container: a second one that the step needs is still refused."""
+    history, needed = collections.defaultdict[str, list[Any]](list), collections.defaultdict[str, list[Any]](list)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        history["loss"].append(x.sum())
+        result = x * 3 + (needed["x"][-1] if needed["x"] else 0)
+        needed["x"].append(result.detach())
+        return result
+
+    for ignore in (["a list"], ["needed"], ["needed['x']"]):
+        told = told_of(step, device, ignore=ignore)
+        assert "`history['loss']`" in told.what
+        assert "ignore=['history']" in told.fix
+    told = told_of(step, device, ignore=["history", "a list"])
+    assert "ignore=['needed']" in told.fix
+
+
+def test_kept_tensor_in_the_state_of_an_optimizer_is_named_by_its_key(device: torch.device) -> None:
+    class Sharp(torch.optim.SGD):
+        def ascend(self) -> None:
+            for group in self.param_groups:
+                for p in group["params"]:
+                    self.state[p]["old"] = p.detach().clone()
+
+    model = nn.Linear(3, 1).to(device)
+    optimizer = Sharp(model.parameters(), lr=0.1)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = model(x).sum()
+        loss.backward()
+        optimizer.ascend()
+        return loss
+
+    name = "optimizer.state[...]['old']"
+    told = told_of(step, device)
+    assert f"`{name}`" in told.what
+    assert repr(name) in told.fix
+    with stepgraph.capture(step, ignore=[name]) as captured:
+        for _ in range(5):
+            captured(torch.ones(3, device=device))
+        assert captured.report().replays == 2
+
+
+def test_kept_tensor_in_what_has_no_name_cannot_be_ignored(device: torch.device) -> None:
+    chain: list[Any] = []
+    for _ in range(9):
+        chain = [chain]
+    outermost = chain
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        deep = outermost
+        for _ in range(8):
+            deep = deep[0]
+        deep[0].append(x * 2)
+        deep[0].pop(0) if len(deep[0]) > 1 else None
+        return x * 3
+
+    told = told_of(step, device, ignore=["a list"])
+    assert "`a list`" in told.what
+    assert "ignore" not in told.fix
 
 
 def test_kept_nothing_where_only_garbage_holds_a_tensor(device: torch.device) -> None:

@@ -235,6 +235,14 @@ def test_evaluation_is_eager_and_leaves_the_graphs(device: torch.device) -> None
     assert handle.report().steps == {"warm-up": 1, "replay": 5, "evaluation": 2}
 
 
+def test_anomaly_mode_is_eager_and_leaves_the_graphs(device: torch.device) -> None:
+    pipeline, handle = graphed("Schedule1F1B", device)
+    for steps, enabled in ((3, False), (2, True), (3, False)):
+        with torch.autograd.set_detect_anomaly(enabled):
+            run(pipeline, steps)
+    assert handle.report().steps == {"warm-up": 1, "replay": 5, "anomaly mode": 2}
+
+
 def test_loaded_checkpoint_is_replayed_and_a_replaced_parameter_captured_anew(device: torch.device) -> None:
     histories = []
     for graphs in (False, True):

@@ -231,7 +231,7 @@ def attribute_that_hides_another(device: torch.device) -> Built:
             return x * self.scale
 
     owner = Owner()
-    return owner.step, lambda: setattr(owner, "scale", 2.0), "self.scale: absent -> 2.0"
+    return owner.step, lambda: setattr(owner, "scale", 2.0), "self.scale: 1.0 -> 2.0"
 
 
 class Scaled(nn.Module):
@@ -357,6 +357,7 @@ def test_watch_notices_a_change_wherever_the_step_finds_it(
         assert not torch.equal(captured(x), before)
         assert captured.report().recaptures == 1
     assert told in str(seen[0].message)
+    assert "Fix: pass it as a tensor argument (a plain number gets a graph for each value)" in str(seen[0].message)
 
 
 def test_watch_leaves_the_loops_own_records_alone(device: torch.device) -> None:
@@ -369,6 +370,27 @@ def test_watch_leaves_the_loops_own_records_alone(device: torch.device) -> None:
             trainer.history.append(result.sum().item())
             trainer.log["calls"] += 1
         assert captured.report().replays == 5
+
+
+def test_watch_leaves_the_rest_alone_where_code_asks_for_one_attribute_by_its_name(device: torch.device) -> None:
+    class Counted(Trainer):
+        calls = 0
+
+        def step(self, x: torch.Tensor) -> torch.Tensor:
+            config = self.config if hasattr(self, "config") else Config()
+            return super().step(x) * getattr(config, "extra", 1.0)
+
+    trainer, x = Counted(device), torch.ones(2, device=device)
+    with stepgraph.capture(trainer.step) as captured:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            for _ in range(8):
+                captured(x)
+                trainer.calls += 1
+        assert captured.report().replays == 5
+        vars(trainer.config)["extra"] = 2.0
+        with pytest.warns(stepgraph.StepgraphWarning, match=r"self\.config\.extra: absent -> 2\.0"):
+            assert torch.equal(captured(x), trainer.step(x))
 
 
 def test_watch_leaves_new_attributes_alone_that_no_code_names(device: torch.device) -> None:

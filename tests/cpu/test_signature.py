@@ -356,6 +356,10 @@ SITUATIONS: dict[str, tuple[Callable[[], contextlib.AbstractContextManager[Any]]
         lambda: flag(FILL, "fill_uninitialized_memory", not FILL.fill_uninitialized_memory)(),
         {"fill of new memory"},
     ),
+    "anomaly": (
+        lambda: setting(torch.is_anomaly_enabled, torch.autograd.set_detect_anomaly, True),
+        {"anomaly mode"},
+    ),
     "device": (lambda: torch.device("meta"), {"torch-function modes"}),
     "function mode": (SeesFunctions, {"torch-function modes"}),
 }

@@ -118,7 +118,19 @@ def attribute_that_hides_that_of_the_class() -> Case:
         scale = 1.0
 
     owner = Owner()
-    return (lambda x: x * owner.scale), lambda: setattr(owner, "scale", 2.0), ["owner.scale: absent -> 2.0"]
+    return (lambda x: x * owner.scale), lambda: setattr(owner, "scale", 2.0), ["owner.scale: 1.0 -> 2.0"]
+
+
+def attribute_that_hides_an_equal_one_of_the_class() -> Case:
+    class Base:
+        scale = 1.0
+
+    class Owner(Base):
+        pass
+
+    owner = Owner()
+    told = ["owner.scale: its class's 1.0 -> 1.0"]  # what it is changed to later would be noticed by nobody
+    return (lambda x: x * owner.scale), lambda: setattr(owner, "scale", 1.0), told
 
 
 def attribute_asked_for_by_a_string() -> Case:
@@ -628,7 +640,7 @@ CHANGES: dict[str, tuple[Callable[[Layer], object], str]] = {
     "object": (lambda m: setattr(m.config, "scale", 2.0), "m.config.scale: 1.0 -> 2.0"),
     "set": (lambda m: m.active.clear(), "m.active: {0} -> set()"),
     "global": (lambda m: globals().update(FACTOR=2.0), "FACTOR: 1.0 -> 2.0"),
-    "forward": (lambda m: setattr(m, "forward", scaled), "m.forward: absent -> <function scaled>"),
+    "forward": (lambda m: setattr(m, "forward", scaled), "m.forward: <function Layer.forward> -> <function scaled>"),
     "class": (lambda m: _swap(m, nn.Identity), "m.__class__: <class Layer> -> <class Identity>"),
 }
 
@@ -660,7 +672,7 @@ def test_watch_sees_the_forward_of_a_class_replaced(monkeypatch: pytest.MonkeyPa
     told = told_of(lambda x: x, lambda: monkeypatch.setattr(Layer, "forward", scaled), {"m": Child()})
     assert told == ["Layer.forward: <function Layer.forward> -> <function scaled>"]
     told = told_of(lambda x: x, lambda: setattr(Child, "forward", scaled), {"m": Child()})
-    assert told == ["Child.forward: absent -> <function scaled>"]
+    assert told == ["Child.forward: its class's <function scaled> -> <function scaled>"]
 
 
 @pytest.mark.parametrize(
