@@ -50,7 +50,8 @@ def spots_of(step: Any) -> dict[int, Spot]:
     queue: deque[tuple[Label, Any, int, bool]] = deque([(Label(""), step, 0, False)])
     while queue and len(seen) < _MAX_VALUES:
         label, value, depth, is_models = queue.popleft()
-        if id(value) in seen or depth > _MAX_DEPTH or is_plain(value) or is_engines(value):
+        is_stand_in = issubclass(type(value), dict)  # a dictionary of the engine's is in the place of a user's
+        if id(value) in seen or depth > _MAX_DEPTH or is_plain(value) or (is_engines(value) and not is_stand_in):
             continue
         seen.add(id(value))
         inner: Iterator[_Entry]

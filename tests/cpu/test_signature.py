@@ -195,7 +195,7 @@ def test_signature_refuses_numpy(leaf: Any) -> None:
     assert error.rule == "host-data"
     assert type(leaf).__name__ in error.what
     assert error.why
-    assert "torch.from_numpy" in error.fix
+    assert "torch.as_tensor" in error.fix
 
 
 # -- structure
