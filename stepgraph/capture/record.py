@@ -111,8 +111,8 @@ class StepCapture:
         and every `.grad` stays as it is.
         """
         signature = site.sign()
-        refuse_obstacles(self._name, site)
         refuse_hooks(self._name, site.touched.modules, self._options.safe_hooks, site.touched.name, everywhere=True)
+        refuse_obstacles(self._name, site)
         refuse_replicas(self._name, site.touched, self._options.safe_hooks, self._session.backend)
         replicas = Replicas(site.touched.modules)
         placements = self.placements(site, moved)

@@ -25,7 +25,7 @@ from stepgraph.signature.memory import keys_apart
 from stepgraph.state.ddp import Replicas
 from stepgraph.state.grads import Attachment, can_carry_in, carry_in, carry_out
 from stepgraph.state.guards import ModelGuard
-from stepgraph.state.hooks import hooks_on, spelled
+from stepgraph.state.hooks import with_hooks
 from stepgraph.state.layout import Layouts, layouts_of
 from stepgraph.state.module_state import Touched
 from stepgraph.state.nonfinite import Flags
@@ -280,12 +280,12 @@ class Site:
         return replace(self._call, leaves=leaves)
 
     def with_objects(self, step: Callable[..., Any]) -> Callable[..., Any]:
-        """The step, the objects passed to it and the hooks that its backward runs, to look into.
+        """The step, the objects passed to it and the hooks that run with it, to look into.
 
         What they hold is baked in as a closure's values are.
         """
-        hooks = {f"hook {spelled(hook)}": hook for hook in hooks_on(self.touched.parameters)}
-        return functools.partial(step, **self.keep_alive, **hooks) if self.keep_alive or hooks else step
+        given = functools.partial(step, **self.keep_alive) if self.keep_alive else step
+        return with_hooks(given, self.touched.modules, self.touched.parameters, everywhere=True)
 
     def sibling(self, call: Signature, credit: int) -> Site:
         """A site for calls of another shape that touch the same things, warm as this one is."""
