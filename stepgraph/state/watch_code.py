@@ -16,6 +16,7 @@ from typing import Any
 
 from stepgraph.frames import is_user
 from stepgraph.state.reach import names_in
+from stepgraph.state.watch_spelled import always_spelled
 from stepgraph.state.watch_values import attributes_of
 
 _PROMPTS = ("<stdin>", "<string>", "<console>", "<input>", "<python-input-", "<ipython-input-", "<doctest ")
@@ -53,10 +54,16 @@ def is_installed(code: types.CodeType) -> bool:
     return _INSTALLED in code.co_filename
 
 
-def attributes_in(code: types.CodeType) -> set[str]:
-    """The names of attributes that a function's code looks up, inner functions included, and some of globals."""
+def attributes_in(function: types.FunctionType) -> set[str]:
+    """The names of attributes that a function's code looks up, inner functions included, and some of globals.
+
+    `getattr` and its like are among them only where the code may ask for what it does not spell.
+    """
+    code = function.__code__
     names = names_in(code)
-    return names | set(_strings_in(code)) if names & _ASKED_BY_STRING else names
+    if names.isdisjoint(_ASKED_BY_STRING):
+        return names
+    return (names | set(_strings_in(code))) - always_spelled(code, function.__globals__)
 
 
 def may_name_anything(names: set[str]) -> bool:

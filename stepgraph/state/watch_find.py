@@ -6,7 +6,7 @@ method names is looked for on its object, and one level into that; what is not t
 count for which object: for `self`, those in its own methods and in plain functions, which may be handed it; for other
 objects, those in all code that is followed; for classes and Python modules, those in the functions that name them.
 An attribute that no code at all names (`self.global_step`, counted in the loop) is nobody's business, unless there is
-code that asks for attributes without spelling them (`getattr`, `vars`).
+code that asks for attributes without spelling them (`getattr(x, name)`, `vars`).
 """
 
 from __future__ import annotations
@@ -175,7 +175,7 @@ class Finder:
                 if names is None:
                     if len(self._functions) >= _MAX_FUNCTIONS or not is_users_code(layer.__code__):
                         continue
-                    names = attributes_in(layer.__code__)
+                    names = attributes_in(layer)
                     self._functions[id(layer)] = (layer, names)
                     self._todo.append(layer)
                 self._anywhere |= names

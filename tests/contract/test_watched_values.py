@@ -371,6 +371,27 @@ def test_watch_leaves_the_loops_own_records_alone(device: torch.device) -> None:
         assert captured.report().replays == 5
 
 
+def test_watch_leaves_the_rest_alone_where_code_asks_for_one_attribute_by_its_name(device: torch.device) -> None:
+    class Counted(Trainer):
+        calls = 0
+
+        def step(self, x: torch.Tensor) -> torch.Tensor:
+            config = self.config if hasattr(self, "config") else Config()
+            return super().step(x) * getattr(config, "extra", 1.0)
+
+    trainer, x = Counted(device), torch.ones(2, device=device)
+    with stepgraph.capture(trainer.step) as captured:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            for _ in range(8):
+                captured(x)
+                trainer.calls += 1
+        assert captured.report().replays == 5
+        vars(trainer.config)["extra"] = 2.0
+        with pytest.warns(stepgraph.StepgraphWarning, match=r"self\.config\.extra: absent -> 2\.0"):
+            assert torch.equal(captured(x), trainer.step(x))
+
+
 def test_watch_leaves_new_attributes_alone_that_no_code_names(device: torch.device) -> None:
     trainer, model = Trainer(device), Scaled(device)
     with (
