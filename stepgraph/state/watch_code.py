@@ -39,6 +39,9 @@ _ASKED_AT_LARGE = _ASKED_BY_STRING | {
     "eval",
     "exec",
 }
+_CALLED_AT_LARGE = frozenset(
+    ("getattr", "__getattribute__", "attrgetter", "methodcaller", "getmembers", "eval", "exec")
+)
 
 
 def is_users_code(code: types.CodeType) -> bool:
@@ -69,6 +72,11 @@ def attributes_in(function: types.FunctionType) -> set[str]:
 def may_name_anything(names: set[str]) -> bool:
     """Whether code with these names may look up attributes that it does not spell."""
     return not names.isdisjoint(_ASKED_AT_LARGE)
+
+
+def may_call_anything(names: set[str]) -> bool:
+    """Whether code with these names may call what it does not spell (`getattr(self, "loss_" + kind)(x)`)."""
+    return not names.isdisjoint(_CALLED_AT_LARGE)
 
 
 def _strings_in(code: types.CodeType) -> Iterator[str]:

@@ -19,12 +19,10 @@ import types
 import weakref
 from collections import deque
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from stepgraph.state.watch_bodies import FORWARD
 from stepgraph.state.watch_code import (
     attributes_in,
     code_behind,
@@ -39,44 +37,13 @@ from stepgraph.state.watch_code import (
 from stepgraph.state.watch_contents import contents_of
 from stepgraph.state.watch_kinds import BOOKKEEPING, Kind, Kinds, runs_when_called
 from stepgraph.state.watch_notes import Notes
-from stepgraph.state.watch_parts import Cell, Defaults, Items, in_cell, in_slot
+from stepgraph.state.watch_parts import Cell, Defaults, in_cell, in_slot
 from stepgraph.state.watch_source import Source, is_iterator, source_of
+from stepgraph.state.watch_subject import SIMPLE, Subject, note_absent, note_attributes
 from stepgraph.state.watch_telling import Label
 from stepgraph.state.watch_values import MISSING, attributes_of, is_engines, is_plain, is_users_module, slots_of
 
 _MAX_FUNCTIONS = 1024
-_SIMPLE = frozenset((int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.device))
-"""Types of values in which there is nothing to find."""
-
-
-@dataclass(slots=True)
-class _Subject:
-    """An object, class or Python module whose attributes are looked up by code that is followed."""
-
-    label: Label
-    value: Any
-    kind: Kind | None
-    """None for a Python module."""
-    attributes: Mapping[str, Any]
-    contexts: list[set[str]]
-    """Names that are looked for on it, beside those in its own methods; they grow."""
-    slots: Mapping[str, types.MemberDescriptorType] = field(default_factory=dict)
-    is_self: bool = False
-    """Whether what its own methods name is looked into, one level."""
-    is_fixed: bool = False
-    """Whether its code is taken for granted."""
-    looked_at: set[str] = field(default_factory=set)
-    looked_into: set[str] = field(default_factory=set)
-    size: tuple[int, int] = (-1, -1)
-
-    @property
-    def own(self) -> set[str]:
-        """The names in its own methods."""
-        return self.kind.names if self.kind is not None else set()
-
-    @property
-    def names(self) -> set[str]:
-        return self.own.union(*self.contexts)
 
 
 class Finder:
@@ -91,7 +58,7 @@ class Finder:
         """Cells and containers, by id; kept, so that no other takes the id of one."""
         self._functions: dict[int, tuple[types.FunctionType, set[str]]] = {}
         self._todo: deque[types.FunctionType] = deque()
-        self._subjects: dict[int, _Subject] = {}
+        self._subjects: dict[int, Subject] = {}
         self._kinds = Kinds(self._add_class_attribute)
         self._in_functions: set[str] = set()
         self._in_all: set[str] = set()
@@ -101,11 +68,7 @@ class Finder:
 
     def find(self, function: Any, modules: Mapping[str, torch.nn.Module]) -> None:
         """Look through a callable and the modules that it is known to call."""
-        if is_callable_by_name(function):
-            self._follow(function)
-        elif not issubclass(type(function), torch.nn.Module):
-            label = self.notes.label("self", type(function).__name__, id(function))
-            self._visit(label, function, self._in_functions)
+        self._call(function)
         self._settle()
         for path, module in modules.items():
             if id(module) not in self._subjects:
@@ -114,9 +77,10 @@ class Finder:
                 self._add_tensor(Label(path).attribute(name), tensor, self._kinds.of(type(module)).names)
         self._settle()
         for subject in self._subjects.values():
-            if subject.kind is not None:
-                self._note_attributes(subject, subject.kind)
-        self._note_absent()
+            if (kind := subject.kind) is not None:
+                may_be_any = not kind.is_users or may_name_anything(self._in_all | self._in_functions | kind.names)
+                note_attributes(subject, kind, self.notes, None if may_be_any else self._anywhere)
+        note_absent(self._subjects.values(), self._kinds, self.notes)
 
     def _settle(self) -> None:
         """Go on until no new names come up."""
@@ -128,6 +92,13 @@ class Finder:
             grown = any(looks) or bool(self._todo)
 
     # -- functions
+
+    def _call(self, value: Any) -> None:
+        """Find what a callable of any kind can name; the modules that run are known."""
+        if is_callable_by_name(value):
+            self._follow(value)
+        elif self._kinds.is_users(type(value)) and not issubclass(type(value), torch.nn.Module):
+            self._visit(self.notes.label("self", type(value).__name__, id(value)), value, self._in_functions)
 
     def _follow(self, value: Any) -> None:
         """Find what a callable can name."""
@@ -141,7 +112,7 @@ class Finder:
 
     def _add_partial(self, partial: functools.partial[Any]) -> None:
         arguments = partial.keywords
-        self._follow(partial.func)
+        self._call(partial.func)
         for key, value in arguments.items():
             self.notes.put(arguments, key, Label("partial argument").item(key), value)
             self._visit(Label(key), value, self._in_all)
@@ -225,14 +196,14 @@ class Finder:
     def _visit(self, label: Label, value: Any, names: set[str]) -> None:
         """Look one level into what a variable stands for."""
         kind = type(value)
-        if kind in _SIMPLE or issubclass(kind, enum.Enum) or self.notes.is_ignored(label):
+        if kind in SIMPLE or issubclass(kind, enum.Enum) or self.notes.is_ignored(label):
             return
         self.notes.place(label, value)
         if issubclass(kind, type):
             self._add_class(value, names)
         elif issubclass(kind, types.ModuleType):
             if is_users_module(value) and not self._is_known(value, names):
-                self._subjects[id(value)] = _Subject(label, value, None, vars(value), [names])
+                self._subjects[id(value)] = Subject(label, value, None, vars(value), [names])
         elif kind is weakref.ref:
             self._visit(Label(f"{label.spelling}()", label.apart), value(), names)
         elif issubclass(kind, torch.Tensor):
@@ -248,7 +219,7 @@ class Finder:
 
     def _touch(self, label: Label, value: Any) -> bool:
         """Follow a value that is code, and note one that may be drawn from; whether there is no more to it."""
-        if type(value) in _SIMPLE:
+        if type(value) in SIMPLE:
             return True
         if is_callable_by_name(value):
             self._follow(value)
@@ -277,7 +248,7 @@ class Finder:
         kind = self._kinds.of(value)
         if kind.is_users and not self._is_known(value, names):
             label = self.notes.label(value.__name__, value.__module__, id(value))
-            self._subjects[id(value)] = _Subject(label, value, kind, {}, [names])
+            self._subjects[id(value)] = Subject(label, value, kind, {}, [names])
             for name in runs_when_called(value):
                 self._add_class_attribute(kind, name)
 
@@ -294,38 +265,19 @@ class Finder:
         found = attributes_of(value)
         slots = slots_of(kind.type) if kind.is_users and not kind.is_module else {}
         attributes = found if found is not None else {}
-        subject = _Subject(label, value, kind, attributes, contexts, slots, is_self=kind.runs)
+        subject = Subject(label, value, kind, attributes, contexts, slots, is_self=kind.runs)
         self._subjects[id(value)] = subject
         subject.is_fixed = is_inner and not kind.is_users
         if not subject.is_fixed:
             self.notes.classes.add(label, value)
 
-    def _note_attributes(self, subject: _Subject, kind: Kind) -> None:
-        """Watch the attributes and slots of an object that any code may read."""
-        label, value = subject.label, subject.value
-        may_be_any = not kind.is_users or may_name_anything(self._in_all | self._in_functions | kind.names)
-        for key in sorted(kind.watched_in(subject.attributes)):
-            item = subject.attributes[key]
-            if not (may_be_any or key in self._anywhere):
-                continue
-            if not kind.is_module or type(item) in _SIMPLE or not is_engines(item):
-                self.notes.put(subject.attributes, key, label.attribute(key), item)
-                self.notes.place(label.attribute(key), item)
-        part = Items(value, in_slot)
-        for name, member in subject.slots.items():
-            inner, item = label.attribute(name), in_slot(value, member, MISSING)
-            if not self.notes.is_ignored(inner) and (may_be_any or name in self._anywhere):
-                part.add(member, str(inner), item)
-                self.notes.place(inner, item)
-        if len(part):
-            self.notes.parts.append(part)
-
-    def _look(self, subject: _Subject) -> bool:
+    def _look(self, subject: Subject) -> bool:
         """Look for the names that have come up since the last look; whether there were any."""
         names, own, kind = subject.names, subject.own, subject.kind
         if (len(names), len(own)) == subject.size:
             return False
         subject.size = (len(names), len(own))
+        names |= set(subject.callable_unspelled((id(self._in_all), id(self._in_functions))))
         if kind is not None and kind.is_users:
             for name in sorted(names - kind.asked):
                 self._add_class_attribute(kind, name)
@@ -363,26 +315,6 @@ class Finder:
             if not users:
                 return
             self._run(value, kind)
-
-    # -- what is not there
-
-    def _note_absent(self) -> None:
-        for subject in self._subjects.values():
-            kind, names = subject.kind, subject.names
-            if attributes_of(subject.value) is None:  # a class is seen to below
-                continue
-            if kind is not None and kind.is_module and not subject.is_fixed:
-                names |= FORWARD
-            if kind is not None and not kind.is_users:  # a library's object: what would hide a method of its class
-                names = {name for name in names if any(name in vars(base) for base in kind.type.__mro__)}
-                names -= {"step"} if issubclass(kind.type, torch.optim.Optimizer) else set()  # live, or guarded
-            present = (subject.attributes, subject.slots, BOOKKEEPING)
-            missing = [name for name in names if not any(name in where for where in present)]
-            self.notes.absent(subject.label, subject.attributes, missing)
-        for kind in self._kinds.users():
-            for base in filter(self._kinds.is_users, kind.type.__mro__):
-                label = self.notes.label(base.__name__, base.__module__, id(base))
-                self.notes.absent(label, vars(base), kind.asked - vars(base).keys())
 
 
 def _owner(value: Any, place: Any) -> Any:
