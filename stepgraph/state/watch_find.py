@@ -14,19 +14,27 @@ from __future__ import annotations
 import builtins
 import enum
 import functools
-import sys
 import types
 import weakref
 from collections import deque
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Hashable, Mapping
 from typing import Any
 
 import torch
 
+from stepgraph.state.watch_behind import (
+    cached_by,
+    holds_cached,
+    implementations_of,
+    is_getter,
+    names_of_getter,
+)
 from stepgraph.state.watch_code import (
+    aliases_in,
     attributes_in,
     code_behind,
     globals_in,
+    imported,
     imports_in,
     is_callable_by_name,
     is_installed,
@@ -35,9 +43,9 @@ from stepgraph.state.watch_code import (
     may_name_anything,
 )
 from stepgraph.state.watch_contents import contents_of
-from stepgraph.state.watch_kinds import BOOKKEEPING, Kind, Kinds, runs_when_called
+from stepgraph.state.watch_kinds import BOOKKEEPING, RUN_BY, Kind, Kinds, runs_when_called
 from stepgraph.state.watch_notes import Notes
-from stepgraph.state.watch_parts import Cell, Defaults, in_cell, in_slot
+from stepgraph.state.watch_parts import Cell, Defaults, Reading, in_cell, in_slot
 from stepgraph.state.watch_source import Source, is_iterator, source_of
 from stepgraph.state.watch_subject import SIMPLE, Subject, note_absent, note_attributes
 from stepgraph.state.watch_telling import Label
@@ -58,7 +66,7 @@ class Finder:
         """Cells and containers, by id; kept, so that no other takes the id of one."""
         self._functions: dict[int, tuple[types.FunctionType, set[str]]] = {}
         self._todo: deque[types.FunctionType] = deque()
-        self._subjects: dict[int, Subject] = {}
+        self._subjects: dict[Hashable, Subject] = {}
         self._kinds = Kinds(self._add_class_attribute)
         self._in_functions: set[str] = set()
         self._in_all: set[str] = set()
@@ -109,6 +117,7 @@ class Finder:
                 self._add_method(layer)
             else:
                 self._read(layer, self._in_functions, self._in_all)
+                self._add_cached(layer)
 
     def _add_partial(self, partial: functools.partial[Any]) -> None:
         arguments = partial.keywords
@@ -118,6 +127,18 @@ class Finder:
             self._visit(Label(key), value, self._in_all)
         for index, value in enumerate(partial.args):
             self._visit(Label(f"argument {index}"), value, self._in_all)
+
+    def _add_cached(self, function: Any) -> None:
+        """Look into what a function returns from a cache: settings that are made once, say."""
+        made = cached_by(function)
+        results = [v for v in made if type(v) in (dict, list) or self._kinds.is_users(type(v))]
+        if results and not any(is_installed(v.__code__) for v in layers_of(function) if type(v) is types.FunctionType):
+            label = Label(f"{function.__name__}()")
+            for result in results:
+                self._visit(self.notes.label(label.spelling, type(result).__name__, id(result)), result, self._in_all)
+            still = functools.partial(holds_cached, function, frozenset(map(id, results)))
+            part = Reading(str(label), still, lambda: "as captured" if still() else "another object")
+            self.notes.add(str(label), part)
 
     def _add_method(self, method: types.MethodType) -> None:
         owner: Any = method.__self__
@@ -141,19 +162,27 @@ class Finder:
         for layer in layers_of(function):
             if type(layer) is types.MethodType or issubclass(type(layer), functools.partial):
                 self._follow(layer)
+            elif is_getter(layer):
+                self._gather(names_of_getter(layer), into)
             elif type(layer) is types.FunctionType:
+                for implementation in implementations_of(layer):
+                    if implementation is not vars(layer).get("__wrapped__"):
+                        self._read(implementation, *into)
                 _, names = self._functions.get(id(layer), (None, None))
                 if names is None:
                     if len(self._functions) >= _MAX_FUNCTIONS or not is_users_code(layer.__code__):
                         continue
-                    names = attributes_in(layer)
+                    names = attributes_in(layer) | aliases_in(layer)
                     self._functions[id(layer)] = (layer, names)
                     self._todo.append(layer)
-                self._anywhere |= names
-                for gathered in into:
-                    is_anyones = gathered is self._in_all or gathered is self._in_functions
-                    if not is_anyones or not is_installed(layer.__code__):  # a library names little of the user's
-                        gathered |= names
+                self._gather(names, into, is_installed=is_installed(layer.__code__))
+
+    def _gather(self, names: set[str], into: Collection[set[str]], *, is_installed: bool = False) -> None:
+        self._anywhere |= names
+        for gathered in into:
+            is_anyones = gathered is self._in_all or gathered is self._in_functions
+            if not is_anyones or not is_installed:  # a library names little of the user's
+                gathered |= names
 
     def _scan(self, function: types.FunctionType) -> None:
         """Watch a function's variables."""
@@ -173,8 +202,8 @@ class Finder:
             if not (is_installed(code) and is_iterator(scope[name])):
                 self._visit(label, scope[name], names)
         for name in sorted(imports_in(code)):
-            module = sys.modules.get(name) or sys.modules.get(f"{scope.get('__package__')}.{name}")
-            self._visit(notes.label(name, called, id(module)), module, names)
+            module = imported(name, scope)
+            self._visit(notes.label(name.lstrip("."), called, id(module)), module, names)
         notes.absent(Label(str(scope.get("__name__"))), scope, wanted.difference(scope, vars(builtins)))
         own = vars(function)
         for name in sorted((names & own.keys()) - {"__wrapped__"}):
@@ -196,7 +225,10 @@ class Finder:
     def _visit(self, label: Label, value: Any, names: set[str]) -> None:
         """Look one level into what a variable stands for."""
         kind = type(value)
-        if kind in SIMPLE or issubclass(kind, enum.Enum) or self.notes.is_ignored(label):
+        if kind in SIMPLE or self.notes.is_ignored(label):
+            return
+        if issubclass(kind, enum.Enum):
+            self._add_code(kind, self._in_all, names)
             return
         self.notes.place(label, value)
         if issubclass(kind, type):
@@ -204,7 +236,8 @@ class Finder:
         elif issubclass(kind, types.ModuleType):
             if is_users_module(value) and not self._is_known(value, names):
                 self._subjects[id(value)] = Subject(label, value, None, vars(value), [names])
-        elif kind is weakref.ref:
+                self._call(vars(value).get("__getattr__"))
+        elif kind in (weakref.ref, weakref.WeakMethod):
             self._visit(Label(f"{label.spelling}()", label.apart), value(), names)
         elif issubclass(kind, torch.Tensor):
             self._add_tensor(label, value, names)
@@ -213,9 +246,11 @@ class Finder:
                 self._seen[id(value)] = value
                 for inner, item in contents_of(label, value, self.notes):
                     self.notes.place(inner, item)
-                    self._touch(inner, item)
+                    self._touch_inner(inner, item)
             if attributes_of(value) is not None or slots_of(kind):
                 self._add_object(label, value, [self._in_all, names])
+            else:
+                self._add_code(kind, self._in_all, names)
 
     def _touch(self, label: Label, value: Any) -> bool:
         """Follow a value that is code, and note one that may be drawn from; whether there is no more to it."""
@@ -233,6 +268,15 @@ class Finder:
         self._seen[id(value)] = value
         return True
 
+    def _touch_inner(self, label: Label, value: Any) -> None:
+        """The same for a value that is not looked into: of an object the code of its class, and of a class its own."""
+        if self._touch(label, value):
+            return
+        if issubclass(type(value), type):
+            self._add_class(value, self._in_all)
+        elif not issubclass(type(value), (torch.Tensor, torch.nn.Module)):
+            self._add_code(type(value), self._in_all)
+
     # -- objects and classes
 
     def _is_known(self, value: Any, names: set[str]) -> bool:
@@ -245,12 +289,24 @@ class Finder:
         return True
 
     def _add_class(self, value: type, names: set[str]) -> None:
+        """Look for what is named of a class, and at what runs when it is called."""
+        self._add_code(value, names)
         kind = self._kinds.of(value)
-        if kind.is_users and not self._is_known(value, names):
-            label = self.notes.label(value.__name__, value.__module__, id(value))
-            self._subjects[id(value)] = Subject(label, value, kind, {}, [names])
-            for name in runs_when_called(value):
+        for name in runs_when_called(value) if kind.is_users else ():
+            if name not in kind.asked:
                 self._add_class_attribute(kind, name)
+
+    def _add_code(self, value: type, *contexts: set[str]) -> None:
+        """Look for what is named of a class of the user, and of the class that it is of."""
+        if not self._kinds.is_users(value) or [names for names in contexts if self._is_known(value, names)]:
+            return
+        label = self.notes.label(value.__name__, value.__module__, id(value))
+        kind, meta = self._kinds.of(value), type(value)
+        self._subjects[id(value)] = Subject(label, value, kind, {}, list(contexts))
+        if self._kinds.is_users(meta):
+            by_class = self._kinds.of(meta)
+            self._subjects[id(value), "as an object"] = Subject(label, value, by_class, {}, list(contexts))
+            self._subjects[id(value)].contexts.append(by_class.names)
 
     def _add_tensor(self, label: Label, value: torch.Tensor, names: set[str]) -> None:
         """What hangs on a tensor (`p.scale = 2.0`) is watched where code names it."""
@@ -279,6 +335,7 @@ class Finder:
         subject.size = (len(names), len(own))
         names |= set(subject.callable_unspelled((id(self._in_all), id(self._in_functions))))
         if kind is not None and kind.is_users:
+            names |= {RUN_BY[name] for name in names & RUN_BY.keys()}
             for name in sorted(names - kind.asked):
                 self._add_class_attribute(kind, name)
         found: dict[str, Any] = {name: subject.attributes[name] for name in names & subject.attributes.keys()}
@@ -294,7 +351,7 @@ class Finder:
                 subject.looked_into.add(name)
                 self._visit(label, value, own if kind is not None else names)
             elif name not in subject.looked_at:
-                self._touch(label, value)
+                self._touch_inner(label, value)
             subject.looked_at.add(name)
         return True
 

@@ -23,6 +23,18 @@ _IMPLICIT = (
     *("__call__", "__next__", "__iter__", "__enter__", "__exit__", "__getitem__", "__getattr__", "__contains__"),
     *("__len__", "__bool__", "__int__", "__float__", "__torch_function__"),
 )
+"""Methods that run without being named, and that are looked out for where a class has none."""
+_NEVER_IMPLICIT = frozenset(
+    (
+        *("__init__", "__new__", "__post_init__", "__init_subclass__", "__set_name__", "__prepare__", "__del__"),
+        *("__class_getitem__", "__subclasshook__", "__instancecheck__", "__subclasscheck__", "__dir__", "__sizeof__"),
+        *("__reduce__", "__reduce_ex__", "__getstate__", "__setstate__", "__getnewargs__", "__getnewargs_ex__"),
+        *("__copy__", "__deepcopy__", "__setattr__", "__delattr__", "__str__", "__repr__", "__format__"),
+    )
+)
+"""Those that make, copy, change or print an object: they name more than a step computes with."""
+RUN_BY = {"str": "__str__", "repr": "__repr__", "format": "__format__"}
+"""What runs where code has a name."""
 _TORCHS = ("torch.nn.modules.", "torch.nn.utils.")
 
 
@@ -40,7 +52,7 @@ class Kind:
         """What the methods that are reached look up, mostly on `self`."""
         self.asked: set[str] = {"step"} if is_eager else set()
         """What was looked for on the class so far."""
-        self.entries = ("forward",) if self.is_module else _IMPLICIT if self.is_users and not is_eager else ()
+        self.entries = _entries(kind, self.is_module) if self.is_module or (self.is_users and not is_eager) else ()
         """Methods that run without being named."""
         self.runs = self.is_module or is_eager
         """Whether there are such methods, so that objects of the class are looked into as `self` is."""
@@ -85,6 +97,22 @@ class Kinds:
 
     def users(self) -> list[Kind]:
         return [kind for kind in self._found.values() if kind.is_users]
+
+
+def _entries(kind: type, is_module: bool) -> tuple[str, ...]:
+    found = dict.fromkeys(("forward",) if is_module else _IMPLICIT)
+    for base in filter(is_users, kind.__mro__):
+        for name, value in vars(base).items():
+            is_special = name.startswith("__") and name.endswith("__") and name not in _NEVER_IMPLICIT
+            if is_special and code_behind(value) and not _is_generated(value, base):
+                found[name] = None
+    return tuple(found)
+
+
+def _is_generated(value: Any, base: type) -> bool:
+    """Whether a method was written by `dataclass`: it names all fields, also those that only the loop is about."""
+    is_typed = type(value) is types.FunctionType and value.__code__.co_filename != "<string>"
+    return "__dataclass_fields__" in vars(base) and not is_typed
 
 
 def runs_when_called(kind: type) -> tuple[str, ...]:
