@@ -83,6 +83,11 @@ def may_call_anything(names: set[str]) -> bool:
     return not names.isdisjoint(_CALLED_AT_LARGE)
 
 
+def may_name_all(names: set[str]) -> bool:
+    """Whether code with these names may go through all attributes of an object."""
+    return not names.isdisjoint(("vars", "__dict__"))
+
+
 def _strings_in(code: types.CodeType) -> Iterator[str]:
     for constant in code.co_consts:
         if type(constant) is str and constant.isidentifier():

@@ -47,6 +47,8 @@ def _fits(value: Any) -> bool:
 def _of_dict(label: Label, value: dict[Any, Any], notes: Notes) -> Iterator[tuple[Label, Any]]:
     entries = [(k, label.item(k), v) for k, v in dict.items(value)] if dict.__len__(value) <= _MAX_ITEMS else []
     notes.put_all(value, [entry for entry in entries if is_plain(entry[0])], label.length)
+    if entries:
+        notes.order(label, value)
     odd = Items(value, by_identity)
     for key, inner, item in entries:
         if not is_plain(key):

@@ -40,6 +40,7 @@ from stepgraph.state.watch_code import (
     is_installed,
     is_users_code,
     layers_of,
+    may_name_all,
     may_name_anything,
 )
 from stepgraph.state.watch_contents import contents_of
@@ -47,7 +48,7 @@ from stepgraph.state.watch_kinds import BOOKKEEPING, RUN_BY, Kind, Kinds, runs_w
 from stepgraph.state.watch_notes import Notes
 from stepgraph.state.watch_parts import Cell, Defaults, Reading, in_cell, in_slot
 from stepgraph.state.watch_source import Source, is_iterator, source_of
-from stepgraph.state.watch_subject import SIMPLE, Subject, note_absent, note_attributes
+from stepgraph.state.watch_subject import SIMPLE, Subject, note_absent, note_attributes, note_whole
 from stepgraph.state.watch_telling import Label
 from stepgraph.state.watch_values import MISSING, attributes_of, is_engines, is_plain, is_users_module, slots_of
 
@@ -71,6 +72,7 @@ class Finder:
         self._in_functions: set[str] = set()
         self._in_all: set[str] = set()
         """Names in all code but that of modules, which mostly name their own."""
+        self._anyones = (id(self._in_all), id(self._in_functions))
         self._anywhere: set[str] = set()
         """Names in all code that is followed, that of libraries included."""
 
@@ -88,6 +90,8 @@ class Finder:
             if (kind := subject.kind) is not None:
                 may_be_any = not kind.is_users or may_name_anything(self._in_all | self._in_functions | kind.names)
                 note_attributes(subject, kind, self.notes, None if may_be_any else self._anywhere)
+                if kind.is_users and not kind.is_module and may_name_all(subject.direct(self._anyones)):
+                    note_whole(subject, self.notes)
         note_absent(self._subjects.values(), self._kinds, self.notes)
 
     def _settle(self) -> None:
@@ -333,7 +337,7 @@ class Finder:
         if (len(names), len(own)) == subject.size:
             return False
         subject.size = (len(names), len(own))
-        names |= set(subject.callable_unspelled((id(self._in_all), id(self._in_functions))))
+        names |= set(subject.callable_unspelled(self._anyones))
         if kind is not None and kind.is_users:
             names |= {RUN_BY[name] for name in names & RUN_BY.keys()}
             for name in sorted(names - kind.asked):

@@ -35,6 +35,8 @@ _NEVER_IMPLICIT = frozenset(
 """Those that make, copy, change or print an object: they name more than a step computes with."""
 RUN_BY = {"str": "__str__", "repr": "__repr__", "format": "__format__"}
 """What runs where code has a name."""
+_LISTS = (torch.nn.ParameterList, torch.nn.ParameterDict)
+"""Modules of torch's whose attributes are what the user puts there."""
 _TORCHS = ("torch.nn.modules.", "torch.nn.utils.")
 
 
@@ -62,7 +64,7 @@ class Kind:
         """The attributes of an object of the class that are watched, whether code is seen to name them or not."""
         if self.is_eager:
             return []
-        if self.is_users and self.is_module:
+        if (self.is_users and self.is_module) or issubclass(self.type, _LISTS):
             return [key for key in attributes if key not in BOOKKEEPING]
         if self.is_users:
             return [key for key in attributes if not key.startswith("__")]

@@ -51,13 +51,13 @@ class Subject:
     def names(self) -> set[str]:
         return self.own.union(*self.contexts)
 
-    def callable_unspelled(self, anyones: Collection[int]) -> Iterator[str]:
-        """Its methods or functions, if code that asks for them without spelling them may have it in mind.
+    def direct(self, anyones: Collection[int]) -> set[str]:
+        """The names in code that has it in mind; `anyones` are those, by the id of their set, of code about others."""
+        return self.own.union(*(names for names in self.contexts if id(names) not in anyones))
 
-        `anyones` are names, by the id of their set, that are in code about other things.
-        """
-        direct = (names for names in self.contexts if id(names) not in anyones)
-        if not any(map(may_call_anything, (self.own, *direct))):
+    def callable_unspelled(self, anyones: Collection[int]) -> Iterator[str]:
+        """Its methods or functions, if code that asks for them without spelling them may have it in mind."""
+        if not may_call_anything(self.direct(anyones)):
             return
         places: list[Mapping[str, Any]] = [self.attributes]
         if self.kind is not None:
@@ -90,6 +90,14 @@ def note_attributes(subject: Subject, kind: Kind, notes: Notes, named: Collectio
             notes.place(inner, item)
     if len(part):
         notes.parts.append(part)
+
+
+def note_whole(subject: Subject, notes: Notes) -> None:
+    """Watch which attributes an object has, and in which order: code goes through them (`vars(config).values()`)."""
+    if type(subject.attributes) is dict and subject.attributes:
+        whole = Label(f"vars({subject.label.spelling})", subject.label.apart)
+        notes.put_all(subject.attributes, (), whole.length)
+        notes.order(whole, subject.attributes)
 
 
 def note_absent(subjects: Collection[Subject], kinds: Kinds, notes: Notes) -> None:
