@@ -153,7 +153,7 @@ def test_capture_is_a_decorator_with_and_without_options() -> None:
         ("generators", torch.Generator(), "generators=[...]."),
         ("ignore", None, "ignore=[...]."),
     ],
-    ids=str,
+    ids=["a name", "a hook by name", "a hook", "a generator", "nothing"],
 )
 def test_list_option_takes_no_single_name(name: str, value: Any, fix: str) -> None:
     error = refused(**{name: value})

@@ -68,6 +68,8 @@ class Losses:
     def spelled(self, x: float) -> Any:
         return getattr(self, "loss_plain")(x)  # noqa: B009
 
+
+class CallableLosses(Losses):
     def __call__(self, x: float) -> float:
         return x * self.settings.scale
 
@@ -89,7 +91,7 @@ def function_of_a_module_chosen_by_a_string() -> Case:
 
 
 def callable_object_in_a_partial() -> Case:
-    losses = Losses()
+    losses = CallableLosses()
     step = functools.partial(losses, x=1.0)
     return step, lambda: setattr(losses.settings, "scale", 2.0), ["self.settings.scale: 1.0 -> 2.0"]
 
@@ -178,10 +180,10 @@ def computed_attribute_of_a_module() -> Case:
 
 class Descriptor:
     def __init__(self) -> None:
-        self.scale = 1.0
+        self.factor = 1.0
 
     def __get__(self, owner: Any, kind: Any = None) -> float:
-        return self.scale if owner is None else self.scale * owner.hidden
+        return self.factor if owner is None else self.factor * owner.hidden
 
 
 class Described:
@@ -193,9 +195,9 @@ class Described:
 
 def descriptor_of_a_class() -> Case:
     described, descriptor = Described(), vars(Described)["scale"]
-    descriptor.scale = 1.0
-    told = ["Described.scale.scale: 1.0 -> 2.0"]
-    return lambda x: x * described.scale, lambda: setattr(descriptor, "scale", 2.0), told
+    descriptor.factor = 1.0
+    told = ["Described.scale.factor: 1.0 -> 2.0"]
+    return lambda x: x * described.scale, lambda: setattr(descriptor, "factor", 2.0), told
 
 
 def object_that_a_descriptor_reads() -> Case:
