@@ -61,6 +61,12 @@ def is_installed(code: types.CodeType) -> bool:
     return _INSTALLED in code.co_filename
 
 
+def is_installed_class(kind: type) -> bool:
+    """Whether a class belongs to a library that was installed."""
+    module = sys.modules.get(str(kind.__module__))
+    return _INSTALLED in str(vars(module).get("__file__") if module is not None else "")
+
+
 def attributes_in(function: types.FunctionType) -> set[str]:
     """The names of attributes that a function's code looks up, inner functions included, and some of globals.
 

@@ -38,6 +38,7 @@ from stepgraph.state.watch_code import (
     imports_in,
     is_callable_by_name,
     is_installed,
+    is_installed_class,
     is_users_code,
     layers_of,
     may_name_all,
@@ -274,12 +275,15 @@ class Finder:
 
     def _touch_inner(self, label: Label, value: Any) -> None:
         """The same for a value that is not looked into: of an object the code of its class, and of a class its own."""
-        if self._touch(label, value):
+        if self._touch(label, value) or self.notes.is_ignored(label):
             return
-        if issubclass(type(value), type):
-            self._add_class(value, self._in_all)
-        elif not issubclass(type(value), (torch.Tensor, torch.nn.Module)):
-            self._add_code(type(value), self._in_all)
+        kind = value if issubclass(type(value), type) else type(value)
+        if is_installed_class(kind):  # much code, and little about values of the user's
+            return
+        if kind is value:
+            self._add_class(kind, self._in_all)
+        elif not issubclass(kind, (torch.Tensor, torch.nn.Module)):
+            self._add_code(kind, self._in_all)
 
     # -- objects and classes
 
@@ -339,7 +343,7 @@ class Finder:
         subject.size = (len(names), len(own))
         names |= set(subject.callable_unspelled(self._anyones))
         if kind is not None and kind.is_users:
-            names |= {RUN_BY[name] for name in names & RUN_BY.keys()}
+            names |= {RUN_BY[name] for name in subject.direct(self._anyones) & RUN_BY.keys()}
             for name in sorted(names - kind.asked):
                 self._add_class_attribute(kind, name)
         found: dict[str, Any] = {name: subject.attributes[name] for name in names & subject.attributes.keys()}

@@ -441,3 +441,30 @@ def test_watch_lets_a_cache_take_in_more() -> None:
     watch = Watch(lambda x: x * made("one").scale)
     made("two")
     assert watch.changed() == []
+
+
+class Meter:
+    def __init__(self) -> None:
+        self.scale, self.count = 1.0, 0
+
+    def __str__(self) -> str:
+        return f"{self.scale} {self.count} {self.__dict__}"
+
+    def __repr__(self) -> str:
+        return f"Meter({self.count})"
+
+
+def test_watch_leaves_alone_what_only_printing_names() -> None:
+    meter, other = Meter(), Settings()
+
+    def step(x: float) -> Any:
+        return [x * meter.scale, named(other)]
+
+    def named(value: Any) -> str:
+        return str(value)
+
+    watch = Watch(step)
+    meter.count += 1
+    assert watch.changed() == []
+    meter.scale = 2.0
+    assert list(map(str, watch.changed())) == ["meter.scale: 1.0 -> 2.0"]
