@@ -30,6 +30,7 @@ from stepgraph.callables.torch_stage import check, chunks_of, own_methods
 from stepgraph.capture.module_guard import global_hook, has_global_hooks
 from stepgraph.capture.module_options import ModuleOptions
 from stepgraph.capture.module_session import ModuleSession
+from stepgraph.capture.options import listed
 from stepgraph.capture.session import Session
 from stepgraph.order import order_from_pipelining, read_order
 from stepgraph.signature import reason_for_eager
@@ -61,7 +62,11 @@ def graph_stage(
     stages = list(stage) if isinstance(stage, Sequence) else [stage]
     check(stages, schedule)
     options = ModuleOptions(
-        warmup=warmup, strict=strict, safe_hooks=tuple(safe_hooks), ignore=tuple(ignore), generators=tuple(generators)
+        warmup=warmup,
+        strict=strict,
+        safe_hooks=listed("safe_hooks", safe_hooks),
+        ignore=listed("ignore", ignore),
+        generators=listed("generators", generators),
     )
     return GraphedStages(stages, schedule, options, session)
 

@@ -21,7 +21,7 @@ from stepgraph.capture.pair import with_modes
 from stepgraph.errors import StateChanged
 from stepgraph.signature import argument_names
 from stepgraph.state.guards import ModelGuard
-from stepgraph.state.hooks import refuse_hooks
+from stepgraph.state.hooks import refuse_hooks, with_hooks
 from stepgraph.state.reach import reachable
 from stepgraph.state.rng_tracker import NamesGuard
 from stepgraph.state.watch import Watch
@@ -119,16 +119,16 @@ class Subject:
         spelled = {id(p): f"{self.name}.{path}" for path, p in self.module.named_parameters()}
         spelled |= {id(module): name for name, module in self.named_modules.items()}
         modules = list(self.module.modules())
-        runs_around = self.is_module and not own_hooks
+        inside = modules[1:] if self.is_module and not own_hooks else modules  # its own run around the graphs
         model = ModelGuard(
             modules,
             self.parameters if self.is_module else self.pair.known_parameters(),
             lambda value: spelled.get(id(value), type(value).__name__),
             self._shared.events,
-            hooked=modules[1:] if runs_around else modules,
+            hooked=inside,
         )
         self._model_guard = model
-        values = Watch(self.original, SET_OUTSIDE, self.named_modules)
+        values = Watch(with_hooks(self.original, inside), SET_OUTSIDE, self.named_modules)
         self._guard = SiteGuard(model, values, self.pair.inside(), names, lambda p: spelled[id(p)])
 
     def admit_hooks(self, names: Sequence[str]) -> None:

@@ -12,6 +12,7 @@ from stepgraph.capture.manager import CudaGraphManager
 from stepgraph.capture.module_options import ModuleOptions
 from stepgraph.capture.module_report import ModuleReport, report_on
 from stepgraph.capture.module_session import ModuleSession
+from stepgraph.capture.options import listed
 from stepgraph.capture.scopes import Part, ScopeRegistry, read_scope
 from stepgraph.capture.session import Session
 
@@ -51,10 +52,10 @@ def graph_modules(
         strict=strict,
         max_signatures=max_signatures,
         max_runners=max_runners,
-        safe_hooks=tuple(safe_hooks),
-        ignore=tuple(ignore),
+        safe_hooks=listed("safe_hooks", safe_hooks),
+        ignore=listed("ignore", ignore),
         outputs=outputs,
-        generators=tuple(generators),
+        generators=listed("generators", generators),
         single_mempool=single_mempool,
     )
     return GraphedModules(ModuleSession(session, model), parts, options)

@@ -8,7 +8,7 @@ from typing import Any, ParamSpec, TypeVar, overload
 import torch
 
 from stepgraph.backends import Backend
-from stepgraph.capture.options import Options
+from stepgraph.capture.options import Options, listed
 from stepgraph.capture.session import Session
 from stepgraph.capture.step import CapturedStep
 from stepgraph.padding import Buckets
@@ -59,9 +59,9 @@ def capture(  # type: ignore[misc]
         on_error=on_error,
         optimizer=optimizer,
         outputs=outputs,
-        generators=tuple(generators),
-        ignore=tuple(ignore),
-        safe_hooks=tuple(safe_hooks),
+        generators=listed("generators", generators),
+        ignore=listed("ignore", ignore),
+        safe_hooks=listed("safe_hooks", safe_hooks),
         nan_check=nan_check,
         buckets=Buckets.parse(buckets, pad_values),
     )

@@ -38,7 +38,7 @@ from stepgraph.signature import (
 )
 from stepgraph.state.ddp import in_ddp
 from stepgraph.state.guards import ModelGuard
-from stepgraph.state.hooks import refuse_hooks
+from stepgraph.state.hooks import refuse_hooks, with_hooks
 from stepgraph.state.rng_tracker import CudaRNGStatesTracker, tracker_for
 from stepgraph.state.watch import Watch
 from stepgraph.tree import CallFlattener, Structure
@@ -361,7 +361,7 @@ class CudaGraphManager:
             self.session.events,
             hooked=[*self._called_inside(), *passed],
         )
-        values = Watch(self.original, self.options.ignore, modules)
+        values = Watch(with_hooks(self.original, self._called_inside()), self.options.ignore, modules)
         site.guard = SiteGuard(model, values, self.pair().inside(), runner.names, lambda p: names[id(p)])
 
     def failed(self, site: ModuleSite, error: Exception) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,6 +72,19 @@ class Options:
                     why="each is registered with every graph, so that replays advance it.",
                     fix="pass a list of torch.Generator objects.",
                 )
+
+
+def listed(name: str, value: Iterable[Any], like: str = "...") -> tuple[Any, ...]:
+    """What an option lists. A single name is no list: it would be taken for its letters."""
+    if not isinstance(value, (str, bytes)) and isinstance(value, Iterable):
+        return tuple(value)
+    one = repr(value) if isinstance(value, (str, bytes)) else getattr(value, "__name__", like)
+    raise InvalidArgument(
+        f"{name}={value!r} is not a list",
+        rule="option",
+        why="it takes any number of them, and a string by itself would be taken for a list of letters.",
+        fix=f"{name}=[{one}].",
+    )
 
 
 def _at_least_one(name: str, value: int) -> None:

@@ -140,13 +140,13 @@ class StepCapture:
         and every `.grad` stays as it is.
         """
         signature = site.sign()
+        refuse_hooks(self._name, site.touched.modules, self._options.safe_hooks, site.touched.name, everywhere=True)
         refuse_obstacles(self._name, site)
         if site.went_by is not None:
             rebuilt = site.went_by.rebuilt()
             values = site.went_by.values.changed() if rebuilt is None else ()
             if rebuilt is not None or values:
                 raise NotWarm(rebuilt, values)
-        refuse_hooks(self._name, site.touched.modules, self._options.safe_hooks, site.touched.name, everywhere=True)
         refuse_replicas(self._name, site.touched, self._options.safe_hooks, self._session.backend)
         replicas = Replicas(site.touched.modules)
         placements = self.placements(site, moved)

@@ -26,7 +26,7 @@ from stepgraph.signature.memory import keys_apart
 from stepgraph.state.ddp import Replicas
 from stepgraph.state.grads import Attachment, can_carry_in, carry_in, carry_out
 from stepgraph.state.guards import ModelGuard
-from stepgraph.state.hooks import hooks_on, spelled
+from stepgraph.state.hooks import with_hooks
 from stepgraph.state.layout import Layouts, layouts_of
 from stepgraph.state.nonfinite import Flags
 from stepgraph.state.optimizer import HostCounters
@@ -306,15 +306,16 @@ class Site:
         return replace(self._call, leaves=leaves)
 
     def with_objects(self, step: Callable[..., Any]) -> Callable[..., Any]:
-        """The step, the objects passed to it, the hooks that its backward runs and the modules it makes, to look into.
+        """The step, the objects passed to it, the hooks that run with it and the modules it makes, to look into.
 
         What they hold is baked in as a closure's values are.
         """
-        others = {f"hook {spelled(hook)}": hook for hook in hooks_on(self.touched.parameters)}
+        others: dict[str, Any] = {}
         for kind in filter(is_users, self.touched.ended_kinds):
             name = numbered(kind.__qualname__, others)
             others |= {name: kind, f"{name}.__init__": inspect.getattr_static(kind, "__init__")}
-        return functools.partial(step, **self.keep_alive, **others) if self.keep_alive or others else step
+        given = functools.partial(step, **self.keep_alive, **others) if self.keep_alive or others else step
+        return with_hooks(given, self.touched.modules, self.touched.parameters, everywhere=True)
 
     def sibling(self, call: Signature, credit: int) -> Site:
         """A site for calls of another shape that touch the same things, warm as this one is."""

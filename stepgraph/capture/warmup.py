@@ -127,8 +127,9 @@ def warm_up(
         told = "; ".join(map(str, changes[:_MAX_TOLD])) + (" ..." if len(changes) > _MAX_TOLD else "")
         names = tuple(change.name for change in changes)
         site.obstacles["host-value"] = Obstacle(f"the step itself changes {told}", names)
-    for name in (*values.drawn(), *values.unseen()):
-        site.obstacles["iterator"] = Obstacle(f"the step draws from {name}")
+    if sources := (*values.drawn(), *values.unseen()):
+        told, names = ", ".join(map(str, sources)), tuple(source.name for source in sources)
+        site.obstacles["iterator"] = Obstacle(f"the step draws from {told}", names)
     changed_model = model.changed(site.touched.name)
     if changed_model is not None:
         site.obstacles["own-change"] = Obstacle(f"the step itself {changed_model}")

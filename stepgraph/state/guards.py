@@ -139,10 +139,10 @@ class ModelGuard:
                 return f"requires_grad of `{self._tensor_name(parameter)}` is {not before}"
         raise AssertionError("a flag had changed")
 
-    def _read_layout(self) -> list[set[tuple[str, int]]]:
-        """Each module's children and tensors, by name and identity."""
+    def _read_layout(self) -> list[list[tuple[str, int]]]:
+        """Each module's children and tensors, by name and identity, in the order that code meets them in."""
         return [
-            {(key, id(value)) for d in (m._modules, m._parameters, m._buffers) for key, value in d.items()}
+            [(key, id(value)) for d in (m._modules, m._parameters, m._buffers) for key, value in d.items()]
             for m in self._plain
         ]
 
@@ -153,7 +153,10 @@ class ModelGuard:
         if is_same and self._events.count == self._events_seen and self._count_children() == self._num_children:
             return None
         for module, before, after in zip(self._plain, self._layout, self._read_layout(), strict=True):
-            for key, _ in sorted(before ^ after):
+            for key, _ in sorted(set(before) ^ set(after)):
                 return f"`{self._name(module)}.{key}` was added, replaced or removed"
+            for (one, _), (two, _) in zip(before, after, strict=True):
+                if one != two:
+                    return f"`{self._name(module)}` has its parts in another order: `{two}` before `{one}`"
         self._events_seen = self._events.count
         return None

@@ -8,6 +8,7 @@ has fewer than it had tells that one is gone. Only then are all places looked th
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
@@ -83,9 +84,21 @@ def _at(place: Place) -> dict[int, Any]:
     return getattr(*place, None) or {}
 
 
-def hooks_on(parameters: Sequence[torch.Tensor]) -> list[Any]:
-    """The functions that run when these parameters get their gradients."""
-    return [hook for place in places_of((), parameters) for hook in _at(place).values()]
+def with_hooks(
+    function: Callable[..., Any],
+    modules: Sequence[torch.nn.Module],
+    parameters: Sequence[torch.Tensor] = (),
+    *,
+    everywhere: bool = False,
+) -> Callable[..., Any]:
+    """A function and the hooks that run with it, to look into: what they read is baked in as its own values are."""
+    places = places_of(modules, parameters, everywhere=everywhere)
+    hooks = {id(hook): hook for place in places for hook in _at(place).values() if not is_own(hook)}
+    named: dict[str, Any] = {}
+    for hook in hooks.values():
+        name = f"hook {spelled(hook)}"
+        named[f"{name}#{len(named) + 1}" if name in named else name] = hook
+    return functools.partial(function, **named) if named else function
 
 
 def refuse_hooks(

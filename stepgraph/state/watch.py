@@ -21,6 +21,7 @@ import torch
 from stepgraph.state.untouched import Untouched
 from stepgraph.state.watch_find import Finder
 from stepgraph.state.watch_parts import Part, Reading
+from stepgraph.state.watch_source import Source
 from stepgraph.state.watch_telling import Change, Label, told
 from stepgraph.state.watch_values import token
 
@@ -70,13 +71,13 @@ class Watch:
         for part in self._parts:
             part.expect(row)
 
-    def drawn(self) -> list[str]:
-        """What was drawn from since, in words: iterators and random generators of the step's own."""
-        return [f"{s.kind} `{s.name}`" for s in self._sources if s.is_seen and s.was_drawn_from()]
+    def drawn(self) -> list[Source]:
+        """What was drawn from since: iterators and random generators of the step's own."""
+        return [s for s in self._sources if s.is_seen and s.was_drawn_from()]
 
-    def unseen(self) -> list[str]:
-        """The iterators that a variable of the step stands for and that do not tell where they are, in words."""
-        return [f"{s.kind} `{s.name}`" for s in self._sources if not s.is_seen and s.name.isidentifier()]
+    def unseen(self) -> list[Source]:
+        """The iterators that a variable of the step stands for and that do not tell where they are."""
+        return [s for s in self._sources if not s.is_seen and s.name.isidentifier()]
 
     def _new_row(self) -> Untouched:
         row = Untouched()

@@ -7,15 +7,20 @@ as the user's unless torch, the standard library or this engine wrote it; what i
 
 from __future__ import annotations
 
+import contextlib
+import dis
 import functools
+import importlib.util
 import opcode
 import os
+import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from stepgraph.frames import is_user
 from stepgraph.state.reach import names_in
+from stepgraph.state.watch_behind import is_getter
 from stepgraph.state.watch_spelled import always_spelled
 from stepgraph.state.watch_values import attributes_of
 
@@ -28,7 +33,6 @@ _GLOBAL_READS = tuple(
     for name in ("LOAD_GLOBAL", "STORE_GLOBAL", "DELETE_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS")
     if name in opcode.opmap
 )
-_IMPORTS = ((opcode.opmap["IMPORT_NAME"], 0),)
 _ASKED_BY_STRING = frozenset(("getattr", "hasattr", "setattr", "delattr", "attrgetter", "vars", "__dict__"))
 _ASKED_AT_LARGE = _ASKED_BY_STRING | {
     "__getattribute__",
@@ -39,6 +43,9 @@ _ASKED_AT_LARGE = _ASKED_BY_STRING | {
     "eval",
     "exec",
 }
+_CALLED_AT_LARGE = frozenset(
+    ("getattr", "__getattribute__", "attrgetter", "methodcaller", "getmembers", "eval", "exec")
+)
 
 
 def is_users_code(code: types.CodeType) -> bool:
@@ -52,6 +59,12 @@ def is_users_code(code: types.CodeType) -> bool:
 def is_installed(code: types.CodeType) -> bool:
     """Whether a function belongs to a library that was installed."""
     return _INSTALLED in code.co_filename
+
+
+def is_installed_class(kind: type) -> bool:
+    """Whether a class belongs to a library that was installed."""
+    module = sys.modules.get(str(kind.__module__))
+    return _INSTALLED in str(vars(module).get("__file__") if module is not None else "")
 
 
 def attributes_in(function: types.FunctionType) -> set[str]:
@@ -71,6 +84,16 @@ def may_name_anything(names: set[str]) -> bool:
     return not names.isdisjoint(_ASKED_AT_LARGE)
 
 
+def may_call_anything(names: set[str]) -> bool:
+    """Whether code with these names may call what it does not spell (`getattr(self, "loss_" + kind)(x)`)."""
+    return not names.isdisjoint(_CALLED_AT_LARGE)
+
+
+def may_name_all(names: set[str]) -> bool:
+    """Whether code with these names may go through all attributes of an object."""
+    return not names.isdisjoint(("vars", "__dict__"))
+
+
 def _strings_in(code: types.CodeType) -> Iterator[str]:
     for constant in code.co_consts:
         if type(constant) is str and constant.isidentifier():
@@ -81,12 +104,35 @@ def _strings_in(code: types.CodeType) -> Iterator[str]:
 
 def globals_in(code: types.CodeType) -> set[str]:
     """The names of globals that a function's code looks up, inner functions included."""
-    return _names_of(code, _GLOBAL_READS)
+    found = _names_of(code, _GLOBAL_READS)
+    return found if "globals" not in found else found.union(_strings_in(code))
 
 
 def imports_in(code: types.CodeType) -> set[str]:
-    """The Python modules that a function's code imports by itself, inner functions included."""
-    return _names_of(code, _IMPORTS)
+    """The Python modules that a function's code imports by itself, inner functions included; relative ones dotted."""
+    found = set().union(*(imports_in(inner) for inner in code.co_consts if type(inner) is types.CodeType))
+    if opcode.opmap["IMPORT_NAME"] in code.co_code[::2]:
+        steps = [step for step in dis.get_instructions(code) if step.opname != "EXTENDED_ARG"]
+        for at, step in enumerate(steps):
+            if step.opname == "IMPORT_NAME":  # after its level and what is taken from it
+                found.add("." * steps[at - 2].argval + step.argval)
+    return found
+
+
+def imported(name: str, scope: Mapping[str, Any]) -> types.ModuleType | None:
+    """The Python module that code with these globals imports by a name."""
+    with contextlib.suppress(ImportError):  # there is no package so far up
+        return sys.modules.get(importlib.util.resolve_name(name, str(scope.get("__package__") or "")))
+    return None
+
+
+def aliases_in(function: types.FunctionType) -> set[str]:
+    """What a function has in a closure or by another name of that which asks for attributes at large (`asdict`)."""
+    held = [cell.cell_contents for cell in function.__closure__ or () if cell != types.CellType()]
+    scope = function.__globals__
+    held += [scope[name] for name in globals_in(function.__code__) & scope.keys() - _ASKED_AT_LARGE]
+    named = (v.__name__ for v in held if type(v) in (types.FunctionType, types.BuiltinFunctionType))
+    return set(named) & _ASKED_AT_LARGE
 
 
 def _names_of(code: types.CodeType, wanted: tuple[tuple[int, int], ...]) -> set[str]:
@@ -111,7 +157,7 @@ def _names_of(code: types.CodeType, wanted: tuple[tuple[int, int], ...]) -> set[
 def is_callable_by_name(value: Any) -> bool:
     """Whether a value is code that can be followed: a function, a method, a partial, or something around one."""
     kind = type(value)
-    if kind in (types.FunctionType, types.MethodType) or issubclass(kind, functools.partial):
+    if kind in (types.FunctionType, types.MethodType) or issubclass(kind, functools.partial) or is_getter(value):
         return True
     return not issubclass(kind, (type, types.ModuleType)) and "__wrapped__" in (attributes_of(value) or ())
 
@@ -134,4 +180,6 @@ def code_behind(attribute: Any) -> list[Any]:
         return [f for f in (attribute.fget, attribute.fset) if f is not None]
     if issubclass(kind, (functools.cached_property, functools.partialmethod)):
         return [attribute.func]
+    if issubclass(kind, functools.singledispatchmethod):
+        return [attribute.dispatcher]
     return [attribute] if is_callable_by_name(attribute) else []

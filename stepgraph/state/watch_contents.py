@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
+from stepgraph.state.watch_behind import dict_behind
 from stepgraph.state.watch_notes import Notes
 from stepgraph.state.watch_parts import Items, Members, Reading, by_identity
 from stepgraph.state.watch_telling import Label, told
@@ -18,6 +19,7 @@ _MAX_ITEMS = 4096
 
 def contents_of(label: Label, value: Any, notes: Notes) -> Iterator[tuple[Label, Any]]:
     """Watch what is in a container, and yield it."""
+    value = value if (behind := dict_behind(value)) is None else behind
     kind = type(value)
     if issubclass(kind, dict):
         yield from _of_dict(label, value, notes)
@@ -45,6 +47,8 @@ def _fits(value: Any) -> bool:
 def _of_dict(label: Label, value: dict[Any, Any], notes: Notes) -> Iterator[tuple[Label, Any]]:
     entries = [(k, label.item(k), v) for k, v in dict.items(value)] if dict.__len__(value) <= _MAX_ITEMS else []
     notes.put_all(value, [entry for entry in entries if is_plain(entry[0])], label.length)
+    if entries:
+        notes.order(label, value)
     odd = Items(value, by_identity)
     for key, inner, item in entries:
         if not is_plain(key):

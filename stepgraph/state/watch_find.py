@@ -14,69 +14,46 @@ from __future__ import annotations
 import builtins
 import enum
 import functools
-import sys
 import types
 import weakref
 from collections import deque
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Hashable, Mapping
 from typing import Any
 
 import torch
 
-from stepgraph.state.watch_bodies import FORWARD
+from stepgraph.state.watch_behind import (
+    cached_by,
+    holds_cached,
+    implementations_of,
+    is_getter,
+    names_of_getter,
+)
 from stepgraph.state.watch_code import (
+    aliases_in,
     attributes_in,
     code_behind,
     globals_in,
+    imported,
     imports_in,
     is_callable_by_name,
     is_installed,
+    is_installed_class,
     is_users_code,
     layers_of,
+    may_name_all,
     may_name_anything,
 )
 from stepgraph.state.watch_contents import contents_of
-from stepgraph.state.watch_kinds import BOOKKEEPING, Kind, Kinds, runs_when_called
+from stepgraph.state.watch_kinds import BOOKKEEPING, RUN_BY, Kind, Kinds, runs_when_called
 from stepgraph.state.watch_notes import Notes
-from stepgraph.state.watch_parts import Cell, Defaults, Items, in_cell, in_slot
+from stepgraph.state.watch_parts import Cell, Defaults, Reading, in_cell, in_slot
 from stepgraph.state.watch_source import Source, is_iterator, source_of
+from stepgraph.state.watch_subject import SIMPLE, Subject, note_absent, note_attributes, note_whole
 from stepgraph.state.watch_telling import Label
 from stepgraph.state.watch_values import MISSING, attributes_of, is_engines, is_plain, is_users_module, slots_of
 
 _MAX_FUNCTIONS = 1024
-_SIMPLE = frozenset((int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.device))
-"""Types of values in which there is nothing to find."""
-
-
-@dataclass(slots=True)
-class _Subject:
-    """An object, class or Python module whose attributes are looked up by code that is followed."""
-
-    label: Label
-    value: Any
-    kind: Kind | None
-    """None for a Python module."""
-    attributes: Mapping[str, Any]
-    contexts: list[set[str]]
-    """Names that are looked for on it, beside those in its own methods; they grow."""
-    slots: Mapping[str, types.MemberDescriptorType] = field(default_factory=dict)
-    is_self: bool = False
-    """Whether what its own methods name is looked into, one level."""
-    is_fixed: bool = False
-    """Whether its code is taken for granted."""
-    looked_at: set[str] = field(default_factory=set)
-    looked_into: set[str] = field(default_factory=set)
-    size: tuple[int, int] = (-1, -1)
-
-    @property
-    def own(self) -> set[str]:
-        """The names in its own methods."""
-        return self.kind.names if self.kind is not None else set()
-
-    @property
-    def names(self) -> set[str]:
-        return self.own.union(*self.contexts)
 
 
 class Finder:
@@ -91,21 +68,18 @@ class Finder:
         """Cells and containers, by id; kept, so that no other takes the id of one."""
         self._functions: dict[int, tuple[types.FunctionType, set[str]]] = {}
         self._todo: deque[types.FunctionType] = deque()
-        self._subjects: dict[int, _Subject] = {}
+        self._subjects: dict[Hashable, Subject] = {}
         self._kinds = Kinds(self._add_class_attribute)
         self._in_functions: set[str] = set()
         self._in_all: set[str] = set()
         """Names in all code but that of modules, which mostly name their own."""
+        self._anyones = (id(self._in_all), id(self._in_functions))
         self._anywhere: set[str] = set()
         """Names in all code that is followed, that of libraries included."""
 
     def find(self, function: Any, modules: Mapping[str, torch.nn.Module]) -> None:
         """Look through a callable and the modules that it is known to call."""
-        if is_callable_by_name(function):
-            self._follow(function)
-        elif not issubclass(type(function), torch.nn.Module):
-            label = self.notes.label("self", type(function).__name__, id(function))
-            self._visit(label, function, self._in_functions)
+        self._call(function)
         self._settle()
         for path, module in modules.items():
             if id(module) not in self._subjects:
@@ -114,9 +88,12 @@ class Finder:
                 self._add_tensor(Label(path).attribute(name), tensor, self._kinds.of(type(module)).names)
         self._settle()
         for subject in self._subjects.values():
-            if subject.kind is not None:
-                self._note_attributes(subject, subject.kind)
-        self._note_absent()
+            if (kind := subject.kind) is not None:
+                may_be_any = not kind.is_users or may_name_anything(self._in_all | self._in_functions | kind.names)
+                note_attributes(subject, kind, self.notes, None if may_be_any else self._anywhere)
+                if kind.is_users and not kind.is_module and may_name_all(subject.direct(self._anyones)):
+                    note_whole(subject, self.notes)
+        note_absent(self._subjects.values(), self._kinds, self.notes)
 
     def _settle(self) -> None:
         """Go on until no new names come up."""
@@ -129,6 +106,13 @@ class Finder:
 
     # -- functions
 
+    def _call(self, value: Any) -> None:
+        """Find what a callable of any kind can name; the modules that run are known."""
+        if is_callable_by_name(value):
+            self._follow(value)
+        elif self._kinds.is_users(type(value)) and not issubclass(type(value), torch.nn.Module):
+            self._visit(self.notes.label("self", type(value).__name__, id(value)), value, self._in_functions)
+
     def _follow(self, value: Any) -> None:
         """Find what a callable can name."""
         for layer in layers_of(value):
@@ -138,15 +122,28 @@ class Finder:
                 self._add_method(layer)
             else:
                 self._read(layer, self._in_functions, self._in_all)
+                self._add_cached(layer)
 
     def _add_partial(self, partial: functools.partial[Any]) -> None:
         arguments = partial.keywords
-        self._follow(partial.func)
+        self._call(partial.func)
         for key, value in arguments.items():
             self.notes.put(arguments, key, Label("partial argument").item(key), value)
             self._visit(Label(key), value, self._in_all)
         for index, value in enumerate(partial.args):
             self._visit(Label(f"argument {index}"), value, self._in_all)
+
+    def _add_cached(self, function: Any) -> None:
+        """Look into what a function returns from a cache: settings that are made once, say."""
+        made = cached_by(function)
+        results = [v for v in made if type(v) in (dict, list) or self._kinds.is_users(type(v))]
+        if results and not any(is_installed(v.__code__) for v in layers_of(function) if type(v) is types.FunctionType):
+            label = Label(f"{function.__name__}()")
+            for result in results:
+                self._visit(self.notes.label(label.spelling, type(result).__name__, id(result)), result, self._in_all)
+            still = functools.partial(holds_cached, function, frozenset(map(id, results)))
+            part = Reading(str(label), still, lambda: "as captured" if still() else "another object")
+            self.notes.add(str(label), part)
 
     def _add_method(self, method: types.MethodType) -> None:
         owner: Any = method.__self__
@@ -170,19 +167,27 @@ class Finder:
         for layer in layers_of(function):
             if type(layer) is types.MethodType or issubclass(type(layer), functools.partial):
                 self._follow(layer)
+            elif is_getter(layer):
+                self._gather(names_of_getter(layer), into)
             elif type(layer) is types.FunctionType:
+                for implementation in implementations_of(layer):
+                    if implementation is not vars(layer).get("__wrapped__"):
+                        self._read(implementation, *into)
                 _, names = self._functions.get(id(layer), (None, None))
                 if names is None:
                     if len(self._functions) >= _MAX_FUNCTIONS or not is_users_code(layer.__code__):
                         continue
-                    names = attributes_in(layer)
+                    names = attributes_in(layer) | aliases_in(layer)
                     self._functions[id(layer)] = (layer, names)
                     self._todo.append(layer)
-                self._anywhere |= names
-                for gathered in into:
-                    is_anyones = gathered is self._in_all or gathered is self._in_functions
-                    if not is_anyones or not is_installed(layer.__code__):  # a library names little of the user's
-                        gathered |= names
+                self._gather(names, into, is_installed=is_installed(layer.__code__))
+
+    def _gather(self, names: set[str], into: Collection[set[str]], *, is_installed: bool = False) -> None:
+        self._anywhere |= names
+        for gathered in into:
+            is_anyones = gathered is self._in_all or gathered is self._in_functions
+            if not is_anyones or not is_installed:  # a library names little of the user's
+                gathered |= names
 
     def _scan(self, function: types.FunctionType) -> None:
         """Watch a function's variables."""
@@ -202,8 +207,8 @@ class Finder:
             if not (is_installed(code) and is_iterator(scope[name])):
                 self._visit(label, scope[name], names)
         for name in sorted(imports_in(code)):
-            module = sys.modules.get(name) or sys.modules.get(f"{scope.get('__package__')}.{name}")
-            self._visit(notes.label(name, called, id(module)), module, names)
+            module = imported(name, scope)
+            self._visit(notes.label(name.lstrip("."), called, id(module)), module, names)
         notes.absent(Label(str(scope.get("__name__"))), scope, wanted.difference(scope, vars(builtins)))
         own = vars(function)
         for name in sorted((names & own.keys()) - {"__wrapped__"}):
@@ -225,15 +230,19 @@ class Finder:
     def _visit(self, label: Label, value: Any, names: set[str]) -> None:
         """Look one level into what a variable stands for."""
         kind = type(value)
-        if kind in _SIMPLE or issubclass(kind, enum.Enum) or self.notes.is_ignored(label):
+        if kind in SIMPLE or self.notes.is_ignored(label):
+            return
+        if issubclass(kind, enum.Enum):
+            self._add_code(kind, self._in_all, names)
             return
         self.notes.place(label, value)
         if issubclass(kind, type):
             self._add_class(value, names)
         elif issubclass(kind, types.ModuleType):
             if is_users_module(value) and not self._is_known(value, names):
-                self._subjects[id(value)] = _Subject(label, value, None, vars(value), [names])
-        elif kind is weakref.ref:
+                self._subjects[id(value)] = Subject(label, value, None, vars(value), [names])
+                self._call(vars(value).get("__getattr__"))
+        elif kind in (weakref.ref, weakref.WeakMethod):
             self._visit(Label(f"{label.spelling}()", label.apart), value(), names)
         elif issubclass(kind, torch.Tensor):
             self._add_tensor(label, value, names)
@@ -242,13 +251,15 @@ class Finder:
                 self._seen[id(value)] = value
                 for inner, item in contents_of(label, value, self.notes):
                     self.notes.place(inner, item)
-                    self._touch(inner, item)
+                    self._touch_inner(inner, item)
             if attributes_of(value) is not None or slots_of(kind):
                 self._add_object(label, value, [self._in_all, names])
+            else:
+                self._add_code(kind, self._in_all, names)
 
     def _touch(self, label: Label, value: Any) -> bool:
         """Follow a value that is code, and note one that may be drawn from; whether there is no more to it."""
-        if type(value) in _SIMPLE:
+        if type(value) in SIMPLE:
             return True
         if is_callable_by_name(value):
             self._follow(value)
@@ -262,6 +273,18 @@ class Finder:
         self._seen[id(value)] = value
         return True
 
+    def _touch_inner(self, label: Label, value: Any) -> None:
+        """The same for a value that is not looked into: of an object the code of its class, and of a class its own."""
+        if self._touch(label, value) or self.notes.is_ignored(label):
+            return
+        kind = value if issubclass(type(value), type) else type(value)
+        if is_installed_class(kind):  # much code, and little about values of the user's
+            return
+        if kind is value:
+            self._add_class(kind, self._in_all)
+        elif not issubclass(kind, (torch.Tensor, torch.nn.Module)):
+            self._add_code(kind, self._in_all)
+
     # -- objects and classes
 
     def _is_known(self, value: Any, names: set[str]) -> bool:
@@ -274,12 +297,24 @@ class Finder:
         return True
 
     def _add_class(self, value: type, names: set[str]) -> None:
+        """Look for what is named of a class, and at what runs when it is called."""
+        self._add_code(value, names)
         kind = self._kinds.of(value)
-        if kind.is_users and not self._is_known(value, names):
-            label = self.notes.label(value.__name__, value.__module__, id(value))
-            self._subjects[id(value)] = _Subject(label, value, kind, {}, [names])
-            for name in runs_when_called(value):
+        for name in runs_when_called(value) if kind.is_users else ():
+            if name not in kind.asked:
                 self._add_class_attribute(kind, name)
+
+    def _add_code(self, value: type, *contexts: set[str]) -> None:
+        """Look for what is named of a class of the user, and of the class that it is of."""
+        if not self._kinds.is_users(value) or [names for names in contexts if self._is_known(value, names)]:
+            return
+        label = self.notes.label(value.__name__, value.__module__, id(value))
+        kind, meta = self._kinds.of(value), type(value)
+        self._subjects[id(value)] = Subject(label, value, kind, {}, list(contexts))
+        if self._kinds.is_users(meta):
+            by_class = self._kinds.of(meta)
+            self._subjects[id(value), "as an object"] = Subject(label, value, by_class, {}, list(contexts))
+            self._subjects[id(value)].contexts.append(by_class.names)
 
     def _add_tensor(self, label: Label, value: torch.Tensor, names: set[str]) -> None:
         """What hangs on a tensor (`p.scale = 2.0`) is watched where code names it."""
@@ -294,39 +329,21 @@ class Finder:
         found = attributes_of(value)
         slots = slots_of(kind.type) if kind.is_users and not kind.is_module else {}
         attributes = found if found is not None else {}
-        subject = _Subject(label, value, kind, attributes, contexts, slots, is_self=kind.runs)
+        subject = Subject(label, value, kind, attributes, contexts, slots, is_self=kind.runs)
         self._subjects[id(value)] = subject
         subject.is_fixed = is_inner and not kind.is_users
         if not subject.is_fixed:
             self.notes.classes.add(label, value)
 
-    def _note_attributes(self, subject: _Subject, kind: Kind) -> None:
-        """Watch the attributes and slots of an object that any code may read."""
-        label, value = subject.label, subject.value
-        may_be_any = not kind.is_users or may_name_anything(self._in_all | self._in_functions | kind.names)
-        for key in sorted(kind.watched_in(subject.attributes)):
-            item = subject.attributes[key]
-            if not (may_be_any or key in self._anywhere):
-                continue
-            if not kind.is_module or type(item) in _SIMPLE or not is_engines(item):
-                self.notes.put(subject.attributes, key, label.attribute(key), item)
-                self.notes.place(label.attribute(key), item)
-        part = Items(value, in_slot)
-        for name, member in subject.slots.items():
-            inner, item = label.attribute(name), in_slot(value, member, MISSING)
-            if not self.notes.is_ignored(inner) and (may_be_any or name in self._anywhere):
-                part.add(member, str(inner), item)
-                self.notes.place(inner, item)
-        if len(part):
-            self.notes.parts.append(part)
-
-    def _look(self, subject: _Subject) -> bool:
+    def _look(self, subject: Subject) -> bool:
         """Look for the names that have come up since the last look; whether there were any."""
         names, own, kind = subject.names, subject.own, subject.kind
         if (len(names), len(own)) == subject.size:
             return False
         subject.size = (len(names), len(own))
+        names |= set(subject.callable_unspelled(self._anyones))
         if kind is not None and kind.is_users:
+            names |= {RUN_BY[name] for name in subject.direct(self._anyones) & RUN_BY.keys()}
             for name in sorted(names - kind.asked):
                 self._add_class_attribute(kind, name)
         found: dict[str, Any] = {name: subject.attributes[name] for name in names & subject.attributes.keys()}
@@ -342,7 +359,7 @@ class Finder:
                 subject.looked_into.add(name)
                 self._visit(label, value, own if kind is not None else names)
             elif name not in subject.looked_at:
-                self._touch(label, value)
+                self._touch_inner(label, value)
             subject.looked_at.add(name)
         return True
 
@@ -363,26 +380,6 @@ class Finder:
             if not users:
                 return
             self._run(value, kind)
-
-    # -- what is not there
-
-    def _note_absent(self) -> None:
-        for subject in self._subjects.values():
-            kind, names = subject.kind, subject.names
-            if attributes_of(subject.value) is None:  # a class is seen to below
-                continue
-            if kind is not None and kind.is_module and not subject.is_fixed:
-                names |= FORWARD
-            if kind is not None and not kind.is_users:  # a library's object: what would hide a method of its class
-                names = {name for name in names if any(name in vars(base) for base in kind.type.__mro__)}
-                names -= {"step"} if issubclass(kind.type, torch.optim.Optimizer) else set()  # live, or guarded
-            present = (subject.attributes, subject.slots, BOOKKEEPING)
-            missing = [name for name in names if not any(name in where for where in present)]
-            self.notes.absent(subject.label, subject.attributes, missing, type(subject.value).__mro__)
-        for kind in self._kinds.users():
-            for base in filter(self._kinds.is_users, kind.type.__mro__):
-                label = self.notes.label(base.__name__, base.__module__, id(base))
-                self.notes.absent(label, vars(base), kind.asked - vars(base).keys(), base.__mro__[1:])
 
 
 def _owner(value: Any, place: Any) -> Any:

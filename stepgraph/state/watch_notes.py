@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from stepgraph.state.watch_bodies import Absent, Bodies, Classes
+from stepgraph.state.watch_order import Orders
 from stepgraph.state.watch_parts import Items, Part, Tensors
 from stepgraph.state.watch_telling import Label
 
@@ -18,8 +19,8 @@ class Notes:
     def __init__(self, ignore: Collection[str]) -> None:
         self.ignore = frozenset(ignore)
         self.classes, self.bodies, self.tensors = Classes(), Bodies(), Tensors()
-        self._absent = Absent()
-        self.parts: list[Part] = [self.classes, self._absent, self.bodies, self.tensors]
+        self._absent, self._orders = Absent(), Orders()
+        self.parts: list[Part] = [self.classes, self._absent, self.bodies, self.tensors, self._orders]
         self._items: dict[int, Items] = {}
         self._spots: set[tuple[int, Any]] = set()
         self._owners: dict[str, Any] = {}
@@ -61,6 +62,11 @@ class Notes:
             found = self._items[id(where)] = Items(where)
             self.parts.append(found)
         return found
+
+    def order(self, label: Label, where: dict[Any, Any]) -> None:
+        """Watch in which order a dict has its keys."""
+        if not self.ignore.intersection((label.order, label.length, str(label))):
+            self._orders.add(label, where)
 
     def place(self, label: Label, value: Any) -> None:
         """Watch where a tensor lies, or the tensors in a tuple."""

@@ -31,6 +31,9 @@ class Source:
         self.name, self.kind, self._read = name, kind, read
         self._before = read()
 
+    def __str__(self) -> str:
+        return f"{self.kind} `{self.name}`"
+
     @property
     def is_seen(self) -> bool:
         """Whether it tells where it is."""

@@ -51,6 +51,10 @@ class Label:
     def length(self) -> str:
         return f"len({self.spelling}){self.apart}"
 
+    @property
+    def order(self) -> str:
+        return f"list({self.spelling}){self.apart}"
+
     def __str__(self) -> str:
         return self.spelling + self.apart
 

@@ -416,6 +416,7 @@ def test_watch_refuses_a_step_that_draws_from_a_generator_of_its_own(device: tor
         for _ in range(5):
             captured(torch.ones(2, device=device))
     assert error.value.rule == "iterator"
+    assert "ignore=['generator']" in error.value.fix
 
 
 def test_watch_lets_the_loop_draw_where_the_step_does_not(device: torch.device) -> None:

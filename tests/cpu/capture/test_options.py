@@ -142,3 +142,28 @@ def test_capture_is_a_decorator_with_and_without_options() -> None:
     assert (plain.__name__, plain.__doc__) == ("plain", "Adds one.")
     assert plain.report().eager_calls == 3
     assert with_options.report().eager_calls == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "fix"),
+    [
+        ("ignore", "self.steps", "ignore=['self.steps']."),
+        ("safe_hooks", "scale", "safe_hooks=['scale']."),
+        ("safe_hooks", step, "safe_hooks=[step]."),
+        ("generators", torch.Generator(), "generators=[...]."),
+        ("ignore", None, "ignore=[...]."),
+    ],
+    ids=["a name", "a hook by name", "a hook", "a generator", "nothing"],
+)
+def test_list_option_takes_no_single_name(name: str, value: Any, fix: str) -> None:
+    error = refused(**{name: value})
+    assert error.rule == "option"
+    assert error.fix == fix
+    with pytest.raises(InvalidArgument) as caught:
+        stepgraph.graph_modules(torch.nn.ModuleDict({"a": torch.nn.Linear(1, 1)}), "a", **{name: value})
+    assert caught.value.fix == fix
+
+
+def test_list_option_takes_a_set() -> None:
+    with stepgraph.capture(step, ignore={"self.steps"}) as captured:
+        captured(torch.ones(1))

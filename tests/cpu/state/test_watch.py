@@ -745,7 +745,7 @@ def test_watch_sees_what_is_drawn_from_and_moves_nothing() -> None:
     watch = Watch(owner.step)
     assert watch.drawn() == []
     owner.step()
-    assert watch.drawn() == ["the iterator `self.batches`", "the random generator `self.rng`"]
+    assert list(map(str, watch.drawn())) == ["the iterator `self.batches`", "the random generator `self.rng`"]
     assert watch.unseen() == []
     assert (next(owner.batches), next(owner.others)) == (2, 3)
     assert watch.changed() == []
@@ -792,7 +792,7 @@ def test_watch_names_an_iterator_that_keeps_its_place_to_itself() -> None:
     hidden = itertools.groupby([1, 1, 2])
     held = {"it": itertools.groupby([1])}
     file = io.StringIO("a")
-    assert Watch(lambda: (hidden, held["it"], file)).unseen() == ["the iterator `hidden`"]
+    assert list(map(str, Watch(lambda: (hidden, held["it"], file)).unseen())) == ["the iterator `hidden`"]
 
 
 # -- code
