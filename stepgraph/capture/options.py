@@ -74,11 +74,12 @@ class Options:
                 )
 
 
-def listed(name: str, value: Iterable[Any], like: str = "...") -> tuple[Any, ...]:
+def listed(name: str, value: Iterable[Any]) -> tuple[Any, ...]:
     """What an option lists. A single name is no list: it would be taken for its letters."""
     if not isinstance(value, (str, bytes)) and isinstance(value, Iterable):
         return tuple(value)
-    one = repr(value) if isinstance(value, (str, bytes)) else getattr(value, "__name__", like)
+    name_of = str(getattr(value, "__name__", ""))
+    one = repr(value) if isinstance(value, (str, bytes)) else name_of if name_of.isidentifier() else "..."
     raise InvalidArgument(
         f"{name}={value!r} is not a list",
         rule="option",
