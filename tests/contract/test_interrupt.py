@@ -64,7 +64,7 @@ def test_interrupt_in_a_capture_leaves_the_state_of_before_the_call(
     captured = program(device, {3: happens})
     torch.manual_seed(11)
     interrupts = []
-    with stepgraph.capture(captured.step, ignore=["runs"]) as step:
+    with stepgraph.capture(captured.step, ignore=["runs", "in_call"]) as step:
 
         def stubborn(x: torch.Tensor) -> torch.Tensor:
             before = snapshot(captured, device)
@@ -98,7 +98,7 @@ def test_interrupt_in_a_weak_references_callback_is_not_lost(device: torch.devic
         assert reference() is None
 
     interrupted = program(device, {3: die})
-    with stepgraph.capture(interrupted.step, ignore=["runs"]) as step:
+    with stepgraph.capture(interrupted.step, ignore=["runs", "in_call"]) as step:
         for batch in interrupted.batches[:3]:
             step(*batch)
         with pytest.raises(KeyboardInterrupt):
@@ -152,7 +152,7 @@ def test_interrupt_outside_a_capture_is_raised_at_once(device: torch.device) -> 
         reached.append(1)
 
     warmed = program(device, {1: in_warm_up})
-    with stepgraph.capture(warmed.step, ignore=["runs"]) as step:
+    with stepgraph.capture(warmed.step, ignore=["runs", "in_call"]) as step:
         step(*warmed.batches[0])
         with pytest.raises(KeyboardInterrupt):
             step(*warmed.batches[1])
@@ -168,7 +168,7 @@ def test_interrupt_goes_to_the_users_handler(device: torch.device) -> None:
     before = signal.signal(signal.SIGINT, handler)
     try:
         handled = program(device, {3: interrupt, 4: interrupt})
-        with stepgraph.capture(handled.step, ignore=["runs"]) as step:
+        with stepgraph.capture(handled.step, ignore=["runs", "in_call"]) as step:
             for batch in handled.batches:
                 step(*batch)
             assert step.report().replays == 5
@@ -180,7 +180,7 @@ def test_interrupt_goes_to_the_users_handler(device: torch.device) -> None:
 
 def test_capture_in_another_thread_works(device: torch.device) -> None:
     threaded = program(device, {})
-    with stepgraph.capture(threaded.step, ignore=["runs"]) as step:
+    with stepgraph.capture(threaded.step, ignore=["runs", "in_call"]) as step:
         worker = threading.Thread(target=lambda: [step(*batch) for batch in threaded.batches])
         worker.start()
         worker.join()

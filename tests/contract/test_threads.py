@@ -292,13 +292,13 @@ def test_threads_step_on_while_hooks_are_taken_out(other: ThreadPoolExecutor) ->
 
     with contextlib.ExitStack() as stack:
         stack.callback(torch_optimizer.register_optimizer_step_pre_hook(slow).remove)
-        with at_optimizer_steps(seen.append, seen.append):
+        with at_optimizer_steps(seen.append, lambda optimizer, _: seen.append(optimizer)):
             stepping = other.submit(theirs.step)
             assert amid.wait(TIMEOUT)
         go_on.set()
         stepping.result(TIMEOUT)
         assert seen == []
-        with at_optimizer_steps(seen.append, seen.append):
+        with at_optimizer_steps(seen.append, lambda optimizer, _: seen.append(optimizer)):
             assert len(torch_optimizer._global_optimizer_pre_hooks) == 2, "what had to stay is gone"
             assert len(torch_optimizer._global_optimizer_post_hooks) == 1
             theirs.step()
