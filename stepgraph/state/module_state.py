@@ -52,7 +52,7 @@ def discovering(
         if any(m._forward_pre_hooks for m in touched.modules):
             asking = compiled
 
-    before = touched.known()
+    before = touched.known() | frozenset(map(id, objects))
 
     def optimizer_hook(optimizer: Optimizer) -> None:
         touched.add_optimizer(optimizer)
