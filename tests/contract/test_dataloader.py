@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import stepgraph
 from tests.harness import Program, assert_same_history, run
 
-CAPTURES, SIZE = 100, 4
+SIZE = 4
 
 
 def build(device: torch.device) -> Program:
@@ -36,11 +36,17 @@ def build(device: torch.device) -> Program:
     return Program(step, [], [model], [optimizer])
 
 
+@pytest.mark.gpu
 @pytest.mark.timeout(60)
-def test_dataloader_runs_beside_a_hundred_captures(device: torch.device) -> None:
+def test_dataloader_runs_beside_a_hundred_captures() -> None:
+    """On the CPU the slower suites do the same."""
+    assert_captured_beside_a_loader(torch.device("cuda"), 100)
+
+
+def assert_captured_beside_a_loader(device: torch.device, captures: int) -> None:
     """Every other call captures: none fails, and what was trained is what eager trains on the same batches."""
-    features = torch.randn(2 * CAPTURES * SIZE, 6)
-    labels = torch.arange(2 * CAPTURES * SIZE) % 3
+    features = torch.randn(2 * captures * SIZE, 6)
+    labels = torch.arange(2 * captures * SIZE) % 3
     eager = build(device)
     eager.batches = list(zip(features.to(device).split(SIZE), labels.to(device).split(SIZE), strict=True))
     expected = run(eager, eager.step, device)
@@ -62,5 +68,5 @@ def test_dataloader_runs_beside_a_hundred_captures(device: torch.device) -> None
             program.batches = [tuple(tensor.to(device, non_blocking=True) for tensor in batch)]
             received += run(program, step, device)
         report = step.report()
-    assert (report.captures, report.replays, report.eager_reasons) == (CAPTURES, CAPTURES, {"warm-up": CAPTURES})
+    assert (report.captures, report.replays, report.eager_reasons) == (captures, captures, {"warm-up": captures})
     assert_same_history(expected, received, "captured differs from eager")

@@ -78,7 +78,7 @@ def drop_one():
     cycle.itself = cycle
     weakref.finalize(cycle, is_running, frozenset())
 
-for threshold in range(1, 60):  # so that it is reached at any point
+for threshold in range(1, 60, 3):  # so that it is reached at any point
     gc.set_threshold(threshold)
     for _ in range(200):
         drop_one()
