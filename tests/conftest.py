@@ -50,9 +50,8 @@ def reproducible() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def small_heap() -> Iterator[None]:
+def small_heap() -> None:
     """Each capture on the tape collects garbage first; objects of before are set apart so that it costs little."""
     importlib.import_module("torch._dynamo")  # most of these objects; the first capture would bring them
     gc.collect()
     gc.freeze()  # for good: to look through all of them again for each file would take longer than many a file
-    yield
