@@ -43,7 +43,10 @@ class SignatureMismatch(StepgraphError):
 
 
 class StateChanged(StepgraphError):
-    """Under `strict=True`: something that a graph has baked in is not as it was at the capture."""
+    """Something that a graph has baked in is not as it was at the capture, and `strict=True` forbids to capture anew.
+
+    Without `strict`: it changed in the middle of a step, by an optimizer between two graphs.
+    """
 
 
 class NonFinite(StepgraphError, ArithmeticError):

@@ -197,7 +197,7 @@ class StepCapture:
         if (note_loaded := made.chain.note_loaded) is not None:
             for buffer in made.grads.loaded:
                 note_loaded(buffer)
-        modules, parameters = site.touched.modules, site.touched.parameters
+        parameters = site.touched.parameters
         if site.cut_scalers:
             site.scaled |= made.scalers.stepped
             inside = [o for o in inside if id(o) not in site.scaled]
@@ -211,12 +211,7 @@ class StepCapture:
                 *random.if_needed(),
             ),
             tuple(ParametersGuard(o) for o in inside),
-            ModelGuard(
-                *(site.touched.all_modules, site.touched.all_parameters, site.touched.name, self._events),
-                hooked=modules,
-                whole_step=True,
-                steady=parameters,
-            ),
+            self._model_guard(site, steady=parameters),
             Watch(whole, self._options.ignore, site.touched.named_modules, made.read.found, outside),
             random,
             replicas,
@@ -231,13 +226,17 @@ class StepCapture:
         """After an eager call: note what must still be so when the step is recorded."""
         touched = site.touched
         outside = [o for o in touched.optimizers if not place(o, self._options.optimizer).inside]
-        model = ModelGuard(
+        values = Watch(site.with_objects(self._function), self._options.ignore, touched.named_modules, eager=outside)
+        site.went_by = Seen(self._model_guard(site), tuple(map(ParametersGuard, touched.optimizers)), values)
+
+    def _model_guard(self, site: Site, steady: Sequence[torch.Tensor] = ()) -> ModelGuard:
+        touched = site.touched
+        return ModelGuard(
             *(touched.all_modules, touched.all_parameters, touched.name, self._events),
             hooked=touched.modules,
             whole_step=True,
+            steady=steady,
         )
-        values = Watch(site.with_objects(self._function), self._options.ignore, touched.named_modules, eager=outside)
-        site.went_by = Seen(model, tuple(map(ParametersGuard, touched.optimizers)), values)
 
     def _surprised(self, site: Site, error: CaptureError) -> NoReturn:
         """The recording has shown what no eager call has: have one more, or, if that goes on, refuse."""

@@ -68,9 +68,10 @@ class OwnNumbers:
 
     def begin(self, optimizer: Optimizer) -> None:
         """Its step begins."""
-        if id(optimizer) in self._guards and not self._is_inside(optimizer):
+        if id(optimizer) not in self._guards:
+            self._guards[id(optimizer)] = NumbersGuard(optimizer)
+        elif not self._is_inside(optimizer):
             self._note(id(optimizer))
-        self._guards.setdefault(id(optimizer), NumbersGuard(optimizer))
 
     def end(self, optimizer: Optimizer) -> None:
         """Its step ends."""

@@ -87,28 +87,38 @@ def test_strict_tells_of_parameters_replaced_when_no_graph_fits(device: torch.de
             captured(torch.ones(1, 4, device=device))
 
 
+def renewed(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    at: int,
+    renew: Callable[[], torch.optim.Optimizer],
+    batches: list[Any],
+) -> Program:
+    """A program that has another optimizer from one call on."""
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    def before_call(index: int) -> None:
+        nonlocal optimizer
+        if index == at:
+            optimizer = renew()
+
+    return Program(step, batches, [model], before_call=before_call)
+
+
 @pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.Adam], ids=lambda kind: kind.__name__)
 @pytest.mark.parametrize("at", [1, 3, 4, 6])
 def test_a_new_optimizer_in_the_place_of_the_old_one(make: Any, at: int, device: torch.device) -> None:
     def build(device: torch.device) -> Program:
         model = nn.Linear(4, 2).to(device)
-        optimizer = make(model.parameters(), lr=0.1)
-
-        def step(x: torch.Tensor) -> torch.Tensor:
-            optimizer.zero_grad()
-            loss = model(x).square().mean()
-            loss.backward()
-            optimizer.step()
-            return loss
-
-        def before_call(index: int) -> None:
-            nonlocal optimizer
-            if index == at:
-                optimizer = make(model.parameters(), lr=0.01)
-
-        return Program(
-            step, [(torch.randn(3, 4, device=device),) for _ in range(CALLS)], [model], before_call=before_call
-        )
+        first = make(model.parameters(), lr=0.1)
+        batches = [(torch.randn(3, 4, device=device),) for _ in range(CALLS)]
+        return renewed(model, first, at, lambda: make(model.parameters(), lr=0.01), batches)
 
     assert_captured_equals_eager(build, device)
 
@@ -117,23 +127,13 @@ def test_layers_unfrozen_under_a_new_optimizer_while_a_short_batch_warms_up(devi
     def build(device: torch.device) -> Program:
         model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2)).to(device)
         model[0].requires_grad_(False)
-        optimizer = torch.optim.Adam(model[2].parameters(), lr=0.1)
+        first = torch.optim.Adam(model[2].parameters(), lr=0.1)
 
-        def step(x: torch.Tensor) -> torch.Tensor:
-            optimizer.zero_grad()
-            loss = model(x).square().mean()
-            loss.backward()
-            optimizer.step()
-            return loss
-
-        def before_call(index: int) -> None:
-            nonlocal optimizer
-            if index == 12:
-                model.requires_grad_(True)
-                optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+        def renew() -> torch.optim.Optimizer:
+            return torch.optim.Adam(model.requires_grad_(True).parameters(), lr=0.01)
 
         batches = [(torch.randn(2 if index % 4 == 3 else 5, 4, device=device),) for index in range(28)]
-        return Program(step, batches, [model], before_call=before_call)
+        return renewed(model, first, 12, renew, batches)
 
     assert_captured_equals_eager(build, device)
 
