@@ -173,13 +173,15 @@ class StageManager(CudaGraphManager):
             keys, refusal = (), error
         site = self._site(microbatch, Signature(structure, keys, ambient_key(), self.modes(), (), self._names))
         site.keep_alive = [leaf for leaf in leaves if not isinstance(leaf, torch.Tensor)]
-        watched = WarmCall(self.original, self._named(), self.options.ignore, shared.session.backend.device)
+        device = shared.session.backend.device
+        watched = WarmCall(self.original, self._named(), self.options.ignore, device, site.ran)
 
         def run() -> Any:
             args, kwargs = unflatten(structure, leaves)
             return self.original(*args, **kwargs)
 
-        result = shared.warming(lambda: shared.recorder.run(site, leaves, structure, run))
+        call = watched.noting(run)
+        result = shared.warming(lambda: shared.recorder.run(site, leaves, structure, call))
         recorded = shared.recorder.events[-1].call
         self.calls[microbatch] = StageCall(
             site,

@@ -22,6 +22,7 @@ from stepgraph.errors import StateChanged
 from stepgraph.signature import argument_names
 from stepgraph.state.guards import ModelGuard
 from stepgraph.state.hooks import refuse_hooks, with_hooks
+from stepgraph.state.ran import Ran
 from stepgraph.state.reach import reachable
 from stepgraph.state.rng_tracker import NamesGuard
 from stepgraph.state.watch import Watch
@@ -64,6 +65,8 @@ class Subject:
         self._shared, self._need_backward = shared, need_backward
         self._pair: OrderedPair | None = None
         self._guard: SiteGuard | None = None
+        self.ran = Ran()
+        """The code that its warm-up has run."""
         self._model_guard: ModelGuard | None = None
 
     @property
@@ -128,7 +131,7 @@ class Subject:
             hooked=inside,
         )
         self._model_guard = model
-        values = Watch(with_hooks(self.original, inside), SET_OUTSIDE, self.named_modules)
+        values = Watch(with_hooks(self.original, inside), SET_OUTSIDE, self.named_modules, ran=self.ran)
         self._guard = SiteGuard(model, values, self.pair.inside(), names, lambda p: spelled[id(p)])
 
     def admit_hooks(self, names: Sequence[str]) -> None:

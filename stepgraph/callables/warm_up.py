@@ -93,7 +93,8 @@ def warm_up(
             for count in range(iterations):
                 is_last = count == iterations - 1 and iterations > 1  # a first call may fill caches
                 watched = _watch(warm.subject, backend) if is_last else None
-                _one_call(warm, hooks, trains=trains)
+                with warm.subject.ran.noting(backwards_on=backend.device):
+                    _one_call(warm, hooks, trains=trains)
                 finding = watched.finding() if watched is not None else None
                 if finding is not None:
                     raise CaptureError(
@@ -102,7 +103,7 @@ def warm_up(
 
 
 def _watch(subject: Subject, backend: Backend) -> WarmCall:
-    return WarmCall(subject.original, subject.named_modules, SET_OUTSIDE, backend.device)
+    return WarmCall(subject.original, subject.named_modules, SET_OUTSIDE, backend.device, subject.ran)
 
 
 def _one_call(warm: _Warm, hooks: CaptureTimeHooks, *, trains: bool) -> None:

@@ -291,8 +291,9 @@ class CudaGraphManager:
             if self._is_blocked(site):
                 return run()
         self.eager_reasons["warm-up"] += 1
-        watched = WarmCall(self.original, self._named(), self.options.ignore, self.session.session.backend.device)
-        result = self.session.warming(lambda: self.session.recorder.run(site, leaves, structure, run))
+        device = self.session.session.backend.device
+        watched = WarmCall(self.original, self._named(), self.options.ignore, device, site.ran)
+        result = self.session.warming(lambda: self.session.recorder.run(site, leaves, structure, watched.noting(run)))
         site.finding = watched.finding() or site.varies
         return result
 
@@ -361,7 +362,7 @@ class CudaGraphManager:
             self.session.events,
             hooked=[*self._called_inside(), *passed],
         )
-        values = Watch(with_hooks(self.original, self._called_inside()), self.options.ignore, modules)
+        values = Watch(with_hooks(self.original, self._called_inside()), self.options.ignore, modules, ran=site.ran)
         site.guard = SiteGuard(model, values, self.pair().inside(), runner.names, lambda p: names[id(p)])
 
     def failed(self, site: ModuleSite, error: Exception) -> None:

@@ -21,6 +21,7 @@ from stepgraph.errors import CaptureError
 from stepgraph.likeness import Likeness
 from stepgraph.signature import Signature, is_plain
 from stepgraph.state.attributes import Attributes
+from stepgraph.state.ran import Ran
 from stepgraph.state.rng import HostRandomWatch
 from stepgraph.state.watch import Watch
 from stepgraph.tree import Structure, paths
@@ -65,6 +66,8 @@ class ModuleSite:
         self._copies_grads = False
         self._familiar: FamiliarCall | None = None
         self.keep_alive: list[Any] = []
+        self.ran = Ran()
+        """The code that calls here have run."""
 
     @property
     def is_open(self) -> bool:
@@ -139,12 +142,23 @@ class WarmCall:
         modules: dict[str, torch.nn.Module],
         ignore: Iterable[str],
         device: torch.device,
+        ran: Ran,
     ) -> None:
         self._names = {id(module): name for name, module in modules.items()}
         self._ignore = frozenset(ignore)
         self._attributes = Attributes(list(modules.values()))
-        self._values = Watch(function, self._ignore, modules)
+        self._values = Watch(function, self._ignore, modules, ran=ran)
+        self._ran = ran
         self._random = HostRandomWatch(device)
+
+    def noting(self, call: Callable[[], Any]) -> Callable[[], Any]:
+        """The call, with a look at the code that runs."""
+
+        def noted() -> Any:
+            with self._ran.noting():
+                return call()
+
+        return noted
 
     def finding(self) -> CaptureError | None:
         """What the call did that no replay could repeat."""

@@ -212,7 +212,9 @@ class StepCapture:
             ),
             tuple(ParametersGuard(o) for o in inside),
             self._model_guard(site, steady=parameters),
-            Watch(whole, self._options.ignore, site.touched.named_modules, made.read.found, outside),
+            Watch(
+                *(whole, self._options.ignore, site.touched.named_modules, made.read.found, outside), site.touched.ran
+            ),
             random,
             replicas,
         )
@@ -226,7 +228,8 @@ class StepCapture:
         """After an eager call: note what must still be so when the step is recorded."""
         touched = site.touched
         outside = [o for o in touched.optimizers if not place(o, self._options.optimizer).inside]
-        values = Watch(site.with_objects(self._function), self._options.ignore, touched.named_modules, eager=outside)
+        whole = site.with_objects(self._function)
+        values = Watch(whole, self._options.ignore, touched.named_modules, eager=outside, ran=touched.ran)
         site.went_by = Seen(self._model_guard(site), tuple(map(ParametersGuard, touched.optimizers)), values)
 
     def _model_guard(self, site: Site, steady: Sequence[torch.Tensor] = ()) -> ModelGuard:
@@ -282,7 +285,8 @@ class StepCapture:
                     try:
                         args, kwargs = unflatten(structure, leaves)  # new for each recording, as for each eager call
                         recorder.begin(grads)
-                        outputs = StaticOutputs(self._function(*args, **kwargs))
+                        with site.touched.ran.noting():
+                            outputs = StaticOutputs(self._function(*args, **kwargs))
                         refuse_unknown_results(outputs.leaves)
                         found_flags = flags.finish(outputs.tree, site.touched.parameters)
                         _refuse_own_change(self._name, model.changed(site.touched.name))

@@ -76,7 +76,7 @@ def warm_up(
     whole = site.with_objects(step)
     flags = flags_of(site, options, step)
     eager = [o for o in site.touched.optimizers if not place(o, options.optimizer).inside]
-    values = Watch(whole, options.ignore, site.touched.named_modules, eager=eager)
+    values = Watch(whole, options.ignore, site.touched.named_modules, eager=eager, ran=site.touched.ran)
     model = ModelState(site.touched.all_modules, site.touched.all_parameters)
     contents = Contents([(i, leaf) for i, leaf in enumerate(moved) if is_copied_in(leaf)])
 
@@ -91,6 +91,7 @@ def warm_up(
             numbers.end(optimizer)
 
     with (
+        site.touched.ran.noting(backwards_on=backend.device),
         discovering(site.touched, whole, {id(leaf) for leaf in (*leaves, *moved)}, see) as known,
         session.workspace.warming_up(),
         _state_outside_the_pool(session.workspace),

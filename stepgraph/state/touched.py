@@ -21,6 +21,8 @@ from typing import Any
 import torch
 from torch.optim.optimizer import Optimizer
 
+from stepgraph.state.ran import Ran
+
 
 class Touched:
     """The modules, parameters and optimizers of a step, each once, in the order found."""
@@ -31,6 +33,8 @@ class Touched:
         self._parameters: dict[int, torch.Tensor] = {}
         self._optimizers: dict[int, Optimizer] = {}
         self._names: dict[int, str] = {}
+        self.ran = Ran()
+        """The code that its calls have run."""
         self._ended: weakref.WeakKeyDictionary[type, None] = weakref.WeakKeyDictionary()
 
     @property

@@ -18,8 +18,10 @@ from typing import Any
 
 import torch
 
+from stepgraph.state.ran import Ran
 from stepgraph.state.untouched import Untouched
 from stepgraph.state.watch_find import Finder
+from stepgraph.state.watch_followed import Overrun
 from stepgraph.state.watch_parts import Part, Reading
 from stepgraph.state.watch_source import Source
 from stepgraph.state.watch_telling import Change, Label, told
@@ -38,10 +40,20 @@ class Watch:
         modules: Mapping[str, torch.nn.Module] | None = None,
         read: Mapping[tuple[str, int], Callable[[], Any]] | None = None,
         eager: Iterable[Any] = (),
+        ran: Ran | None = None,
     ) -> None:
-        """`read` are numbers that it was seen to read, `eager` the optimizers that run at each replay."""
-        finder = Finder(ignore, [id(value) for value in eager])
-        finder.find(function, modules or {})
+        """`read` are numbers that it was seen to read, `eager` the optimizers that run at each replay.
+
+        `ran` is the code that it was seen to run.
+        """
+        ran = ran if ran is not None else Ran()
+        others = [id(value) for value in eager]
+        finder = Finder(ignore, others, ran)
+        try:
+            finder.find(function, modules or {})
+        except Overrun:
+            finder = Finder(ignore, others, ran)
+            finder.find(function, modules or {})
         self._sources = finder.sources
         self._parts: list[Part] = finder.notes.parts
         for (name, _), reader in (read or {}).items():

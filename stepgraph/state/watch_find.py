@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from stepgraph.state.ran import Ran
 from stepgraph.state.watch_behind import (
     cached_by,
     holds_cached,
@@ -39,12 +40,12 @@ from stepgraph.state.watch_code import (
     is_callable_by_name,
     is_installed,
     is_installed_class,
-    is_users_code,
     layers_of,
     may_name_all,
     may_name_anything,
 )
 from stepgraph.state.watch_contents import contents_of
+from stepgraph.state.watch_followed import Followed
 from stepgraph.state.watch_kinds import BOOKKEEPING, RUN_BY, Kind, Kinds, runs_when_called
 from stepgraph.state.watch_notes import Notes
 from stepgraph.state.watch_parts import Cell, Defaults, Reading, in_cell, in_slot
@@ -53,14 +54,13 @@ from stepgraph.state.watch_subject import SIMPLE, Subject, note_absent, note_att
 from stepgraph.state.watch_telling import Label
 from stepgraph.state.watch_values import MISSING, attributes_of, is_engines, is_plain, is_users_module, slots_of
 
-_MAX_FUNCTIONS = 1024
-
 
 class Finder:
     """Looks through what a step can name, and has noted what is to be watched."""
 
-    def __init__(self, ignore: Collection[str], eager: Collection[int] = ()) -> None:
+    def __init__(self, ignore: Collection[str], eager: Collection[int], ran: Ran) -> None:
         """`eager` are objects, by id, that run between graphs: what they do is done at each replay."""
+        self._followed = Followed(ran)
         self.notes = Notes(ignore)
         self._eager = frozenset(eager)
         self.sources: list[Source] = []
@@ -100,7 +100,9 @@ class Finder:
         grown = True
         while grown:
             while self._todo:
-                self._scan(self._todo.popleft())
+                function = self._todo.popleft()
+                with self._followed.reached_from(function):
+                    self._scan(function)
             looks = [self._look(subject) for subject in list(self._subjects.values())]
             grown = any(looks) or bool(self._todo)
 
@@ -129,7 +131,8 @@ class Finder:
         self._call(partial.func)
         for key, value in arguments.items():
             self.notes.put(arguments, key, Label("partial argument").item(key), value)
-            self._visit(Label(key), value, self._in_all)
+            with self._followed.elsewhere(is_callable_by_name(value)):  # a hook, maybe, that runs in a backward
+                self._visit(Label(key), value, self._in_all)
         for index, value in enumerate(partial.args):
             self._visit(Label(f"argument {index}"), value, self._in_all)
 
@@ -159,8 +162,9 @@ class Finder:
 
     def _run(self, attribute: Any, kind: Kind) -> None:
         """Follow what runs for an attribute of a class."""
-        for function in code_behind(attribute):
-            self._read(function, kind.names, *(() if kind.is_module else (self._in_all,)))
+        with self._followed.elsewhere(issubclass(kind.type, torch.autograd.Function)):
+            for function in code_behind(attribute):
+                self._read(function, kind.names, *(() if kind.is_module else (self._in_all,)))
 
     def _read(self, function: Any, *into: set[str]) -> None:
         """Note the names in a function and in those that it is wrapped around, and look at its variables later."""
@@ -175,7 +179,7 @@ class Finder:
                         self._read(implementation, *into)
                 _, names = self._functions.get(id(layer), (None, None))
                 if names is None:
-                    if len(self._functions) >= _MAX_FUNCTIONS or not is_users_code(layer.__code__):
+                    if not self._followed.admits(layer):
                         continue
                     names = attributes_in(layer) | aliases_in(layer)
                     self._functions[id(layer)] = (layer, names)

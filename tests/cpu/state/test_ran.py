@@ -1,0 +1,86 @@
+"""Code that has run, and what is followed of that which has not."""
+
+from __future__ import annotations
+
+import types
+from typing import Any
+
+from stepgraph.state.ran import Ran
+from stepgraph.state.watch import Watch
+
+NUM_FUNCTIONS = 2000
+
+
+def framework(*, hot: int) -> dict[str, Any]:
+    """A large framework in a folder of the user's: functions that all can be named, one of which is called."""
+    scope: dict[str, Any] = {"__name__": "framework", "values": [0.0] * NUM_FUNCTIONS}
+    for index in range(NUM_FUNCTIONS):
+        scope[f"v{index}"] = 1.0
+        exec(f"def f{index}(x): return x * v{index}", scope)
+    names = ", ".join(f"f{index}" for index in range(NUM_FUNCTIONS))
+    exec(f"def step(x):\n    if x is None:\n        return [{names}]\n    return f{hot}(x)", scope)
+    return scope
+
+
+def noted(step: Any) -> Ran:
+    ran = Ran()
+    with ran.noting():
+        step(1.0)
+    return ran
+
+
+def test_code_that_ran_is_known_and_other_code_is_not() -> None:
+    def runs(x: float) -> float:
+        return x
+
+    def rests(x: float) -> float:
+        return x
+
+    ran = noted(runs)
+    assert ran.is_known
+    assert runs.__code__ in ran
+    assert rests.__code__ not in ran
+
+
+def test_nothing_is_known_before_a_call() -> None:
+    assert not Ran().is_known
+
+
+def test_of_a_framework_in_a_folder_what_ran_is_watched_and_no_more() -> None:
+    scope = framework(hot=NUM_FUNCTIONS - 1)
+    watch = Watch(scope["step"], ran=noted(scope["step"]))
+    scope["v0"] = 2.0
+    assert not watch.changed()
+    scope[f"v{NUM_FUNCTIONS - 1}"] = 2.0
+    assert [change.name for change in watch.changed()] == [f"v{NUM_FUNCTIONS - 1}"]
+
+
+def test_of_few_functions_all_that_can_be_named_is_watched() -> None:
+    values = {"hot": 1.0, "cold": 1.0}
+
+    def hot(x: float) -> float:
+        return x * values["hot"]
+
+    def cold(x: float) -> float:
+        return x * values["cold"]
+
+    def step(x: float) -> float:
+        return hot(x) if x else cold(x)
+
+    watch = Watch(step, ran=noted(step))
+    values["cold"] = 2.0
+    assert [change.name for change in watch.changed()] == ["values['cold']"]
+
+
+def test_code_that_is_gone_does_not_lend_its_identity() -> None:
+    ran = Ran()
+    for _ in range(50):
+        scope: dict[str, Any] = {}
+        exec("def f(x): return x", scope)
+        with ran.noting():
+            scope["f"](1)
+        del scope
+    new: dict[str, Any] = {}
+    exec("def g(x): return x + 1", new)
+    made: types.FunctionType = new["g"]
+    assert made.__code__ not in ran
