@@ -20,8 +20,7 @@ from stepgraph.signature import (
     ambient_key,
     differences,
     leaf_keys,
-    refuse_opaque,
-    refuse_tensor_classes,
+    refuse_arguments,
 )
 from stepgraph.tree import Structure
 
@@ -57,8 +56,7 @@ class CallShape:
 
     def _check_sample(self, leaves: Sequence[Any]) -> None:
         try:
-            refuse_opaque(leaves)
-            refuse_tensor_classes(leaves, self.call.names())
+            refuse_arguments(leaves, self.call.names())
         except InvalidArgument as error:
             raise InvalidArgument(f"{self.name}: {error.what}", rule=error.rule, why=error.why, fix=error.fix) from None
 

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from stepgraph.backends import backend_for
+from stepgraph.capture.choice import backend_of
 from stepgraph.capture.scopes import Part
 from stepgraph.errors import InvalidArgument
 from stepgraph.state.attributes import Attributes
@@ -172,7 +172,7 @@ def _detached(leaf: Any) -> Any:
 def _as_before(layer: torch.nn.Module) -> Iterator[None]:
     """Put attributes, buffers and random states back."""
     tensors = [*layer.parameters(), *layer.buffers()]
-    backend = backend_for(tensors[0].device if tensors else "cpu")
+    backend = backend_of(tensor.device for tensor in tensors)
     tracker = tracker_for(backend)
     named = tracker.get_states()
     attributes = Attributes(list(layer.modules()))

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from stepgraph.callables.ordered_pair import OrderedPair, WeightGraph
+from stepgraph.capture.choice import refuse_elsewhere
 from stepgraph.capture.manager import CudaGraphManager
 from stepgraph.capture.module_guard import is_hooked
 from stepgraph.capture.module_options import ModuleOptions
@@ -33,8 +34,7 @@ from stepgraph.signature import (
     argument_names,
     differences,
     leaf_keys,
-    refuse_opaque,
-    refuse_tensor_classes,
+    refuse_arguments,
 )
 from stepgraph.state.param_grads import GradPart
 from stepgraph.state.rng_tracker import tracker_for
@@ -164,11 +164,11 @@ class StageManager(CudaGraphManager):
         """Call the module eagerly and note the call."""
         shared, refusal = self.session, None
         if self.random is None:
-            self.random = tracker_for(shared.backend_for(self.module))
+            self.random = tracker_for(shared.backend_for(self.module, leaves))
         try:
             keys = leaf_keys(leaves)
-            refuse_opaque(leaves)
-            refuse_tensor_classes(leaves, [f"argument {index}" for index in range(len(leaves))])
+            refuse_arguments(leaves, [f"argument {index}" for index in range(len(leaves))])
+            refuse_elsewhere(self.module, leaves, shared.session.backend)
         except InvalidArgument as error:
             keys, refusal = (), error
         site = self._site(microbatch, Signature(structure, keys, ambient_key(), self.modes(), (), self._names))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 from typing import Any
 
@@ -22,10 +22,15 @@ def choose_backend(
         return backend_named(wanted) if isinstance(wanted, str) else wanted
     if session.has_backend:
         return session.backend
-    found = list(devices(chain(iter(leaves), reachable(function))))
-    cuda = next((d for d in found if d.type == "cuda"), None)
-    fallback = "cuda" if not found and torch.cuda.is_available() else "cpu"
-    return backend_for(cuda or (found[0] if found else fallback))
+    return backend_of(devices(chain(iter(leaves), reachable(function))))
+
+
+def backend_of(found: Iterable[torch.device]) -> Backend:
+    """The backend for work on these devices: on a GPU where there is one."""
+    known = list(found)
+    cuda = next((d for d in known if d.type == "cuda"), None)
+    fallback = "cuda" if not known and torch.cuda.is_available() else "cpu"
+    return backend_for(cuda or (known[0] if known else fallback))
 
 
 def refuse_other_devices(name: str, function: Callable[..., Any], leaves: Sequence[Any], backend: Backend) -> None:
@@ -39,4 +44,17 @@ def refuse_other_devices(name: str, function: Callable[..., Any], leaves: Sequen
                 rule="backend",
                 why="the tape records work on CPU tensors only.",
                 fix="move the model and the batch to the CPU, or leave backend= and STEPGRAPH_BACKEND unset.",
+            )
+
+
+def refuse_elsewhere(module: torch.nn.Module, leaves: Sequence[Any], backend: Backend) -> None:
+    """Refuse a module that works on another device than its session, which would record none of that."""
+    own = backend.device
+    for device in devices(chain([module], leaves if own.type == "cpu" else ())):
+        if device.type != own.type or (None not in (device.index, own.index) and device.index != own.index):
+            raise InvalidArgument(
+                f"the module works on {device}, and the graphs of its session are on {own}",
+                rule="backend",
+                why="one session has one pool, on one device.",
+                fix="leave the module out of the scope, or give it a stepgraph.Session of its own.",
             )

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from stepgraph.capture.choice import refuse_elsewhere
 from stepgraph.capture.failure import capture_error
 from stepgraph.capture.fixed_round import FixedRound
 from stepgraph.capture.module_guard import SiteGuard, global_hook, has_global_hooks
@@ -33,8 +34,7 @@ from stepgraph.signature import (
     argument_names,
     leaf_keys,
     reason_for_eager,
-    refuse_opaque,
-    refuse_tensor_classes,
+    refuse_arguments,
 )
 from stepgraph.state.ddp import in_ddp
 from stepgraph.state.guards import ModelGuard
@@ -137,7 +137,7 @@ class CudaGraphManager:
         """A call that does not look like the one before."""
         session = self.session
         if self.random is None:
-            self._is_capturing = session.backend_for(self.module).capture_probe
+            self._is_capturing = session.backend_for(self.module, self._flatten(args, kwargs)[0]).capture_probe
             self.random = tracker_for(session.session.backend)
         if session.is_closed or self._is_capturing():
             return self.original(*args, **kwargs)  # a part of a larger capture
@@ -261,8 +261,8 @@ class CudaGraphManager:
         site = ModuleSite(self, call)
         site.keep_alive = [leaf for leaf in leaves if not isinstance(leaf, torch.Tensor)]
         try:
-            refuse_opaque(leaves)
-            refuse_tensor_classes(leaves, call.names())
+            refuse_arguments(leaves, call.names())
+            refuse_elsewhere(self.module, leaves, self.session.session.backend)
         except InvalidArgument as error:
             site.obstacle = f"{error.what}   [{error.rule}]"
         if len(self.sites) >= self.options.max_signatures:

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from stepgraph.backends import Backend, backend_for, is_capturing
+from stepgraph.backends import Backend, is_capturing
+from stepgraph.capture.choice import backend_of
 from stepgraph.capture.fixed_round import FixedRound
 from stepgraph.capture.lane import Lanes
 from stepgraph.capture.module_guard import is_hooked
@@ -63,11 +64,10 @@ class ModuleSession:
         """The calls under way that may add to the gradients of a module's parameters, whichever method was called."""
         return self._rivals.setdefault(id(module), Rivals())
 
-    def backend_for(self, module: torch.nn.Module) -> Backend:
-        """The backend, chosen by where the first module's parameters are."""
+    def backend_for(self, module: torch.nn.Module, leaves: Iterable[Any]) -> Backend:
+        """The backend, chosen by where the model's parameters are, or what the first call is given."""
         if not self.session.has_backend:
-            found = next(iter(devices(iter([module]))), None)
-            self.session.settle(backend_for(found if found is not None else "cpu"))
+            self.session.settle(backend_of(devices(iter((self.model, module, *leaves)))))
         return self.session.backend
 
     def warming(self, run: Callable[[], Any]) -> Any:

@@ -175,6 +175,12 @@ def has_gradient_hooks(tensor: torch.Tensor) -> bool:
     return bool(tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None))
 
 
+def refuse_arguments(leaves: Sequence[Any], names: Sequence[str]) -> None:
+    """Refuse what no graph of a module or a callable can be given."""
+    refuse_opaque(leaves)
+    refuse_tensor_classes(leaves, names)
+
+
 def refuse_opaque(leaves: Sequence[Any]) -> None:
     """Refuse objects that hide tensors: they are told by identity, so that their tensors would be frozen."""
     for leaf in leaves:
