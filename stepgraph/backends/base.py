@@ -125,6 +125,10 @@ class Workspace(ABC):
         """The surroundings of a capture: its stream, a drained queue, the garbage collector held off."""
 
     @abstractmethod
+    def renew(self) -> None:
+        """Where no graph is left: give back the memory that steps were captured in, but for what is in use."""
+
+    @abstractmethod
     def pool_bytes(self) -> int:
         """How much memory the pool holds."""
 

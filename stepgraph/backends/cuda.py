@@ -293,6 +293,10 @@ class CudaWorkspace(Workspace):
         with collector_at_rest(), self.stream(), self.random.watched():
             yield
 
+    def renew(self) -> None:
+        self._pools.pop(0).free()  # the next capture's `empty_cache` gives its memory back
+        self._new_pool(0, (self.default_generator,))
+
     def _segments(self) -> list[Any]:
         return [s for s in torch.cuda.memory_snapshot() if tuple(s.get("segment_pool_id", ())) in self._pool_ids]
 

@@ -37,6 +37,7 @@ from stepgraph.backends.threads import compiled_code_runs_eagerly
 from stepgraph.collector import collector_at_rest
 from stepgraph.errors import CaptureRefused, entry
 from stepgraph.frames import user_location
+from stepgraph.ran import Unnoted
 from stepgraph.signature import OwnMode
 
 
@@ -55,9 +56,15 @@ class Recorder(dispatch.TorchDispatchMode, OwnMode):
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        graph, kwargs = self._head.graph, kwargs or {}
+        graph = self._head.graph
         if graph is None:
-            return func(*args, **kwargs)
+            return func(*args, **(kwargs or {}))
+        with Unnoted():
+            return self._record(graph, func, types, args, kwargs or {})
+
+    def _record(
+        self, graph: TapeGraph, func: Any, types: Sequence[type], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
         if not isinstance(func, torch._ops.OpOverload):
             graph.refuse(CaptureRefused(entry("tape-limit"), f"higher-order operator {func}", user_location()))
         if not all(has_memory(t) for t in types):
@@ -128,6 +135,9 @@ class TapeWorkspace(Workspace):
     def _refuse(self, error: CaptureRefused) -> None:
         if self._head.graph is not None:
             self._head.graph.refuse(error)
+
+    def renew(self) -> None:
+        return  # addresses that are free are joined by themselves
 
     def pool_bytes(self) -> int:
         return self._pool.num_bytes

@@ -19,10 +19,10 @@ from stepgraph.capture.module_guard import SiteGuard, is_hooked
 from stepgraph.capture.module_session import ModuleSession
 from stepgraph.capture.pair import with_modes
 from stepgraph.errors import StateChanged
+from stepgraph.ran import Ran
 from stepgraph.signature import argument_names
 from stepgraph.state.guards import ModelGuard
 from stepgraph.state.hooks import refuse_hooks, with_hooks
-from stepgraph.state.ran import Ran
 from stepgraph.state.reach import reachable
 from stepgraph.state.rng_tracker import NamesGuard
 from stepgraph.state.watch import Watch

@@ -19,9 +19,9 @@ from stepgraph.capture.runner import Runner
 from stepgraph.capture.static_result import StaticResult
 from stepgraph.errors import CaptureError
 from stepgraph.likeness import Likeness
+from stepgraph.ran import Ran
 from stepgraph.signature import Signature, is_plain
 from stepgraph.state.attributes import Attributes
-from stepgraph.state.ran import Ran
 from stepgraph.state.rng import HostRandomWatch
 from stepgraph.state.watch import Watch
 from stepgraph.tree import Structure, paths

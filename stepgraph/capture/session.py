@@ -151,6 +151,10 @@ class Session:
             self._resources.graphs.remove(graph)
             graph.free()
 
+    @property
+    def num_graphs(self) -> int:
+        return len(self._resources.graphs)
+
     def pool_bytes(self) -> int:
         return self._resources.workspace.pool_bytes() if self._resources.workspace is not None else 0
 

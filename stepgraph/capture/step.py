@@ -29,6 +29,7 @@ from stepgraph.capture.options import Options
 from stepgraph.capture.policy import Action
 from stepgraph.capture.record import NotWarm, StepCapture
 from stepgraph.capture.report import Counts, Report, report_of
+from stepgraph.capture.room import REASON, Room
 from stepgraph.capture.session import Session
 from stepgraph.capture.site import CapturedCall, Familiar, Site
 from stepgraph.capture.sites import Sites
@@ -62,6 +63,7 @@ class CapturedStep(Generic[P, R]):
         self._capture = StepCapture(self._name, function, self._session, options)
         self._bound = BoundSteps(self._name)
         self._sites = Sites(self._name, options)
+        self._room = Room(self._session)
         self._last: Familiar | None = None
         """What the last replayed call looked like."""
         self._flatten = CallFlattener()
@@ -276,6 +278,8 @@ class CapturedStep(Generic[P, R]):
 
     def _capture_one(self, site: Site, given: Given) -> Any:
         begun = time.perf_counter()
+        dropped = self._room.make(given.leaves, self._sites.values())
+        self._counts.recapture_reasons.update({REASON: dropped} if dropped else {})
         with contextlib.ExitStack() as held:
             raise_held = held.enter_context(interrupts_held())
             try:

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import Optimizer
 
-from stepgraph.state.ran import Ran
+from stepgraph.ran import Ran
 
 
 class Touched:

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from stepgraph.state.ran import Ran
+from stepgraph.ran import Ran
 from stepgraph.state.untouched import Untouched
 from stepgraph.state.watch_find import Finder
 from stepgraph.state.watch_followed import Overrun

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from stepgraph.state.ran import Ran
+from stepgraph.ran import Ran
 from stepgraph.state.watch_behind import (
     cached_by,
     holds_cached,

@@ -13,7 +13,7 @@ import contextlib
 import types
 from collections.abc import Iterator
 
-from stepgraph.state.ran import Ran
+from stepgraph.ran import Ran
 from stepgraph.state.watch_code import is_installed, is_users_code
 
 _MANY = 256

@@ -16,6 +16,7 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "stepgraph"
 ROOMS = (
     "collector",
+    "ran",
     "errors",
     "frames",
     "native",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import types
 from typing import Any
 
-from stepgraph.state.ran import Ran
+from stepgraph.ran import Ran
 from stepgraph.state.watch import Watch
 
 NUM_FUNCTIONS = 2000

@@ -74,6 +74,23 @@ class Ran:
             self._codes[id(code)] = code
 
 
+class Unnoted:
+    """A block of which nothing is noted: there are many, and what runs in them is known."""
+
+    __slots__ = ("_found",)
+
+    def __enter__(self) -> None:
+        self._found: Any = None
+        found = sys.getprofile()
+        if type(getattr(found, "__self__", None)) is Ran:
+            self._found = found
+            sys.setprofile(None)
+
+    def __exit__(self, *error: object) -> None:
+        if self._found is not None:
+            sys.setprofile(self._found)
+
+
 def _in_a_backward(device: torch.device, call: Callable[[], None]) -> None:
     """Call something in the thread in which autograd runs backwards on a device, where that is not this one."""
     if device.type == "cpu":
