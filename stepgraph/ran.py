@@ -26,6 +26,7 @@ class Ran:
         self._codes: dict[int, types.CodeType] = {}
         """By id; kept, so that no other code takes the id of one."""
         self._is_whole = True
+        self._is_elsewhere = False
         self.is_all_that_counts = False
         """Whether there is so much else that nothing else is looked at, not even of the user's code."""
 
@@ -61,11 +62,12 @@ class Ran:
                 outer._is_whole = outer._is_whole and self._is_whole
 
     def _begin(self) -> None:
-        if sys.getprofile() is None:
+        self._is_elsewhere = sys.getprofile() is None  # else autograd uses this very thread, or has a profiler
+        if self._is_elsewhere:
             sys.setprofile(self._note)
 
     def _end(self) -> None:
-        if sys.getprofile() == self._note:
+        if self._is_elsewhere and sys.getprofile() == self._note:
             sys.setprofile(None)
 
     def _note(self, frame: types.FrameType, event: str, _: Any) -> None:

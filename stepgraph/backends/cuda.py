@@ -294,7 +294,8 @@ class CudaWorkspace(Workspace):
             yield
 
     def renew(self) -> None:
-        self._pools.pop(0).free()  # the next capture's `empty_cache` gives its memory back
+        self._pools.pop(0).free()
+        torch.cuda.empty_cache()
         self._new_pool(0, (self.default_generator,))
 
     def _segments(self) -> list[Any]:

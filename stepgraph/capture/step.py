@@ -242,6 +242,7 @@ class CapturedStep(Generic[P, R]):
 
     def _warm_up(self, site: Site, reason: str, given: Given) -> Any:
         modes = site.modes()
+        self._room.before_warm_up(given.leaves, self._sites.values())
         result, flags = warm_up(self._function, given, site, self._session, self._options)
         site.count_warm_call(modes)
         self._capture.look(site)
@@ -278,7 +279,7 @@ class CapturedStep(Generic[P, R]):
 
     def _capture_one(self, site: Site, given: Given) -> Any:
         begun = time.perf_counter()
-        dropped = self._room.make(given.leaves, self._sites.values())
+        dropped = self._room.before_capture(given.leaves, self._sites.values())
         self._counts.recapture_reasons.update({REASON: dropped} if dropped else {})
         with contextlib.ExitStack() as held:
             raise_held = held.enter_context(interrupts_held())

@@ -137,7 +137,8 @@ def test_backward_of_a_library_is_watched_in_a_step(library: Any, device: torch.
         assert weight.grad.tolist() == [3.0, 3.0]
 
 
-def test_hook_of_a_library_on_a_tensor_is_watched_in_a_step(library: Any, device: torch.device) -> None:
+@pytest.mark.parametrize("threads", [True, False])
+def test_hook_of_a_library_on_a_tensor_is_watched_in_a_step(threads: bool, library: Any, device: torch.device) -> None:
     weight = torch.ones(2, device=device, requires_grad=True)
 
     def train(x: torch.Tensor) -> torch.Tensor:

@@ -109,3 +109,23 @@ def test_results_of_graphs_that_made_room_stay_as_they_are(device: torch.device)
         for i in range(5):
             step(torch.full((64,), float(i), device=device))
         assert held.tolist() == [8.0] * 4
+
+
+def test_buckets_that_are_captured_ahead_stay(device: torch.device) -> None:
+    training = program(device, [3] * 4 + [3, 7, 12, 16])
+    with stepgraph.capture(training.step, buckets={"x": {0: [4, 8, 16]}}) as step:
+        for (batch,) in training.batches:
+            step(batch)
+        assert (step.report().graphs, step.report().captures, step.report().recaptures) == (3, 3, 0)
+
+
+def test_graphs_of_other_modes_make_room_too(device: torch.device) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5)).to(device)
+    with stepgraph.capture(lambda x: model(x).detach()) as step:
+        for size in (2, 4):
+            x = torch.ones(size, 8, device=device)
+            for mode in [True] * 5 + [False] * 5:
+                model.train(mode)
+                result = step(x)
+            assert torch.equal(result, model[0](x))
+        assert step.report().recapture_reasons == {REASON: 2}
