@@ -149,12 +149,13 @@ def test_hook_of_a_library_on_a_tensor_is_watched_in_a_step(threads: bool, libra
         loss.backward()
         return loss.detach()
 
-    with stepgraph.capture(train) as step:
+    with torch.autograd.set_multithreading_enabled(threads), stepgraph.capture(train) as step:
         warmed(step, torch.ones(2, device=device))
         library.scale = 3.0
         assert "scale" in told(step, torch.ones(2, device=device))[1]
         assert weight.grad is not None
         assert weight.grad.tolist() == [3.0, 3.0]
+        assert sys.getprofile() is None
 
 
 def test_backward_of_a_library_is_watched_in_a_graphed_module(library: Any, device: torch.device) -> None:
