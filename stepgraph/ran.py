@@ -5,7 +5,8 @@ did not run has read none. Of the user's own code this makes little difference. 
 Hugging Face's can name thousands of functions, down to those that download weights and draw progress bars, and runs
 twenty.
 
-Where a profiler has taken Python's only place for one, it is not known what runs, and everything counts.
+Where a profiler has taken Python's only place for one, or code is compiled, it is not known what runs, and everything
+counts.
 """
 
 from __future__ import annotations
@@ -38,13 +39,17 @@ class Ran:
     def __contains__(self, code: types.CodeType) -> bool:
         return id(code) in self._codes
 
+    def give_up(self) -> None:
+        """What runs cannot be seen."""
+        self._is_whole = False
+
     @contextlib.contextmanager
     def noting(self, backwards_on: torch.device | None = None) -> Iterator[None]:
         """Note what runs in this block, in this thread, and in that of backwards on a device."""
         found = sys.getprofile()
         outer = getattr(found, "__self__", None)
         if found is not None and type(outer) is not Ran:
-            self._is_whole = False
+            self.give_up()
             yield
             return
         sys.setprofile(self._note)

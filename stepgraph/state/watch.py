@@ -21,7 +21,7 @@ import torch
 from stepgraph.ran import Ran
 from stepgraph.state.untouched import Untouched
 from stepgraph.state.watch_find import Finder
-from stepgraph.state.watch_followed import Overrun
+from stepgraph.state.watch_followed import Reconsider
 from stepgraph.state.watch_parts import Part, Reading
 from stepgraph.state.watch_source import Source
 from stepgraph.state.watch_telling import Change, Label, told
@@ -51,7 +51,7 @@ class Watch:
         finder = Finder(ignore, others, ran)
         try:
             finder.find(function, modules or {})
-        except Overrun:
+        except Reconsider:
             finder = Finder(ignore, others, ran)
             finder.find(function, modules or {})
         self._sources = finder.sources

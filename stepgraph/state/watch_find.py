@@ -79,6 +79,8 @@ class Finder:
 
     def find(self, function: Any, modules: Mapping[str, torch.nn.Module]) -> None:
         """Look through a callable and the modules that it is known to call."""
+        for module in modules.values():
+            self._followed.see(module)
         self._call(function)
         self._settle()
         for path, module in modules.items():

@@ -4,7 +4,8 @@ Of the user's code all of them; of libraries those that were seen to run. Autogr
 own, where nobody looks on: what the methods of a `torch.autograd.Function` name is followed as the user's code is.
 
 Where very many of the user's functions have not run, that is a library in a folder of its own (a checkout of a training
-framework), and is taken for one: `Overrun` is raised, and the search begins again.
+framework), and is taken for one. Where something is compiled, other code runs in the place of what is written, and
+nothing is known to run. Both come up in the middle of a search: `Reconsider` is raised, and it begins again.
 """
 
 from __future__ import annotations
@@ -13,7 +14,10 @@ import contextlib
 import types
 from collections.abc import Iterator
 
+import torch
+
 from stepgraph.ran import Ran
+from stepgraph.state.reach import is_compiled
 from stepgraph.state.watch_code import is_installed, is_users_code
 
 _MANY = 256
@@ -22,8 +26,8 @@ _MOST = 1024
 """Functions that are followed by their names alone."""
 
 
-class Overrun(Exception):
-    """There is too much that can be named and has not run."""
+class Reconsider(Exception):
+    """Other functions are to be followed from now on."""
 
 
 class Followed:
@@ -39,6 +43,7 @@ class Followed:
     def admits(self, function: types.FunctionType) -> bool:
         """Whether a function that was not met before is followed."""
         code, ran = function.__code__, self._ran
+        self.see(function)
         if not is_users_code(code):
             return False
         if code in ran:
@@ -50,8 +55,14 @@ class Followed:
         self._unseen += 1
         if ran.is_known and not ran.is_all_that_counts and self._unseen > _MANY:
             ran.is_all_that_counts = True
-            raise Overrun
+            raise Reconsider
         return self._unseen <= _MOST
+
+    def see(self, value: types.FunctionType | torch.nn.Module) -> None:
+        """Take note of a function or a module: what is compiled does not run as it is written."""
+        if self._ran.is_known and is_compiled(value):
+            self._ran.give_up()
+            raise Reconsider
 
     @contextlib.contextmanager
     def elsewhere(self, is_elsewhere: bool) -> Iterator[None]:

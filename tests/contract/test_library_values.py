@@ -59,6 +59,15 @@ class Scaled(torch.autograd.Function):
 class Layer(torch.nn.Module):
     def forward(self, x):
         return Scaled.apply(x)
+
+class Scaling(torch.nn.Module):
+    def forward(self, x):
+        return scaled(x)
+
+inner = torch.compile(scaled, backend="eager")
+
+def compiled(x):
+    return inner(x)
 """
 
 
@@ -249,3 +258,23 @@ def test_step_inside_a_step_notes_for_both(library: Any, device: torch.device) -
             outer(x)
         library.scale = 3.0
         assert told(outer, x)[0].tolist() == [4.0, 4.0]
+
+
+@pytest.mark.parametrize("how", ["function", "module", "in place", "of the library's own"])
+def test_compiled_code_of_a_library_is_watched(how: str, library: Any, device: torch.device) -> None:
+    model = library.Scaling().to(device)
+    if how == "in place":
+        model.compile(backend="eager")
+    compiled = {
+        "function": torch.compile(library.scaled, backend="eager"),
+        "module": torch.compile(model, backend="eager"),
+        "in place": model,
+        "of the library's own": library.compiled,
+    }[how]
+    x = torch.ones(2, device=device)
+    with stepgraph.capture(lambda x: compiled(x)) as step:
+        warmed(step, x)
+        library.scale = 3.0
+        result, message = told(step, x)
+        assert result.tolist() == [3.0, 3.0]
+        assert "scale" in message

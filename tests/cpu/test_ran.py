@@ -5,6 +5,9 @@ from __future__ import annotations
 import types
 from typing import Any
 
+import pytest
+import torch
+
 from stepgraph.ran import Ran
 from stepgraph.state.watch import Watch
 
@@ -84,3 +87,20 @@ def test_code_that_is_gone_does_not_lend_its_identity() -> None:
     exec("def g(x): return x + 1", new)
     made: types.FunctionType = new["g"]
     assert made.__code__ not in ran
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_code_of_a_library_that_is_compiled_counts_though_it_was_not_seen_to_run(compiled: bool) -> None:
+    scope: dict[str, Any] = {"__name__": "library", "scale": 1.0}
+    exec(compile("def scaled(x): return x * scale", "/lib/site-packages/library.py", "exec"), scope)
+    scaled = torch.compile(scope["scaled"], backend="eager") if compiled else scope["scaled"]
+
+    def step(x: float) -> Any:
+        return scaled(x) if x else x
+
+    ran = Ran()
+    with ran.noting():
+        step(0.0)  # as when other code runs in its place
+    watch = Watch(step, ran=ran)
+    scope["scale"] = 2.0
+    assert [change.name for change in watch.changed()] == ["scale"] * compiled
