@@ -60,8 +60,10 @@ class Ran:
         finally:
             if backwards_on is not None:
                 _in_a_backward(backwards_on, self._end)
-            if sys.getprofile() == self._note:  # the block may have started a profiler
+            if sys.getprofile() == self._note:
                 sys.setprofile(found)
+            else:  # the block has used a profiler, or ended one that it found
+                self.give_up()
             if type(outer) is Ran:
                 outer._codes |= self._codes
                 outer._is_whole = outer._is_whole and self._is_whole

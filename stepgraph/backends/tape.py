@@ -78,11 +78,11 @@ class Recorder(dispatch.TorchDispatchMode, OwnMode):
             return graph.record(func, args, kwargs)
 
     def _host_data(self, graph: TapeGraph, func: Any, args: Sequence[Any]) -> Any:
-        """A tensor made from Python values: refused, but for a number that is being assigned."""
+        """A tensor made from Python values: refused, but for a number that is being assigned, and for no values."""
         (value,) = args
         if self._guard.assigning and value.dim() == 0:
             self._host_scalars.add(value.untyped_storage()._cdata)
-        else:
+        elif value.numel():  # without elements nothing moves
             error = host_data_refusal()
             if error is not None:
                 graph.refuse(error)

@@ -210,7 +210,7 @@ class StepCapture:
                 *(ScalerGuard(s) for s in recorded),
                 *random.if_needed(),
             ),
-            tuple(ParametersGuard(o) for o in inside),
+            tuple(map(ParametersGuard, site.touched.all_optimizers)),
             self._model_guard(site, steady=parameters),
             Watch(
                 *(whole, self._options.ignore, site.touched.named_modules, made.read.found, outside), site.touched.ran
@@ -230,7 +230,7 @@ class StepCapture:
         outside = [o for o in touched.optimizers if not place(o, self._options.optimizer).inside]
         whole = site.with_objects(self._function)
         values = Watch(whole, self._options.ignore, touched.named_modules, eager=outside, ran=touched.ran)
-        site.went_by = Seen(self._model_guard(site), tuple(map(ParametersGuard, touched.optimizers)), values)
+        site.went_by = Seen(self._model_guard(site), tuple(map(ParametersGuard, touched.all_optimizers)), values)
 
     def _model_guard(self, site: Site, steady: Sequence[torch.Tensor] = ()) -> ModelGuard:
         touched = site.touched

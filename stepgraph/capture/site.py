@@ -58,7 +58,7 @@ class Guards:
     states: tuple[StateGuard | ScalerGuard | NamesGuard, ...]
     """The same optimizers' state, and recorded GradScalers: loaded anew, the step is captured anew."""
     parameters: tuple[ParametersGuard, ...]
-    """Which parameters these optimizers step: changed, the step is looked at and captured anew."""
+    """Which parameters all optimizers have that it can name: changed, the step is looked at and captured anew."""
     model: ModelGuard
     """Modules, parameters and buffers: the same."""
     values: Watch
@@ -263,7 +263,7 @@ class Site:
         self.calls: list[CapturedCall] = []
         self.seen = 0
         """How many calls came here that no graph fitted."""
-        self._was_captured = False
+        self.was_captured = False
         self.obstacle: str | None = None
         """Why calls here stay eager for good."""
         self.changes: Counter[str] = Counter()
@@ -365,18 +365,18 @@ class Site:
     @property
     def may_give_way(self) -> bool:
         """Whether another signature may have its place: one that had a graph will have one again."""
-        return self.is_warming and not self._was_captured and self.obstacle is None
+        return self.is_warming and not self.was_captured and self.obstacle is None
 
     def start_over(self, credit: int) -> None:
         """The model is another one: look at the step again, as if it had been called `credit` times."""
-        self._was_captured = self._was_captured or bool(self.calls)
+        self.was_captured = self.was_captured or bool(self.calls)
         self.touched, self.calls, self.hold_grads, self.results, self.went_by = Touched(), [], False, None, None
         self._warm.clear()
         self._credit, self._watched = credit, 0
 
     def drop_graphs(self) -> None:
         """Give all graphs back."""
-        self._was_captured = self._was_captured or bool(self.calls)
+        self.was_captured = self.was_captured or bool(self.calls)
         for call in self.calls:
             call.chain.free()
         self.calls.clear()

@@ -215,7 +215,7 @@ class CapturedStep(Generic[P, R]):
         return self._eager(site, site.obstacle, given)
 
     def _raise_if_strict(self, site: Site, why: str) -> None:
-        if self._options.strict and site.calls:
+        if self._options.strict and (site.calls or site.was_captured):
             raise state_changed(self._name, why)
 
     def _without_graph(

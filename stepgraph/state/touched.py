@@ -32,6 +32,7 @@ class Touched:
         self._named: dict[int, torch.nn.Module] = {}
         self._parameters: dict[int, torch.Tensor] = {}
         self._optimizers: dict[int, Optimizer] = {}
+        self._named_optimizers: dict[int, Optimizer] = {}
         self._names: dict[int, str] = {}
         self.ran = Ran()
         """The code that its calls have run."""
@@ -61,6 +62,11 @@ class Touched:
     @property
     def optimizers(self) -> list[Optimizer]:
         return list(self._optimizers.values())
+
+    @property
+    def all_optimizers(self) -> list[Optimizer]:
+        """Those that the step steps and those that it can name: it may zero or clip the gradients of theirs."""
+        return list((self._optimizers | self._named_optimizers).values())
 
     @property
     def named_modules(self) -> dict[str, torch.nn.Module]:
@@ -110,6 +116,7 @@ class Touched:
                 if parameter.requires_grad:
                     self.add_parameter(parameter, f"{root}.{path}")
         elif isinstance(value, Optimizer):
+            self._named_optimizers.setdefault(id(value), value)
             for group in value.param_groups:
                 for parameter in group["params"]:
                     self.add_parameter(parameter)
@@ -125,18 +132,21 @@ class Touched:
     # -- what ends with a call
 
     @property
+    def _places(self) -> tuple[dict[int, Any], ...]:
+        return self._modules, self._named, self._parameters, self._optimizers, self._named_optimizers
+
+    @property
     def ended_kinds(self) -> list[type]:
         """The classes of modules and optimizers that came into being in a call and ended with it."""
         return list(self._ended)
 
     def known(self) -> frozenset[int]:
         """All that is noted by now, by id."""
-        return frozenset((*self._modules, *self._named, *self._parameters, *self._optimizers))
+        return frozenset(key for place in self._places for key in place)
 
     def let_go(self, before: frozenset[int]) -> set[int]:
         """After a call: forget what came into being since `before` and is gone by now. Returns it, by id."""
-        places: tuple[dict[int, Any], ...] = (self._modules, self._named, self._parameters, self._optimizers)
-        new = [(place, key) for place in places for key in place if key not in before]
+        new = [(place, key) for place in self._places for key in place if key not in before]
         builds = {key: _build(module) for key, module in self._modules.items() if key not in before}
         kinds = {key: type(optimizer) for key, optimizer in self._optimizers.items()}
         kinds |= {key: build[0] for key, build in builds.items()}

@@ -64,7 +64,12 @@ def is_installed(code: types.CodeType) -> bool:
 def is_installed_class(kind: type) -> bool:
     """Whether a class belongs to a library that was installed."""
     module = sys.modules.get(str(kind.__module__))
-    return _INSTALLED in str(vars(module).get("__file__") if module is not None else "")
+    return module is not None and is_installed_file(vars(module))
+
+
+def is_installed_file(scope: Mapping[str, Any]) -> bool:
+    """Whether the Python module with these globals belongs to a library that was installed."""
+    return _INSTALLED in str(scope.get("__file__"))
 
 
 def attributes_in(function: types.FunctionType) -> set[str]:

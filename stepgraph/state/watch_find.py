@@ -50,9 +50,9 @@ from stepgraph.state.watch_kinds import BOOKKEEPING, RUN_BY, Kind, Kinds, runs_w
 from stepgraph.state.watch_notes import Notes
 from stepgraph.state.watch_parts import Cell, Defaults, Reading, in_cell, in_slot
 from stepgraph.state.watch_source import Source, is_iterator, source_of
-from stepgraph.state.watch_subject import SIMPLE, Subject, note_absent, note_attributes, note_whole
+from stepgraph.state.watch_subject import SIMPLE, Subject, is_telling, note_absent, note_attributes, note_whole
 from stepgraph.state.watch_telling import Label
-from stepgraph.state.watch_values import MISSING, attributes_of, is_engines, is_plain, is_users_module, slots_of
+from stepgraph.state.watch_values import MISSING, attributes_of, is_engines, is_users_module, slots_of
 
 
 class Finder:
@@ -74,13 +74,14 @@ class Finder:
         self._in_all: set[str] = set()
         """Names in all code but that of modules, which mostly name their own."""
         self._anyones = (id(self._in_all), id(self._in_functions))
+        self._elsewhere: set[int] = set()
+        """Names, by the id of their set, in code that runs where nobody looks on."""
         self._anywhere: set[str] = set()
         """Names in all code that is followed, that of libraries included."""
 
     def find(self, function: Any, modules: Mapping[str, torch.nn.Module]) -> None:
         """Look through a callable and the modules that it is known to call."""
-        for module in modules.values():
-            self._followed.see(module)
+        self._followed.see(*modules.values())
         self._call(function)
         self._settle()
         for path, module in modules.items():
@@ -100,13 +101,16 @@ class Finder:
     def _settle(self) -> None:
         """Go on until no new names come up."""
         grown = True
-        while grown:
+        while grown or self._todo:
+            grown = False
             while self._todo:
                 function = self._todo.popleft()
                 with self._followed.reached_from(function):
                     self._scan(function)
-            looks = [self._look(subject) for subject in list(self._subjects.values())]
-            grown = any(looks) or bool(self._todo)
+            for subject in list(self._subjects.values()):
+                contexts = {id(subject.own), *map(id, subject.contexts)}
+                with self._followed.elsewhere(not contexts.isdisjoint(self._elsewhere)):
+                    grown = self._look(subject) or grown
 
     # -- functions
 
@@ -170,6 +174,7 @@ class Finder:
 
     def _read(self, function: Any, *into: set[str]) -> None:
         """Note the names in a function and in those that it is wrapped around, and look at its variables later."""
+        is_cached = any(type(layer) is functools._lru_cache_wrapper for layer in layers_of(function))
         for layer in layers_of(function):
             if type(layer) is types.MethodType or issubclass(type(layer), functools.partial):
                 self._follow(layer)
@@ -181,11 +186,13 @@ class Finder:
                         self._read(implementation, *into)
                 _, names = self._functions.get(id(layer), (None, None))
                 if names is None:
-                    if not self._followed.admits(layer):
+                    if not self._followed.admits(layer, is_cached):
                         continue
                     names = attributes_in(layer) | aliases_in(layer)
                     self._functions[id(layer)] = (layer, names)
                     self._todo.append(layer)
+                if self._followed.is_elsewhere(layer):
+                    self._elsewhere |= {id(names), *map(id, into)}.difference(self._anyones)
                 self._gather(names, into, is_installed=is_installed(layer.__code__))
 
     def _gather(self, names: set[str], into: Collection[set[str]], *, is_installed: bool = False) -> None:
@@ -356,12 +363,12 @@ class Finder:
         found |= {n: in_slot(subject.value, subject.slots[n], MISSING) for n in names & subject.slots.keys()}
         for name in sorted(found.keys() - BOOKKEEPING if kind is not None and kind.is_module else found):
             value, label = found[name], subject.label.attribute(name)
-            if kind is None or ((kind.is_eager or not kind.is_users) and _is_telling(value)):
+            if kind is None or ((kind.is_eager or not kind.is_users) and is_telling(value)):
                 self.notes.put(subject.attributes, name, label, value)
                 self.notes.place(label, value)
             if name in subject.looked_into:
                 continue
-            if kind is None or (subject.is_self and name in own):
+            if kind is None or ((subject.is_self or kind.is_users) and name in own):
                 subject.looked_into.add(name)
                 self._visit(label, value, own if kind is not None else names)
             elif name not in subject.looked_at:
@@ -391,10 +398,3 @@ class Finder:
 def _owner(value: Any, place: Any) -> Any:
     """Whose a variable's label is: that of its place, but for a class, which is called so by itself."""
     return id(value) if issubclass(type(value), type) else place
-
-
-def _is_telling(value: Any) -> bool:
-    """Whether an attribute of a library's object is watched where code names it."""
-    if issubclass(type(value), torch.Tensor) or is_plain(value):
-        return True
-    return is_callable_by_name(value) and not is_engines(value)

@@ -1,7 +1,9 @@
 """Which functions are followed, of those that a step's code can name.
 
-Of the user's code all of them; of libraries those that were seen to run. Autograd may run a backward in a thread of its
-own, where nobody looks on: what the methods of a `torch.autograd.Function` name is followed as the user's code is.
+Of the user's code all of them; of libraries those that were seen to run. Some code runs where nobody looks on: autograd
+may run a backward later or in a thread of its own, and what a function returned from a cache was computed before. What
+the methods of a `torch.autograd.Function`, a hook, and any code of the user's that was not seen to run name is followed
+as the user's code is, and of a library's cached functions their own code.
 
 Where very many of the user's functions have not run, that is a library in a folder of its own (a checkout of a training
 framework), and is taken for one. Where something is compiled, other code runs in the place of what is written, and
@@ -18,12 +20,10 @@ import torch
 
 from stepgraph.ran import Ran
 from stepgraph.state.reach import is_compiled
-from stepgraph.state.watch_code import is_installed, is_users_code
+from stepgraph.state.watch_code import is_installed, is_installed_file, is_users_code
 
-_MANY = 256
+_MANY = 1024
 """Functions that can be named and have not run, past which the user's code is taken for a library."""
-_MOST = 1024
-"""Functions that are followed by their names alone."""
 
 
 class Reconsider(Exception):
@@ -40,27 +40,41 @@ class Followed:
         self._is_elsewhere = False
         self._unseen = 0
 
-    def admits(self, function: types.FunctionType) -> bool:
-        """Whether a function that was not met before is followed."""
+    def admits(self, function: types.FunctionType, is_cached: bool) -> bool:
+        """Whether a function that was not met before is followed. `is_cached`: it may have run long ago."""
         code, ran = function.__code__, self._ran
         self.see(function)
         if not is_users_code(code):
             return False
         if code in ran:
+            if ran.is_known and not _is_librarys(function) and self._has_unseen(code):
+                self._elsewhere.add(id(function))
             return True
-        if self._is_elsewhere:
-            self._elsewhere.add(id(function))
-        elif ran.is_known and (ran.is_all_that_counts or is_installed(code)):
+        if (
+            not (self._is_elsewhere or is_cached)
+            and ran.is_known
+            and (ran.is_all_that_counts or _is_librarys(function))
+        ):
             return False
+        if self._is_elsewhere or not _is_librarys(function):
+            self._elsewhere.add(id(function))  # if it runs at all
         self._unseen += 1
         if ran.is_known and not ran.is_all_that_counts and self._unseen > _MANY:
             ran.is_all_that_counts = True
             raise Reconsider
-        return self._unseen <= _MOST
+        return self._unseen <= _MANY
 
-    def see(self, value: types.FunctionType | torch.nn.Module) -> None:
-        """Take note of a function or a module: what is compiled does not run as it is written."""
-        if self._ran.is_known and is_compiled(value):
+    def is_elsewhere(self, function: types.FunctionType) -> bool:
+        """Whether a function that is followed runs where nobody looks on, or has code inside that does."""
+        return id(function) in self._elsewhere
+
+    def _has_unseen(self, code: types.CodeType) -> bool:
+        inner = [constant for constant in code.co_consts if type(constant) is types.CodeType]
+        return any(each not in self._ran or self._has_unseen(each) for each in inner)
+
+    def see(self, *values: types.FunctionType | torch.nn.Module) -> None:
+        """Take note of functions or modules: what is compiled does not run as it is written."""
+        if self._ran.is_known and any(map(is_compiled, values)):
             self._ran.give_up()
             raise Reconsider
 
@@ -75,4 +89,10 @@ class Followed:
 
     def reached_from(self, function: types.FunctionType) -> contextlib.AbstractContextManager[None]:
         """What a function names runs where it does."""
-        return self.elsewhere(id(function) in self._elsewhere)
+        return self.elsewhere(self.is_elsewhere(function))
+
+
+def _is_librarys(function: types.FunctionType) -> bool:
+    """Whether a function belongs to a library that was installed, also if it was generated there."""
+    code = function.__code__
+    return is_installed(code) or (code.co_filename.startswith("<") and is_installed_file(function.__globals__))

@@ -14,12 +14,12 @@ from typing import Any
 import torch
 
 from stepgraph.state.watch_bodies import FORWARD
-from stepgraph.state.watch_code import code_behind, is_users_code, may_call_anything
+from stepgraph.state.watch_code import code_behind, is_callable_by_name, is_users_code, may_call_anything
 from stepgraph.state.watch_kinds import BOOKKEEPING, Kind, Kinds
 from stepgraph.state.watch_notes import Notes
 from stepgraph.state.watch_parts import Items, in_slot
 from stepgraph.state.watch_telling import Label
-from stepgraph.state.watch_values import MISSING, attributes_of, is_engines
+from stepgraph.state.watch_values import MISSING, attributes_of, is_engines, is_plain
 
 
 @dataclass(slots=True)
@@ -122,3 +122,10 @@ def note_absent(subjects: Collection[Subject], kinds: Kinds, notes: Notes) -> No
 
 SIMPLE = frozenset((int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.device))
 """Types of values in which there is nothing to find."""
+
+
+def is_telling(value: Any) -> bool:
+    """Whether an attribute of a library's object is watched where code names it."""
+    if issubclass(type(value), torch.Tensor) or is_plain(value):
+        return True
+    return is_callable_by_name(value) and not is_engines(value)

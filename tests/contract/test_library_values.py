@@ -18,6 +18,7 @@ import torch
 import stepgraph
 
 LIBRARY = """
+import functools
 import torch
 
 scale = 1.0
@@ -65,6 +66,10 @@ class Scaling(torch.nn.Module):
         return scaled(x)
 
 inner = torch.compile(scaled, backend="eager")
+
+@functools.lru_cache
+def setting():
+    return scale
 
 def compiled(x):
     return inner(x)
@@ -278,3 +283,56 @@ def test_compiled_code_of_a_library_is_watched(how: str, library: Any, device: t
         result, message = told(step, x)
         assert result.tolist() == [3.0, 3.0]
         assert "scale" in message
+
+
+def test_cached_function_of_a_library_that_has_run_before_is_watched(library: Any, device: torch.device) -> None:
+    assert library.setting() == 1.0
+    x = torch.ones(2, device=device)
+    with stepgraph.capture(lambda x: x * library.setting()) as step:
+        warmed(step, x)
+        library.scale = 3.0
+        library.setting.cache_clear()
+        result, message = told(step, x)
+        assert result.tolist() == [3.0, 3.0]
+        assert "scale" in message
+
+
+def test_function_of_a_library_that_only_the_users_hook_calls_is_watched(library: Any, device: torch.device) -> None:
+    class Hooked(torch.nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            hidden = super().forward(x)
+            hidden.register_hook(lambda grad: library.scaled_grad(grad))
+            return hidden * 1
+
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), Hooked(2, 2)).to(device)
+    stepgraph.graph_modules(model, ["1"])
+    x = torch.ones(2, 2, device=device)
+
+    def grad() -> torch.Tensor:
+        model.zero_grad()
+        model(x).sum().backward()
+        found = model[0].bias.grad
+        assert found is not None
+        return found.detach().clone()
+
+    for _ in range(6):
+        before = grad()
+    library.scale = 2.0
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", stepgraph.StepgraphWarning)
+        assert torch.equal(grad(), before * 2.0)
+
+
+def test_library_is_watched_where_the_step_has_used_a_profiler(library: Any, device: torch.device) -> None:
+    def profiled(x: torch.Tensor) -> torch.Tensor:
+        profiler = cProfile.Profile()
+        profiler.enable()
+        profiler.disable()
+        return library.scaled(x)
+
+    x = torch.ones(2, device=device)
+    with stepgraph.capture(profiled) as step:
+        warmed(step, x)
+        library.scale = 3.0
+        assert told(step, x)[0].tolist() == [3.0, 3.0]

@@ -129,3 +129,17 @@ def test_graphs_of_other_modes_make_room_too(device: torch.device) -> None:
                 result = step(x)
             assert torch.equal(result, model[0](x))
         assert step.report().recapture_reasons == {REASON: 2}
+
+
+def test_value_that_changes_after_a_graph_has_made_room_is_an_error_under_strict(device: torch.device) -> None:
+    scale = [1.0]
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        return x * scale[0]
+
+    with stepgraph.capture(step, strict=True) as captured:
+        for size in [4] * 5 + [16] * 5:
+            captured(torch.ones(size, device=device))
+        scale[0] = 2.0
+        with pytest.raises(stepgraph.StateChanged, match="scale"):
+            captured(torch.ones(4, device=device))

@@ -515,3 +515,51 @@ def test_watch_flag_that_brings_in_parameters_never_seen(device: torch.device) -
         warnings.simplefilter("ignore")
         report = assert_captured_equals_eager(build, device)
     assert report.recapture_reasons == {"flags['both']: False -> True": 1}
+
+
+class Average:
+    """An average of a model's parameters, as many write it."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.decay, self.shadow = 0.9, {name: p.detach().clone() for name, p in model.named_parameters()}
+
+    @torch.no_grad()
+    def update(self, model: nn.Module) -> None:
+        for name, parameter in model.named_parameters():
+            self.shadow[name].lerp_(parameter, 1 - self.decay)
+
+    def load(self, state: dict[str, torch.Tensor]) -> None:
+        for name, value in state.items():
+            self.shadow[name] = value.clone()
+
+
+@pytest.mark.parametrize("place", ["closure", "attribute"])
+def test_average_that_is_loaded_item_by_item_is_noticed(place: str, device: torch.device) -> None:
+    def build(device: torch.device) -> Program:
+        torch.manual_seed(0)
+        model = nn.Linear(4, 2).to(device)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        average = Average(model)
+        start = {name: value.clone() for name, value in average.shadow.items()}
+        holder = types.SimpleNamespace(average=average)
+
+        def step(x: torch.Tensor) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = model(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            (average if place == "closure" else holder.average).update(model)
+            return torch.stack([t.sum() for t in average.shadow.values()])
+
+        def before_call(index: int) -> None:
+            if index == 7:
+                average.load(start)
+
+        draw = torch.Generator().manual_seed(1)
+        batches = [(torch.randn(3, 4, generator=draw).to(device),) for _ in range(12)]
+        return Program(step, batches, [model], [optimizer], before_call=before_call)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", stepgraph.StepgraphWarning)
+        report = assert_captured_equals_eager(build, device)
+    assert any("shadow" in reason for reason in report.recapture_reasons)
