@@ -108,7 +108,7 @@ def test_own_optimizer_that_counts_is_refused_inside(device: torch.device) -> No
     trainer = Trainer(device)
     with (
         stepgraph.capture(trainer.step, optimizer="inside") as captured,
-        pytest.raises(stepgraph.CaptureError, match=r"the step itself changes self.optimizer"),
+        pytest.raises(stepgraph.CaptureError, match=r"the step itself changes .*self.optimizer.count"),
     ):
         for (x,) in batches(device):
             captured(x)
