@@ -37,6 +37,18 @@ def tell_values_changed(step: str, changes: Sequence[Change], *, stays_eager: bo
     )
 
 
+def tell_cut_off(leaves: Iterable[object]) -> None:
+    """A step's results, where it runs no backward: one that could be differentiated is not what it looks like."""
+    if any(isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None for leaf in leaves):
+        warn_user(
+            "a result of the captured step requires a gradient, and comes back detached\n"
+            "Why: a replay has no autograd graph. A backward outside of the step does not reach what is inside: a loss "
+            "that this result is only a part of would be trained without it.\n"
+            "Fix: call backward() inside the step. For evaluation, compute the result under torch.no_grad(). To graph "
+            "a forward and its backward, use stepgraph.graph_modules."
+        )
+
+
 def tell_past_limit(
     step: str, reason: str, call: Signature, known: Iterable[tuple[Signature, bool]], *, strict: bool
 ) -> None:

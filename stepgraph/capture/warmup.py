@@ -22,6 +22,7 @@ from stepgraph.capture.given import Given
 from stepgraph.capture.options import Options
 from stepgraph.capture.session import Session
 from stepgraph.capture.site import Obstacle, Site
+from stepgraph.capture.telling import tell_cut_off
 from stepgraph.errors import CaptureError
 from stepgraph.signature import is_plain
 from stepgraph.signature.memory import Contents
@@ -35,7 +36,7 @@ from stepgraph.state.own_changes import ModelState
 from stepgraph.state.rng import GeneratorWatch, HostRandomWatch
 from stepgraph.state.scaler import scalers_of
 from stepgraph.state.watch import Watch
-from stepgraph.tree import changed_containers, paths
+from stepgraph.tree import changed_containers, flatten, paths
 
 _MAX_TOLD = 4
 """Changed values that an error spells out."""
@@ -103,6 +104,8 @@ def warm_up(
         args, kwargs = call = given.with_leaves(moved, own=options.goes_on_eagerly)
         result = step(*args, **kwargs)
         found_flags = flags.finish(result, site.touched.parameters)
+    if site.seen <= 1 and not site.touched.differentiates:
+        tell_cut_off(flatten(result)[0])
     result = detached(result)
     changed_numbers = numbers.finish()
     ended = _let_go(site, known, options.optimizer)

@@ -59,13 +59,19 @@ def discovering(
         on_optimizer(optimizer)
 
     def backward(below: Callable[..., None], tensors: Any, *args: Any, **kwargs: Any) -> None:
+        touched.differentiates = True
         touched.add_accumulators(tensors, inputs)
         below(tensors, *args, **kwargs)
+
+    def grad(below: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        touched.differentiates = True
+        return below(*args, **kwargs)
 
     with (
         at_optimizer_steps(optimizer_hook),
         _seeing_modules(touched.add_module, asking),
         replaced(torch.autograd, "backward", backward),  # torch has no hook for the roots of a backward
+        replaced(torch.autograd, "grad", grad),
     ):
         yield before
 

@@ -34,6 +34,8 @@ class Touched:
         self._optimizers: dict[int, Optimizer] = {}
         self._named_optimizers: dict[int, Optimizer] = {}
         self._names: dict[int, str] = {}
+        self.differentiates = False
+        """Whether a backward was seen."""
         self.ran = Ran()
         """The code that its calls have run."""
         self._ended: weakref.WeakKeyDictionary[type, None] = weakref.WeakKeyDictionary()
