@@ -104,7 +104,9 @@ def _in_a_backward(device: torch.device, call: Callable[[], None]) -> None:
     """Call something in the thread in which autograd runs backwards on a device, where that is not this one."""
     if device.type == "cpu":
         return
-    with torch.inference_mode(False), torch.enable_grad(), torch.autocast(device.type, enabled=False):
+    plain = torch.autocast(device.type, enabled=False)
+    with contextlib.suppress(RuntimeError), torch.inference_mode(False), torch.enable_grad(), plain:
+        # a device that is out of memory or broken: that is the step's own error to tell
         result = torch.zeros((), device=device, requires_grad=True).neg()
         result.register_hook(lambda _: call())
         torch.autograd.backward(result)

@@ -12,6 +12,7 @@ through in C. Only where that row finds something touched is it asked what, and 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
@@ -46,14 +47,7 @@ class Watch:
 
         `ran` is the code that it was seen to run.
         """
-        ran = ran if ran is not None else Ran()
-        others = [id(value) for value in eager]
-        finder = Finder(ignore, others, ran)
-        try:
-            finder.find(function, modules or {})
-        except Reconsider:
-            finder = Finder(ignore, others, ran)
-            finder.find(function, modules or {})
+        finder = _search(function, modules or {}, ignore, [id(value) for value in eager], ran or Ran())
         self._sources = finder.sources
         self._parts: list[Part] = finder.notes.parts
         for (name, _), reader in (read or {}).items():
@@ -95,6 +89,20 @@ class Watch:
         row = Untouched()
         self.expect(row)
         return row
+
+
+def _search(
+    function: Callable[..., Any],
+    modules: Mapping[str, torch.nn.Module],
+    ignore: Collection[str],
+    eager: Collection[int],
+    ran: Ran,
+) -> Finder:
+    while True:  # at most twice more
+        finder = Finder(ignore, eager, ran)
+        with contextlib.suppress(Reconsider):
+            finder.find(function, modules)
+            return finder
 
 
 def _token(reader: Callable[[], Any]) -> Any:

@@ -42,21 +42,18 @@ class Followed:
 
     def admits(self, function: types.FunctionType, is_cached: bool) -> bool:
         """Whether a function that was not met before is followed. `is_cached`: it may have run long ago."""
-        code, ran = function.__code__, self._ran
+        code, ran, is_librarys = function.__code__, self._ran, _is_librarys(function)
         self.see(function)
         if not is_users_code(code):
             return False
         if code in ran:
-            if ran.is_known and not _is_librarys(function) and self._has_unseen(code):
+            if ran.is_known and not is_librarys and self._has_unseen(code):
                 self._elsewhere.add(id(function))
             return True
-        if (
-            not (self._is_elsewhere or is_cached)
-            and ran.is_known
-            and (ran.is_all_that_counts or _is_librarys(function))
-        ):
+        may_be_unseen = self._is_elsewhere or is_cached or not ran.is_known
+        if not may_be_unseen and (ran.is_all_that_counts or is_librarys):
             return False
-        if self._is_elsewhere or not _is_librarys(function):
+        if self._is_elsewhere or not is_librarys:
             self._elsewhere.add(id(function))  # if it runs at all
         self._unseen += 1
         if ran.is_known and not ran.is_all_that_counts and self._unseen > _MANY:

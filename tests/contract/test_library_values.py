@@ -101,6 +101,29 @@ def warmed(step: Any, x: torch.Tensor) -> None:
     assert step.report().replays > 0
 
 
+def grad_of(model: torch.nn.Sequential, x: torch.Tensor) -> torch.Tensor:
+    """The gradient that the first layer of a model gets."""
+    model.zero_grad()
+    model(x).sum().backward()
+    found = model[0].bias.grad
+    assert found is not None
+    return found.detach().clone()
+
+
+def assert_module_notices(library: Any, layer: torch.nn.Module, device: torch.device) -> None:
+    """A graphed layer has the gradients of the library's new scale."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), layer).to(device)
+    stepgraph.graph_modules(model, ["1"])
+    x = torch.ones(2, 2, device=device)
+    for _ in range(6):
+        before = grad_of(model, x)
+    library.scale = 2.0
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", stepgraph.StepgraphWarning)
+        assert torch.equal(grad_of(model, x), before * 2.0)
+
+
 def test_value_that_running_code_of_a_library_reads_is_never_frozen(library: Any, device: torch.device) -> None:
     x = torch.ones(2, device=device)
     with stepgraph.capture(lambda x: library.scaled(x)) as step:
@@ -173,23 +196,7 @@ def test_hook_of_a_library_on_a_tensor_is_watched_in_a_step(threads: bool, libra
 
 
 def test_backward_of_a_library_is_watched_in_a_graphed_module(library: Any, device: torch.device) -> None:
-    model = torch.nn.Sequential(torch.nn.Linear(2, 2), library.Layer()).to(device)
-    stepgraph.graph_modules(model, ["1"])
-    x = torch.ones(2, 2, device=device)
-
-    def grad() -> torch.Tensor:
-        model.zero_grad()
-        model(x).sum().backward()
-        found = model[0].bias.grad
-        assert found is not None
-        return found.detach().clone()
-
-    for _ in range(6):
-        before = grad()
-    library.scale = 3.0
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", stepgraph.StepgraphWarning)
-        assert torch.equal(grad(), before * 3.0)
+    assert_module_notices(library, library.Layer(), device)
 
 
 def test_profiler_of_the_users_stays_in_place_and_everything_is_watched(library: Any, device: torch.device) -> None:
@@ -304,24 +311,7 @@ def test_function_of_a_library_that_only_the_users_hook_calls_is_watched(library
             hidden.register_hook(lambda grad: library.scaled_grad(grad))
             return hidden * 1
 
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(2, 2), Hooked(2, 2)).to(device)
-    stepgraph.graph_modules(model, ["1"])
-    x = torch.ones(2, 2, device=device)
-
-    def grad() -> torch.Tensor:
-        model.zero_grad()
-        model(x).sum().backward()
-        found = model[0].bias.grad
-        assert found is not None
-        return found.detach().clone()
-
-    for _ in range(6):
-        before = grad()
-    library.scale = 2.0
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", stepgraph.StepgraphWarning)
-        assert torch.equal(grad(), before * 2.0)
+    assert_module_notices(library, Hooked(2, 2), device)
 
 
 def test_library_is_watched_where_the_step_has_used_a_profiler(library: Any, device: torch.device) -> None:

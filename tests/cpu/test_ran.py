@@ -21,7 +21,8 @@ def framework(*, hot: int) -> dict[str, Any]:
         scope[f"v{index}"] = 1.0
         exec(f"def f{index}(x): return x * v{index}", scope)
     names = ", ".join(f"f{index}" for index in range(NUM_FUNCTIONS))
-    exec(f"def step(x):\n    if x is None:\n        return [{names}]\n    return f{hot}(x)", scope)
+    scope["source"] = f"def step(x):\n    if x is None:\n        return [{names}]\n    return f{hot}(x)"
+    exec(scope["source"], scope)
     return scope
 
 
@@ -104,3 +105,14 @@ def test_code_of_a_library_that_is_compiled_counts_though_it_was_not_seen_to_run
     watch = Watch(step, ran=ran)
     scope["scale"] = 2.0
     assert [change.name for change in watch.changed()] == ["scale"] * compiled
+
+
+def test_compiled_code_in_a_framework_in_a_folder_is_watched() -> None:
+    scope = framework(hot=0)
+    scope |= {"scale": 1.0, "compile": torch.compile}
+    exec("def scaled(x): return x * scale", scope)
+    exec("zz = compile(scaled, backend='eager')", scope)
+    exec(scope["source"].replace("return f0(x)", "return f0(x) if x else zz(x)"), scope)
+    watch = Watch(scope["step"], ran=noted(scope["step"]))  # it is compiled, which comes up after all the others
+    scope["zz"] = None
+    assert "zz" in [change.name for change in watch.changed()]
