@@ -9,7 +9,7 @@ passes it is a backend.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -133,8 +133,8 @@ class Workspace(ABC):
         """How much memory the pool holds."""
 
     @abstractmethod
-    def holds(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor lies in the pool's memory."""
+    def held(self, tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+        """Those of some tensors that lie in the pool's memory."""
 
     @abstractmethod
     def close(self) -> None:

@@ -13,7 +13,7 @@ import contextlib
 import functools
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -304,9 +304,10 @@ class CudaWorkspace(Workspace):
     def pool_bytes(self) -> int:
         return sum(segment["total_size"] for segment in self._segments())
 
-    def holds(self, tensor: torch.Tensor) -> bool:
-        begin = tensor.untyped_storage().data_ptr() if tensor.is_cuda and tensor.layout is torch.strided else 0
-        return begin != 0 and any(0 <= begin - s["address"] < s["total_size"] for s in self._segments())
+    def held(self, tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+        found = [(t.untyped_storage().data_ptr(), t) for t in tensors if t.is_cuda and t.layout is torch.strided]
+        ranges = [(s["address"], s["total_size"]) for s in self._segments()] if found else []
+        return [t for begin, t in found if any(0 <= begin - address < size for address, size in ranges)]
 
     def close(self) -> None:
         self._closed = True

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -142,8 +142,9 @@ class TapeWorkspace(Workspace):
     def pool_bytes(self) -> int:
         return self._pool.num_bytes
 
-    def holds(self, tensor: torch.Tensor) -> bool:
-        return tensor.layout is torch.strided and self._pool.find(tensor.untyped_storage()._cdata) is not None
+    def held(self, tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+        strided = (tensor for tensor in tensors if tensor.layout is torch.strided)
+        return [tensor for tensor in strided if self._pool.find(tensor.untyped_storage()._cdata) is not None]
 
     def close(self) -> None:
         self._pool = TapePool()

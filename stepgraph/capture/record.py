@@ -326,7 +326,7 @@ class StepCapture:
         results = [leaf for leaf in outputs.leaves if isinstance(leaf, torch.Tensor)]
         ours = [*flags, found.bad] if found is not None else flags
         whole = site.with_objects(self._function)
-        return kept_tensor([*grads, *results, *ours], self._session.workspace.holds, whole, self._options.ignore)
+        return kept_tensor([*grads, *results, *ours], self._session.workspace.held, whole, self._options.ignore)
 
 
 def _kept_tensor(step: str, place: Place) -> CaptureError:

@@ -26,6 +26,7 @@ from dataclasses import dataclass
 import torch
 
 from stepgraph.errors import CaptureError
+from stepgraph.state.host_copies import copies_on_host
 
 Attachment = list[tuple[torch.Tensor, torch.Tensor | None]]
 """Parameters and what their `.grad` is to be."""
@@ -72,7 +73,8 @@ class _Entry:
             grad = self.alive()
         if grad is None:
             assert self.on_host is not None
-            grad = _copy_to(self.on_host, self.parameter.device)
+            shape, stride, dtype = self.on_host.shape, self.on_host.stride(), self.on_host.dtype
+            grad = torch.empty_strided(shape, stride, dtype=dtype, device=self.parameter.device).copy_(self.on_host)
         self.parameter.grad = grad
 
 
@@ -108,13 +110,16 @@ class GradCapture:
 
     def begin(self) -> None:
         """Put `.grad` where the recording may find it."""
+        found = [(parameter, parameter.grad) for parameter in self._parameters if parameter.grad is not None]
+        for _, grad in found:
+            _check_dense(grad)
+        if self._hold:
+            for parameter, grad in found:
+                self._hold_entry(parameter, grad)
+        else:
+            self._release(found)
         for parameter in self._parameters:
-            if parameter.grad is not None:
-                _check_dense(parameter.grad)
-                (self._hold_entry if self._hold else self._release_entry)(parameter, parameter.grad)
             self._last[id(parameter)] = parameter.grad if self._hold else None
-            if self._hold and parameter.grad is not None:
-                self.added_to.add(id(parameter))
 
     def _hold_entry(self, parameter: torch.Tensor, grad: torch.Tensor) -> None:
         kept = self._buffers.get(parameter)
@@ -128,18 +133,24 @@ class GradCapture:
                 self._views.append((parameter, grad))
         if kept is not grad or not _is_part(grad):  # memory of the user's is this graph's at most, never the session's
             self._made[id(parameter)] = (parameter, kept)
+        self.added_to.add(id(parameter))
         self.carried_in.append((parameter, kept))
         self._entries.append(_Entry(parameter, kept, None, None))
 
-    def _release_entry(self, parameter: torch.Tensor, grad: torch.Tensor) -> None:
-        if self._buffers.get(parameter) is grad or _is_part(grad):  # memory that others know outlives the recording
-            self._entries.append(_Entry(parameter, grad, None, None))
-            parameter.grad = torch.empty_like(grad)  # stands in for it; nothing runs, so its contents do not matter
-        else:
-            self._entries.append(_Entry(parameter, None, _copy_to(grad, torch.device("cpu")), weakref.ref(grad)))
-        del grad
-        assert parameter.grad is not None
-        self._watches.append(weakref.ref(parameter.grad.untyped_storage(), self._died))
+    def _release(self, found: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Leave gradients to the recording, and watch them die."""
+        own: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for parameter, grad in found:
+            if self._buffers.get(parameter) is grad or _is_part(grad):  # memory that others know outlives the recording
+                self._entries.append(_Entry(parameter, grad, None, None))
+                parameter.grad = torch.empty_like(grad)  # stands in for it; nothing runs, its contents do not matter
+            else:
+                own.append((parameter, grad))
+        for (parameter, grad), copy in zip(own, copies_on_host([grad for _, grad in own]), strict=True):
+            self._entries.append(_Entry(parameter, None, copy, weakref.ref(grad)))
+        for parameter, _ in found:
+            assert parameter.grad is not None
+            self._watches.append(weakref.ref(parameter.grad.untyped_storage(), self._died))
 
     def _died(self, _: object) -> None:
         self._died_in_time += not self._recorded_anything()
@@ -283,11 +294,6 @@ def _check_dense(grad: torch.Tensor) -> None:
             why="a sparse gradient has as many entries as the batch has rows: its memory differs from call to call.",
             fix="use dense gradients (nn.Embedding(..., sparse=False)).",
         )
-
-
-def _copy_to(grad: torch.Tensor, device: torch.device) -> torch.Tensor:
-    copy = torch.empty_strided(grad.shape, grad.stride(), dtype=grad.dtype, device=device)
-    return copy.copy_(grad)
 
 
 def _same_layout(one: torch.Tensor, two: torch.Tensor) -> bool:

@@ -67,18 +67,20 @@ class Place:
 
 
 def kept_tensor(
-    known: Iterable[torch.Tensor], is_recorded: Callable[[torch.Tensor], bool], step: Any, ignore: Collection[str] = ()
+    known: Iterable[torch.Tensor],
+    recorded: Callable[[list[torch.Tensor]], list[torch.Tensor]],
+    step: Any,
+    ignore: Collection[str] = (),
 ) -> Place | None:
     """Where a tensor is kept that came into being in the block; `known` ones are in their place.
 
-    `is_recorded` tells those in the graph's memory from what other threads make meanwhile, a DataLoader's say. Places
+    `recorded` tells those in the graph's memory from what other threads make meanwhile, a DataLoader's say. Places
     are spelled as the code of the step spells them, where it can; those in `ignore` are passed over.
     """
     gc.collect(0)  # what nobody holds is gone
     young = gc.get_objects(generation=1)
     known_ids = {id(tensor) for tensor in known}
-    tensors = [o for o in young if isinstance(o, torch.Tensor) and id(o) not in known_ids]
-    tensors = [tensor for tensor in tensors if is_recorded(tensor)]
+    tensors = recorded([o for o in young if isinstance(o, torch.Tensor) and id(o) not in known_ids])
     if not tensors:
         return None
     look = _Look({id(o) for o in young} | {id(young), id(tensors)}, spots_of(step), ignore)
