@@ -27,6 +27,7 @@ ORDERS: dict[str, tuple[Sequence[float], list[int]]] = {
     "backwards in reverse": (Order([1, 1, 1, -1, -1, -1], [0, 1, 2, 2, 1, 0]), [3]),
     "weights split off": ([1, 1, -1, -1.5, 1, -1, -1.5, -1, -1.5], [2]),
 }
+IN_FULL = ["interleaved", "backwards in reverse"]
 
 
 def changed_in_place(call: Call, hidden: torch.Tensor) -> torch.Tensor:
@@ -68,7 +69,9 @@ class Shift(nn.Module):
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("case", ORDERS)
+@pytest.mark.parametrize(
+    "case", ["1f1b", "weights split off", *(pytest.param(case, marks=pytest.mark.slow) for case in IN_FULL)]
+)
 def test_what_goes_from_layer_to_layer_equals_eager(way: str, case: str, device: torch.device) -> None:
     order, layers = ORDERS[case]
     assert_rank_equals_eager(lambda: Rank(device, order, layers, make=Once, between=WAYS[way]), steps=5)

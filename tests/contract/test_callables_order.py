@@ -34,7 +34,7 @@ def interleaved(num_microbatches: int, warmup: int = 4) -> list[float]:
     return convert_schedule_table_to_order(warmup, 2, get_schedule_table(num_microbatches, 2, 2))
 
 
-@pytest.mark.parametrize("reuse", [True, False], ids=["shared", "apart"])
+@pytest.mark.parametrize("reuse", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["shared", "apart"])
 @pytest.mark.parametrize("case", CASES)
 def test_ordered_callables_equal_eager(case: str, reuse: bool, device: torch.device) -> None:
     order, layers = CASES[case]
@@ -85,7 +85,7 @@ def test_ordered_callables_with_checkpointing_equal_eager(reentrant: bool, devic
     assert_rank_equals_eager(lambda: Rank(device, ONE_F_ONE_B, [2], make=Checkpointed))
 
 
-@pytest.mark.parametrize("split", [False, True], ids=["whole", "split"])
+@pytest.mark.parametrize("split", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["whole", "split"])
 def test_static_memory_does_not_grow_with_the_microbatches(split: bool, device: torch.device) -> None:
     found = []
     for num_microbatches in (4, 8, 16):
@@ -102,6 +102,7 @@ def test_static_memory_does_not_grow_with_the_microbatches(split: bool, device: 
         assert max(report.pool_bytes for report in found) <= 1.05 * min(report.pool_bytes for report in found)
 
 
+@pytest.mark.slow
 def test_static_memory_is_less_than_without_reuse(device: torch.device) -> None:
     def captured(reuse: bool) -> stepgraph.CallablesReport:
         rank = Rank(device, interleaved(8), [2, 2], batch=64)

@@ -23,7 +23,7 @@ CASES: dict[str, tuple[Sequence[float], list[int]]] = {
 }
 
 
-@pytest.mark.parametrize("reuse", [True, False], ids=["shared", "apart"])
+@pytest.mark.parametrize("reuse", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["shared", "apart"])
 @pytest.mark.parametrize("case", CASES)
 def test_split_callables_equal_eager(case: str, reuse: bool, device: torch.device) -> None:
     order, layers = CASES[case]

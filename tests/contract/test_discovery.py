@@ -190,7 +190,7 @@ def compiled_programs(
 
 @pytest.mark.parametrize("before", [False, True], ids=["compiled meanwhile", "compiled before"])
 @pytest.mark.parametrize("how", ["function", "module", "in itself", "with a break", "whole"])
-@pytest.mark.parametrize("hooked", [False, True], ids=["plain", "hooked"])
+@pytest.mark.parametrize("hooked", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["plain", "hooked"])
 def test_compiled_code_is_compiled_once_and_all_around_it_is_seen(how: str, before: bool, hooked: bool) -> None:
     compilations: list[int] = []
 

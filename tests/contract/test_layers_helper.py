@@ -118,7 +118,12 @@ def test_helper_layers_equal_eager(warm: int, device: torch.device) -> None:
 
 @pytest.mark.parametrize(
     ("scope", "tails"),
-    [("attn", ["attn"]), (["attn", "mlp"], ["attn", "mlp"]), ("mlp, attn", ["attn", "mlp"]), ("blocks.*.mlp", ["mlp"])],
+    [
+        pytest.param("attn", ["attn"], marks=pytest.mark.slow),
+        pytest.param(["attn", "mlp"], ["attn", "mlp"], marks=pytest.mark.slow),
+        ("mlp, attn", ["attn", "mlp"]),
+        ("blocks.*.mlp", ["mlp"]),
+    ],
 )
 def test_helper_parts_of_layers_equal_eager(scope: Any, tails: list[str], device: torch.device) -> None:
     helper, _ = assert_model_equals_eager(TINY, device, scope=scope)
@@ -126,6 +131,7 @@ def test_helper_parts_of_layers_equal_eager(scope: Any, tails: list[str], device
     helper.delete_cuda_graphs()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scope", ["attn,moe_router,moe_preprocess", "moe_preprocess moe_router"])
 def test_helper_captures_around_experts_that_read_on_the_host(scope: str, device: torch.device) -> None:
     helper, _ = assert_model_equals_eager(MOE, device, scope=scope)
@@ -135,6 +141,7 @@ def test_helper_captures_around_experts_that_read_on_the_host(scope: str, device
     helper.delete_cuda_graphs()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scope", [(), "attn"])
 def test_helper_compiled_layers_are_replayed(scope: Any, device: torch.device) -> None:
     """After module.compile() it is not the forward that is called."""
@@ -166,7 +173,14 @@ def test_helper_one_microbatch_serves_all_without_a_pipeline(device: torch.devic
 
 @pytest.mark.parametrize(
     ("size", "rank", "microbatches", "layers"),
-    [(2, 0, 4, (2,)), (2, 1, 4, (2,)), (4, 0, 3, (1,)), (2, 0, 4, (1, 1)), (2, 1, 4, (1, 2)), (2, 0, 4, (0, 2))],
+    [
+        pytest.param(2, 0, 4, (2,), marks=pytest.mark.slow),
+        pytest.param(2, 1, 4, (2,), marks=pytest.mark.slow),
+        (4, 0, 3, (1,)),
+        (2, 0, 4, (1, 1)),
+        pytest.param(2, 1, 4, (1, 2), marks=pytest.mark.slow),
+        pytest.param(2, 0, 4, (0, 2), marks=pytest.mark.slow),
+    ],
 )
 def test_helper_rank_equals_eager(
     size: int, rank: int, microbatches: int, layers: tuple[int, ...], device: torch.device
@@ -198,6 +212,7 @@ class MoEChunk(nn.Module):
         return x
 
 
+@pytest.mark.slow
 def test_helper_rank_with_experts_equals_eager(device: torch.device) -> None:
     """Parts of layers, with experts between them that read on the host, for microbatches in flight."""
     order = order_of(2, 0, 4, 2)
@@ -230,6 +245,7 @@ def test_helper_step_that_is_given_up_does_not_spoil_the_next(device: torch.devi
     assert_rank_equals_eager(make_rank(order, 2), graph, device).delete_cuda_graphs()
 
 
+@pytest.mark.slow
 def test_helper_rank_in_bfloat16_has_samples_of_that_type(device: torch.device) -> None:
     """Sample arguments are of the model's own type: of another one they would be refused at the first replay."""
     order = order_of(2, 0, 4, 1)
@@ -241,6 +257,7 @@ def test_helper_rank_in_bfloat16_has_samples_of_that_type(device: torch.device) 
     helper.delete_cuda_graphs()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("splits", [False, True])
 def test_helper_overlapped_layers_equal_eager(splits: bool, device: torch.device) -> None:
     """The layers of a forward and of a backward take turns; weight gradients may be entries of their own."""
@@ -273,6 +290,7 @@ def test_helper_overlapped_layers_equal_eager(splits: bool, device: torch.device
     helpers[0].delete_cuda_graphs()
 
 
+@pytest.mark.slow
 def test_helper_rank_under_autocast_equals_eager(device: torch.device) -> None:
     """Graphs are of the autocast that they were captured under; backwards are called outside it, as torch wants it."""
     order = order_of(2, 0, 4, 1)
@@ -301,6 +319,7 @@ def test_helper_takes_an_order_as_it_is(device: torch.device) -> None:
     helper.delete_cuda_graphs()
 
 
+@pytest.mark.slow
 def test_helper_without_buffer_reuse_equals_eager(device: torch.device) -> None:
     order = order_of(2, 0, 4, 1)
     config = pipeline(2, num_microbatches=4, pipeline_model_parallel_rank=0)

@@ -76,9 +76,13 @@ MODELS = {
     "mamba padded inside": mamba(torch.float32, length=13),
     "mamba bf16": mamba(torch.bfloat16, length=16),
 }
+IN_FULL = {"moe grouped", "moe capacity bf16", "moe bias and shared expert", "moe qwen3 attention", "mamba"}
+"""What others come near enough to for `make test`."""
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] if name in IN_FULL else []) for name in MODELS]
+)
 def test_model_step_captured_equals_eager(name: str, device: torch.device) -> None:
     report = assert_captured_equals_eager(MODELS[name], device)
     assert set(report.eager_reasons) == {"warm-up"}

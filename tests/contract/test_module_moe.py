@@ -74,30 +74,37 @@ def assert_equal(
 
 
 @pytest.mark.parametrize("scope", [[], ["attn"], ["attn", "mlp"]], ids=str)
-@pytest.mark.parametrize("dropout", [0.0, 0.1])
+@pytest.mark.parametrize("dropout", [pytest.param(0.0, marks=pytest.mark.slow), 0.1])
 def test_gpt_in_parts_equals_eager(device: torch.device, scope: list[str], dropout: float) -> None:
     config = dataclasses.replace(GPTConfig.tiny(), dropout=dropout)
     report = assert_equal(lambda: GPT(config), scope, device)
     assert len(report.rows) == 2 * max(1, len(scope))
 
 
-@pytest.mark.parametrize("scope", [[], ["mamba"]], ids=str)
+@pytest.mark.parametrize("scope", [pytest.param([], marks=pytest.mark.slow), ["mamba"]], ids=str)
 def test_mamba_in_parts_equals_eager(device: torch.device, scope: list[str]) -> None:
     assert_equal(lambda: Mamba(MambaConfig.tiny()), scope, device)
 
 
-@pytest.mark.parametrize("scope", [[], ["attn", "moe"], PARTIAL], ids=str)
+@pytest.mark.parametrize(
+    "scope", [[], *(pytest.param(scope, marks=pytest.mark.slow) for scope in (["attn", "moe"], PARTIAL))], ids=str
+)
 @pytest.mark.parametrize("experts", ["grouped", "capacity"])
 def test_experts_without_host_reads_equal_eager(device: torch.device, experts: Any, scope: list[str]) -> None:
     assert_equal(lambda: MoEGPT(dataclasses.replace(ROUTED, experts=experts)), scope, device)
 
 
-@pytest.mark.parametrize("scope", [["attn"], ["attn", "moe_router"], PARTIAL], ids=str)
+@pytest.mark.parametrize(
+    "scope",
+    [*(pytest.param(scope, marks=pytest.mark.slow) for scope in (["attn"], ["attn", "moe_router"])), PARTIAL],
+    ids=str,
+)
 def test_partial_moe_with_experts_that_read_on_the_host_equals_eager(device: torch.device, scope: list[str]) -> None:
     report = assert_equal(lambda: MoEGPT(dataclasses.replace(ROUTED, experts="loop")), scope, device)
     assert not any("experts" in row.path for row in report.rows)
 
 
+@pytest.mark.slow
 def test_partial_moe_in_a_fixed_order_equals_eager(device: torch.device) -> None:
     config = dataclasses.replace(ROUTED, experts="loop")
     report = assert_equal(lambda: MoEGPT(config), PARTIAL, device, "F0 F1 B0 B1", single_mempool=True)

@@ -139,7 +139,7 @@ def test_results_of_another_tensor_class_stay_eager(device: torch.device) -> Non
 
 @pytest.mark.parametrize("what", ["the result", "a view", "detached", "in a graph"])
 @pytest.mark.parametrize("since", [0, 7])
-@pytest.mark.parametrize("where", [0, 1])
+@pytest.mark.parametrize("where", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_results_kept_over_steps_never_change(what: str, since: int, where: int, device: torch.device) -> None:
     """Trap: outputs overwritten by the next call. From the start, or only once the module replays."""
     keep: dict[str, Callable[[torch.Tensor], Any]] = {

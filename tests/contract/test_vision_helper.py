@@ -92,6 +92,7 @@ def test_vision_outputs_of_none_are_left_out(outputs: Any, filtered: Any) -> Non
     assert without_none(outputs) == filtered
 
 
+@pytest.mark.slow
 def test_vision_model_step_captured_equals_eager(device: torch.device) -> None:
     """The model as a whole, without any helper: images of several sizes are several signatures."""
 
@@ -104,7 +105,9 @@ def test_vision_model_step_captured_equals_eager(device: torch.device) -> None:
     assert set(report.eager_reasons) == {"warm-up"}
 
 
-@pytest.mark.parametrize(("language", "frozen"), [(False, False), (True, False), (True, True)])
+@pytest.mark.parametrize(
+    ("language", "frozen"), [(False, False), pytest.param(True, False, marks=pytest.mark.slow), (True, True)]
+)
 def test_vision_helper_equals_eager(language: bool, frozen: bool, device: torch.device) -> None:
     histories = []
     for graphed in (False, True):
@@ -155,11 +158,12 @@ class Stage(nn.Module):
     [
         ({"pipeline_model_parallel_size": 2}, [1, 1, -1, 1, -1, 1, -1, -1]),
         # chunk 1 of 1 1 2 2 1 -2 1 -2 2 -1 2 -1 -2 -2 -1 -1
-        (
+        pytest.param(
             {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2},
             [1, 1, 1, 1, -1, -1, -1, -1],
+            marks=pytest.mark.slow,
         ),
-        ({"order": [1, -1, 1, 1, -1, 1, -1, -1]}, [1, -1, 1, 1, -1, 1, -1, -1]),
+        pytest.param({"order": [1, -1, 1, 1, -1, 1, -1, -1]}, [1, -1, 1, 1, -1, 1, -1, -1], marks=pytest.mark.slow),
     ],
 )
 def test_vision_helper_several_microbatches_equal_eager(

@@ -38,6 +38,7 @@ def test_demo_table_says_what_it_shows_without_a_gpu() -> None:
         assert text in result.stdout
 
 
+@pytest.mark.slow
 def test_demo_leaves_torch_settings_as_they_were() -> None:
     torch.manual_seed(7)
     before = (torch.get_num_threads(), torch.are_deterministic_algorithms_enabled(), torch.get_rng_state())
