@@ -14,13 +14,14 @@ from __future__ import annotations
 
 import contextlib
 import types
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
+from typing import Any
 
 import torch
 
 from stepgraph.ran import Ran
 from stepgraph.state.reach import is_compiled
-from stepgraph.state.watch_code import is_installed, is_installed_file, is_users_code
+from stepgraph.state.watch_code import is_installed, is_installed_file, is_users_code, layers_of
 
 _MANY = 1024
 """Functions that can be named and have not run, past which the user's code is taken for a library."""
@@ -60,6 +61,12 @@ class Followed:
             ran.is_all_that_counts = True
             raise Reconsider
         return self._unseen <= _MANY
+
+    def may_run(self, functions: Collection[Any]) -> bool:
+        """Whether one of some functions, or what it is wrapped around, was seen to run, or that is not known."""
+        layers = (layer for function in functions for layer in layers_of(function))
+        codes = [layer.__code__ for layer in layers if type(layer) is types.FunctionType]
+        return not self._ran.is_known or not codes or any(code in self._ran for code in codes)
 
     def is_elsewhere(self, function: types.FunctionType) -> bool:
         """Whether a function that is followed runs where nobody looks on, or has code inside that does."""

@@ -82,6 +82,6 @@ class Notes:
         self, label: Label, where: Mapping[str, Any], names: Collection[str], behind: Sequence[type] = ()
     ) -> None:
         """Watch that these names do not come into being; `behind` are the classes that have them, where any has."""
-        if self.ignore:
+        if any(ignored.startswith(label.spelling) for ignored in self.ignore):
             names = [name for name in names if str(label.attribute(name)) not in self.ignore]
         self._absent.add(label, where, frozenset(names), behind)

@@ -33,6 +33,8 @@ class Subject:
     attributes: Mapping[str, Any]
     contexts: list[set[str]]
     """Names that are looked for on it, beside those in its own methods; they grow."""
+    doubtful: tuple[set[str], ...] = ()
+    """The same, in code that mostly has others in mind: code that they lead to counts if it was seen to run."""
     slots: Mapping[str, types.MemberDescriptorType] = field(default_factory=dict)
     is_self: bool = False
     """Whether what its own methods name is looked into, one level."""
@@ -40,7 +42,7 @@ class Subject:
     """Whether its code is taken for granted."""
     looked_at: set[str] = field(default_factory=set)
     looked_into: set[str] = field(default_factory=set)
-    size: tuple[int, int] = (-1, -1)
+    size: tuple[int, ...] = ()
 
     @property
     def own(self) -> set[str]:
@@ -50,6 +52,11 @@ class Subject:
     @property
     def names(self) -> set[str]:
         return self.own.union(*self.contexts)
+
+    @property
+    def doubted(self) -> set[str]:
+        """Names that are only in code that mostly has others in mind."""
+        return set().union(*self.doubtful) - self.names
 
     def direct(self, anyones: Collection[int]) -> set[str]:
         """The names in code that has it in mind; `anyones` are those, by the id of their set, of code about others."""
@@ -102,8 +109,9 @@ def note_whole(subject: Subject, notes: Notes) -> None:
 
 def note_absent(subjects: Collection[Subject], kinds: Kinds, notes: Notes) -> None:
     """Watch that what code looks for and does not find stays away."""
+    shared: dict[frozenset[str], frozenset[str]] = {}  # those of a hundred equal layers are one
     for subject in subjects:
-        kind, names = subject.kind, subject.names
+        kind, names = subject.kind, subject.names | subject.doubted
         if attributes_of(subject.value) is None:  # a class is seen to below
             continue
         if kind is not None and kind.is_module and not subject.is_fixed:
@@ -111,8 +119,8 @@ def note_absent(subjects: Collection[Subject], kinds: Kinds, notes: Notes) -> No
         if kind is not None and not kind.is_users:  # a library's object: what would hide a method of its class
             names = {name for name in names if any(name in vars(base) for base in kind.type.__mro__)}
             names -= {"step"} if issubclass(kind.type, torch.optim.Optimizer) else set()  # live, or guarded
-        present = (subject.attributes, subject.slots, BOOKKEEPING)
-        missing = [name for name in names if not any(name in where for where in present)]
+        missing = frozenset(names.difference(subject.attributes, subject.slots, BOOKKEEPING))
+        missing = shared.setdefault(missing, missing)
         notes.absent(subject.label, subject.attributes, missing, type(subject.value).__mro__)
     for kind in kinds.users():
         for base in filter(kinds.is_users, kind.type.__mro__):
