@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from stepgraph.capture.torch_reads import fix_for
+from stepgraph.capture.torch_reads import fix_for, fix_in_library
 from stepgraph.errors import CaptureError, CaptureRefused, ErrorEntry, StepgraphError, entry, lookup
 from stepgraph.frames import error_location, torch_function
 
@@ -49,7 +49,10 @@ def capture_error(step: str, error: Exception) -> StepgraphError:
 def _reader(row: ErrorEntry, error: Exception) -> tuple[str, str | None]:
     """The function of torch that reads what the user's line does not, and what to do about it where that is known."""
     reader = torch_function(error) if row.rule in _READ_WITHIN_TORCH else None
-    return ("", None) if reader is None else (f"torch/{reader.file}, {reader.function}", fix_for(reader))
+    if reader is not None:
+        return f"torch/{reader.file}, {reader.function}", fix_for(reader)
+    where = error.where if isinstance(error, CaptureRefused) else error_location(error)
+    return "", fix_in_library(where) if row.rule == "host-read" and where is not None else None
 
 
 def refuse_changed_container(what: str | None, by: str = "the step") -> None:

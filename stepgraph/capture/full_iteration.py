@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any
 
@@ -55,6 +55,7 @@ class FullCudaGraphWrapper:
         **options: Any,
     ) -> None:
         _check(forward_backward_func, cuda_graph_warmup_steps, optimizer)
+        _check_options(options)
         self._forward_backward_func, self._optimizer = forward_backward_func, optimizer
         self._name = getattr(forward_backward_func, "__name__", type(forward_backward_func).__name__)
         self._session = session if session is not None else Session()
@@ -206,4 +207,20 @@ def _check(forward_backward_func: Any, warmup_steps: Any, optimizer: Any) -> Non
             rule="option",
             why="both are run inside each training iteration.",
             fix="pass the optimizer itself; where it runs is optimizer_mode=.",
+        )
+
+
+def _check_options(options: Mapping[str, Any]) -> None:
+    """Refuse options of `stepgraph.capture` that have another name here, or make no sense for microbatches."""
+    others = {
+        "warmup": "cuda_graph_warmup_steps= is the same.",
+        "buckets": "pad microbatches in the data iterator: its items have no names that sizes could be given for.",
+        "pad_values": "pad microbatches in the data iterator.",
+    }
+    for name in others.keys() & options.keys():
+        raise InvalidArgument(
+            f"{name}= is no option of FullCudaGraphWrapper",
+            rule="option",
+            why="the step that is captured here is the wrapper's own, with all microbatches in it.",
+            fix=others[name],
         )

@@ -288,7 +288,8 @@ class StepCapture:
                         with site.touched.ran.noting():
                             outputs = StaticOutputs(self._function(*args, **kwargs))
                         refuse_unknown_results(outputs.leaves)
-                        found_flags = flags.finish(outputs.tree, site.touched.parameters)
+                        named = zip(site.sign().names(), leaves, strict=True)
+                        found_flags = flags.finish(outputs.tree, site.touched.parameters, named)
                         _refuse_own_change(self._name, model.changed(site.touched.name))
                         kept = self._kept(site, outputs, flags.tensors, found_flags)
                         chain = recorder.finish()

@@ -196,7 +196,7 @@ class CapturedStep(Generic[P, R]):
     def _start_over(self, site: Site, why: str, given: Given) -> Any:
         """The model is not what it was: this call runs eagerly and is watched, the next one is captured."""
         self._raise_if_strict(site, why)
-        self._counts.recapture_reasons[why] += 1
+        self._counts.recapture_reasons.update([why] if site.calls or site.was_captured else [])
         site.drop_graphs()
         site.start_over(credit=self._options.warmup - 1)
         return self._warm_up(site, f"changed: {why}", given)
@@ -207,7 +207,8 @@ class CapturedStep(Generic[P, R]):
         self._raise_if_strict(site, told)
         site.changes.update(change.name for change in changes)
         often = [name for name, count in site.changes.items() if count > _MAX_VALUE_CHANGES]
-        tell_values_changed(self._name, changes, stays_eager=bool(often))
+        is_captured = bool(site.calls) or site.was_captured
+        tell_values_changed(self._name, changes, is_captured=is_captured, stays_eager=bool(often))
         if not often:  # the step may touch other things now: look at it once more
             return self._start_over(site, told, given)
         site.drop_graphs()
@@ -314,7 +315,7 @@ class CapturedStep(Generic[P, R]):
         flags = flags_of(site, self._options, self._function)
         with surroundings(self._options.optimizer, self._session.backend), flags.at_optimizers():
             result = self._call(given, moved)
-            found = flags.finish(result, site.touched.parameters)
+            found = flags.finish(result, site.touched.parameters, zip(site.sign().names(), moved, strict=True))
         self._flags.post(self._counts.calls, found, self._backend)
         return detached(result)
 

@@ -11,6 +11,8 @@ from stepgraph.frames import warn_user
 from stepgraph.signature import Difference, Signature, differences
 from stepgraph.state.watch import Change
 
+_MANY = 4
+"""Names past which a message spells the containers instead."""
 _NUMBERS = (int, float, complex)
 
 PASS_IT = "pass it as a tensor argument (a plain number gets a graph for each value)"
@@ -27,14 +29,27 @@ def state_changed(step: str, why: str) -> StateChanged:
     )
 
 
-def tell_values_changed(step: str, changes: Sequence[Change], *, stays_eager: bool) -> None:
-    """A host value that the graph has baked in changed."""
-    outcome = "The step stays eager from now on." if stays_eager else "The step is captured again."
+def tell_values_changed(step: str, changes: Sequence[Change], *, is_captured: bool, stays_eager: bool) -> None:
+    """A host value that a graph has baked in, or would have, changed."""
+    since = "capture" if is_captured else "the call before"
+    if stays_eager:
+        outcome = "A call like this one stays eager from now on."
+    elif is_captured:
+        outcome = "The step is captured again."
+    else:
+        outcome = "This call runs eagerly, and the next one like it is captured."
     warn_user(
-        f"{step}: a value that the step reads has changed since capture   [host-value]\n  "
+        f"{step}: a value that the step reads has changed since {since}   [host-value]\n  "
         + "\n  ".join(map(str, changes))
-        + f"\n{outcome}\nFix: {PASS_IT}, or, if nothing depends on it, ignore={[change.name for change in changes]!r}."
+        + f"\n{outcome}\nFix: {PASS_IT}, or, if nothing depends on it, {to_ignore([c.name for c in changes])}."
     )
+
+
+def to_ignore(names: Sequence[str]) -> str:
+    """The option that makes these values nobody's business; of very many, it names what they are in."""
+    if len(names) > _MANY:
+        names = list(dict.fromkeys(name.partition("[")[0] for name in names))
+    return f"ignore={list(names)!r}"
 
 
 def tell_cut_off(leaves: Iterable[object]) -> None:

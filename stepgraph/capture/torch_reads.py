@@ -1,7 +1,8 @@
-"""Functions of torch that read tensors on the host where the user has written no such thing, and what to do instead."""
+"""Functions of torch and of libraries that read tensors on the host where the user has written no such thing."""
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from stepgraph.errors import Location
@@ -66,3 +67,23 @@ def fix_for(reader: Location) -> str | None:
     """What to do about a host read in a function of torch, where that is known."""
     rows = (row for row in _READERS if reader.file.startswith(row.file))
     return next((row.fix for row in rows if row.function in ("", reader.function)), None)
+
+
+_LIBRARIES = re.compile(r"-packages[/\\](\w+)")
+_MASKS = (
+    "give the model an attention mask of four dimensions, boolean and built outside the step, and use_cache=False: it "
+    "reads a mask of two, or makes one, to see what it hides."
+)
+
+
+def fix_in_library(where: Location) -> str | None:
+    """What to do about a host read in a library's code."""
+    found = _LIBRARIES.search(where.file)
+    if found is None:
+        return None
+    if found[1] == "transformers" and "mask" in where.file:
+        return _MASKS
+    return (
+        f"this is inside {found[1]}: give it arguments with which it does not read, do this part outside the step, or "
+        "graph the parts around it (stepgraph.graph_modules)."
+    )

@@ -22,7 +22,7 @@ from stepgraph.capture.given import Given
 from stepgraph.capture.options import Options
 from stepgraph.capture.session import Session
 from stepgraph.capture.site import Obstacle, Site
-from stepgraph.capture.telling import tell_cut_off
+from stepgraph.capture.telling import tell_cut_off, to_ignore
 from stepgraph.errors import CaptureError
 from stepgraph.signature import is_plain
 from stepgraph.signature.memory import Contents
@@ -103,7 +103,7 @@ def warm_up(
     ):
         args, kwargs = call = given.with_leaves(moved, own=options.goes_on_eagerly)
         result = step(*args, **kwargs)
-        found_flags = flags.finish(result, site.touched.parameters)
+        found_flags = flags.finish(result, site.touched.parameters, zip(site.sign().names(), moved, strict=True))
     if site.seen <= 1 and not site.touched.differentiates:
         tell_cut_off(flatten(result)[0])
     result = detached(result)
@@ -213,7 +213,8 @@ _WHY = {
     "host-value": (
         "Python code runs only at capture, not at replay: the value would stand still.",
         "change it outside the step (call scheduler.step() after it, count and append in the loop), make it a tensor "
-        "that is changed in place, or, if nothing depends on it, name it in ignore=[...].",
+        "that is changed in place (of tensors: old.copy_(new), or pass it in and return the new one), or, if nothing "
+        "depends on it, name it in ignore=[...].",
     ),
     "inner-optimizer": (
         "it is made anew at each call, so it has to run inside the graph.",
@@ -256,6 +257,9 @@ def refuse_obstacles(step: str, site: Site) -> None:
     """Raise for the first thing that warm-up found in the way of a replay."""
     for rule, obstacle in site.obstacles.items():
         why, fix = _WHY[rule]
-        if obstacle.names:
-            fix = fix.replace("name it in ignore=[...]", f"ignore={list(obstacle.names)}")
+        ignoring = to_ignore(obstacle.names) if obstacle.names else None
+        if ignoring is None:
+            fix = fix.replace(", or, if nothing depends on it, name it in ignore=[...]", "")
+        else:
+            fix = fix.replace("name it in ignore=[...]", ignoring)
         raise CaptureError(f"{step}: {obstacle.what}", rule=rule, why=why, fix=fix)

@@ -17,7 +17,7 @@ import contextlib
 import math
 import weakref
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -85,14 +85,20 @@ class FlagCollector:
         """Look at the gradients that an optimizer is about to use."""
         self._see_gradients(_parameters(optimizer))
 
-    def finish(self, result: Any, parameters: Iterable[torch.Tensor]) -> Flags | None:
-        """Look at the results, and at the gradients that no optimizer has used as they are."""
+    def finish(
+        self, result: Any, parameters: Collection[torch.Tensor], arguments: Iterable[tuple[str, Any]] = ()
+    ) -> Flags | None:
+        """Look at the results, and at the gradients that no optimizer has used as they are, those of arguments too."""
         if not self._wanted:
             return None
         leaves, structure = flatten(result)
         named = zip(paths(structure, "result"), leaves, strict=True)
         self._parts += _flags((name, leaf) for name, leaf in named if not self._is_left_out(leaf))
         self._see_gradients(p for p in parameters if not self._was_looked_at(p))
+        if self._gradients:
+            known = set(map(id, parameters))
+            found = [(name, leaf) for name, leaf in arguments if _has_gradient(leaf) and id(leaf) not in known]
+            self._parts += _flags((f"{name}.grad", leaf.grad) for name, leaf in found if not self._is_left_out(leaf))
         return _joined(self._parts)
 
     @property
@@ -119,6 +125,10 @@ class FlagCollector:
     def _was_looked_at(self, parameter: torch.Tensor) -> bool:
         grad, writes = self._looked_at.get(id(parameter), (None, 0))
         return grad is not None and grad() is parameter.grad is not None and _writes(parameter.grad) == writes
+
+
+def _has_gradient(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor) and leaf.is_leaf and leaf.requires_grad and leaf.grad is not None
 
 
 def _parameters(optimizer: Optimizer) -> list[torch.Tensor]:

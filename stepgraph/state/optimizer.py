@@ -184,7 +184,9 @@ def _cutting_step(
                 f"{name} was called with a closure",
                 rule="optimizer-closure",
                 why="the optimizer runs between graphs, and its closure would run there, eagerly and unrecorded.",
-                fix="compute the loss and call backward() before step().",
+                fix="compute the loss and call backward() before step(), without a closure. If a framework passes one "
+                "of its own (Lightning), step the optimizer inside its wrapper, or use one that runs inside the graph, "
+                "where a closure is recorded (fused=True). For LBFGS, capture the closure and step outside of it.",
             )
         before(optimizer)
         # looked up then: a scheduler made later wraps it

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import threading
 import types
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -23,6 +24,8 @@ from stepgraph.state.spelled_places import Spot, spots_of
 from stepgraph.state.watch_telling import Label
 from stepgraph.state.watch_values import attributes_of
 
+_SEARCHING = threading.RLock()
+"""One search at a time: what one thread has found so far would look to another like a place where it is kept."""
 _DEPTH = 3
 """How many new containers may lie one in another (a dictionary in a list) on the way to one that was there before."""
 
@@ -40,7 +43,8 @@ def setting_apart() -> Iterator[None]:
 
 def is_newborn(value: object) -> bool:
     """Whether an object came into being in the block."""
-    return any(value is young for young in gc.get_objects(generation=0))
+    with _SEARCHING:
+        return any(value is young for young in gc.get_objects(generation=0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,14 +81,15 @@ def kept_tensor(
     `recorded` tells those in the graph's memory from what other threads make meanwhile, a DataLoader's say. Places
     are spelled as the code of the step spells them, where it can; those in `ignore` are passed over.
     """
-    gc.collect(0)  # what nobody holds is gone
-    young = gc.get_objects(generation=1)
-    known_ids = {id(tensor) for tensor in known}
-    tensors = recorded([o for o in young if isinstance(o, torch.Tensor) and id(o) not in known_ids])
-    if not tensors:
-        return None
-    look = _Look({id(o) for o in young} | {id(young), id(tensors)}, spots_of(step), ignore)
-    return look.holder(tensors, _DEPTH)
+    with _SEARCHING:
+        gc.collect(0)  # what nobody holds is gone
+        young = gc.get_objects(generation=1)
+        known_ids = {id(tensor) for tensor in known}
+        tensors = recorded([o for o in young if isinstance(o, torch.Tensor) and id(o) not in known_ids])
+        if not tensors:
+            return None
+        look = _Look({id(o) for o in young} | {id(young), id(tensors)}, spots_of(step), ignore)
+        return look.holder(tensors, _DEPTH)
 
 
 class _Look:

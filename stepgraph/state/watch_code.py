@@ -91,6 +91,11 @@ def attributes_in(function: types.FunctionType) -> set[str]:
     return (names | set(_strings_in(code))) - always_spelled(code, function.__globals__)
 
 
+def asked_by_string(code: types.CodeType) -> set[str]:
+    """The names that code may ask for by a string."""
+    return set() if names_in(code).isdisjoint(_ASKED_BY_STRING) else set(_strings_in(code))
+
+
 def may_name_anything(names: set[str]) -> bool:
     """Whether code with these names may look up attributes that it does not spell."""
     return not names.isdisjoint(_ASKED_AT_LARGE)

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from stepgraph.ran import Ran
+from stepgraph.state.watch_bases import Bases
 from stepgraph.state.watch_behind import (
     cached_by,
     holds_cached,
@@ -74,12 +75,12 @@ class Finder(Objects):
         self._settle()
         while self._add_children():
             self._settle()
+        bases = Bases(self._functions.values(), self._subjects.values(), self._names.unread)
         for subject in self._subjects.values():
             if (kind := subject.kind) is not None:
-                may_be_any = not kind.is_users or may_name_anything(
-                    self._names.in_all | self._names.in_functions | kind.names
-                )
-                note_attributes(subject, kind, self.notes, None if may_be_any else self._names.anywhere)
+                named = self._names.in_all | self._names.in_functions | kind.names
+                may_be_any = not kind.is_users or may_name_anything(named)
+                note_attributes(subject, kind, self.notes, None if may_be_any else self._names.anywhere, bases)
                 if kind.is_users and not kind.is_module and may_name_all(subject.direct(self._names.anyones)):
                     note_whole(subject, self.notes)
         note_absent(self._subjects.values(), self._kinds, self.notes)
@@ -169,6 +170,7 @@ class Finder(Objects):
                 continue
             self._add_attributes(layer)
             if is_getter(layer):
+                self._names.unread |= names_of_getter(layer)
                 self._names.gather(names_of_getter(layer), into)
             elif type(layer) is types.FunctionType:
                 for implementation in implementations_of(layer):
@@ -191,10 +193,12 @@ class Finder(Objects):
         code, called, scope, notes = function.__code__, function.__name__, function.__globals__, self.notes
         notes.bodies.add(function)
         for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
-            if name != "__class__" and id(cell) not in self._seen:
+            label = notes.label(name, called, _owner(in_cell(cell), id(cell)))
+            is_new = id(cell) not in self._seen
+            if is_new and name != "__class__":
                 self._seen[id(cell)] = cell
-                label = notes.label(name, called, _owner(in_cell(cell), id(cell)))
                 notes.add(str(label), Cell(str(label), cell))
+            if (is_new and name != "__class__") or issubclass(type(in_cell(cell)), types.ModuleType):
                 self._visit_variable(label, in_cell(cell), function, name)
         wanted = {name for name in globals_in(code) if name.isidentifier()}  # pytest adds some that are not
         for name in sorted(wanted & scope.keys()):
@@ -206,15 +210,15 @@ class Finder(Objects):
             module = imported(name, scope)
             self._visit(notes.label(name.lstrip("."), called, id(module)), module, names, is_handed_on=False)
         notes.absent(Label(str(scope.get("__name__"))), scope, wanted.difference(scope, vars(builtins)))
+        for value in (*map(in_cell, function.__closure__ or ()), *(scope[name] for name in wanted & scope.keys())):
+            if is_callable_by_name(value) and any(layer is function for layer in layers_of(value)):
+                self._add_attributes(value, is_expected=True)
         if function.__defaults__ or function.__kwdefaults__:
             self._add_defaults(function, names)
 
     def _visit_variable(self, label: Label, value: Any, function: types.FunctionType, name: str) -> None:
-        """Look into what a variable of a function stands for, which may be the function itself."""
+        """Look into what a variable of a function stands for."""
         _, names = self._functions[id(function)]
-        is_code = is_callable_by_name(value)
-        if is_code and any(layer is function for layer in layers_of(value)):
-            self._add_attributes(value, is_expected=True)
         is_python = issubclass(type(value), types.ModuleType)
         self._visit(label, value, names, is_handed_on=not is_python or is_handed_on(function.__code__, name))
 
@@ -223,7 +227,8 @@ class Finder(Objects):
         own = attributes_of(function)
         is_there = is_expected or any(not key.startswith("__") for key in own or ())
         if own is not None and is_there and id(function) not in self._subjects:
-            label = Label(str(getattr(function, "__name__", type(function).__name__)))
+            plain = type(function) is types.FunctionType
+            label = Label(function.__name__ if plain else str(own.get("__name__", type(function).__name__)))
             _, names = self._functions.get(id(function), (None, set()))
             subject = Subject(label, function, None, own, [self._names.in_all, names], (self._names.in_modules,))
             self._subjects[id(function)] = subject

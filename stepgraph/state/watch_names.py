@@ -24,6 +24,8 @@ class Names:
         """Names in the code of modules."""
         self.anywhere: set[str] = set()
         """Names in all code that is followed, that of libraries included."""
+        self.unread: set[str] = set()
+        """Names that no code spells, but getters ask for."""
         self.anyones = (id(self.in_all), id(self.in_functions), id(self.in_modules))
         """Sets of names, by id, that are about one object as much as about another."""
         self._elsewhere: set[int] = set()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import types
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -79,12 +79,23 @@ def _is_users(function: Any) -> bool:
     return type(function) is types.FunctionType and is_users_code(function.__code__)
 
 
-def note_attributes(subject: Subject, kind: Kind, notes: Notes, named: Collection[str] | None) -> None:
+class Meant(Protocol):
+    """Knows what code means by a name."""
+
+    def may_be_of(self, name: str, value: Any) -> bool:
+        """Whether code may look for a name on this object."""
+
+
+def note_attributes(subject: Subject, kind: Kind, notes: Notes, named: Collection[str] | None, meant: Meant) -> None:
     """Watch the attributes and slots of an object that any code may read; `named` are the names in it, None for all."""
     label, value = subject.label, subject.value
+
+    def is_read(name: str) -> bool:
+        return named is None or (name in named and meant.may_be_of(name, value))
+
     for key in sorted(kind.watched_in(subject.attributes)):
         item = subject.attributes[key]
-        if named is not None and key not in named:
+        if not is_read(key):
             continue
         if not kind.is_module or type(item) in SIMPLE or not is_engines(item):
             notes.put(subject.attributes, key, label.attribute(key), item)
@@ -92,7 +103,7 @@ def note_attributes(subject: Subject, kind: Kind, notes: Notes, named: Collectio
     part = Items(value, in_slot)
     for name, member in subject.slots.items():
         inner, item = label.attribute(name), in_slot(value, member, MISSING)
-        if not notes.is_ignored(inner) and (named is None or name in named):
+        if not notes.is_ignored(inner) and is_read(name):
             part.add(member, str(inner), item)
             notes.place(inner, item)
     if len(part):

@@ -63,7 +63,7 @@ def tell(name: str, before: Any, now: Any) -> Change:
     """A change, in words that differ."""
     one = "absent" if before is MISSING else told(before)
     two = "gone" if now is MISSING else told(now)
-    if one == two and not issubclass(type(before), torch.Tensor):
+    if one == two and not one.startswith("a "):  # tensors are told apart by nothing that would help
         one, two = f"{one} at {id(before):#x}", f"{two} at {id(now):#x}"
     return Change(name, one, two)
 
@@ -79,6 +79,8 @@ def told(value: Any) -> str:
         return f"<class {value.__qualname__}>"
     if issubclass(kind, types.ModuleType):
         return f"<module {vars(value).get('__name__')}>"
+    if issubclass(kind, tuple) and any(issubclass(type(item), torch.Tensor) for item in items_of(value)):
+        return f"a {kind.__name__} with tensors"
     text = _written(value)
     if text is None or (len(text) >= _SHORT and not is_plain(value)):
         return f"<{kind.__name__} at {id(value):#x}>"

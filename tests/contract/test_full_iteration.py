@@ -993,3 +993,17 @@ def test_wrapper_report_tells_what_each_graph_serves(device: torch.device) -> No
     buffers = f"3 x (microbatch['tokens']=int64[2, 6] {where}, microbatch['labels']=int64[2, 6] {where})"
     assert f"microbatches={buffers}" in report.signatures[0]
     assert "num_microbatches=3" in report.signatures[0]
+
+
+@pytest.mark.parametrize(
+    ("option", "instead"),
+    [
+        ({"warmup": 3}, "cuda_graph_warmup_steps"),
+        ({"buckets": {"x": {0: [8]}}}, "pad microbatches in the data iterator"),
+    ],
+    ids=["warmup", "buckets"],
+)
+def test_wrapper_refuses_options_that_are_not_its_own(option: dict[str, Any], instead: str) -> None:
+    with pytest.raises(stepgraph.InvalidArgument, match="is no option of FullCudaGraphWrapper") as caught:
+        stepgraph.FullCudaGraphWrapper(lambda **_: [], **option)
+    assert instead in caught.value.fix

@@ -298,3 +298,16 @@ def test_nan_check_leaves_out_what_can_hold_no_nan(device: torch.device) -> None
         for _ in range(6):
             step(torch.full((4,), 0xFF, dtype=torch.uint8, device=device))
         assert step.report().replays == 3
+
+
+def test_nan_in_the_gradient_of_an_argument_is_found(device: torch.device) -> None:
+    def step(x: torch.Tensor) -> torch.Tensor:
+        loss = x.sqrt().sum()
+        loss.backward()
+        return loss.detach()
+
+    captured = stepgraph.capture(step, nan_check="device")
+    for bad in (False, False, False, False, False, True):
+        captured((torch.zeros if bad else torch.ones)(3, device=device).requires_grad_())
+    with pytest.raises(stepgraph.NonFinite, match=r"`x\.grad` was not finite in call 6"):
+        captured.close()

@@ -33,6 +33,7 @@ ROOMS = (
     "models",
     "bench",
     "cli",
+    "__main__",
 )
 """From first to last; a module imports from rooms before its own."""
 PUBLIC_USERS = ("bench", "cli")

@@ -1,0 +1,5 @@
+"""`python -m stepgraph`: the command line."""
+
+from stepgraph.cli import main
+
+main()
