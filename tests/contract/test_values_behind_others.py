@@ -27,13 +27,13 @@ class Encoder(nn.Module):
         super().__init__()
         self.layer = nn.Identity()
         self.temperature, self.calls, self._scale = 1.0, 0, 1.0
-        self.shift = torch.zeros(2)
+        self.shift: Any = 0.0
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.layer(x)
 
     def encode(self, x: torch.Tensor) -> torch.Tensor:
-        return self.layer(x) / self.temperature + self.shift.to(x.device)
+        return self.layer(x) / self.temperature + self.shift
 
     def counted(self, x: torch.Tensor) -> torch.Tensor:
         self.calls += 1
@@ -82,9 +82,10 @@ def method_of_a_module_inside(_: torch.device) -> Built:
     return model, lambda: setattr(model.encoder, "temperature", 0.5), "encoder.temperature: 1.0 -> 0.5"
 
 
-def tensor_in_a_method_of_a_module_inside(_: torch.device) -> Built:
-    model = built(Encoding)
-    return model, lambda: setattr(model.encoder, "shift", torch.ones(2)), "encoder.shift: a tensor of shape [2]"
+def tensor_in_a_method_of_a_module_inside(device: torch.device) -> Built:
+    model, ones = built(Encoding), torch.ones(2, device=device)
+    model.encoder.shift = torch.zeros(2, device=device)
+    return model, lambda: setattr(model.encoder, "shift", ones), "encoder.shift: a tensor of shape [2]"
 
 
 def property_of_a_module_inside(_: torch.device) -> Built:
