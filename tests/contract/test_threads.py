@@ -228,38 +228,6 @@ def test_threads_capture_at_the_same_time_on_the_tape(other: ThreadPoolExecutor)
     assert process_state() == before
 
 
-def test_threads_look_for_kept_tensors_one_after_the_other(other: ThreadPoolExecutor) -> None:
-    """What one search has found so far is no place where the other's tensors are kept."""
-    barrier = threading.Barrier(2)
-
-    def captured(models: list[nn.Module]) -> None:
-        try:
-            for model in models:
-                optimizer = torch.optim.AdamW(model.parameters())
-
-                def train(x: torch.Tensor, model: Any = model, optimizer: Any = optimizer) -> torch.Tensor:
-                    optimizer.zero_grad()
-                    loss = model(x).square().mean()
-                    loss.backward()
-                    optimizer.step()
-                    return loss.detach()
-
-                with stepgraph.capture(train) as step:
-                    for _ in range(3):
-                        step(torch.ones(2, 3))
-                    barrier.wait(TIMEOUT)
-                    step(torch.ones(2, 3))
-                    assert step.report().captures == 1
-        except BaseException:
-            barrier.abort()
-            raise
-
-    made: list[list[nn.Module]] = [[nn.Linear(3, 3) for _ in range(6)] for _ in range(2)]
-    beside = other.submit(captured, made[0])
-    captured(made[1])
-    beside.result(TIMEOUT)
-
-
 # -- the parts
 
 
