@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 import torch
 
 import stepgraph
@@ -139,3 +140,22 @@ def _is_cuda(value: Any) -> bool:
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().view(-1).view(torch.uint8)
+
+
+def assert_change_is_noticed(
+    step: Callable[[torch.Tensor], torch.Tensor], change: Callable[[], object], told: str, device: torch.device
+) -> str:
+    """Change something that a captured step reads: it is told, captured again once, and right. Returns the warning."""
+    x = torch.ones(2, device=device)
+    with stepgraph.capture(step) as captured:
+        for _ in range(5):
+            assert torch.equal(captured(x), step(x))
+        before = captured(x)
+        change()
+        with pytest.warns(stepgraph.StepgraphWarning) as seen:
+            assert torch.equal(captured(x), step(x))
+        assert not torch.equal(captured(x), before)
+        assert captured.report().recaptures == 1
+    message = str(seen[0].message)
+    assert told in message
+    return message

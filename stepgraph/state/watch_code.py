@@ -16,7 +16,6 @@ import os
 import sys
 import types
 from collections.abc import Iterator, Mapping
-from itertools import pairwise
 from typing import Any
 
 from stepgraph.frames import is_user
@@ -34,12 +33,6 @@ _GLOBAL_READS = tuple(
     for name in ("LOAD_GLOBAL", "STORE_GLOBAL", "DELETE_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS")
     if name in opcode.opmap
 )
-_FILLERS = ("EXTENDED_ARG", "PUSH_NULL")
-_VARIABLES = (
-    *("LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF", "LOAD_CLASSDEREF"),
-    *("LOAD_FROM_DICT_OR_GLOBALS", "LOAD_FROM_DICT_OR_DEREF"),
-)
-_ATTRIBUTES = ("LOAD_ATTR", "LOAD_METHOD", "STORE_ATTR", "DELETE_ATTR")
 _ASKED_BY_STRING = frozenset(("getattr", "hasattr", "setattr", "delattr", "attrgetter", "vars", "__dict__"))
 _ASKED_AT_LARGE = _ASKED_BY_STRING | {
     "__getattribute__",
@@ -123,15 +116,6 @@ def globals_in(code: types.CodeType) -> set[str]:
     """The names of globals that a function's code looks up, inner functions included."""
     found = _names_of(code, _GLOBAL_READS)
     return found if "globals" not in found else found.union(_strings_in(code))
-
-
-def is_handed_on(code: types.CodeType, name: str) -> bool:
-    """Whether code does more with a variable than to look up its attributes, inner functions included."""
-    steps = [step for step in dis.get_instructions(code) if step.opname not in _FILLERS]
-    reads = ((step, after.opname) for step, after in pairwise(steps) if step.opname in _VARIABLES)
-    if any(step.argval == name and after not in _ATTRIBUTES for step, after in reads):
-        return True
-    return any(is_handed_on(inner, name) for inner in code.co_consts if type(inner) is types.CodeType)
 
 
 def imports_in(code: types.CodeType) -> set[str]:

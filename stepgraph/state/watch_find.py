@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from stepgraph.ran import Ran
-from stepgraph.state.watch_bases import Bases
+from stepgraph.state.watch_bases import Bases, is_handed_on
 from stepgraph.state.watch_behind import (
     cached_by,
     holds_cached,
@@ -39,7 +39,6 @@ from stepgraph.state.watch_code import (
     imported,
     imports_in,
     is_callable_by_name,
-    is_handed_on,
     is_installed,
     layers_of,
     may_name_all,
@@ -80,7 +79,9 @@ class Finder(Objects):
             if (kind := subject.kind) is not None:
                 named = self._names.in_all | self._names.in_functions | kind.names
                 may_be_any = not kind.is_users or may_name_anything(named)
-                note_attributes(subject, kind, self.notes, None if may_be_any else self._names.anywhere, bases)
+                note_attributes(
+                    subject, kind, self.notes, None if may_be_any else self._names.anywhere, bases.may_be_of
+                )
                 if kind.is_users and not kind.is_module and may_name_all(subject.direct(self._names.anyones)):
                     note_whole(subject, self.notes)
         note_absent(self._subjects.values(), self._kinds, self.notes)
@@ -194,11 +195,11 @@ class Finder(Objects):
         notes.bodies.add(function)
         for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
             label = notes.label(name, called, _owner(in_cell(cell), id(cell)))
-            is_new = id(cell) not in self._seen
-            if is_new and name != "__class__":
+            is_new = name != "__class__" and id(cell) not in self._seen
+            if is_new:
                 self._seen[id(cell)] = cell
                 notes.add(str(label), Cell(str(label), cell))
-            if (is_new and name != "__class__") or issubclass(type(in_cell(cell)), types.ModuleType):
+            if is_new or issubclass(type(in_cell(cell)), types.ModuleType):
                 self._visit_variable(label, in_cell(cell), function, name)
         wanted = {name for name in globals_in(code) if name.isidentifier()}  # pytest adds some that are not
         for name in sorted(wanted & scope.keys()):

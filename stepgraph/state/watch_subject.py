@@ -7,9 +7,9 @@ of the class whose method asks so, and of what a function names that does.
 from __future__ import annotations
 
 import types
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -79,19 +79,17 @@ def _is_users(function: Any) -> bool:
     return type(function) is types.FunctionType and is_users_code(function.__code__)
 
 
-class Meant(Protocol):
-    """Knows what code means by a name."""
+def note_attributes(
+    subject: Subject, kind: Kind, notes: Notes, named: Collection[str] | None, is_meant: Callable[[str, Any], bool]
+) -> None:
+    """Watch the attributes and slots of an object that any code may read; `named` are the names in it, None for all.
 
-    def may_be_of(self, name: str, value: Any) -> bool:
-        """Whether code may look for a name on this object."""
-
-
-def note_attributes(subject: Subject, kind: Kind, notes: Notes, named: Collection[str] | None, meant: Meant) -> None:
-    """Watch the attributes and slots of an object that any code may read; `named` are the names in it, None for all."""
+    `is_meant` tells whether a name may be about this object.
+    """
     label, value = subject.label, subject.value
 
     def is_read(name: str) -> bool:
-        return named is None or (name in named and meant.may_be_of(name, value))
+        return named is None or (name in named and is_meant(name, value))
 
     for key in sorted(kind.watched_in(subject.attributes)):
         item = subject.attributes[key]

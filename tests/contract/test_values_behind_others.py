@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import stepgraph
+from tests.harness import assert_change_is_noticed
 
 Step = Callable[[torch.Tensor], torch.Tensor]
 Built = tuple[Step, Callable[[], object], str]
@@ -266,18 +267,7 @@ PLACES = (
 def test_change_of_what_other_code_reads_is_noticed(
     place: Callable[[torch.device], Built], device: torch.device
 ) -> None:
-    step, change, told = place(device)
-    x = torch.ones(2, device=device)
-    with stepgraph.capture(step) as captured:
-        for _ in range(5):
-            assert torch.equal(captured(x), step(x))
-        before = captured(x)
-        change()
-        with pytest.warns(stepgraph.StepgraphWarning) as seen:
-            assert torch.equal(captured(x), step(x))
-        assert not torch.equal(captured(x), before)
-        assert captured.report().recaptures == 1
-    assert told in str(seen[0].message)
+    assert_change_is_noticed(*place(device), device)
 
 
 def test_attribute_of_the_captured_step_is_noticed(device: torch.device) -> None:
@@ -403,6 +393,36 @@ def test_attribute_by_way_of_another_is_read_all_the_same(device: torch.device) 
         outer.step = 3.0
         with pytest.warns(stepgraph.StepgraphWarning, match="step: 1.0 -> 3.0"):
             assert captured(x)[0] == 3.0
+
+
+def test_attribute_by_way_of_a_wrapper_is_read_all_the_same(device: torch.device) -> None:
+    """A compiled module answers for the one inside."""
+    model = Encoder()
+    compiled = torch.compile(model, backend="eager")
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        return x * compiled.temperature
+
+    change = functools.partial(setattr, model, "temperature", 3.0)
+    assert_change_is_noticed(step, change, "temperature: 1.0 -> 3.0", device)
+
+
+class Item:
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+
+
+def test_attribute_by_way_of_a_local_variable_is_read_all_the_same(device: torch.device) -> None:
+    """`item.inner` may be any object, whatever `other.inner` is."""
+    state, other = types.SimpleNamespace(scale=1.0), Item(types.SimpleNamespace(scale=5.0))
+    items = [[Item(state)]]
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        (item,) = items[0]
+        return x * item.inner.scale if state is not other.inner else x
+
+    change = functools.partial(setattr, state, "scale", 3.0)
+    assert_change_is_noticed(step, change, "state.scale: 1.0 -> 3.0", device)
 
 
 class Meter:
