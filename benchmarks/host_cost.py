@@ -1,6 +1,7 @@
 """What a replay costs the host: stepgraph against a bare input copy and `replay()` of the very same graph.
 
     python benchmarks/host_cost.py --build
+    python benchmarks/host_cost.py --against OTHER_CHECKOUT
 
 A chain of small linear layers with 150 and with 1,000 parameters, fused AdamW inside the graph. All ways replay one
 and the same graph, in turn, so that the difference is stepgraph's own work: looking the call up, asking the guards,
@@ -8,6 +9,10 @@ copying the result. The guards are asked in C++ where that library was built (`-
 The queue is drained before each call. Each turn gives a median; of many short turns the lowest median counts, for each
 way, because other work on the machine slows whole turns down by a factor of two and more. The parts are timed on their
 own as well.
+
+`--against` compares this checkout with another one by public names only: the host time of one replay of a whole step,
+of a module's forward and backward, and of an ahead-of-time callable's. The two take turns, each turn in a process of
+its own, and the lowest median of each counts.
 """
 
 from __future__ import annotations
@@ -15,8 +20,11 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
+import os
 import platform
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -25,22 +33,21 @@ from typing import Any
 import torch
 
 import stepgraph
-from stepgraph.capture.site import CapturedCall
-from stepgraph.native import library
-from stepgraph.state import untouched
 
 TARGET_US = 60.0
 """The most that stepgraph may add at 150 parameters."""
 REFERENCE_US = 14.0
 """What the bare copy and replay take on the machine that the target was set for."""
 TURNS = 40
+ROUNDS = 4
+"""How many processes of each checkout `--against` starts."""
 
 
 def median_us(call: Callable[[], Any], calls: int, *, drained: bool = False) -> float:
     """Median host time of a call in microseconds."""
     times = []
     for index in range(calls + 20):
-        if drained:
+        if drained and torch.cuda.is_available():
             torch.cuda.synchronize()
         start = time.perf_counter()
         call()
@@ -49,8 +56,11 @@ def median_us(call: Callable[[], Any], calls: int, *, drained: bool = False) -> 
     return statistics.median(times) * 1e6
 
 
-def rows_of(call: CapturedCall) -> dict[str, Callable[[], bool]]:
+def rows_of(call: Any) -> dict[str, Callable[[], bool]]:
     """What is asked before a replay, in each way there is."""
+    from stepgraph.native import library
+    from stepgraph.state import untouched
+
     rows = {}
     for way in ("python", "cpp") if library.native_row() is not None else ("python",):
         untouched.native_row = library.native_row if way == "cpp" else lambda: None
@@ -115,23 +125,98 @@ def measure(num_parameters: int, calls: int) -> dict[str, Any]:
         }
 
 
+def small_layers(count: int, device: str) -> torch.nn.Sequential:
+    """A chain of linear layers, two parameters each."""
+    torch.manual_seed(0)
+    return torch.nn.Sequential(*(torch.nn.Linear(16, 16) for _ in range(count))).to(device)
+
+
+def replays(calls: int, turns: int, device: str) -> dict[str, float]:
+    """Host time of one replay through each engine, by public names only, in microseconds."""
+    x = torch.randn(4, 16, device=device)
+    model = small_layers(75, device)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+
+    @stepgraph.capture
+    def whole_step(x: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = model(x).mean()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    part = small_layers(4, device)
+    handle = stepgraph.graph_modules(torch.nn.Sequential(part), scope=["0"])
+    callable_ = stepgraph.make_graphed_callables(small_layers(4, device), (x.clone().requires_grad_(),))
+    argument = x.clone().requires_grad_()
+    ways: dict[str, Callable[[], Any]] = {
+        "whole step": lambda: whole_step(x),
+        "module pair": lambda: part(argument).sum().backward(),
+        "callable pair": lambda: callable_(argument).sum().backward(),
+    }
+    for call in ways.values():
+        for _ in range(8):
+            call()
+    found = {name: min(median_us(call, calls, drained=True) for _ in range(turns)) for name, call in ways.items()}
+    counts = (whole_step.report().replays, handle.report().replays)
+    assert all(counts), "nothing was replayed"
+    return found
+
+
+def against(other: Path, args: argparse.Namespace) -> dict[str, Any]:
+    """Let two checkouts take turns; the lowest host time of each, and their ratio."""
+    trees = {"before": other.resolve(), "now": Path(__file__).resolve().parents[1]}
+    times: dict[str, dict[str, list[float]]] = {tree: {} for tree in trees}
+    for _ in range(args.rounds):
+        for tree, path in trees.items():
+            command = [sys.executable, __file__, "--replays", f"--calls={args.calls}", f"--turns={args.turns}"]
+            done = subprocess.run(
+                command, env={**os.environ, "PYTHONPATH": str(path)}, check=True, capture_output=True, text=True
+            )
+            for name, us in json.loads(done.stdout.splitlines()[-1]).items():
+                times[tree].setdefault(name, []).append(us)
+    lowest = {tree: {name: min(found) for name, found in rows.items()} for tree, rows in times.items()}
+    ratios = {name: lowest["now"][name] / lowest["before"][name] for name in lowest["now"]}
+    return {"ratios": ratios, "lowest_us": lowest, "turns_us": times}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--calls", type=int, default=60, help="calls a turn")
     parser.add_argument("--build", action="store_true", help="build the part in C++ first")
+    parser.add_argument("--against", type=Path, metavar="CHECKOUT", help="compare with another checkout, in turn")
+    parser.add_argument("--rounds", type=int, default=ROUNDS, help="processes of each checkout")
+    parser.add_argument("--turns", type=int, default=TURNS // 4, help="turns a process, of `--against`")
+    parser.add_argument("--replays", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
+    if args.replays:
+        print(json.dumps(replays(args.calls, args.turns, "cuda" if torch.cuda.is_available() else "cpu")))
+        return
+    record = against(args.against, args) if args.against is not None else compare_with_bare(args)
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+    versions = {"gpu": device, "torch": torch.__version__, "python": platform.python_version()}
+    command = "python benchmarks/host_cost.py" + " --build" * args.build
+    command += " --against CHECKOUT" * (args.against is not None)
+    record = {"date": datetime.date.today().isoformat(), **versions, "command": command, **record}
+    text = json.dumps(record, indent=2)
+    print(text)
+    if args.out is not None:
+        args.out.mkdir(parents=True, exist_ok=True)
+        name = "host_cost.json" if args.against is None else "host_cost_against.json"
+        (args.out / name).write_text(text + "\n")
+
+
+def compare_with_bare(args: argparse.Namespace) -> dict[str, Any]:
+    """What stepgraph adds to a bare copy and replay, beside the target."""
     if args.build:
+        from stepgraph.native import library
+
         library.build()
     results = [measure(count, args.calls) for count in (150, 1000)]
     added = results[0]["added_us"]
     scaled = {way: us * REFERENCE_US / results[0]["bare_us"] for way, us in added.items()}
-    record = {
-        "date": datetime.date.today().isoformat(),
-        "gpu": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "command": "python benchmarks/host_cost.py" + " --build" * args.build,
+    return {
         "results": results,
         "target": {
             "added_us_at_150": TARGET_US,
@@ -140,11 +225,6 @@ def main() -> None:
             "reached": {way: us < TARGET_US and scaled[way] < TARGET_US for way, us in added.items()},
         },
     }
-    text = json.dumps(record, indent=2)
-    print(text)
-    if args.out is not None:
-        args.out.mkdir(parents=True, exist_ok=True)
-        (args.out / "host_cost.json").write_text(text + "\n")
 
 
 if __name__ == "__main__":
