@@ -15,6 +15,7 @@ import stepgraph
 from stepgraph.order import Entry, Kind, count_microbatches, read_order
 from tests.harness import assert_same_history
 from tests.module_harness import MIN_STEPS, Layer, Note, Training
+from tests.seeding import seed
 
 WIDTH = 8
 
@@ -128,15 +129,15 @@ class Rank:
 
 def assert_rank_equals_eager(build: Callable[[], Rank], *, steps: int = MIN_STEPS, **options: Any) -> Rank:
     """Build a rank twice from one seed, run it eager and graphed, and compare after every entry and step."""
-    torch.manual_seed(7)
+    seed(7)
     eager = build()
-    torch.manual_seed(11)
+    seed(11)
     training = eager.training(steps)
     expected = training.run(eager.device)
-    torch.manual_seed(7)
+    seed(7)
     graphed = build()
     graphed.capture(**options)
-    torch.manual_seed(11)
+    seed(11)
     training = graphed.training(steps)
     received = training.run(graphed.device)
     assert_same_history(expected, received, "graphed differs from eager")

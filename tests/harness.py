@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import stepgraph
+from tests.seeding import seed
 
 Step = Callable[..., Any]
 
@@ -88,18 +89,18 @@ def assert_captured_equals_eager(
     build: Callable[[torch.device], Program], device: torch.device, **options: Any
 ) -> stepgraph.Report:
     """Build the program twice from one seed, run it eager and captured, and compare after every call."""
-    torch.manual_seed(7)
+    seed(7)
     eager = build(device)
-    torch.manual_seed(11)
+    seed(11)
     expected = run(eager, eager.step, device)
     if device.type == "cuda":  # equality with eager means nothing where eager differs from itself
-        torch.manual_seed(7)
+        seed(7)
         again = build(device)
-        torch.manual_seed(11)
+        seed(11)
         assert_same_history(expected, run(again, again.step, device), "eager differs from eager")
-    torch.manual_seed(7)
+    seed(7)
     captured = build(device)
-    torch.manual_seed(11)
+    seed(11)
     with stepgraph.capture(captured.step, generators=captured.generators, **options) as step:
         assert_same_history(expected, run(captured, step, device), "captured differs from eager")
         report = step.report()

@@ -19,6 +19,7 @@ from torch import nn
 import stepgraph
 from stepgraph.tree import flatten
 from tests.harness import Program, assert_same_history, different, same_bits, snapshot
+from tests.seeding import seed
 
 MIN_STEPS = 10
 
@@ -103,9 +104,9 @@ def assert_graphed_equals_eager(
     if device.type == "cuda":  # equality with eager means nothing where eager differs from itself
         again = _built(build, device)
         assert_same_history(expected, again.run(device), "eager differs from eager")
-    training = _built(build, device, seed=False)
+    training = _built(build, device, for_run=False)
     with stepgraph.graph_modules(training.model, scope, **options) as handle:
-        torch.manual_seed(11)
+        seed(11)
         received = training.run(device)
         report = handle.report()
         assert_same_history(expected, received, "graphed differs from eager")
@@ -116,11 +117,11 @@ def assert_graphed_equals_eager(
     return report
 
 
-def _built(build: Build, device: torch.device, *, seed: bool = True) -> Training:
-    torch.manual_seed(7)
+def _built(build: Build, device: torch.device, *, for_run: bool = True) -> Training:
+    seed(7)
     training = build(device)
-    if seed:
-        torch.manual_seed(11)
+    if for_run:
+        seed(11)
     return training
 
 
@@ -213,7 +214,7 @@ def train(model: nn.Module, device: torch.device, steps: int = 3) -> list[torch.
     """A few backwards; the losses."""
     found = []
     for index in range(steps):
-        torch.manual_seed(index)
+        seed(index)
         loss = model(torch.randn(4, 8, device=device)).pow(2).mean()
         loss.backward()
         found.append(loss.detach())

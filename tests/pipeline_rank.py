@@ -15,6 +15,7 @@ from torch import nn
 from stepgraph.models.gpt import Block, GPTConfig, RotaryPositions
 from stepgraph.order import Kind, read_order
 from tests.harness import Program, assert_same_history, snapshot
+from tests.seeding import seed
 
 SEQUENCE, BATCH = 8, 2
 STEPS, WARM = 11, 2
@@ -99,13 +100,13 @@ def assert_rank_equals_eager(
 
     Returns what `graph` has returned.
     """
-    torch.manual_seed(7)
+    seed(7)
     eager = make(device)
-    torch.manual_seed(11)
+    seed(11)
     expected = eager.run(range(STEPS), device)
-    torch.manual_seed(7)
+    seed(7)
     rank = make(device)
-    torch.manual_seed(11)
+    seed(11)
     received = rank.run(range(WARM), device)
     graphed = graph(rank)
     received += rank.run(range(WARM, STEPS), device)

@@ -14,6 +14,7 @@ from torch.distributed.pipelining import schedules as torch_schedules
 import stepgraph
 from tests.harness import Program, different, same_bits, snapshot
 from tests.pipeline import SCHEDULES
+from tests.seeding import seed
 
 WIDTH = 8
 ROWS = 2
@@ -58,7 +59,7 @@ class Pipeline:
         self._autocast = autocast
         self.blocks, self.stages = [], []
         for index in form.stages_of(self.rank, ranks):
-            torch.manual_seed(1000 + index)
+            seed(1000 + index)
             self.blocks.append(block(index).to(self.device))
             self.stages.append(PipelineStage(self.blocks[-1], index, form.stages * ranks, self.device))
         given: Any = self.stages if form.stages > 1 else self.stages[0]
@@ -67,7 +68,7 @@ class Pipeline:
         parameters = [parameter for parameter in parameters if parameter.requires_grad]
         self.optimizer = torch.optim.AdamW(parameters, lr=1e-2)
         self._batches = torch.Generator().manual_seed(7)
-        torch.manual_seed(self.rank)
+        seed(self.rank)
 
     def step(self, training: bool = True, **kwargs: Any) -> list[Any]:
         """One step, with its optimizer; the losses and the merged output, where this rank has them."""

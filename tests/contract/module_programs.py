@@ -11,6 +11,7 @@ import torch
 
 from stepgraph import ModuleReport
 from tests.harness import Program, assert_same_history, snapshot
+from tests.seeding import seed
 
 Stage = Callable[[torch.Tensor], torch.Tensor]
 
@@ -120,9 +121,9 @@ def assert_orders_equal_eager(
     """Play the order twice from one seed, in eager and with graphs, and compare after every event."""
 
     def run(around: Callable[[Training], AbstractContextManager[Any]]) -> tuple[Any, Any]:
-        torch.manual_seed(7)
+        seed(7)
         training = build(device)
-        torch.manual_seed(11)
+        seed(11)
         with around(training) as handle:
             history = play(training, steps, device)
             return history, handle.report() if handle is not None else None
