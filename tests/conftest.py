@@ -16,10 +16,15 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--require-gpu", action="store_true", help="fail, instead of leaving tests out, where there is no GPU")
+    parser.addoption(
+        "--require-gpu", action="store_true", help="fail, instead of leaving tests out, where there is no GPU"
+    )
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    for item in items:
+        if "distributed" in item.path.parts:  # `run_to_end` sees whether processes get on
+            item.add_marker(pytest.mark.timeout(1200))
     if torch.cuda.is_available() or config.getoption("--require-gpu"):
         return
     absent = [item for item in items if item.get_closest_marker("gpu") is not None]

@@ -23,17 +23,16 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import stepgraph
+from tests.processes import run_to_end
 
 ROOT = Path(__file__).parents[1]
 
 
-def end_of(
-    device: str, ending: str, *file: str, eager: bool = False, timeout_s: float = 100
-) -> subprocess.CompletedProcess[str]:
+def end_of(device: str, ending: str, *file: str, eager: bool = False) -> subprocess.CompletedProcess[str]:
     """Run this program in a process of its own; a process that hangs fails the test."""
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)} | ({"EAGER": "1"} if eager else {})
     command = [sys.executable, __file__, device, ending, *file]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout_s)
+    return run_to_end([command], environment)[0]
 
 
 @functools.cache

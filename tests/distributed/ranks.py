@@ -10,34 +10,16 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from tests.processes import run_to_end
+
 ROOT = Path(__file__).parents[2]
 
 
-def run_ranks(
-    worker: str, world: int, store: Path, *args: str, timeout_s: float = 110
-) -> list[subprocess.CompletedProcess[str]]:
-    """Run `tests/distributed/<worker>.py rank world store ...` for each rank; a rank that hangs fails the test."""
+def run_ranks(worker: str, world: int, store: Path, *args: str) -> list[subprocess.CompletedProcess[str]]:
+    """Run `tests/distributed/<worker>.py rank world store ...` for each rank; ranks that hang fail the test."""
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, str(Path(__file__).with_name(f"{worker}.py"))]
-    ranks = [
-        subprocess.Popen(
-            [*command, str(rank), str(world), str(store), *args],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=environment,
-        )
-        for rank in range(world)
-    ]
-    done = []
-    try:
-        for rank in ranks:
-            out, err = rank.communicate(timeout=timeout_s)
-            done.append(subprocess.CompletedProcess(rank.args, rank.returncode, out, err))
-    finally:
-        for rank in ranks:
-            rank.kill()
-    return done
+    return run_to_end([[*command, str(rank), str(world), str(store), *args] for rank in range(world)], environment)
 
 
 def last_lines(ranks: list[subprocess.CompletedProcess[str]]) -> list[str]:

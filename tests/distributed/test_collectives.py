@@ -2,23 +2,10 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
+
+from tests.distributed.ranks import last_lines, run_ranks
 
 
 def test_collectives_in_a_captured_step_equal_eager(tmp_path: Path) -> None:
-    worker = Path(__file__).with_name("worker.py")
-    command = [sys.executable, str(worker)]
-    ranks = [
-        subprocess.Popen(
-            [*command, str(rank), "2", str(tmp_path / "store")],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    outputs = [rank.communicate(timeout=100)[0] for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(outputs)
-    assert [output.strip().splitlines()[-1] for output in outputs] == ["rank 0: equal", "rank 1: equal"]
+    assert last_lines(run_ranks("worker", 2, tmp_path / "store")) == ["rank 0: equal", "rank 1: equal"]

@@ -10,26 +10,24 @@ from tests.distributed.ranks import last_lines, run_ranks
 
 def test_graphed_stages_of_every_schedule_equal_the_eager_pipeline(tmp_path: Path) -> None:
     """1F1B, two virtual stages a rank interleaved, split backwards, and the rest: losses, gradients, all state."""
-    assert (
-        last_lines(run_ranks("pipeline_stage_worker", 2, tmp_path / "store", "equality", timeout_s=60)) == ["done"] * 2
-    )
+    assert last_lines(run_ranks("pipeline_stage_worker", 2, tmp_path / "store", "equality")) == ["done"] * 2
 
 
 def test_ranks_replay_and_drop_their_graphs_by_themselves(tmp_path: Path) -> None:
-    ranks = run_ranks("pipeline_stage_worker", 2, tmp_path / "store", "neighbours", timeout_s=60)
+    ranks = run_ranks("pipeline_stage_worker", 2, tmp_path / "store", "neighbours")
     assert last_lines(ranks) == ["done"] * 2
     assert [rank.stderr for rank in ranks] == ["", ""]
 
 
 def test_rank_that_is_killed_ends_the_others_with_an_error(tmp_path: Path) -> None:
-    *others, last = run_ranks("pipeline_stage_worker", 3, tmp_path / "store", "killed", timeout_s=60)
+    *others, last = run_ranks("pipeline_stage_worker", 3, tmp_path / "store", "killed")
     assert (last.returncode, last.stdout.split("\n")[0]) == (-signal.SIGKILL, "killed in a replayed step")
     assert [(other.returncode, other.stdout) for other in others] == [(1, "")] * 2
     assert all("RuntimeError" in other.stderr for other in others)
 
 
 def test_rank_that_leaves_its_order_says_where_and_ends_the_others(tmp_path: Path) -> None:
-    first, second = run_ranks("pipeline_stage_worker", 2, tmp_path / "store", "out of order", timeout_s=60)
+    first, second = run_ranks("pipeline_stage_worker", 2, tmp_path / "store", "out of order")
     assert (second.returncode, second.stdout) == (1, "")
     assert "weight gradient of stage 3, microbatch 0" in second.stderr
     assert "[replay-order]" in second.stderr

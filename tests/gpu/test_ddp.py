@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import stepgraph
+from tests.processes import run_to_end
 
 pytestmark = pytest.mark.gpu
 
@@ -20,7 +21,7 @@ WORKER = Path(__file__).with_name("nccl_worker.py")
 def run_worker(scenario: str, store: Path) -> subprocess.CompletedProcess[str]:
     environment = os.environ | {"PYTHONPATH": str(ROOT), "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
     command = [sys.executable, str(WORKER), scenario, str(store)]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=110)
+    return run_to_end([command], environment)[0]
 
 
 @pytest.mark.parametrize("scenario", ["equality", "side stream", "hundredth iteration"])
