@@ -27,7 +27,7 @@ from stepgraph.capture.pair import PairCapture, with_modes
 from stepgraph.capture.runner import Runner, RunnerState
 from stepgraph.capture.telling import PASS_IT, unlike, unsigned
 from stepgraph.errors import CaptureError, InvalidArgument, StateChanged
-from stepgraph.frames import warn_user
+from stepgraph.frames import untraced, warn_user
 from stepgraph.signature import (
     Signature,
     ambient_key,
@@ -108,6 +108,7 @@ class CudaGraphManager:
 
     # -- calling
 
+    @untraced
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module: by replay where a runner fits, eagerly where none does yet."""
         if torch.compiler.is_compiling():

@@ -36,7 +36,7 @@ from stepgraph.capture.sites import Sites
 from stepgraph.capture.telling import state_changed, tell_values_changed
 from stepgraph.capture.warmup import flags_of, surroundings, warm_up
 from stepgraph.errors import ClosedError
-from stepgraph.frames import warn_user
+from stepgraph.frames import untraced, warn_user
 from stepgraph.signature import AmbientReader, Signature, argument_names, leaf_keys, reason_for_eager, refuse_opaque
 from stepgraph.state.nonfinite import FlagReader
 from stepgraph.state.watch import Change
@@ -77,6 +77,7 @@ class CapturedStep(Generic[P, R]):
         self._session.when_dropped(self._forget_graphs)
         self._session.when_closed(self._flags.drain)
 
+    @untraced
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         """On a method: each instance gets a captured step of its own."""
         return self if instance is None else self._bound.of(instance, functools.partial(self._bind, instance, owner))
@@ -105,6 +106,7 @@ class CapturedStep(Generic[P, R]):
 
     # -- calling
 
+    @untraced
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Run the step once: by replay where a graph fits, eagerly where none does yet."""
         last = self._last
