@@ -24,6 +24,7 @@ from stepgraph.capture.module_report import ModuleReport, report_on
 from stepgraph.capture.module_session import ModuleSession
 from stepgraph.capture.module_site import FamiliarCall, ModuleSite, WarmCall
 from stepgraph.capture.pair import PairCapture, with_modes
+from stepgraph.capture.policy import REPLAYS_THAT_PAY, weigh_changes
 from stepgraph.capture.runner import Runner, RunnerState
 from stepgraph.capture.telling import PASS_IT, unlike, unsigned
 from stepgraph.errors import CaptureError, InvalidArgument, StateChanged
@@ -233,8 +234,9 @@ class CudaGraphManager:
         if changed.is_value:
             warn_user(
                 f"{self.name}: a value that the module reads has changed since capture   [host-value]\n"
-                f"  {changed.why}\nIts graphs are captured again, up to twice.\nFix: {PASS_IT}, or, if nothing "
-                f"depends on it, ignore={list(changed.names)!r}."
+                f"  {changed.why}\nIts graphs are captured again, up to twice for changes that come within "
+                f"{REPLAYS_THAT_PAY} replays.\nFix: {PASS_IT}, or, if nothing depends on it, "
+                f"ignore={list(changed.names)!r}."
             )
         if self.options.strict:
             raise StateChanged(
@@ -243,13 +245,13 @@ class CudaGraphManager:
                 why="the captured graphs go on with what they were recorded with, and strict=True forbids else.",
                 fix="call handle.reset() after the change, or leave strict=False.",
             )
-        self._changes.update(changed.names)
+        replays = max(runner.forwards for runner in site.runners)
+        self._changes, often = weigh_changes(self._changes, changed.names, replays)
         if self.session.order is not None:
             self._start_over(changed.why)  # what others share memory with would be gone
         else:
             self.recapture_reasons[changed.why] += 1
             self.drop()
-        often = [name for name in changed.names if self._changes[name] > _MAX_CHANGES]
         if often:
             for other in self.sites.values():
                 other.obstacle = f"it keeps changing: {', '.join(often)}"
@@ -395,7 +397,3 @@ class CudaGraphManager:
         self._last = None
         self.sites.clear()
         self._changes.clear()
-
-
-_MAX_CHANGES = 2
-"""Captures anew for one thing that changes, after which the module stays eager."""

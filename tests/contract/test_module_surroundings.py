@@ -147,6 +147,24 @@ def test_host_value_that_keeps_changing_ends_in_eager(device: torch.device) -> N
     assert report.rows[1].eager_calls == 1
 
 
+@pytest.mark.filterwarnings("ignore::stepgraph.StepgraphWarning")
+def test_host_value_that_changes_now_and_then_is_captured_again(device: torch.device) -> None:
+    """With at least 8 replays between two changes, however many there are."""
+
+    def build(device: torch.device) -> Training:
+        training = training_of(lambda: Net(Reads(Config())), device, steps=5 * 9)
+
+        def before_step(index: int) -> None:
+            training.model.layers[0].temperature = 1.0 + index // 9
+
+        training.before_step = before_step
+        return training
+
+    (row,) = assert_graphed_equals_eager(build, device, warmup=1).rows
+    assert sum(row.recapture_reasons.values()) == 4
+    assert (row.forwards, row.eager_reasons) == (5 * 8, {"warm-up": 5})
+
+
 def test_host_value_that_is_ignored_may_change(device: torch.device) -> None:
     model = Net(Reads(Config())).to(device)
     with stepgraph.graph_modules(model, "layers.*", warmup=1, ignore=["self.temperature", "layers.0.temperature"]) as h:
