@@ -137,6 +137,9 @@ class CudaGraphManager:
 
     def _look_up(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A call that does not look like the one before."""
+        if self.options.eager_reason is not None:
+            self.eager_reasons[self.options.eager_reason] += 1
+            return self.original(*args, **kwargs)
         session = self.session
         if self.random is None:
             self._is_capturing = session.backend_for(self.module, self._flatten(args, kwargs)[0]).capture_probe
