@@ -10,13 +10,15 @@ import os
 import sys
 import types
 import warnings
-from collections.abc import Collection, Container
+from collections.abc import Callable, Collection, Container
+from typing import Any, TypeVar
 
 import torch
 
 from stepgraph.collector import collector_at_rest
 from stepgraph.errors import Location, StepgraphWarning
 
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 _HERE = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _USER_ROOMS = tuple(_HERE + room + os.sep for room in ("models", "bench"))
@@ -142,3 +144,19 @@ def error_location(error: BaseException) -> Location | None:
             found = Location(code.co_filename, trace.tb_lineno, code.co_name)
         trace = trace.tb_next
     return found
+
+
+def untraced(function: _Function) -> _Function:
+    """Keep torch.compile out of a function and of all that it calls: compiled code breaks off there and goes on after.
+
+    `torch.compiler.disable` does the same by a wrapper, which costs each call some microseconds. Here the function is
+    only marked: by the attribute that the compiler reads before it inlines a function, and by the flag of a code object
+    that is read before a frame is compiled. Neither costs anything outside of compiled code, or imports the compiler.
+    """
+    vars(function)["_torchdynamo_disable"] = True
+    vars(function)["_torchdynamo_disable_msg"] = "stepgraph replays graphs here"
+    evaluation: Any = getattr(getattr(torch._C, "_dynamo", None), "eval_frame", None)
+    if hasattr(evaluation, "set_code_exec_strategy"):  # torch's own, not public; it has no public one without a wrapper
+        skip = evaluation._FrameAction.SKIP
+        evaluation.set_code_exec_strategy(function.__code__, evaluation._FrameExecStrategy(skip, skip))
+    return function

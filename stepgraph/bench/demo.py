@@ -110,9 +110,18 @@ class DemoResult:
         """Whether the runs are equal, and the graphed one replayed at all."""
         return self.parameters_equal and self.loss_difference == 0.0 and self.replays > 0
 
+    @property
+    def equality(self) -> str:
+        """What was compared, and what came of it."""
+        compared = f"stepgraph demo: {self.steps} losses and all parameters"
+        if self.equal:
+            return f"{compared} equal eager's, the parameters bit for bit"
+        return f"{compared} do not equal eager's" if self.replays else f"{compared}: nothing was replayed"
+
     def to_dict(self) -> dict[str, Any]:
-        """Return the fields and the two verdicts as plain values."""
-        return asdict(self) | {"parameters_equal": self.parameters_equal, "equal": self.equal}
+        """Return the fields and the verdicts as plain values."""
+        verdicts = {"parameters_equal": self.parameters_equal, "equal": self.equal, "equality": self.equality}
+        return asdict(self) | verdicts
 
 
 @dataclass(frozen=True)

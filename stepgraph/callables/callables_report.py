@@ -30,11 +30,21 @@ class CallablesReport:
     eager_calls: int = 0
     """Forwards, with their backwards, that were not replayed: somebody held what a replay would have overwritten."""
 
+    eager_reason: str | None = None
+    """Why there are no graphs, where a configuration asks for none."""
+
+    @property
+    def graphs(self) -> int:
+        """The same as `num_graphs`, as other reports name it."""
+        return self.num_graphs
+
     def to_dict(self) -> dict[str, Any]:
         """For machines."""
         return dataclasses.asdict(self)
 
     def __str__(self) -> str:
+        if self.eager_reason is not None:
+            return f"no graphs, all calls run eagerly: {self.eager_reason}"
         return (
             f"{self.num_samples} samples, {self.num_graphs} graphs, captured in {self.capture_seconds:.2f} s\n"
             f"static   {self.num_buffers} sets of arguments, {self.static_bytes / 2**20:.1f} MiB with gradients\n"

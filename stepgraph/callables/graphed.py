@@ -18,6 +18,7 @@ from stepgraph.capture.module_guard import global_hook, has_global_hooks
 from stepgraph.capture.module_session import ModuleSession
 from stepgraph.capture.runner import Runner, RunnerState
 from stepgraph.errors import CaptureError, ClosedError, InvalidArgument
+from stepgraph.frames import untraced
 from stepgraph.order import Kind
 from stepgraph.state.ddp import in_ddp
 from stepgraph.state.lent import Lent
@@ -170,6 +171,7 @@ class GraphedCallable:
 
     # -- calling
 
+    @untraced
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Replay the forward; the backward is replayed where autograd comes to it."""
         turns = self._owner.turns

@@ -33,7 +33,8 @@ from stepgraph.callables.discovery import Found, SampleArguments, parts_of, with
 from stepgraph.callables.part_graphs import PartGraphs, graphs_in
 from stepgraph.callables.rank_order import RankOrder, order_of_rank, setting
 from stepgraph.callables.samples import Sizes
-from stepgraph.capture.scopes import Part, ScopeRegistry, read_scope
+from stepgraph.capture.megatron_settings import MegatronSettings
+from stepgraph.capture.scopes import Part, ScopeRegistry
 from stepgraph.errors import InvalidArgument
 from stepgraph.order.entries import is_count
 from stepgraph.state.hooks import spelled
@@ -47,9 +48,10 @@ VISION = "vision_model"
 class TECudaGraphHelper:
     """Captures the layers of model chunks ahead of time, one graph for each layer and microbatch.
 
-    `config` is read for `cuda_graph_scope`, `hidden_size` and the pipeline (`pipeline_model_parallel_size`,
-    `num_microbatches`, `microbatch_group_size_per_vp_stage`, `overlap_moe_expert_parallel_comm`,
-    `delay_wgrad_compute`); what it lacks is as in a training without a pipeline.
+    `config` is read for `cuda_graph_impl`, `cuda_graph_modules` or `cuda_graph_scope` (see `MegatronSettings`: with
+    "none" nothing is captured), `hidden_size` and the pipeline (`pipeline_model_parallel_size`, `num_microbatches`,
+    `microbatch_group_size_per_vp_stage`, `overlap_moe_expert_parallel_comm`, `delay_wgrad_compute`); what it lacks
+    is as in a training without a pipeline.
 
     Example:
         >>> helper = TECudaGraphHelper([model], config, seq_length=1024, micro_batch_size=1, optimizers=[optimizer])
@@ -85,6 +87,7 @@ class TECudaGraphHelper:
                 )
         self.model = [model] if isinstance(model, torch.nn.Module) else list(model)
         self.config, self.optimizers = config, tuple(optimizers)
+        self._settings = MegatronSettings.of(config)
         self._sizes = Sizes(seq_length, micro_batch_size, self._hidden_size())
         self._order_of_rank = functools.partial(
             order_of_rank,
@@ -114,10 +117,14 @@ class TECudaGraphHelper:
         for graphs in self._graphs:
             graphs.remove()
         self._graphs = []
+        self._settings = MegatronSettings.of(self.config)  # as it is now
         self._wait_for_ranks()
         begun = time.perf_counter()
-        found = [self._found_in(chunk) for chunk in self.model]
-        if any(found):
+        eager_reason = self._settings.reason_for_eager
+        found = [self._found_in(chunk) for chunk in self.model] if eager_reason is None else []
+        if eager_reason is not None:
+            _log.warning("no layer is captured: %s", eager_reason)
+        elif any(found):
             self._graphs = self._capture(found)
             self.capture_seconds = time.perf_counter() - begun
             self._clean_up()
@@ -132,6 +139,9 @@ class TECudaGraphHelper:
 
     def report(self) -> CallablesReport:
         """What was captured and replayed on this rank."""
+        eager_reason = self._settings.reason_for_eager
+        if not self.graphs_created() and eager_reason is not None:
+            return CallablesReport(0, 0, 0, 0, 0, 0.0, 0, 0, 0, eager_reason=eager_reason)
         if not self.graphs_created():
             raise InvalidArgument(
                 "this rank has no graphs to report on",
@@ -148,8 +158,7 @@ class TECudaGraphHelper:
         return [graphs.part.path for graphs in self._graphs if graphs.is_in_place]
 
     def _found_in(self, chunk: torch.nn.Module) -> list[Found]:
-        scope = read_scope(setting(self.config, "cuda_graph_scope", ()))
-        parts = [part for part in parts_of(chunk, scope, self._registry) if self._belongs(part)]
+        parts = [part for part in parts_of(chunk, self._settings.scope, self._registry) if self._belongs(part)]
         return with_samples(chunk, parts, self._registry, self._sizes, self._sample_arguments)
 
     def _belongs(self, part: Part) -> bool:

@@ -18,6 +18,7 @@ from stepgraph.backends import is_capturing
 from stepgraph.callables.samples import CallForm, Sample, place_of
 from stepgraph.capture.scopes import Part
 from stepgraph.errors import InvalidArgument
+from stepgraph.frames import untraced
 from stepgraph.order.entries import is_count
 
 _PARTS = "_parts_with_graphs"
@@ -47,6 +48,7 @@ class PartGraphs:
         self._listed[_PARTS] = [*graphs_in(chunk), self]
         self._modes[self._place] = self
 
+    @untraced
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the part: by replay, or as it was."""
         if self._modes["training"] is not self._training or not torch.is_grad_enabled():

@@ -31,6 +31,7 @@ from stepgraph.capture.module_guard import global_hook, has_global_hooks
 from stepgraph.capture.module_options import ModuleOptions
 from stepgraph.capture.module_session import ModuleSession
 from stepgraph.capture.options import listed
+from stepgraph.capture.policy import weigh_changes
 from stepgraph.capture.session import Session
 from stepgraph.order import order_from_pipelining, read_order
 from stepgraph.signature import reason_for_eager
@@ -90,6 +91,8 @@ class GraphedStages:
         self.recaptures: Counter[str] = Counter()
         self._warm = 0
         self._obstacle: str | None = None
+        self._changes: Counter[str] = Counter()
+        """What changed soon after a capture, which was not worth it then."""
         self._restore = contextlib.ExitStack()
         self.managers: list[StageManager] = []
         for stage in stages:
@@ -153,7 +156,9 @@ class GraphedStages:
         changes = [why for manager in self.managers if (why := manager.changed()) is not None]
         if changes:
             self.recaptures[changes[0]] += 1
-            if self.recaptures[changes[0]] > _MAX_CHANGES:
+            replays = max(runner.forwards for manager in self.managers for runner in manager.runners.values())
+            self._changes, often = weigh_changes(self._changes, changes[:1], replays)
+            if often:
                 self._obstacle = f"it keeps changing: {changes[0]}"
             self._shared.drop_graphs()
         elif [manager for manager in self.managers if not manager.has_its_gradients()]:
@@ -207,6 +212,7 @@ class GraphedStages:
         self._shared.delete_cuda_graphs()
         self._obstacle = None
         self.recaptures.clear()
+        self._changes.clear()
 
     def close(self) -> None:
         """End the graphs; stages, modules and schedule are as they were before. Closing twice is fine."""
@@ -222,8 +228,6 @@ class GraphedStages:
         self.close()
 
 
-_MAX_CHANGES = 2
-"""Captures anew for one thing that changes, after which the stages stay eager."""
 _MISSING = object()
 
 

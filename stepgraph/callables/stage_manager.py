@@ -27,6 +27,7 @@ from stepgraph.capture.module_site import ModuleSite, WarmCall
 from stepgraph.capture.recorder import RecordedCall
 from stepgraph.capture.runner import Runner
 from stepgraph.errors import InvalidArgument, SignatureMismatch, StepgraphError
+from stepgraph.frames import untraced
 from stepgraph.order.entries import Kind
 from stepgraph.signature import (
     Signature,
@@ -110,6 +111,7 @@ class StageManager(CudaGraphManager):
         finally:
             self._microbatch = None
 
+    @untraced
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the stage's module: by replay, or eagerly, noted or not."""
         mode, microbatch = self._stages.mode, self._microbatch

@@ -23,6 +23,7 @@ from stepgraph.capture.report import Report
 from stepgraph.capture.session import Session
 from stepgraph.capture.static_loader import StaticBufferLoader, StaticMicrobatches
 from stepgraph.errors import ClosedError, InvalidArgument
+from stepgraph.frames import untraced
 from stepgraph.tree import flatten
 
 
@@ -73,6 +74,7 @@ class FullCudaGraphWrapper:
         self._loader: StaticBufferLoader | None = None
         self._closed = False
 
+    @untraced
     def __call__(
         self,
         *,

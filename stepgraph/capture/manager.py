@@ -24,10 +24,11 @@ from stepgraph.capture.module_report import ModuleReport, report_on
 from stepgraph.capture.module_session import ModuleSession
 from stepgraph.capture.module_site import FamiliarCall, ModuleSite, WarmCall
 from stepgraph.capture.pair import PairCapture, with_modes
+from stepgraph.capture.policy import REPLAYS_THAT_PAY, weigh_changes
 from stepgraph.capture.runner import Runner, RunnerState
 from stepgraph.capture.telling import PASS_IT, unlike, unsigned
 from stepgraph.errors import CaptureError, InvalidArgument, StateChanged
-from stepgraph.frames import warn_user
+from stepgraph.frames import untraced, warn_user
 from stepgraph.signature import (
     Signature,
     ambient_key,
@@ -108,6 +109,7 @@ class CudaGraphManager:
 
     # -- calling
 
+    @untraced
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module: by replay where a runner fits, eagerly where none does yet."""
         if torch.compiler.is_compiling():
@@ -135,6 +137,9 @@ class CudaGraphManager:
 
     def _look_up(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A call that does not look like the one before."""
+        if self.options.eager_reason is not None:
+            self.eager_reasons[self.options.eager_reason] += 1
+            return self.original(*args, **kwargs)
         session = self.session
         if self.random is None:
             self._is_capturing = session.backend_for(self.module, self._flatten(args, kwargs)[0]).capture_probe
@@ -232,8 +237,9 @@ class CudaGraphManager:
         if changed.is_value:
             warn_user(
                 f"{self.name}: a value that the module reads has changed since capture   [host-value]\n"
-                f"  {changed.why}\nIts graphs are captured again, up to twice.\nFix: {PASS_IT}, or, if nothing "
-                f"depends on it, ignore={list(changed.names)!r}."
+                f"  {changed.why}\nIts graphs are captured again, up to twice for changes that come within "
+                f"{REPLAYS_THAT_PAY} replays.\nFix: {PASS_IT}, or, if nothing depends on it, "
+                f"ignore={list(changed.names)!r}."
             )
         if self.options.strict:
             raise StateChanged(
@@ -242,13 +248,13 @@ class CudaGraphManager:
                 why="the captured graphs go on with what they were recorded with, and strict=True forbids else.",
                 fix="call handle.reset() after the change, or leave strict=False.",
             )
-        self._changes.update(changed.names)
+        replays = max(runner.forwards for runner in site.runners)
+        self._changes, often = weigh_changes(self._changes, changed.names, replays)
         if self.session.order is not None:
             self._start_over(changed.why)  # what others share memory with would be gone
         else:
             self.recapture_reasons[changed.why] += 1
             self.drop()
-        often = [name for name in changed.names if self._changes[name] > _MAX_CHANGES]
         if often:
             for other in self.sites.values():
                 other.obstacle = f"it keeps changing: {', '.join(often)}"
@@ -394,7 +400,3 @@ class CudaGraphManager:
         self._last = None
         self.sites.clear()
         self._changes.clear()
-
-
-_MAX_CHANGES = 2
-"""Captures anew for one thing that changes, after which the module stays eager."""

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from stepgraph.capture.megatron_settings import MegatronSettings
 from stepgraph.errors import InvalidArgument
 
 
@@ -31,6 +32,8 @@ class ModuleOptions:
     generators: tuple[torch.Generator, ...] = ()
     single_mempool: bool = False
     """Share memory between calls by the order in which they were recorded, and check each replay against it."""
+    eager_reason: str | None = None
+    """Why nothing is captured at all: a configuration may say so."""
 
     def __post_init__(self) -> None:
         for name, least in (("warmup", 1), ("max_signatures", 1), ("max_runners", 1)):
@@ -55,13 +58,12 @@ def options_from(config: Any) -> ModuleOptions:
     """The options that a configuration object names as the field does."""
     if isinstance(config, ModuleOptions):
         return config
-    found = {}
-    for ours, theirs in (
-        ("warmup", "cuda_graph_warmup_steps"),
-        ("max_runners", "cuda_graph_max_runners"),
-        ("single_mempool", "cuda_graph_use_single_mempool"),
-    ):
-        value = getattr(config, theirs, None)
-        if value is not None:
-            found[ours] = value
-    return ModuleOptions(**found)
+    settings = MegatronSettings.of(config)
+    found = {
+        "warmup": settings.warmup_steps,
+        "max_runners": settings.max_runners,
+        "single_mempool": settings.single_mempool,
+        "eager_reason": settings.reason_for_eager,
+    }
+    given: dict[str, Any] = {name: value for name, value in found.items() if value is not None}
+    return ModuleOptions(**given)

@@ -17,10 +17,8 @@ from stepgraph.capture.session import Session
 from stepgraph.capture.site import Site
 from stepgraph.native.library import native_row
 
-_EQUALITY = {
-    "own": "the step as written, in eager, bit for bit",
-    "capturable": "the step in eager with its optimizers switched to capturable=True and a float32 learning rate",
-}
+_NOT_COMPARED = "not checked here (docs/equality.md: how to compare your program; `stepgraph demo` compares its own)"
+_CAPTURABLE = "; compare with the step in eager with its optimizers switched to capturable=True and a float32 lr"
 
 
 @dataclass(slots=True)
@@ -66,8 +64,8 @@ class Report:
     """Each signature's segments in order."""
     optimizers: dict[str, str]
     """Where each optimizer runs, and why."""
-    equality: str
-    """What the step's results are equal to."""
+    equality: str | None
+    """What is known about equality with eager, and by which check; None where nothing was replayed."""
     guards: str
     """How it is asked before each replay whether all is as it was: in "C++" or in "Python"."""
 
@@ -112,7 +110,7 @@ class Report:
             ("static inputs", f"{self.static_bytes / 2**20:.1f} MiB"),
             *(("signature", f"{s}\n{c}") for s, c in zip(self.signatures, self.chains, strict=True)),
             *self.optimizers.items(),
-            ("equal to", self.equality),
+            *([("equal to eager", self.equality)] if self.equality is not None else []),
             (
                 "guards",
                 "in C++" if self.guards == "C++" else "in Python; `stepgraph native --build` makes them cheaper",
@@ -153,6 +151,11 @@ def report_of(
         signatures=tuple(call.signature.describe() for call in calls),
         chains=tuple(call.chain.describe() for call in calls),
         optimizers=optimizers,
-        equality=_EQUALITY["capturable" if options.optimizer == "capturable" else "own"],
+        equality=_equality(options) if calls or counts.replays else None,
         guards="Python" if native_row() is None else "C++",
     )
+
+
+def _equality(options: Options) -> str:
+    """What is known about equality with eager: a capture compares nothing, so that is only what to compare with."""
+    return _NOT_COMPARED + (_CAPTURABLE if options.optimizer == "capturable" else "")

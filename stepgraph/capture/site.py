@@ -89,6 +89,7 @@ class CapturedCall:
         hand_out: Callable[[], Any],
     ) -> None:
         self.signature = signature
+        self.replays = 0
         self.flags = flags
         self.inputs, self.chain, self.outputs = inputs, chain, outputs
         self.hand_out = hand_out
@@ -267,7 +268,7 @@ class Site:
         self.obstacle: str | None = None
         """Why calls here stay eager for good."""
         self.changes: Counter[str] = Counter()
-        """How often the step was captured anew for a host value that changed."""
+        """How often a host value changed that soon after its capture that the capture was not worth it."""
         self.hold_grads = False
         """Whether a recording has shown that the step uses the gradients it finds."""
         self.cut_scalers = False
@@ -361,6 +362,11 @@ class Site:
     def is_warming(self) -> bool:
         """Whether nothing is captured yet."""
         return not self.calls
+
+    @property
+    def most_replays(self) -> int:
+        """Replays of the graph here that was replayed most."""
+        return max((call.replays for call in self.calls), default=0)
 
     @property
     def may_give_way(self) -> bool:

@@ -26,7 +26,7 @@ from stepgraph.capture.failure import capture_error
 from stepgraph.capture.given import Given
 from stepgraph.capture.interrupt import interrupts_held
 from stepgraph.capture.options import Options
-from stepgraph.capture.policy import Action
+from stepgraph.capture.policy import Action, weigh_changes
 from stepgraph.capture.record import NotWarm, StepCapture
 from stepgraph.capture.report import Counts, Report, report_of
 from stepgraph.capture.room import REASON, Room
@@ -36,7 +36,7 @@ from stepgraph.capture.sites import Sites
 from stepgraph.capture.telling import state_changed, tell_values_changed
 from stepgraph.capture.warmup import flags_of, surroundings, warm_up
 from stepgraph.errors import ClosedError
-from stepgraph.frames import warn_user
+from stepgraph.frames import untraced, warn_user
 from stepgraph.signature import AmbientReader, Signature, argument_names, leaf_keys, reason_for_eager, refuse_opaque
 from stepgraph.state.nonfinite import FlagReader
 from stepgraph.state.watch import Change
@@ -77,6 +77,7 @@ class CapturedStep(Generic[P, R]):
         self._session.when_dropped(self._forget_graphs)
         self._session.when_closed(self._flags.drain)
 
+    @untraced
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         """On a method: each instance gets a captured step of its own."""
         return self if instance is None else self._bound.of(instance, functools.partial(self._bind, instance, owner))
@@ -105,6 +106,7 @@ class CapturedStep(Generic[P, R]):
 
     # -- calling
 
+    @untraced
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Run the step once: by replay where a graph fits, eagerly where none does yet."""
         last = self._last
@@ -175,6 +177,7 @@ class CapturedStep(Generic[P, R]):
 
     def _run(self, call: CapturedCall, leaves: Sequence[Any]) -> Any:
         call.replay(leaves)
+        call.replays += 1
         self._counts.replays += 1
         if call.flags is not None:
             self._flags.post(self._counts.calls, call.flags, self._backend)
@@ -183,6 +186,7 @@ class CapturedStep(Generic[P, R]):
     def _run_untouched(self, call: CapturedCall, leaves: Sequence[Any]) -> Any:
         if call.straight is None:
             return self._run(call, leaves)
+        call.replays += 1
         self._counts.replays += 1
         return call.straight(leaves)
 
@@ -202,11 +206,11 @@ class CapturedStep(Generic[P, R]):
         return self._warm_up(site, f"changed: {why}", given)
 
     def _values_changed(self, site: Site, changes: Sequence[Change], given: Given) -> Any:
-        """A host value that a graph has baked in, or would, changed: capture again twice, then give up on graphs."""
+        """A host value that a graph has baked in, or would, changed: capture again, or give up if it is often."""
         told = "; ".join(map(str, changes))
         self._raise_if_strict(site, told)
-        site.changes.update(change.name for change in changes)
-        often = [name for name, count in site.changes.items() if count > _MAX_VALUE_CHANGES]
+        names = [change.name for change in changes]
+        site.changes, often = weigh_changes(site.changes, names, site.most_replays)
         is_captured = bool(site.calls) or site.was_captured
         tell_values_changed(self._name, changes, is_captured=is_captured, stays_eager=bool(often))
         if not often:  # the step may touch other things now: look at it once more
@@ -393,7 +397,3 @@ def _unpickled(function: Callable[..., Any], options: Options, backend: str | No
     if isinstance(function, CapturedStep):  # a captured method, pickled by its name
         return function
     return CapturedStep(function, options, None, backend)
-
-
-_MAX_VALUE_CHANGES = 2
-"""Captures anew for one host value, after which its step stays eager."""

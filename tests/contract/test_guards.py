@@ -277,6 +277,54 @@ def test_watch_value_that_keeps_changing_stays_eager_and_says_so(device: torch.d
     assert "ignore=['factor']" in str(seen[-1].message)
 
 
+def annealed(device: torch.device, epochs: int, steps: int) -> Program:
+    """A loss whose second term gets another weight in each epoch."""
+    model = nn.Linear(4, 4).to(device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    weights = {"kl": 0.0}
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad()
+        mean = model(x)
+        loss = (mean - x).pow(2).mean() + weights["kl"] * mean.pow(2).mean()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    def before_call(index: int) -> None:
+        weights["kl"] = (index // steps) / epochs
+
+    batches = [(torch.randn(3, 4, device=device),) for _ in range(epochs * steps)]
+    return Program(step, batches, [model], [optimizer], before_call=before_call)
+
+
+@pytest.mark.filterwarnings("ignore::stepgraph.StepgraphWarning")
+def test_watch_value_that_changes_once_an_epoch_is_captured(device: torch.device) -> None:
+    report = assert_captured_equals_eager(lambda device: annealed(device, 20, 10), device)
+    assert report.replays == 7 + 19 * 9
+    assert report.eager_calls == 3 + 19
+    assert report.recaptures == 19
+    assert report.graphs == 1
+
+
+@pytest.mark.parametrize(("replays", "recaptures"), [(8, 5), (7, 2)])
+@pytest.mark.filterwarnings("ignore::stepgraph.StepgraphWarning")
+def test_watch_change_after_few_replays_counts(replays: int, recaptures: int, device: torch.device) -> None:
+    """Each epoch is one eager call and these replays; graphs of earlier epochs keep no memory and no place."""
+    program = annealed(device, 6, 1 + replays)
+    pool = []
+    with stepgraph.capture(program.step, warmup=1, max_graphs=1) as step:
+        for index, batch in enumerate(program.batches):
+            program.before_call(index)
+            step(*batch)
+            pool.append(step.report().pool_bytes)
+        report = step.report()
+    assert report.recaptures == recaptures
+    assert report.replays == replays * (recaptures + 1)
+    assert report.eager_reasons.get("host value keeps changing: weights['kl']", 0) == (1 + replays) * (5 - recaptures)
+    assert max(pool) == pool[2 * replays + 1], "of all epochs, after the first recapture"
+
+
 def test_watch_strict_raises_with_the_name(device: torch.device) -> None:
     factor = 1.0
 

@@ -54,6 +54,66 @@ def capture(rank: Rank, config: Any, **options: Any) -> stepgraph.TECudaGraphHel
     return helper
 
 
+# -- what the config says
+
+IMPLS: dict[str, dict[str, Any]] = {
+    "none": {"cuda_graph_impl": "none", "cuda_graph_modules": ["attn"]},
+    "full_iteration": {"cuda_graph_impl": "full_iteration"},
+    "older switches": {"enable_cuda_graph": False, "external_cuda_graph": False},
+}
+
+
+@pytest.mark.parametrize("name", IMPLS)
+def test_helper_captures_nothing_where_the_config_says_so(
+    name: str, device: torch.device, caplog: pytest.LogCaptureFixture
+) -> None:
+    training = gpt_training(TINY, device, steps=1)
+    config = SimpleNamespace(hidden_size=TINY.hidden_size, **IMPLS[name])
+    helper = stepgraph.TECudaGraphHelper([training.model], config, SEQUENCE, BATCH, training.optimizers)
+    helper.create_cudagraphs()
+    helper.cuda_graph_set_manual_hooks()
+    assert "no layer is captured: cuda_graph_impl is" in caplog.text
+    assert not helper.graphs_created()
+    assert helper.paths == []
+    assert not any("forward" in vars(module) for module in training.model.modules())
+    training.run(device)
+    report = helper.report()
+    assert report.graphs == report.forwards == 0
+    assert report.to_dict()["eager_reason"] == report.eager_reason
+    assert str(report).startswith("no graphs, all calls run eagerly: cuda_graph_impl is")
+    helper.delete_cuda_graphs()
+
+
+@pytest.mark.parametrize(
+    ("fields", "paths"),
+    [
+        ({"cuda_graph_modules": "full"}, ["blocks.0", "blocks.1"]),
+        ({"cuda_graph_modules": ["attn"]}, ["blocks.0.attn", "blocks.1.attn"]),
+        ({"cuda_graph_impl": "local", "cuda_graph_modules": "blocks.1.mlp"}, ["blocks.1.mlp"]),
+    ],
+)
+def test_helper_reads_the_newer_name_of_the_scope(
+    fields: dict[str, Any], paths: list[str], device: torch.device
+) -> None:
+    model = GPT(TINY).to(device)
+    helper = stepgraph.TECudaGraphHelper(model, pipeline(1, **fields), SEQUENCE, BATCH)
+    helper.create_cudagraphs()
+    assert helper.paths == paths
+    helper.delete_cuda_graphs()
+
+
+def test_helper_refuses_settings_before_anything_is_captured(device: torch.device) -> None:
+    for fields, message in (
+        ({"cuda_graph_scope": ["attn"], "cuda_graph_modules": ["mlp"]}, "contradicts itself"),
+        ({"cuda_graph_impl": "transformer_engin"}, "did you mean 'transformer_engine'"),
+    ):
+        with pytest.raises(stepgraph.InvalidArgument, match=message):
+            stepgraph.TECudaGraphHelper(GPT(TINY).to(device), pipeline(1, **fields), SEQUENCE, BATCH)
+    helper = stepgraph.TECudaGraphHelper(GPT(TINY).to(device), pipeline(1, cuda_graph_modules="atn"), SEQUENCE, BATCH)
+    with pytest.raises(stepgraph.InvalidArgument, match="did you mean 'attn'"):
+        helper.create_cudagraphs()
+
+
 # -- without a pipeline
 
 
@@ -549,12 +609,12 @@ def test_helper_with_nothing_to_capture_goes_on_quietly(device: torch.device, re
     assert not recwarn.list
 
 
-@pytest.mark.parametrize("scope", ["atn", "full_iteration", ["attn", "mpl"]])
+@pytest.mark.parametrize("scope", ["atn", "full_iteraton", ["attn", "mpl"]])
 def test_helper_word_that_there_is_not_is_an_error(scope: Any) -> None:
     for chunk in (Chunk(TINY, 1), nn.Linear(2, 2)):
-        helper = stepgraph.TECudaGraphHelper(chunk, pipeline(1, cuda_graph_scope=scope), SEQUENCE, BATCH)
+        config = pipeline(1, cuda_graph_scope=scope)
         with pytest.raises(stepgraph.InvalidArgument) as caught:
-            helper.create_cudagraphs()
+            stepgraph.TECudaGraphHelper(chunk, config, SEQUENCE, BATCH).create_cudagraphs()
         assert caught.value.rule == "scope"
 
 

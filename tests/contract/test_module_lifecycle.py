@@ -30,6 +30,7 @@ from __future__ import annotations
 import copy
 import gc
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -91,6 +92,30 @@ def test_manager_in_the_place_of_a_forward(device: torch.device) -> None:
     assert all(map(same_bits, train(eager, device), train(model, device)))
     with pytest.raises(stepgraph.InvalidArgument, match="base_module"):
         CudaGraphManager(Config())
+
+
+@pytest.mark.parametrize("impl", ["none", "full_iteration"])
+def test_manager_captures_nothing_where_the_config_says_so(impl: str, device: torch.device) -> None:
+    model = Net(Layer(dropout=0.0)).to(device)
+    eager = copy.deepcopy(model)
+    manager = CudaGraphManager(SimpleNamespace(cuda_graph_impl=impl), base_module=model.layers[0])
+    model.layers[0].forward = manager
+    assert all(map(same_bits, train(eager, device, 6), train(model, device, 6)))
+    stepgraph.create_cudagraphs()
+    report = manager.report()
+    assert (report.graphs, report.replays, report.eager_calls) == (0, 0, 6)
+    assert [reason.startswith(f"cuda_graph_impl is '{impl}'") for reason in report.rows[0].eager_reasons] == [True]
+    manager.session.close()
+
+
+def test_manager_reads_the_older_name_of_the_warm_up(device: torch.device) -> None:
+    layer = Layer(dropout=0.0).to(device)
+    with pytest.warns(stepgraph.StepgraphWarning, match="cuda_graph_warmup_steps=7"):
+        manager = CudaGraphManager(SimpleNamespace(cuda_graph_num_warmup_steps=7), base_module=layer)
+    layer.forward = manager
+    train(layer, device, 9)
+    assert manager.report().rows[0].eager_reasons == {"warm-up": 7}
+    manager.session.close()
 
 
 def test_manager_without_backward_keeps_no_activations(device: torch.device) -> None:

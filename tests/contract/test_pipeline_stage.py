@@ -277,6 +277,18 @@ def test_stage_that_keeps_changing_stays_eager_until_it_is_reset(device: torch.d
     assert handle.report().steps["replay"] == 4
 
 
+def test_stage_that_changes_now_and_then_is_captured_again(device: torch.device) -> None:
+    """Nine steps are one of warm-up and eight replays, after which a change does not count."""
+    pipeline, handle = graphed("Schedule1F1B", device)
+    block = pipeline.blocks[0]
+    for _ in range(4):
+        run(pipeline, 9)
+        block.up.weight = nn.Parameter(block.up.weight.detach().clone())
+    run(pipeline, 2)
+    assert handle.report().recaptures == {"`stage 0.up.weight` was replaced": 4}
+    assert handle.report().steps == {"warm-up": 5, "replay": 33}
+
+
 def test_step_that_raises_leaves_stages_that_go_on(device: torch.device) -> None:
     calls = [0]
 

@@ -21,6 +21,7 @@ def test_demo_json_is_only_json_and_equal() -> None:
     values = json.loads(result.stdout)
     assert values["equal"] is True
     assert values["parameters_equal"] is True
+    assert values["equality"].endswith("losses and all parameters equal eager's, the parameters bit for bit")
     assert values["loss_difference"] == 0.0
     assert values["backend"] == "tape"
     assert values["speedup"] is None

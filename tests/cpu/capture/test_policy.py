@@ -1,12 +1,13 @@
 """What to do with a call: the table of situations."""
 
 import dataclasses
+from collections import Counter
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stepgraph.capture.policy import Action, Situation, decide
+from stepgraph.capture.policy import MAX_CHANGES, REPLAYS_THAT_PAY, Action, Situation, decide, weigh_changes
 
 FRESH = Situation(warm_calls=0, warmup=3, num_graphs=0, num_warming=0, max_graphs=2, obstacle=None)
 
@@ -80,3 +81,22 @@ def test_decide_admits_exactly_max_graphs_signatures(warmup: int, max_graphs: in
         else:
             assert len(graphs | set(warm)) == max_graphs
     assert len(graphs | set(warm)) <= max_graphs
+
+
+@pytest.mark.parametrize(
+    ("so_far", "replays", "often"),
+    [
+        (0, 0, False),
+        (MAX_CHANGES - 1, 0, False),
+        (MAX_CHANGES, 0, True),
+        (MAX_CHANGES, REPLAYS_THAT_PAY - 1, True),
+        (MAX_CHANGES, REPLAYS_THAT_PAY, False),
+        (MAX_CHANGES + 5, REPLAYS_THAT_PAY, False),
+    ],
+)
+def test_weigh_changes_counts_those_after_few_replays(so_far: int, replays: int, often: bool) -> None:
+    before = Counter({"a": so_far, "b": 9})
+    counted, given_up = weigh_changes(before, ["a"], replays)
+    assert given_up == (["a"] if often else [])
+    assert counted["a"] == so_far + (replays < REPLAYS_THAT_PAY)
+    assert before == Counter({"a": so_far, "b": 9}), "nothing is changed in place"

@@ -46,7 +46,7 @@ def example(**changes: object) -> Report:
         "signatures": ("batch=f32[4, 2] cpu",),
         "chains": ("graph (120 nodes) > AdamW.step",),
         "optimizers": {"AdamW": "eager, between graphs (its step count is on the host)"},
-        "equality": "the step as written, in eager, bit for bit",
+        "equality": "not checked here",
         "guards": "Python",
     }
     return Report(**{**values, **changes})  # type: ignore[arg-type]
@@ -86,10 +86,27 @@ def test_report_prints_a_table() -> None:
         "batch=f32[4, 2] cpu",
         "graph (120 nodes) > AdamW.step",
         "its step count is on the host",
-        "bit for bit",
+        "not checked here",
     ):
         assert piece in text
     assert not text.endswith("\n")
+
+
+@pytest.mark.parametrize("optimizer", ["auto", "capturable"])
+def test_report_claims_no_equality_that_was_not_checked(optimizer: str) -> None:
+    """A capture compares nothing with eager, and without a graph there is nothing to compare."""
+    with stepgraph.capture(lambda x: x * 2, warmup=2, optimizer=optimizer) as step:
+        for replays in (0, 0, 1):
+            step(torch.ones(2))
+            report = step.report()
+            text = " ".join(str(report).split())
+            assert report.replays == replays
+            assert report.to_dict()["equality"] == report.equality
+            assert ("equal to eager" in text) is (report.equality is not None) is bool(replays)
+            assert "bit for bit" not in text
+    assert report.equality is not None
+    assert report.equality.startswith("not checked here")
+    assert ("capturable=True" in report.equality) is (optimizer == "capturable")
 
 
 def test_report_prints_brackets_as_they_are() -> None:
