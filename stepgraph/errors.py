@@ -107,7 +107,8 @@ ERROR_TABLE: tuple[ErrorEntry, ...] = (
         ("unless the CPU tensor is pinned",),
         "data moves between host and device memory while the step is captured",
         "a graph replays fixed device work; a copy from or to pageable host memory needs the host at every replay. "
-        "torch.tensor, as_tensor, from_numpy, a list used as an index, `x[0] = 1.0` and .cpu() all make one.",
+        "torch.tensor, as_tensor, from_numpy, a list used as an index, .cpu() and, in older versions of torch, "
+        "`x[0] = 1.0` make one.",
         "pass the data to the step as an argument, make it before the step, or build it on the device "
         "(torch.full, torch.arange, x[0].fill_(1.0)).",
     ),

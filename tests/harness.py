@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import stepgraph
 from tests.seeding import seed
@@ -29,6 +30,20 @@ class Program:
     extra: dict[str, Any] = field(default_factory=dict)
     named_states: Callable[[], dict[str, torch.Tensor]] = dict
     """The tracker's random states, where the program uses any."""
+
+
+def operators_of(function: Callable[..., Any], *args: Any) -> set[str]:
+    """The operators that a call runs in this version of torch: `aten::add`."""
+
+    class Noting(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            found.add(func._schema.name)
+            return func(*args, **(kwargs or {}))
+
+    found: set[str] = set()
+    with Noting():
+        function(*args)
+    return found
 
 
 def snapshot(program: Program, device: torch.device) -> dict[str, Any]:

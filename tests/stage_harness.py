@@ -53,6 +53,7 @@ class Pipeline:
         loss_fn: Callable[..., torch.Tensor] = nn.functional.mse_loss,
         keep_grads: bool = False,
         autocast: bool = False,
+        **schedule_options: Any,
     ) -> None:
         form, self.rank, ranks = SCHEDULES[name], dist.get_rank(), dist.get_world_size()
         self.device, self.num_microbatches, self._keep_grads = torch.device(device), num_microbatches, keep_grads
@@ -63,7 +64,7 @@ class Pipeline:
             self.blocks.append(block(index).to(self.device))
             self.stages.append(PipelineStage(self.blocks[-1], index, form.stages * ranks, self.device))
         given: Any = self.stages if form.stages > 1 else self.stages[0]
-        self.schedule = getattr(torch_schedules, name)(given, num_microbatches, loss_fn=loss_fn)
+        self.schedule = getattr(torch_schedules, name)(given, num_microbatches, loss_fn=loss_fn, **schedule_options)
         parameters = nn.ModuleList(self.blocks).parameters()  # each once, also where stages share one
         parameters = [parameter for parameter in parameters if parameter.requires_grad]
         self.optimizer = torch.optim.AdamW(parameters, lr=1e-2)

@@ -4,7 +4,8 @@ Three nets. ATen's own tags mark most operators whose result or shape depends on
 that synchronize inside their CUDA kernels without a tag. And a function mode catches what never reaches the dispatcher
 on CPU tensors: `.tolist()`, `.numpy()`, `print(x)`. Host data is told by `lift_fresh`, through which every tensor made
 from Python values passes. Scalars assigned to a slice or a mask are fine on CUDA (`x[mask] = 0.0` is a fill), one
-assigned to a single element is not (`x[0] = 1.0` is a copy), so such scalars are marked and looked for.
+assigned to a single element is not (`x[0] = 1.0` is a copy), so such scalars are marked and looked for. Newer versions
+of torch make no tensor of an assigned number, on either device: each assignment is a fill, and recorded as one.
 """
 
 from __future__ import annotations

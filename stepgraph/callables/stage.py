@@ -26,7 +26,7 @@ from stepgraph.callables.stage_capture import CaptureFailed, StageCapture
 from stepgraph.callables.stage_manager import Mode, StageManager
 from stepgraph.callables.stage_report import StageReport, report_on
 from stepgraph.callables.stage_turn import StageTurn
-from stepgraph.callables.torch_stage import check, chunks_of, own_methods
+from stepgraph.callables.torch_stage import check, chunks_of, has_forward_context, own_methods
 from stepgraph.capture.module_guard import global_hook, has_global_hooks
 from stepgraph.capture.module_options import ModuleOptions
 from stepgraph.capture.module_session import ModuleSession
@@ -141,6 +141,8 @@ class GraphedStages:
             return Mode.EAGER, reason
         if has_global_hooks() and (hook := global_hook(self._options.safe_hooks)) is not None:
             return Mode.EAGER, f"a hook on all modules, `{hook}`, would not run   [module-hook]"
+        if any(has_forward_context(manager.stage) for manager in self.managers):
+            return Mode.EAGER, "a stage has a forward context, which capture would not enter"
         if self._obstacle is not None:
             return Mode.EAGER, self._obstacle
         if self.captured is not None:

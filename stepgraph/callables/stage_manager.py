@@ -147,8 +147,9 @@ class StageManager(CudaGraphManager):
         for tensor, grad in zip(inputs, grads, strict=True):
             if grad is not None:
                 tensor.grad = grad  # as torch's own I part leaves it
-        for tensor in outputs:
-            tensor.detach_()
+        for output in outputs:
+            if isinstance(output, torch.Tensor):  # torch may keep only the gradient edge of one that was sent
+                output.detach_()
         return grads, []
 
     def _unlike(self, captured: Signature, received: Signature, microbatch: int) -> SignatureMismatch:

@@ -94,6 +94,11 @@ def _check_stage(stage: Any) -> None:
         )
 
 
+def has_forward_context(stage: Any) -> bool:
+    """`stage.register_forward_context(...)` of newer versions of torch was called: its code runs around a forward."""
+    return bool(getattr(stage, "_forward_contexts", None))
+
+
 def own_methods(stage: Any, manager: StageManager) -> Iterator[tuple[str, Any]]:
     """The methods of a stage with a manager beside them."""
     forward, backward, weight, plain = (getattr(stage, name) for name in _METHODS)

@@ -2,10 +2,10 @@
 
 A schedule with several stages a rank holds a list of actions for each rank: F (forward), B (backward), I (gradient of
 the input), W (gradient of the weights), an overlapped F and B, and communication. The stages of a rank, by index, are
-its chunks 1, 2, ...; F becomes c, B and I become -c, W becomes -c.5, and communication is left out. An overlapped
-action becomes its parts in the order in which the schedule lists and runs them: the forward, then the backward. Each
-entry keeps the action's microbatch, for backwards may come in another order than forwards (LoopedBFS), and a chunk may
-have both B and I (DualPipeV).
+its chunks 1, 2, ...; F becomes c, B and I become -c, W becomes -c.5, and communication and waits for it are left out.
+An overlapped action becomes its parts in the order in which the schedule lists and runs them: the forward, then the
+backward. Each entry keeps the action's microbatch, for backwards may come in another order than forwards (LoopedBFS),
+and a chunk may have both B and I (DualPipeV).
 
 A schedule with one stage a rank (GPipe, 1F1B) runs a loop of its own. It may hold such a list too, but does not run it,
 and that of 1F1B is off by one on the last rank. So its order is made from its numbers of stages and microbatches.
@@ -26,6 +26,8 @@ from stepgraph.order.validate import read_order, validate_order
 _KINDS = (("F", Kind.FORWARD), ("B", Kind.BACKWARD), ("I", Kind.INPUT_GRAD), ("W", Kind.WEIGHT_GRAD))
 _OVERLAPPED = "OVERLAP_F_B"
 _COMMUNICATION = ("UNSHARD", "RESHARD", "REDUCE_GRAD", "SEND_F", "RECV_F", "SEND_B", "RECV_B")
+_WAITS = ("WAIT_SEND_F", "WAIT_SEND_B", "WAIT_REDUCE_GRAD")
+"""Newer versions of torch list the end of a communication as an action of its own."""
 _LOOPS = ("ScheduleGPipe", "Schedule1F1B", "_ScheduleForwardOnly")
 
 
@@ -90,7 +92,7 @@ def _computing(actions: Any) -> Iterator[tuple[Kind, int, int]]:
             yield kinds[name], action.stage_index, action.microbatch_index
         elif name == _OVERLAPPED and action.sub_actions:
             yield from _computing(action.sub_actions)
-        elif name not in _COMMUNICATION:
+        elif name not in _COMMUNICATION + _WAITS:
             raise InvalidArgument(
                 f"the schedule has an action that stepgraph does not know: {action}",
                 rule="order",

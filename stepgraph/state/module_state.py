@@ -7,7 +7,8 @@ found too. The hooks are gone when the call is over, and mind no thread but the 
 Compiled code calls no hooks, and must not: the compiler would trace them, and compile again once they are gone. So it
 is shown none, and of compiled code the closure tells the modules. Everything around it is seen by hooks as ever. Where
 modules have forward pre-hooks of their own, compiled code also asks, before it runs, whether there are hooks for all
-modules; so there ours are taken out whenever compiled code that the closure shows is called.
+modules; so there ours are taken out whenever compiled code that the closure shows is called. A module whose `compile()`
+was called asks in any case, in newer versions of torch.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from torch.utils.hooks import RemovableHandle
 
 from stepgraph.backends.threads import for_this_thread, replaced
 from stepgraph.state.optimizer_steps import at_optimizer_steps
-from stepgraph.state.reach import compilers, reachable
+from stepgraph.state.reach import compilers, own_compilers, reachable
 from stepgraph.state.touched import Touched
 
 
@@ -49,8 +50,8 @@ def discovering(
     if compiled:
         for module in modules:
             touched.add_module(module)
-        if any(m._forward_pre_hooks for m in touched.modules):
-            asking = compiled
+        has_hooks = any(m._forward_pre_hooks for m in touched.modules)
+        asking = compiled if has_hooks else [compiler for module in modules for compiler in own_compilers(module)]
 
     before = touched.known() | frozenset(map(id, objects))
 

@@ -101,14 +101,20 @@ def compilers(value: Any) -> Iterator[Any]:
         for module in value.modules():
             if isinstance(module, optimized):
                 yield vars(module).get("dynamo_ctx")
-            if vars(module).get("_compiled_call_impl") is not None:
-                yield _closed_over(vars(module)["_compiled_call_impl"], "self")
+        yield from own_compilers(value)
     elif isinstance(value, types.MethodType):
         yield from compilers(value.__func__)
     elif isinstance(value, types.FunctionType):
         marks = vars(value)
         if "_torchdynamo_orig_callable" in marks and not marks.get("_torchdynamo_disable"):
             yield _closed_over(value, "self")
+
+
+def own_compilers(model: torch.nn.Module) -> Iterator[Any]:
+    """What torch.compile keeps for each part of a model whose `compile()` was called."""
+    for module in model.modules():
+        if vars(module).get("_compiled_call_impl") is not None:
+            yield _closed_over(vars(module)["_compiled_call_impl"], "self")
 
 
 def _closed_over(function: Any, name: str) -> Any:

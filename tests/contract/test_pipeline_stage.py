@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -386,6 +388,42 @@ def test_stage_that_cannot_be_captured_goes_on_eagerly(device: torch.device) -> 
     pipeline, handle = graphed(INTERLEAVED, device, block=lambda index: Reading())
     with pytest.raises(stepgraph.CaptureError, match=r"host-read"):
         run(pipeline, 2)
+
+
+FACTOR: contextvars.ContextVar[float] = contextvars.ContextVar("FACTOR", default=1.0)
+
+
+class Scaled(Block):
+    """A stage that reads a number from the context it is called in."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return super().forward(x) * FACTOR.get()
+
+
+def test_stage_with_a_forward_context_stays_eager(device: torch.device) -> None:
+    if not hasattr(PipelineStage, "register_forward_context"):
+        pytest.skip("this torch has no forward contexts of stages")
+
+    @contextlib.contextmanager
+    def scaled(info: Any) -> Iterator[None]:
+        token = FACTOR.set(2.0 + info.microbatch_index)
+        yield
+        FACTOR.reset(token)
+
+    histories, handle = [], None
+    for graphs in (False, True):
+        pipeline = Pipeline(INTERLEAVED, 2, device, block=lambda index: Scaled())
+        if graphs:
+            handle = stepgraph.graph_stage(pipeline.stages, pipeline.schedule, warmup=1)
+        context = pipeline.stages[0].register_forward_context(scaled)
+        before = run(pipeline, 3)
+        context.remove()
+        histories.append(before + run(pipeline, 3))
+    assert_equal_histories(*histories)
+    assert handle is not None
+    steps = handle.report().steps
+    assert steps["a stage has a forward context, which capture would not enter"] == 3
+    assert steps["replay"] == 2
 
 
 def test_hooked_parameters_pass_through_autograd_or_stay_eager(device: torch.device) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from stepgraph.errors import ERROR_TABLE
 
@@ -59,6 +60,8 @@ def test_page_snippets_run(page: Path, monkeypatch: pytest.MonkeyPatch, tmp_path
                 exec(compile("\n" * lines_before + code, str(page), "exec"), namespace)
     finally:
         torch.set_num_threads(threads)
+        if dist.is_initialized():  # a snippet that failed before its last line
+            dist.destroy_process_group()
 
 
 def test_readme_and_guides_have_snippets() -> None:

@@ -215,6 +215,18 @@ def test_order_of_an_unknown_action_is_an_error_that_shows_it(text: str) -> None
         order_from_pipelining(SimpleNamespace(pipeline_order={0: actions}), 0)
 
 
+@pytest.mark.parametrize("waits", [["0WAIT_SEND_F0", "0WAIT_SEND_B0", "0WAIT_REDUCE_GRAD"], None])
+def test_order_leaves_out_communication_and_waits_for_it(waits: list[str] | None) -> None:
+    """Those of each torch, and all that this torch has."""
+    computing = ("F", "I", "B", "W", "OVERLAP_F_B")
+    words = waits or [f"0{kind.value}0" for kind in torch_schedules._ComputationType if kind.value not in computing]
+    actions = [
+        SimpleNamespace(stage_index=0, computation_type=kind, microbatch_index=index, sub_actions=None)
+        for kind, index in _parse(" ".join(["0F0", *words, "0B0"]))
+    ]
+    assert order_from_pipelining(SimpleNamespace(pipeline_order={0: actions}), 0) == [1, -1]
+
+
 def _parse(text: str) -> list[tuple[str, int | None]]:
     found = []
     for word in text.split():
