@@ -106,7 +106,7 @@ class PairCapture:
                 mutated = [i for i, t in tensors.items() if _version(t) != versions[i]]
                 self._refuse(call, graph, tensors, mutated)
                 spelled = call.site.call.arguments
-                changed = changed_containers(call.structure, leaves, (args, kwargs), spelled, added=True, removed=True)
+                changed = changed_containers(call.structure, leaves, (args, kwargs), spelled, removed=True)
                 refuse_changed_container(changed, "the module")
                 refuse_tensor_classes(result.tensors, ["result"] * len(result.tensors))
                 if then is not None:

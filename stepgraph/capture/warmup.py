@@ -110,7 +110,7 @@ def warm_up(
     changed_numbers = numbers.finish()
     ended = _let_go(site, known, options.optimizer)
     is_own = call is given.own
-    container = changed_containers(given.structure, moved, call, site.sign().arguments, added=is_own)
+    container = changed_containers(given.structure, moved, call, site.sign().arguments)
     if container is not None and is_own:
         site.obstacles["argument-changed"] = Obstacle(f"the step changes a container that it was given: {container}")
     else:
