@@ -26,6 +26,7 @@ from stepgraph.capture.warmup import (
     surroundings,
 )
 from stepgraph.errors import CaptureError
+from stepgraph.signature.attributes import changed_attributes
 from stepgraph.state.ddp import Replicas, refuse_replicas
 from stepgraph.state.grads import GradCapture
 from stepgraph.state.guards import ModelGuard
@@ -290,7 +291,7 @@ class StepCapture:
                             outputs = StaticOutputs(self._function(*args, **kwargs))
                         refuse_unknown_results(outputs.leaves)
                         changed = changed_containers(structure, leaves, (args, kwargs), site.sign().arguments)
-                        refuse_changed_container(changed)
+                        refuse_changed_container(changed or changed_attributes(site.with_keys(leaves)))
                         named = zip(site.sign().names(), leaves, strict=True)
                         found_flags = flags.finish(outputs.tree, site.touched.parameters, named)
                         _refuse_own_change(self._name, model.changed(site.touched.name))
