@@ -57,7 +57,7 @@ class Attributes:
                 return f".{name}` was {'added' if mine is None else 'removed' if its is None else 'changed'}"
         return None
 
-    def _at(self, name: str) -> Hashable:
+    def _at(self, name: str) -> Any:
         return _key(self.values[name]) if name in self.values else self.others.get(name)
 
 

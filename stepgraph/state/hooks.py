@@ -27,7 +27,10 @@ _SAFE = {
     "transformers": ("make_inputs_require_grads",),
     "peft": ("make_inputs_require_grads", "make_inputs_require_grad"),
     "tensordict": ("_OutKeysSelect",),
-    "torchrl": ("_forward_hook_safe_action", "QValueHook", "DistributionalQValueHook"),
+    "torchrl": (
+        *("_forward_hook_safe_action", "QValueHook", "DistributionalQValueHook"),
+        "_updater_check_forward_prehook",  # warns, maybe
+    ),
 }
 """Hooks of libraries, by package and name, that do nothing but work on tensors: a replay repeats it as recorded."""
 
