@@ -16,6 +16,7 @@ import torch
 from stepgraph.backends import Backend
 from stepgraph.errors import CaptureError
 from stepgraph.signature import has_gradient_hooks
+from stepgraph.signature.attributes import as_given
 from stepgraph.signature.memory import geometry, memory_of, overlap
 from stepgraph.tree import Structure, flatten, unflatten
 
@@ -28,7 +29,9 @@ def is_copied_in(leaf: Any) -> bool:
 def on_device(leaves: Sequence[Any], backend: Backend) -> list[Any]:
     """A call's leaves with tensors in host memory moved to the backend's device."""
     return [
-        leaf.to(backend.device, non_blocking=True) if is_copied_in(leaf) and not backend.owns(leaf) else leaf
+        as_given(leaf.to(backend.device, non_blocking=True), leaf)
+        if is_copied_in(leaf) and not backend.owns(leaf)
+        else leaf
         for leaf in leaves
     ]
 
@@ -302,9 +305,10 @@ def _once(tensor: torch.Tensor, repeated: Sequence[int]) -> torch.Tensor:
 
 def _buffer_like(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     if type(tensor) is not torch.Tensor or tensor.device != device:  # from the host: with the strides of .to(device)
-        return torch.empty_like(tensor, device=device).requires_grad_(tensor.requires_grad)
-    buffer = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
-    return buffer.requires_grad_(tensor.requires_grad)
+        buffer = torch.empty_like(tensor, device=device)
+    else:
+        buffer = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+    return as_given(buffer, tensor).requires_grad_(tensor.requires_grad)
 
 
 class StaticOutputs:

@@ -8,6 +8,7 @@ up by its signature; so may any doubt be answered with no.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
@@ -18,6 +19,7 @@ from stepgraph.signature.memory import sharing
 
 _TensorGuards: Any = getattr(compiler_guards, "TensorGuards", None)
 _PLAIN = frozenset({type(None), bool, int, str})
+_attributes = operator.attrgetter("__dict__")
 
 
 def geometry_check(tensors: Sequence[torch.Tensor]) -> Callable[..., bool] | None:
@@ -77,6 +79,8 @@ class Likeness:
             return None
         if any(type(leaf) not in _PLAIN for leaf in leaves if type(leaf) is not torch.Tensor):
             return None
+        if any(map(_attributes, tensors)):  # what hangs on a tensor counts
+            return None
         if not torch.is_grad_enabled():  # the guard would not tell whether a tensor needs a gradient
             return None
         return cls(args, kwargs, tell_computed=tell_computed, written=written)
@@ -93,7 +97,7 @@ class Likeness:
                 if leaves[index] is not value:
                     return None
             tensors = [leaves[index] for index in self._tensors]
-        if not self._check(*tensors):
+        if not self._check(*tensors) or any(map(_attributes, tensors)):
             return None
         for index, mark in self._with_grad:
             if gradient_mark(tensors[index]) != mark:

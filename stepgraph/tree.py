@@ -262,59 +262,71 @@ def changed_containers(
     call: tuple[Any, Any],
     names: Sequence[str] = (),
     *,
-    added: bool = False,
     removed: bool = False,
 ) -> str | None:
     """What a call has changed about the containers that it was given: the first change in words, or None.
 
     `call` is the (args, kwargs) that were passed, and had this `structure` and these `leaves`; `names` are those of the
-    positional parameters. Keys of a mapping that are `added` or `removed` count only if asked for: steps unpack their
-    batch with `pop`, and where containers are built anew a caller who looks for a key that is not there is told by
-    Python.
+    positional parameters. Keys of a mapping that are `removed` count only if asked for: steps unpack their batch with
+    `pop`.
     """
     (args, kwargs), (positional, keyword) = call, structure.children
     rest = iter(leaves)
     given = [(argument_name(names, i), node) for i, node in enumerate(args)]
     given += [(str(key), kwargs[key]) for key in keyword.keys]
     for (name, node), child in zip(given, (*positional.children, *keyword.children), strict=True):
-        found = _changed(child, rest, node, name, added, removed)
+        found = _changed(child, rest, node, name, removed)
         if found is not None:
             return found
     return None
 
 
-def _changed(
-    structure: Structure, leaves: Iterator[Any], node: Any, path: str, added: bool, removed: bool
-) -> str | None:
+def _changed(structure: Structure, leaves: Iterator[Any], node: Any, path: str, removed: bool) -> str | None:
     if structure.kind is None:
         return None if _is_same(next(leaves), node) else f"`{path}` is another {type(node).__name__}"
     opened = _open(node) if type(node) is structure.kind else None
     if opened is None:
         return f"`{path}` is now a {type(node).__name__}"
-    keys, _, values = opened
+    keys, context, values = opened
     now = {key: value for key, value in zip(keys, values, strict=True) if not _is_cached(node, key, structure)}
     if len(now) != len(structure.keys) and isinstance(node, Sequence):
         return f"`{path}` has {len(now)} items and had {len(structure.keys)}"
     is_mapping = isinstance(node, Mapping)
+    if isinstance(context, _Context) and (len(now) != len(structure.keys) or context != structure.context):
+        return _changed_registered(structure, leaves, node, path, removed=removed or not is_mapping)
     for key in now:
-        if key not in structure.keys and (added or not is_mapping):
+        if key not in structure.keys:
             return f"`{step_into(structure, key, path)}` was added"
     for key, child in zip(structure.keys, structure.children, strict=True):
         if key not in now and is_mapping and not removed:
-            _pass_over(child, leaves)
+            _taken(child, leaves)
             continue
         name = step_into(structure, key, path)
-        found = _changed(child, leaves, now[key], name, added, removed) if key in now else f"`{name}` was removed"
+        found = _changed(child, leaves, now[key], name, removed) if key in now else f"`{name}` was removed"
         if found is not None:
             return found
     return None
 
 
-def _pass_over(structure: Structure, leaves: Iterator[Any]) -> None:
+def _changed_registered(
+    structure: Structure, leaves: Iterator[Any], node: Any, path: str, *, removed: bool
+) -> str | None:
+    """The same for a node of a registered class, whose values have no keys and whose context has changed."""
+    before, (now, built) = _taken(structure, leaves), flatten(node)
+    rest = iter(before)
+    if not removed and len(now) < len(before) and all(any(_is_same(old, leaf) for old in rest) for leaf in now):
+        return None  # nothing but removals
+    kind = type(node).__name__
+    if len(built.keys) == len(structure.keys):
+        return f"`{path}`, a {kind}, has other keys than it had, or other data beside its values"
+    return f"`{path}`, a {kind}, has {len(built.keys)} values and had {len(structure.keys)}"
+
+
+def _taken(structure: Structure, leaves: Iterator[Any]) -> list[Any]:
+    """The leaves of a structure, drawn from those of all."""
     if structure.kind is None:
-        next(leaves)
-    for child in structure.children:
-        _pass_over(child, leaves)
+        return [next(leaves)]
+    return [leaf for child in structure.children for leaf in _taken(child, leaves)]
 
 
 def _is_same(one: Any, two: Any) -> bool:

@@ -22,6 +22,7 @@ from stepgraph.signature import (
     leaf_keys,
     refuse_arguments,
 )
+from stepgraph.signature.attributes import NONE, as_given, attributes_in
 from stepgraph.tree import Structure
 
 _GRAD = AMBIENT_NAMES.index("grad mode")
@@ -74,6 +75,7 @@ class CallShape:
         """Raise `SignatureMismatch` unless the graph serves this call."""
         if ambient not in self._ambients or structure != self.call.structure:
             raise self._mismatch(leaves, structure)
+        is_simple = self._is_simple
         for index, key in self._tensors:
             leaf = leaves[index]
             if (
@@ -84,15 +86,15 @@ class CallShape:
                 or (leaf.requires_grad and not key[5])
             ):
                 raise self._mismatch(leaves, structure)
-        if not self._is_simple and self._differs_otherwise(leaves):
+            is_simple = is_simple and not leaf.__dict__
+        if not is_simple and self._differs_otherwise(leaves):
             raise self._mismatch(leaves, structure)
 
     def _differs_otherwise(self, leaves: Sequence[Any]) -> bool:
         keys = leaf_keys(leaves)
         if any(keys[index] != key for index, key in self._others):
             return True
-        # a tensor that was given twice has one buffer, a parameter is the thing itself
-        return any(len(key) > _PLAIN_KEY and keys[index][8:] != key[8:] for index, key in self._tensors)  # type: ignore[index]
+        return any(_beside(key, keys[index]) != _beside(key, key) for index, key in self._tensors)
 
     def _mismatch(self, leaves: Sequence[Any], structure: Structure) -> SignatureMismatch:
         ambient = self.call.ambient if ambient_key() in self._ambients else ambient_key()
@@ -132,8 +134,21 @@ def _forgiven(old: Any, key: Any) -> Any:
         strides,
         *key[3:5],
         old[5] if old[5] else key[5],
-        *(key[6:] if len(old) > _PLAIN_KEY else key[6:8]),
+        *key[6:8],
+        *_beside(old, key),
     )
+
+
+def _beside(old: Any, key: Any) -> tuple[Any, ...]:
+    """What counts of a tensor's key beside its geometry, against that of the sample: what hangs on the tensor.
+
+    And its identity, where that counted for the sample: a tensor that was given twice has one buffer, a parameter is
+    the thing itself.
+    """
+    attributes = attributes_in(key)
+    own = () if attributes is NONE else (attributes,)
+    is_told = len(old) > _PLAIN_KEY + (attributes_in(old) is not NONE)
+    return (*own, *key[_PLAIN_KEY + len(own) :]) if is_told else own
 
 
 def same_modes(modes: Sequence[dict[str, Any]], captured: Sequence[bool]) -> bool:
@@ -144,5 +159,5 @@ def same_modes(modes: Sequence[dict[str, Any]], captured: Sequence[bool]) -> boo
 def detached(leaf: Any) -> Any:
     """An argument for warm-up: a tensor of its own, so that nothing happens to the caller's."""
     if isinstance(leaf, torch.Tensor) and not isinstance(leaf, torch.nn.Parameter):
-        return leaf.detach().clone().requires_grad_(leaf.requires_grad)
+        return as_given(leaf.detach().clone(), leaf).requires_grad_(leaf.requires_grad)
     return leaf

@@ -25,6 +25,7 @@ import torch
 from stepgraph.capture.choice import backend_of
 from stepgraph.capture.scopes import Part
 from stepgraph.errors import InvalidArgument
+from stepgraph.signature.attributes import as_given
 from stepgraph.state.attributes import Attributes
 from stepgraph.state.rng_tracker import tracker_for
 from stepgraph.tree import flatten, unflatten
@@ -165,7 +166,7 @@ def _noting(part: Part, found: list[tuple[Part, Sample]]) -> Iterator[None]:
 def _detached(leaf: Any) -> Any:
     if not isinstance(leaf, torch.Tensor):
         return leaf
-    return leaf.detach().clone().requires_grad_(leaf.requires_grad)
+    return as_given(leaf.detach().clone(), leaf).requires_grad_(leaf.requires_grad)
 
 
 @contextlib.contextmanager

@@ -2,7 +2,7 @@
 
 What runs eagerly for good runs on the caller's own containers, so that what the step puts into them is there as without
 a capture. Warm-up does so only where an obstacle may lead there; else it is given new ones, as the recording will be,
-and a caller who misses something in the old ones is told so by Python at the first call.
+and a step that puts something into them is refused at the first call.
 """
 
 from __future__ import annotations

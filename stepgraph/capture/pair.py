@@ -35,6 +35,7 @@ from stepgraph.capture.static_result import StaticResult
 from stepgraph.capture.use import Rivals
 from stepgraph.errors import CaptureError
 from stepgraph.signature import refuse_tensor_classes
+from stepgraph.signature.attributes import changed_attributes, put_on
 from stepgraph.state.attributes import Attributes
 from stepgraph.state.lent import Lent
 from stepgraph.state.param_grads import ParamGrads
@@ -105,9 +106,7 @@ class PairCapture:
                 result = StaticResult(self._function(*args, **kwargs), tensors)
                 mutated = [i for i, t in tensors.items() if _version(t) != versions[i]]
                 self._refuse(call, graph, tensors, mutated)
-                spelled = call.site.call.arguments
-                changed = changed_containers(call.structure, leaves, (args, kwargs), spelled, added=True, removed=True)
-                refuse_changed_container(changed, "the module")
+                refuse_changed_container(_changed(call, leaves, (args, kwargs), tensors), "the module")
                 refuse_tensor_classes(result.tensors, ["result"] * len(result.tensors))
                 if then is not None:
                     then(result)
@@ -144,6 +143,8 @@ class PairCapture:
                 found[index] = buffers[index].detach().requires_grad_(leaf.requires_grad)
             elif isinstance(leaf, ArgMetadata):
                 found[index] = leaf.empty(self._session.backend.device)
+        for index, tensor in found.items():
+            put_on(tensor, call.site.call.leaves[index])
         return found
 
     def _refuse(
@@ -356,6 +357,18 @@ def _rewinds_elsewhere() -> CaptureError:
         "the module sets the random state",
         "set random states outside the module, or graph the part that reads the state together with it.",
     )
+
+
+def _changed(
+    call: RecordedCall, leaves: Sequence[Any], given: tuple[Any, Any], tensors: Mapping[int, torch.Tensor]
+) -> str | None:
+    """What the module has changed about the containers and on the tensors that it was given, in words."""
+    known = call.site.call
+    changed = changed_containers(call.structure, leaves, given, known.arguments, removed=True)
+    if changed is not None:
+        return changed
+    names = known.names()
+    return changed_attributes((names[index], tensor, known.leaves[index]) for index, tensor in tensors.items())
 
 
 def _filled(index: int, leaf: Any, tensors: Mapping[int, torch.Tensor]) -> Any:

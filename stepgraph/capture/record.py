@@ -13,6 +13,7 @@ from torch.optim.optimizer import Optimizer
 
 from stepgraph.buffers import StaticInputs, StaticOutputs
 from stepgraph.capture.chain import Chain, ChainRecorder, GraphLink
+from stepgraph.capture.failure import refuse_changed_container
 from stepgraph.capture.options import Options
 from stepgraph.capture.session import Session
 from stepgraph.capture.site import CapturedCall, Guards, Seen, Site
@@ -25,6 +26,7 @@ from stepgraph.capture.warmup import (
     surroundings,
 )
 from stepgraph.errors import CaptureError
+from stepgraph.signature.attributes import changed_attributes
 from stepgraph.state.ddp import Replicas, refuse_replicas
 from stepgraph.state.grads import GradCapture
 from stepgraph.state.guards import ModelGuard
@@ -53,7 +55,7 @@ from stepgraph.state.rng_tracker import NamesGuard, tracker_for
 from stepgraph.state.scaler import ScalerCapture, ScalerGuard, scalers_of
 from stepgraph.state.touched import numbered
 from stepgraph.state.watch import Change, Watch
-from stepgraph.tree import Structure, unflatten
+from stepgraph.tree import Structure, changed_containers, unflatten
 
 _MAX_SURPRISES = 3
 """How often a recording may show what no eager call has: a step that does so each time never gets warm."""
@@ -288,6 +290,8 @@ class StepCapture:
                         with site.touched.ran.noting():
                             outputs = StaticOutputs(self._function(*args, **kwargs))
                         refuse_unknown_results(outputs.leaves)
+                        changed = changed_containers(structure, leaves, (args, kwargs), site.sign().arguments)
+                        refuse_changed_container(changed or changed_attributes(site.with_keys(leaves)))
                         named = zip(site.sign().names(), leaves, strict=True)
                         found_flags = flags.finish(outputs.tree, site.touched.parameters, named)
                         _refuse_own_change(self._name, model.changed(site.touched.name))

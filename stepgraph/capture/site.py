@@ -12,13 +12,13 @@ import functools
 import inspect
 import operator
 from collections import Counter
-from collections.abc import Callable, Container, Hashable, Sequence
+from collections.abc import Callable, Container, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from stepgraph.buffers import StaticInputs, StaticOutputs
+from stepgraph.buffers import StaticInputs, StaticOutputs, is_copied_in
 from stepgraph.capture.chain import Chain
 from stepgraph.likeness import Likeness
 from stepgraph.signature import Signature
@@ -289,7 +289,10 @@ class Site:
         self.results: tuple[object, list[object]] | None = None
         """The static part of an earlier call's results."""
         self.keep_alive: dict[str, object] = {}
-        """Arguments that are told by identity, by name, kept so that no other object takes their identity."""
+        """Arguments that are told by identity, by name, kept so that no other object takes their identity.
+
+        Of a tensor of another class than torch's, that class: the step may read its attributes.
+        """
         self._warm: Counter[frozenset[int]] = Counter()
         self._credit = self._watched = 0
         self._likeness: Likeness | None = None
@@ -302,9 +305,18 @@ class Site:
             no_grad=tuple(p.grad is None for p in self.touched.parameters),
         )
 
+    def with_keys(self, leaves: Sequence[Any]) -> Iterator[tuple[str, Any, Any]]:
+        """The leaves of a call here, each with its name before it and its key after it."""
+        return zip(self._call.names(), leaves, self._call.leaves, strict=True)
+
     def sign_as(self, leaves: tuple[Hashable, ...]) -> Signature:
         """The signature of calls like these with other leaves."""
         return replace(self._call, leaves=leaves)
+
+    def keep(self, leaves: Sequence[Any]) -> None:
+        """Keep what a call is given besides data."""
+        named = [(name, leaf) for name, leaf, _ in self.with_keys(leaves) if type(leaf) is not torch.Tensor]
+        self.keep_alive = {name: type(leaf) if is_copied_in(leaf) else leaf for name, leaf in named}
 
     def with_objects(self, step: Callable[..., Any]) -> Callable[..., Any]:
         """The step, the objects passed to it, the hooks that run with it and the modules it makes, to look into.

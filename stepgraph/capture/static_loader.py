@@ -23,6 +23,7 @@ from stepgraph.buffers import StaticInputs
 from stepgraph.capture.session import Session
 from stepgraph.errors import CaptureError, InvalidArgument
 from stepgraph.signature import Described, describe_leaf, is_plain, leaf_key, leaf_keys
+from stepgraph.signature.attributes import refuse_unlike_buffers
 from stepgraph.tree import Structure, flatten, paths, unflatten
 
 _READ_FIRST = "all microbatches of an iteration are read into static buffers before it runs."
@@ -187,6 +188,7 @@ class StaticBufferLoader:
         wait = wait or any(isinstance(leaf, torch.Tensor) and self._backend.owns(leaf) for leaf in leaves)
         if slot is None:
             _refuse_opaque(leaves, paths(structure, place))
+            refuse_unlike_buffers(leaves, paths(structure, place))
             made[key] = slot = _Slot(structure, leaves, place, self._backend)
         with self._stream.copying(after_caller=wait):
             slot.fill(leaves)

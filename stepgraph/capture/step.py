@@ -17,7 +17,7 @@ from types import TracebackType
 from typing import Any, Generic, ParamSpec, TypeVar, cast
 
 from stepgraph.backends import Backend
-from stepgraph.buffers import detached, is_copied_in, on_device
+from stepgraph.buffers import detached, on_device
 from stepgraph.capture.bound import BoundSteps
 from stepgraph.capture.bucketing import Bucketing, Example
 from stepgraph.capture.choice import choose_backend, refuse_other_devices
@@ -38,6 +38,7 @@ from stepgraph.capture.warmup import flags_of, surroundings, warm_up
 from stepgraph.errors import ClosedError
 from stepgraph.frames import untraced, warn_user
 from stepgraph.signature import AmbientReader, Signature, argument_names, leaf_keys, reason_for_eager, refuse_opaque
+from stepgraph.signature.attributes import refuse_unlike_buffers
 from stepgraph.state.nonfinite import FlagReader
 from stepgraph.state.watch import Change
 from stepgraph.tree import CallFlattener, Structure, flatten
@@ -234,15 +235,16 @@ class CapturedStep(Generic[P, R]):
         leaves, structure = given.leaves, given.structure
         if site is None:
             refuse_opaque(leaves)
-            site = Site(Signature(structure, keys, ambient, arguments=self._arguments))
+            call = Signature(structure, keys, ambient, arguments=self._arguments)
+            refuse_unlike_buffers(leaves, call.names())
+            site = Site(call)
             site.obstacle = reason_for_eager(ambient)
         decision = self._sites.decide((structure, keys, ambient), site)
         if decision.action is Action.EAGER:
             return self._eager(site, decision.reason, given)
         if decision.action is Action.CAPTURE:
             return self._capture_and_replay(site, given)
-        named = zip(site.sign().names(), leaves, strict=True)
-        site.keep_alive = {name: leaf for name, leaf in named if not is_copied_in(leaf)}
+        site.keep(leaves)
         return self._warm_up(site, decision.reason, given)
 
     def _warm_up(self, site: Site, reason: str, given: Given) -> Any:

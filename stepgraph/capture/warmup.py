@@ -25,6 +25,7 @@ from stepgraph.capture.site import Obstacle, Site
 from stepgraph.capture.telling import tell_cut_off, to_ignore
 from stepgraph.errors import CaptureError
 from stepgraph.signature import is_plain
+from stepgraph.signature.attributes import changed_attributes
 from stepgraph.signature.memory import Contents
 from stepgraph.state.ddp import finding_default_stream
 from stepgraph.state.module_state import discovering
@@ -110,7 +111,8 @@ def warm_up(
     changed_numbers = numbers.finish()
     ended = _let_go(site, known, options.optimizer)
     is_own = call is given.own
-    container = changed_containers(given.structure, moved, call, site.sign().arguments, added=is_own)
+    container = changed_containers(given.structure, moved, call, site.sign().arguments)
+    container = container or changed_attributes(site.with_keys(moved))
     if container is not None and is_own:
         site.obstacles["argument-changed"] = Obstacle(f"the step changes a container that it was given: {container}")
     else:

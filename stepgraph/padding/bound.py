@@ -23,6 +23,7 @@ from stepgraph.padding.buckets import RESULT, Buckets, Choice, Number
 from stepgraph.padding.layout import Copy, Made, copied, dense_strides, holds, plan_copy
 from stepgraph.padding.names import described, dotted, find, invalid
 from stepgraph.signature import has_gradient_hooks, leaf_key
+from stepgraph.signature.attributes import as_given, attributes_on
 
 Kind: TypeAlias = tuple[Hashable, ...]
 
@@ -195,7 +196,7 @@ class BoundBuckets:
         rough: list[Hashable] = []
         for index, leaf in enumerate(leaves):
             if isinstance(leaf, torch.Tensor) and not isinstance(leaf, torch.nn.Parameter):
-                around = (type(leaf), leaf.ndim, leaf.dtype, leaf.device, leaf.requires_grad)
+                around = (type(leaf), leaf.ndim, leaf.dtype, leaf.device, leaf.requires_grad, attributes_on(leaf))
                 exact.append((around, _unbucketed(leaf.shape, self._dims.get(index, ()))))
                 rough.append(around)
             else:
@@ -228,12 +229,12 @@ class BoundBuckets:
             if known is None:
                 if copy is not None:
                     _refuse_gradient(member, leaf)
-                    known = copied(leaf, copy)
+                    known = as_given(copied(leaf, copy), leaf)
                     made.append(Made(member.index, member.name, leaf, known, look=look))
                 elif first.setdefault(id(leaf), member.kind) == member.kind or leaf.requires_grad:
                     known = leaf
                 else:  # one tensor with two pad values: two tensors in every bucket, so here too
-                    known = leaf.detach()
+                    known = as_given(leaf.detach(), leaf)
                 done[key] = known
             fitted[member.index] = known
         return fitted, made

@@ -26,6 +26,7 @@ from stepgraph.signature.ambient import OwnMode as OwnMode
 from stepgraph.signature.ambient import ambient_key as ambient_key
 from stepgraph.signature.ambient import compiler_guards as compiler_guards
 from stepgraph.signature.ambient import reason_for_eager as reason_for_eager
+from stepgraph.signature.attributes import NONE, Attributes, attributes_in, attributes_on, refuse_unlike_buffers
 from stepgraph.tree import Structure, argument_name, hidden_tensor, paths, step_into
 
 
@@ -99,8 +100,8 @@ class Signature:
 
 
 def tensor_key(tensor: torch.Tensor) -> tuple[Hashable, ...]:
-    """A tensor's part of the key."""
-    return (
+    """A tensor's part of the key: its geometry, and what hangs on it, if anything does."""
+    geometry = (
         type(tensor),
         tensor.shape,
         tensor.stride(),
@@ -110,6 +111,8 @@ def tensor_key(tensor: torch.Tensor) -> tuple[Hashable, ...]:
         tensor.is_conj(),
         tensor.is_neg(),
     )
+    attributes = attributes_on(tensor) if tensor.__dict__ else NONE
+    return geometry if attributes is NONE else (*geometry, attributes)
 
 
 def leaf_key(leaf: Any) -> Hashable:
@@ -152,7 +155,8 @@ def leaf_keys(leaves: Sequence[Any], *, gradients: bool = False) -> tuple[Hashab
         first: dict[int, int] = {}
         for index, leaf in enumerate(leaves):
             if isinstance(leaf, torch.Tensor) and first.setdefault(id(leaf), index) != index:
-                keys[index] = (*keys[index][:8], first[id(leaf)])
+                own = () if attributes_in(keys[index]) is NONE else (keys[index][8],)
+                keys[index] = (*keys[index][:8], *own, first[id(leaf)])
     return tuple(keys)
 
 
@@ -178,6 +182,7 @@ def has_gradient_hooks(tensor: torch.Tensor) -> bool:
 def refuse_arguments(leaves: Sequence[Any], names: Sequence[str]) -> None:
     """Refuse what no graph of a module or a callable can be given."""
     refuse_opaque(leaves)
+    refuse_unlike_buffers(leaves, names)
     refuse_tensor_classes(leaves, names)
 
 
@@ -230,6 +235,8 @@ def describe_leaf(key: Any) -> str:
         notes = "" if kind is torch.Tensor else f" {kind.__name__}"
         notes += f" requires_grad ({requires_grad})" if requires_grad else ""
         notes += " conj" * conj + " neg" * neg
+        if same and isinstance(same[0], Attributes):
+            notes += f" with {same.pop(0)}"
         if same and same[0] == "memory":
             notes += f" (in the memory of leaf {same[1]})"
         elif same and same[0] != "itself":
@@ -276,7 +283,9 @@ def _what_changed(one: Any, two: Any) -> str:
     if len(one) > 3 and len(two) > 3:
         names = ("type", "shape", "strides", "dtype", "device", "requires_grad", "conj bit", "neg bit")
         changed = [name for name, a, b in zip(names, one, two, strict=False) if a != b]
-        if one[8:] != two[8:] and not changed:
+        if attributes_in(one) != attributes_in(two):
+            changed.append("attributes")
+        elif one[8:] != two[8:] and not changed:
             changed.append("parameter" if one[8:9] == ("itself",) else "sharing with another argument")
         if "shape" in changed and "strides" in changed:
             changed.remove("strides")

@@ -23,6 +23,17 @@ _OF_MODULES = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_
 _OF_PARAMETERS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 _OF_ALL_MODULES = tuple(f"_global{kind}" for kind in _OF_MODULES)
 
+_SAFE = {
+    "transformers": ("make_inputs_require_grads",),
+    "peft": ("make_inputs_require_grads", "make_inputs_require_grad"),
+    "tensordict": ("_OutKeysSelect",),
+    "torchrl": (
+        *("_forward_hook_safe_action", "QValueHook", "DistributionalQValueHook"),
+        "_updater_check_forward_prehook",  # warns, maybe
+    ),
+}
+"""Hooks of libraries, by package and name, that do nothing but work on tensors: a replay repeats it as recorded."""
+
 Place = tuple[Any, str]
 """Whose hooks, and of which kind."""
 
@@ -109,10 +120,10 @@ def refuse_hooks(
     *,
     everywhere: bool = False,
 ) -> None:
-    """Refuse hooks on captured modules, which would not run at replay, but for those listed as safe and torch's own."""
+    """Refuse hooks on captured modules, which would not run at replay, but for those listed as safe or known to be."""
     for owner, kind in places_of(modules, everywhere=everywhere):
         for hook in _at((owner, kind)).values():
-            if hook in safe or spelled(hook) in safe or _is_torchs(hook) or is_own(hook):
+            if hook in safe or spelled(hook) in safe or _is_known(hook) or is_own(hook):
                 continue
             whose = "every module" if owner is torch_module else f"module `{name(owner)}`"
             raise CaptureError(
@@ -129,9 +140,11 @@ def spelled(hook: Any) -> str:
     return str(getattr(hook, "__qualname__", type(hook).__qualname__))
 
 
-def _is_torchs(hook: Any) -> bool:
-    """Hooks of torch.nn.utils (weight_norm, spectral_norm, prune): tensor work that replays as recorded."""
-    return _origin(hook).startswith("torch.")
+def _is_known(hook: Any) -> bool:
+    """Hooks of torch.nn.utils (weight_norm, spectral_norm, prune) and of other libraries that replay as recorded."""
+    package, _, rest = _origin(hook).partition(".")
+    name = spelled(hook).rpartition(".")[2]
+    return bool(rest) and (package == "torch" or name in _SAFE.get(package, ()))
 
 
 def is_own(hook: Any) -> bool:

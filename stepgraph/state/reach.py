@@ -12,21 +12,25 @@ import dataclasses
 import functools
 import sys
 import types
+from collections import deque
 from collections.abc import Iterator
+from itertools import islice
 from typing import Any
 
 import torch
 
 _MAX_FUNCTIONS = 1024
+_MAX_ITEMS = 4096
+"""Items of one container that are looked at. A larger one is data: its first items stand for the rest."""
 
 
 def reachable(function: Any) -> Iterator[Any]:
     """Every object a callable can name, most direct first."""
     seen: set[int] = set()
-    queue: list[tuple[Any, int]] = [(function, 0)]
+    queue: deque[tuple[Any, int]] = deque([(function, 0)])
     functions = 0
     while queue:
-        value, depth = queue.pop(0)
+        value, depth = queue.popleft()
         if id(value) in seen or value is None or isinstance(value, (str, bytes, int, float, type, types.ModuleType)):
             continue
         seen.add(id(value))
@@ -73,9 +77,9 @@ def names_in(code: types.CodeType) -> set[str]:
 
 def _of_container(value: Any) -> list[Any]:
     if isinstance(value, dict):
-        return list(dict.values(value))
+        return list(islice(dict.values(value), _MAX_ITEMS))
     if isinstance(value, (list, tuple, set, frozenset)):
-        return list(value)
+        return list(islice(value, _MAX_ITEMS))
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return [_attribute(value, f.name) for f in dataclasses.fields(value)]
     return list((_attribute(value, "__dict__") or {}).values())
@@ -125,11 +129,18 @@ def _closed_over(function: Any, name: str) -> Any:
 
 
 def devices(values: Iterator[Any]) -> Iterator[torch.device]:
-    """The devices of the tensors among these objects and in the modules and optimizers among them."""
+    """The devices of the tensors among these objects and in the modules and optimizers among them.
+
+    A tensor on the meta device has a shape and no data: no work is done there.
+    """
+    return (tensor.device for tensor in _tensors(values) if not tensor.is_meta)
+
+
+def _tensors(values: Iterator[Any]) -> Iterator[torch.Tensor]:
     for value in values:
         if isinstance(value, torch.Tensor):
-            yield value.device
+            yield value
         elif isinstance(value, torch.nn.Module):
-            yield from (t.device for t in value.parameters())
+            yield from value.parameters()
         elif isinstance(value, torch.optim.Optimizer):
-            yield from (p.device for group in value.param_groups for p in group["params"])
+            yield from (p for group in value.param_groups for p in group["params"])

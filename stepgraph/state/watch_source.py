@@ -22,6 +22,7 @@ from stepgraph.state.watch_code import is_users_code
 
 _MADE_OF_OTHERS = (enumerate, zip, map, filter, itertools.cycle, itertools.islice, itertools.chain)
 _DEPTH = 4
+_MOCKS = ("unittest.mock", "mock.mock")
 
 
 class Source:
@@ -56,6 +57,8 @@ def is_iterator(value: Any) -> bool:
     for base in type(value).__mro__ if type(value) not in weakref.ProxyTypes else ():
         if "__next__" in vars(base):
             step = vars(base)["__next__"]
+            if type(step).__module__ in _MOCKS:  # a mock has every method there is
+                return False
             is_followed = type(step) is types.FunctionType and is_users_code(step.__code__)
             return not is_followed and not issubclass(type(value), io.IOBase)
     return False

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+import warnings
+from collections import UserDict
 from typing import Any
 
 import pytest
 import torch
+from torch.utils import _pytree as torch_pytree
 
 import stepgraph
 from stepgraph import StepgraphWarning
@@ -34,6 +38,76 @@ def test_a_tensor_put_into_a_container_is_refused_at_the_first_call(
         with pytest.raises(stepgraph.CaptureError, match=r"changes a container .*`state\['h'\]` is another") as caught:
             step({"h": torch.ones(2, device=device)}, torch.ones(2, device=device))
         assert caught.value.rule == "argument-changed"
+
+
+@dataclasses.dataclass
+class Batch:
+    """A batch that may be given more attributes."""
+
+    x: torch.Tensor
+
+    def __getitem__(self, key: str) -> Any:
+        return getattr(self, key)
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        setattr(self, key, value)
+
+
+class Named(dict[str, Any]):
+    """A dict of the user's own class."""
+
+
+class Fields(UserDict[str, torch.Tensor]):
+    """Tensors by name, registered with torch's pytree."""
+
+
+torch_pytree.register_pytree_node(
+    Fields,
+    lambda fields: (list(fields.values()), list(fields)),
+    lambda values, names: Fields(zip(names, values, strict=True)),
+)
+
+
+class Label(torch.nn.Module):
+    """The step as a module."""
+
+    def forward(self, batch: Any) -> torch.Tensor:
+        return label(batch)
+
+
+def batch_of(kind: str, x: torch.Tensor) -> Any:
+    return Batch(x) if kind == "dataclass" else {"dict": dict, "subclass": Named, "pytree": Fields}[kind](x=x)
+
+
+@pytest.mark.parametrize("kind", ["dict", "subclass", "pytree", "dataclass"])
+def test_something_new_in_a_container_is_refused_or_there(kind: str, device: torch.device) -> None:
+    x = torch.ones(2, device=device)
+    with stepgraph.capture(label) as step, pytest.raises(stepgraph.CaptureError) as caught:
+        step(batch_of(kind, x))
+    assert caught.value.rule == "argument-changed"
+    with pytest.raises(stepgraph.CaptureError) as caught:
+        stepgraph.make_graphed_callables(Label().to(device), (batch_of(kind, x),))
+    assert caught.value.rule == "argument-changed"
+    model = torch.nn.Sequential(Label()).to(device)
+    with stepgraph.graph_modules(model, scope=["0"], warmup=1) as handle, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for _ in range(4):
+            batch = batch_of(kind, x)
+            model[0](batch)
+            assert batch["logits"].tolist() == [2.0] * 2
+        assert "capture failed: [argument-changed]" in handle.report().rows[0].eager_reasons
+
+
+def test_a_key_that_only_the_recording_adds_is_refused(device: torch.device) -> None:
+    def step(batch: dict[str, Any]) -> torch.Tensor:
+        if stepgraph.is_graph_capturing():
+            batch["seen"] = 1
+        return batch["x"] * 2
+
+    with stepgraph.capture(step, warmup=1) as captured:
+        captured({"x": torch.ones(2, device=device)})
+        with pytest.raises(stepgraph.CaptureError, match=r"`batch\['seen'\]` was added"):
+            captured({"x": torch.ones(2, device=device)})
 
 
 def test_a_step_that_may_stay_eager_changes_the_callers_own_container(device: torch.device) -> None:

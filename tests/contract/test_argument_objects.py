@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections import UserDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, MutableMapping
 from typing import Any
 
 import pytest
 import torch
+from torch.utils import _pytree as torch_pytree
 
 import stepgraph
 from stepgraph.tree import changed_containers, flatten, unflatten
@@ -184,6 +185,35 @@ class State:
     calls: int = 0
 
 
+class Fields(MutableMapping[str, Any]):
+    """Tensors by name in a class of the user's own, registered with torch's pytree."""
+
+    def __init__(self, **held: Any) -> None:
+        self.held = held
+
+    def __getitem__(self, key: str) -> Any:
+        return self.held[key]
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        self.held[key] = value
+
+    def __delitem__(self, key: str) -> None:
+        del self.held[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.held)
+
+    def __len__(self) -> int:
+        return len(self.held)
+
+
+torch_pytree.register_pytree_node(
+    Fields,
+    lambda fields: (list(fields.held.values()), list(fields.held)),
+    lambda values, names: Fields(**dict(zip(names, values, strict=True))),
+)
+
+
 def set_item(s: Any) -> None:
     s["h"] = s["h"] * 2
 
@@ -192,8 +222,8 @@ def count(s: Any) -> None:
     s["n"] += 1
 
 
-def swap(s: Any) -> None:
-    s["h"] = s.pop("h")
+def rename(s: Any) -> None:
+    s["x"] = s.pop("h")
 
 
 CHANGES: dict[str, tuple[Callable[[torch.Tensor], Any], Callable[[Any], Any], str]] = {
@@ -203,6 +233,29 @@ CHANGES: dict[str, tuple[Callable[[torch.Tensor], Any], Callable[[Any], Any], st
         lambda t: {"n": [t], "h": t},
         lambda s: (s.pop("n"), set_item(s)),
         "`s['h']` is another Tensor",
+    ),
+    "key added": (lambda t: {"h": t}, lambda s: s.update(x=1), "`s['x']` was added"),
+    "key added to a subclass": (lambda t: Labelled(1, h=t), lambda s: s.update(x=1), "`s['x']` was added"),
+    "key renamed": (lambda t: {"h": t}, rename, "`s['x']` was added"),
+    "key added to a pytree": (
+        lambda t: Fields(h=t),
+        lambda s: s.update(x=t_of([s["h"]])),
+        "`s`, a Fields, has 2 values and had 1",
+    ),
+    "key renamed in a pytree": (
+        lambda t: Fields(h=t),
+        rename,
+        "`s`, a Fields, has other keys than it had, or other data beside its values",
+    ),
+    "one taken out of a pytree, two added": (
+        lambda t: {"f": Fields(h=t, g=t + 1), "n": t},
+        lambda s: (s["f"].pop("h"), s["f"].update(a=s["n"], b=s["n"])),
+        "`s['f']`, a Fields, has 3 values and had 2",
+    ),
+    "pytree's item replaced behind a removed one": (
+        lambda t: Fields(h=t, g=t + 1),
+        lambda s: (s.pop("h"), s.update(g=s["g"] + 1)),
+        "`s`, a Fields, has 1 values and had 2",
     ),
     "list item replaced": (lambda t: [t], lambda s: s.__setitem__(0, s[0] + 1), "`s[0]` is another Tensor"),
     "appended": (lambda t: [t], lambda s: s.append(t_of(s)), "`s` has 2 items and had 1"),
@@ -241,14 +294,26 @@ def test_change_of_a_container_is_named(how: str, passed: str, device: torch.dev
         lambda s: s["batch"].mask,
         lambda s: s["pair"] + (1,),
         lambda s: s.pop("pair"),
-        lambda s: s.update(new=1),
+        lambda s: s["fields"].pop("a"),
+        lambda s: s["fields"].pop("b"),
         lambda s: s.update(x=s.pop("x")),
     ],
-    ids=["in place", "itself", "an equal number", "a cached property", "a new tuple", "pop", "a new key", "reordered"],
+    ids=[
+        "in place",
+        "itself",
+        "equal number",
+        "cached property",
+        "new tuple",
+        "pop",
+        "pop 1st",
+        "pop 2nd",
+        "reordered",
+    ],
 )
 def test_use_of_a_container_is_no_change(harmless: Callable[[Any], Any], device: torch.device) -> None:
     x = torch.ones(2, device=device)
-    leaves, structure = flatten((({"x": x, "scale": 0.5, "batch": Cached(x), "pair": (x,)},), {}))
+    fields = Fields(a=x + 1, b=x + 2)
+    leaves, structure = flatten((({"fields": fields, "x": x, "scale": 0.5, "batch": Cached(x), "pair": (x,)},), {}))
     call = unflatten(structure, leaves)
     harmless(call[0][0])
     assert changed_containers(structure, leaves, call) is None

@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -220,6 +221,68 @@ def test_guard_known_hooks_of_torch_are_captured(device: torch.device) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         assert assert_captured_equals_eager(build, device).recaptures == 0
+
+
+def make_inputs_require_grads(module: nn.Module, args: Any, output: torch.Tensor) -> None:
+    output.requires_grad_(True)
+
+
+class QValueHook:
+    """As torchrl's: the best action in the place of all values."""
+
+    def __call__(self, module: nn.Module, args: Any, values: torch.Tensor) -> torch.Tensor:
+        return values * (values == values.max(dim=-1, keepdim=True).values)
+
+
+@pytest.fixture(params=["transformers", "torchrl"])
+def library_hook(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """A hook as a library registers it."""
+    if request.param == "torchrl":
+        monkeypatch.setattr(QValueHook, "__module__", "torchrl.modules.tensordict_module.actors")
+        return QValueHook()
+    hook = make_inputs_require_grads
+    monkeypatch.setattr(hook, "__module__", "transformers.modeling_utils")
+    monkeypatch.setattr(hook, "__qualname__", f"PreTrainedModel.enable_input_require_grads.<locals>.{hook.__name__}")
+    return hook
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+def test_guard_known_hooks_of_libraries_are_captured(
+    frozen: bool, library_hook: Callable[..., Any], device: torch.device
+) -> None:
+    def build(device: torch.device) -> Program:
+        model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4)).to(device)
+        model[0].requires_grad_(not frozen)
+        model[0].register_forward_hook(library_hook)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def step(x: torch.Tensor) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = model(x).pow(2).mean()
+            loss.backward()
+            optimizer.step()
+            return loss
+
+        return Program(step, [(torch.randn(4, 8, device=device),) for _ in range(6)], [model], [optimizer])
+
+    report = assert_captured_equals_eager(build, device)
+    assert (report.replays, report.recaptures) == (3, 0)
+
+
+def test_guard_known_hooks_of_libraries_in_a_module(library_hook: Callable[..., Any], device: torch.device) -> None:
+    inner = nn.Sequential(nn.Linear(8, 8).requires_grad_(False), nn.Linear(8, 4)).to(device)
+    inner[0].register_forward_hook(library_hook)
+    x = torch.randn(4, 8, device=device)
+    inner(x).sum().backward()
+    expected = inner[1].weight.grad
+    inner[1].zero_grad()
+    model = nn.Sequential(inner)
+    with stepgraph.graph_modules(model, scope=["0"], warmup=1) as handle:
+        for _ in range(3):
+            inner[1].zero_grad()
+            model(x).sum().backward()
+            assert torch.equal(inner[1].weight.grad, expected)
+        assert handle.report().rows[0].backwards == 2
 
 
 class Config:
@@ -579,3 +642,71 @@ def test_watch_takes_any_object_that_a_step_names(device: torch.device) -> None:
         slotted.value = 3.0
         with pytest.warns(stepgraph.StepgraphWarning, match=r"slotted\.value: 2\.0 -> 3\.0"):
             assert captured(torch.ones(2, device=device)).tolist() == [6.0, 6.0]
+
+
+class Described(nn.Module):
+    """A layer that holds the shape of another, with no data."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 4)
+        self.register_buffer("like", torch.empty(3, device="meta"))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.layer(x) * len(self.like)
+        return result
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        self.layer._apply(fn, recurse)  # a meta tensor cannot be moved
+        return self
+
+
+def test_guard_meta_tensors_in_reach_are_no_other_device(device: torch.device) -> None:
+    shape, plan = torch.empty(5, device="meta"), nn.Linear(8, 4, device="meta")
+
+    def build(device: torch.device) -> Program:
+        model = Described().to(device)
+        optimizer = torch.optim.SGD(model.layer.parameters(), lr=0.1)
+
+        def step(x: torch.Tensor) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = model(x).mean() * len(shape) * plan.in_features
+            loss.backward()
+            optimizer.step()
+            return loss
+
+        return Program(step, [(torch.randn(4, 8, device=device),) for _ in range(6)], [model.layer], [optimizer])
+
+    assert assert_captured_equals_eager(build, device).replays == 3
+
+
+def test_guard_meta_tensors_of_a_graphed_module_are_left_alone(device: torch.device) -> None:
+    x, model = torch.ones(2, 8, device=device), nn.Sequential(Described()).to(device)
+    expected = model(x).detach()
+    with stepgraph.graph_modules(model, scope=["0"], warmup=1) as handle:
+        for _ in range(3):
+            assert torch.equal(model(x), expected)
+        assert handle.report().rows[0].forwards == 2
+    graphed = stepgraph.make_graphed_callables(Described().to(device), (x,))
+    assert graphed(x).shape == (2, 4)
+
+
+def test_guard_meta_tensor_as_an_argument_is_refused(device: torch.device) -> None:
+    with stepgraph.capture(lambda x, like: x * len(like)) as step:
+        with pytest.raises(stepgraph.InvalidArgument, match="meta") as caught:
+            step(torch.ones(2, device=device), torch.empty(3, device="meta"))
+        assert caught.value.rule == "tensor-class"
+
+
+@pytest.mark.parametrize("make", [mock.MagicMock, mock.Mock])
+def test_watch_mock_in_reach_is_no_iterator(make: Any, device: torch.device) -> None:
+    log = make()
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        log.info("called")
+        return x * 2
+
+    with stepgraph.capture(step, warmup=2) as captured:
+        for _ in range(4):
+            captured(torch.ones(2, device=device))
+        assert captured.report().replays == 2

@@ -1,0 +1,153 @@
+"""Python attributes that hang on a tensor argument (`x.scale = 3.0`), and its class.
+
+A graph is captured on buffers in the place of the arguments, and code may read more from an argument than its data. So
+a buffer gets the plain values that hang on the argument (numbers, strings, enums, dtypes, tuples of these), and they
+are a part of the call's signature: another value is another graph. Anything else, such as a tensor, would be that of
+the capture for ever, and is refused. Marks that libraries leave for each other are left alone: they say how a tensor is
+to be treated (compiled, offloaded, freed), never what is computed.
+
+A tensor of a wrapper class keeps its data in attributes. Those belong to the class, which copies them itself.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Hashable, Iterable, Sequence
+from typing import Any
+
+import torch
+
+from stepgraph.errors import InvalidArgument
+
+_MARKS = (
+    *("_dynamo_", "_has_dynamo_", "_specialize_on"),
+    *("_do_not_clear", "activation_offloading", "offloading_activation", "weight_offloading"),
+)
+"""How the names of marks begin: those of torch's compiler, and of Transformer Engine."""
+_PLAIN = frozenset({bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.layout})
+
+
+class Attributes:
+    """What hangs on one tensor, compared by name and value."""
+
+    __slots__ = ("_key", "others", "values")
+
+    def __init__(self, found: dict[str, Any]) -> None:
+        self.values = {name: value for name, value in found.items() if _is_plain(value)}
+        """Plain values, which a buffer gets too."""
+        self.others = {name: type(value) for name, value in found.items() if name not in self.values}
+        """The classes of what is no plain value."""
+        self._key = (frozenset((n, _key(v)) for n, v in self.values.items()), frozenset(self.others.items()))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Attributes) and self._key == other._key
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+    def __str__(self) -> str:
+        values = [f".{name}={value!r}" for name, value in self.values.items()]
+        return ", ".join(values + [f".{name}=<{kind.__name__} object>" for name, kind in self.others.items()])
+
+    def difference(self, other: Attributes) -> str | None:
+        """The end of a sentence about the first attribute that `other` has otherwise."""
+        for name in (*self.values, *self.others, *other.values, *other.others):
+            mine, its = self._at(name), other._at(name)
+            if mine != its:
+                return f".{name}` was {'added' if mine is None else 'removed' if its is None else 'changed'}"
+        return None
+
+    def _at(self, name: str) -> Any:
+        return _key(self.values[name]) if name in self.values else self.others.get(name)
+
+
+NONE = Attributes({})
+
+
+def attributes_on(tensor: torch.Tensor) -> Attributes:
+    """What hangs on a tensor, marks aside. On a parameter nothing does: it is not exchanged for a buffer."""
+    found = tensor.__dict__
+    if not found or isinstance(tensor, torch.nn.Parameter) or _is_wrapper(type(tensor)):
+        return NONE
+    found = {name: value for name, value in found.items() if not name.startswith(_MARKS)}
+    return Attributes(found) if found else NONE
+
+
+def attributes_in(key: Any) -> Attributes:
+    """What hung on the tensor that a leaf's key is of."""
+    return key[8] if len(key) > 8 and isinstance(key[8], Attributes) else NONE
+
+
+def put_on(tensor: torch.Tensor, key: Any) -> torch.Tensor:
+    """Give a buffer what hung on the tensor that a leaf's key is of."""
+    tensor.__dict__.update(attributes_in(key).values)
+    return tensor
+
+
+def as_given(made: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
+    """A tensor made in the place of one that was given: of the same class, with what hangs on that one."""
+    if type(made) is not type(given):
+        if _is_wrapper(type(given)):
+            raise InvalidArgument(
+                f"an argument is a {type(given).__name__}, and a buffer for it is a {type(made).__name__}",
+                rule="tensor-class",
+                why="a step is captured on buffers in the place of its arguments, and may do something else with them.",
+                fix="pass plain tensors, and put them together inside the step.",
+            )
+        made = made.as_subclass(type(given))
+    if given.__dict__:
+        made.__dict__.update(attributes_on(given).values)
+    return made
+
+
+def refuse_unlike_buffers(leaves: Sequence[Any], names: Sequence[str]) -> None:
+    """Refuse tensors that no buffer can stand for: with attributes that are no plain values, or without data."""
+    for leaf, name in zip(leaves, names, strict=True):
+        if not isinstance(leaf, torch.Tensor) or isinstance(leaf, torch.nn.Parameter):
+            continue
+        if leaf.is_meta:
+            raise InvalidArgument(
+                f"`{name}` is a tensor on the meta device",
+                rule="tensor-class",
+                why="it has no data that could be copied into a buffer.",
+                fix="pass its shape (x.shape, a plain value), or let the step take the tensor from a variable.",
+            )
+        for attribute, kind in attributes_on(leaf).others.items():
+            raise InvalidArgument(
+                f"`{name}` has an attribute `{attribute}` that is a {kind.__name__}",
+                rule="tensor-attribute",
+                why="the argument is copied into a buffer; what hangs on it would be that of the capture at every "
+                "replay, unless it is a plain value (a number, a string, an enum, a tuple of these).",
+                fix=f"pass it as an argument of its own, or remove it before the call (del {name}.{attribute}).",
+            )
+
+
+def changed_attributes(arguments: Iterable[tuple[str, Any, Any]]) -> str | None:
+    """The first attribute that a call has changed on tensors it was given, in words.
+
+    `arguments` are names, leaves as they are now, and their keys of before the call.
+    """
+    for name, leaf, key in arguments:
+        if isinstance(leaf, torch.Tensor) and not isinstance(leaf, torch.nn.Parameter):
+            difference = attributes_in(key).difference(attributes_on(leaf))
+            if difference is not None:
+                return f"attribute `{name}{difference}"
+    return None
+
+
+def _is_wrapper(kind: type[torch.Tensor]) -> bool:
+    """Whether a class of tensors says itself what operations do: its instances hold other tensors."""
+    return kind is not torch.Tensor and kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, tuple):
+        return all(map(_is_plain, value))
+    return type(value) in _PLAIN or isinstance(value, enum.Enum)
+
+
+def _key(value: Any) -> Hashable:
+    """A plain value as a constant of a graph: 0.0 and -0.0 differ, as do 1 and True; NaN equals itself."""
+    if isinstance(value, tuple):
+        return (type(value), *map(_key, value))
+    return (type(value), repr(value) if type(value) in (float, complex) else value)
