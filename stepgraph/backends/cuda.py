@@ -305,7 +305,8 @@ class CudaWorkspace(Workspace):
         return sum(segment["total_size"] for segment in self._segments())
 
     def held(self, tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-        found = [(t.untyped_storage().data_ptr(), t) for t in tensors if t.is_cuda and t.layout is torch.strided]
+        plain = (t for t in tensors if t.is_cuda and t.layout is torch.strided and not t._is_zerotensor())
+        found = [(t.untyped_storage().data_ptr(), t) for t in plain]
         ranges = [(s["address"], s["total_size"]) for s in self._segments()] if found else []
         return [t for begin, t in found if any(0 <= begin - address < size for address, size in ranges)]
 
