@@ -113,7 +113,7 @@ class CapturedCall:
         self._grads = Layouts(layouts_of({id(grad): grad for grad in grads}.values()))
         self._row: Callable[[], bool] | None = None
         self._rows_left, self._row_made_at = _MAX_ROWS, -_ROW_PAYS_AFTER
-        self._launch = chain.single_launch
+        self._launch, self._follow = chain.single_launch, chain.follow
         self._is_steady = self._is_known = False
         self._before_replay = [part.advance for part in (counters, guards.replicas) if part.is_needed]
         self._writes_back = inputs.writes_back
@@ -122,7 +122,7 @@ class CapturedCall:
         """From the inputs to the results in one go: the replay of an untouched call, where there is no more to it."""
         is_all = flags is None and not self._before_replay and not self._writes_back and not modes_left
         if self._launch is not None and is_all and self._may_be_steady:
-            self.straight = _straight(inputs, self._launch, hand_out)
+            self.straight = _straight(inputs, self._follow, self._launch, hand_out)
 
     def fits(self) -> bool:
         """Whether modules and gradients are as they were before the capture."""
@@ -186,6 +186,8 @@ class CapturedCall:
 
     def replay(self, leaves: Sequence[object]) -> None:
         """Run the captured step once on these inputs, after `fits` or `is_untouched` has looked at the gradients."""
+        if self._follow is not None:
+            self._follow()
         self.inputs.load(leaves)
         steady, self._is_steady = self._is_steady, False
         carried = carry_in(self._carried_in, self.chain.note_loaded) if not steady else None
@@ -204,7 +206,10 @@ class CapturedCall:
 
 
 def _straight(
-    inputs: StaticInputs, launch: Callable[[], Any], hand_out: Callable[[], Any]
+    inputs: StaticInputs,
+    follow: Callable[[], None] | None,
+    launch: Callable[[], Any],
+    hand_out: Callable[[], Any],
 ) -> Callable[[Sequence[Any]], Any] | None:
     if inputs.only is None:
         return None
@@ -215,7 +220,13 @@ def _straight(
         launch()
         return hand_out()
 
-    return replay
+    def replay_in_order(leaves: Sequence[Any]) -> Any:
+        follow()  # type: ignore[misc]
+        copy(leaves[index])
+        launch()
+        return hand_out()
+
+    return replay if follow is None else replay_in_order
 
 
 @dataclass(frozen=True, slots=True)
