@@ -73,6 +73,7 @@ class CudaGraph(Graph):
         self._graph = torch.cuda.CUDAGraph(keep_graph=True)
         self._nodes: int | None = None
         self._in_inference_mode = self._replays_from = False
+        self._refused: RuntimeError | None = None
         self.random = RandomUse()
         self._known = (workspace.default_generator, *self._generators)
         self._states = [g.graphsafe_get_state() for g in self._known]  # a fork moves them between generators
@@ -83,7 +84,14 @@ class CudaGraph(Graph):
         self._in_inference_mode = _begin(self._graph, self._workspace.pool_of(self._lane))
         self._workspace.random.graph = self
 
+    def refuse(self, error: RuntimeError) -> None:
+        """Break the recording: it stays broken even if the step catches the error."""
+        self._refused = self._refused or error
+        raise error
+
     def end(self) -> None:
+        if self._refused is not None:
+            raise self._refused
         if not self._replays_from:
             self._note_moved()
         self._workspace.random.graph = None

@@ -23,7 +23,7 @@ from stepgraph.capture.options import Options
 from stepgraph.capture.session import Session
 from stepgraph.capture.site import Obstacle, Site
 from stepgraph.capture.telling import tell_cut_off, to_ignore
-from stepgraph.errors import CaptureError
+from stepgraph.errors import CaptureError, entry
 from stepgraph.signature import is_plain
 from stepgraph.signature.memory import Contents
 from stepgraph.state.ddp import finding_default_stream
@@ -121,6 +121,8 @@ def warm_up(
             with torch.no_grad():  # a copy on the device of a tensor on the host
                 leaves[index].copy_(moved[index])
     site.note_unmoved(generators.unmoved())
+    if generators.was_set():
+        site.obstacles["reseed"] = Obstacle("the step seeds a random generator, or sets its state")
     for source in host_random.advanced():
         site.obstacles["host-random"] = Obstacle(f"the step draws from {source}")
     for key, changed in changed_numbers.items():
@@ -235,6 +237,7 @@ _WHY = {
         "build it on the session's stream: `with session.stream(): model = DistributedDataParallel(model)`, and "
         "stepgraph.capture(step, session=session).",
     ),
+    "reseed": (entry("reseed").why, entry("reseed").fix),
     "varying-output": (
         "a replay computes tensors; a plain value in the result would be that of the capture for ever.",
         "return a tensor (loss.detach(), not loss.item()), or compute the value outside the step.",
