@@ -287,6 +287,8 @@ class Site:
         """Optimizers that a GradScaler steps, by id: they run with it, between graphs."""
         self.written: set[int] = set()
         """Arguments that the step was seen to write to, by leaf index."""
+        self.renewed: set[int] = set()
+        """DDPs, by id, that were given new accumulators."""
         self.surprises = 0
         """How many recordings in a row have shown what no eager call has."""
         self.went_by: Seen | None = None
@@ -384,6 +386,11 @@ class Site:
         self.touched, self.calls, self.hold_grads, self.results, self.went_by = Touched(), [], False, None, None
         self._warm.clear()
         self._credit, self._watched = credit, 0
+
+    def warm_up_again(self) -> None:
+        """In an eager call: what it has warmed up is gone, and all calls after it count."""
+        self._warm.clear()
+        self._credit = -1
 
     def drop_graphs(self) -> None:
         """Give all graphs back."""
