@@ -46,6 +46,10 @@ class Graph(ABC):
     note_loaded: Callable[[torch.Tensor], None] | None = None
     """Where a backend watches for overwritten memory: to be told that eager code has written a tensor in the pool."""
 
+    follow: Callable[[], None] | None = None
+    """Where calls may come on several streams: to be called first at each replay, before arguments are copied in. It
+    queues what the caller's stream gets next behind the last replay of the session."""
+
     @abstractmethod
     def begin(self) -> None:
         """Start to record. The workspace must be inside `capturing()`."""

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from stepgraph.backends.base import Backend, CopyStream, Graph, RandomUse, Workspace
+from stepgraph.backends.cuda_order import ReplayOrder, order_of_draws
 from stepgraph.backends.cuda_reading import CudaReading
 from stepgraph.backends.cuda_rng import Origin, StateCalls, advance_under_capture, offset_under_capture
 from stepgraph.collector import collector_at_rest
@@ -72,16 +73,25 @@ class CudaGraph(Graph):
         self._graph = torch.cuda.CUDAGraph(keep_graph=True)
         self._nodes: int | None = None
         self._in_inference_mode = self._replays_from = False
+        self._refused: RuntimeError | None = None
         self.random = RandomUse()
         self._known = (workspace.default_generator, *self._generators)
         self._states = [g.graphsafe_get_state() for g in self._known]  # a fork moves them between generators
+        self.follow = workspace.order.follow
         _register(self._graph, self._known)
 
     def begin(self) -> None:
         self._in_inference_mode = _begin(self._graph, self._workspace.pool_of(self._lane))
         self._workspace.random.graph = self
 
+    def refuse(self, error: RuntimeError) -> None:
+        """Break the recording: it stays broken even if the step catches the error."""
+        self._refused = self._refused or error
+        raise error
+
     def end(self) -> None:
+        if self._refused is not None:
+            raise self._refused
         if not self._replays_from:
             self._note_moved()
         self._workspace.random.graph = None
@@ -107,6 +117,8 @@ class CudaGraph(Graph):
             self._workspace.abandon_pool(self._generators, self._lane)
 
     def replay(self) -> None:
+        if self.random.draws:
+            self._workspace.draws.follow()
         if self._in_inference_mode:
             with torch.inference_mode():
                 self._graph.replay()
@@ -115,7 +127,9 @@ class CudaGraph(Graph):
 
     @property
     def launch(self) -> Callable[[], None]:
-        return self.replay if self._in_inference_mode else functools.partial(torch._C._CUDAGraph.replay, self._graph)
+        if self._in_inference_mode or self.random.draws:
+            return self.replay
+        return functools.partial(torch._C._CUDAGraph.replay, self._graph)
 
     def will_replay_from(self) -> None:
         self._note_moved()
@@ -135,6 +149,7 @@ class CudaGraph(Graph):
             self.replay()
 
     def free(self) -> None:
+        self._workspace.before_free()
         self._workspace.alive.discard(self)
         self._graph.reset()
 
@@ -191,6 +206,10 @@ class CudaWorkspace(Workspace):
         self.device_index = device.index or 0
         self.runtime = _runtime()
         self._stream = torch.cuda.Stream(device)
+        self.order = ReplayOrder(torch.device("cuda", self.device_index))
+        self.draws = order_of_draws(device)
+        self._callers: dict[int, torch.cuda.Stream] = {}
+        """The streams that calls came on to be recorded: the graphs' static memory is from there."""
         self.random = StateCalls()
         self.alive: weakref.WeakSet[CudaGraph] = weakref.WeakSet()
         """Graphs that may be replayed."""
@@ -202,6 +221,11 @@ class CudaWorkspace(Workspace):
         self._pool_ids: set[tuple[int, ...]] = set()
         self._closed = False
         self.pool_of(0)
+
+    def before_free(self) -> None:
+        """Static memory of a graph is about to be given back: a replay on another stream may still use it."""
+        with contextlib.suppress(RuntimeError):  # at the exit of the process nothing is left to wait for
+            self.order.queue_behind(self._callers.values())
 
     def pool_of(self, lane: int) -> Any:
         """The id of a lane's pool."""
@@ -245,6 +269,8 @@ class CudaWorkspace(Workspace):
         if outer == self._stream:
             yield
             return
+        self._callers[int(outer.cuda_stream)] = outer
+        self.order.queue_behind([outer])
         self._stream.wait_stream(outer)
         try:
             with torch.cuda.stream(self._stream):
@@ -305,7 +331,8 @@ class CudaWorkspace(Workspace):
         return sum(segment["total_size"] for segment in self._segments())
 
     def held(self, tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-        found = [(t.untyped_storage().data_ptr(), t) for t in tensors if t.is_cuda and t.layout is torch.strided]
+        plain = (t for t in tensors if t.is_cuda and t.layout is torch.strided and not t._is_zerotensor())
+        found = [(t.untyped_storage().data_ptr(), t) for t in plain]
         ranges = [(s["address"], s["total_size"]) for s in self._segments()] if found else []
         return [t for begin, t in found if any(0 <= begin - address < size for address, size in ranges)]
 

@@ -6,11 +6,15 @@ If both are in one graph the distances mean the same. If the backward is a graph
 forward had begun: so that is noted when the forward is replayed (`Origin`), and the generators are put there for the
 length of the backward's replay. Which graphs need it is seen while they are recorded: torch's two functions, which
 checkpointing calls, are replaced then, in this one place, by forms that take note.
+
+Seeding is refused. torch itself refuses another seed under capture, but takes the seed that a generator has already,
+from the step's warm-up, for nothing to do: replays would go on drawing where eager code starts again.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -18,6 +22,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from stepgraph.backends.threads import replaced
+from stepgraph.errors import CaptureRefused, entry
+from stepgraph.frames import user_location
 
 if TYPE_CHECKING:
     from stepgraph.backends.cuda import CudaGraph
@@ -46,6 +52,15 @@ class Origin:
             state.set_offset(offset)
 
 
+_SEEDING = (
+    (torch, ("manual_seed", "seed")),
+    (torch.random, ("manual_seed", "seed")),
+    (torch.cuda, ("manual_seed", "manual_seed_all", "seed", "seed_all")),
+    (torch.cuda.random, ("manual_seed", "manual_seed_all", "seed", "seed_all")),
+)
+"""torch's functions that seed the device's default generator."""
+
+
 class StateCalls:
     """Reads and settings of the default generator's state while graphs are recorded."""
 
@@ -69,9 +84,14 @@ class StateCalls:
             if origin is not self.graph:
                 self.graph.random.rewinds_to.add(origin)
 
+    def refuse_seed(self, name: str) -> None:
+        """The default generator is about to be seeded."""
+        if self.graph is not None:
+            self.graph.refuse(CaptureRefused(entry("reseed"), name, user_location()))
+
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
-        """Watch `torch.cuda.get_rng_state` and `torch.cuda.set_rng_state`."""
+        """Watch `torch.cuda.get_rng_state` and `torch.cuda.set_rng_state`; refuse seeding."""
 
         def get_rng_state(below: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
             state = below(*args, **kwargs)
@@ -82,10 +102,17 @@ class StateCalls:
             self.saw_set(new_state)
             below(new_state, *args, **kwargs)
 
+        def seed(name: str, below: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            self.refuse_seed(name)
+            return below(*args, **kwargs)
+
         with contextlib.ExitStack() as stack:
             for module in (torch.cuda, torch.cuda.random):
                 stack.enter_context(replaced(module, "get_rng_state", get_rng_state))
                 stack.enter_context(replaced(module, "set_rng_state", set_rng_state))
+            for module, names in _SEEDING:
+                for name in names:
+                    stack.enter_context(replaced(module, name, functools.partial(seed, f"{module.__name__}.{name}")))
             yield
 
 

@@ -130,7 +130,10 @@ class TapeWorkspace(Workspace):
             guard,
             Recorder(self._head, guard, random),
         ):
-            yield
+            try:
+                yield
+            finally:
+                self._pool.poison_unplayed()
 
     def _refuse(self, error: CaptureRefused) -> None:
         if self._head.graph is not None:

@@ -1,8 +1,9 @@
 """One recording on the tape: operators by the addresses of their arguments, and the memory they run in again.
 
 While it records, each operator is executed and noted; what it is about to overwrite outside the capture is saved
-first. At the end all that is put back, every noted address is bound to its final memory, and what was born in the
-capture is filled with NaN until the first replay.
+first. At the end all that is put back, and every noted address is bound to its final memory. What was born in the
+recording keeps its numbers until the whole capture is over: a later graph of the same step may read them, and kernels
+on the CPU look at what they are given (a probability, an index). Then it is filled with NaN until the first replay.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from stepgraph.backends.base import Graph, RandomUse
 from stepgraph.backends.tape_generators import Generators
 from stepgraph.backends.tape_memory import Footprint, GraphTrace
 from stepgraph.backends.tape_op import Op, Ref, Surroundings, run
-from stepgraph.backends.tape_pool import Place, TapePool, arena_for, bytes_of, poison
+from stepgraph.backends.tape_pool import Place, TapePool, arena_for, bytes_of
 from stepgraph.errors import CaptureRefused, StaleMemoryError, entry
 from stepgraph.frames import user_location
 
@@ -81,8 +82,6 @@ class TapeGraph(Graph):
         born = list(self._born.values())
         survivors = [place for place in born if self._pool.settle(place)]
         self._bind([place for place in born if place.storage is None])
-        for place in survivors:
-            poison(place)
         blocks = [place.block for place in (*born, *self._writes.values()) if place.block is not None]
         written = [p.block for p in (*survivors, *self._writes.values()) if p.block is not None]
         read = [place.block for place in self._reads.values() if place.block is not None]
@@ -179,9 +178,10 @@ class TapeGraph(Graph):
         """Execute one operator and note it."""
         name = func._schema.name
         leaves, spec = tree_flatten((args, kwargs))
-        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        if any(t.is_meta for t in tensors):
+        given = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        if any(t.is_meta for t in given):
             return func(*args, **kwargs)
+        tensors = [t for t in given if _has_numbers(t)]
         self._check(func, name, tensors, leaves)
         collective = func.namespace in _COLLECTIVES
         known = {t.untyped_storage()._cdata for t in tensors}
@@ -193,7 +193,7 @@ class TapeGraph(Graph):
             self._note_read(tensor, overwritten=fresh_start and _covers_storage(tensor))
         for tensor in written:
             self._note_write(tensor)
-        noted = [self._ref(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        noted = [self._ref(leaf) if isinstance(leaf, torch.Tensor) and _has_numbers(leaf) else leaf for leaf in leaves]
         around = Surroundings.of(func)
         with self.moving_generators():
             out = around.call(func, args, kwargs)
@@ -221,6 +221,8 @@ class TapeGraph(Graph):
         found = []
         for index, result in enumerate(tree_flatten(out)[0]):
             if not isinstance(result, torch.Tensor) or not has_memory(type(result)):
+                continue
+            if not _has_numbers(result):
                 continue
             if result.layout is not torch.strided or result.is_nested:
                 self.refuse(CaptureRefused(entry("tape-limit"), f"{name} makes no plain tensor", user_location()))
@@ -325,6 +327,14 @@ def has_memory(kind: type) -> bool:
     """Whether tensors of this type are their own memory, and not wrappers that dispatch to others."""
     dispatch_rule: Any = getattr(kind, "__torch_dispatch__", None)
     return kind is torch.Tensor or dispatch_rule is torch._C._disabled_torch_dispatch_impl
+
+
+def _has_numbers(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has numbers in memory: a meta tensor has none, nor has a symbolic zero.
+
+    Forward-mode AD makes both: to learn a result's geometry, and as the tangent of what is no input.
+    """
+    return not (tensor.is_meta or tensor._is_zerotensor())
 
 
 def _covers_storage(tensor: torch.Tensor) -> bool:

@@ -43,6 +43,8 @@ class TapePool:
         self.ledger = Ledger()
         self._live: dict[int, Place] = {}
         self._survivors: list[tuple[int, Place]] = []
+        self._unplayed: list[Place] = []
+        """What survived recordings of the capture under way: it still holds the numbers of the recording."""
         unused = torch.UntypedStorage(1)
         self._idle_count = _use_count(unused._cdata)  # what Python's own handle counts for
 
@@ -98,7 +100,14 @@ class TapePool:
             return False
         place.storage, place.watch = storage, None
         self._survivors.append((storage._cdata, place))
+        self._unplayed.append(place)
         return True
+
+    def poison_unplayed(self) -> None:
+        """The capture is over, and nothing was replayed yet: no number of the recording is a result."""
+        unplayed, self._unplayed = self._unplayed, []
+        for place in unplayed:
+            poison(place)
 
     def spoil(self, trace: GraphTrace) -> None:
         """A graph has run: what other graphs had left at its addresses, and somebody still holds, is gone."""

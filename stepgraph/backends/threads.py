@@ -4,6 +4,11 @@ torch's hooks, its functions and the compiler's stance are there once a process,
 capture a step of its own, at the same time. So whoever is called by a hook asks first for which step the code runs, and
 what takes the place of one of torch's functions does so for one step only.
 
+torch walks through its dictionaries of hooks in Python. To add an entry, or to take one out, while another thread is on
+such a walk breaks that walk ("OrderedDict mutated during iteration"), in a training that has nothing to do with us. So
+all who listen share one entry (`HookPlace`). It is made while the dictionary is empty, which no walk minds, and stays
+for as long as there are other threads.
+
 A step is more than the thread that calls it: on CUDA, autograd runs the backward, and all hooks and recomputation in
 it, in threads of its own, which Python did not start. Those count as the step's. If two threads run steps at the same
 time they share them, and what happens there is seen by both.
@@ -14,11 +19,21 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import sys
 import threading
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+import time
+import types
+from collections.abc import Callable, Container, Iterator, Mapping
+from typing import Any, NamedTuple, TypeVar
 
 import torch
+from torch.utils.hooks import RemovableHandle
+
+from stepgraph.collector import collector_at_rest
+from stepgraph.frames import is_running
+
+K = TypeVar("K")
+V = TypeVar("V")
 
 _CHANGING = threading.RLock()
 """Held while something of the process is changed: what one thread puts there, another must not lose."""
@@ -35,6 +50,78 @@ def for_this_thread() -> Callable[[], bool]:
         return threading.get_ident() == home or isinstance(threading.current_thread(), threading._DummyThread)
 
     return is_ours
+
+
+def entries(mapping: Mapping[K, V]) -> list[tuple[K, V]]:
+    """The entries of a dictionary of the process at one moment, whatever other threads do to it meanwhile."""
+    while True:
+        try:
+            return list(mapping.items())
+        except RuntimeError:  # a finalizer has changed it: look again
+            continue
+
+
+class _Listeners:
+    """The entry in one of torch's dictionaries of hooks: calls all who listen."""
+
+    def __init__(self) -> None:
+        self.calls: list[Callable[..., Any]] = []
+
+    def __call__(self, *args: Any) -> None:
+        for call in tuple(self.calls):
+            call(*args)
+
+
+class HookPlace:
+    """A dictionary of the process in which torch keeps hooks, and torch's functions that walk through it."""
+
+    def __init__(self, hooks: dict[int, Any], walkers: Container[types.CodeType]) -> None:
+        self._hooks, self._walkers = hooks, walkers
+
+    def listen(self, call: Callable[..., Any]) -> None:
+        """Let a function be called as a hook would be."""
+        with _CHANGING, collector_at_rest():  # a finalizer might leave, and take the entry out, while it is looked up
+            found = self._find()
+            if found is None:
+                self._wait_for_walks()
+                key, listeners = RemovableHandle(self._hooks).id, _Listeners()
+                listeners.calls.append(call)
+                self._hooks[key] = listeners
+            else:
+                found[1].calls.append(call)
+
+    def leave(self, call: Callable[..., Any]) -> None:
+        """Call it no more. Also called by finalizers, so at any moment and in any thread: it never waits."""
+        found = self._find()
+        if found is not None and call in found[1].calls:
+            found[1].calls.remove(call)
+        if found is None or found[1].calls or not _CHANGING.acquire(blocking=False):
+            return
+        try:
+            if not found[1].calls and _is_only_thread() and not is_running(self._walkers):
+                self._hooks.pop(found[0], None)
+        finally:
+            _CHANGING.release()
+
+    def _find(self) -> tuple[int, _Listeners] | None:
+        ours = ((key, hook) for key, hook in entries(self._hooks) if isinstance(hook, _Listeners))
+        return next(ours, None)
+
+    def _wait_for_walks(self) -> None:
+        """Wait until nobody is on a walk through entries of others; not for ever, since that may be who called us."""
+        for _ in range(_MAX_WAITS):
+            if not self._hooks or not is_running(self._walkers):
+                return
+            time.sleep(0.001)
+
+
+_MAX_WAITS = 100
+
+
+def _is_only_thread() -> bool:
+    """Whether no other thread runs Python code."""
+    with collector_at_rest():
+        return len(sys._current_frames()) == 1
 
 
 class _Layer(NamedTuple):

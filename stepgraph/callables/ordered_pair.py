@@ -56,6 +56,8 @@ class WeightGraph:
 
         `origin` is where the random generators were before the forward, if it goes back there.
         """
+        if self.graph.follow is not None:
+            self.graph.follow()
         if not self.accumulated.attach():
             return False
         if self.rewinds:

@@ -97,6 +97,11 @@ class Chain:
         return next((link.graph.note_loaded for link in self.links if isinstance(link, GraphLink)), None)
 
     @property
+    def follow(self) -> Callable[[], None] | None:
+        """What is to be called first at each replay, if anything."""
+        return next((link.graph.follow for link in self.links if isinstance(link, GraphLink)), None)
+
+    @property
     def nodes(self) -> int | None:
         """Nodes of all graphs, or None where they cannot be counted."""
         counts = [link.graph.nodes for link in self.links if isinstance(link, GraphLink)]

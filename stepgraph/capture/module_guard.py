@@ -14,6 +14,7 @@ import torch
 from torch.nn.modules import module as torch_module
 from torch.utils.hooks import RemovableHandle
 
+from stepgraph.backends.threads import entries
 from stepgraph.state.guards import ModelGuard
 from stepgraph.state.rng_tracker import NamesGuard
 from stepgraph.state.watch import Watch
@@ -84,7 +85,7 @@ _GLOBAL_HOOKS = tuple(
 def global_hook(safe: Collection[Any]) -> str | None:
     """A hook on all modules of the process that is not listed as safe, by name."""
     for hooks in _GLOBAL_HOOKS:
-        for hook in getattr(torch_module, hooks, {}).values():
+        for _, hook in entries(getattr(torch_module, hooks, {})):
             spelled = getattr(hook, "__qualname__", type(hook).__qualname__)
             if hook not in safe and spelled not in safe:
                 return str(spelled)

@@ -123,7 +123,7 @@ class Runner:
         release_graph: Callable[[Graph], None],
     ) -> None:
         self.graph, self.boundary, self.result = graph, boundary, result
-        self._launch = graph.launch
+        self._launch, self.follow = graph.launch, graph.follow
         self.training = training
         """The modules' modes."""
         boundary.note_loaded = graph.note_loaded
@@ -234,6 +234,8 @@ class Runner:
 
     def replay(self, leaves: Sequence[Any]) -> Any:
         """Replay the forward; where the random generators were before, if anybody will ask."""
+        if self.follow is not None:
+            self.follow()
         self.boundary.load(leaves)
         origin = self.graph.random_origin() if self._notes_origin else None
         self._launch()

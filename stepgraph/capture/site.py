@@ -114,7 +114,7 @@ class CapturedCall:
         self._grads = Layouts(layouts_of({id(grad): grad for grad in grads}.values()))
         self._row: Callable[[], bool] | None = None
         self._rows_left, self._row_made_at = _MAX_ROWS, -_ROW_PAYS_AFTER
-        self._launch = chain.single_launch
+        self._launch, self._follow = chain.single_launch, chain.follow
         self._is_steady = self._is_known = False
         self._before_replay = [part.advance for part in (counters, guards.replicas) if part.is_needed]
         self._writes_back = inputs.writes_back
@@ -123,7 +123,7 @@ class CapturedCall:
         """From the inputs to the results in one go: the replay of an untouched call, where there is no more to it."""
         is_all = flags is None and not self._before_replay and not self._writes_back and not modes_left
         if self._launch is not None and is_all and self._may_be_steady:
-            self.straight = _straight(inputs, self._launch, hand_out)
+            self.straight = _straight(inputs, self._follow, self._launch, hand_out)
 
     def fits(self) -> bool:
         """Whether modules and gradients are as they were before the capture."""
@@ -187,6 +187,8 @@ class CapturedCall:
 
     def replay(self, leaves: Sequence[object]) -> None:
         """Run the captured step once on these inputs, after `fits` or `is_untouched` has looked at the gradients."""
+        if self._follow is not None:
+            self._follow()
         self.inputs.load(leaves)
         steady, self._is_steady = self._is_steady, False
         carried = carry_in(self._carried_in, self.chain.note_loaded) if not steady else None
@@ -205,7 +207,10 @@ class CapturedCall:
 
 
 def _straight(
-    inputs: StaticInputs, launch: Callable[[], Any], hand_out: Callable[[], Any]
+    inputs: StaticInputs,
+    follow: Callable[[], None] | None,
+    launch: Callable[[], Any],
+    hand_out: Callable[[], Any],
 ) -> Callable[[Sequence[Any]], Any] | None:
     if inputs.only is None:
         return None
@@ -216,7 +221,13 @@ def _straight(
         launch()
         return hand_out()
 
-    return replay
+    def replay_in_order(leaves: Sequence[Any]) -> Any:
+        follow()  # type: ignore[misc]
+        copy(leaves[index])
+        launch()
+        return hand_out()
+
+    return replay if follow is None else replay_in_order
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,6 +288,8 @@ class Site:
         """Optimizers that a GradScaler steps, by id: they run with it, between graphs."""
         self.written: set[int] = set()
         """Arguments that the step was seen to write to, by leaf index."""
+        self.renewed: set[int] = set()
+        """DDPs, by id, that were given new accumulators."""
         self.surprises = 0
         """How many recordings in a row have shown what no eager call has."""
         self.went_by: Seen | None = None
@@ -391,6 +404,11 @@ class Site:
         self.touched, self.calls, self.hold_grads, self.results, self.went_by = Touched(), [], False, None, None
         self._warm.clear()
         self._credit, self._watched = credit, 0
+
+    def warm_up_again(self) -> None:
+        """In an eager call: what it has warmed up is gone, and all calls after it count."""
+        self._warm.clear()
+        self._credit = -1
 
     def drop_graphs(self) -> None:
         """Give all graphs back."""

@@ -98,6 +98,8 @@ class Use:
         """Replay the backward for these gradients of the results."""
         runner = self.runner
         self._check()
+        if runner.follow is not None:
+            runner.follow()
         if runner.fit_grads is not None:
             grads = runner.fit_grads(grads)
         recorded = runner.usual

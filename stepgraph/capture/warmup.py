@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import Optimizer
 
 from stepgraph.backends import Backend, Workspace
@@ -23,11 +24,11 @@ from stepgraph.capture.options import Options
 from stepgraph.capture.session import Session
 from stepgraph.capture.site import Obstacle, Site
 from stepgraph.capture.telling import tell_cut_off, to_ignore
-from stepgraph.errors import CaptureError
+from stepgraph.errors import CaptureError, entry
 from stepgraph.signature import is_plain
 from stepgraph.signature.attributes import changed_attributes
 from stepgraph.signature.memory import Contents
-from stepgraph.state.ddp import finding_default_stream
+from stepgraph.state.ddp import finding_default_stream, renew_reducer
 from stepgraph.state.module_state import discovering
 from stepgraph.state.nonfinite import FlagCollector, Flags
 from stepgraph.state.optimizer import capturable_on_cpu, make_capturable, place, place_made
@@ -123,6 +124,8 @@ def warm_up(
             with torch.no_grad():  # a copy on the device of a tensor on the host
                 leaves[index].copy_(moved[index])
     site.note_unmoved(generators.unmoved())
+    if generators.was_set():
+        site.obstacles["reseed"] = Obstacle("the step seeds a random generator, or sets its state")
     for source in host_random.advanced():
         site.obstacles["host-random"] = Obstacle(f"the step draws from {source}")
     for key, changed in changed_numbers.items():
@@ -139,10 +142,25 @@ def warm_up(
     changed_model = model.changed(site.touched.name)
     if changed_model is not None:
         site.obstacles["own-change"] = Obstacle(f"the step itself {changed_model}")
-    for name in unrecordable[:1]:
-        site.obstacles["ddp-stream"] = Obstacle(f"DDP accumulates the gradient of `{name}` on the default stream")
+    for ddp, name in unrecordable.values():
+        if not _renewed(site, ddp, session):
+            site.obstacles["ddp-stream"] = Obstacle(f"DDP accumulates the gradient of `{name}` on the default stream")
     note_result(site, result)
     return result, found_flags
+
+
+def _renewed(site: Site, ddp: DistributedDataParallel, session: Session) -> bool:
+    """Let DDP accumulate on the capture stream, and begin to warm up again: once."""
+    if id(ddp) in site.renewed:
+        return False
+    site.renewed.add(id(ddp))
+    with session.stream():
+        if not renew_reducer(ddp):
+            return False
+    if session.num_graphs:  # they may use the buckets that are gone
+        session.drop_graphs()
+    site.warm_up_again()
+    return True
 
 
 def _let_go(site: Site, known: frozenset[int], mode: str) -> set[int]:
@@ -233,10 +251,13 @@ _WHY = {
         "change tensors in place (buffer.copy_(new), p.data.sub_(update)), and flags outside the step.",
     ),
     "ddp-stream": (
-        "its accumulators remember the stream that DDP was built on, and CUDA records nothing on the default one.",
-        "build it on the session's stream: `with session.stream(): model = DistributedDataParallel(model)`, and "
-        "stepgraph.capture(step, session=session).",
+        "its accumulators remember the stream that DDP was built on, and CUDA records nothing on the default one. New "
+        "ones could not be made: a loss of before is kept with its graph, or DDP has more than a reducer (mixed "
+        "precision, an optimizer in backward, a hook in C++).",
+        "drop or .detach() losses kept from before, or build DDP on the session's stream: `with session.stream(): "
+        "model = DistributedDataParallel(model)`, and stepgraph.capture(step, session=session).",
     ),
+    "reseed": (entry("reseed").why, entry("reseed").fix),
     "varying-output": (
         "a replay computes tensors; a plain value in the result would be that of the capture for ever.",
         "return a tensor (loss.detach(), not loss.item()), or compute the value outside the step.",

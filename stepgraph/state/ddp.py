@@ -8,7 +8,9 @@ rest of the step. Four things are not.
   times ten iterations with events that no capture may hold. So a step with a young DDP warms up for 11 calls, as
   torch's notes on CUDA graphs ask. After that it times every hundredth iteration, but not while a step is recorded.
 - Its accumulators remember the stream they were made on, and nothing on the default stream can be recorded. Where
-  gradients really accumulate is looked at in warm-up.
+  gradients really accumulate is looked at in warm-up. The reducer holds the accumulators, and nothing else does between
+  two steps. So a DDP that was built on the default stream, as most programs do, is given a new reducer on the capture
+  stream, by the way that torch takes when a DDP is unpickled; it is young again.
 - `no_sync` and the broadcast of buffers are steered by two Python flags, which a replay must find and leave as eager.
 - A backward that breaks off leaves the reducer waiting for the other half of its gradients. It is told to begin anew,
   with new buckets, so graphs that use the old ones have to go.
@@ -17,11 +19,14 @@ rest of the step. Four things are not.
 from __future__ import annotations
 
 import contextlib
+import functools
+import gc
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from stepgraph.backends import Backend
@@ -57,17 +62,20 @@ def _is_young(ddp: DistributedDataParallel) -> bool:
 
 
 @contextlib.contextmanager
-def finding_default_stream(touched: Touched, backend: Backend) -> Iterator[list[str]]:
-    """While a step runs, find parameters of DDP whose gradients accumulate where nothing can be recorded."""
-    found: list[str] = []
+def finding_default_stream(
+    touched: Touched, backend: Backend
+) -> Iterator[dict[int, tuple[DistributedDataParallel, str]]]:
+    """While a step runs, find DDPs, by id, and a parameter of each, that accumulate where nothing can be recorded."""
+    found: dict[int, tuple[DistributedDataParallel, str]] = {}
 
-    def look(parameter: torch.Tensor) -> None:
-        if not backend.can_record_here():
-            found.append(touched.name(parameter))
+    def look(ddp: DistributedDataParallel, parameter: torch.Tensor) -> None:
+        if id(ddp) not in found and not backend.can_record_here():
+            found[id(ddp)] = (ddp, touched.name(parameter))
 
-    parameters = [p for ddp in replicas(touched.modules) for p in ddp.parameters() if p.requires_grad]
+    owned = [(ddp, p) for ddp in replicas(touched.modules) for p in ddp.parameters() if p.requires_grad]
+    parameters = [parameter for _, parameter in owned]
     untouched = [p for p in parameters if p._post_accumulate_grad_hooks is None]
-    handles = [p.register_post_accumulate_grad_hook(look) for p in parameters]
+    handles = [p.register_post_accumulate_grad_hook(functools.partial(look, ddp)) for ddp, p in owned]
     try:
         yield found
     finally:
@@ -76,6 +84,48 @@ def finding_default_stream(touched: Touched, backend: Backend) -> Iterator[list[
         for parameter in untouched:  # an empty dict of hooks would cost each later backward a look at it
             if not parameter._post_accumulate_grad_hooks:
                 parameter._post_accumulate_grad_hooks = None  # type: ignore[assignment]
+
+
+def renew_reducer(ddp: DistributedDataParallel) -> bool:
+    """Give DDP a new reducer, with accumulators on the current stream; False where it holds more than can be made anew.
+
+    Whoever else holds a parameter's accumulator, such as a loss that was kept with its graph, keeps the old one alive.
+    """
+    if not _can_be_renewed(ddp):
+        return False
+    gc.collect()  # graphs of autograd in cycles hold accumulators
+    parameters, expects_sparse = ddp._build_params_for_reducer()
+    names = ddp._build_debug_param_to_name_mapping(parameters)
+    ddp.logger = ddp.reducer = None  # type: ignore[assignment]  # the old accumulators end here
+    ddp._ddp_init_helper(parameters, expects_sparse, names, ddp.static_graph)
+    ddp._has_rebuilt_buckets = False
+    made: Any = ddp  # mypy has seen that there is no logger
+    if ddp.static_graph:
+        ddp._static_graph_delay_allreduce_enqueued = False
+        made.reducer._set_static_graph()
+        made.logger._set_static_graph()
+    for hook, state in ddp._comm_hooks:
+        made.logger._set_comm_hook_name(getattr(hook, "__qualname__", type(hook).__qualname__))
+        dist._register_comm_hook(made.reducer, state, hook)  # type: ignore[attr-defined]
+    return True
+
+
+def _can_be_renewed(ddp: DistributedDataParallel) -> bool:
+    """Whether the reducer is all that was made with DDP, and no backward is under way."""
+    methods = ("_build_params_for_reducer", "_build_debug_param_to_name_mapping", "_ddp_init_helper")
+    parts = ("mixed_precision", "_delay_all_reduce_params", "_accum_grad_hooks", "_use_python_reducer")
+    if not all(hasattr(ddp, name) for name in methods) or any(getattr(ddp, name, None) for name in parts):
+        return False
+    if any(hasattr(parameter, "_in_backward_optimizers") for parameter in ddp.parameters()):
+        return False
+    hook = ddp._get_ddp_logging_data().get("comm_hook") if ddp.logger is not None else None
+    if hook and not ddp._comm_hooks:  # one of torch's in C++, which cannot be asked for
+        return False
+    try:
+        ddp.reducer._check_reducer_finalized()
+    except RuntimeError:
+        return False
+    return True
 
 
 def refuse_replicas(step: str, touched: Touched, safe_hooks: Collection[Any], backend: Backend) -> None:

@@ -16,6 +16,7 @@ import torch
 from torch.nn.modules import module as torch_module
 from torch.utils.hooks import RemovableHandle
 
+from stepgraph.backends.threads import entries
 from stepgraph.errors import CaptureError
 from stepgraph.state.untouched import Untouched
 
@@ -85,7 +86,7 @@ class HooksGuard:
         return None
 
     def _read(self) -> list[tuple[int, ...]]:
-        return [tuple(k for k, h in _at(place).items() if not self._may_come_and_go(h)) for place in self._places]
+        return [tuple(k for k, h in entries(_at(place)) if not self._may_come_and_go(h)) for place in self._places]
 
     def _may_come_and_go(self, hook: Any) -> bool:
         return is_own(hook) or (bool(self._admitted) and spelled(hook) in self._admitted)
@@ -104,7 +105,7 @@ def with_hooks(
 ) -> Callable[..., Any]:
     """A function and the hooks that run with it, to look into: what they read is baked in as its own values are."""
     places = places_of(modules, parameters, everywhere=everywhere)
-    hooks = {id(hook): hook for place in places for hook in _at(place).values() if not is_own(hook)}
+    hooks = {id(hook): hook for place in places for _, hook in entries(_at(place)) if not is_own(hook)}
     named: dict[str, Any] = {}
     for hook in hooks.values():
         name = f"hook {spelled(hook)}"
@@ -122,7 +123,7 @@ def refuse_hooks(
 ) -> None:
     """Refuse hooks on captured modules, which would not run at replay, but for those listed as safe or known to be."""
     for owner, kind in places_of(modules, everywhere=everywhere):
-        for hook in _at((owner, kind)).values():
+        for _, hook in entries(_at((owner, kind))):
             if hook in safe or spelled(hook) in safe or _is_known(hook) or is_own(hook):
                 continue
             whose = "every module" if owner is torch_module else f"module `{name(owner)}`"

@@ -17,6 +17,7 @@ import torch
 from torch.optim import optimizer as torch_optimizer
 from torch.optim.optimizer import Optimizer
 
+from stepgraph.backends.threads import entries
 from stepgraph.state.hooks import is_own
 from stepgraph.state.layout import change_of, layouts_of
 from stepgraph.state.untouched import PLAIN_TENSORS, Untouched, is_told_by_identity
@@ -30,7 +31,7 @@ _CODE = ("step", "zero_grad")
 
 def all_have_hooks() -> bool:
     """Whether somebody has a hook on every optimizer's step."""
-    return any(_STEP_HOOKS_OF_ALL) and not all(is_own(h) for hooks in _STEP_HOOKS_OF_ALL for h in hooks.values())
+    return any(_STEP_HOOKS_OF_ALL) and not all(is_own(h) for hooks in _STEP_HOOKS_OF_ALL for _, h in entries(hooks))
 
 
 def has_other_step(optimizer: Optimizer) -> bool:

@@ -8,7 +8,8 @@ A step that seeds a generator, or sets its state, by a method of the generator's
 are C++. The tape finds out by itself. CUDA refuses another seed under capture, takes the same seed for nothing to do,
 and a state for a distance from where the graph begins: so replays would go on drawing new numbers where eager code
 draws the same ones again. But an eager call of such a step leaves the generator where the call before had left it, and
-a graph that moves it is then one that eager code never was.
+a graph that moves it is then one that eager code never was. If the generator was drawn from between the two calls, the
+second one moves it backwards, which no draw does.
 """
 
 from __future__ import annotations
@@ -57,6 +58,21 @@ class GeneratorWatch:
     def unmoved(self) -> list[torch.Generator]:
         """The generators that are where they were."""
         return [generator for generator, state in self._before if torch.equal(generator.get_state(), state)]
+
+    def was_set(self) -> bool:
+        """Whether a generator on a GPU has another seed, or is before where it was: no draw does that."""
+        return any(
+            _seed_and_offset(generator.get_state())[0] != _seed_and_offset(state)[0]
+            or _seed_and_offset(generator.get_state())[1] < _seed_and_offset(state)[1]
+            for generator, state in self._before
+            if generator.device.type == "cuda"
+        )
+
+
+def _seed_and_offset(state: torch.Tensor) -> tuple[bytes, int]:
+    """The two parts of a CUDA generator's state."""
+    whole = bytes(state.tolist())
+    return whole[:8], int.from_bytes(whole[8:16], "little")
 
 
 def refuse_rewound(unmoved: Sequence[torch.Generator], graphs: Iterable[Graph]) -> None:

@@ -5,6 +5,7 @@ A generator's own methods are C++ and cannot be watched. What they leave behind 
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -96,6 +97,54 @@ def test_generator_that_work_only_draws_from_is_not_refused(
     refuse_rewound(watch.unmoved(), [graph])
     assert [id(g) for g in graph.random.moved] == ([] if work is draws_nothing else [id(generator)])
     assert graph.random.draws is (work is not draws_nothing)
+
+
+def seed_default(device: torch.device, how: str) -> None:
+    """Seed the device's default generator, by one of torch's functions or by the generator's own method."""
+    if how == "method":
+        stepgraph.backend_for(device).default_generator.manual_seed(SEED)
+    elif how == "torch" or device.type == "cpu":
+        torch.manual_seed(SEED)
+    else:
+        getattr(torch.cuda, how)(SEED)
+
+
+@pytest.mark.parametrize("is_caught", [False, True], ids=["raised", "caught"])
+@pytest.mark.parametrize("how", ["torch", "manual_seed", "manual_seed_all", "method"])
+def test_generator_seeded_in_a_step_is_refused(how: str, is_caught: bool, device: torch.device) -> None:
+    """Also with the seed that it has, and where the loop draws between calls: replays would draw other numbers."""
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        if is_caught:
+            with contextlib.suppress(RuntimeError):
+                seed_default(device, how)
+        else:
+            seed_default(device, how)
+        return x + torch.rand(4, device=device)
+
+    with stepgraph.capture(step, warmup=2) as captured:
+        first = captured(torch.zeros(4, device=device))
+        torch.rand(3, device=device)
+        assert torch.equal(captured(torch.zeros(4, device=device)), first)
+        torch.rand(3, device=device)
+        with pytest.raises(stepgraph.CaptureError) as caught:
+            captured(torch.zeros(4, device=device))
+    assert caught.value.rule == "reseed"
+
+
+def test_generator_of_a_gpu_that_went_back_was_set(device: torch.device) -> None:
+    if device.type != "cuda":
+        pytest.skip("the tape sees for itself")
+    generator = torch.Generator(device).manual_seed(SEED)
+    torch.rand(4, generator=generator, device=device)
+    watch = GeneratorWatch([generator])
+    torch.rand(4, generator=generator, device=device)
+    assert not watch.was_set()
+    generator.manual_seed(SEED)
+    assert watch.was_set()
+    generator.manual_seed(SEED + 1)
+    torch.rand(64, generator=generator, device=device)
+    assert watch.was_set()
 
 
 def test_generator_watch_takes_each_generator_once(backend: Backend) -> None:

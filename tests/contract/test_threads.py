@@ -5,6 +5,7 @@ from __future__ import annotations
 import _thread
 import contextlib
 import gc
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -19,7 +20,10 @@ from torch.optim import optimizer as torch_optimizer
 
 import stepgraph
 from stepgraph.backends.threads import compiled_code_runs_eagerly, for_this_thread, replaced
+from stepgraph.state.hooks import is_own, refuse_hooks
+from stepgraph.state.optimizer_guards import all_have_hooks
 from stepgraph.state.optimizer_steps import at_optimizer_steps
+from stepgraph.state.registration import RegistrationEvents
 from tests.harness import same_bits
 
 CALLS = 7
@@ -145,12 +149,18 @@ def test_threads_work_is_not_recorded(device: torch.device, other: ThreadPoolExe
     assert nodes[0] == nodes[1]
 
 
+def hooks_of_others(kind: str) -> dict[int, Any]:
+    """The hooks on all optimizers' steps but for our own entry, which stays while there are other threads."""
+    hooks = getattr(torch_optimizer, f"_global_optimizer_{kind}_hooks")
+    return {key: hook for key, hook in hooks.items() if not is_own(hook)}
+
+
 def process_state() -> list[Any]:
     """What belongs to the process and is changed during a capture."""
     stance = torch._dynamo.eval_frame._stance
     return [
         dict(torch_module._global_forward_pre_hooks),
-        *(dict(torch_optimizer._global_optimizer_pre_hooks), dict(torch_optimizer._global_optimizer_post_hooks)),
+        *(hooks_of_others(kind) for kind in ("pre", "post")),
         *(torch.autograd.backward, torch.overrides.has_torch_function, torch_module._has_any_global_hook),
         *(torch.get_rng_state, torch.random.set_rng_state, torch.manual_seed, stance, gc.isenabled()),
     ]
@@ -223,8 +233,6 @@ def test_threads_capture_at_the_same_time_on_the_tape(other: ThreadPoolExecutor)
     beside = other.submit(run, 1, is_first=False)
     run(2, is_first=True)
     beside.result(TIMEOUT)
-    with at_optimizer_steps(lambda optimizer: None, lambda optimizer: None):
-        pass  # the next one sweeps out what had to stay while the other thread was stepping
     assert process_state() == before
 
 
@@ -299,8 +307,121 @@ def test_threads_step_on_while_hooks_are_taken_out(other: ThreadPoolExecutor) ->
         stepping.result(TIMEOUT)
         assert seen == []
         with at_optimizer_steps(seen.append, lambda optimizer, _: seen.append(optimizer)):
-            assert len(torch_optimizer._global_optimizer_pre_hooks) == 2, "what had to stay is gone"
+            assert len(torch_optimizer._global_optimizer_pre_hooks) == 2, "one entry is enough"
             assert len(torch_optimizer._global_optimizer_post_hooks) == 1
             theirs.step()
         assert seen == [theirs.optimizer] * 2
-    assert not torch_optimizer._global_optimizer_pre_hooks
+    assert not hooks_of_others("pre")
+    other.shutdown()
+    with at_optimizer_steps(seen.append, lambda optimizer, _: seen.append(optimizer)):
+        pass
+    if len(sys._current_frames()) == 1:
+        assert not torch_optimizer._global_optimizer_pre_hooks, "nobody can be on a walk: our entry is gone"
+
+
+def small(inputs: int, outputs: int) -> nn.Linear:
+    """A layer that draws no random numbers: threads share the generator."""
+    layer = nn.utils.skip_init(nn.Linear, inputs, outputs)
+    for parameter in layer.parameters():
+        parameter.data.fill_(0.1)
+    return layer
+
+
+@pytest.fixture
+def eager_switches() -> Iterator[None]:
+    """Threads take turns as often as they can."""
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(interval)
+
+
+def test_threads_walk_on_while_others_begin_to_listen(other: ThreadPoolExecutor) -> None:
+    """Another thread is amid torch's walks through hooks when somebody else begins to listen, and ends."""
+    theirs, model = Training(torch.device("cpu"), 1, sgd), small(2, 2)
+    amid, go_on, first = threading.Barrier(2), threading.Barrier(2), RegistrationEvents()
+
+    def slow(*_: Any) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            amid.wait(TIMEOUT)
+            go_on.wait(TIMEOUT)
+
+    def listen() -> None:
+        amid.wait(TIMEOUT)
+        second = RegistrationEvents()
+        second.listen_to([model])
+        with at_optimizer_steps(lambda _: None, lambda *_: None):
+            go_on.wait(TIMEOUT)
+        second.close()
+
+    with contextlib.ExitStack() as stack:
+        stack.callback(first.close)
+        first.listen_to([model])
+        stack.enter_context(at_optimizer_steps(lambda _: None, lambda *_: None))
+        for hook in (slow, lambda *_: None):  # a walk is not over after the slow one
+            stack.callback(torch_optimizer.register_optimizer_step_pre_hook(hook).remove)
+            stack.callback(torch_module.register_module_parameter_registration_hook(hook).remove)
+        stepping = other.submit(theirs.step)
+        listen()
+        stepping.result(TIMEOUT)
+        building = other.submit(model.register_parameter, "scale", nn.Parameter(torch.zeros(1)))
+        listen()
+        building.result(TIMEOUT)
+        assert first.count == 1
+
+
+@pytest.mark.usefixtures("eager_switches")
+def test_threads_build_and_step_while_listeners_come_and_go() -> None:
+    """torch's dictionaries of hooks are walked through by some threads while others begin and end to listen."""
+    model, done = small(2, 2), threading.Event()
+
+    def build() -> None:
+        while not done.is_set():
+            other = nn.Sequential(small(2, 2), nn.BatchNorm1d(2))
+            optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
+            for parameter in other.parameters():
+                parameter.grad = torch.zeros_like(parameter)
+            optimizer.step()
+
+    def listen() -> None:
+        for _ in range(400):
+            events = RegistrationEvents()
+            events.listen_to([model])
+            with at_optimizer_steps(lambda _: None, lambda *_: None):
+                refuse_hooks("step", [model], (), str, everywhere=True)
+                all_have_hooks()
+            events.close()
+
+    with ThreadPoolExecutor(max_workers=4) as pool:
+        builders, listeners = [pool.submit(build) for _ in range(2)], [pool.submit(listen) for _ in range(2)]
+        try:
+            for listener in listeners:
+                listener.result(TIMEOUT)
+        finally:
+            done.set()
+        for builder in builders:
+            builder.result(TIMEOUT)
+
+
+@pytest.mark.usefixtures("eager_switches")
+def test_threads_each_capture_a_training_on_the_tape() -> None:
+    def train(momentum: float) -> list[torch.Tensor]:
+        model = nn.Sequential(small(2, 4), nn.Tanh(), small(4, 1))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=momentum)
+
+        def step(x: torch.Tensor) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = model(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            return loss.detach()
+
+        with stepgraph.capture(step, backend="tape", warmup=1) as captured:
+            losses = [captured(torch.ones(3, 2)) for _ in range(4)]
+            assert captured.report().replays == 3
+        return losses
+
+    expected = train(0.9)
+    with ThreadPoolExecutor(max_workers=3) as pool:
+        for training in [pool.submit(train, 0.9) for _ in range(3)]:
+            assert all(map(same_bits, training.result(TIMEOUT), expected))

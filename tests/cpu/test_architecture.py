@@ -51,13 +51,14 @@ OPTIONAL = (
 )
 PROCESS_STATE = {
     "stepgraph/collector.py": "_RESTS",
+    "stepgraph/backends/cuda_order.py": "_DRAWN",
     "stepgraph/state/rng_tracker.py": "_TRACKERS",
     "stepgraph/capture/module_session.py": "_LIVE",
 }
 """The exceptions to the rule that no module holds state. Python has one garbage collector with one switch; torch has
-one default random generator a device and process, and model code asks for the tracker that swaps its state by a
-function without arguments; training loops call `create_cudagraphs()` without arguments too, so that the graphed models
-that are alive are known, weakly."""
+one tensor a generator that tells the kernels of all graphs where it is; torch has one default random generator a device
+and process, and model code asks for the tracker that swaps its state by a function without arguments; training loops
+call `create_cudagraphs()` without arguments too, so that the graphed models that are alive are known, weakly."""
 MAX_LINES = 400
 FILES = sorted(PACKAGE.rglob("*.py"))
 MODULES = [path for path in FILES if path != PACKAGE / "__init__.py"]

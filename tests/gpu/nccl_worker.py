@@ -129,7 +129,40 @@ def refused(rule: str, under: contextlib.AbstractContextManager[Any], **options:
 
 
 def default_stream() -> None:
-    refused("ddp-stream", contextlib.nullcontext())
+    """As frameworks build it: DDP is given new accumulators on the capture stream."""
+    for name, build in PROGRAMS.items():
+        compare(f"default stream, {name}", build, contextlib.nullcontext())
+
+
+def trained_before() -> None:
+    """Built on the default stream, and trained there for a while: its last loss was dropped."""
+
+    def build() -> Program:
+        program = plain()
+        for batch in program.batches[:15]:
+            program.step(*batch)
+        return program
+
+    compare("trained before", build, contextlib.nullcontext())
+
+
+def kept_loss() -> None:
+    """A loss that is kept with its graph holds the accumulators of the default stream; once dropped, all is well."""
+    program = plain()
+    kept = [program.step(*program.batches[0])]
+    found = None
+    with stepgraph.capture(program.step) as step:
+        try:
+            for batch in program.batches:
+                step(*batch)
+        except stepgraph.CaptureError as error:
+            found = error.rule
+        assert (found, step.report().eager_calls) == ("ddp-stream", 13)
+    kept.clear()
+    with stepgraph.capture(program.step) as step:
+        for batch in program.batches:
+            step(*batch)
+        assert step.report().replays >= 20
 
 
 def blocking_wait() -> None:
@@ -142,6 +175,8 @@ SCENARIOS: dict[str, Callable[[], None]] = {
     "side stream": side_stream,
     "hundredth iteration": hundredth_iteration,
     "default stream": default_stream,
+    "trained before": trained_before,
+    "kept loss": kept_loss,
     "blocking wait": blocking_wait,
 }
 

@@ -24,13 +24,15 @@ def run_worker(scenario: str, store: Path) -> subprocess.CompletedProcess[str]:
     return run_to_end([command], environment)[0]
 
 
-@pytest.mark.parametrize("scenario", ["equality", "side stream", "hundredth iteration"])
+@pytest.mark.parametrize(
+    "scenario", ["equality", "side stream", "default stream", "trained before", "hundredth iteration"]
+)
 def test_captured_ddp_equals_eager_ddp(scenario: str, tmp_path: Path) -> None:
     done = run_worker(scenario, tmp_path / "store")
     assert (done.returncode, done.stdout.split()[-1:]) == (0, ["done"]), done.stderr
 
 
-@pytest.mark.parametrize("scenario", ["default stream", "blocking wait"])
+@pytest.mark.parametrize("scenario", ["kept loss", "blocking wait"])
 def test_ddp_that_cannot_be_captured_is_refused(scenario: str, tmp_path: Path) -> None:
     done = run_worker(scenario, tmp_path / "store")
     assert (done.returncode, done.stdout.split()[-1:]) == (0, ["done"]), done.stderr

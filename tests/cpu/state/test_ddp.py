@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import stepgraph
 from stepgraph.backends.tape import TapeBackend
-from stepgraph.state.ddp import blocking_wait
+from stepgraph.state.ddp import blocking_wait, renew_reducer
 
 
 @pytest.fixture(autouse=True)
@@ -47,14 +48,14 @@ def calls_before_capture(step: Callable[..., Any], **options: Any) -> int:
     return report.eager_reasons["warm-up"]
 
 
-def refused(step: Callable[..., Any], **options: Any) -> stepgraph.CaptureError:
+def refused(step: Callable[..., Any], eager_calls: int = 11, **options: Any) -> stepgraph.CaptureError:
     with (
         stepgraph.capture(step, **options) as captured,
         pytest.raises(stepgraph.CaptureError) as caught,
     ):
-        for _ in range(12):
+        for _ in range(eager_calls + 1):
             captured(torch.randn(2, 4))
-    assert captured.report().eager_calls == 11
+    assert captured.report().eager_calls == eager_calls
     return caught.value
 
 
@@ -118,15 +119,81 @@ def test_communication_hook_is_refused_unless_known_or_admitted() -> None:
 
 
 class DefaultStreamTape(TapeBackend):
-    """A tape on which nothing that DDP does can be recorded, as if it had been built on CUDA's default stream."""
+    """A tape on which nothing that DDP does can be recorded, as if it had been built on CUDA's default stream.
+
+    With `until_renewed`, only until that DDP has another reducer.
+    """
+
+    def __init__(self, until_renewed: DistributedDataParallel | None = None) -> None:
+        super().__init__()
+        self._ddp = until_renewed
+        self._first = None if until_renewed is None else weakref.ref(until_renewed.reducer)
 
     def can_record_here(self) -> bool:
-        return False
+        return self._ddp is not None and self._first is not None and self._first() is not self._ddp.reducer
+
+
+def accumulator(parameter: torch.Tensor) -> Any:
+    """The node of autograd that adds to a parameter's gradient."""
+    return torch.autograd.graph.get_gradient_edge(parameter).node
+
+
+@pytest.mark.parametrize("kept", [False, True], ids=["dropped", "kept"])
+def test_accumulators_end_with_the_reducer_unless_a_loss_is_kept(kept: bool) -> None:
+    model, _ = make()
+    weight = model.module[0].weight
+    loss = model(torch.randn(2, 4)).square().mean()
+    loss.backward()
+    accumulator(weight).metadata["is old"] = True
+    if not kept:
+        del loss
+    assert renew_reducer(model)
+    assert ("is old" in accumulator(weight).metadata) is kept
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"gradient_as_bucket_view": True}, {"static_graph": True}, {"hook": default_hooks.allreduce_hook}],
+    ids=["plain", "bucket views", "static graph", "hook"],
+)
+@pytest.mark.parametrize("trained", [0, 12])
+def test_ddp_on_the_default_stream_gets_new_accumulators(options: dict[str, Any], trained: int) -> None:
+    hook = options.pop("hook", None) if (options := dict(options)) else None
+
+    def build() -> tuple[DistributedDataParallel, Callable[[torch.Tensor], torch.Tensor]]:
+        torch.manual_seed(3)
+        model, step = make(**options)
+        if hook is not None:
+            model.register_comm_hook(None, hook)
+        for _ in range(trained):
+            step(torch.ones(2, 4))
+        return model, step
+
+    (eager, expected), (model, step) = build(), build()
+    for parameter in model.parameters():
+        accumulator(parameter).metadata["is old"] = True
+    with stepgraph.capture(step, backend=DefaultStreamTape(until_renewed=model)) as captured:
+        for _ in range(20):
+            x = torch.randn(2, 4)
+            assert torch.equal(captured(x), expected(x).detach())
+            for one, two in zip(model.parameters(), eager.parameters(), strict=True):
+                assert torch.equal(one.grad, two.grad)
+        report = captured.report()
+    assert (report.eager_reasons, report.replays) == ({"warm-up": 2 + 11}, 7)
+    assert not any("is old" in accumulator(parameter).metadata for parameter in model.parameters())
+
+
+def test_ddp_that_cannot_be_renewed_is_refused() -> None:
+    model, step = make()
+    model._register_builtin_comm_hook(dist.BuiltinCommHookType.ALLREDUCE)
+    reducer = model.reducer
+    assert refused(step, backend=DefaultStreamTape()).rule == "ddp-stream"
+    assert model.reducer is reducer
 
 
 def test_ddp_whose_gradients_accumulate_on_the_default_stream_is_refused() -> None:
     model, step = make()
-    error = refused(step, backend=DefaultStreamTape())
+    error = refused(step, eager_calls=2 + 11, backend=DefaultStreamTape())
     assert error.rule == "ddp-stream"
     assert "DistributedDataParallel.module." in error.what
     assert "with session.stream()" in error.fix

@@ -1,0 +1,59 @@
+"""Replays on several streams: which must wait for which.
+
+Graphs of one session share a pool and gradients, and a graph's arguments and results have one place. So a call that
+comes on another stream than the last one is queued behind all that this one's stream has: its replay, the copies of
+its results, and what its caller has queued there since to read them. Calls on one stream cost a comparison of two
+numbers and no event. Sessions share no memory and do not wait for each other, with one exception that torch makes:
+where a generator is, is told to the kernels of all its graphs through one tensor on the device, which each replay that
+draws fills. So replays that draw random numbers are queued behind each other across sessions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import torch
+
+
+def _raw_stream(device_index: int) -> int:
+    return int(torch.cuda.current_stream(device_index).cuda_stream)
+
+
+class ReplayOrder:
+    """The stream of the last replay, and the queueing of others behind it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._index = device, device.index or 0
+        self._current: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", _raw_stream)
+        self._handle = -1
+        self._last: torch.cuda.Stream | None = None
+
+    def follow(self) -> None:
+        """Queue what the caller's stream gets next behind the last replay, if that was on another stream."""
+        if self._current(self._index) != self._handle:
+            self._change()
+
+    def _change(self) -> None:
+        stream = torch.cuda.current_stream(self._device)
+        if self._last is not None:
+            stream.wait_stream(self._last)
+        self._last, self._handle = stream, int(stream.cuda_stream)
+
+    def queue_behind(self, streams: Iterable[torch.cuda.Stream]) -> None:
+        """Queue what these streams get next behind the last replay: memory that it uses is about to be theirs."""
+        last = self._last
+        for stream in streams:
+            if last is not None and stream != last:
+                stream.wait_stream(last)
+
+
+_DRAWN: dict[int, ReplayOrder] = {}
+"""For each device, the replays that draw random numbers."""
+
+
+def order_of_draws(device: torch.device) -> ReplayOrder:
+    """The order of all replays of the process that draw random numbers on a device."""
+    index = device.index or 0
+    if index not in _DRAWN:
+        _DRAWN[index] = ReplayOrder(device)
+    return _DRAWN[index]
