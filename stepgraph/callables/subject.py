@@ -97,6 +97,7 @@ class Subject:
                 (),
                 need_backward=self._need_backward,
             )
+            self._pair.returned = shared.returned
         return self._pair
 
     def release(self, graph: Graph) -> None:

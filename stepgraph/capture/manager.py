@@ -200,6 +200,15 @@ class CudaGraphManager:
             return None
         return runner
 
+    def state_by_id(self) -> dict[int, torch.Tensor]:
+        """The parameters and buffers of the module."""
+        return {id(tensor): tensor for tensor in (*self.module.parameters(), *self.module.buffers())}
+
+    def note_returned(self, tensors: Sequence[torch.Tensor]) -> None:
+        """A call has returned parameters, or other leaves, themselves: autograd accumulates their gradients."""
+        if self.session.note_returned(tensors):
+            self._start_over("a parameter whose gradient a graph accumulates is returned as a result")
+
     def _start_over(self, why: str) -> None:
         self.recapture_reasons[why] += 1
         self.session.drop_graphs()
@@ -333,6 +342,7 @@ class CudaGraphManager:
                 need_backward=self.need_backward,
             )
             self._pair.outside = self.session.outside_parameters(self)
+            self._pair.returned = self.session.returned
         return self._pair
 
     def _named(self) -> dict[str, torch.nn.Module]:

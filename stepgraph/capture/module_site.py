@@ -16,7 +16,7 @@ import torch
 from stepgraph.capture.module_guard import SiteGuard
 from stepgraph.capture.recorder import RecordedCall
 from stepgraph.capture.runner import Runner
-from stepgraph.capture.static_result import StaticResult
+from stepgraph.capture.static_result import StaticResult, another_leaf
 from stepgraph.errors import CaptureError
 from stepgraph.likeness import Likeness
 from stepgraph.ran import Ran
@@ -120,7 +120,8 @@ class ModuleSite:
             else:
                 for path, one, two in zip(paths(structure, "result"), values, now[1], strict=True):
                     if one is not two and (not is_plain(one) or one != two):
-                        self.varies = _varying(f"{path} was {one!r}, then {two!r}")
+                        is_leaf = isinstance(one, weakref.ref) and isinstance(two, weakref.ref)
+                        self.varies = another_leaf() if is_leaf else _varying(f"{path} was {one!r}, then {two!r}")
         self._result = now
 
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from stepgraph.capture.boundary import ArgMetadata, copied
-from stepgraph.capture.static_result import StaticResult
+from stepgraph.capture.static_result import StaticResult, leaf_results
 from stepgraph.signature import ambient_key
 from stepgraph.state.ddp import in_ddp
 from stepgraph.tree import Structure
@@ -192,7 +192,12 @@ class Recorder:
         self.events.append(Event(call, backward=False))
         site.note_kept(slot)
         result = run()
-        made = StaticResult(result, {index: leaves[index] for index in first.values()})
+        arguments = {index: leaves[index] for index in first.values()}
+        given = set(map(id, arguments.values()))
+        returned = {i: t for i, t in leaf_results(result).items() if i not in given}
+        if returned:
+            site.manager.note_returned(list(returned.values()))
+        made = StaticResult(result, arguments, {**site.manager.state_by_id(), **returned})
         call.num_results = len(made.tensors)
         site.note_result(made, slot)
         call.is_differentiable = any(made.differentiable)
