@@ -209,6 +209,13 @@ class CudaGraphManager:
         if self.session.note_returned(tensors):
             self._start_over("a parameter whose gradient a graph accumulates is returned as a result")
 
+    def look_for_replays(self) -> None:
+        """In the backward of an eager call: tell if it also comes to replayed calls, which share no casts with it."""
+        if self.session.rivals_of(self.module).has_more_to_come():
+            for site in self.sites.values():
+                if any(runner.keeps_casts for runner in site.runners):
+                    site.tell_several()
+
     def _start_over(self, why: str) -> None:
         self.recapture_reasons[why] += 1
         self.session.drop_graphs()
@@ -235,6 +242,10 @@ class CudaGraphManager:
     def _guard(self, site: ModuleSite) -> bool:
         """Whether nothing that the graphs have baked in has changed."""
         assert site.guard is not None
+        if site.again is not None:
+            why, site.again = site.again, None
+            self._start_over(why)
+            return False
         changed = site.guard.changed()
         if changed is None:
             return True
@@ -303,7 +314,7 @@ class CudaGraphManager:
         device = self.session.session.backend.device
         watched = WarmCall(self.original, self._named(), self.options.ignore, device, site.ran)
         result = self.session.warming(lambda: self.session.recorder.run(site, leaves, structure, watched.noting(run)))
-        site.finding = watched.finding() or site.varies
+        site.seen = watched.finding() or site.varies
         return result
 
     def _is_blocked(self, site: ModuleSite) -> bool:

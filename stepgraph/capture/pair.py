@@ -18,6 +18,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from stepgraph.backends import Graph
 from stepgraph.capture.ambient import as_called, autocast_now, under_autocast, without_saved_tensor_hooks
 from stepgraph.capture.boundary import ArgMetadata, Boundary, SharedBuffer
+from stepgraph.capture.cached_casts import casts_behind, casts_twice, keeps_casts
 from stepgraph.capture.differentiate import (
     AccumulatesByItself,
     Inside,
@@ -44,6 +45,10 @@ from stepgraph.state.rng_tracker import NamesGuard, Segment, tracker_for
 from stepgraph.state.standins import StandIns, without_hooks
 from stepgraph.state.touched import leaves_behind
 from stepgraph.tree import changed_containers, unflatten
+
+
+class _CastsTwice(Exception):
+    """A weight is cast for each of its uses, where eager casts it once: record with autocast's cache."""
 
 
 class PairCapture:
@@ -89,6 +94,23 @@ class PairCapture:
         `given` are arguments that are another runner's results, `shared` those of several calls, `own` have a buffer.
         `then` is called with the result, for what else the graph is to do.
         """
+        try:
+            return self._forward(call, given, shared, own, lane, then, cache=False)
+        except _CastsTwice:
+            return self._forward(call, given, shared, own, lane, then, cache=True)
+
+    def _forward(
+        self,
+        call: RecordedCall,
+        given: Mapping[int, tuple[Runner, torch.Tensor]],
+        shared: Mapping[int, SharedBuffer],
+        own: Mapping[int, torch.Tensor],
+        lane: Lane,
+        then: Callable[[StaticResult], None] | None,
+        *,
+        cache: bool,
+    ) -> Runner:
+        """Record a forward, with or without autocast's cache."""
         buffers = {**own, **{i: b.tensor for i, b in shared.items()}, **{i: t for i, (_, t) in given.items()}}
         tensors = self._arguments(call, buffers)
         if call.values:
@@ -101,12 +123,14 @@ class PairCapture:
         with contextlib.ExitStack() as stack:
             stack.enter_context(self._random.moved_to(call.fork))
             stack.enter_context(self._surroundings(call.training))
-            stack.enter_context(as_called(call.ambient))
+            stack.enter_context(as_called(call.ambient, cache=cache))
             stack.enter_context(mode)
             segment = self._random.begin_segment()
             with self._recording(lane) as graph:
                 result = self._result(self._function(*args, **kwargs), tensors)
                 mutated = [i for i, t in tensors.items() if _version(t) != versions[i]]
+                if not cache and keeps_casts(call.ambient) and casts_twice(result.tensors):
+                    raise _CastsTwice
                 self._refuse(call, graph, tensors, mutated)
                 spelled = call.site.call.arguments
                 changed = changed_containers(call.structure, leaves, (args, kwargs), spelled, added=True, removed=True)
@@ -138,6 +162,7 @@ class PairCapture:
         )
         runner.capture_backward = self.backward_now
         runner.uses_up_saved = uses_up_saved(result.tensors)
+        runner.keeps_casts = keeps_casts(call.ambient) and bool(casts_behind(result.tensors))
         return runner
 
     def note_returned(self, made: Any, arguments: Sequence[Any]) -> None:
