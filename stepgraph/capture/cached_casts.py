@@ -9,7 +9,7 @@ comes back to a cast in the backward must be what this call has sent there.
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 
@@ -79,7 +79,7 @@ class _Share:
 
         def hook(grads: Sequence[torch.Tensor | None], _: Any) -> None:
             grad = grads[index]
-            if grad is not None:
+            if _is_plain(grad):
                 self._own = grad.detach().clone() if self._own is None else self._own + grad.detach()
 
         return hook
@@ -88,7 +88,7 @@ class _Share:
         """The hook of the cast."""
         own, self._own = self._own, None
         grad = grads[0]
-        if grad is not None and own is not None:  # None: a backward that does not come to this call
+        if _is_plain(grad) and own is not None:  # None: a backward that does not come to this call
             self._differs.append((_bits(grad.detach()) != _bits(own)).any())
 
 
@@ -125,6 +125,10 @@ def _nodes_behind(results: Iterable[torch.Tensor], stop: Iterable[Any]) -> Itera
             if following is not None and following not in seen:
                 seen.add(following)
                 nodes.append(following)
+
+
+def _is_plain(grad: torch.Tensor | None) -> TypeGuard[torch.Tensor]:
+    return type(grad) is torch.Tensor and grad.layout is torch.strided
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:

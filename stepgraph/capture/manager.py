@@ -19,6 +19,7 @@ from stepgraph.capture.choice import refuse_elsewhere
 from stepgraph.capture.failure import capture_error
 from stepgraph.capture.fixed_round import FixedRound
 from stepgraph.capture.module_guard import SiteGuard, global_hook, has_global_hooks
+from stepgraph.capture.module_method import ModuleMethod
 from stepgraph.capture.module_options import options_from
 from stepgraph.capture.module_report import ModuleReport, report_on
 from stepgraph.capture.module_session import ModuleSession
@@ -75,7 +76,7 @@ class CudaGraphManager:
         self.name = name or type(base_module).__name__
         self.options = options_from(config)
         self.session = session if session is not None else ModuleSession()
-        self.original: Callable[..., Any] = getattr(base_module, self.function_name)
+        self._method = ModuleMethod(base_module, self.function_name)
         self.need_backward = need_backward
         self.eager_reasons: Counter[str] = Counter()
         self.recapture_reasons: Counter[str] = Counter()
@@ -83,7 +84,6 @@ class CudaGraphManager:
         self.forwards = self.backwards = 0
         """Replays of graphs that are gone."""
         self.random: CudaRNGStatesTracker | None = None
-        self._arguments = argument_names(self.original)
         self._changes: Counter[str] = Counter()
         self._pair: PairCapture | None = None
         self._flatten = CallFlattener()
@@ -93,7 +93,13 @@ class CudaGraphManager:
         self._look_at_modules()
         self.session.add(self)
 
+    @property
+    def original(self) -> Callable[..., Any]:
+        """What the graphs stand in for."""
+        return self._method()
+
     def _look_at_modules(self) -> None:
+        self._arguments = argument_names(self.original)
         self._modules = list(self.module.modules())
         self._modes = [vars(module) for module in with_modes(self.module)]
 

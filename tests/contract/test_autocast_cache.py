@@ -33,10 +33,10 @@ class Twice(nn.Module):
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
-        self.inner = inner
+        self.inner, self.norm, self.drop = inner, nn.BatchNorm1d(WIDTH), nn.Dropout(0.2)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.inner(self.inner(x).tanh())
+        return self.inner(self.drop(self.norm(self.inner(x))))
 
 
 def a_model(device: torch.device) -> nn.ModuleDict:
@@ -82,11 +82,12 @@ def two_backwards(model: Any, x: torch.Tensor, device: torch.device) -> None:
 def run(step: Step, device: torch.device, scope: str | None) -> tuple[list[Any], dict[str, Any]]:
     """Gradients after each step, and the rows of the report by path."""
     model, found, rows = a_model(device), [], {}
+    torch.manual_seed(11)
     handle = stepgraph.graph_modules(model, scope) if scope is not None else None
     for index in range(7):
         model.zero_grad()
         step(model, torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(index)).to(device), device)
-        found.append([p.grad for p in model.parameters()])
+        found.append([*(p.grad for p in model.parameters()), *(b.clone() for b in model.buffers())])
     if handle is not None:
         rows = {row.path: row for row in handle.report().rows}
         handle.close()
@@ -114,7 +115,7 @@ def test_autocast_cache_shared_casts_have_eagers_bits(case: str, device: torch.d
     with quiet() as seen:
         received, rows = run(step, device, scope)
     for one, two in zip(expected, received, strict=True):
-        assert all(same_bits(a, b) for a, b in zip(one, two, strict=True))
+        assert all(a is b or same_bits(a, b) for a, b in zip(one, two, strict=True))
     for row in rows.values():
         assert (row.forwards > 0) is is_graphed
         assert ("capture failed: [autocast-cache]" in row.eager_reasons) is not is_graphed
