@@ -24,6 +24,7 @@ from stepgraph.capture.cached_casts import shared_cast
 from stepgraph.capture.lane import Lane
 from stepgraph.capture.module_session import ModuleSession
 from stepgraph.capture.recorder import call_from_samples
+from stepgraph.capture.runner import Runner
 from stepgraph.capture.session import Session
 from stepgraph.errors import CaptureError, InvalidArgument
 from stepgraph.frames import warn_user
@@ -137,7 +138,8 @@ class Making:
     def _settle(self, sample: SampleGraphs, *, may_add: bool) -> None:
         """Bring what comes to a backward to the one that is captured; say so where no other can be."""
         runner = sample.runner
-        runner.tell_several = functools.partial(self._tell_several, sample.subject.name)
+        runners = [each.runner for each in self.samples]  # not `self`, which has the samples
+        runner.tell_several = functools.partial(_tell_several, runners, sample.subject.name)
         if self._request.order is None or not runner.backwards:
             return  # a backward for other gradients is recorded when it comes
         recorded = next(iter(runner.backwards.values()))
@@ -148,12 +150,6 @@ class Making:
         runner.receive_grads = functools.partial(sample.handing.before_backward, sample.subject.name)
         if not may_add:
             runner.capture_backward = functools.partial(refuse_another_backward, sample.subject.name)
-
-    def _tell_several(self, name: str) -> None:
-        """One backward comes to several calls of a callable, under autocast with its cache; said once."""
-        for sample in self.samples:
-            sample.runner.tell_several = None
-        warn_user(str(shared_cast(f"{name}, called several times in one backward,")))
 
     def graphed(self, begun: float, *, clone_param_grads: bool, retain: bool) -> list[GraphedCallable]:
         """The callables for the caller."""
@@ -216,6 +212,13 @@ def _gradients_aside(subjects: Sequence[Subject]) -> Iterator[None]:
     finally:
         for parameter, grad in kept:
             parameter.grad = grad
+
+
+def _tell_several(runners: Sequence[Runner], name: str) -> None:
+    """One backward comes to several calls of a callable, under autocast with its cache; said once."""
+    for runner in runners:
+        runner.tell_several = None
+    warn_user(str(shared_cast(f"{name}, called several times in one backward,")))
 
 
 def _refuse_graphed(subject: Subject) -> None:
