@@ -20,11 +20,14 @@ from stepgraph.callables.subject import Subject
 from stepgraph.callables.turns import Turn, Turns
 from stepgraph.callables.warm_up import CaptureTimeHooks, warm_up
 from stepgraph.capture.boundary import ArgMetadata
+from stepgraph.capture.cached_casts import shared_cast
 from stepgraph.capture.lane import Lane
 from stepgraph.capture.module_session import ModuleSession
 from stepgraph.capture.recorder import call_from_samples
+from stepgraph.capture.runner import Runner
 from stepgraph.capture.session import Session
 from stepgraph.errors import CaptureError, InvalidArgument
+from stepgraph.frames import warn_user
 from stepgraph.order import Kind, samples_of
 from stepgraph.state.reach import devices
 from stepgraph.state.rng_tracker import tracker_for
@@ -135,6 +138,8 @@ class Making:
     def _settle(self, sample: SampleGraphs, *, may_add: bool) -> None:
         """Bring what comes to a backward to the one that is captured; say so where no other can be."""
         runner = sample.runner
+        runners = [each.runner for each in self.samples]  # not `self`, which has the samples
+        runner.tell_several = functools.partial(_tell_several, runners, sample.subject.name)
         if self._request.order is None or not runner.backwards:
             return  # a backward for other gradients is recorded when it comes
         recorded = next(iter(runner.backwards.values()))
@@ -207,6 +212,13 @@ def _gradients_aside(subjects: Sequence[Subject]) -> Iterator[None]:
     finally:
         for parameter, grad in kept:
             parameter.grad = grad
+
+
+def _tell_several(runners: Sequence[Runner], name: str) -> None:
+    """One backward comes to several calls of a callable, under autocast with its cache; said once."""
+    for runner in runners:
+        runner.tell_several = None
+    warn_user(str(shared_cast(f"{name}, called several times in one backward,")))
 
 
 def _refuse_graphed(subject: Subject) -> None:

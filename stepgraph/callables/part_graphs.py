@@ -16,6 +16,7 @@ import torch
 
 from stepgraph.backends import is_capturing
 from stepgraph.callables.samples import CallForm, Sample, place_of
+from stepgraph.capture.module_method import ModuleMethod
 from stepgraph.capture.scopes import Part
 from stepgraph.errors import InvalidArgument
 from stepgraph.frames import untraced
@@ -40,7 +41,7 @@ class PartGraphs:
         self._modes = vars(part.module)
         self._training = part.module.training
         self._place = place_of(part)
-        self._eager: Callable[..., Any] = getattr(part.module, self._place)
+        self._eager = ModuleMethod(part.module, self._place)
         self._form = CallForm(getattr(part.module, part.method))
         self._num_args, self._names = len(sample.args), frozenset(sample.kwargs)
         self._own = self._modes.get(self._place)
@@ -52,7 +53,7 @@ class PartGraphs:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the part: by replay, or as it was."""
         if self._modes["training"] is not self._training or not torch.is_grad_enabled():
-            return self._eager(*args, **kwargs)
+            return self._eager()(*args, **kwargs)
         graph = self._of(self.microbatch)
         for hook in self.manual_hooks:
             hook()
@@ -76,7 +77,7 @@ class PartGraphs:
         if microbatch is not None and 0 <= microbatch < len(self.graphs):
             return self.graphs[microbatch]
         if torch.compiler.is_compiling() or is_capturing():
-            return self._eager  # a part of something larger
+            return self._eager()  # a part of something larger
         if microbatch is None:
             raise InvalidArgument(
                 f"`{self.part.path}` is called, and no current microbatch was set",

@@ -240,15 +240,17 @@ class GraphCapture:
         results = [t for t in runner.result.tensors if t.requires_grad]
         if is_reentrant(results):
             return  # what its backward reaches is not known before it runs
-        reached = {id(leaf) for leaf in leaves_behind(results)} | {id(t) for t in results if t.is_leaf}
+        reached = {id(leaf) for leaf in leaves_behind(results)}
         reached |= {id(runner.boundary.tensors[i]) for i in runner.result.passed}
         names = sample.shape.call.names()
         inputs = {names[i]: t for i, t in runner.boundary.tensors.items() if t.requires_grad}
         leaves = dict(zip(map(id, subject.pair.stand_ins.parameters), subject.pair.stand_ins.leaves, strict=True))
+        returned = {id(t) for t in runner.result.objects}
+        used_outside = {path for path, p in subject.module.named_parameters() if id(p) in returned}
         weights = {path: leaves[id(p)] for path, p in subject.module.named_parameters() if id(p) in leaves}
         for kind, tensors in (("argument", inputs), ("parameter", weights)):
             for name, tensor in tensors.items():
-                if id(tensor) not in reached:
+                if id(tensor) not in reached and name not in used_outside:
                     raise InvalidArgument(
                         f"{subject.name}: {kind} `{name}` requires a gradient and has no part in the result",
                         rule="unused-input",

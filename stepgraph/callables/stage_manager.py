@@ -218,6 +218,7 @@ class StageManager(CudaGraphManager):
             )
             # each backward of a stage is one of its own, so that nothing else adds to a parameter in it
             self._pair.outside = {id(p) for p in self.module.parameters() if is_hooked(p)}
+            self._pair.returned = self.session.returned
         return self._pair
 
     def changed(self) -> str | None:

@@ -16,6 +16,7 @@ import torch
 from stepgraph.backends import Graph
 from stepgraph.callables.ordered_pair import OrderedPair
 from stepgraph.capture.module_guard import SiteGuard, is_hooked
+from stepgraph.capture.module_method import ModuleMethod
 from stepgraph.capture.module_session import ModuleSession
 from stepgraph.capture.pair import with_modes
 from stepgraph.errors import StateChanged
@@ -55,9 +56,9 @@ class Subject:
             self.module: torch.nn.Module = given
             if given._compiled_call_impl is not None:
                 self.method = "_compiled_call_impl"  # what is called instead, after module.compile()
-            self.original: Callable[..., Any] = getattr(given, self.method)
+            self._original: Callable[[], Callable[..., Any]] = ModuleMethod(given, self.method)
         else:
-            self.original = given
+            self._original = lambda: given
             owner = given.__self__ if isinstance(given, types.MethodType) else None
             self.module = owner if isinstance(owner, torch.nn.Module) else _Holder(_modules_of(given))
         self.arguments = argument_names(self.original)
@@ -68,6 +69,11 @@ class Subject:
         self.ran = Ran()
         """The code that its warm-up has run."""
         self._model_guard: ModelGuard | None = None
+
+    @property
+    def original(self) -> Callable[..., Any]:
+        """What the graphs stand in for."""
+        return self._original()
 
     @property
     def training(self) -> tuple[bool, ...]:
@@ -97,6 +103,7 @@ class Subject:
                 (),
                 need_backward=self._need_backward,
             )
+            self._pair.returned = shared.returned
         return self._pair
 
     def release(self, graph: Graph) -> None:

@@ -116,7 +116,8 @@ def _one_call(warm: _Warm, hooks: CaptureTimeHooks, *, trains: bool) -> None:
     around = hooks.around(warm.index, subject.given, backward=False)
     with around, stand_ins.in_place(), without_saved_tensor_hooks(), mode:
         found = flatten(subject.original(*args, **kwargs))[0]
-    results = [t for t in found if isinstance(t, torch.Tensor) and t.requires_grad]
+    subject.pair.note_returned(found, leaves)
+    results = [t for t in found if isinstance(t, torch.Tensor) and t.grad_fn is not None]
     if not results:
         return
     incoming = [torch.zeros_like(result) for result in results]

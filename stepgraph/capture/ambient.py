@@ -20,13 +20,13 @@ def other_flags(ambient: Sequence[Hashable]) -> list[str]:
 
 
 @contextlib.contextmanager
-def as_called(ambient: Sequence[Hashable]) -> Iterator[None]:
-    """Grad mode, inference mode and autocast as they were at a call."""
+def as_called(ambient: Sequence[Hashable], *, cache: bool = False) -> Iterator[None]:
+    """Grad mode, inference mode and autocast as they were at a call. `cache`: see `under_autocast`."""
     flags: dict[str, Any] = dict(zip(AMBIENT_NAMES, ambient, strict=True))
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.inference_mode(flags["inference mode"]))
         stack.enter_context(torch.set_grad_enabled(flags["grad mode"]))
-        stack.enter_context(under_autocast(flags["autocast on cuda"], flags["autocast on cpu"]))
+        stack.enter_context(under_autocast(flags["autocast on cuda"], flags["autocast on cpu"], cache=cache))
         yield
 
 
@@ -37,13 +37,19 @@ def autocast_now() -> tuple[Hashable, Hashable]:
 
 
 @contextlib.contextmanager
-def under_autocast(*dtypes: Any) -> Iterator[None]:
-    """Autocast on CUDA and on the CPU with these dtypes, or off; without the cache, whose casts would be baked in."""
+def under_autocast(*dtypes: Any, cache: bool = False) -> Iterator[None]:
+    """Autocast on CUDA and on the CPU with these dtypes, or off; without the cache, whose casts would be baked in.
+
+    `cache`: with an empty one, that is emptied again. The region around it, if there is one, casts its weights anew.
+    """
     with contextlib.ExitStack() as stack:
+        if cache:
+            torch.clear_autocast_cache()
+            stack.callback(torch.clear_autocast_cache)
         for device, dtype in zip(("cuda", "cpu"), dtypes, strict=True):
             if dtype or torch.is_autocast_enabled(device):
                 kind = {"dtype": dtype} if dtype else {}
-                stack.enter_context(torch.autocast(device, enabled=bool(dtype), cache_enabled=False, **kind))
+                stack.enter_context(torch.autocast(device, enabled=bool(dtype), cache_enabled=cache, **kind))
         yield
 
 

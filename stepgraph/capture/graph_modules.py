@@ -66,7 +66,7 @@ class GraphedModules:
 
     def __init__(self, shared: ModuleSession, parts: Sequence[Part], options: ModuleOptions) -> None:
         self._shared = shared
-        self._places: list[tuple[torch.nn.Module, str, Any]] = []
+        self._places: list[tuple[torch.nn.Module, str, CudaGraphManager, Any]] = []
         for part in parts:
             method = part.method
             if method == "forward" and part.module._compiled_call_impl is not None:
@@ -74,7 +74,7 @@ class GraphedModules:
             own = part.module.__dict__.get(method, _MISSING)
             manager = CudaGraphManager(options, part.module, method, session=shared, name=part.path)
             part.module.__dict__[method] = manager
-            self._places.append((part.module, method, own))
+            self._places.append((part.module, method, manager, own))
 
     @property
     def paths(self) -> list[str]:
@@ -97,9 +97,11 @@ class GraphedModules:
         """End the graphs; the modules are as they were before. Closing twice is fine."""
         self._shared.close()
         places, self._places = self._places, []
-        for module, name, own in places:
+        for module, name, manager, own in places:
+            if module.__dict__.get(name) is not manager:
+                continue  # somebody has put another one in its place
             if own is _MISSING:
-                module.__dict__.pop(name, None)
+                del module.__dict__[name]
             else:
                 module.__dict__[name] = own
 

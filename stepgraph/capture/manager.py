@@ -19,6 +19,7 @@ from stepgraph.capture.choice import refuse_elsewhere
 from stepgraph.capture.failure import capture_error
 from stepgraph.capture.fixed_round import FixedRound
 from stepgraph.capture.module_guard import SiteGuard, global_hook, has_global_hooks
+from stepgraph.capture.module_method import ModuleMethod
 from stepgraph.capture.module_options import options_from
 from stepgraph.capture.module_report import ModuleReport, report_on
 from stepgraph.capture.module_session import ModuleSession
@@ -76,7 +77,7 @@ class CudaGraphManager:
         self.name = name or type(base_module).__name__
         self.options = options_from(config)
         self.session = session if session is not None else ModuleSession()
-        self.original: Callable[..., Any] = getattr(base_module, self.function_name)
+        self._method = ModuleMethod(base_module, self.function_name)
         self.need_backward = need_backward
         self.eager_reasons: Counter[str] = Counter()
         self.recapture_reasons: Counter[str] = Counter()
@@ -84,7 +85,6 @@ class CudaGraphManager:
         self.forwards = self.backwards = 0
         """Replays of graphs that are gone."""
         self.random: CudaRNGStatesTracker | None = None
-        self._arguments = argument_names(self.original)
         self._changes: Counter[str] = Counter()
         self._pair: PairCapture | None = None
         self._flatten = CallFlattener()
@@ -94,7 +94,13 @@ class CudaGraphManager:
         self._look_at_modules()
         self.session.add(self)
 
+    @property
+    def original(self) -> Callable[..., Any]:
+        """What the graphs stand in for."""
+        return self._method()
+
     def _look_at_modules(self) -> None:
+        self._arguments = argument_names(self.original)
         self._modules = list(self.module.modules())
         self._modes = [vars(module) for module in with_modes(self.module)]
 
@@ -205,6 +211,22 @@ class CudaGraphManager:
             return None
         return runner
 
+    def state_by_id(self) -> dict[int, torch.Tensor]:
+        """The parameters and buffers of the module."""
+        return {id(tensor): tensor for tensor in (*self.module.parameters(), *self.module.buffers())}
+
+    def note_returned(self, tensors: Sequence[torch.Tensor]) -> None:
+        """A call has returned parameters, or other leaves, themselves: autograd accumulates their gradients."""
+        if self.session.note_returned(tensors):
+            self._start_over("a parameter whose gradient a graph accumulates is returned as a result")
+
+    def look_for_replays(self) -> None:
+        """In the backward of an eager call: tell if it also comes to replayed calls, which share no casts with it."""
+        if self.session.rivals_of(self.module).has_more_to_come():
+            for site in self.sites.values():
+                if any(runner.keeps_casts for runner in site.runners):
+                    site.tell_several()
+
     def _start_over(self, why: str) -> None:
         self.recapture_reasons[why] += 1
         self.session.drop_graphs()
@@ -231,6 +253,10 @@ class CudaGraphManager:
     def _guard(self, site: ModuleSite) -> bool:
         """Whether nothing that the graphs have baked in has changed."""
         assert site.guard is not None
+        if site.again is not None:
+            why, site.again = site.again, None
+            self._start_over(why)
+            return False
         changed = site.guard.changed()
         if changed is None:
             return True
@@ -300,7 +326,7 @@ class CudaGraphManager:
         device = self.session.session.backend.device
         watched = WarmCall(self.original, self._named(), self.options.ignore, device, site.ran)
         result = self.session.warming(lambda: self.session.recorder.run(site, leaves, structure, watched.noting(run)))
-        site.finding = watched.finding() or site.varies
+        site.seen = watched.finding() or site.varies
         return result
 
     def _is_blocked(self, site: ModuleSite) -> bool:
@@ -339,6 +365,7 @@ class CudaGraphManager:
                 need_backward=self.need_backward,
             )
             self._pair.outside = self.session.outside_parameters(self)
+            self._pair.returned = self.session.returned
         return self._pair
 
     def _named(self) -> dict[str, torch.nn.Module]:

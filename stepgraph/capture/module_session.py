@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from stepgraph.backends import Backend, is_capturing
 from stepgraph.capture.choice import backend_of
@@ -47,6 +48,8 @@ class ModuleSession:
         self.ambient = AmbientReader()
         self.grads = ParamGrads()
         self._rivals: dict[int, Rivals] = {}
+        self.returned = WeakTensorKeyDictionary()
+        """Parameters and other leaves that calls were seen to return as such."""
         self.managers: list[CudaGraphManager] = []
         self.order: FixedRound | None = None
         """The calls that share memory by their order, where that is asked for."""
@@ -160,6 +163,16 @@ class ModuleSession:
                 found |= {id(p) for p in module._parameters.values() if p is not None}
         return found
 
+    def note_returned(self, tensors: Iterable[torch.Tensor]) -> bool:
+        """Remember leaves that a call has returned; whether a graph accumulates the gradient of one of them by itself.
+
+        Autograd accumulates it from now on, since it must add up all uses, inside and outside, in eager's order.
+        """
+        new = [tensor for tensor in tensors if tensor not in self.returned]
+        for tensor in new:
+            self.returned[tensor] = None
+        return any(self.grads.knows(tensor) for tensor in new)
+
     # -- ending
 
     def _dropped(self) -> None:
@@ -179,6 +192,7 @@ class ModuleSession:
     def delete_cuda_graphs(self) -> None:
         """Free all graphs; calls warm up and are captured anew, as if they had never been."""
         self.drop_graphs()
+        self.returned = WeakTensorKeyDictionary()
         for manager in self.managers:
             manager.forget()
 

@@ -13,11 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from stepgraph.capture.cached_casts import CastWatch, shared_cast
 from stepgraph.capture.module_guard import SiteGuard
 from stepgraph.capture.recorder import RecordedCall
 from stepgraph.capture.runner import Runner
-from stepgraph.capture.static_result import StaticResult
+from stepgraph.capture.static_result import StaticResult, another_leaf
 from stepgraph.errors import CaptureError
+from stepgraph.frames import warn_user
 from stepgraph.likeness import Likeness
 from stepgraph.ran import Ran
 from stepgraph.signature import Signature, is_plain
@@ -54,8 +56,13 @@ class ModuleSite:
         """Calls that were under way at a time in warm-up."""
         self.obstacle: str | None = None
         """Why calls here stay eager."""
-        self.finding: CaptureError | None = None
+        self.seen: CaptureError | None = None
         """What the latest eager call did that no replay could repeat."""
+        self.casts = CastWatch()
+        self.knows_several = False
+        """Whether a backward of the warm-up came to several calls of the module."""
+        self.again: str | None = None
+        """Why calls have to warm up again."""
         self.varies: CaptureError | None = None
         """How its result was unlike that of the call before."""
         self.guard: SiteGuard | None = None
@@ -68,6 +75,11 @@ class ModuleSite:
         self.keep_alive: list[Any] = []
         self.ran = Ran()
         """The code that calls here have run."""
+
+    @property
+    def finding(self) -> CaptureError | None:
+        """What its eager calls did that no replay could repeat."""
+        return self.seen or self.casts.found()
 
     @property
     def is_open(self) -> bool:
@@ -88,7 +100,16 @@ class ModuleSite:
         """Take a runner in."""
         runner.result.copy(self.copied)
         runner.copies_grads = self._copies_grads
+        if not self.knows_several:
+            runner.tell_several = self.tell_several
         self.runners.append(runner)
+
+    def tell_several(self) -> None:
+        """One backward comes to several calls, which warm-up has not seen: it looks again whether they share casts."""
+        if self.again is None and not self.knows_several:
+            self.again = "several calls in one backward, under autocast with its cache   [autocast-cache]"
+            self.knows_several = True
+            warn_user(f"{self.manager.name}: {self.again}\n{shared_cast('it possibly')}\nIts calls warm up again.")
 
     def copy_results(self, indices: Iterable[int]) -> None:
         """Hand out copies of these results."""
@@ -120,7 +141,8 @@ class ModuleSite:
             else:
                 for path, one, two in zip(paths(structure, "result"), values, now[1], strict=True):
                     if one is not two and (not is_plain(one) or one != two):
-                        self.varies = _varying(f"{path} was {one!r}, then {two!r}")
+                        is_leaf = isinstance(one, weakref.ref) and isinstance(two, weakref.ref)
+                        self.varies = another_leaf() if is_leaf else _varying(f"{path} was {one!r}, then {two!r}")
         self._result = now
 
 

@@ -13,10 +13,12 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from stepgraph.backends import Graph
 from stepgraph.capture.ambient import as_called, autocast_now, under_autocast, without_saved_tensor_hooks
 from stepgraph.capture.boundary import ArgMetadata, Boundary, SharedBuffer
+from stepgraph.capture.cached_casts import casts_behind, casts_twice, keeps_casts
 from stepgraph.capture.differentiate import (
     AccumulatesByItself,
     Inside,
@@ -31,7 +33,7 @@ from stepgraph.capture.lane import Lane
 from stepgraph.capture.recorder import RecordedCall, SameTensor
 from stepgraph.capture.runner import BackwardGraph, Runner
 from stepgraph.capture.session import Session
-from stepgraph.capture.static_result import StaticResult
+from stepgraph.capture.static_result import StaticResult, another_leaf, leaf_results
 from stepgraph.capture.use import Rivals
 from stepgraph.errors import CaptureError
 from stepgraph.signature import refuse_tensor_classes
@@ -44,6 +46,10 @@ from stepgraph.state.rng_tracker import NamesGuard, Segment, tracker_for
 from stepgraph.state.standins import StandIns, without_hooks
 from stepgraph.state.touched import leaves_behind
 from stepgraph.tree import changed_containers, unflatten
+
+
+class _CastsTwice(Exception):
+    """A weight is cast for each of its uses, where eager casts it once: record with autocast's cache."""
 
 
 class PairCapture:
@@ -70,6 +76,8 @@ class PairCapture:
         self._known: list[torch.Tensor] = []
         self.outside: set[int] = set()
         """Parameters, by id, whose gradients autograd accumulates: something must happen there in Python."""
+        self.returned = WeakTensorKeyDictionary()
+        """Parameters and other leaves that calls return as such; autograd accumulates their gradients, too."""
 
     # -- forward
 
@@ -87,6 +95,23 @@ class PairCapture:
         `given` are arguments that are another runner's results, `shared` those of several calls, `own` have a buffer.
         `then` is called with the result, for what else the graph is to do.
         """
+        try:
+            return self._forward(call, given, shared, own, lane, then, cache=False)
+        except _CastsTwice:
+            return self._forward(call, given, shared, own, lane, then, cache=True)
+
+    def _forward(
+        self,
+        call: RecordedCall,
+        given: Mapping[int, tuple[Runner, torch.Tensor]],
+        shared: Mapping[int, SharedBuffer],
+        own: Mapping[int, torch.Tensor],
+        lane: Lane,
+        then: Callable[[StaticResult], None] | None,
+        *,
+        cache: bool,
+    ) -> Runner:
+        """Record a forward, with or without autocast's cache."""
         buffers = {**own, **{i: b.tensor for i, b in shared.items()}, **{i: t for i, (_, t) in given.items()}}
         tensors = self._arguments(call, buffers)
         if call.values:
@@ -99,12 +124,14 @@ class PairCapture:
         with contextlib.ExitStack() as stack:
             stack.enter_context(self._random.moved_to(call.fork))
             stack.enter_context(self._surroundings(call.training))
-            stack.enter_context(as_called(call.ambient))
+            stack.enter_context(as_called(call.ambient, cache=cache))
             stack.enter_context(mode)
             segment = self._random.begin_segment()
             with self._recording(lane) as graph:
-                result = StaticResult(self._function(*args, **kwargs), tensors)
+                result = self._result(self._function(*args, **kwargs), tensors)
                 mutated = [i for i, t in tensors.items() if _version(t) != versions[i]]
+                if not cache and keeps_casts(call.ambient) and casts_twice(result.tensors):
+                    raise _CastsTwice
                 self._refuse(call, graph, tensors, mutated)
                 refuse_changed_container(_changed(call, leaves, (args, kwargs), tensors), "the module")
                 refuse_tensor_classes(result.tensors, ["result"] * len(result.tensors))
@@ -113,6 +140,7 @@ class PairCapture:
         result.settle([*self._module.parameters(), *self._module.buffers()])
         differentiable = any(result.differentiable)
         self._known = self._reached(result) if differentiable else list(self.stand_ins.parameters)
+        self._known += [t for t in result.objects if t.requires_grad and all(t is not known for known in self._known)]
         runner = Runner(
             graph,
             Boundary(tensors, shared, {i: producer.is_live for i, (producer, _) in given.items()}),
@@ -133,7 +161,26 @@ class PairCapture:
         )
         runner.capture_backward = self.backward_now
         runner.uses_up_saved = uses_up_saved(result.tensors)
+        runner.keeps_casts = keeps_casts(call.ambient) and bool(casts_behind(result.tensors))
         return runner
+
+    def note_returned(self, made: Any, arguments: Sequence[Any]) -> None:
+        """Remember the parameters and other leaves that an eager call on stand-ins has returned as such."""
+        originals, given = self.stand_ins.originals, set(map(id, arguments))
+        for index, leaf in leaf_results(made).items():
+            if index not in given:
+                self.returned[originals.get(index, leaf)] = None
+
+    def _result(self, made: Any, tensors: dict[int, torch.Tensor]) -> StaticResult:
+        """The results, with the objects themselves where stand-ins or known leaves are returned as such."""
+        objects = {id(leaf): leaf for leaf in self.returned} | self.stand_ins.originals
+        given = set(map(id, tensors.values()))
+        leaves = leaf_results(made)
+        if any(index not in objects and index not in given for index in leaves):
+            raise another_leaf()
+        for index in leaves.keys() & objects.keys():
+            self.returned[objects[index]] = None
+        return StaticResult(made, tensors, objects)
 
     def _arguments(self, call: RecordedCall, buffers: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
         """A buffer for each tensor of a call, by leaf index."""
@@ -173,10 +220,13 @@ class PairCapture:
     def _outside(
         self, call: RecordedCall, result: StaticResult, tensors: Mapping[int, torch.Tensor]
     ) -> list[torch.Tensor]:
-        """The parameters whose gradients autograd accumulates: chosen ones, and those of other modules."""
-        routed = [p for p in self.stand_ins.parameters if call.in_ddp or id(p) in self.outside]
+        """The parameters whose gradients autograd accumulates: chosen ones, returned ones, those of other modules."""
         known = {id(t) for t in (*tensors.values(), *self.stand_ins.leaves)}
-        found = leaves_behind([t for t in result.tensors if t.requires_grad])
+        found = list(leaves_behind([t for t in result.tensors if t.requires_grad]))
+        # what a reentrant backward reaches is not known before it runs
+        used = self.stand_ins.parameters if is_reentrant(result.tensors) else self._reached(result)
+        chosen = self.outside | {id(p) for p in used if p in self.returned}
+        routed = [p for p in self.stand_ins.parameters if call.in_ddp or id(p) in chosen]
         return [*routed, *{id(leaf): leaf for leaf in found if id(leaf) not in known}.values()]
 
     def _reached(self, result: StaticResult) -> list[torch.Tensor]:
@@ -191,7 +241,7 @@ class PairCapture:
 
     def inside(self) -> list[torch.Tensor]:
         """The parameters whose gradients the graphs accumulate by themselves."""
-        return [p for p in self.stand_ins.parameters if id(p) not in self.outside]
+        return [p for p in self.stand_ins.parameters if id(p) not in self.outside and p not in self.returned]
 
     # -- backward
 

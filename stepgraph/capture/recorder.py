@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from stepgraph.capture.boundary import ArgMetadata, copied
-from stepgraph.capture.static_result import StaticResult
+from stepgraph.capture.cached_casts import keeps_casts
+from stepgraph.capture.static_result import StaticResult, leaf_results
 from stepgraph.signature import ambient_key
 from stepgraph.state.ddp import in_ddp
 from stepgraph.tree import Structure
@@ -107,6 +108,8 @@ class Recorder:
         self._outstanding: weakref.WeakSet[_Outstanding] = weakref.WeakSet()
         self._num_backwards = 0
         self._task = -1
+        self._in_task: dict[int, ModuleSite] = {}
+        """The modules that the last backward came to, by id, and for which kind of call."""
         self._openers: set[ModuleSite] = set()
         self._producers: dict[int, tuple[weakref.ref[torch.Tensor], RecordedCall, int]] = {}
         self._seen: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
@@ -192,10 +195,17 @@ class Recorder:
         self.events.append(Event(call, backward=False))
         site.note_kept(slot)
         result = run()
-        made = StaticResult(result, {index: leaves[index] for index in first.values()})
+        arguments = {index: leaves[index] for index in first.values()}
+        given = set(map(id, arguments.values()))
+        returned = {i: t for i, t in leaf_results(result).items() if i not in given}
+        if returned:
+            site.manager.note_returned(list(returned.values()))
+        made = StaticResult(result, arguments, {**site.manager.state_by_id(), **returned})
         call.num_results = len(made.tensors)
         site.note_result(made, slot)
         call.is_differentiable = any(made.differentiable)
+        if keeps_casts(call.ambient):
+            site.casts.follow(made.tensors, arguments.values())
         waiting = _Outstanding(call, self) if call.is_differentiable else None
         if waiting is not None:
             self._outstanding.add(waiting)
@@ -215,6 +225,15 @@ class Recorder:
             seen = self._seen[id(tensor)] = (weakref.ref(tensor), next(self._numbers))
         call.shared[index] = seen[1]
 
+    def _note_task(self, site: ModuleSite, task: int) -> None:
+        """A backward has come to a call: whether it came to another one of the same module before."""
+        if task != self._task:
+            self._task, self._in_task = task, {}
+        other = self._in_task.setdefault(id(site.manager.module), site)
+        if other is not site or self._in_task.get(id(site)) is site:
+            site.knows_several = other.knows_several = True
+        self._in_task[id(site)] = site
+
     def saw_backward(self, waiting: _Outstanding, index: int, grad: torch.Tensor) -> None:
         """A gradient has come back to a result."""
         call = waiting.call
@@ -222,7 +241,9 @@ class Recorder:
             self._outstanding.discard(waiting)
             call.site.had_backward = True
             self._num_backwards += 1
-            self._task = torch._C._current_graph_task_id()
+            self._note_task(call.site, torch._C._current_graph_task_id())
+            if keeps_casts(call.ambient):
+                call.site.manager.look_for_replays()
             call.backward_ambient = ambient_key()
             self.events.append(Event(call, backward=True))
         call.grads[index] = ArgMetadata.of(grad)

@@ -162,6 +162,10 @@ class Runner:
         self.retired = self.is_freed = False
         self.uses_up_saved = False
         """Whether its backward can run but once for each forward."""
+        self.keeps_casts = False
+        """Whether eager code would share the casts of its weights with other calls in autocast's region."""
+        self.tell_several: Callable[[], None] | None = None
+        """Called where one backward comes to it and to another call of its module, and eager may share casts."""
         self.copies_grads = False
         """Whether all gradients are handed out as copies, since somebody was found to keep one."""
         self.random = random

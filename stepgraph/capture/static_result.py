@@ -1,18 +1,23 @@
-"""What a module's graph returns: tensors in static memory, inputs passed through, plain values.
+"""What a module's graph returns: tensors in static memory, inputs passed through, parameters, plain values.
 
 A tensor is handed out as it lies, without a copy, because mostly the next graph reads it there. If a caller still
 holds it, or a view of it, when a graph is to run that writes there, it would change under their eyes. So that is looked
 at before (`Lent`), and a tensor that was found to be kept is copied from then on.
+
+A parameter or buffer of the module that is returned as such is handed out as the object that it is. The graph has no
+part in it: autograd gives a parameter the gradients of its uses outside, as in eager.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from stepgraph.errors import CaptureError
 from stepgraph.state.lent import Lent, any_held, lend_by_address, lend_out
 from stepgraph.tree import flatten, unflatten
 
@@ -24,6 +29,13 @@ class _Passed:
     index: int
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Object:
+    """A result that is a parameter, a buffer or another leaf: the object itself."""
+
+    tensor: torch.Tensor
+
+
 @dataclass(frozen=True, slots=True)
 class _Tensor:
     """A result that the graph computes, by its index among the result's tensors."""
@@ -32,14 +44,21 @@ class _Tensor:
 
 
 class StaticResult:
-    """The results of a recorded call."""
+    """The results of a recorded call.
 
-    def __init__(self, tree: Any, inputs: dict[int, torch.Tensor]) -> None:
+    `inputs` are its tensor arguments by leaf index. `objects` are tensors, by the id of what the call has returned,
+    that are handed out themselves.
+    """
+
+    def __init__(
+        self, tree: Any, inputs: dict[int, torch.Tensor], objects: Mapping[int, torch.Tensor] | None = None
+    ) -> None:
         leaves, structure = flatten(tree)
         self.structure = structure
         self.tensors: list[torch.Tensor] = []
         """The tensors that the graph computes, each once, with their autograd history."""
         passed = {id(tensor): index for index, tensor in inputs.items()}
+        known = objects or {}
         found: dict[int, int] = {}
         self._leaves: list[Any] = []
         for leaf in leaves:
@@ -47,6 +66,8 @@ class StaticResult:
                 self._leaves.append(leaf)
             elif id(leaf) in passed:
                 self._leaves.append(_Passed(passed[id(leaf)]))
+            elif id(leaf) in known and leaf.grad_fn is None:
+                self._leaves.append(_Object(known[id(leaf)]))
             else:
                 if id(leaf) not in found:
                     found[id(leaf)] = len(self.tensors)
@@ -57,7 +78,7 @@ class StaticResult:
         self._inputs = list(inputs.values())
         self.copied = [False] * len(self.tensors)
         """Which tensors are handed out as copies."""
-        self.differentiable = [tensor.requires_grad for tensor in self.tensors]
+        self.differentiable = [tensor.grad_fn is not None for tensor in self.tensors]
         self.constant = [i for i, differentiable in enumerate(self.differentiable) if not differentiable]
         """Which tensors no gradient comes back to."""
         self._single = len(self._leaves) == 1 and self.structure.kind is None and isinstance(self._leaves[0], _Tensor)
@@ -131,12 +152,37 @@ class StaticResult:
         return [leaf.index for leaf in self._leaves if isinstance(leaf, _Passed)]
 
     @property
+    def objects(self) -> list[torch.Tensor]:
+        """The results that are parameters, buffers or other leaves, each once."""
+        return list({id(leaf.tensor): leaf.tensor for leaf in self._leaves if isinstance(leaf, _Object)}.values())
+
+    @property
     def plain_values(self) -> list[Any]:
-        """What no replay computes again."""
-        return ["tensor" if isinstance(leaf, (_Passed, _Tensor)) else leaf for leaf in self._leaves]
+        """What no replay computes again; for a parameter the one weak reference to it."""
+        values = ["tensor" if isinstance(leaf, (_Passed, _Tensor)) else leaf for leaf in self._leaves]
+        return [weakref.ref(value.tensor) if isinstance(value, _Object) else value for value in values]
 
 
 def _fill(leaf: Any, tensors: Sequence[torch.Tensor], leaves: Sequence[Any]) -> Any:
     if isinstance(leaf, _Tensor):
         return tensors[leaf.index]
+    if isinstance(leaf, _Object):
+        return leaf.tensor
     return leaves[leaf.index] if isinstance(leaf, _Passed) else leaf
+
+
+def leaf_results(tree: Any) -> dict[int, torch.Tensor]:
+    """The tensors of a result that autograd accumulates gradients in, by id."""
+    leaves = [t for t in flatten(tree)[0] if isinstance(t, torch.Tensor) and t.requires_grad and t.is_leaf]
+    # a view that is made under no_grad says that it requires a gradient, and is nobody's parameter
+    return {id(leaf): leaf for leaf in leaves if isinstance(leaf, torch.nn.Parameter) or not leaf._is_view()}
+
+
+def another_leaf() -> CaptureError:
+    """A result is a leaf that the call itself has made."""
+    return CaptureError(
+        "the module returns a leaf tensor that requires a gradient, and that is a new one at each call",
+        rule="leaf-result",
+        why="in eager the tensor itself gets the gradient; a replay would hand out the tensor of the capture.",
+        fix="return the tensor without requires_grad, and set requires_grad outside the module.",
+    )

@@ -46,8 +46,8 @@ class Rivals:
     def __len__(self) -> int:
         return len(self._uses)
 
-    def has_more_to_come(self, use: Use) -> bool:
-        """Whether the backward under way will come to another call than this one."""
+    def has_more_to_come(self, use: Use | None = None) -> bool:
+        """Whether the backward under way will come to another call than this one, or to any."""
         others = [found for known in list(self._uses.values()) if (found := known()) is not None and found is not use]
         return any(other.will_run() for other in others)
 
@@ -119,6 +119,8 @@ class Use:
             several = runner.rivals.has_more_to_come(self)
             if several:
                 recorded.accumulated.begin_sum()
+                if runner.keeps_casts and runner.tell_several is not None:
+                    runner.tell_several()
         recorded.grads_in.load(grads)
         if recorded.rewinds:
             recorded.graph.replay_from(self._origin)

@@ -107,6 +107,11 @@ class ParamGrads:
             slot = self._slots[id(parameter)] = GradSlot(parameter)
         return slot
 
+    def knows(self, parameter: torch.Tensor) -> bool:
+        """Whether a graph accumulates the gradient of this parameter."""
+        slot = self._slots.get(id(parameter))
+        return slot is not None and slot.parameter is parameter
+
     def forget(self, parameters: Sequence[torch.Tensor]) -> None:
         """The graphs that add to the gradients of these are gone."""
         for parameter in parameters:

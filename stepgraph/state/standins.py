@@ -48,6 +48,11 @@ class StandIns:
         """The stand-ins, in the order of `parameters`."""
         return [self._made[id(parameter)] for parameter in self.parameters]
 
+    @property
+    def originals(self) -> dict[int, torch.Tensor]:
+        """The parameters and buffers by the ids of their stand-ins."""
+        return {id(stand_in): tensor for _, _, tensor, stand_in in self._places}
+
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
         """Put the stand-ins into the module for the length of a block."""

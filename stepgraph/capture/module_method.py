@@ -1,0 +1,36 @@
+"""The method of a module that graphs stand in for: the one that eager code would call now.
+
+A method of the class is looked up in the class each time, so that an exchange (`Block.forward = other`) is followed.
+One that the module itself had, among its own attributes, is kept: the graphs are in its place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+class ModuleMethod:
+    """A method of one module."""
+
+    def __init__(self, module: torch.nn.Module, name: str) -> None:
+        self._module, self._name = module, name
+        self._found = self._in_class()
+        self._bound: Callable[..., Any] = getattr(module, name)
+        self._is_own = name in vars(module) or self._found is _MISSING
+
+    def __call__(self) -> Callable[..., Any]:
+        """The method, bound to the module."""
+        if not self._is_own and (found := self._in_class()) is not self._found:
+            self._found = found
+            self._bound = found.__get__(self._module, type(self._module)) if hasattr(found, "__get__") else found
+        return self._bound
+
+    def _in_class(self) -> Any:
+        owners = (vars(owner) for owner in type(self._module).__mro__)
+        return next((owned[self._name] for owned in owners if self._name in owned), _MISSING)
+
+
+_MISSING = object()
