@@ -120,7 +120,8 @@ class TapeWorkspace(Workspace):
 
     @contextlib.contextmanager
     def capturing(self) -> Iterator[None]:
-        gc.collect()
+        if self._pool.num_bytes:  # garbage may hold memory that the graph could have; elsewhere it costs for nothing
+            gc.collect()
         guard, random = HostReadGuard(self._refuse), self._random
         with (
             collector_at_rest(),

@@ -250,7 +250,8 @@ class CapturedStep(Generic[P, R]):
     def _warm_up(self, site: Site, reason: str, given: Given) -> Any:
         modes = site.modes()
         self._room.before_warm_up(given.leaves, self._sites.values())
-        result, flags = warm_up(self._function, given, site, self._session, self._options)
+        others = [other for other in self._sites.values() if other is not site]
+        result, flags = warm_up(self._function, given, site, others, self._session, self._options)
         site.count_warm_call(modes)
         self._capture.look(site)
         self._counts.eager_reasons[reason] += 1

@@ -9,7 +9,7 @@ is another each time. These are obstacles; the capture that follows is refused w
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -61,12 +61,14 @@ def warm_up(
     step: Callable[..., Any],
     given: Given,
     site: Site,
+    others: Sequence[Site],
     session: Session,
     options: Options,
 ) -> tuple[Any, Flags | None]:
     """Call the step once on these inputs and note what it touches; what ends with the call is let go of.
 
-    Returns the result without its autograd graph, and the flags of `nan_check`.
+    `others` are the sites of the step's other signatures. Returns the result without its autograd graph, and the flags
+    of `nan_check`.
     """
     backend = session.backend
     leaves = given.leaves
@@ -143,14 +145,14 @@ def warm_up(
     if changed_model is not None:
         site.obstacles["own-change"] = Obstacle(f"the step itself {changed_model}")
     for ddp, name in unrecordable.values():
-        if not _renewed(site, ddp, session):
+        if not _renewed(site, others, ddp, session):
             site.obstacles["ddp-stream"] = Obstacle(f"DDP accumulates the gradient of `{name}` on the default stream")
     note_result(site, result)
     return result, found_flags
 
 
-def _renewed(site: Site, ddp: DistributedDataParallel, session: Session) -> bool:
-    """Let DDP accumulate on the capture stream, and begin to warm up again: once."""
+def _renewed(site: Site, others: Sequence[Site], ddp: DistributedDataParallel, session: Session) -> bool:
+    """Let DDP accumulate on the capture stream, and begin to warm up again, in all signatures: once."""
     if id(ddp) in site.renewed:
         return False
     site.renewed.add(id(ddp))
@@ -159,7 +161,8 @@ def _renewed(site: Site, ddp: DistributedDataParallel, session: Session) -> bool
             return False
     if session.num_graphs:  # they may use the buckets that are gone
         session.drop_graphs()
-    site.warm_up_again()
+    for each in (site, *others):
+        each.warm_up_again()
     return True
 
 
