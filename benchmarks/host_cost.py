@@ -58,8 +58,8 @@ def median_us(call: Callable[[], Any], calls: int, *, drained: bool = False) -> 
 
 def rows_of(call: Any) -> dict[str, Callable[[], bool]]:
     """What is asked before a replay, in each way there is."""
+    import stepgraph.native.row as untouched
     from stepgraph.native import library
-    from stepgraph.state import untouched
 
     rows = {}
     for way in ("python", "cpp") if library.native_row() is not None else ("python",):

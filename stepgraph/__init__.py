@@ -2,13 +2,13 @@
 
 from stepgraph import order
 from stepgraph.backends import Backend, backend_for
+from stepgraph.buffers.boundary import ArgMetadata
 from stepgraph.callables.callables import make_graphed_callables
 from stepgraph.callables.callables_report import CallablesReport
 from stepgraph.callables.layers_helper import TECudaGraphHelper
 from stepgraph.callables.part_graphs import set_current_microbatch
 from stepgraph.callables.stage import GraphedStages, graph_stage
 from stepgraph.callables.vision_helper import VisionTECudaGraphHelper, get_vision_cuda_graph_seq_length
-from stepgraph.capture.boundary import ArgMetadata
 from stepgraph.capture.full_iteration import FullCudaGraphWrapper
 from stepgraph.capture.graph_modules import GraphedModules, graph_modules
 from stepgraph.capture.iteration import capture

@@ -39,7 +39,7 @@ def backend_for(device: torch.device | str) -> Backend:
 
 def is_capturing() -> bool:
     """Whether the calling thread records a graph right now, on whichever backend."""
-    from stepgraph.backends.tape import TapeBackend
+    from stepgraph.backends.tape.mode import TapeBackend
 
     if TapeBackend().is_capturing():
         return True
@@ -56,7 +56,7 @@ def backend_named(name: str, device: torch.device | None = None) -> Backend:
             fix="use " + " or ".join(repr(n) for n in NAMES) + ".",
         )
     if name == "tape":
-        from stepgraph.backends.tape import TapeBackend
+        from stepgraph.backends.tape.mode import TapeBackend
 
         return TapeBackend()
     if not torch.cuda.is_available():
@@ -66,6 +66,6 @@ def backend_named(name: str, device: torch.device | None = None) -> Backend:
             why="CUDA graphs need one.",
             fix="use backend='tape' with tensors on the CPU.",
         )
-    from stepgraph.backends.cuda import CudaBackend
+    from stepgraph.backends.cuda.graph import CudaBackend
 
     return CudaBackend(device if device is not None and device.type == "cuda" else None)

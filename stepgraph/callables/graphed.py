@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from stepgraph.buffers.borrowed import Lent
 from stepgraph.callables.call_shape import same_modes
 from stepgraph.callables.callables_report import CallablesReport
 from stepgraph.callables.handover import held_result, take_back, tell_held_result
@@ -21,7 +22,6 @@ from stepgraph.errors import CaptureError, ClosedError, InvalidArgument
 from stepgraph.frames import untraced
 from stepgraph.order import Kind
 from stepgraph.state.ddp import in_ddp
-from stepgraph.state.lent import Lent
 from stepgraph.state.rng_tracker import tracker_for
 from stepgraph.tree import CallFlattener
 

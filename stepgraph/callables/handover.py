@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 
+from stepgraph.buffers.borrowed import Lent, lend_out
 from stepgraph.errors import CaptureError
 from stepgraph.frames import warn_user
-from stepgraph.state.lent import Lent, lend_out
 
 
 class Place:

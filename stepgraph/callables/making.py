@@ -12,6 +12,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from stepgraph.backends import Backend, backend_for, backend_named
+from stepgraph.buffers.boundary import ArgMetadata
 from stepgraph.callables.call_shape import CallShape
 from stepgraph.callables.graphed import GraphedCallable, GraphedSet, fitted, refuse_another_backward
 from stepgraph.callables.request import Request
@@ -19,7 +20,6 @@ from stepgraph.callables.sample_graphs import GraphCapture, SampleGraphs
 from stepgraph.callables.subject import Subject
 from stepgraph.callables.turns import Turn, Turns
 from stepgraph.callables.warm_up import CaptureTimeHooks, warm_up
-from stepgraph.capture.boundary import ArgMetadata
 from stepgraph.capture.cached_casts import shared_cast
 from stepgraph.capture.lane import Lane
 from stepgraph.capture.module_session import ModuleSession

@@ -14,14 +14,14 @@ from typing import Any
 import torch
 
 from stepgraph.backends import Graph
+from stepgraph.buffers.borrowed import Lent, lend_by_address, lend_out
+from stepgraph.buffers.boundary import ArgMetadata, Boundary
 from stepgraph.callables.split_backward import WeightPart, input_gradients
 from stepgraph.capture.ambient import under_autocast
-from stepgraph.capture.boundary import ArgMetadata, Boundary
 from stepgraph.capture.differentiate import apart, is_reentrant
 from stepgraph.capture.pair import PairCapture
 from stepgraph.capture.runner import Runner
 from stepgraph.errors import CaptureError
-from stepgraph.state.lent import Lent, lend_by_address, lend_out
 from stepgraph.state.param_grads import GradPart
 from stepgraph.state.standins import without_hooks
 

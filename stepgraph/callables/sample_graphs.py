@@ -19,6 +19,10 @@ from typing import TypeAlias, cast
 
 import torch
 
+from stepgraph.buffers.borrowed import Lent
+from stepgraph.buffers.boundary import ArgMetadata
+from stepgraph.buffers.reuse_pool import TensorReusePool
+from stepgraph.buffers.static_result import StaticResult
 from stepgraph.callables.call_shape import CallShape
 from stepgraph.callables.handover import Handing, Handover, Places
 from stepgraph.callables.ordered_pair import NO_AUTOCAST, WeightGraph
@@ -26,17 +30,13 @@ from stepgraph.callables.request import Request
 from stepgraph.callables.split_backward import WeightPart
 from stepgraph.callables.subject import Subject
 from stepgraph.callables.warm_up import CaptureTimeHooks
-from stepgraph.capture.boundary import ArgMetadata
 from stepgraph.capture.differentiate import is_reentrant
 from stepgraph.capture.failure import capture_error
 from stepgraph.capture.lane import Lane
 from stepgraph.capture.recorder import RecordedCall
-from stepgraph.capture.reuse_pool import TensorReusePool
 from stepgraph.capture.runner import Runner
-from stepgraph.capture.static_result import StaticResult
 from stepgraph.errors import CaptureError, InvalidArgument
 from stepgraph.order import Kind, plan_buffers, samples_of
-from stepgraph.state.lent import Lent
 from stepgraph.state.touched import leaves_behind
 
 

@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 
+from stepgraph.buffers.boundary import ArgMetadata
+from stepgraph.buffers.reuse_pool import TensorReusePool
 from stepgraph.callables.split_backward import WeightPart
 from stepgraph.callables.stage_manager import StageCall, StageManager
 from stepgraph.capture.ambient import other_flags
-from stepgraph.capture.boundary import ArgMetadata
 from stepgraph.capture.lane import Lane
-from stepgraph.capture.reuse_pool import TensorReusePool
 from stepgraph.capture.round_capture import backward_autocast
 from stepgraph.capture.runner import Runner
 from stepgraph.errors import CaptureError

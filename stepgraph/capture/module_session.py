@@ -11,13 +11,13 @@ import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from stepgraph.backends import Backend, is_capturing
+from stepgraph.buffers.reuse_pool import TensorReusePool
 from stepgraph.capture.choice import backend_of
 from stepgraph.capture.fixed_round import FixedRound
 from stepgraph.capture.lane import Lanes
 from stepgraph.capture.module_guard import is_hooked
 from stepgraph.capture.placement import AnyOrder, FixedOrder
 from stepgraph.capture.recorder import Event, RecordedCall, Recorder
-from stepgraph.capture.reuse_pool import TensorReusePool
 from stepgraph.capture.round_capture import RoundCapture, backward_autocast
 from stepgraph.capture.runner import Runner
 from stepgraph.capture.session import Session

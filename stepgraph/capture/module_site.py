@@ -13,16 +13,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from stepgraph.buffers.static_result import StaticResult, another_leaf
 from stepgraph.capture.cached_casts import CastWatch, shared_cast
 from stepgraph.capture.module_guard import SiteGuard
 from stepgraph.capture.recorder import RecordedCall
 from stepgraph.capture.runner import Runner
-from stepgraph.capture.static_result import StaticResult, another_leaf
 from stepgraph.errors import CaptureError
 from stepgraph.frames import warn_user
-from stepgraph.likeness import Likeness
 from stepgraph.ran import Ran
 from stepgraph.signature import Signature, is_plain
+from stepgraph.signature.fast_match import Likeness
 from stepgraph.state.attributes import Attributes
 from stepgraph.state.rng import HostRandomWatch
 from stepgraph.state.watch import Watch

@@ -16,8 +16,10 @@ import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from stepgraph.backends import Graph
+from stepgraph.buffers.borrowed import Lent
+from stepgraph.buffers.boundary import ArgMetadata, Boundary, SharedBuffer
+from stepgraph.buffers.static_result import StaticResult, another_leaf, leaf_results
 from stepgraph.capture.ambient import as_called, autocast_now, under_autocast, without_saved_tensor_hooks
-from stepgraph.capture.boundary import ArgMetadata, Boundary, SharedBuffer
 from stepgraph.capture.cached_casts import casts_behind, casts_twice, keeps_casts
 from stepgraph.capture.differentiate import (
     AccumulatesByItself,
@@ -33,13 +35,11 @@ from stepgraph.capture.lane import Lane
 from stepgraph.capture.recorder import RecordedCall, SameTensor
 from stepgraph.capture.runner import BackwardGraph, Runner
 from stepgraph.capture.session import Session
-from stepgraph.capture.static_result import StaticResult, another_leaf, leaf_results
 from stepgraph.capture.use import Rivals
 from stepgraph.errors import CaptureError
 from stepgraph.signature import refuse_tensor_classes
 from stepgraph.signature.attributes import changed_attributes, put_on
 from stepgraph.state.attributes import Attributes
-from stepgraph.state.lent import Lent
 from stepgraph.state.param_grads import ParamGrads
 from stepgraph.state.rng_recompute import state_of_another_graph
 from stepgraph.state.rng_tracker import NamesGuard, Segment, tracker_for

@@ -16,10 +16,10 @@ from collections.abc import Hashable, Mapping
 
 import torch
 
-from stepgraph.capture.boundary import ArgMetadata
+from stepgraph.buffers.boundary import ArgMetadata
+from stepgraph.buffers.reuse_pool import TensorReusePool
 from stepgraph.capture.lane import Lane, Lanes
 from stepgraph.capture.recorder import RecordedCall
-from stepgraph.capture.reuse_pool import TensorReusePool
 from stepgraph.capture.runner import BackwardGraph, Runner
 
 

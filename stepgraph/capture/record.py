@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 import torch
 from torch.optim.optimizer import Optimizer
 
-from stepgraph.buffers import StaticInputs, StaticOutputs
+from stepgraph.buffers.static import StaticInputs, StaticOutputs
 from stepgraph.capture.chain import Chain, ChainRecorder, GraphLink
 from stepgraph.capture.failure import refuse_changed_container
 from stepgraph.capture.options import Options

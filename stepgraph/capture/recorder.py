@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from stepgraph.capture.boundary import ArgMetadata, copied
+from stepgraph.buffers.boundary import ArgMetadata, copied
+from stepgraph.buffers.static_result import StaticResult, leaf_results
 from stepgraph.capture.cached_casts import keeps_casts
-from stepgraph.capture.static_result import StaticResult, leaf_results
 from stepgraph.signature import ambient_key
 from stepgraph.state.ddp import in_ddp
 from stepgraph.tree import Structure

@@ -11,13 +11,13 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 
 import torch
 
+from stepgraph.buffers.borrowed import Lent
+from stepgraph.buffers.boundary import ArgMetadata, SharedBuffer
 from stepgraph.capture.ambient import other_flags
-from stepgraph.capture.boundary import ArgMetadata, SharedBuffer
 from stepgraph.capture.placement import Placement
 from stepgraph.capture.recorder import Event, RecordedCall
 from stepgraph.capture.runner import Runner
 from stepgraph.signature import AMBIENT_NAMES
-from stepgraph.state.lent import Lent
 
 _CUDA, _CPU = AMBIENT_NAMES.index("autocast on cuda"), AMBIENT_NAMES.index("autocast on cpu")
 

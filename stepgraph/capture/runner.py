@@ -17,13 +17,13 @@ from typing import Any
 import torch
 
 from stepgraph.backends import Graph
-from stepgraph.capture.boundary import ArgMetadata, Boundary
+from stepgraph.buffers.borrowed import Lent, any_held, lend_by_address, lend_out
+from stepgraph.buffers.boundary import ArgMetadata, Boundary
+from stepgraph.buffers.static_result import StaticResult
 from stepgraph.capture.lane import Lane
 from stepgraph.capture.replay_node import replay_node
-from stepgraph.capture.static_result import StaticResult
 from stepgraph.capture.use import Rivals, Use
-from stepgraph.likeness import geometry_check
-from stepgraph.state.lent import Lent, any_held, lend_by_address, lend_out
+from stepgraph.signature.fast_match import geometry_check
 from stepgraph.state.param_grads import GradPart
 from stepgraph.state.rng_tracker import CudaRNGStatesTracker, NamesGuard, Segment
 

@@ -18,10 +18,11 @@ from typing import Any
 
 import torch
 
-from stepgraph.buffers import StaticInputs, StaticOutputs, is_copied_in
+from stepgraph.buffers.static import StaticInputs, StaticOutputs, is_copied_in
 from stepgraph.capture.chain import Chain
-from stepgraph.likeness import Likeness
+from stepgraph.native.row import Untouched
 from stepgraph.signature import Signature
+from stepgraph.signature.fast_match import Likeness
 from stepgraph.signature.memory import keys_apart
 from stepgraph.state.ddp import Replicas
 from stepgraph.state.grads import Attachment, can_carry_in, carry_in, carry_out
@@ -36,7 +37,6 @@ from stepgraph.state.rng_tracker import NamesGuard
 from stepgraph.state.scaler import ScalerGuard
 from stepgraph.state.steady import SteadyParameters
 from stepgraph.state.touched import Touched, numbered
-from stepgraph.state.untouched import Untouched
 from stepgraph.state.watch import Watch
 from stepgraph.state.watch_values import is_users
 from stepgraph.tree import Structure

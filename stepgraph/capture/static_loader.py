@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 
 from stepgraph.backends import Backend
-from stepgraph.buffers import StaticInputs
+from stepgraph.buffers.static import StaticInputs
 from stepgraph.capture.session import Session
 from stepgraph.errors import CaptureError, InvalidArgument
 from stepgraph.signature import Described, describe_leaf, is_plain, leaf_key, leaf_keys

@@ -17,7 +17,7 @@ from types import TracebackType
 from typing import Any, Generic, ParamSpec, TypeVar, cast
 
 from stepgraph.backends import Backend
-from stepgraph.buffers import detached, on_device
+from stepgraph.buffers.static import detached, on_device
 from stepgraph.capture.bound import BoundSteps
 from stepgraph.capture.bucketing import Bucketing, Example
 from stepgraph.capture.choice import choose_backend, refuse_other_devices

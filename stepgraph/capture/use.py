@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from stepgraph.buffers.boundary import ArgMetadata
 from stepgraph.capture.ambient import autocast_now
-from stepgraph.capture.boundary import ArgMetadata
 from stepgraph.capture.donation import refuse_second_backward
 from stepgraph.capture.replay_node import is_replayed
 from stepgraph.errors import CaptureError, StaleMemoryError

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import Optimizer
 
 from stepgraph.backends import Backend, Workspace
-from stepgraph.buffers import detached, is_copied_in, on_device, static_part
+from stepgraph.buffers.static import detached, is_copied_in, on_device, static_part
 from stepgraph.capture.failure import CHANGED_CONTAINER, refuse_changed_container
 from stepgraph.capture.given import Given
 from stepgraph.capture.options import Options

@@ -1,4 +1,4 @@
-// A row of expectations, run through in one go: what `stepgraph.state.untouched` asks in Python, with the facts about
+// A row of expectations, run through in one go: what `stepgraph.native.row` asks in Python, with the facts about
 // tensors read from the tensors themselves. All that is expected lies in one tuple of tuples, which is kept; every
 // pointer below is borrowed from it.
 

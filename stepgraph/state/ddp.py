@@ -31,8 +31,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from stepgraph.backends import Backend
 from stepgraph.errors import CaptureError
+from stepgraph.native.row import Untouched
 from stepgraph.state.touched import Touched
-from stepgraph.state.untouched import Untouched
 
 WARMUP = 11
 """Eager calls for a young DDP: https://docs.pytorch.org/docs/stable/notes/cuda.html#usage-with-distributeddataparallel"""

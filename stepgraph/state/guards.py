@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 
+from stepgraph.native.row import Untouched
 from stepgraph.state.hooks import HooksGuard, places_of
 from stepgraph.state.layout import Layouts, layouts_of
 from stepgraph.state.registration import RegistrationEvents
-from stepgraph.state.untouched import Untouched
 
 _requires_grad = operator.attrgetter("requires_grad")
 _children = operator.attrgetter("_modules")

@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 from stepgraph.backends.threads import entries
 from stepgraph.errors import CaptureError
-from stepgraph.state.untouched import Untouched
+from stepgraph.native.row import Untouched
 
 _OF_MODULES = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _OF_PARAMETERS = ("_backward_hooks", "_post_accumulate_grad_hooks")

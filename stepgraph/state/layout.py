@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 
 import torch
 
-from stepgraph.state.untouched import Layout, Untouched
+from stepgraph.native.row import Layout, Untouched
 
 _data_ptr = torch.Tensor.data_ptr
 _stride = torch.Tensor.stride

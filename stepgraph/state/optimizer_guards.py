@@ -18,9 +18,9 @@ from torch.optim import optimizer as torch_optimizer
 from torch.optim.optimizer import Optimizer
 
 from stepgraph.backends.threads import entries
+from stepgraph.native.row import PLAIN_TENSORS, Untouched, is_told_by_identity
 from stepgraph.state.hooks import is_own
 from stepgraph.state.layout import change_of, layouts_of
-from stepgraph.state.untouched import PLAIN_TENSORS, Untouched, is_told_by_identity
 
 _STEP_HOOKS_OF_ALL: tuple[Mapping[int, Any], ...] = tuple(
     getattr(torch_optimizer, f"_global_optimizer_{kind}_hooks", {}) for kind in ("pre", "post")
@@ -184,7 +184,7 @@ class StateGuard:
             if value is not None:
                 row.item(vars(self._optimizer), name, value)
         for hooks in _STEP_HOOKS_OF_ALL:
-            row.length(hooks, 0)
+            row.length(hooks, len(hooks))  # with the entry that others of ours may have left
 
     def changed(self) -> str | None:
         """Whether the state was loaded or replaced, or the optimizer's code."""

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 import torch
 
-from stepgraph.state.lent import Lent, lend_out
+from stepgraph.buffers.borrowed import Lent, lend_out
 
 
 class GradSlot:

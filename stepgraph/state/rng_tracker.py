@@ -25,8 +25,8 @@ import torch
 from stepgraph.backends import Backend, backend_for
 from stepgraph.errors import InvalidArgument
 from stepgraph.frames import called_from_torch
+from stepgraph.native.row import Untouched
 from stepgraph.state.rng_recompute import STEP_FIX, Forward, Moment, Recomputation, state_of_another_graph
-from stepgraph.state.untouched import Untouched
 
 _TRACKERS: dict[torch.device, CudaRNGStatesTracker] = {}
 

@@ -26,9 +26,9 @@ import torch
 from torch.optim.optimizer import Optimizer
 
 from stepgraph.backends.threads import for_this_thread
+from stepgraph.native.row import Untouched
 from stepgraph.state.optimizer import Cut
 from stepgraph.state.reach import reachable
-from stepgraph.state.untouched import Untouched
 
 _CALLS = ("unscale_", "step", "update")
 _METHODS = ("scale", *_CALLS)

@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
+from stepgraph.native.row import PLAIN_TENSORS, Untouched
 from stepgraph.signature import compiler_guards
-from stepgraph.state.untouched import PLAIN_TENSORS, Untouched
 
 _UNTOLD = [""]
 """What a guard would say of itself; nobody asks."""

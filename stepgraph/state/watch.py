@@ -19,8 +19,8 @@ from typing import Any
 
 import torch
 
+from stepgraph.native.row import Untouched
 from stepgraph.ran import Ran
-from stepgraph.state.untouched import Untouched
 from stepgraph.state.watch_find import Finder
 from stepgraph.state.watch_followed import Reconsider
 from stepgraph.state.watch_parts import Part, Reading

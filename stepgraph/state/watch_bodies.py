@@ -12,7 +12,7 @@ import types
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from stepgraph.state.untouched import Untouched
+from stepgraph.native.row import Untouched
 from stepgraph.state.watch_telling import Change, Label, tell, told
 from stepgraph.state.watch_values import is_no_matter
 

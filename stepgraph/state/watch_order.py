@@ -12,7 +12,7 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from typing import Any
 
-from stepgraph.state.untouched import Untouched
+from stepgraph.native.row import Untouched
 from stepgraph.state.watch_telling import Change, Label, told
 from stepgraph.state.watch_values import same
 

@@ -17,8 +17,8 @@ from typing import Any, Protocol
 
 import torch
 
+from stepgraph.native.row import Layout, Untouched
 from stepgraph.state.layout import Layouts, change_of, layout_of
-from stepgraph.state.untouched import Layout, Untouched
 from stepgraph.state.watch_telling import Change, tell
 from stepgraph.state.watch_values import MISSING, contents_of_set, items_of, same
 

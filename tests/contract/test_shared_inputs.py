@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import stepgraph
-from stepgraph.buffers import StaticInputs
+from stepgraph.buffers.static import StaticInputs
 
 
 def noted(

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import stepgraph
-from stepgraph.capture import room
+import stepgraph.capture.room as room
 
 pytestmark = pytest.mark.gpu
 SIZES = [64, 128, 192, 256]

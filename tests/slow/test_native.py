@@ -20,8 +20,8 @@ from typer.testing import CliRunner
 from stepgraph.cli import app
 from stepgraph.errors import BuildError, StepgraphWarning
 from stepgraph.native import library
+from stepgraph.native.row import Untouched
 from stepgraph.state.layout import layout_of
-from stepgraph.state.untouched import Untouched
 
 ROOT = Path(__file__).parents[2]
 SUITES = [

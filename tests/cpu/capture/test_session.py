@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import stepgraph
-from stepgraph.backends.tape import TapeBackend
+from stepgraph.backends.tape.mode import TapeBackend
 from stepgraph.errors import ClosedError, InvalidArgument
 
 

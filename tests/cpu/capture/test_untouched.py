@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -295,3 +296,17 @@ def test_cache_that_is_filled_anew_after_a_change_is_in_nobodys_way() -> None:
                 model.mask = None
             assert torch.equal(step(X), model(X))
         assert step.report().captures == 2
+
+
+def test_untouched_is_seen_beside_other_threads() -> None:
+    """The entry among torch's hooks that stays where other threads run is nobody's change."""
+    over = threading.Event()
+    thread = threading.Thread(target=over.wait)
+    thread.start()
+    try:
+        with captured() as (_, step, call):
+            step(X)
+            assert call.is_untouched()
+    finally:
+        over.set()
+        thread.join()

@@ -14,7 +14,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 import stepgraph
-from stepgraph.backends.tape import TapeBackend
+from stepgraph.backends.tape.mode import TapeBackend
 from stepgraph.state.ddp import blocking_wait, renew_reducer
 
 

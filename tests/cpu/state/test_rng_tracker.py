@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import stepgraph
+import stepgraph.state.rng_tracker as rng_tracker
 from stepgraph import CudaRNGStatesTracker, InvalidArgument, get_cuda_rng_tracker
-from stepgraph.backends.tape import TapeBackend
-from stepgraph.state import rng_tracker
+from stepgraph.backends.tape.mode import TapeBackend
 from tests.harness import same_bits
 
 

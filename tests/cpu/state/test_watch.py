@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from stepgraph.state.untouched import Untouched
+from stepgraph.native.row import Untouched
 from stepgraph.state.watch import Watch
 from stepgraph.state.watch_code import globals_in, is_users_code
 from stepgraph.state.watch_values import same

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch.testing._internal.two_tensor import TwoTensor
 
 from stepgraph.backends import backend_for
-from stepgraph.buffers import StaticInputs, StaticOutputs, detached, is_copied_in, on_device, static_part
+from stepgraph.buffers.static import StaticInputs, StaticOutputs, detached, is_copied_in, on_device, static_part
 from stepgraph.errors import CaptureError
 
 BACKEND = backend_for("cpu")

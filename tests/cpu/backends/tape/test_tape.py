@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.checkpoint import checkpoint
 
-from stepgraph.backends.tape import TapeBackend, TapeWorkspace
+from stepgraph.backends.tape.mode import TapeBackend, TapeWorkspace
 from stepgraph.errors import CaptureRefused, StaleMemoryError
-from tests.cpu.backends.recording import record, same_bits
+from tests.cpu.backends.tape.recording import record, same_bits
 
 SIZE = 1024  # floats of a tensor that fills whole blocks of the pool
 BYTES = 4 * SIZE

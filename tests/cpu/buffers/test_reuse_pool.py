@@ -7,8 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stepgraph.capture.boundary import ArgMetadata
-from stepgraph.capture.reuse_pool import TensorReusePool
+from stepgraph.buffers.boundary import ArgMetadata
+from stepgraph.buffers.reuse_pool import TensorReusePool
 
 
 def meta(*shape: int, **options: object) -> ArgMetadata:

@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 import torch
 
-from stepgraph.backends.tape_memory import GRANULE, AddressPool, Block, GraphTrace, Ledger
+from stepgraph.backends.tape.memory import GRANULE, AddressPool, Block, GraphTrace, Ledger
 
 _use_count: Callable[[int], int] = torch._C._storage_Use_Count
 _LANE_SHIFT = 44

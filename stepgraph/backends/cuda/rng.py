@@ -26,7 +26,7 @@ from stepgraph.errors import CaptureRefused, entry
 from stepgraph.frames import user_location
 
 if TYPE_CHECKING:
-    from stepgraph.backends.cuda import CudaGraph
+    from stepgraph.backends.cuda.graph import CudaGraph
 
 
 class Origin:

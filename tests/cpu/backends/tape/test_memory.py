@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
-from stepgraph.backends.tape_memory import GRANULE, AddressPool, Block, Footprint, GraphTrace, Ledger
+from stepgraph.backends.tape.memory import GRANULE, AddressPool, Block, Footprint, GraphTrace, Ledger
 
 SIZES = st.integers(0, 8 * GRANULE)
 

@@ -19,9 +19,9 @@ from typing import Any
 import torch
 
 from stepgraph.backends.base import Backend, CopyStream, Graph, RandomUse, Workspace
-from stepgraph.backends.cuda_order import ReplayOrder, order_of_draws
-from stepgraph.backends.cuda_reading import CudaReading
-from stepgraph.backends.cuda_rng import Origin, StateCalls, advance_under_capture, offset_under_capture
+from stepgraph.backends.cuda.order import ReplayOrder, order_of_draws
+from stepgraph.backends.cuda.reading import CudaReading
+from stepgraph.backends.cuda.rng import Origin, StateCalls, advance_under_capture, offset_under_capture
 from stepgraph.collector import collector_at_rest
 
 

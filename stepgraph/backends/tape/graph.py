@@ -16,10 +16,10 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from stepgraph.backends.base import Graph, RandomUse
-from stepgraph.backends.tape_generators import Generators
-from stepgraph.backends.tape_memory import Footprint, GraphTrace
-from stepgraph.backends.tape_op import Op, Ref, Surroundings, run
-from stepgraph.backends.tape_pool import Place, TapePool, arena_for, bytes_of
+from stepgraph.backends.tape.generators import Generators
+from stepgraph.backends.tape.memory import Footprint, GraphTrace
+from stepgraph.backends.tape.op import Op, Ref, Surroundings, run
+from stepgraph.backends.tape.pool import Place, TapePool, arena_for, bytes_of
 from stepgraph.errors import CaptureRefused, StaleMemoryError, entry
 from stepgraph.frames import user_location
 

@@ -14,7 +14,7 @@ from dataclasses import replace
 
 import torch
 
-from stepgraph.capture.boundary import ArgMetadata
+from stepgraph.buffers.boundary import ArgMetadata
 
 
 class TensorReusePool:

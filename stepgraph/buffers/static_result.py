@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
+from stepgraph.buffers.borrowed import Lent, any_held, lend_by_address, lend_out
 from stepgraph.errors import CaptureError
-from stepgraph.state.lent import Lent, any_held, lend_by_address, lend_out
 from stepgraph.tree import flatten, unflatten
 
 

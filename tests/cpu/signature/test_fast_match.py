@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from stepgraph.likeness import Likeness
 from stepgraph.signature import ambient_key, leaf_keys
+from stepgraph.signature.fast_match import Likeness
 from stepgraph.tree import flatten
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from stepgraph.backends.tape_graph import Head, TapeGraph
+from stepgraph.backends.tape.graph import Head, TapeGraph
 from stepgraph.backends.threads import replaced
 from stepgraph.errors import CaptureRefused, entry
 from stepgraph.frames import user_location

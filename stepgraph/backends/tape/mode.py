@@ -29,10 +29,10 @@ import torch
 from torch.utils import _python_dispatch as dispatch
 
 from stepgraph.backends.base import Backend, CopyStream, Reading, Workspace
-from stepgraph.backends.tape_graph import Head, TapeGraph, has_memory
-from stepgraph.backends.tape_pool import TapePool
-from stepgraph.backends.tape_refusals import HostReadGuard, host_data_refusal, refusal, unseen_by_modules
-from stepgraph.backends.tape_rng import RandomCalls, recorded_rng_calls, swap_states
+from stepgraph.backends.tape.graph import Head, TapeGraph, has_memory
+from stepgraph.backends.tape.pool import TapePool
+from stepgraph.backends.tape.refusals import HostReadGuard, host_data_refusal, refusal, unseen_by_modules
+from stepgraph.backends.tape.rng import RandomCalls, recorded_rng_calls, swap_states
 from stepgraph.backends.threads import compiled_code_runs_eagerly
 from stepgraph.collector import collector_at_rest
 from stepgraph.errors import CaptureRefused, entry

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from stepgraph.backends.base import Graph
-from stepgraph.backends.tape import TapeBackend, TapeWorkspace
+from stepgraph.backends.tape.mode import TapeBackend, TapeWorkspace
 from stepgraph.errors import CaptureRefused
 
 

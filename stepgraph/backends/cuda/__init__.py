@@ -1,0 +1,1 @@
+"""CUDA graphs: recording and replaying on a GPU."""

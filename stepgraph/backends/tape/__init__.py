@@ -1,0 +1,1 @@
+"""The CPU tape: recording and replaying without a GPU."""
