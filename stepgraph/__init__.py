@@ -38,7 +38,7 @@ from stepgraph.errors import (
     StepgraphError,
     StepgraphWarning,
 )
-from stepgraph.state.rng_tracker import CudaRNGStatesTracker, get_cuda_rng_tracker
+from stepgraph.rng.tracker import CudaRNGStatesTracker, get_cuda_rng_tracker
 
 __version__ = "0.1.0"
 

@@ -124,6 +124,16 @@ def _is_only_thread() -> bool:
         return len(sys._current_frames()) == 1
 
 
+def is_own(hook: Any) -> bool:
+    """Hooks that watch a step in warm-up: of one that this one is called from, say."""
+    return origin_of(hook).startswith("stepgraph.")
+
+
+def origin_of(hook: Any) -> str:
+    """The Python module that a hook's code is from."""
+    return str(getattr(hook, "__module__", None) or type(hook).__module__)
+
+
 class _Layer(NamedTuple):
     """What one step has in the place of a function; it is given the function below it."""
 

@@ -20,9 +20,9 @@ from stepgraph.capture.module_session import ModuleSession
 from stepgraph.capture.runner import Runner, RunnerState
 from stepgraph.errors import CaptureError, ClosedError, InvalidArgument
 from stepgraph.frames import untraced
+from stepgraph.observe.ddp import in_ddp
 from stepgraph.order import Kind
-from stepgraph.state.ddp import in_ddp
-from stepgraph.state.rng_tracker import tracker_for
+from stepgraph.rng.tracker import tracker_for
 from stepgraph.tree import CallFlattener
 
 

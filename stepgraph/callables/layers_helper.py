@@ -36,8 +36,8 @@ from stepgraph.callables.samples import Sizes
 from stepgraph.capture.megatron_settings import MegatronSettings
 from stepgraph.capture.scopes import Part, ScopeRegistry
 from stepgraph.errors import InvalidArgument
+from stepgraph.guards.hooks import spelled
 from stepgraph.order.entries import is_count
-from stepgraph.state.hooks import spelled
 
 _log = logging.getLogger(__name__)
 

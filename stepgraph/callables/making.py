@@ -29,9 +29,9 @@ from stepgraph.capture.session import Session
 from stepgraph.errors import CaptureError, InvalidArgument
 from stepgraph.frames import warn_user
 from stepgraph.order import Kind, samples_of
-from stepgraph.state.reach import devices
-from stepgraph.state.rng_tracker import tracker_for
+from stepgraph.rng.tracker import tracker_for
 from stepgraph.tree import flatten
+from stepgraph.values.reach import devices
 
 
 class Making:

@@ -22,7 +22,7 @@ from stepgraph.capture.differentiate import apart, is_reentrant
 from stepgraph.capture.pair import PairCapture
 from stepgraph.capture.runner import Runner
 from stepgraph.errors import CaptureError
-from stepgraph.state.param_grads import GradPart
+from stepgraph.grads.param_grads import GradPart
 from stepgraph.state.standins import without_hooks
 
 NO_AUTOCAST = (False, False)

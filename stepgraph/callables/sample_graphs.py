@@ -36,8 +36,8 @@ from stepgraph.capture.lane import Lane
 from stepgraph.capture.recorder import RecordedCall
 from stepgraph.capture.runner import Runner
 from stepgraph.errors import CaptureError, InvalidArgument
+from stepgraph.observe.step_objects import leaves_behind
 from stepgraph.order import Kind, plan_buffers, samples_of
-from stepgraph.state.touched import leaves_behind
 
 
 class SampleGraphs:

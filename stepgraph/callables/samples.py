@@ -25,9 +25,9 @@ import torch
 from stepgraph.capture.choice import backend_of
 from stepgraph.capture.scopes import Part
 from stepgraph.errors import InvalidArgument
+from stepgraph.observe.attributes import Attributes
+from stepgraph.rng.tracker import tracker_for
 from stepgraph.signature.attributes import as_given
-from stepgraph.state.attributes import Attributes
-from stepgraph.state.rng_tracker import tracker_for
 from stepgraph.tree import flatten, unflatten
 
 _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)

@@ -28,7 +28,9 @@ from stepgraph.capture.recorder import RecordedCall
 from stepgraph.capture.runner import Runner
 from stepgraph.errors import InvalidArgument, SignatureMismatch, StepgraphError
 from stepgraph.frames import untraced
+from stepgraph.grads.param_grads import GradPart
 from stepgraph.order.entries import Kind
+from stepgraph.rng.tracker import tracker_for
 from stepgraph.signature import (
     Signature,
     ambient_key,
@@ -37,8 +39,6 @@ from stepgraph.signature import (
     leaf_keys,
     refuse_arguments,
 )
-from stepgraph.state.param_grads import GradPart
-from stepgraph.state.rng_tracker import tracker_for
 from stepgraph.tree import CallFlattener, Structure, unflatten
 
 if TYPE_CHECKING:

@@ -20,13 +20,13 @@ from stepgraph.capture.module_method import ModuleMethod
 from stepgraph.capture.module_session import ModuleSession
 from stepgraph.capture.pair import with_modes
 from stepgraph.errors import StateChanged
+from stepgraph.guards.hooks import refuse_hooks, with_hooks
+from stepgraph.guards.model import ModelGuard
 from stepgraph.ran import Ran
+from stepgraph.rng.tracker import NamesGuard
 from stepgraph.signature import argument_names
-from stepgraph.state.guards import ModelGuard
-from stepgraph.state.hooks import refuse_hooks, with_hooks
-from stepgraph.state.reach import reachable
-from stepgraph.state.rng_tracker import NamesGuard
-from stepgraph.state.watch import Watch
+from stepgraph.values.reach import reachable
+from stepgraph.values.watch import Watch
 
 SET_OUTSIDE = ("current_microbatch", "is_first_microbatch")
 """Attributes that training loops set on layers before each call; no graph depends on them."""

@@ -25,10 +25,10 @@ from stepgraph.capture.ambient import under_autocast, without_saved_tensor_hooks
 from stepgraph.capture.differentiate import is_reentrant
 from stepgraph.capture.module_site import WarmCall
 from stepgraph.errors import CaptureError, InvalidArgument
-from stepgraph.state.attributes import Attributes
-from stepgraph.state.rng_tracker import tracker_for
+from stepgraph.observe.attributes import Attributes
+from stepgraph.observe.step_objects import leaves_behind
+from stepgraph.rng.tracker import tracker_for
 from stepgraph.state.standins import without_hooks
-from stepgraph.state.touched import leaves_behind
 from stepgraph.tree import Structure, flatten, unflatten
 
 PHASES = ("forward_pre_hooks", "forward_hooks", "backward_pre_hooks", "backward_hooks")

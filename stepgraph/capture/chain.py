@@ -18,9 +18,9 @@ import torch
 from stepgraph.backends import Graph
 from stepgraph.capture.session import Session
 from stepgraph.errors import CaptureError, StateChanged
-from stepgraph.state.grads import Attachment, GradCapture, attach
-from stepgraph.state.rng_recompute import STEP_FIX, state_of_another_graph
-from stepgraph.state.rng_tracker import tracker_for
+from stepgraph.grads.step_grads import Attachment, GradCapture, attach
+from stepgraph.rng.recompute import STEP_FIX, state_of_another_graph
+from stepgraph.rng.tracker import tracker_for
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ import torch
 from stepgraph.backends import Backend, backend_for, backend_named
 from stepgraph.capture.session import Session
 from stepgraph.errors import InvalidArgument
-from stepgraph.state.reach import devices, reachable
+from stepgraph.values.reach import devices, reachable
 
 
 def choose_backend(

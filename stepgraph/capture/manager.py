@@ -30,6 +30,10 @@ from stepgraph.capture.runner import Runner, RunnerState
 from stepgraph.capture.telling import PASS_IT, unlike, unsigned
 from stepgraph.errors import CaptureError, InvalidArgument, StateChanged
 from stepgraph.frames import untraced, warn_user
+from stepgraph.guards.hooks import refuse_hooks, with_hooks
+from stepgraph.guards.model import ModelGuard
+from stepgraph.observe.ddp import in_ddp
+from stepgraph.rng.tracker import CudaRNGStatesTracker, tracker_for
 from stepgraph.signature import (
     Signature,
     ambient_key,
@@ -38,12 +42,8 @@ from stepgraph.signature import (
     reason_for_eager,
     refuse_arguments,
 )
-from stepgraph.state.ddp import in_ddp
-from stepgraph.state.guards import ModelGuard
-from stepgraph.state.hooks import refuse_hooks, with_hooks
-from stepgraph.state.rng_tracker import CudaRNGStatesTracker, tracker_for
-from stepgraph.state.watch import Watch
 from stepgraph.tree import CallFlattener, Structure
+from stepgraph.values.watch import Watch
 
 _training = operator.itemgetter("training")
 

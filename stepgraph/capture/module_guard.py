@@ -15,9 +15,9 @@ from torch.nn.modules import module as torch_module
 from torch.utils.hooks import RemovableHandle
 
 from stepgraph.backends.threads import entries
-from stepgraph.state.guards import ModelGuard
-from stepgraph.state.rng_tracker import NamesGuard
-from stepgraph.state.watch import Watch
+from stepgraph.guards.model import ModelGuard
+from stepgraph.rng.tracker import NamesGuard
+from stepgraph.values.watch import Watch
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,10 +22,10 @@ from stepgraph.capture.round_capture import RoundCapture, backward_autocast
 from stepgraph.capture.runner import Runner
 from stepgraph.capture.session import Session
 from stepgraph.capture.use import Rivals
+from stepgraph.grads.param_grads import ParamGrads
+from stepgraph.guards.registration import RegistrationEvents
 from stepgraph.signature import AmbientReader
-from stepgraph.state.param_grads import ParamGrads
-from stepgraph.state.reach import devices
-from stepgraph.state.registration import RegistrationEvents
+from stepgraph.values.reach import devices
 
 if TYPE_CHECKING:
     from stepgraph.capture.manager import CudaGraphManager

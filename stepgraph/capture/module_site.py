@@ -20,13 +20,13 @@ from stepgraph.capture.recorder import RecordedCall
 from stepgraph.capture.runner import Runner
 from stepgraph.errors import CaptureError
 from stepgraph.frames import warn_user
+from stepgraph.observe.attributes import Attributes
 from stepgraph.ran import Ran
+from stepgraph.rng.host_random import HostRandomWatch
 from stepgraph.signature import Signature, is_plain
 from stepgraph.signature.fast_match import Likeness
-from stepgraph.state.attributes import Attributes
-from stepgraph.state.rng import HostRandomWatch
-from stepgraph.state.watch import Watch
 from stepgraph.tree import Structure, paths
+from stepgraph.values.watch import Watch
 
 if TYPE_CHECKING:
     from stepgraph.capture.manager import CudaGraphManager

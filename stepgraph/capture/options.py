@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from stepgraph.errors import InvalidArgument
+from stepgraph.optim.optimizer import MODES
 from stepgraph.padding import Buckets
-from stepgraph.state.optimizer import MODES
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,14 +37,14 @@ from stepgraph.capture.runner import BackwardGraph, Runner
 from stepgraph.capture.session import Session
 from stepgraph.capture.use import Rivals
 from stepgraph.errors import CaptureError
+from stepgraph.grads.param_grads import ParamGrads
+from stepgraph.observe.attributes import Attributes
+from stepgraph.observe.step_objects import leaves_behind
+from stepgraph.rng.recompute import state_of_another_graph
+from stepgraph.rng.tracker import NamesGuard, Segment, tracker_for
 from stepgraph.signature import refuse_tensor_classes
 from stepgraph.signature.attributes import changed_attributes, put_on
-from stepgraph.state.attributes import Attributes
-from stepgraph.state.param_grads import ParamGrads
-from stepgraph.state.rng_recompute import state_of_another_graph
-from stepgraph.state.rng_tracker import NamesGuard, Segment, tracker_for
 from stepgraph.state.standins import StandIns, without_hooks
-from stepgraph.state.touched import leaves_behind
 from stepgraph.tree import changed_containers, unflatten
 
 

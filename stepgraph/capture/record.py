@@ -26,13 +26,19 @@ from stepgraph.capture.warmup import (
     surroundings,
 )
 from stepgraph.errors import CaptureError
-from stepgraph.signature.attributes import changed_attributes
-from stepgraph.state.ddp import Replicas, refuse_replicas
-from stepgraph.state.grads import GradCapture
-from stepgraph.state.guards import ModelGuard
-from stepgraph.state.hooks import refuse_hooks
-from stepgraph.state.nonfinite import Flags
-from stepgraph.state.optimizer import (
+from stepgraph.grads.step_grads import GradCapture
+from stepgraph.guards.hooks import refuse_hooks
+from stepgraph.guards.model import ModelGuard
+from stepgraph.guards.optimizer import NumbersGuard, ParametersGuard, StateGuard
+from stepgraph.guards.registration import RegistrationEvents
+from stepgraph.observe.ddp import Replicas, refuse_replicas
+from stepgraph.observe.discovery import scalers_of
+from stepgraph.observe.escaped_tensors import Place, is_newborn, kept_tensor, setting_apart
+from stepgraph.observe.nonfinite import Flags
+from stepgraph.observe.own_changes import ModelState
+from stepgraph.observe.step_objects import numbered
+from stepgraph.optim.effects import refuse_unknown_results
+from stepgraph.optim.optimizer import (
     BornState,
     HostCounters,
     Placement,
@@ -42,20 +48,15 @@ from stepgraph.state.optimizer import (
     letting_step,
     place,
 )
-from stepgraph.state.optimizer_effects import refuse_unknown_results
-from stepgraph.state.optimizer_guards import NumbersGuard, ParametersGuard, StateGuard
-from stepgraph.state.optimizer_steps import at_optimizer_steps
-from stepgraph.state.outliving import Place, is_newborn, kept_tensor, setting_apart
-from stepgraph.state.own_changes import ModelState
-from stepgraph.state.reach import reachable
-from stepgraph.state.read_numbers import ReadNumbers, refusing_writes
-from stepgraph.state.registration import RegistrationEvents
-from stepgraph.state.rng import refuse_rewound
-from stepgraph.state.rng_tracker import NamesGuard, tracker_for
-from stepgraph.state.scaler import ScalerCapture, ScalerGuard, scalers_of
-from stepgraph.state.touched import numbered
-from stepgraph.state.watch import Change, Watch
+from stepgraph.optim.scaler import ScalerCapture, ScalerGuard
+from stepgraph.optim.steps import at_optimizer_steps
+from stepgraph.rng.host_random import refuse_rewound
+from stepgraph.rng.tracker import NamesGuard, tracker_for
+from stepgraph.signature.attributes import changed_attributes
 from stepgraph.tree import Structure, changed_containers, unflatten
+from stepgraph.values.reach import reachable
+from stepgraph.values.read_numbers import ReadNumbers, refusing_writes
+from stepgraph.values.watch import Change, Watch
 
 _MAX_SURPRISES = 3
 """How often a recording may show what no eager call has: a step that does so each time never gets warm."""

@@ -22,8 +22,8 @@ import torch
 from stepgraph.buffers.boundary import ArgMetadata, copied
 from stepgraph.buffers.static_result import StaticResult, leaf_results
 from stepgraph.capture.cached_casts import keeps_casts
+from stepgraph.observe.ddp import in_ddp
 from stepgraph.signature import ambient_key
-from stepgraph.state.ddp import in_ddp
 from stepgraph.tree import Structure
 
 if TYPE_CHECKING:

@@ -23,9 +23,9 @@ from stepgraph.buffers.static_result import StaticResult
 from stepgraph.capture.lane import Lane
 from stepgraph.capture.replay_node import replay_node
 from stepgraph.capture.use import Rivals, Use
+from stepgraph.grads.param_grads import GradPart
+from stepgraph.rng.tracker import CudaRNGStatesTracker, NamesGuard, Segment
 from stepgraph.signature.fast_match import geometry_check
-from stepgraph.state.param_grads import GradPart
-from stepgraph.state.rng_tracker import CudaRNGStatesTracker, NamesGuard, Segment
 
 
 class RunnerState(enum.Enum):

@@ -19,7 +19,7 @@ import torch
 
 from stepgraph.backends import Backend, Graph, Workspace, backend_for, backend_named
 from stepgraph.errors import ClosedError, InvalidArgument
-from stepgraph.state.grads import GradBuffers
+from stepgraph.grads.step_grads import GradBuffers
 from stepgraph.state.teardown import BeforeGroupsEnd, is_distributed
 
 

@@ -20,26 +20,26 @@ import torch
 
 from stepgraph.buffers.static import StaticInputs, StaticOutputs, is_copied_in
 from stepgraph.capture.chain import Chain
+from stepgraph.grads.step_grads import Attachment, can_carry_in, carry_in, carry_out
+from stepgraph.guards.hooks import with_hooks
+from stepgraph.guards.layout import Layouts, layouts_of
+from stepgraph.guards.model import ModelGuard
+from stepgraph.guards.optimizer import NumbersGuard, ParametersGuard, StateGuard
+from stepgraph.guards.steady import SteadyParameters
 from stepgraph.native.row import Untouched
+from stepgraph.observe.ddp import Replicas
+from stepgraph.observe.nonfinite import Flags
+from stepgraph.observe.step_objects import Touched, numbered
+from stepgraph.optim.effects import OptimizerEffects
+from stepgraph.optim.optimizer import HostCounters
+from stepgraph.optim.scaler import ScalerGuard
+from stepgraph.rng.tracker import NamesGuard
 from stepgraph.signature import Signature
 from stepgraph.signature.fast_match import Likeness
 from stepgraph.signature.memory import keys_apart
-from stepgraph.state.ddp import Replicas
-from stepgraph.state.grads import Attachment, can_carry_in, carry_in, carry_out
-from stepgraph.state.guards import ModelGuard
-from stepgraph.state.hooks import with_hooks
-from stepgraph.state.layout import Layouts, layouts_of
-from stepgraph.state.nonfinite import Flags
-from stepgraph.state.optimizer import HostCounters
-from stepgraph.state.optimizer_effects import OptimizerEffects
-from stepgraph.state.optimizer_guards import NumbersGuard, ParametersGuard, StateGuard
-from stepgraph.state.rng_tracker import NamesGuard
-from stepgraph.state.scaler import ScalerGuard
-from stepgraph.state.steady import SteadyParameters
-from stepgraph.state.touched import Touched, numbered
-from stepgraph.state.watch import Watch
-from stepgraph.state.watch_values import is_users
 from stepgraph.tree import Structure
+from stepgraph.values.watch import Watch
+from stepgraph.values.watch_values import is_users
 
 _MAX_ROWS = 8
 """How often what the guards come down to is written down anew in short succession."""

@@ -14,7 +14,7 @@ from stepgraph.capture.options import Options
 from stepgraph.capture.policy import Action, Decision, Situation, decide
 from stepgraph.capture.site import Site
 from stepgraph.capture.telling import tell_past_limit
-from stepgraph.state.ddp import warmup_calls
+from stepgraph.observe.ddp import warmup_calls
 
 _MAX_COUNTED = 64
 """Signatures without a place whose calls are counted."""

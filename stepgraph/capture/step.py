@@ -37,11 +37,11 @@ from stepgraph.capture.telling import state_changed, tell_values_changed
 from stepgraph.capture.warmup import flags_of, surroundings, warm_up
 from stepgraph.errors import ClosedError
 from stepgraph.frames import untraced, warn_user
+from stepgraph.observe.nonfinite import FlagReader
 from stepgraph.signature import AmbientReader, Signature, argument_names, leaf_keys, reason_for_eager, refuse_opaque
 from stepgraph.signature.attributes import refuse_unlike_buffers
-from stepgraph.state.nonfinite import FlagReader
-from stepgraph.state.watch import Change
 from stepgraph.tree import CallFlattener, Structure, flatten
+from stepgraph.values.watch import Change
 
 P = ParamSpec("P")
 R = TypeVar("R")

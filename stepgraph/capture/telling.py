@@ -9,7 +9,7 @@ import torch
 from stepgraph.errors import InvalidArgument, SignatureMismatch, StateChanged
 from stepgraph.frames import warn_user
 from stepgraph.signature import Difference, Signature, differences
-from stepgraph.state.watch import Change
+from stepgraph.values.watch import Change
 
 _MANY = 4
 """Names past which a message spells the containers instead."""

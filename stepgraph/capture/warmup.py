@@ -25,20 +25,19 @@ from stepgraph.capture.session import Session
 from stepgraph.capture.site import Obstacle, Site
 from stepgraph.capture.telling import tell_cut_off, to_ignore
 from stepgraph.errors import CaptureError, entry
+from stepgraph.observe.ddp import finding_default_stream, renew_reducer
+from stepgraph.observe.discovery import discovering, scalers_of
+from stepgraph.observe.nonfinite import FlagCollector, Flags
+from stepgraph.observe.own_changes import ModelState, OwnNumbers
+from stepgraph.optim.effects import OptimizerEffects
+from stepgraph.optim.optimizer import capturable_on_cpu, make_capturable, place, place_made
+from stepgraph.optim.steps import at_optimizer_steps
+from stepgraph.rng.host_random import GeneratorWatch, HostRandomWatch
 from stepgraph.signature import is_plain
 from stepgraph.signature.attributes import changed_attributes
 from stepgraph.signature.memory import Contents
-from stepgraph.state.ddp import finding_default_stream, renew_reducer
-from stepgraph.state.module_state import discovering
-from stepgraph.state.nonfinite import FlagCollector, Flags
-from stepgraph.state.optimizer import capturable_on_cpu, make_capturable, place, place_made
-from stepgraph.state.optimizer_effects import OptimizerEffects, OwnNumbers
-from stepgraph.state.optimizer_steps import at_optimizer_steps
-from stepgraph.state.own_changes import ModelState
-from stepgraph.state.rng import GeneratorWatch, HostRandomWatch
-from stepgraph.state.scaler import scalers_of
-from stepgraph.state.watch import Watch
 from stepgraph.tree import changed_containers, flatten, paths
+from stepgraph.values.watch import Watch
 
 _MAX_TOLD = 4
 """Changed values that an error spells out."""

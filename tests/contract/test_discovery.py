@@ -16,9 +16,9 @@ from torch.nn.modules import module as torch_module
 from torch.optim import optimizer as torch_optimizer
 
 import stepgraph
-from stepgraph.state.module_state import discovering
-from stepgraph.state.reach import is_compiled, reachable
-from stepgraph.state.touched import Touched
+from stepgraph.observe.discovery import discovering
+from stepgraph.observe.step_objects import Touched
+from stepgraph.values.reach import is_compiled, reachable
 
 
 class AttrDict(dict[str, Any]):

@@ -15,7 +15,7 @@ import torch
 import stepgraph
 from stepgraph.backends import Backend, Graph
 from stepgraph.errors import CaptureRefused
-from stepgraph.state.rng import GeneratorWatch, refuse_rewound
+from stepgraph.rng.host_random import GeneratorWatch, refuse_rewound
 
 SEED = 5
 

@@ -20,10 +20,9 @@ from torch.optim import optimizer as torch_optimizer
 
 import stepgraph
 from stepgraph.backends.threads import compiled_code_runs_eagerly, for_this_thread, replaced
-from stepgraph.state.hooks import is_own, refuse_hooks
-from stepgraph.state.optimizer_guards import all_have_hooks
-from stepgraph.state.optimizer_steps import at_optimizer_steps
-from stepgraph.state.registration import RegistrationEvents
+from stepgraph.guards.hooks import is_own, refuse_hooks
+from stepgraph.guards.registration import RegistrationEvents
+from stepgraph.optim.steps import all_have_hooks, at_optimizer_steps
 from tests.harness import same_bits
 
 CALLS = 7

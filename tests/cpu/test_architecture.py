@@ -28,6 +28,12 @@ ROOMS = (
     "padding",
     "backends",
     "buffers",
+    "grads",
+    "rng",
+    "optim",
+    "guards",
+    "values",
+    "observe",
     "state",
     "capture",
     "callables",
@@ -57,7 +63,7 @@ OPTIONAL = (
 PROCESS_STATE = {
     "stepgraph/collector.py": "_RESTS",
     "stepgraph/backends/cuda/order.py": "_DRAWN",
-    "stepgraph/state/rng_tracker.py": "_TRACKERS",
+    "stepgraph/rng/tracker.py": "_TRACKERS",
     "stepgraph/capture/module_session.py": "_LIVE",
 }
 """The exceptions to the rule that no module holds state. Python has one garbage collector with one switch; torch has
@@ -86,8 +92,8 @@ LARGE_CLASSES = {
     "stepgraph/capture/site.py:CapturedCall": 31,
     "stepgraph/capture/site.py:Site": 23,
     "stepgraph/capture/step.py:CapturedStep": 22,
+    "stepgraph/guards/model.py:ModelGuard": 19,
     "stepgraph/native/row.py:Untouched": 18,
-    "stepgraph/state/guards.py:ModelGuard": 19,
 }
 """Classes with more attributes, with their number: a list that only shrinks."""
 CONTAINERS = (

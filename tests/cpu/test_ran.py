@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from stepgraph.ran import Ran
-from stepgraph.state.watch import Watch
+from stepgraph.values.watch import Watch
 
 NUM_FUNCTIONS = 2000
 

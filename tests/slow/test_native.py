@@ -19,14 +19,16 @@ from typer.testing import CliRunner
 
 from stepgraph.cli import app
 from stepgraph.errors import BuildError, StepgraphWarning
+from stepgraph.guards.layout import layout_of
 from stepgraph.native import library
 from stepgraph.native.row import Untouched
-from stepgraph.state.layout import layout_of
 
 ROOT = Path(__file__).parents[2]
 SUITES = [
     "tests/cpu/capture",
-    "tests/cpu/state",
+    "tests/cpu/guards",
+    "tests/cpu/values",
+    "tests/cpu/native",
     "tests/contract/test_guards.py",
     "tests/contract/test_model_changes.py",
 ]

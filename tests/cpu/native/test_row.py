@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from stepgraph.guards.optimizer import NumbersGuard
 from stepgraph.native.row import Untouched
-from stepgraph.state.optimizer_guards import NumbersGuard
-from stepgraph.state.scaler import ScalerGuard
+from stepgraph.optim.scaler import ScalerGuard
 
 
 def make_world() -> tuple[Untouched, types.SimpleNamespace]:

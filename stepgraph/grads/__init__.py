@@ -1,0 +1,1 @@
+"""Gradients under replay: where they are stored, and who adds to them."""

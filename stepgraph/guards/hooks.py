@@ -1,0 +1,148 @@
+"""Hooks that a graph has baked in: on modules, on parameters, on every module of the process.
+
+A hook is Python code. It runs when a step is recorded, and not at replays. Those of modules are refused unless the
+user admits them; those of parameters are recorded as the step's own code is. Either kind that comes or goes later is
+noticed: torch numbers every hook it hands out, so an unchanged number means that there is no new one, and a place that
+has fewer than it had tells that one is gone. Only then are all places looked through.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+import torch
+from torch.nn.modules import module as torch_module
+from torch.utils.hooks import RemovableHandle
+
+from stepgraph.backends.threads import entries, is_own, origin_of
+from stepgraph.errors import CaptureError
+from stepgraph.native.row import Untouched
+
+_OF_MODULES = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+_OF_PARAMETERS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+_OF_ALL_MODULES = tuple(f"_global{kind}" for kind in _OF_MODULES)
+
+_SAFE = {
+    "transformers": ("make_inputs_require_grads",),
+    "peft": ("make_inputs_require_grads", "make_inputs_require_grad"),
+    "tensordict": ("_OutKeysSelect",),
+    "torchrl": (
+        *("_forward_hook_safe_action", "QValueHook", "DistributionalQValueHook"),
+        "_updater_check_forward_prehook",  # warns, maybe
+    ),
+}
+"""Hooks of libraries, by package and name, that do nothing but work on tensors: a replay repeats it as recorded."""
+
+Place = tuple[Any, str]
+"""Whose hooks, and of which kind."""
+
+
+def places_of(
+    modules: Sequence[torch.nn.Module], parameters: Sequence[torch.Tensor] = (), *, everywhere: bool = False
+) -> list[Place]:
+    """Where hooks of these modules and parameters are, and `everywhere` those of all modules of the process."""
+    found: list[Place] = [(module, kind) for module in modules for kind in _OF_MODULES]
+    found += [(parameter, kind) for parameter in parameters for kind in _OF_PARAMETERS]
+    return found + [(torch_module, kind) for kind in _OF_ALL_MODULES] if everywhere else found
+
+
+class HooksGuard:
+    """Which hooks there are at some places."""
+
+    def __init__(self, places: Sequence[Place], name: Callable[[Any], str]) -> None:
+        self._places, self._name = tuple(places), name
+        self._admitted: frozenset[str] = frozenset()
+        self._hooks = self._read()
+        self._filled = [hooks for place in self._places if (hooks := _at(place))]
+        self._counts = list(map(len, self._filled))
+        self._handles_seen = RemovableHandle.next_id
+
+    def admit(self, names: Collection[str]) -> None:
+        """Let hooks of functions of these names come and go: whoever replays the graph runs them."""
+        self._admitted = frozenset(names)
+
+    def is_quiet(self) -> bool:
+        """Whether nothing tells of a change since the last look."""
+        return RemovableHandle.next_id == self._handles_seen and list(map(len, self._filled)) == self._counts
+
+    def expect(self, row: Untouched) -> None:
+        """What `is_quiet` comes down to."""
+        row.attribute(RemovableHandle, "next_id", self._handles_seen)
+        for hooks, count in zip(self._filled, self._counts, strict=True):
+            row.length(hooks, count)
+
+    def changed(self) -> str | None:
+        """Which hook came or went."""
+        if self.is_quiet():
+            return None
+        now = self._read()
+        for (owner, kind), one, two in zip(self._places, self._hooks, now, strict=True):
+            if one != two:
+                whose = "all modules" if owner is torch_module else f"`{self._name(owner)}`"
+                return f"a hook of {whose} was added or removed ({kind.removeprefix('_global').strip('_')})"
+        self._handles_seen, self._counts = RemovableHandle.next_id, list(map(len, self._filled))
+        return None
+
+    def _read(self) -> list[tuple[int, ...]]:
+        return [tuple(k for k, h in entries(_at(place)) if not self._may_come_and_go(h)) for place in self._places]
+
+    def _may_come_and_go(self, hook: Any) -> bool:
+        return is_own(hook) or (bool(self._admitted) and spelled(hook) in self._admitted)
+
+
+def _at(place: Place) -> dict[int, Any]:
+    return getattr(*place, None) or {}
+
+
+def with_hooks(
+    function: Callable[..., Any],
+    modules: Sequence[torch.nn.Module],
+    parameters: Sequence[torch.Tensor] = (),
+    *,
+    everywhere: bool = False,
+) -> Callable[..., Any]:
+    """A function and the hooks that run with it, to look into: what they read is baked in as its own values are."""
+    places = places_of(modules, parameters, everywhere=everywhere)
+    hooks = {id(hook): hook for place in places for _, hook in entries(_at(place)) if not is_own(hook)}
+    named: dict[str, Any] = {}
+    for hook in hooks.values():
+        name = f"hook {spelled(hook)}"
+        named[f"{name}#{len(named) + 1}" if name in named else name] = hook
+    return functools.partial(function, **named) if named else function
+
+
+def refuse_hooks(
+    step: str,
+    modules: Sequence[torch.nn.Module],
+    safe: Collection[Any],
+    name: Callable[[Any], str],
+    *,
+    everywhere: bool = False,
+) -> None:
+    """Refuse hooks on captured modules, which would not run at replay, but for those listed as safe or known to be."""
+    for owner, kind in places_of(modules, everywhere=everywhere):
+        for _, hook in entries(_at((owner, kind))):
+            if hook in safe or spelled(hook) in safe or _is_known(hook) or is_own(hook):
+                continue
+            whose = "every module" if owner is torch_module else f"module `{name(owner)}`"
+            raise CaptureError(
+                f"{step}: {whose} has a hook, `{spelled(hook)}` ({kind.removeprefix('_global').strip('_')})",
+                rule="module-hook",
+                why="a hook is Python code: it would run when the step is captured, and not at replays.",
+                fix="remove it, or, if all it does is tensor work that may be recorded, admit it: "
+                f"stepgraph.capture(step, safe_hooks=[{spelled(hook)!r}]).",
+            )
+
+
+def spelled(hook: Any) -> str:
+    """The name of a hook's function, or of its class."""
+    return str(getattr(hook, "__qualname__", type(hook).__qualname__))
+
+
+def _is_known(hook: Any) -> bool:
+    """Hooks of torch.nn.utils (weight_norm, spectral_norm, prune) and of other libraries that replay as recorded."""
+    package, _, rest = origin_of(hook).partition(".")
+    name = spelled(hook).rpartition(".")[2]
+    return bool(rest) and (package == "torch" or name in _SAFE.get(package, ()))

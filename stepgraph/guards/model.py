@@ -1,0 +1,162 @@
+"""Guards over a model: what a graph has baked in, and whether it is still so.
+
+A graph knows its parameters and buffers by address, and its modules' code by what ran at capture. Nothing in torch
+tells when an address moves or a place in a module is emptied, so both are read at each call, in bulk; what can be told
+by an event is: modules, parameters and buffers that are registered anew (torch's registration hooks), and hooks. Only
+after an event is the model looked through. In-place changes, such as `load_state_dict`, keep every address and are
+right without a word.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from stepgraph.guards.hooks import HooksGuard, places_of
+from stepgraph.guards.layout import Layouts, layouts_of
+from stepgraph.guards.registration import RegistrationEvents
+from stepgraph.native.row import Untouched
+
+_requires_grad = operator.attrgetter("requires_grad")
+_children = operator.attrgetter("_modules")
+_CONTAINERS = (torch.nn.ModuleList, torch.nn.ModuleDict, torch.nn.Sequential)
+
+
+class ModelGuard:
+    """The addresses, flags, modules and hooks that a graph was captured with."""
+
+    def __init__(
+        self,
+        modules: Sequence[torch.nn.Module],
+        parameters: Sequence[torch.Tensor],
+        name: Callable[[Any], str],
+        events: RegistrationEvents,
+        *,
+        hooked: Sequence[torch.nn.Module] | None = None,
+        whole_step: bool = False,
+        steady: Sequence[torch.Tensor] = (),
+    ) -> None:
+        """`hooked`: the modules whose hooks are in the graph, not all. `steady`: see `SteadyParameters`.
+
+        `whole_step`: gradients are accumulated inside the graph, and so run the hooks of parameters; and a hook on
+        all modules of the process is in it.
+        """
+        self._parameters, self._name, self._events = list(parameters), name, events
+        known = set(map(id, parameters))
+        owned: list[tuple[Any, Mapping[str, Any], str]]
+        plain = [m for m in modules if isinstance(m._parameters, dict)]  # those of TorchScript cannot be changed
+        owned = [(m, m._buffers, key) for m in plain for key in m._buffers]
+        owned += [
+            (m, m._parameters, key) for m in plain for key, p in m._parameters.items() if p is None or id(p) in known
+        ]
+        owned += [(m, m._modules, key) for m in plain for key in m._modules]
+        owned += [(p, vars(p), key) for p in parameters for key, v in vars(p).items() if isinstance(v, torch.Tensor)]
+        self._plain = plain
+        self._owners = [owner for owner, _, _ in owned]
+        self._slots = [(d, key) for _, d, key in owned]
+        self._slot_values = [d[key] for d, key in self._slots]
+        held = (v for v in self._slot_values if isinstance(v, torch.Tensor))
+        slots = list(zip(self._slots, self._slot_values, strict=True))
+        filled = Counter(id(d) for d, _ in self._slots)
+        wholes = {id(d): d for d, _ in self._slots if filled[id(d)] == len(d)}
+        self._contents = [(d, dict(d)) for d in wholes.values()]
+        self._lone_slots = [slot for slot in slots if id(slot[0][0]) not in wholes]
+        self._layouts = Layouts(layouts_of({id(t): t for t in (*parameters, *held)}.values()))
+        self._flags = list(map(_requires_grad, self._parameters))
+        self._steady = {id(p) for p in steady}
+        self._unsteady = [(p, p.requires_grad) for p in parameters if id(p) not in self._steady]
+        self._parents = [m for m in plain if m._modules or isinstance(m, _CONTAINERS)]
+        self._children = list(map(_children, self._parents))
+        self._num_children = self._count_children()
+        self._layout = self._read_layout()
+        places = places_of(
+            modules if hooked is None else hooked, parameters if whole_step else (), everywhere=whole_step
+        )
+        self._hooks = HooksGuard(places, self._hook_owner)
+        self._events_seen = events.count
+        events.listen_to(modules)
+
+    def changed(self, *, flags_seen: bool = False) -> str | None:
+        """What is not as it was, by name; None in a few microseconds where all is.
+
+        `flags_seen`: the caller has just seen that `requires_grad` of the steady ones is as it was.
+        """
+        if self._slots and not all(map(operator.is_, [d.get(key) for d, key in self._slots], self._slot_values)):
+            return self._replaced()
+        moved = self._layouts.changed()
+        if moved is not None:
+            return f"`{self._tensor_name(moved[0])}` {moved[1]}"
+        is_known = flags_seen and all(p.requires_grad is flag for p, flag in self._unsteady)
+        if not is_known and list(map(_requires_grad, self._parameters)) != self._flags:
+            return self._changed_flag()
+        return self._changed_layout() or self._hooks.changed()
+
+    def expect(self, row: Untouched) -> None:
+        """What `changed` comes down to, but for the flags and the form of steady parameters."""
+        for where, values in self._contents:
+            row.contents(where, values)
+        for (where, key), value in self._lone_slots:
+            row.item(where, key, value)
+        self._layouts.expect(row, seen=self._steady)
+        for parameter, flag in self._unsteady:
+            row.attribute(parameter, "requires_grad", flag)
+        row.attribute(self._events, "count", self._events_seen)
+        for parent, children, count in zip(self._parents, self._children, self._num_children, strict=True):
+            row.attribute(parent, "_modules", children)
+            if not count:  # others are among the contents
+                row.length(children, count)
+        self._hooks.expect(row)
+
+    def admit_hooks(self, names: Collection[str]) -> None:
+        """Let hooks of functions of these names come and go: whoever replays the graph runs them."""
+        self._hooks.admit(names)
+
+    def _count_children(self) -> list[int]:
+        return list(map(len, map(_children, self._parents)))
+
+    def _replaced(self) -> str:
+        for owner, (where, key), value in zip(self._owners, self._slots, self._slot_values, strict=True):
+            if where.get(key) is not value:
+                return f"`{self._name(owner)}.{key}` was {'replaced' if where.get(key) is not None else 'removed'}"
+        raise AssertionError("a tensor had been replaced")
+
+    def _tensor_name(self, tensor: torch.Tensor) -> str:
+        for owner, (_, key), value in zip(self._owners, self._slots, self._slot_values, strict=True):
+            if value is tensor:
+                return f"{self._name(owner)}.{key}"
+        return self._name(tensor)
+
+    def _hook_owner(self, owner: Any) -> str:
+        return self._tensor_name(owner) if isinstance(owner, torch.Tensor) else self._name(owner)
+
+    def _changed_flag(self) -> str:
+        for parameter, before in zip(self._parameters, self._flags, strict=True):
+            if parameter.requires_grad != before:
+                return f"requires_grad of `{self._tensor_name(parameter)}` is {not before}"
+        raise AssertionError("a flag had changed")
+
+    def _read_layout(self) -> list[list[tuple[str, int]]]:
+        """Each module's children and tensors, by name and identity, in the order that code meets them in."""
+        return [
+            [(key, id(value)) for d in (m._modules, m._parameters, m._buffers) for key, value in d.items()]
+            for m in self._plain
+        ]
+
+    def _changed_layout(self) -> str | None:
+        """Look at modules, after an event."""
+        is_same = all(map(operator.is_, map(_children, self._parents), self._children))
+        is_same = is_same and all(len(d) == len(copy) for d, copy in self._contents)
+        if is_same and self._events.count == self._events_seen and self._count_children() == self._num_children:
+            return None
+        for module, before, after in zip(self._plain, self._layout, self._read_layout(), strict=True):
+            for key, _ in sorted(set(before) ^ set(after)):
+                return f"`{self._name(module)}.{key}` was added, replaced or removed"
+            for (one, _), (two, _) in zip(before, after, strict=True):
+                if one != two:
+                    return f"`{self._name(module)}` has its parts in another order: `{two}` before `{one}`"
+        self._events_seen = self._events.count
+        return None

@@ -1,0 +1,214 @@
+"""Guards over an optimizer inside a graph: its numbers, its parameters, its state, its code.
+
+The numbers are baked into the graph; a step hook would not run at replays; parameters and state are known by address.
+Most of it is read at each call, at next to no cost. What an optimizer keeps for each parameter is too much for that:
+that entries are still there is read, that a tensor in one was replaced is told by the death of the one before.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.optim.optimizer import Optimizer
+
+from stepgraph.guards.layout import change_of, layouts_of
+from stepgraph.native.row import PLAIN_TENSORS, Untouched, is_told_by_identity
+from stepgraph.optim.steps import STEP_HOOKS_OF_ALL, all_have_hooks, step_hooks, without_schedulers
+
+_CODE = ("step", "zero_grad")
+
+
+class NumbersGuard:
+    """The numbers of an optimizer that a graph has baked in."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer = optimizer
+        self._hooks = step_hooks(optimizer)
+        self._num_hooks = self._count_hooks()
+        self._list = optimizer.param_groups
+        self._groups = [_GroupNumbers(group) for group in self._list]
+        self._row = Untouched()
+        self.expect(self._row)
+
+    def _count_hooks(self) -> list[int]:
+        return list(map(len, self._hooks))
+
+    def expect(self, row: Untouched) -> None:
+        """What `changed` comes down to."""
+        row.attribute(self.optimizer, "param_groups", self._list)
+        row.length(self._list, len(self._groups))
+        for hooks, count in zip(self._hooks, self._num_hooks, strict=True):
+            row.length(hooks, count)
+        for index, group in enumerate(self._groups):
+            row.item(self._list, index, group.group)
+            group.expect(row)
+
+    def changed(self) -> str | None:
+        """The first number that is not what it was, in words."""
+        if self._row.holds():
+            return None
+        groups, name = self.optimizer.param_groups, type(self.optimizer).__name__
+        for index, (captured, group) in enumerate(zip(self._groups, groups, strict=False)):
+            difference = captured.difference(group)
+            if difference is not None:
+                return f"{name}.param_groups[{index}]{difference}"
+        return f"{name}: a step hook was added or removed" if self._count_hooks() != self._num_hooks else None
+
+
+class _GroupNumbers:
+    """One parameter group's numbers: plain ones by value, tensors by which and where they are."""
+
+    def __init__(self, group: dict[str, Any]) -> None:
+        keys = [k for k in group if k != "params"]
+        self._plain = [k for k in keys if not _has_tensor(group[k])]
+        self._values = [list(v) if isinstance(v := group[k], list) else v for k in self._plain]
+        self._tensors = [(k, group[k], _address(group[k])) for k in keys if _has_tensor(group[k])]
+        self.group = group
+
+    def expect(self, row: Untouched) -> None:
+        """What `difference` comes down to."""
+        if self._tensors or any(isinstance(value, list) for value in self._values):  # these change from within
+            row.ask(lambda: self.difference(self.group) is None)
+        else:
+            row.items(self.group, dict(zip(self._plain, self._values, strict=True)))
+
+    def difference(self, group: dict[str, Any]) -> str | None:
+        """The first difference, as it is written behind the group."""
+        for key, value, address in self._tensors:
+            if group.get(key) is not value or _address(value) != address:
+                return f"[{key!r}] is another tensor"
+        now = [group.get(k) for k in self._plain]
+        if _has_tensor(now):
+            return ": a number became a tensor"
+        if now == self._values:
+            return None
+        pairs = zip(self._plain, self._values, now, strict=True)
+        return next(f"[{key!r}] {one} -> {two}" for key, one, two in pairs if one != two)
+
+
+def _has_tensor(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) or (
+        isinstance(value, (tuple, list)) and any(isinstance(v, torch.Tensor) for v in value)
+    )
+
+
+def _address(value: Any) -> Any:
+    return value.data_ptr() if isinstance(value, torch.Tensor) else [_address(v) for v in value if _has_tensor(v)]
+
+
+class ParametersGuard:
+    """Which parameters an optimizer steps, in which groups."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        self._groups = [(group, list(group["params"])) for group in optimizer.param_groups]
+
+    def expect(self, row: Untouched) -> None:
+        """What `changed` comes down to, as long as the groups are the same."""
+        row.length(self._optimizer.param_groups, len(self._groups))
+        for group, parameters in self._groups:
+            row.item(group, "params", group["params"])
+            row.ask(functools.partial(_same_list(parameters), group["params"], parameters))
+
+    def changed(self) -> str | None:
+        """The first group that has other parameters."""
+        groups, name = self._optimizer.param_groups, type(self._optimizer).__name__
+        if len(groups) != len(self._groups):
+            return f"{name}.param_groups: a group was added or removed"
+        for index, (group, (_, before)) in enumerate(zip(groups, self._groups, strict=True)):
+            if len(group["params"]) != len(before):
+                return f"{name}.param_groups[{index}]['params']: a parameter was added or removed"
+            if not _are_the_same(group["params"], before):
+                return f"{name}.param_groups[{index}]['params']: other parameters, or in another order"
+        return None
+
+
+class StateGuard:
+    """The state that a captured optimizer's kernels read and write, and the code that made them.
+
+    Which tensors there are is read at each call. That other data was put into one (`.data = ...`) is told by an event:
+    the end of the memory that it had. To read where each lies would cost half as much as all the rest.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer, self._state = optimizer, optimizer.state
+        self._kept = list(optimizer.state.values())
+        self._copies = self._read_copies()
+        tensors = (v for _, copy in self._copies for v in copy.values() if type(v) in PLAIN_TENSORS)
+        self._layouts = layouts_of(tensors)
+        self._was_freed = False
+        note = functools.partial(_note_freed, weakref.ref(self))
+        self._memory = [weakref.ref(layout[0].untyped_storage(), note) for layout in self._layouts]
+        self._own_code, self._num_attributes = self._read_code(), len(vars(optimizer))
+        self._code = [without_schedulers(getattr(optimizer, name)) for name in _CODE]
+
+    def note_freed(self) -> None:
+        """Memory of the state is gone."""
+        self._was_freed = True
+
+    def expect(self, row: Untouched) -> None:
+        """What `changed` comes down to."""
+        row.attribute(self._optimizer, "state", self._state)
+        row.attribute(self, "_was_freed", False)
+        row.length(self._state, len(self._kept))
+        row.ask(functools.partial(_holds_just, self._state, self._kept))
+        row.unwritten(self._copies)
+        row.length(vars(self._optimizer), self._num_attributes)  # other code would be a new one
+        for name, value in zip(_CODE, self._own_code, strict=True):
+            if value is not None:
+                row.item(vars(self._optimizer), name, value)
+        for hooks in STEP_HOOKS_OF_ALL:
+            row.length(hooks, len(hooks))  # with the entry that others of ours may have left
+
+    def changed(self) -> str | None:
+        """Whether the state was loaded or replaced, or the optimizer's code."""
+        name = type(self._optimizer).__name__
+        if self._optimizer.state is not self._state or not _are_the_same(list(self._state.values()), self._kept):
+            return f"the state of {name}"
+        for kept, copy in self._copies:
+            for key, value in copy.items():
+                if isinstance(value, torch.Tensor) and kept.get(key) is not value:
+                    return f"the state of {name}: {key!r} was replaced"
+        for layout in self._layouts:
+            what = change_of(layout)
+            if what is not None:
+                return f"the state of {name}: a tensor {what}"
+        for attribute, before in zip(_CODE, self._code, strict=True):
+            if without_schedulers(getattr(self._optimizer, attribute)) is not before:
+                return f"{name}.{attribute} was replaced"
+        self._own_code, self._num_attributes = self._read_code(), len(vars(self._optimizer))
+        self._copies, self._was_freed = self._read_copies(), False
+        return "a step hook of all optimizers was added" if all_have_hooks() else None
+
+    def _read_copies(self) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+        return [(kept, dict(kept)) for kept in self._kept if isinstance(kept, dict)]
+
+    def _read_code(self) -> list[Any]:
+        return list(map(vars(self._optimizer).get, _CODE))
+
+
+def _holds_just(state: dict[Any, Any], kept: list[Any]) -> bool:
+    return list(state.values()) == kept  # by identity first; others are not equal, or raise, which is as good as a no
+
+
+def _note_freed(guard: weakref.ref[StateGuard], _: object) -> None:
+    found = guard()
+    if found is not None:
+        found.note_freed()
+
+
+def _are_the_same(one: Sequence[Any], two: Sequence[Any]) -> bool:
+    return len(one) == len(two) and all(map(operator.is_, one, two))
+
+
+def _same_list(parameters: Sequence[torch.Tensor]) -> Callable[[Any, Any], bool]:
+    """What tells whether two lists of parameters hold the very same ones.
+
+    Python compares lists by identity first, five times as fast as anything else; see `Untouched.contents`.
+    """
+    return operator.eq if all(map(is_told_by_identity, parameters)) else _are_the_same

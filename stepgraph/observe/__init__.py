@@ -1,0 +1,1 @@
+"""What an eager call touches: objects, changes of its own, escaped tensors, NaN, DDP."""

@@ -1,0 +1,247 @@
+"""What DistributedDataParallel needs of a capture.
+
+DDP's reducer is C++ code that hangs on autograd's accumulators: it copies gradients into buckets, reduces the buckets
+over the ranks while backward still runs, and copies them back. All of that is device work, and is recorded like the
+rest of the step. Four things are not.
+
+- Its first iterations differ from the rest: it moves its buckets once, into the order in which gradients came, and
+  times ten iterations with events that no capture may hold. So a step with a young DDP warms up for 11 calls, as
+  torch's notes on CUDA graphs ask. After that it times every hundredth iteration, but not while a step is recorded.
+- Its accumulators remember the stream they were made on, and nothing on the default stream can be recorded. Where
+  gradients really accumulate is looked at in warm-up. The reducer holds the accumulators, and nothing else does between
+  two steps. So a DDP that was built on the default stream, as most programs do, is given a new reducer on the capture
+  stream, by the way that torch takes when a DDP is unpickled; it is young again.
+- `no_sync` and the broadcast of buffers are steered by two Python flags, which a replay must find and leave as eager.
+- A backward that breaks off leaves the reducer waiting for the other half of its gradients. It is told to begin anew,
+  with new buckets, so graphs that use the old ones have to go.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import os
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from stepgraph.backends import Backend
+from stepgraph.errors import CaptureError
+from stepgraph.native.row import Untouched
+from stepgraph.observe.step_objects import Touched
+
+WARMUP = 11
+"""Eager calls for a young DDP: https://docs.pytorch.org/docs/stable/notes/cuda.html#usage-with-distributeddataparallel"""
+_TIMED = 10
+"""The first iterations, each of which DDP times."""
+_SAMPLE_RATE, _NEVER = 100, 2**31 - 1
+"""How often DDP times later iterations (torch's own value; it can be set, but not read), and how often we let it."""
+_FLAGS = ("require_backward_grad_sync", "require_forward_param_sync")
+_STATELESS_HOOKS = ("allreduce_hook", "fp16_compress_hook", "bf16_compress_hook")
+_BLOCKING_WAIT = ("TORCH_NCCL_BLOCKING_WAIT", "NCCL_BLOCKING_WAIT")
+
+
+def replicas(modules: Iterable[torch.nn.Module]) -> list[DistributedDataParallel]:
+    """The DDP modules among these."""
+    return [module for module in modules if isinstance(module, DistributedDataParallel)]
+
+
+def warmup_calls(wanted: int, modules: Iterable[torch.nn.Module]) -> int:
+    """How many eager calls a step with these modules gets before it is captured."""
+    return max(wanted, WARMUP) if any(map(_is_young, replicas(modules))) else wanted
+
+
+def _is_young(ddp: DistributedDataParallel) -> bool:
+    """Whether DDP still times each iteration, or has yet to move its buckets to their final places."""
+    timed = int(ddp._get_ddp_logging_data().get("iteration", 0)) if ddp.logger is not None else 0
+    return timed < _TIMED or not getattr(ddp, "_has_rebuilt_buckets", True)
+
+
+@contextlib.contextmanager
+def finding_default_stream(
+    touched: Touched, backend: Backend
+) -> Iterator[dict[int, tuple[DistributedDataParallel, str]]]:
+    """While a step runs, find DDPs, by id, and a parameter of each, that accumulate where nothing can be recorded."""
+    found: dict[int, tuple[DistributedDataParallel, str]] = {}
+
+    def look(ddp: DistributedDataParallel, parameter: torch.Tensor) -> None:
+        if id(ddp) not in found and not backend.can_record_here():
+            found[id(ddp)] = (ddp, touched.name(parameter))
+
+    owned = [(ddp, p) for ddp in replicas(touched.modules) for p in ddp.parameters() if p.requires_grad]
+    parameters = [parameter for _, parameter in owned]
+    untouched = [p for p in parameters if p._post_accumulate_grad_hooks is None]
+    handles = [p.register_post_accumulate_grad_hook(functools.partial(look, ddp)) for ddp, p in owned]
+    try:
+        yield found
+    finally:
+        for handle in handles:
+            handle.remove()
+        for parameter in untouched:  # an empty dict of hooks would cost each later backward a look at it
+            if not parameter._post_accumulate_grad_hooks:
+                parameter._post_accumulate_grad_hooks = None  # type: ignore[assignment]
+
+
+def renew_reducer(ddp: DistributedDataParallel) -> bool:
+    """Give DDP a new reducer, with accumulators on the current stream; False where it holds more than can be made anew.
+
+    Whoever else holds a parameter's accumulator, such as a loss that was kept with its graph, keeps the old one alive.
+    """
+    if not _can_be_renewed(ddp):
+        return False
+    gc.collect()  # graphs of autograd in cycles hold accumulators
+    parameters, expects_sparse = ddp._build_params_for_reducer()
+    names = ddp._build_debug_param_to_name_mapping(parameters)
+    ddp.logger = ddp.reducer = None  # type: ignore[assignment]  # the old accumulators end here
+    ddp._ddp_init_helper(parameters, expects_sparse, names, ddp.static_graph)
+    ddp._has_rebuilt_buckets = False
+    made: Any = ddp  # mypy has seen that there is no logger
+    if ddp.static_graph:
+        ddp._static_graph_delay_allreduce_enqueued = False
+        made.reducer._set_static_graph()
+        made.logger._set_static_graph()
+    for hook, state in ddp._comm_hooks:
+        made.logger._set_comm_hook_name(getattr(hook, "__qualname__", type(hook).__qualname__))
+        dist._register_comm_hook(made.reducer, state, hook)  # type: ignore[attr-defined]
+    return True
+
+
+def _can_be_renewed(ddp: DistributedDataParallel) -> bool:
+    """Whether the reducer is all that was made with DDP, and no backward is under way."""
+    methods = ("_build_params_for_reducer", "_build_debug_param_to_name_mapping", "_ddp_init_helper")
+    parts = ("mixed_precision", "_delay_all_reduce_params", "_accum_grad_hooks", "_use_python_reducer")
+    if not all(hasattr(ddp, name) for name in methods) or any(getattr(ddp, name, None) for name in parts):
+        return False
+    if any(hasattr(parameter, "_in_backward_optimizers") for parameter in ddp.parameters()):
+        return False
+    hook = ddp._get_ddp_logging_data().get("comm_hook") if ddp.logger is not None else None
+    if hook and not ddp._comm_hooks:  # one of torch's in C++, which cannot be asked for
+        return False
+    try:
+        ddp.reducer._check_reducer_finalized()
+    except RuntimeError:
+        return False
+    return True
+
+
+def refuse_replicas(step: str, touched: Touched, safe_hooks: Collection[Any], backend: Backend) -> None:
+    """Refuse a DDP that does at each step what no graph could repeat."""
+    for ddp in replicas(touched.modules):
+        name = touched.name(ddp)
+        if ddp.find_unused_parameters and not ddp.static_graph:
+            raise CaptureError(
+                f"{step}: `{name}` looks for unused parameters",
+                rule="ddp-unused-parameters",
+                why="at each step it asks the other ranks which parameters nobody used, and reads the answer on the "
+                "host; a graph would go on with the answer of its capture.",
+                fix="DistributedDataParallel(model, find_unused_parameters=False), or static_graph=True if the same "
+                "parameters are unused at each step.",
+            )
+        for hook, _ in ddp._comm_hooks:
+            spelled = getattr(hook, "__qualname__", type(hook).__qualname__)
+            if not (_is_stateless(hook) or hook in safe_hooks or spelled in safe_hooks):
+                raise CaptureError(
+                    f"{step}: `{name}` has a communication hook, `{spelled}`",
+                    rule="ddp-comm-hook",
+                    why="a hook is Python code: it would run when the step is captured, and not at replays, so that "
+                    "what it counts or remembers would stand still.",
+                    fix="use torch's allreduce_hook, fp16_compress_hook or bf16_compress_hook, or, if all yours does "
+                    f"is tensor work, admit it: stepgraph.capture(step, safe_hooks=[{spelled!r}]).",
+                )
+        variable = blocking_wait(os.environ)
+        if variable is not None and backend.device.type == "cuda":
+            raise CaptureError(
+                f"{step}: `{name}` is captured with {variable}={os.environ[variable]} in the environment",
+                rule="nccl-blocking-wait",
+                why="every wait for a collective then stops the host until the GPU is done, and during a capture it "
+                "never is.",
+                fix=f"unset {variable} before init_process_group: os.environ.pop({variable!r}, None).",
+            )
+
+
+def _is_stateless(hook: Any) -> bool:
+    home = "torch.distributed.algorithms.ddp_comm_hooks.default_hooks"
+    return getattr(hook, "__module__", None) == home and hook.__qualname__ in _STATELESS_HOOKS
+
+
+def blocking_wait(environment: Mapping[str, str]) -> str | None:
+    """The variable that makes NCCL's waits block the host, read as torch reads it: the newer name counts if set.
+
+    TORCH_NCCL_ASYNC_ERROR_HANDLING, which torch's notes on DDP and CUDA graphs want off, is not in the way any more:
+    collectives that are captured are not given to NCCL's watchdog (pytorch#102542), and what it asks of earlier ones
+    does no harm to a capture in thread_local mode.
+    """
+    name = next((name for name in _BLOCKING_WAIT if name in environment), None)
+    return name if name is not None and environment[name].lower() in ("y", "yes", "1", "t", "true") else None
+
+
+class Replicas:
+    """The DDP modules of one captured step: what they were before and after it was recorded."""
+
+    def __init__(self, modules: Iterable[torch.nn.Module]) -> None:
+        self._replicas = replicas(modules)
+        self._slots = [(vars(ddp), flag) for ddp in self._replicas for flag in _FLAGS]
+        self._before = self._after = self._read()
+
+    def _read(self) -> list[bool]:
+        return [attributes[flag] for attributes, flag in self._slots]
+
+    def _write(self, values: list[bool]) -> None:
+        for (attributes, flag), value in zip(self._slots, values, strict=True):
+            attributes[flag] = value
+
+    @property
+    def is_needed(self) -> bool:
+        """Whether there is any."""
+        return bool(self._slots)
+
+    def fit(self) -> bool:
+        """Whether a replay would find DDP as the recording did: inside `no_sync` or not, after such a step or not."""
+        return not self._slots or self._read() == self._before
+
+    def expect(self, row: Untouched) -> None:
+        """What `fit` comes down to."""
+        for (attributes, flag), value in zip(self._slots, self._before, strict=True):
+            row.item(attributes, flag, value)
+
+    def advance(self) -> None:
+        """Leave DDP as the step leaves it in eager."""
+        self._write(self._after)
+
+    @contextlib.contextmanager
+    def recording(self, drop_graphs: Callable[[], None]) -> Iterator[None]:
+        """Around a recording: no timing, no effect on DDP, and a reducer that is fit for use if it breaks off."""
+        for ddp in self._replicas:
+            ddp._set_ddp_runtime_logging_sample_rate(_NEVER)
+        try:
+            yield
+        except BaseException:
+            broken = [ddp for ddp in self._replicas if _begin_anew(ddp)]
+            if broken:
+                drop_graphs()
+            raise
+        finally:
+            for ddp in self._replicas:
+                ddp._set_ddp_runtime_logging_sample_rate(_SAMPLE_RATE)
+            self._after = self._read()
+            self._write(self._before)
+
+
+def _begin_anew(ddp: DistributedDataParallel) -> bool:
+    """If backward broke off half-way, let the reducer forget it; it then makes new buckets at its second step."""
+    try:
+        ddp.reducer._check_reducer_finalized()
+    except RuntimeError:
+        ddp.reducer._reset_state()
+        ddp._has_rebuilt_buckets = False
+        return True
+    return False
+
+
+def in_ddp() -> bool:
+    """Whether the calling code runs inside a DDP's forward."""
+    return DistributedDataParallel._active_ddp_module is not None

@@ -1,0 +1,155 @@
+"""Finding what a step touches (`Touched`) while it runs: its modules, parameters and optimizers.
+
+During warm-up torch's global hooks tell which modules are called and which optimizers step, and the roots of each
+backward lead to the accumulators of every leaf that a gradient flows to, so that parameters used without a module are
+found too. The hooks are gone when the call is over, and mind no thread but the step's own.
+
+Compiled code calls no hooks, and must not: the compiler would trace them, and compile again once they are gone. So it
+is shown none, and of compiled code the closure tells the modules. Everything around it is seen by hooks as ever. Where
+modules have forward pre-hooks of their own, compiled code also asks, before it runs, whether there are hooks for all
+modules; so there ours are taken out whenever compiled code that the closure shows is called. A module whose `compile()`
+was called asks in any case, in newer versions of torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+from collections.abc import Callable, Container, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch.nn.modules import module as torch_module
+from torch.optim.optimizer import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from stepgraph.backends.threads import for_this_thread, replaced
+from stepgraph.observe.step_objects import Touched
+from stepgraph.optim.steps import at_optimizer_steps
+from stepgraph.values.reach import compilers, own_compilers, reachable
+
+
+@contextlib.contextmanager
+def discovering(
+    touched: Touched,
+    function: Callable[..., Any],
+    inputs: Container[int],
+    on_optimizer: Callable[[Optimizer], None],
+) -> Iterator[frozenset[int]]:
+    """Note what a call touches, and give what is known before it, by id, for `Touched.let_go`.
+
+    `inputs` are its tensors by id; `on_optimizer` sees optimizers before they step.
+    """
+    objects = list(reachable(function))
+    for value in objects:
+        touched.add_reachable(value)
+    modules = [value for value in objects if isinstance(value, torch.nn.Module)]
+    compiled = [compiler for value in objects for compiler in compilers(value)]
+    asking: list[Any] = []
+    if compiled:
+        for module in modules:
+            touched.add_module(module)
+        has_hooks = any(m._forward_pre_hooks for m in touched.modules)
+        asking = compiled if has_hooks else [compiler for module in modules for compiler in own_compilers(module)]
+
+    before = touched.known() | frozenset(map(id, objects))
+
+    def optimizer_hook(optimizer: Optimizer) -> None:
+        touched.add_optimizer(optimizer)
+        on_optimizer(optimizer)
+
+    def backward(below: Callable[..., None], tensors: Any, *args: Any, **kwargs: Any) -> None:
+        touched.differentiates = True
+        touched.add_accumulators(tensors, inputs)
+        below(tensors, *args, **kwargs)
+
+    def grad(below: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        touched.differentiates = True
+        return below(*args, **kwargs)
+
+    with (
+        at_optimizer_steps(optimizer_hook),
+        _seeing_modules(touched.add_module, asking),
+        replaced(torch.autograd, "backward", backward),  # torch has no hook for the roots of a backward
+        replaced(torch.autograd, "grad", grad),
+    ):
+        yield before
+
+
+@contextlib.contextmanager
+def _seeing_modules(see: Callable[[torch.nn.Module], None], asking: Iterable[Any]) -> Iterator[None]:
+    """Show each module that the step calls. `asking`: whose compiled code asks whether there are such hooks."""
+    is_ours = for_this_thread()
+
+    def hook(module: torch.nn.Module, _: Any) -> None:
+        if is_ours():
+            see(module)
+
+    compiler = getattr(sys.modules.get("torch._dynamo.callback"), "callback_handler", None)  # if it is in use at all
+    hidden = _Hidden(hook if compiler is None else torch.compiler.disable(hook))
+
+    def has_any_global_hook(below: Callable[[], bool]) -> bool:
+        """torch warns of hooks for all modules when it calls a compiled one: ours is not the user's business."""
+        hidden.take_out()
+        try:
+            return below()
+        finally:
+            hidden.put_in()
+
+    def entered() -> Callable[[], None]:
+        hidden.take_out()
+        return hidden.put_in
+
+    with contextlib.ExitStack() as stack:
+        stack.callback(hidden.close)
+        if compiler is not None:
+            stack.enter_context(replaced(torch_module, "_has_any_global_hook", has_any_global_hook))
+            compiler.register_start_callback(hidden.take_out)
+            stack.callback(compiler.remove_start_callback, hidden.take_out)
+            compiler.register_end_callback(hidden.put_in)
+            stack.callback(compiler.remove_end_callback, hidden.put_in)
+        for compiled in {id(one): one for one in asking if isinstance(getattr(one, _ENTERING, None), list)}.values():
+            getattr(compiled, _ENTERING).append(entered)  # what torch calls at each call of this compiled code
+            stack.callback(getattr(compiled, _ENTERING).remove, entered)
+        hidden.put_in()
+        yield
+
+
+_ENTERING = "enter_exit_hooks"
+
+
+class _Hidden:
+    """A hook for all modules that can be taken out for a while, from any thread."""
+
+    def __init__(self, hook: Callable[[torch.nn.Module, Any], None]) -> None:
+        self._hook = hook
+        self._handle: RemovableHandle | None = None
+        self._times_out = 1
+        self._is_closed = False
+        self._changing = threading.RLock()
+
+    def put_in(self, *_: Any) -> None:
+        with self._changing:
+            self._times_out = max(0, self._times_out - 1)  # a compilation that had begun before may end
+            if self._handle is None and not self._times_out and not self._is_closed:
+                self._handle = torch_module.register_module_forward_pre_hook(self._hook)
+
+    def take_out(self, *_: Any) -> None:
+        with self._changing:
+            self._times_out += 1
+            if self._handle is not None:
+                self._handle.remove()
+                self._handle = None
+
+    def close(self) -> None:
+        """Take it out for good: another thread may be compiling right now."""
+        with self._changing:
+            self._is_closed = True
+            self.take_out()
+
+
+def scalers_of(function: Callable[..., Any]) -> list[torch.amp.GradScaler]:
+    """The GradScalers that a step can name and that are on."""
+    found = [value for value in reachable(function) if isinstance(value, torch.amp.GradScaler)]
+    return [scaler for scaler in found if scaler.is_enabled()]

@@ -1,0 +1,206 @@
+"""Tensors that a step makes and leaves somewhere: in a dictionary of averages, a list of past results, an object.
+
+In eager each call puts a new tensor there. A replay runs no Python, so nothing is put there any more, and what lies
+there is the graph's own memory, overwritten by each replay. Where the code names the place, the watch has seen it in
+warm-up. Further down nothing is watched; but Python's garbage collector knows every tensor that came into being while
+the step was recorded, and who holds it when that is over.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import threading
+import types
+import weakref
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from stepgraph.collector import collector_at_rest
+from stepgraph.values.spelled_places import Spot, spots_of
+from stepgraph.values.watch_telling import Label
+from stepgraph.values.watch_values import attributes_of
+
+_SEARCHING = threading.RLock()
+"""One search at a time: what one thread has found so far would look to another like a place where it is kept."""
+_DEPTH = 3
+"""How many new containers may lie one in another (a dictionary in a list) on the way to one that was there before."""
+
+
+@contextlib.contextmanager
+def setting_apart() -> Iterator[None]:
+    """Let the collector set apart what comes into being in this block; it rests meanwhile.
+
+    A collection could free tensors at any point of a recording, so that its rest does no harm there.
+    """
+    gc.collect(1)
+    with collector_at_rest():
+        yield
+
+
+def is_newborn(value: object) -> bool:
+    """Whether an object came into being in the block."""
+    with _SEARCHING:
+        return any(value is young for young in gc.get_objects(generation=0))
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a tensor is kept, in words, which are a name for `ignore=` too unless there is nothing to call it by."""
+
+    label: Label
+    is_named: bool = True
+
+    @property
+    def name(self) -> str | None:
+        """What to ignore: the container; of one that lies in another container, what is in it by this key."""
+        if not self.is_named:
+            return None
+        return str(self.label if self.label.spelling.count("[") > 1 else self._outermost)
+
+    @property
+    def _outermost(self) -> Label:
+        return Label(self.label.spelling.partition("[")[0], self.label.apart)
+
+    def is_in(self, ignore: Collection[str]) -> bool:
+        """Whether it is to be ignored."""
+        return self.is_named and (str(self.label) in ignore or str(self._outermost) in ignore)
+
+
+def kept_tensor(
+    known: Iterable[torch.Tensor],
+    recorded: Callable[[list[torch.Tensor]], list[torch.Tensor]],
+    step: Any,
+    ignore: Collection[str] = (),
+) -> Place | None:
+    """Where a tensor is kept that came into being in the block; `known` ones are in their place.
+
+    `recorded` tells those in the graph's memory from what other threads make meanwhile, a DataLoader's say. Places
+    are spelled as the code of the step spells them, where it can; those in `ignore` are passed over.
+    """
+    with _SEARCHING:
+        gc.collect(0)  # what nobody holds is gone
+        young = gc.get_objects(generation=1)
+        known_ids = {id(tensor) for tensor in known}
+        tensors = recorded([o for o in young if isinstance(o, torch.Tensor) and id(o) not in known_ids])
+        if not tensors:
+            return None
+        look = _Look({id(o) for o in young} | {id(young), id(tensors)}, spots_of(step), ignore)
+        return look.holder(tensors, _DEPTH)
+
+
+class _Look:
+    """Looks for what was there before and holds something new."""
+
+    def __init__(self, young: set[int], spots: Mapping[int, Spot], ignore: Collection[str]) -> None:
+        self._young, self._spots, self._ignore = young, spots, ignore
+
+    def holder(self, held: list[Any], depth: int) -> Place | None:
+        """The first place that is not ignored and holds one of these, directly or through what is new itself."""
+        ids = {id(value) for value in held}
+        new = []
+        for holder in gc.get_referrers(*held):
+            if holder is held or isinstance(holder, (types.FrameType, torch.Tensor)):
+                continue
+            if id(holder) in self._young:
+                if not isinstance(holder, types.CellType):  # a variable of a call that is over, or of one under way
+                    new.append(holder)
+                continue
+            spot = self._spots.get(id(holder))
+            place = _told(holder, ids) if spot is None else _spelled(spot, holder, ids)
+            if place is not None and not place.is_in(self._ignore):
+                return place
+        self._young.add(id(new))
+        return self.holder(new, depth - 1) if new and depth > 1 else None
+
+
+def _spelled(spot: Spot, holder: Any, ids: set[int]) -> Place | None:
+    """Which place it is in something that the step's code can spell; what is on modules is watched, and told, else."""
+    if spot.is_models:
+        return None
+    entries = attributes_of(holder) if spot.is_object and not isinstance(holder, dict) else holder
+    if not isinstance(entries, dict):
+        return Place(spot.label)
+    found = [key for key, value in dict.items(entries) if id(value) in ids]
+    return Place(spot.of(found[0]) if found else spot.label)
+
+
+def _told(holder: Any, ids: set[int]) -> Place | None:
+    """Which place in a holder it is, if the holder is the user's."""
+    if isinstance(holder, types.CellType):
+        return next((Place(Label(name, f" ({_spell(function)})")) for function, name in _functions_with(holder)), None)
+    if isinstance(holder, dict):
+        key = next((key for key, value in holder.items() if id(value) in ids), None)
+        owner = next((o for o in gc.get_referrers(holder) if getattr(o, "__dict__", None) is holder), None)
+        if owner is not None:
+            return Place(Label(f"{_spell(owner)}.{key}")) if _is_users(owner) else None
+        return _place(holder, f"[{_spell_key(key)}]") if _is_users_container(holder) else None
+    if isinstance(holder, (list, set, frozenset, tuple)) or type(holder).__module__ == "collections":
+        return _place(holder) if _is_users_container(holder) else None
+    return Place(Label(f"an object of {type(holder).__qualname__}"), is_named=False) if _is_users(holder) else None
+
+
+def _functions_with(cell: types.CellType) -> Iterator[tuple[types.FunctionType, str]]:
+    """The user's functions that share a variable, and its name."""
+    for closure in gc.get_referrers(cell):
+        for function in gc.get_referrers(closure) if isinstance(closure, tuple) else ():
+            if isinstance(function, types.FunctionType) and _is_users(function):
+                for name, held in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+                    if held is cell:
+                        yield function, name
+
+
+def _owners(container: Any) -> Iterator[tuple[Any, str]]:
+    """Objects that have a container as an attribute, and by which name. A weak dictionary stands for what is in it."""
+    for owner, name in _direct_owners(container):
+        if isinstance(owner, (weakref.WeakKeyDictionary, weakref.WeakValueDictionary)):
+            yield from _owners(owner)
+        else:
+            yield owner, name
+
+
+def _direct_owners(container: Any) -> Iterator[tuple[Any, str]]:
+    for holder in gc.get_referrers(container):
+        if isinstance(holder, dict):
+            name = next((key for key, value in holder.items() if value is container), "")
+            name = name if isinstance(name, str) else _spell_key(name)
+            for owner in gc.get_referrers(holder):
+                if getattr(owner, "__dict__", None) is holder:
+                    yield owner, name
+        elif hasattr(type(holder), "__dict__") and hasattr(holder, "__dict__"):
+            for name, value in list(vars(holder).items()):
+                if value is container:
+                    yield holder, name
+
+
+def _place(container: Any, item: str = "") -> Place:
+    for owner, name in _owners(container):
+        return Place(Label(f"{_spell(owner)}.{name}{item}"))
+    return Place(Label(f"a {type(container).__name__}{item}"), is_named=False)
+
+
+def _is_users_container(container: Any) -> bool:
+    """Whether somebody is seen to hold a container (not so if that one is frozen), and it is none of ours."""
+    holders = [h for h in gc.get_referrers(container) if not isinstance(h, types.FrameType)]
+    return bool(holders) and all(_is_users(owner) for owner, _ in _owners(container))
+
+
+def _is_users(owner: Any) -> bool:
+    """Not one of torch's or of ours; a module's attributes are watched, and told, otherwise."""
+    if isinstance(owner, (torch.nn.Module, torch.optim.Optimizer)):
+        return False
+    kind = owner if isinstance(owner, type) else type(owner)
+    name = owner.__name__ if isinstance(owner, types.ModuleType) else kind.__module__
+    name = owner.__module__ or "" if isinstance(owner, types.FunctionType) else name
+    return name.partition(".")[0] not in ("torch", "stepgraph", "gc", "weakref")
+
+
+def _spell_key(key: Any) -> str:
+    return repr(key) if isinstance(key, (str, int)) else type(key).__name__  # to write a tensor out is to read it
+
+
+def _spell(owner: Any) -> str:
+    return str(getattr(owner, "__qualname__", None) or getattr(owner, "__name__", None) or type(owner).__qualname__)

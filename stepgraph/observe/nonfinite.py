@@ -1,0 +1,212 @@
+"""NaN and inf noticed without stopping the queue: flags computed on the device, read one call later.
+
+Reading a loss on the host to look for NaN makes the host wait for the device at each step, and no capture can contain
+it. So the question is asked on the device: one flag for each gradient and each floating result, computed inside the
+graph. After the step the flags are copied to the host behind everything else in the queue, and nobody waits for the
+copy: a later call looks whether it has arrived, and `close()` waits for what is left.
+
+Gradients are looked at each time an optimizer steps with them, and at the end of the step those that have changed since
+or that no optimizer has used. Where a GradScaler is in use, which is seen when the step calls one, only results are:
+overflowing gradients are its daily business. Results that buckets may have padded are looked at as they are handed out,
+outside the graph: what is cut away is nobody's business.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import weakref
+from collections import defaultdict, deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.optim.optimizer import Optimizer
+
+from stepgraph.backends import Backend, Reading
+from stepgraph.errors import NonFinite
+from stepgraph.optim.scaler import noticing_scalers
+from stepgraph.optim.steps import at_optimizer_steps
+from stepgraph.tree import flatten, paths
+
+
+@dataclass(frozen=True, slots=True)
+class Flags:
+    """One call's flags, on the device, and what each stands for."""
+
+    names: tuple[str, ...]
+    bad: torch.Tensor
+
+
+class FlagCollector:
+    """Computes the flags of one call, eager or being recorded; none at all if it is not `wanted`.
+
+    `left_out` tells by its shape whether a result is looked at elsewhere: it may have padding that is cut away.
+    """
+
+    def __init__(
+        self,
+        name: Callable[[Any], str],
+        *,
+        wanted: bool,
+        gradients: bool,
+        left_out: Callable[[Sequence[int]], bool] | None = None,
+    ) -> None:
+        self._name = name
+        self._wanted = wanted
+        self._gradients = wanted and gradients
+        self._left_out = left_out
+        self._looked_at: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
+        """For each parameter, by id: the gradient that an optimizer has used, and how often it was written to."""
+        self._parts: list[Flags] = []
+
+    @contextlib.contextmanager
+    def at_optimizers(self) -> Iterator[None]:
+        """Look at the gradients of each optimizer that steps meanwhile, just before it does."""
+        stepping: set[int] = set()
+
+        def before(optimizer: Optimizer) -> None:
+            if id(optimizer) not in stepping:  # a subclass's step calls its parent's: both are told of
+                stepping.add(id(optimizer))
+                self.see_optimizer(optimizer)
+
+        def after(optimizer: Optimizer, _: Any) -> None:
+            stepping.discard(id(optimizer))
+            self._remember(_parameters(optimizer))  # its kernels may count as writes to the gradients
+
+        with contextlib.ExitStack() as stack:
+            if self._gradients:
+                stack.enter_context(at_optimizer_steps(before, after))
+                stack.enter_context(noticing_scalers(lambda scaler: self._leave_to_scaler()))
+            yield
+
+    def see_optimizer(self, optimizer: Optimizer) -> None:
+        """Look at the gradients that an optimizer is about to use."""
+        self._see_gradients(_parameters(optimizer))
+
+    def finish(
+        self, result: Any, parameters: Collection[torch.Tensor], arguments: Iterable[tuple[str, Any]] = ()
+    ) -> Flags | None:
+        """Look at the results, and at the gradients that no optimizer has used as they are, those of arguments too."""
+        if not self._wanted:
+            return None
+        leaves, structure = flatten(result)
+        named = zip(paths(structure, "result"), leaves, strict=True)
+        self._parts += _flags((name, leaf) for name, leaf in named if not self._is_left_out(leaf))
+        self._see_gradients(p for p in parameters if not self._was_looked_at(p))
+        if self._gradients:
+            known = set(map(id, parameters))
+            found = [(name, leaf) for name, leaf in arguments if _has_gradient(leaf) and id(leaf) not in known]
+            self._parts += _flags((f"{name}.grad", leaf.grad) for name, leaf in found if not self._is_left_out(leaf))
+        return _joined(self._parts)
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """The flags that were computed so far."""
+        return [part.bad for part in self._parts]
+
+    def _is_left_out(self, leaf: Any) -> bool:
+        return self._left_out is not None and isinstance(leaf, torch.Tensor) and self._left_out(leaf.shape)
+
+    def _leave_to_scaler(self) -> None:
+        self._gradients = False
+        self._parts.clear()
+
+    def _see_gradients(self, parameters: Iterable[torch.Tensor]) -> None:
+        if self._gradients:
+            found = {id(p): p for p in parameters if p.grad is not None}.values()
+            self._remember(found)
+            self._parts += _flags((f"{self._name(p)}.grad", p.grad) for p in found)
+
+    def _remember(self, parameters: Iterable[torch.Tensor]) -> None:
+        self._looked_at |= {id(p): (weakref.ref(p.grad), _writes(p.grad)) for p in parameters if p.grad is not None}
+
+    def _was_looked_at(self, parameter: torch.Tensor) -> bool:
+        grad, writes = self._looked_at.get(id(parameter), (None, 0))
+        return grad is not None and grad() is parameter.grad is not None and _writes(parameter.grad) == writes
+
+
+def _has_gradient(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor) and leaf.is_leaf and leaf.requires_grad and leaf.grad is not None
+
+
+def _parameters(optimizer: Optimizer) -> list[torch.Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def _writes(tensor: torch.Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def flags_over(named: Iterable[tuple[str, Any]]) -> Flags | None:
+    """Flags for those of these values that can hold a NaN or an infinity."""
+    return _joined(_flags(named))
+
+
+def _joined(parts: Sequence[Flags]) -> Flags | None:
+    if not parts:
+        return None
+    return Flags(tuple(name for part in parts for name in part.names), torch.cat([part.bad for part in parts]))
+
+
+def _flags(named: Iterable[tuple[str, Any]]) -> list[Flags]:
+    by_dtype: dict[torch.dtype, list[tuple[str, torch.Tensor]]] = defaultdict(list)
+    for name, value in named:
+        if _can_be_bad(value):
+            tensor = torch.view_as_real(value.detach()) if value.is_complex() else value.detach()
+            by_dtype[tensor.dtype].append((name, tensor))
+    parts = []
+    with torch.no_grad():
+        for dtype in [dtype for dtype in by_dtype if dtype.itemsize == 1]:  # float8: nothing computes with it
+            by_dtype[torch.float32] += [(name, tensor.float()) for name, tensor in by_dtype.pop(dtype)]
+        for found in by_dtype.values():
+            # the largest magnitude is finite exactly when every element is; one fused kernel for all tensors
+            largest = torch._foreach_norm([tensor for _, tensor in found], math.inf)
+            bad = torch.stack(list(largest)).isfinite().logical_not()
+            parts.append(Flags(tuple(name for name, _ in found), bad))
+    return parts
+
+
+def _can_be_bad(value: Any) -> bool:
+    if not isinstance(value, torch.Tensor) or value.layout is not torch.strided or value.numel() == 0:
+        return False
+    return value.is_complex() or (value.is_floating_point() and value.dtype is not torch.float4_e2m1fn_x2)
+
+
+class FlagReader:
+    """Reads flags when they have arrived on the host, and raises for the first that is set."""
+
+    def __init__(self, step: str) -> None:
+        self._step = step
+        self._raised = 0
+        """Calls that did nothing but raise for an earlier one."""
+        self.pending: deque[tuple[int, tuple[str, ...], Reading]] = deque()
+
+    def post(self, call: int, flags: Flags | None, backend: Backend) -> None:
+        """Send a call's flags on their way to the host. `call` counts the calls that ran, this one included."""
+        if flags is not None:
+            self.pending.append((call + self._raised, flags.names, backend.read_later(flags.bad)))
+
+    def drain(self) -> None:
+        """Wait for all flags and look at them."""
+        self.check(wait=True)
+
+    def check(self, *, wait: bool = False) -> None:
+        """At the beginning of a call: look at the flags that have arrived; with `wait`, which is no call, at all."""
+        while self.pending and (wait or self.pending[0][2].is_ready()):
+            call, names, reading = self.pending.popleft()
+            told = zip(names, reading.value().tolist(), strict=True)
+            bad = list(dict.fromkeys(name for name, is_bad in told if is_bad))
+            if bad:
+                self.pending.clear()
+                self._raised += not wait
+                more = f", and {len(bad) - 1} more" if len(bad) > 1 else ""
+                raise NonFinite(
+                    f"{self._step}: `{bad[0]}` was not finite in call {call}{more}",
+                    rule="non-finite",
+                    details=[f"`{name}`" for name in bad[1:8]],
+                    why="a flag that the step computed on the device says that it held a NaN or an infinity.",
+                    fix="go back to a checkpoint of before that call; calls are counted from 1. To find the operation, "
+                    "run that batch eagerly under torch.autograd.set_detect_anomaly(True).",
+                )

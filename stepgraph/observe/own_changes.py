@@ -1,0 +1,118 @@
+"""What a step itself does to its model behind the graph's back: other tensors, other modules, other flags.
+
+A replay runs no Python. A buffer that the step puts in another's place (`self.mean = 0.9 * self.mean + ...`), data that
+it gives a parameter (`p.data = p.data - lr * p.grad`), a flag that it leaves changed would all stay those of the
+capture. What is changed in place is no such thing: it is part of the graph. Modes are no such thing either: a step that
+says `model.train()` leaves the model so, whatever its mode was, and the same can be done after each replay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.optim.optimizer import Optimizer
+
+from stepgraph.guards.layout import change_of, layouts_of
+from stepgraph.guards.optimizer import NumbersGuard
+
+
+class ModelState:
+    """What modules and parameters are made of at one moment."""
+
+    def __init__(self, modules: Sequence[torch.nn.Module], parameters: Sequence[torch.Tensor]) -> None:
+        self._slots: list[tuple[torch.nn.Module, dict[str, Any], dict[str, Any]]] = [
+            (module, where, dict(where))
+            for module in modules
+            for where in (module._parameters, module._buffers, module._modules)
+            if isinstance(where, dict)  # those of TorchScript's modules are not, and cannot be changed by Python
+        ]
+        held = (t for _, _, kept in self._slots for t in kept.values() if isinstance(t, torch.Tensor))
+        tensors = {id(t): t for t in (*parameters, *held)}
+        self._data = [(layout, layout[0].detach()) for layout in layouts_of(tensors.values())]
+        self._flags = [(p, p.requires_grad) for p in parameters]
+        self._modes = [(module, module.training) for module in modules]
+
+    def changed(self, name: Callable[[Any], str]) -> str | None:
+        """The first thing that is another by now, in words."""
+        return next(self._changes(name), None)
+
+    def _changes(self, name: Callable[[Any], str]) -> Iterator[str]:
+        for module, where, before in self._slots:
+            for key in {**before, **where}:
+                if where.get(key, _MISSING) is not before.get(key, _MISSING):
+                    yield f"puts something else in the place of `{name(module)}.{key}`"
+        for layout, _ in self._data:
+            if change_of(layout) is not None:
+                yield f"gives `{self._name(layout[0], name)}` other data (`.data = ...`)"
+        for parameter, flag in self._flags:
+            if parameter.requires_grad != flag:
+                yield f"leaves requires_grad of `{self._name(parameter, name)}` {not flag}, and found it {flag}"
+
+    def _name(self, tensor: torch.Tensor, name: Callable[[Any], str]) -> str:
+        for module, _, before in self._slots:
+            for key, value in before.items():
+                if value is tensor:
+                    return f"{name(module)}.{key}"
+        return name(tensor)
+
+    def restore(self) -> None:
+        """Make all as it was."""
+        for _, where, before in self._slots:
+            if list(where) != list(before) or any(where[key] is not value for key, value in before.items()):
+                where.clear()
+                where.update(before)
+        for layout, data in self._data:
+            if change_of(layout) is not None:
+                layout[0].data = data
+        for parameter, flag in self._flags:
+            if parameter.requires_grad != flag:
+                parameter.requires_grad_(flag)
+        self.take_modes()
+
+    def take_modes(self) -> list[tuple[torch.nn.Module, bool]]:
+        """The modules that are in another mode by now, and in which; they are put back."""
+        left = [(module, module.training) for module, mode in self._modes if module.training != mode]
+        for module, mode in self._modes:
+            module.training = mode
+        return left
+
+
+_MISSING = object()
+
+
+class OwnNumbers:
+    """Numbers of optimizers that the step itself changes, in one eager call.
+
+    What an optimizer between graphs does to its own numbers in its own step is done at each replay, too.
+    """
+
+    def __init__(self, optimizers: Sequence[Optimizer], is_inside: Callable[[Optimizer], bool]) -> None:
+        self._guards = {id(o): NumbersGuard(o) for o in optimizers}
+        self._is_inside = is_inside
+        self._changes: dict[int, str] = {}
+
+    def begin(self, optimizer: Optimizer) -> None:
+        """Its step begins."""
+        if id(optimizer) not in self._guards:
+            self._guards[id(optimizer)] = NumbersGuard(optimizer)
+        elif not self._is_inside(optimizer):
+            self._note(id(optimizer))
+
+    def end(self, optimizer: Optimizer) -> None:
+        """Its step ends."""
+        if not self._is_inside(optimizer):
+            self._guards[id(optimizer)] = NumbersGuard(optimizer)
+
+    def _note(self, key: int) -> None:
+        changed = self._guards[key].changed()
+        if changed is not None:
+            self._changes.setdefault(key, changed)
+
+    def finish(self) -> dict[int, str]:
+        """What the step has changed of each optimizer, by id, in words. No optimizer is held any more."""
+        for key in self._guards:
+            self._note(key)
+        self._guards.clear()
+        return self._changes

@@ -1,0 +1,1 @@
+"""Optimizers and gradient scalers under capture."""

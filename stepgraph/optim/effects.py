@@ -1,0 +1,97 @@
+"""What an optimizer's step does besides its update: what it returns, and which gradients it takes away.
+
+An optimizer between graphs does not run while the step is recorded. Where the step's own code depends on more than the
+update, the recording has to go on as if it had run: gradients that it was seen to clear are gone, and of what it was
+seen to return nothing is known but that it is something. What it really leaves is seen at each replay.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import torch
+from torch.optim.optimizer import Optimizer
+
+from stepgraph.errors import CaptureError
+
+
+class OptimizerEffects:
+    """What the optimizers of a step did in its last eager call."""
+
+    def __init__(self) -> None:
+        self._under_way: dict[int, tuple[int, list[tuple[torch.Tensor, torch.Tensor | None]]]] = {}
+        self._returning: set[int] = set()
+        self._cleared: dict[int, list[weakref.ref[torch.Tensor]]] = {}
+
+    def begin(self, optimizer: Optimizer) -> bool:
+        """Its step begins. Whether it is a step of its own: a subclass's step calls its parent's."""
+        depth, before = self._under_way.get(id(optimizer), (0, []))
+        if not depth:
+            before = [(p, p.grad) for group in optimizer.param_groups for p in group["params"]]
+        self._under_way[id(optimizer)] = (depth + 1, before)
+        return not depth
+
+    def end(self, optimizer: Optimizer, result: Any) -> bool:
+        """Its step ends and returns this. Whether that was a step of its own."""
+        depth, before = self._under_way.pop(id(optimizer), (1, []))
+        if depth > 1:
+            self._under_way[id(optimizer)] = (depth - 1, before)
+            return False
+        if result is not None:
+            self._returning.add(id(optimizer))
+        cleared = self._cleared.setdefault(id(optimizer), [])
+        cleared += [weakref.ref(p) for p, grad in before if grad is not None and p.grad is None]
+        return True
+
+    def imitate(self, optimizer: Optimizer) -> Any:
+        """In a recording, where the optimizer's step would have run: leave what it leaves."""
+        for cleared in self._cleared.get(id(optimizer), ()):
+            parameter = cleared()
+            if parameter is not None:
+                parameter.grad = None
+        return _Unknown(f"{type(optimizer).__name__}.step()") if id(optimizer) in self._returning else None
+
+
+class _Unknown:
+    """Stands for what an optimizer between graphs returns. It may be thrown away, and nothing else."""
+
+    def __init__(self, name: str) -> None:
+        self.__dict__["_name"] = name
+
+    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
+        raise result_used(self.__dict__["_name"])
+
+    def __getattr__(self, name: str) -> NoReturn:
+        self._refuse()
+
+    @classmethod
+    def __torch_function__(cls, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for value in (*args, *(kwargs or {}).values()):
+            if isinstance(value, cls):
+                value._refuse()
+        raise result_used("an optimizer")
+
+    __bool__ = __float__ = __int__ = __index__ = __iter__ = __len__ = __getitem__ = __call__ = _refuse
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _refuse
+    __neg__ = __lt__ = __le__ = __gt__ = __ge__ = __eq__ = __ne__ = _refuse
+    __hash__ = object.__hash__
+
+
+def refuse_unknown_results(values: list[Any]) -> None:
+    """Refuse a step that hands out what an optimizer between graphs returns."""
+    for value in values:
+        if isinstance(value, _Unknown):
+            value._refuse()
+
+
+def result_used(name: str) -> CaptureError:
+    """The error for a step that uses what an optimizer between graphs returns."""
+    return CaptureError(
+        f"the step uses what {name} returns",
+        rule="optimizer-result",
+        why="the optimizer runs between graphs, and what it returns is only known then; no graph can read it.",
+        fix="have it write the value into a tensor of its own (self.norm.copy_(norm)) and read that after the step, or "
+        "compute the value in the step itself.",
+    )

@@ -1,0 +1,263 @@
+"""Optimizers under capture: inside the graph only where a replay is bit for bit the eager step.
+
+The measure is the user's own program in eager: same arithmetic, same Python-float learning rate. Adam with
+`capturable=True` is not that (its bias correction runs in float32 on the device), nor is a float32 tensor learning
+rate. So an optimizer goes inside a graph only when its kernels take no number that changes from step to step: the
+fused ones count their steps on the device, SGD and RMSprop use no count. Their numbers (learning rate, weight decay,
+betas, ...) are baked into the graph and compared before each replay; when one changes, the optimizer leaves the graph
+for good. Any other optimizer runs eagerly at its place, between two graphs, which is right by construction.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch.optim.optimizer import Optimizer
+
+from stepgraph.backends import Backend
+from stepgraph.errors import CaptureError, entry
+from stepgraph.optim.patch import shadowed
+from stepgraph.optim.steps import all_have_hooks, has_other_step, step_hooks
+
+Cut: TypeAlias = Callable[[str, Callable[[], Any], Callable[[], Any] | None], Any]
+"""Notes a call to make between two graphs, by name, and what to do in its place while recording."""
+MODES = ("auto", "inside", "outside", "capturable")
+_FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
+_STEPLESS = (torch.optim.SGD, torch.optim.RMSprop)
+_HEALTH_CHECKS = ("_cuda_graph_capture_health_check", "_accelerator_graph_capture_health_check")
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where an optimizer runs, and why."""
+
+    inside: bool
+    reason: str
+
+
+def place(optimizer: Optimizer, mode: str, moved: str | None = None) -> Placement:
+    """Decide whether an optimizer's step is captured. `moved` names a number of it that changed after a capture."""
+    kind = type(optimizer)
+    if mode == "outside":
+        return Placement(False, "optimizer='outside'")
+    if moved is not None:
+        return Placement(False, f"its numbers change: {moved}")
+    if has_other_step(optimizer):
+        return Placement(False, "its step was replaced by other code")
+    if any(step_hooks(optimizer)):
+        return Placement(False, "it has step hooks, which must run at each step")
+    if all_have_hooks():
+        return Placement(False, "all optimizers have step hooks, which must run at each step")
+    if kind in _FUSED and all(group.get("fused") for group in optimizer.param_groups):
+        return Placement(True, "fused: its step count is on the device")
+    if all(group.get("capturable") for group in optimizer.param_groups):
+        return Placement(True, "capturable: its step count is on the device")
+    if kind in _STEPLESS and not any(_is_tensor_number(g) or g["differentiable"] for g in optimizer.param_groups):
+        return Placement(True, f"{kind.__name__} uses no step count")
+    if mode == "inside" and not _counts_on_host(optimizer):
+        return Placement(True, "optimizer='inside'")
+    reason = "its step count is on the host" if _counts_on_host(optimizer) else "not known to replay bit for bit"
+    return Placement(False, reason)
+
+
+def place_made(optimizer: Optimizer, mode: str) -> Placement:
+    """The same for an optimizer that the step itself makes, uses and drops: it is inside, or cannot be recorded."""
+    if mode == "capturable" and all(group.get("capturable") for group in optimizer.param_groups):
+        return Placement(False, "which optimizer='capturable' would have to change while it is recorded")
+    return place(optimizer, "auto" if mode == "outside" else mode)
+
+
+def _is_tensor_number(group: dict[str, Any]) -> bool:
+    return any(isinstance(v, torch.Tensor) for k, v in group.items() if k != "params")
+
+
+def _counts_on_host(optimizer: Optimizer) -> bool:
+    is_torch = type(optimizer).__module__.startswith("torch.optim")
+    return is_torch and type(optimizer) not in _STEPLESS
+
+
+def check_forced(optimizer: Optimizer, mode: str, placement: Placement) -> None:
+    """Refuse `optimizer='inside'` where it would freeze the step count."""
+    if mode == "inside" and not placement.inside and _counts_on_host(optimizer):
+        row = entry("optimizer-capturable")
+        what = f"{type(optimizer).__name__}: {row.what}"
+        raise CaptureError(what, rule=row.rule, why=row.why, fix=row.fix, entry=row)
+
+
+class BornState:
+    """Whether a recording made optimizer state: its zeros would be written again at each replay.
+
+    Optimizers make their state at the first step that finds gradients. If warm-up had none, the recording has to be
+    dropped, with what it made, and the step has to run eagerly once more.
+    """
+
+    def __init__(self, optimizers: Sequence[Optimizer]) -> None:
+        self._before = [(o, {p: dict(state) for p, state in o.state.items()}) for o in optimizers]
+
+    def rollback(self) -> bool:
+        """Drop what was not there before; whether there was any."""
+        found = False
+        for optimizer, before in self._before:
+            for parameter, state in list(optimizer.state.items()):
+                earlier = before.get(parameter, {})
+                if all(value is earlier.get(key, _MISSING) for key, value in state.items()):
+                    continue
+                found = True
+                if parameter in before:
+                    state.clear()
+                    state.update(earlier)
+                else:
+                    del optimizer.state[parameter]
+        return found
+
+
+_MISSING = object()
+
+
+class HostCounters:
+    """Step counts that a captured optimizer keeps in host memory (RMSprop's, for its state_dict): one more each replay.
+
+    On CUDA such a count is plain host work: capture runs it once and replays never. It is taken back after capture and
+    advanced at each replay, with one fused call.
+    """
+
+    def __init__(self, optimizers: Sequence[Optimizer], backend: Backend) -> None:
+        tensors = [v for o in optimizers for state in o.state.values() for v in state.values()]
+        self._tensors = [t for t in tensors if isinstance(t, torch.Tensor) and not backend.owns(t)]
+        self._before = [t.clone() for t in self._tensors]
+        self._counting: list[torch.Tensor] = []
+        self._steps: list[torch.Tensor] = []
+
+    def rollback(self) -> None:
+        """Take back what the capture did."""
+        for tensor, before in zip(self._tensors, self._before, strict=True):
+            step = tensor - before
+            if bool(step.any()):
+                self._counting.append(tensor)
+                self._steps.append(step)
+            tensor.copy_(before)
+
+    @property
+    def is_needed(self) -> bool:
+        """Whether there is anything to advance."""
+        return bool(self._counting)
+
+    def advance(self) -> None:
+        """What a replay would have done."""
+        torch._foreach_add_(self._counting, self._steps)
+
+
+@contextlib.contextmanager
+def cut_at(
+    optimizers: Sequence[Optimizer],
+    cut: Cut,
+    before: Callable[[Optimizer], None],
+    imitate: Callable[[Optimizer], Any],
+) -> Iterator[None]:
+    """While recording, turn each step of these optimizers into a cut: the step is noted, not run.
+
+    Nothing runs during capture, so an optimizer between two graphs must not run either. Its `step` is shadowed on the
+    instance, where schedulers and scalers look it up too, and found again at the end. `before` is called first,
+    `imitate` in the place of the step.
+    """
+    with contextlib.ExitStack() as stack:
+        for optimizer in optimizers:
+            stack.enter_context(shadowed(optimizer, "step", _cutting_step(optimizer, cut, before, imitate)))
+        yield
+
+
+def _cutting_step(
+    optimizer: Optimizer, cut: Cut, before: Callable[[Optimizer], None], imitate: Callable[[Optimizer], Any]
+) -> Callable[..., Any]:
+    name = f"{type(optimizer).__name__}.step"
+
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        if any(arg is not None for arg in (*args, kwargs.get("closure"))):
+            raise CaptureError(
+                f"{name} was called with a closure",
+                rule="optimizer-closure",
+                why="the optimizer runs between graphs, and its closure would run there, eagerly and unrecorded.",
+                fix="compute the loss and call backward() before step(), without a closure. If a framework passes one "
+                "of its own (Lightning), step the optimizer inside its wrapper, or use one that runs inside the graph, "
+                "where a closure is recorded (fused=True). For LBFGS, capture the closure and step outside of it.",
+            )
+        before(optimizer)
+        # looked up then: a scheduler made later wraps it
+        return cut(name, lambda: optimizer.step(**kwargs), functools.partial(imitate, optimizer))
+
+    return noted
+
+
+@contextlib.contextmanager
+def captured_inside(optimizers: Sequence[Optimizer]) -> Iterator[None]:
+    """Let these optimizers step inside a capture: `place` has found them fit, whatever their capturable flag says."""
+    with contextlib.ExitStack() as stack:
+        for optimizer in optimizers:
+            for check in _HEALTH_CHECKS:
+                if hasattr(optimizer, check):
+                    stack.enter_context(shadowed(optimizer, check, lambda: None))
+        yield
+
+
+@contextlib.contextmanager
+def letting_step() -> Iterator[Callable[[Optimizer], None]]:
+    """The same for optimizers that the step makes while it is recorded: tell of each when it steps."""
+    told: list[weakref.ref[Optimizer]] = []
+
+    def let_step(optimizer: Optimizer) -> None:
+        told.append(weakref.ref(optimizer))
+        vars(optimizer).update({check: lambda: None for check in _HEALTH_CHECKS if hasattr(optimizer, check)})
+
+    try:
+        yield let_step
+    finally:
+        for optimizer in filter(None, (ref() for ref in told)):
+            for check in _HEALTH_CHECKS:
+                vars(optimizer).pop(check, None)
+
+
+def make_capturable(optimizer: Optimizer, device: torch.device) -> bool:
+    """Switch an optimizer to its capturable form: step counts and learning rate on the device. False if it has none."""
+    if not all("capturable" in group for group in optimizer.param_groups):
+        return False
+    for group in optimizer.param_groups:
+        group["capturable"] = True
+        if not isinstance(group["lr"], torch.Tensor):
+            group["lr"] = torch.tensor(group["lr"], dtype=torch.float32, device=device)
+    for state in optimizer.state.values():
+        if isinstance(state.get("step"), torch.Tensor):
+            state["step"] = state["step"].to(device=device, dtype=torch.float32)
+    return True
+
+
+@contextlib.contextmanager
+def capturable_on_cpu() -> Iterator[None]:
+    """Let capturable optimizers run on CPU tensors, where torch refuses them although they compute the same.
+
+    torch.optim lists the devices that have graphs (`_get_capturable_supported_devices`); the tape gives the CPU some.
+    """
+    modules: list[Any] = [
+        importlib.import_module(f"torch.optim.{name}")
+        for name in ("adam", "adamw", "nadam", "radam", "adamax", "adadelta", "asgd", "rprop", "rmsprop")
+    ]
+    originals = [
+        (m, m._get_capturable_supported_devices) for m in modules if hasattr(m, "_get_capturable_supported_devices")
+    ]
+    try:
+        for module, original in originals:
+            module._get_capturable_supported_devices = _with_cpu(original)
+        yield
+    finally:
+        for module, original in originals:
+            module._get_capturable_supported_devices = original
+
+
+def _with_cpu(original: Callable[..., list[str]]) -> Callable[..., list[str]]:
+    return lambda *args, **kwargs: [*original(*args, **kwargs), "cpu"]

@@ -1,0 +1,83 @@
+"""Optimizer steps of one thread's step, told by hooks that torch keeps for the whole process (`HookPlace`)."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import types
+from collections.abc import Callable, Iterator, Mapping, Sized
+from typing import Any
+
+from torch.optim import optimizer as torch_optimizer
+from torch.optim.optimizer import Optimizer
+
+from stepgraph.backends.threads import HookPlace, entries, for_this_thread, is_own
+
+_WALKERS = frozenset(
+    code for code in Optimizer.profile_hook_step.__code__.co_consts if isinstance(code, types.CodeType)
+)
+"""torch's function that walks through the hooks: it is around every optimizer's `step`."""
+_RESULT = "out"
+"""How it calls what `step` has returned."""
+_BEFORE = HookPlace(torch_optimizer._global_optimizer_pre_hooks, _WALKERS)
+_AFTER = HookPlace(torch_optimizer._global_optimizer_post_hooks, _WALKERS)
+
+STEP_HOOKS_OF_ALL: tuple[Mapping[int, Any], ...] = tuple(
+    getattr(torch_optimizer, f"_global_optimizer_{kind}_hooks", {}) for kind in ("pre", "post")
+)
+"""Where torch keeps the hooks on every optimizer's step."""
+
+
+@contextlib.contextmanager
+def at_optimizer_steps(
+    before: Callable[[Optimizer], None] | None = None, after: Callable[[Optimizer, Any], None] | None = None
+) -> Iterator[None]:
+    """Be told of each optimizer that steps meanwhile, and does so for a step that this thread calls.
+
+    `after` is told what the step returns, too. Both stand around the hooks of the optimizer itself.
+    """
+    is_ours = for_this_thread()
+
+    def begun(optimizer: Optimizer, *_: Any) -> None:
+        if is_ours() and before is not None:
+            before(optimizer)
+
+    def ended(optimizer: Optimizer, *_: Any) -> None:
+        if is_ours() and after is not None:
+            after(optimizer, _returned(sys._getframe(2)))
+
+    with contextlib.ExitStack() as stack:
+        if before is not None:
+            _BEFORE.listen(begun)
+            stack.callback(_BEFORE.leave, begun)
+        if after is not None:
+            _AFTER.listen(ended)
+            stack.callback(_AFTER.leave, ended)
+        yield
+
+
+def _returned(walker: types.FrameType) -> Any:
+    """What a step returns, from the frame that calls its hooks: torch does not tell them."""
+    return walker.f_locals.get(_RESULT) if walker.f_code in _WALKERS else None
+
+
+def all_have_hooks() -> bool:
+    """Whether somebody has a hook on every optimizer's step."""
+    return any(STEP_HOOKS_OF_ALL) and not all(is_own(h) for hooks in STEP_HOOKS_OF_ALL for _, h in entries(hooks))
+
+
+def has_other_step(optimizer: Optimizer) -> bool:
+    """Whether somebody has put other code in the place of an optimizer's step."""
+    return without_schedulers(optimizer.step) is not type(optimizer).step
+
+
+def step_hooks(optimizer: Optimizer) -> list[Sized]:
+    """Where an optimizer keeps the hooks on its step."""
+    return [optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks]
+
+
+def without_schedulers(method: Any) -> Any:
+    """The function behind a method, and behind the wrapper that a learning rate scheduler puts around it."""
+    while getattr(method, "_wrapped_by_lr_sched", False):
+        method = method.__wrapped__
+    return getattr(method, "__func__", method)

@@ -1,0 +1,343 @@
+"""Named random states: draws inside `fork(name)` come from a state of that name, and the default one is untouched.
+
+Tensor parallelism needs it: dropout that must differ between ranks draws from one state, dropout that must agree from
+another. A name is a `torch.Generator`. To fork, its state and that of the device's default generator are swapped, and
+swapped back at the end, so that every operator, also one that knows nothing of generators, draws from it. A swap under
+capture is part of the graph (`Backend.swap_random_state`), and every graph knows all names (`ChainRecorder`), so a
+replay draws from the live states and advances them. One name is swapped in at a time: a fork inside a fork first gives
+the outer name its state back. So each state has one home, and the same name may be forked within itself.
+
+Why it belongs to the process: torch has one default generator a device, for the whole process, and model code asks for
+the tracker by a function without arguments, at any depth. Two trackers that swap one generator's state would not know
+of each other. `_TRACKERS` is therefore the one place where this package holds state in a module, one tracker a device;
+`get_cuda_rng_tracker().reset()` empties it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+from stepgraph.backends import Backend, backend_for
+from stepgraph.errors import InvalidArgument
+from stepgraph.frames import called_from_torch
+from stepgraph.native.row import Untouched
+from stepgraph.rng.recompute import STEP_FIX, Forward, Moment, Recomputation, state_of_another_graph
+
+_TRACKERS: dict[torch.device, CudaRNGStatesTracker] = {}
+
+
+def get_cuda_rng_tracker(device: torch.device | str | None = None) -> CudaRNGStatesTracker:
+    """The process's tracker of named random states on a device: the current GPU, or the CPU where there is none.
+
+    Example:
+        >>> tracker = stepgraph.get_cuda_rng_tracker()
+        >>> tracker.add("model-parallel-rng", seed=1234 + rank)
+        >>> with tracker.fork():                     # inside a captured step as outside
+        ...     hidden = F.dropout(hidden, 0.1)
+    """
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    return tracker_for(backend_for(device))
+
+
+def tracker_for(backend: Backend) -> CudaRNGStatesTracker:
+    """The process's tracker on a backend's device."""
+    tracker = _TRACKERS.get(backend.device)
+    if tracker is None:
+        tracker = _TRACKERS[backend.device] = CudaRNGStatesTracker(backend)
+    return tracker
+
+
+class Segment:
+    """The states that were read while one graph was recorded, by id."""
+
+    def __init__(self, forward: Segment | None = None) -> None:
+        self.states: dict[int, torch.Tensor] = {}
+        self._forward = forward
+        self.rewinds = False
+        """Whether it goes back to a state of its forward graph."""
+
+    def goes_to(self, state: torch.Tensor) -> bool:
+        """Whether a state is known here, so that it can be gone back to."""
+        if id(state) in self.states:
+            return True
+        found = self._forward is not None and id(state) in self._forward.states
+        self.rewinds = self.rewinds or found
+        return found
+
+
+class CudaRNGStatesTracker:
+    """Named random states of one device. `get_cuda_rng_tracker` gives the process's, which every graph knows.
+
+    Of another one, made by hand, a step must be told: `capture(step, generators=tracker.generators)`.
+    """
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        self._named: dict[str, torch.Generator] = {}
+        self._seeds: set[int] = set()
+        self.generators: tuple[torch.Generator, ...] = ()
+        """The generators that hold the states; another tuple whenever the names are others."""
+        self.active: str | None = None
+        """The name that is forked right now."""
+        self.asked = 0
+        """How often code has forked or looked at the names; new ones are of no concern to a step that did neither."""
+        self._recomputing = 0
+        self._segment = Segment()
+
+    # -- names
+
+    @property
+    def states(self) -> tuple[str, ...]:
+        """The names, in the order they were added."""
+        self.asked += 1
+        return tuple(self._named)
+
+    def is_initialized(self) -> bool:
+        """Whether there is any name."""
+        return bool(self.states)
+
+    def add(self, name: str, seed: int) -> None:
+        """Add a state under a new name, seeded with a seed that no other name has."""
+        self._refuse_while_in_use(f"`{name}` was about to be added")
+        if name in self._named or seed in self._seeds:
+            twice = f"a random state `{name}`" if name in self._named else f"a random state with seed {seed}"
+            raise InvalidArgument(
+                f"tracker.add({name!r}, {seed}): there is {twice} already",
+                rule="rng-state",
+                why="names find a state, and two states of one seed would draw the same numbers.",
+                fix="take another name and another seed, or call tracker.reset() first to start over.",
+            )
+        self._named[name] = self._generator().manual_seed(seed)
+        self._seeds.add(seed)
+        self._names_changed()
+
+    def reset(self) -> None:
+        """Forget all names."""
+        self._refuse_while_in_use("the tracker was about to be reset")
+        self._named.clear()
+        self._seeds.clear()
+        self._names_changed()
+
+    def _generator(self) -> torch.Generator:
+        return torch.Generator(self._backend.device)
+
+    def _names_changed(self) -> None:
+        self.generators = tuple(self._named.values())
+
+    def _refuse_while_in_use(self, what: str) -> None:
+        if self.active is not None or self._backend.is_capturing():
+            where = "while a step is captured" if self.active is None else f"inside fork({self.active!r})"
+            raise InvalidArgument(
+                f"{what} {where}",
+                rule="rng-state",
+                why="a graph knows the states that there were when its capture began, and a fork gives its state back.",
+                fix="add names once, before the first step.",
+            )
+
+    # -- drawing
+
+    @contextlib.contextmanager
+    def fork(self, name: str = "model-parallel-rng") -> Iterator[None]:
+        """Draw from a named state inside the block, and from the state of before after it, also after an exception."""
+        self.asked += 1
+        if name not in self._named:
+            raise InvalidArgument(
+                f"tracker.fork({name!r}): there is no random state of that name on {self._backend.device}",
+                rule="rng-state",
+                details=[f"names  {', '.join(self._named) or 'none'}"],
+                why="a state is made, with its seed, before it is drawn from.",
+                fix=f"call get_cuda_rng_tracker().add({name!r}, seed) once, after torch.cuda.set_device.",
+            )
+        self._refuse_unknown_recomputation(name)
+        outer = self.active
+        try:
+            self._switch(name)
+            yield
+        finally:
+            self._switch(outer)
+
+    def _switch(self, name: str | None) -> None:
+        if name == self.active:
+            return
+        if self.active is not None:
+            self._backend.swap_random_state(self._named[self.active])
+            self.active = None
+        if name is not None:
+            self._backend.swap_random_state(self._named[name])
+            self.active = name
+
+    # -- states as values
+
+    def get_states(self) -> dict[str, torch.Tensor]:
+        """Every name's state as a tensor, to be saved in a checkpoint."""
+        self.asked += 1
+        return {name: self._get(name) for name in self._named}
+
+    def set_states(self, states: Mapping[str, torch.Tensor]) -> None:
+        """Make the names and their states those of `get_states`; graphs go on with the new states."""
+        before, renamed = self._named, set(states) != set(self._named)
+        if renamed:
+            self._refuse_while_in_use("names were about to change")
+            self._named = {name: before.get(name) or self._generator() for name in states}
+        kept = self.get_states()
+        for name, state in states.items():
+            try:
+                self._set(name, state)
+            except (RuntimeError, TypeError, AttributeError) as error:
+                for known in kept:
+                    self._set(known, kept[known])
+                self._named = before
+                if self._backend.is_capturing():
+                    raise
+                raise InvalidArgument(
+                    f"tracker.set_states: `{name}` has no random state of {self._backend.device.type}: {error}",
+                    rule="rng-state",
+                    why="states are the tensors that get_states returned, on the same kind of device.",
+                    fix="save tracker.get_states() in the checkpoint, and pass it back as it is.",
+                ) from error
+        if renamed:
+            self._names_changed()
+
+    def _home(self, name: str | None) -> torch.Generator:
+        """The generator that holds a state now: a forked one and the default one have changed places."""
+        if name == self.active:
+            return self._backend.default_generator
+        home = self.active if name is None else name
+        assert home is not None
+        return self._named[home]
+
+    def _get(self, name: str | None) -> torch.Tensor:
+        with torch.inference_mode(False):  # the tensor may outlive the mode
+            state = self._backend.get_random_state(self._home(name))
+        if self._backend.is_capturing():
+            self._segment.states[id(state)] = state
+        return state
+
+    def _set(self, name: str | None, state: torch.Tensor) -> None:
+        if self._backend.is_capturing() and not self._segment.goes_to(state):
+            raise state_of_another_graph(f"the step sets the random state `{name or 'default'}`", STEP_FIX)
+        self._backend.set_random_state(self._home(name), state if state.device.type == "cpu" else state.cpu())
+
+    # -- recomputation
+
+    def checkpoint_contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+        """What torch.utils.checkpoint takes as `context_fn`, so that the recomputation draws what the forward drew.
+
+        Example:
+            >>> checkpoint(layer, x, use_reentrant=False, context_fn=tracker.checkpoint_contexts)
+        """
+        forward = Forward(self)
+        return forward, Recomputation(self, forward)
+
+    def moment(self) -> Moment:
+        """All states now."""
+        return Moment(self.active, {name: self._get(name) for name in (None, *self._named)})
+
+    def go_to(self, moment: Moment) -> None:
+        """Make all states those of a moment."""
+        self._switch(moment.active)
+        for name, state in moment.states.items():
+            self._set(name, state)
+
+    @contextlib.contextmanager
+    def recomputing(self) -> Iterator[None]:
+        """The block is a recomputation whose states are right."""
+        self._recomputing += 1
+        try:
+            yield
+        finally:
+            self._recomputing -= 1
+
+    def _refuse_unknown_recomputation(self, name: str) -> None:
+        in_backward = torch._C._current_graph_task_id() != -1
+        if in_backward and not self._recomputing and called_from_torch("utils/checkpoint.py"):
+            raise InvalidArgument(
+                f"tracker.fork({name!r}) runs again, in the recomputation of torch.utils.checkpoint",
+                rule="rng-recompute",
+                why="torch restores the default random state for it and knows nothing of named ones: it would draw "
+                "other numbers than the forward did, and gradients would be wrong.",
+                fix="checkpoint(..., use_reentrant=False, context_fn=get_cuda_rng_tracker().checkpoint_contexts).",
+            )
+
+    # -- for the recorder of a step
+
+    def begin_segment(self, forward: Segment | None = None) -> Segment:
+        """A graph begins: states that were read before are not its own, but for those of its forward graph."""
+        self._segment = Segment(forward)
+        return self._segment
+
+    @contextlib.contextmanager
+    def left(self) -> Iterator[str | None]:
+        """Leave the fork for the length of the block; gives its name."""
+        active = self.active
+        self._switch(None)
+        try:
+            yield active
+        finally:
+            self._switch(active)
+
+    @contextlib.contextmanager
+    def moved_to(self, name: str | None) -> Iterator[None]:
+        """Be inside the fork of a name, or outside any, for the length of the block."""
+        outer = self.active
+        self._switch(name)
+        try:
+            yield
+        finally:
+            self._switch(outer)
+
+    def under(self, name: str | None, call: Callable[[], Any]) -> Callable[[], Any]:
+        """A call made inside a fork."""
+        if name is None:
+            return call
+
+        def forked() -> Any:
+            with self.fork(name):
+                return call()
+
+        return forked
+
+
+class NamesGuard:
+    """The names and the fork that a graph was captured with."""
+
+    def __init__(self, tracker: CudaRNGStatesTracker) -> None:
+        self._tracker = tracker
+        self._named = dict(zip(tracker.states, tracker.generators, strict=True))
+        self._generators, self._active = tracker.generators, tracker.active
+        self._asked = tracker.asked
+
+    def if_needed(self) -> tuple[NamesGuard, ...]:
+        """This guard, if the tracker was asked for anything since it was made."""
+        return (self,) if self._tracker.asked != self._asked else ()
+
+    def expect_fork(self, row: Untouched) -> None:
+        """What `fits` comes down to."""
+        row.attribute(self._tracker, "active", self._active)
+
+    def expect(self, row: Untouched) -> None:
+        """What `changed` comes down to."""
+        row.attribute(self._tracker, "generators", self._generators)
+
+    def fits(self) -> bool:
+        """Whether the step is called inside the same fork, or outside any, as it was."""
+        return self._tracker.active == self._active
+
+    def changed(self) -> str | None:
+        """What is other about the names than at capture."""
+        if self._tracker.generators is self._generators:
+            return None
+        now = self._tracker.states
+        for name in now:
+            if name not in self._named:
+                return f"random state `{name}` was added to the tracker"
+        for name in self._named:
+            if name not in now:
+                return f"random state `{name}` was removed from the tracker"
+        return "the tracker's random states were made anew"

@@ -1,0 +1,1 @@
+"""Host values that a step reads: found, compared, and named when they change."""

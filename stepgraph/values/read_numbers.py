@@ -1,0 +1,194 @@
+"""Numbers of optimizers that a step's own code reads: a learning rate in the loss, in the result, in a decay by hand.
+
+An optimizer between graphs reads its numbers and its state at each step, and they are live. But where the step itself
+reads `optimizer.param_groups[0]["lr"]` or `scheduler.get_last_lr()`, the number is baked into the graph beside it, and
+of `optimizer.state` the address. Nearly no step does, and a schedule must not disturb the others, so it is found out:
+while a step is recorded, optimizers between graphs do not run, and whoever reads a number or state of theirs then is
+the step. What was read is watched from then on.
+
+A number that the step writes would be written at the capture and never again, even if it is the same each time. That
+is refused.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import struct
+from collections.abc import Callable, ItemsView, Iterable, Iterator, Sequence, ValuesView
+from typing import Any, NoReturn
+
+from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.optimizer import Optimizer
+
+from stepgraph.errors import CaptureError
+from stepgraph.optim.patch import exchanged, shadowed
+
+Reads = dict[tuple[str, int], Callable[[], Any]]
+"""What a step has read, by the name that it is told by and the owner's id, and how to read it again."""
+
+
+class ReadNumbers:
+    """Notes which numbers are read from optimizers and schedulers."""
+
+    def __init__(self) -> None:
+        self.found: Reads = {}
+        self.states: dict[int, Optimizer] = {}
+        """Optimizers whose state was read, by id."""
+
+    @contextlib.contextmanager
+    def noting(self, objects: Iterable[Any], running: Sequence[Optimizer] = ()) -> Iterator[None]:
+        """While recording: note what is read from these objects, as far as they are optimizers and schedulers.
+
+        Optimizers that are `running` meanwhile read their own numbers, as do others that share groups with them.
+        """
+        seen = {id(optimizer.param_groups) for optimizer in running}
+        with contextlib.ExitStack() as stack:
+            for value in objects:
+                if isinstance(value, Optimizer) and id(value.param_groups) not in seen:
+                    seen.add(id(value.param_groups))
+                    groups = [_NotingGroup(value, i, self.found) for i in range(len(value.param_groups))]
+                    stack.enter_context(exchanged(value.param_groups, groups))
+                    stack.enter_context(shadowed(value, "state", _NotingState(value, self.states)))
+                elif isinstance(value, LRScheduler):
+                    stack.enter_context(shadowed(value, "get_last_lr", functools.partial(self._last_lr, value)))
+            yield
+
+    def _last_lr(self, scheduler: LRScheduler) -> Any:
+        self.found[f"{type(scheduler).__name__}.get_last_lr()", id(scheduler)] = lambda: tuple(scheduler._last_lr)
+        return scheduler._last_lr
+
+
+class _NotingGroup(dict[str, Any]):
+    """A parameter group that notes which of its numbers are read; its parameters are anyone's.
+
+    A dictionary, because code may ask for one, and an empty one, so that nobody reads past the notes.
+    """
+
+    def __init__(self, optimizer: Optimizer, index: int, found: Reads) -> None:
+        super().__init__()
+        self._group = optimizer.param_groups[index]
+        self._optimizer, self._index, self._found = optimizer, index, found
+
+    def __getitem__(self, key: str) -> Any:
+        value = self._group[key]
+        if key != "params":
+            name = _spell(self._optimizer, self._index, key)
+            self._found[name, id(self._optimizer)] = functools.partial(_number, self._optimizer, self._index, key)
+        return value
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._group)
+
+    def __len__(self) -> int:
+        return len(self._group)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._group
+
+    def keys(self) -> Any:
+        return self._group.keys()
+
+    def get(self, key: str, default: Any = None) -> Any:
+        return self[key] if key in self._group else default
+
+    def items(self) -> Any:
+        return ItemsView(self)
+
+    def values(self) -> Any:
+        return ValuesView(self)
+
+    def copy(self) -> dict[str, Any]:
+        return {key: self[key] for key in self}
+
+    def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
+        keys = [str(key) for key in (*args[:1], *kwargs) if isinstance(key, str)]
+        raise _written(_spell(self._optimizer, self._index, keys[0] if keys else "..."))
+
+    __setitem__ = __delitem__ = update = pop = popitem = clear = __ior__ = _refuse
+
+    def setdefault(self, key: str, default: Any = None) -> Any:
+        return self[key] if key in self._group else self._refuse(key)
+
+
+class _NotingState(dict[Any, Any]):
+    """An optimizer's state that notes whether anything is read from it."""
+
+    def __init__(self, optimizer: Optimizer, found: dict[int, Optimizer]) -> None:
+        super().__init__(optimizer.state)
+        self._optimizer, self._found = optimizer, found
+
+    def _note(self) -> None:
+        self._found[id(self._optimizer)] = self._optimizer
+
+    def __getitem__(self, key: Any) -> Any:
+        self._note()
+        return super().__getitem__(key)
+
+    def __missing__(self, key: Any) -> Any:
+        return self.setdefault(key, {})
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        self._note()
+        return super().get(key, default)
+
+    def __iter__(self) -> Iterator[Any]:
+        self._note()
+        return super().__iter__()
+
+    def items(self) -> Any:
+        self._note()
+        return super().items()
+
+    def values(self) -> Any:
+        self._note()
+        return super().values()
+
+
+@contextlib.contextmanager
+def refusing_writes(optimizers: Sequence[Optimizer]) -> Iterator[None]:
+    """While recording: refuse that the step writes a number of these optimizers, be it the same one.
+
+    They run meanwhile, and their groups must be what they are. So each number is made an object that nobody else has:
+    one that is not there at the end was written.
+    """
+    groups = [(o, i, group) for o in optimizers for i, group in enumerate(o.param_groups)]
+    before = [{k: v for k, v in group.items() if type(v) is float} for _, _, group in groups]
+    marks = [{k: struct.unpack("d", struct.pack("d", v))[0] for k, v in numbers.items()} for numbers in before]
+    for (_, _, group), marked in zip(groups, marks, strict=True):
+        group.update(marked)
+    written: str | None = None
+    try:
+        yield
+        written = next(
+            (
+                _spell(optimizer, index, key)
+                for (optimizer, index, group), marked in zip(groups, marks, strict=True)
+                for key, mark in marked.items()
+                if group.get(key) is not mark
+            ),
+            None,
+        )
+    finally:
+        for (_, _, group), numbers in zip(groups, before, strict=True):
+            group.update(numbers)
+    if written is not None:
+        raise _written(written)
+
+
+def _spell(optimizer: Optimizer, index: int, key: str) -> str:
+    return f"{type(optimizer).__name__}.param_groups[{index}][{key!r}]"
+
+
+def _written(name: str) -> CaptureError:
+    return CaptureError(
+        f"the step itself writes {name}",
+        rule="host-value",
+        why="Python code runs only at capture, not at replay: it would be written once.",
+        fix="set it outside the step, before the call; optimizers take it from there.",
+    )
+
+
+def _number(optimizer: Optimizer, index: int, key: str) -> Any:
+    value = optimizer.param_groups[index][key]
+    return tuple(value) if isinstance(value, list) else value

@@ -1,0 +1,117 @@
+"""What a step may draw from: generators of random numbers of its own, and iterators.
+
+A replay draws nothing. Whether a call does is seen from where they are before it and after: in warm-up. In between they
+may be anyone's, so that nothing is asked of them at replays. Where an iterator is can be told of most without moving
+it; of one that keeps it to itself only the name is known.
+"""
+
+from __future__ import annotations
+
+import functools
+import io
+import itertools
+import random
+import sys
+import types
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from stepgraph.values.watch_code import is_users_code
+
+_MADE_OF_OTHERS = (enumerate, zip, map, filter, itertools.cycle, itertools.islice, itertools.chain)
+_DEPTH = 4
+_MOCKS = ("unittest.mock", "mock.mock")
+
+
+class Source:
+    """Something to draw from, and where it was."""
+
+    def __init__(self, name: str, read: Callable[[], Any], kind: str) -> None:
+        self.name, self.kind, self._read = name, kind, read
+        self._before = read()
+
+    def __str__(self) -> str:
+        return f"{self.kind} `{self.name}`"
+
+    @property
+    def is_seen(self) -> bool:
+        """Whether it tells where it is."""
+        return self._before is not None
+
+    def was_drawn_from(self) -> bool:
+        return bool(self._read() != self._before)
+
+
+def source_of(name: str, value: Any) -> Source | None:
+    """The value as something to draw from, if it is that."""
+    read = _state_of_generator(value)
+    if read is not None:
+        return Source(name, read, "the random generator")
+    return Source(name, functools.partial(position_of, value), "the iterator") if is_iterator(value) else None
+
+
+def is_iterator(value: Any) -> bool:
+    """Whether a value is an iterator that Python code of the user does not move: not a file, either."""
+    for base in type(value).__mro__ if type(value) not in weakref.ProxyTypes else ():
+        if "__next__" in vars(base):
+            step = vars(base)["__next__"]
+            if type(step).__module__ in _MOCKS:  # a mock has every method there is
+                return False
+            is_followed = type(step) is types.FunctionType and is_users_code(step.__code__)
+            return not is_followed and not issubclass(type(value), io.IOBase)
+    return False
+
+
+def position_of(value: Any, depth: int = _DEPTH) -> Any:
+    """Where an iterator is, as something to compare; None where it does not tell."""
+    kind = type(value)
+    if kind is types.GeneratorType:
+        frame = value.gi_frame
+        return "at its end" if frame is None else (frame.f_lasti, tuple(map(id, frame.f_locals.values())))
+    if kind is itertools.count:
+        return repr(value)
+    yielded = getattr(value, "__dict__", {}).get("_num_yielded")  # torch's, over a DataLoader
+    if isinstance(yielded, int):
+        return yielded
+    if hasattr(kind, "__length_hint__"):
+        return value.__length_hint__()
+    if kind in _MADE_OF_OTHERS and depth:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)
+            parts = list(_flat(value.__reduce__()[1:]))
+        found = [position_of(part, depth - 1) for part in parts if is_iterator(part)]
+        return None if not found or None in found else (found, [part for part in parts if type(part) in (int, bool)])
+    return None
+
+
+def _flat(parts: Any) -> Iterator[Any]:
+    for part in parts:
+        if type(part) is tuple:
+            yield from _flat(part)
+        else:
+            yield part
+
+
+def _state_of_generator(value: Any) -> Callable[[], Any] | None:
+    """What reads the state of a random generator of Python's or numpy's."""
+    kind = type(value)
+    if issubclass(kind, random.Random) and not issubclass(kind, random.SystemRandom):
+        return functools.partial(random.Random.getstate, value)
+    numpy_random: Any = sys.modules.get("numpy.random")
+    if numpy_random is not None and issubclass(kind, numpy_random.Generator):
+        return functools.partial(_state, value.bit_generator)
+    if numpy_random is not None and issubclass(kind, numpy_random.RandomState):
+        return functools.partial(_state, value._bit_generator)
+    return None
+
+
+def _state(bits: Any) -> Any:
+    return _comparable(bits.state)
+
+
+def _comparable(state: Any) -> Any:
+    if isinstance(state, dict):
+        return {key: _comparable(value) for key, value in state.items()}
+    return state.tobytes() if hasattr(state, "tobytes") else state

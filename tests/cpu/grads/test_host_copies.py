@@ -1,0 +1,48 @@
+"""Copies in one piece of host memory have the bits, the shapes and the strides of what was copied."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from stepgraph.grads.host_copies import copies_on_host
+
+_DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex128, torch.int8, torch.bool]
+
+
+@st.composite
+def _dense(draw: st.DrawFn) -> torch.Tensor:
+    shape = draw(st.lists(st.integers(0, 4), max_size=4))
+    dtype = draw(st.sampled_from(_DTYPES))
+    made = (torch.randn(shape, dtype=torch.float64) * 8).to(dtype)
+    return made.permute(draw(st.permutations(range(len(shape)))))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(_dense(), max_size=6))
+def test_copies_have_bits_and_strides_of_the_originals(tensors: list[torch.Tensor]) -> None:
+    copies = copies_on_host(tensors)
+    for copy, tensor in zip(copies, tensors, strict=True):
+        assert copy.dtype is tensor.dtype
+        assert copy.shape == tensor.shape
+        assert copy.stride() == tensor.stride()
+        assert torch.equal(copy, tensor)
+
+
+def test_copies_stay_when_the_originals_and_their_neighbours_change() -> None:
+    tensors = [torch.full((3, 5), float(i)) for i in range(4)]
+    copies = copies_on_host(tensors)
+    for tensor in tensors:
+        tensor.zero_()
+    copies[1].fill_(9.0)
+    assert [copy.unique().tolist() for copy in copies] == [[0.0], [9.0], [2.0], [3.0]]
+
+
+def test_copies_know_no_autograd_and_no_default_device() -> None:
+    weight = torch.randn(4, requires_grad=True)
+    with torch.device("meta"):
+        (copy,) = copies_on_host([weight * 2])
+    assert not copy.requires_grad
+    assert copy.device.type == "cpu"
+    assert torch.equal(copy, weight.detach() * 2)
