@@ -4,28 +4,7 @@ from stepgraph import order
 from stepgraph.backends import Backend, backend_for
 from stepgraph.buffers.boundary import ArgMetadata
 from stepgraph.callables.callables import make_graphed_callables
-from stepgraph.callables.callables_report import CallablesReport
-from stepgraph.callables.layers_helper import TECudaGraphHelper
-from stepgraph.callables.part_graphs import set_current_microbatch
-from stepgraph.callables.stage import GraphedStages, graph_stage
-from stepgraph.callables.vision_helper import VisionTECudaGraphHelper, get_vision_cuda_graph_seq_length
-from stepgraph.capture.full_iteration import FullCudaGraphWrapper
-from stepgraph.capture.graph_modules import GraphedModules, graph_modules
-from stepgraph.capture.iteration import capture
-from stepgraph.capture.manager import CudaGraphManager
-from stepgraph.capture.mismatch import get_mismatch_errors
-from stepgraph.capture.module_report import ModuleReport
-from stepgraph.capture.module_session import (
-    create_cudagraphs,
-    delete_cuda_graphs,
-    is_graph_capturing,
-    is_graph_warmup,
-)
-from stepgraph.capture.report import Report
-from stepgraph.capture.scopes import ScopeRegistry
-from stepgraph.capture.session import Session
-from stepgraph.capture.static_loader import StaticBufferLoader
-from stepgraph.capture.step import CapturedStep
+from stepgraph.callables.report import CallablesReport
 from stepgraph.errors import (
     BuildError,
     CaptureError,
@@ -38,7 +17,28 @@ from stepgraph.errors import (
     StepgraphError,
     StepgraphWarning,
 )
+from stepgraph.megatron.layers_helper import TECudaGraphHelper
+from stepgraph.megatron.part_graphs import set_current_microbatch
+from stepgraph.megatron.vision_helper import VisionTECudaGraphHelper, get_vision_cuda_graph_seq_length
+from stepgraph.modules.graph_modules import GraphedModules, graph_modules
+from stepgraph.modules.manager import CudaGraphManager
+from stepgraph.modules.mismatch import get_mismatch_errors
+from stepgraph.modules.report import ModuleReport
+from stepgraph.modules.scopes import ScopeRegistry
+from stepgraph.modules.session import (
+    create_cudagraphs,
+    delete_cuda_graphs,
+    is_graph_capturing,
+    is_graph_warmup,
+)
+from stepgraph.pipeline.stage import GraphedStages, graph_stage
 from stepgraph.rng.tracker import CudaRNGStatesTracker, get_cuda_rng_tracker
+from stepgraph.session.session import Session
+from stepgraph.step.capture import capture
+from stepgraph.step.full_iteration import FullCudaGraphWrapper
+from stepgraph.step.report import Report
+from stepgraph.step.static_loader import StaticBufferLoader
+from stepgraph.step.step import CapturedStep
 
 __version__ = "0.1.0"
 

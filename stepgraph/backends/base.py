@@ -16,6 +16,8 @@ from typing import Any, ClassVar
 
 import torch
 
+from stepgraph.errors import CaptureRefused
+
 
 @dataclass(slots=True)
 class RandomUse:
@@ -49,6 +51,10 @@ class Graph(ABC):
     follow: Callable[[], None] | None = None
     """Where calls may come on several streams: to be called first at each replay, before arguments are copied in. It
     queues what the caller's stream gets next behind the last replay of the session."""
+
+    @abstractmethod
+    def refuse(self, error: CaptureRefused) -> None:
+        """Raise this error and break the recording: it stays broken even if the step catches the error."""
 
     @abstractmethod
     def begin(self) -> None:

@@ -15,14 +15,14 @@ from typing import Any
 import torch
 
 from stepgraph.backends import Backend
-from stepgraph.callables.callables_report import CallablesReport
+from stepgraph.callables.capture_job import Making
 from stepgraph.callables.graphed import GraphedCallable
-from stepgraph.callables.making import Making
+from stepgraph.callables.report import CallablesReport
 from stepgraph.callables.request import read_request
 from stepgraph.callables.warm_up import CaptureTimeHooks
-from stepgraph.capture.session import Session
 from stepgraph.errors import InvalidArgument
 from stepgraph.order.entries import is_count
+from stepgraph.session.session import Session
 
 
 def make_graphed_callables(

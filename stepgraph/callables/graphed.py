@@ -10,18 +10,19 @@ import torch
 
 from stepgraph.buffers.borrowed import Lent
 from stepgraph.callables.call_shape import same_modes
-from stepgraph.callables.callables_report import CallablesReport
 from stepgraph.callables.handover import held_result, take_back, tell_held_result
+from stepgraph.callables.report import CallablesReport
 from stepgraph.callables.sample_graphs import SampleGraphs
 from stepgraph.callables.turns import Turns
-from stepgraph.capture.ambient import autocast_now
-from stepgraph.capture.module_guard import global_hook, has_global_hooks
-from stepgraph.capture.module_session import ModuleSession
-from stepgraph.capture.runner import Runner, RunnerState
 from stepgraph.errors import CaptureError, ClosedError, InvalidArgument
 from stepgraph.frames import untraced
 from stepgraph.observe.ddp import in_ddp
 from stepgraph.order import Kind
+from stepgraph.pair.ambient import autocast_now
+from stepgraph.pair.guard import global_hook, has_global_hooks
+from stepgraph.pair.in_flight import run_forward
+from stepgraph.pair.runner import Runner, RunnerState
+from stepgraph.pair.shared import PairSession
 from stepgraph.rng.tracker import tracker_for
 from stepgraph.tree import CallFlattener
 
@@ -31,7 +32,7 @@ class GraphedSet:
 
     def __init__(
         self,
-        shared: ModuleSession,
+        shared: PairSession,
         samples: Sequence[SampleGraphs],
         turns: Turns | None,
         static_bytes: int,
@@ -208,7 +209,7 @@ class GraphedCallable:
             turns.pass_over(sample.number)
             return self._subject.original(*args, **kwargs)
         sample.handing.before_forward(leaves)
-        return self._runner.run(leaves)
+        return run_forward(self._runner, leaves)
 
     def _otherwise(self, args: Any, kwargs: Any) -> Any:
         """Graphs that are gone, or a call inside something larger that is being captured or compiled."""

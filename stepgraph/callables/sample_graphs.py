@@ -25,19 +25,19 @@ from stepgraph.buffers.reuse_pool import TensorReusePool
 from stepgraph.buffers.static_result import StaticResult
 from stepgraph.callables.call_shape import CallShape
 from stepgraph.callables.handover import Handing, Handover, Places
-from stepgraph.callables.ordered_pair import NO_AUTOCAST, WeightGraph
 from stepgraph.callables.request import Request
-from stepgraph.callables.split_backward import WeightPart
 from stepgraph.callables.subject import Subject
 from stepgraph.callables.warm_up import CaptureTimeHooks
-from stepgraph.capture.differentiate import is_reentrant
-from stepgraph.capture.failure import capture_error
-from stepgraph.capture.lane import Lane
-from stepgraph.capture.recorder import RecordedCall
-from stepgraph.capture.runner import Runner
 from stepgraph.errors import CaptureError, InvalidArgument
 from stepgraph.observe.step_objects import leaves_behind
 from stepgraph.order import Kind, plan_buffers, samples_of
+from stepgraph.pair.call import RecordedCall
+from stepgraph.pair.differentiate import is_reentrant
+from stepgraph.pair.lanes import Lane
+from stepgraph.pair.ordered import NO_AUTOCAST, WeightGraph
+from stepgraph.pair.runner import Runner
+from stepgraph.pair.split_backward import WeightPart
+from stepgraph.session.failure import capture_error
 
 
 class SampleGraphs:
@@ -130,7 +130,7 @@ class GraphCapture:
         self,
         request: Request,
         samples: Sequence[SampleGraphs],
-        lane: Lane,
+        lane: Lane[Runner],
         device: torch.device,
         hooks: CaptureTimeHooks,
     ) -> None:

@@ -14,14 +14,14 @@ from typing import Any
 import torch
 
 from stepgraph.backends import Graph
-from stepgraph.callables.ordered_pair import OrderedPair
-from stepgraph.capture.module_guard import SiteGuard, is_hooked
-from stepgraph.capture.module_method import ModuleMethod
-from stepgraph.capture.module_session import ModuleSession
-from stepgraph.capture.pair import with_modes
 from stepgraph.errors import StateChanged
 from stepgraph.guards.hooks import refuse_hooks, with_hooks
 from stepgraph.guards.model import ModelGuard
+from stepgraph.pair.guard import SiteGuard, is_hooked
+from stepgraph.pair.module_method import ModuleMethod
+from stepgraph.pair.ordered import OrderedPair
+from stepgraph.pair.record import with_modes
+from stepgraph.pair.shared import PairSession
 from stepgraph.ran import Ran
 from stepgraph.rng.tracker import NamesGuard
 from stepgraph.signature import argument_names
@@ -44,7 +44,7 @@ class _Holder(torch.nn.Module):
 class Subject:
     """One callable: what is recorded, and what must not change after that."""
 
-    def __init__(self, given: Callable[..., Any], index: int, shared: ModuleSession, *, need_backward: bool) -> None:
+    def __init__(self, given: Callable[..., Any], index: int, shared: PairSession, *, need_backward: bool) -> None:
         self.given = given
         kind = (
             type(given).__name__ if isinstance(given, torch.nn.Module) else getattr(given, "__qualname__", "function")

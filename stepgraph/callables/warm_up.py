@@ -21,14 +21,14 @@ import torch
 from stepgraph.backends import Backend
 from stepgraph.callables.call_shape import detached
 from stepgraph.callables.subject import SET_OUTSIDE, Subject
-from stepgraph.capture.ambient import under_autocast, without_saved_tensor_hooks
-from stepgraph.capture.differentiate import is_reentrant
-from stepgraph.capture.module_site import WarmCall
 from stepgraph.errors import CaptureError, InvalidArgument
 from stepgraph.observe.attributes import Attributes
 from stepgraph.observe.step_objects import leaves_behind
+from stepgraph.observe.warm_call import WarmCall
+from stepgraph.pair.ambient import under_autocast, without_saved_tensor_hooks
+from stepgraph.pair.differentiate import is_reentrant
+from stepgraph.pair.parameter_proxies import without_hooks
 from stepgraph.rng.tracker import tracker_for
-from stepgraph.state.standins import without_hooks
 from stepgraph.tree import Structure, flatten, unflatten
 
 PHASES = ("forward_pre_hooks", "forward_hooks", "backward_pre_hooks", "backward_hooks")

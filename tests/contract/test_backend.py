@@ -13,7 +13,7 @@ from torch import nn
 
 import stepgraph
 from stepgraph.backends import Backend, Graph, Workspace
-from stepgraph.capture.failure import capture_error
+from stepgraph.session.failure import capture_error
 from tests.harness import operators_of
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import stepgraph
-from stepgraph.capture.manager import CudaGraphManager
+from stepgraph.modules.manager import CudaGraphManager
 from tests.module_harness import Layer, Net, same_bits, train
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import stepgraph
-import stepgraph.capture.room as room
+import stepgraph.step.eviction as room
 from tests.harness import Program, assert_captured_equals_eager
 
 REASON = "made room for a larger signature"

@@ -12,7 +12,7 @@ from torch.distributed.pipelining._backward import stage_backward_input, stage_b
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from stepgraph.backends import Graph, backend_for
-from stepgraph.callables.split_backward import input_gradients
+from stepgraph.pair.split_backward import input_gradients
 from tests.harness import same_bits
 
 WIDTH = 6

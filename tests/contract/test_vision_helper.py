@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import stepgraph
-from stepgraph.callables.vision_helper import without_none
+from stepgraph.megatron.vision_helper import without_none
 from stepgraph.models import VisionConfig, VisionEncoder, VisionLanguageConfig, VisionLanguageModel
 from tests.harness import Program, assert_captured_equals_eager, different, snapshot
 from tests.module_harness import Note, Training

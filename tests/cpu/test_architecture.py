@@ -12,6 +12,8 @@ import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+import pytest
+
 import stepgraph
 
 ROOT = Path(__file__).parents[2]
@@ -34,18 +36,22 @@ ROOMS = (
     "guards",
     "values",
     "observe",
-    "state",
-    "capture",
+    "session",
+    "pair",
+    "step",
+    "modules",
     "callables",
+    "megatron",
+    "pipeline",
     "models",
     "bench",
     "cli",
     "__main__",
 )
 """From first to last; a module imports from its own room and from rooms before it."""
-ENGINES: set[str] = set()
+ENGINES = {"step", "modules", "callables", "pipeline"}
 """Rooms that do not import each other: what they share stands before them, what joins them after them."""
-KNOWN_JOINTS: set[tuple[str, str]] = set()
+KNOWN_JOINTS = {("pipeline", "modules")}
 """Exceptions to that, to be taken apart: the manager of a pipeline's stage is a `CudaGraphManager`."""
 PUBLIC_USERS = ("bench", "cli")
 OPTIONAL = (
@@ -64,7 +70,7 @@ PROCESS_STATE = {
     "stepgraph/collector.py": "_RESTS",
     "stepgraph/backends/cuda/order.py": "_DRAWN",
     "stepgraph/rng/tracker.py": "_TRACKERS",
-    "stepgraph/capture/module_session.py": "_LIVE",
+    "stepgraph/pair/shared.py": "_LIVE",
 }
 """The exceptions to the rule that no module holds state. Python has one garbage collector with one switch; torch has
 one tensor a generator that tells the kernels of all graphs where it is; torch has one default random generator a device
@@ -73,27 +79,26 @@ call `create_cudagraphs()` without arguments too, so that the graphed models tha
 MAX_FUNCTION_LINES = 60
 LONG_FUNCTIONS = {
     "stepgraph/callables/callables.py:make_graphed_callables": 63,
-    "stepgraph/capture/pair.py:_forward": 63,
-    "stepgraph/capture/record.py:run": 99,
-    "stepgraph/capture/runner.py:__init__": 73,
-    "stepgraph/capture/warmup.py:warm_up": 92,
+    "stepgraph/pair/record.py:_forward": 63,
+    "stepgraph/pair/runner.py:__init__": 73,
+    "stepgraph/step/record.py:run": 99,
+    "stepgraph/step/warmup.py:warm_up": 92,
 }
 """Longer functions, with their lines: a list that only shrinks."""
 MAX_ATTRIBUTES = 15
 LARGE_CLASSES = {
     "stepgraph/bench/demo.py:DemoResult": 19,
     "stepgraph/buffers/static.py:StaticInputs": 16,
-    "stepgraph/callables/stage_manager.py:StageManager": 16,
-    "stepgraph/capture/manager.py:CudaGraphManager": 21,
-    "stepgraph/capture/module_site.py:ModuleSite": 21,
-    "stepgraph/capture/recorder.py:RecordedCall": 17,
-    "stepgraph/capture/report.py:Report": 19,
-    "stepgraph/capture/runner.py:Runner": 40,
-    "stepgraph/capture/site.py:CapturedCall": 31,
-    "stepgraph/capture/site.py:Site": 23,
-    "stepgraph/capture/step.py:CapturedStep": 22,
     "stepgraph/guards/model.py:ModelGuard": 19,
+    "stepgraph/modules/manager.py:CudaGraphManager": 21,
+    "stepgraph/modules/site.py:ModuleSite": 21,
     "stepgraph/native/row.py:Untouched": 18,
+    "stepgraph/pair/runner.py:Runner": 40,
+    "stepgraph/pipeline/manager.py:StageManager": 16,
+    "stepgraph/step/report.py:Report": 19,
+    "stepgraph/step/site.py:CapturedCall": 31,
+    "stepgraph/step/site.py:Site": 23,
+    "stepgraph/step/step.py:CapturedStep": 22,
 }
 """Classes with more attributes, with their number: a list that only shrinks."""
 CONTAINERS = (
@@ -206,9 +211,49 @@ def test_known_joints_are_still_there() -> None:
         assert any(other in rooms_imported(path) for path in (PACKAGE / room).rglob("*.py")), (room, other)
 
 
+def test_modules_import_each_other_one_way() -> None:
+    names = {dotted_name(path): path for path in MODULES}
+    graph = {
+        name: {
+            target
+            for imported in imports_of(path)
+            for target in (imported, imported.rpartition(".")[0])
+            if target in names and target != name
+        }
+        for name, path in names.items()
+    }
+    assert a_cycle(graph) is None
+
+
 def test_cycle_finder_finds_a_cycle() -> None:
     assert a_cycle({"a": {"b"}, "b": {"c"}, "c": set()}) is None
     assert a_cycle({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == ["b", "c", "b"]
+
+
+def test_import_reader_sees_every_form_of_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "stepgraph" / "guards"
+    folder.mkdir(parents=True)
+    source = folder / "module.py"
+    monkeypatch.setattr(sys.modules[__name__], "ROOT", tmp_path)
+    monkeypatch.setattr(sys.modules[__name__], "PACKAGE", tmp_path / "stepgraph")
+    for text, expected in (
+        ("import stepgraph", {"stepgraph"}),
+        ("from stepgraph import session", {"session"}),
+        ("from stepgraph import Session, errors", {"stepgraph", "errors"}),
+        ("def f():\n    from stepgraph.session.session import Session", {"session"}),
+        ("if TYPE_CHECKING:\n    from stepgraph.session.session import Session", {"session"}),
+        ("from ..session import options", {"session"}),
+        ("from . import model", {"guards"}),
+        ("import torch", set()),
+    ):
+        source.write_text(text)
+        assert rooms_imported(source) == expected, text
+
+
+def test_packages_are_not_named_like_public_names() -> None:
+    packages = {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
+    shared = packages & set(stepgraph.__all__)
+    assert {name for name in shared if callable(getattr(stepgraph, name))} == set()
 
 
 def test_orders_know_nothing_of_torch() -> None:

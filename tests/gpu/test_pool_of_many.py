@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import stepgraph
-import stepgraph.capture.room as room
+import stepgraph.step.eviction as room
 
 pytestmark = pytest.mark.gpu
 SIZES = [64, 128, 192, 256]

@@ -25,7 +25,10 @@ from stepgraph.native.row import Untouched
 
 ROOT = Path(__file__).parents[2]
 SUITES = [
-    "tests/cpu/capture",
+    "tests/cpu/step",
+    "tests/cpu/modules",
+    "tests/cpu/pair",
+    "tests/cpu/session",
     "tests/cpu/guards",
     "tests/cpu/values",
     "tests/cpu/native",

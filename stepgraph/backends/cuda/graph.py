@@ -23,6 +23,7 @@ from stepgraph.backends.cuda.order import ReplayOrder, order_of_draws
 from stepgraph.backends.cuda.reading import CudaReading
 from stepgraph.backends.cuda.rng import Origin, StateCalls, advance_under_capture, offset_under_capture
 from stepgraph.collector import collector_at_rest
+from stepgraph.errors import CaptureRefused
 
 
 def _runtime() -> Any | None:
@@ -73,7 +74,7 @@ class CudaGraph(Graph):
         self._graph = torch.cuda.CUDAGraph(keep_graph=True)
         self._nodes: int | None = None
         self._in_inference_mode = self._replays_from = False
-        self._refused: RuntimeError | None = None
+        self._refused: CaptureRefused | None = None
         self.random = RandomUse()
         self._known = (workspace.default_generator, *self._generators)
         self._states = [g.graphsafe_get_state() for g in self._known]  # a fork moves them between generators
@@ -84,8 +85,7 @@ class CudaGraph(Graph):
         self._in_inference_mode = _begin(self._graph, self._workspace.pool_of(self._lane))
         self._workspace.random.graph = self
 
-    def refuse(self, error: RuntimeError) -> None:
-        """Break the recording: it stays broken even if the step catches the error."""
+    def refuse(self, error: CaptureRefused) -> None:
         self._refused = self._refused or error
         raise error
 

@@ -17,16 +17,14 @@ import contextlib
 import functools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from stepgraph.backends.base import Graph
 from stepgraph.backends.threads import replaced
 from stepgraph.errors import CaptureRefused, entry
 from stepgraph.frames import user_location
-
-if TYPE_CHECKING:
-    from stepgraph.backends.cuda.graph import CudaGraph
 
 
 class Origin:
@@ -65,9 +63,9 @@ class StateCalls:
     """Reads and settings of the default generator's state while graphs are recorded."""
 
     def __init__(self) -> None:
-        self.graph: CudaGraph | None = None
+        self.graph: Graph | None = None
         """The graph that records right now."""
-        self._read: dict[int, tuple[weakref.ref[torch.Tensor], CudaGraph]] = {}
+        self._read: dict[int, tuple[weakref.ref[torch.Tensor], Graph]] = {}
 
     def saw_read(self, state: torch.Tensor) -> None:
         """A state was read."""

@@ -147,7 +147,6 @@ class TapeGraph(Graph):
     # -- recording
 
     def refuse(self, error: CaptureRefused) -> None:
-        """Break the recording, as CUDA does: it stays broken even if the step catches the error."""
         self._refused = self._refused or error
         raise error
 

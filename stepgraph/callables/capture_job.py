@@ -1,0 +1,251 @@
+"""From a request to graphs: subjects, their samples, warm-up, capture, and what the caller gets; or nothing at all."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import time
+from collections.abc import Hashable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from stepgraph.backends import Backend, backend_for, backend_named
+from stepgraph.buffers.boundary import ArgMetadata
+from stepgraph.callables.call_shape import CallShape
+from stepgraph.callables.graphed import GraphedCallable, GraphedSet, fitted, refuse_another_backward
+from stepgraph.callables.request import Request
+from stepgraph.callables.sample_graphs import GraphCapture, SampleGraphs
+from stepgraph.callables.subject import Subject
+from stepgraph.callables.turns import Turn, Turns
+from stepgraph.callables.warm_up import CaptureTimeHooks, warm_up
+from stepgraph.errors import CaptureError, InvalidArgument
+from stepgraph.frames import warn_user
+from stepgraph.order import Kind, samples_of
+from stepgraph.pair.cached_casts import shared_cast
+from stepgraph.pair.call import call_from_samples
+from stepgraph.pair.lanes import Lane
+from stepgraph.pair.runner import Runner
+from stepgraph.pair.shared import PairSession
+from stepgraph.rng.tracker import tracker_for
+from stepgraph.session.session import Session
+from stepgraph.tree import flatten
+from stepgraph.values.reach import devices
+
+
+class Making:
+    """One capture, from the request to the graphs; a transaction."""
+
+    def __init__(
+        self,
+        request: Request,
+        session: Session,
+        hooks: CaptureTimeHooks,
+        backend: Backend | str | None,
+        *,
+        owns_session: bool,
+    ) -> None:
+        self._request, self._hooks, self._owns_session = request, hooks, owns_session
+        chosen = backend_named(backend) if isinstance(backend, str) else backend
+        session.settle(chosen if chosen is not None else backend_for(_device_of(request)))
+        self._shared = PairSession(session)
+        trains = request.trains
+        self._subjects = [
+            Subject(each, index, self._shared, need_backward=trains) for index, each in enumerate(request.callables)
+        ]
+        with_order = request.order is not None
+        for subject in self._subjects:
+            _refuse_graphed(subject)
+            _refuse_ddp(subject)
+            subject.route(self._subjects)
+            subject.refuse_hooks(own=with_order)
+        self.samples = [self._sample(index) for index in range(len(request.samples))]
+        # in a session of its own the capture takes the memory that warm-up leaves, which is in lane 0
+        self._lane = Lane(0) if owns_session else self._shared.lanes.apart()
+        self._capture: GraphCapture | None = None
+
+    def _sample(self, index: int) -> SampleGraphs:
+        sample = self._request.samples[index]
+        subject = self._subjects[sample.subject]
+        leaves, structure = flatten((sample.args, sample.kwargs))
+        self._refuse_elsewhere(subject, leaves)
+        needs_backward = self._request.order is not None and self._request.trains
+        shape = CallShape(subject.name, leaves, structure, subject.arguments, needs_backward=needs_backward)
+        backend = self._shared.session.backend
+        call = call_from_samples(
+            shape.call,
+            leaves,
+            structure,
+            training=subject.training,
+            fork=tracker_for(backend).active,
+            needs_values=backend.runs_while_recording,
+        )
+        return SampleGraphs(index, sample.subject, subject, shape, call)
+
+    def _refuse_elsewhere(self, subject: Subject, leaves: Sequence[Any]) -> None:
+        backend = self._shared.session.backend
+        for leaf in leaves:
+            if isinstance(leaf, torch.Tensor) and not backend.owns(leaf):
+                raise InvalidArgument(
+                    f"{subject.name}: a sample is on {leaf.device}, the graphs on {backend.device}",
+                    rule="sample-arguments",
+                    why="all of a graph is on one device.",
+                    fix=f"pass samples on {backend.device}.",
+                )
+
+    def warm_up(self, iterations: int) -> None:
+        """Call each callable once for each look of its samples."""
+        calls: dict[Hashable, Any] = {}
+        for sample, given in zip(self.samples, self._request.samples, strict=True):
+            leaves, structure = flatten((given.args, given.kwargs))
+            key = (sample.index, sample.shape.call.structure, sample.shape.call.leaves)
+            calls.setdefault(key, (sample.subject, sample.index, leaves, structure))
+        session = self._shared.session
+
+        def run() -> None:
+            with session.workspace.warming_up():
+                warm_up(
+                    list(calls.values()),
+                    session.backend,
+                    self._hooks,
+                    iterations=iterations,
+                    trains=self._request.trains,
+                )
+
+        self._shared.warming(run)
+
+    def capture(self, *, reuse: bool, retain: bool, allow_unused: bool) -> None:
+        """Record all graphs."""
+        session, with_order = self._shared.session, self._request.order is not None
+        shares = reuse and not retain
+        self._capture = GraphCapture(self._request, self.samples, self._lane, session.backend.device, self._hooks)
+        self._capture.allow_unused = allow_unused
+        with session.workspace.capturing():
+            if with_order:
+                with _gradients_aside(self._subjects):
+                    self._capture.run_in_order(reuse=shares)
+            else:
+                self._capture.run()
+        session.backend.synchronize()
+        for subject in self._subjects:
+            own = [sample for sample in self.samples if sample.subject is subject]
+            names = own[0].runner.names if own else ()
+            subject.guard(names, own_hooks=with_order)
+        for sample in self.samples:
+            self._settle(sample, may_add=not (with_order and (shares or sample.has_split_weights)))
+
+    def _settle(self, sample: SampleGraphs, *, may_add: bool) -> None:
+        """Bring what comes to a backward to the one that is captured; say so where no other can be."""
+        runner = sample.runner
+        runners = [each.runner for each in self.samples]  # not `self`, which has the samples
+        runner.tell_several = functools.partial(_tell_several, runners, sample.subject.name)
+        if self._request.order is None or not runner.backwards:
+            return  # a backward for other gradients is recorded when it comes
+        recorded = next(iter(runner.backwards.values()))
+        metas: list[ArgMetadata | None] = [None] * len(runner.result.differentiable)
+        for index, tensor in recorded.grads_in.tensors.items():
+            metas[index] = ArgMetadata.of(tensor)
+        runner.fit_grads = fitted(metas, self._shared.session.backend.device)
+        runner.receive_grads = functools.partial(sample.handing.before_backward, sample.subject.name)
+        if not may_add:
+            runner.capture_backward = functools.partial(refuse_another_backward, sample.subject.name)
+
+    def graphed(self, begun: float, *, clone_param_grads: bool, retain: bool) -> list[GraphedCallable]:
+        """The callables for the caller."""
+        assert self._capture is not None
+        buffers = self._capture.buffers.values()
+        owner = GraphedSet(
+            self._shared,
+            self.samples,
+            self._turns(retain=retain),
+            static_bytes=sum(t.untyped_storage().nbytes() for b in buffers for t in b) + self._capture.pool.num_bytes,
+            num_buffers=len(buffers),
+            capture_seconds=time.perf_counter() - begun,
+            owns_session=self._owns_session,
+        )
+        if not clone_param_grads:
+            for sample in self.samples:
+                owner.lend(sample)
+        return [GraphedCallable(owner, sample) for sample in self.samples]
+
+    def _turns(self, *, retain: bool) -> Turns | None:
+        request = self._request
+        if request.order is None:
+            return None
+        turns = []
+        for place, entry in enumerate(request.entries):
+            numbers = list(samples_of(entry, request.num_layers_per_chunk, request.num_microbatches))
+            layers = list(enumerate(numbers))
+            for layer, number in layers if entry.kind is Kind.FORWARD else reversed(layers):
+                sample = self.samples[number]
+                if entry.kind in (Kind.BACKWARD, Kind.INPUT_GRAD) and not sample.runner.backwards:
+                    continue  # autograd will not come there
+                turns.append(Turn(place, entry, layer, number, sample.subject.name))
+        lane = self._lane  # not `self`, which has the samples
+        made = Turns(request.order, turns, lambda: lane.is_busy, repeats=retain)
+        for turn in turns:
+            if turn.entry.kind in (Kind.BACKWARD, Kind.INPUT_GRAD):
+                runner = self.samples[turn.sample].runner
+                runner.take_turn = functools.partial(made.take, turn.entry.kind, turn.sample)
+        return made
+
+    def give_up(self) -> None:
+        """It failed: free what there is."""
+        for sample in self.samples:
+            sample.free()
+        for subject in self._subjects:
+            self._shared.grads.forget(subject.pair.stand_ins.parameters)
+        if self._owns_session:
+            self._shared.close()
+            self._shared.session.close()
+
+
+@contextlib.contextmanager
+def _gradients_aside(subjects: Sequence[Subject]) -> Iterator[None]:
+    """Let graphs that cannot be captured again add to memory of their own, not to gradients that may be dropped."""
+    kept = [(p, p.grad) for subject in subjects for p in subject.parameters if p.grad is not None]
+    for parameter, _ in kept:
+        parameter.grad = None
+    try:
+        yield
+    finally:
+        for parameter, grad in kept:
+            parameter.grad = grad
+
+
+def _tell_several(runners: Sequence[Runner], name: str) -> None:
+    """One backward comes to several calls of a callable, under autocast with its cache; said once."""
+    for runner in runners:
+        runner.tell_several = None
+    warn_user(str(shared_cast(f"{name}, called several times in one backward,")))
+
+
+def _refuse_graphed(subject: Subject) -> None:
+    if subject.is_module and isinstance(vars(subject.module).get(subject.method), GraphedCallable):
+        raise InvalidArgument(
+            f"{subject.name} has graphs already",
+            rule="sample-arguments",
+            why="its forward was replaced by an earlier make_graphed_callables.",
+            fix="call .reset() on it first.",
+        )
+
+
+def _refuse_ddp(subject: Subject) -> None:
+    if any(isinstance(module, DistributedDataParallel) for module in subject.module.modules()):
+        raise CaptureError(
+            f"{subject.name} is, or holds, a DistributedDataParallel",
+            rule="ddp-callable",
+            why="DDP must see each gradient when it is ready, and these graphs add to the gradients by themselves.",
+            fix="use stepgraph.graph_modules, which hands gradients to DDP, or graph the layers without DDP and reduce "
+            "the gradients after the backward.",
+        )
+
+
+def _device_of(request: Request) -> torch.device:
+    """Where the samples are; if there is no tensor among them, where the parameters are."""
+    for sample in request.samples:
+        for leaf in flatten((sample.args, sample.kwargs))[0]:
+            if isinstance(leaf, torch.Tensor):
+                return leaf.device
+    return next(devices(iter(request.callables)), torch.device("cpu"))

@@ -1,1 +1,0 @@
-"""Capturing and replaying: sessions, chains of segments, whole steps."""

@@ -1,0 +1,1 @@
+"""Graphs for the layers of a Megatron training, captured ahead of time."""

@@ -1,0 +1,261 @@
+"""Graphs for the layers of a training's model, captured ahead of time: one for each layer and microbatch.
+
+A training loop has model chunks, a config, and sizes. From these the helper finds the layers (by the scope registry),
+makes sample arguments, derives the order in which this rank of the pipeline works, and captures all of it at once with
+`make_graphed_callables`. Then each layer's forward is a look at the current microbatch and a replay.
+
+    helper = TECudaGraphHelper(model_chunks, config, seq_length, micro_batch_size, optimizers)
+    for step, microbatches in enumerate(data):
+        if step == config.cuda_graph_warmup_steps:
+            helper.create_cudagraphs()
+            helper.cuda_graph_set_manual_hooks()
+        train_step(microbatches)        # calls set_current_microbatch(chunk, i) before each forward
+    helper.delete_cuda_graphs()
+
+Ranks of one pipeline capture at the same time, and none goes on before all are done: a rank that waits in a collective
+for one that captures would run into its timeout. One that has nothing to capture waits with them.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from stepgraph.callables.callables import make_graphed_callables
+from stepgraph.callables.report import CallablesReport
+from stepgraph.errors import InvalidArgument
+from stepgraph.guards.hooks import spelled
+from stepgraph.megatron.discovery import Found, SampleArguments, parts_of, with_samples
+from stepgraph.megatron.part_graphs import PartGraphs, graphs_in
+from stepgraph.megatron.rank_order import RankOrder, order_of_rank, setting
+from stepgraph.megatron.samples import Sizes
+from stepgraph.modules.megatron_settings import MegatronSettings
+from stepgraph.modules.scopes import Part, ScopeRegistry
+from stepgraph.order.entries import is_count
+
+_log = logging.getLogger(__name__)
+
+VISION = "vision_model"
+"""The module of a chunk that has the vision encoder; its layers are another helper's."""
+
+
+class TECudaGraphHelper:
+    """Captures the layers of model chunks ahead of time, one graph for each layer and microbatch.
+
+    `config` is read for `cuda_graph_impl`, `cuda_graph_modules` or `cuda_graph_scope` (see `MegatronSettings`: with
+    "none" nothing is captured), `hidden_size` and the pipeline (`pipeline_model_parallel_size`, `num_microbatches`,
+    `microbatch_group_size_per_vp_stage`, `overlap_moe_expert_parallel_comm`, `delay_wgrad_compute`); what it lacks
+    is as in a training without a pipeline.
+
+    Example:
+        >>> helper = TECudaGraphHelper([model], config, seq_length=1024, micro_batch_size=1, optimizers=[optimizer])
+        >>> helper.create_cudagraphs()
+        >>> for index, (tokens, targets) in enumerate(microbatches):
+        ...     stepgraph.set_current_microbatch(model, index)
+        ...     model(tokens, targets).backward()
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module | Sequence[torch.nn.Module],
+        config: Any,
+        seq_length: int,
+        micro_batch_size: int,
+        optimizers: Sequence[torch.optim.Optimizer] = (),
+        *,
+        num_microbatches: int | None = None,
+        pipeline_parallel_rank: int | None = None,
+        order: Sequence[float] | None = None,
+        registry: ScopeRegistry | None = None,
+        sample_arguments: SampleArguments | None = None,
+        aux_loss_trackers: Iterable[Any] = (),
+        reuse_buffers: bool = True,
+    ) -> None:
+        for name, value in (("seq_length", seq_length), ("micro_batch_size", micro_batch_size)):
+            if not is_count(value, least=1):
+                raise InvalidArgument(
+                    f"{name} is {value!r}",
+                    rule="option",
+                    why="graphs are captured for one geometry.",
+                    fix=f"pass {name}=1 or more.",
+                )
+        self.model = [model] if isinstance(model, torch.nn.Module) else list(model)
+        self.config, self.optimizers = config, tuple(optimizers)
+        self._settings = MegatronSettings.of(config)
+        self._sizes = Sizes(seq_length, micro_batch_size, self._hidden_size())
+        self._order_of_rank = functools.partial(
+            order_of_rank,
+            config,
+            num_microbatches=num_microbatches,
+            pipeline_parallel_rank=pipeline_parallel_rank,
+            order=order,
+        )
+        self._registry, self._sample_arguments = registry or ScopeRegistry(), sample_arguments
+        self._aux_loss_trackers = tuple(aux_loss_trackers)
+        self._reuse_buffers = reuse_buffers
+        self._graphs: list[PartGraphs] = []
+        self.capture_seconds = 0.0
+        """How long the last capture took, its warm-up included."""
+
+    def _hidden_size(self) -> int | None:
+        configs = [self.config, *(getattr(chunk, "config", None) for chunk in self.model)]
+        return next((size for config in configs if (size := setting(config, "hidden_size")) is not None), None)
+
+    # -- capturing
+
+    def create_cudagraphs(self) -> None:
+        """Capture the layers of this rank, all microbatches of them; those captured before are captured anew.
+
+        Gradients are zero afterwards, and trackers of auxiliary losses empty, as at the start of a step.
+        """
+        for graphs in self._graphs:
+            graphs.remove()
+        self._graphs = []
+        self._settings = MegatronSettings.of(self.config)  # as it is now
+        self._wait_for_ranks()
+        begun = time.perf_counter()
+        eager_reason = self._settings.reason_for_eager
+        found = [self._found_in(chunk) for chunk in self.model] if eager_reason is None else []
+        if eager_reason is not None:
+            _log.warning("no layer is captured: %s", eager_reason)
+        elif any(found):
+            self._graphs = self._capture(found)
+            self.capture_seconds = time.perf_counter() - begun
+            self._clean_up()
+            _log.info("captured %d layers in %.2f s", len(self._graphs), self.capture_seconds)
+        else:
+            _log.info("this rank has no layer to capture")
+        self._wait_for_ranks()
+
+    def graphs_created(self) -> bool:
+        """Whether this rank replays graphs."""
+        return any(graphs.is_in_place for graphs in self._graphs)
+
+    def report(self) -> CallablesReport:
+        """What was captured and replayed on this rank."""
+        eager_reason = self._settings.reason_for_eager
+        if not self.graphs_created() and eager_reason is not None:
+            return CallablesReport(0, 0, 0, 0, 0, 0.0, 0, 0, 0, eager_reason=eager_reason)
+        if not self.graphs_created():
+            raise InvalidArgument(
+                "this rank has no graphs to report on",
+                rule="option",
+                why="they are captured by create_cudagraphs(), on ranks that have layers to capture.",
+                fix="ask graphs_created() first.",
+            )
+        found: CallablesReport = self._graphs[0].graphs[0].report()
+        return found
+
+    @property
+    def paths(self) -> list[str]:
+        """The parts that have graphs, chunk after chunk."""
+        return [graphs.part.path for graphs in self._graphs if graphs.is_in_place]
+
+    def _found_in(self, chunk: torch.nn.Module) -> list[Found]:
+        parts = [part for part in parts_of(chunk, self._settings.scope, self._registry) if self._belongs(part)]
+        return with_samples(chunk, parts, self._registry, self._sizes, self._sample_arguments)
+
+    def _belongs(self, part: Part) -> bool:
+        """Whether a part is this helper's."""
+        return VISION not in part.path.split(".")
+
+    def _plan(self, layers_of_chunk: Sequence[int]) -> RankOrder:
+        return self._order_of_rank(layers_of_chunk)
+
+    def _capture(self, found: Sequence[Sequence[Found]]) -> list[PartGraphs]:
+        plan = self._plan([len(chunk) for chunk in found])
+        places = [(c, i, each) for c, chunk in enumerate(found) for i, each in enumerate(chunk)]
+        samples = {
+            plan.sample(c, i, microbatch): each.sample
+            for c, i, each in places
+            for microbatch in range(plan.num_microbatches)
+        }
+        in_order = [samples[index] for index in range(len(samples))]
+        graphs = make_graphed_callables(
+            tuple(_as_callable(each.part) for _, _, each in places),
+            tuple(sample.args for sample in in_order),
+            sample_kwargs=tuple(sample.kwargs for sample in in_order),
+            order=plan.order,
+            num_layers_per_chunk=plan.num_layers_per_chunk,
+            allow_unused_input=True,
+            reuse_buffers=self._reuse_buffers,
+        )
+        return [
+            PartGraphs(
+                self.model[c],
+                each.part,
+                each.sample,
+                [self._wrap(graphs[plan.sample(c, i, microbatch)]) for microbatch in range(plan.num_microbatches)],
+                one_for_all=plan.one_for_all,
+            )
+            for c, i, each in places
+        ]
+
+    def _wrap(self, graph: Any) -> Any:
+        """The graph as the part is to be called."""
+        return graph
+
+    def _wait_for_ranks(self) -> None:
+        """None captures while another one already trains."""
+        if dist.is_available() and dist.is_initialized():
+            dist.barrier()
+
+    def _clean_up(self) -> None:
+        """Leave nothing of the samples in what a step adds up."""
+        for chunk in self.model:
+            zero: Callable[[], Any] = getattr(chunk, "zero_grad_buffer", chunk.zero_grad)
+            zero()
+            for module in chunk.modules():
+                clear = getattr(module, "clear_aux_losses_tracker", None)
+                if clear is not None:
+                    clear()
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+        for tracker in self._aux_loss_trackers:
+            tracker.clear()
+
+    # -- around the graphs
+
+    def cuda_graph_set_manual_hooks(self) -> None:
+        """Have the hooks that gather parameters run before each replay: those inside a graph do not.
+
+        A chunk that gathers its parameters before they are used has `_make_forward_pre_hook()`, which makes such a hook
+        for a module. One is made for each module inside a graphed part that has parameters of its own.
+        """
+        owners = [(chunk, {id(module) for module in chunk.modules()}) for chunk in self.model]
+        for graphs in self._graphs:
+            graphs.manual_hooks.clear()
+            for chunk, inside in owners:
+                make = getattr(chunk, "_make_forward_pre_hook", None)
+                if make is None or id(graphs.part.module) not in inside:
+                    continue
+                owning = [m for m in graphs.part.module.modules() if any(p is not None for p in m._parameters.values())]
+                hooks = [make() for _ in owning]
+                graphs.manual_hooks += [functools.partial(h, m, ()) for h, m in zip(hooks, owning, strict=True)]
+                for graph in graphs.graphs:  # the chunk may switch its own on and off
+                    graph.admit_hooks([spelled(hook) for hook in hooks])
+
+    def backward_dw(self, layer: torch.nn.Module, microbatch_id: int) -> None:
+        """Replay the weight gradients of a layer's microbatch, after its backward.
+
+        With `overlap_moe_expert_parallel_comm` and `delay_wgrad_compute` they are entries of their own in the order.
+        """
+        for graphs in reversed(graphs_in(layer)):
+            graphs.backward_dw(microbatch_id)
+
+    def delete_cuda_graphs(self) -> None:
+        """Free all graphs captured ahead of time in this model, a vision encoder's too; its layers are as before."""
+        for graphs in [*graphs_in(self.model), *self._graphs]:
+            graphs.remove()
+        self._graphs = []
+
+
+def _as_callable(part: Part) -> Any:
+    """A module, or a method of one."""
+    return part.module if part.method == "forward" else getattr(part.module, part.method)

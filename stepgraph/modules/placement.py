@@ -1,0 +1,112 @@
+"""Where the memory of a round's graphs is: two ways, one for any order and one for a fixed one.
+
+For any order (`AnyOrder`), each kind of call has a runner for each call that was under way at a time, in the lane of
+that number, and every runner keeps the tensors at its edges.
+
+For a fixed order (`FixedOrder`), each call of the round has a runner of its own, and all are in one lane. When its
+backward is captured, the activations of a call are let go of, so that graphs captured later are given their memory, and
+the tensors at its edges go back to a `TensorReusePool`. Memory is then that of the calls under way at a time, as in
+eager, at the price of graphs for each call and of a check before each replay.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Hashable, Mapping
+
+import torch
+
+from stepgraph.buffers.boundary import ArgMetadata
+from stepgraph.buffers.reuse_pool import TensorReusePool
+from stepgraph.modules.site import ModuleCall
+from stepgraph.pair.lanes import Lane, Lanes
+from stepgraph.pair.runner import BackwardGraph, Runner
+
+
+class Placement(ABC):
+    """Decides which calls share a runner, and where graphs and their edges are."""
+
+    @abstractmethod
+    def key(self, call: ModuleCall) -> Hashable:
+        """Calls of one key have one runner."""
+
+    @abstractmethod
+    def lane(self, call: ModuleCall) -> Lane[Runner]:
+        """Where a call's graphs are."""
+
+    @abstractmethod
+    def has_room(self, call: ModuleCall) -> bool:
+        """Whether its kind may have another runner."""
+
+    @abstractmethod
+    def arguments(self, call: ModuleCall, metas: Mapping[int, ArgMetadata]) -> dict[int, torch.Tensor]:
+        """Buffers for the arguments of these indices; those left out are made anew."""
+
+    @abstractmethod
+    def gradients(self, call: ModuleCall, metas: Mapping[int, ArgMetadata]) -> dict[int, torch.Tensor]:
+        """Buffers for gradients of the results of these indices; those left out are made anew."""
+
+    @abstractmethod
+    def captured(self, call: ModuleCall, runner: Runner, backward: BackwardGraph) -> None:
+        """The backward of a call is captured."""
+
+
+class AnyOrder(Placement):
+    """A lane for each call under way at a time; every runner keeps its own."""
+
+    def __init__(self, lanes: Lanes[Runner]) -> None:
+        self._lanes = lanes
+
+    def key(self, call: ModuleCall) -> Hashable:
+        return (id(call.site), call.slot)
+
+    def lane(self, call: ModuleCall) -> Lane[Runner]:
+        return self._lanes.at(call.slot)
+
+    def has_room(self, call: ModuleCall) -> bool:
+        return len(call.site.runners) < call.site.manager.options.max_runners
+
+    def arguments(self, call: ModuleCall, metas: Mapping[int, ArgMetadata]) -> dict[int, torch.Tensor]:
+        return {}
+
+    def gradients(self, call: ModuleCall, metas: Mapping[int, ArgMetadata]) -> dict[int, torch.Tensor]:
+        return {}
+
+    def captured(self, call: ModuleCall, runner: Runner, backward: BackwardGraph) -> None:
+        return
+
+
+class FixedOrder(Placement):
+    """One lane, a runner for each call, and memory that goes from one call to the next."""
+
+    def __init__(self, lane: Lane[Runner], pool: TensorReusePool) -> None:
+        self._lane, self._pool = lane, pool
+        self._needed: dict[int, list[torch.Tensor]] = {}
+
+    def key(self, call: ModuleCall) -> Hashable:
+        return id(call)
+
+    def lane(self, call: ModuleCall) -> Lane[Runner]:
+        return self._lane
+
+    def has_room(self, call: ModuleCall) -> bool:
+        return True
+
+    def arguments(self, call: ModuleCall, metas: Mapping[int, ArgMetadata]) -> dict[int, torch.Tensor]:
+        taken = {index: self._pool.get(meta) for index, meta in metas.items()}
+        self._needed[id(call)] = list(taken.values())
+        return taken
+
+    def gradients(self, call: ModuleCall, metas: Mapping[int, ArgMetadata]) -> dict[int, torch.Tensor]:
+        taken = {index: self._pool.get(meta) for index, meta in metas.items()}
+        self._needed.setdefault(id(call), []).extend(taken.values())
+        return taken
+
+    def captured(self, call: ModuleCall, runner: Runner, backward: BackwardGraph) -> None:
+        runner.forget_activations()
+        # what the graphs hand out may be one of these tensors, and is then needed for longer than the call
+        handed_out = [*runner.result.tensors, *(g for g in backward.grads_out if g is not None)]
+        kept = {t.untyped_storage()._cdata for t in handed_out}
+        for tensor in self._needed.pop(id(call), []):
+            if tensor.untyped_storage()._cdata not in kept:
+                self._pool.insert(tensor)

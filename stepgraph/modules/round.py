@@ -1,0 +1,125 @@
+"""Capturing the graphs of one round, in the order in which its forwards and backwards came.
+
+A result that is another call's argument is that argument: the second graph reads it where the first one writes it, and
+gradients go back the same way. A tensor that several calls were given has one buffer. A call that cannot be captured
+leaves its module eager, and the rest as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Sequence
+
+import torch
+
+from stepgraph.buffers.borrowed import Lent
+from stepgraph.buffers.boundary import ArgMetadata, SharedBuffer
+from stepgraph.modules.placement import Placement
+from stepgraph.modules.recorder import Event
+from stepgraph.modules.site import ModuleCall
+from stepgraph.pair.ambient import other_flags
+from stepgraph.pair.runner import Runner
+from stepgraph.signature import AMBIENT_NAMES
+
+_CUDA, _CPU = AMBIENT_NAMES.index("autocast on cuda"), AMBIENT_NAMES.index("autocast on cpu")
+
+
+def backward_autocast(call: ModuleCall) -> tuple[Hashable, Hashable]:
+    """The state of autocast around a call's backward."""
+    assert call.backward_ambient is not None
+    return call.backward_ambient[_CUDA], call.backward_ambient[_CPU]
+
+
+class RoundCapture:
+    """The graphs of one round."""
+
+    def __init__(self, events: Sequence[Event], placement: Placement, device: torch.device) -> None:
+        self._events, self._placement, self._device = events, placement, device
+        self.runners: dict[Hashable, Runner] = {}
+        self._grads: dict[Hashable, dict[int, tuple[torch.Tensor, Lent]]] = {}
+        self._shared = _shared_tensors(events)
+        self._buffers: dict[tuple[int, int], SharedBuffer] = {}
+
+    def run(self, give_up: Callable[[ModuleCall, Exception], None]) -> None:
+        """Capture all that is not captured yet."""
+        for event in self._events:
+            call, key = event.call, self._placement.key(event.call)
+            if call.site.obstacle is not None:
+                continue
+            try:
+                if not event.backward and key not in self.runners and self._placement.has_room(call):
+                    self.runners[key] = self._forward(call)
+                elif event.backward and key in self.runners and not self.runners[key].backwards:
+                    self._backward(call, key)
+            except Exception as error:  # noqa: BLE001 (whatever broke it, the module stays eager)
+                for runner in call.site.runners:
+                    runner.free()
+                self.runners = {k: r for k, r in self.runners.items() if r not in call.site.runners}
+                call.site.runners = []
+                give_up(call, error)
+
+    def _forward(self, call: ModuleCall) -> Runner:
+        site = call.site
+        site.manager.check_capturable()
+        different = other_flags(call.ambient)
+        if different:
+            raise RuntimeError(f"flags of the process have changed since the call: {', '.join(different)}")
+        given, shared = self._given(call), self._shared_buffers(call)
+        metas = {i: leaf for i, leaf in enumerate(call.leaves) if isinstance(leaf, ArgMetadata)}
+        own = self._placement.arguments(call, {i: m for i, m in metas.items() if i not in given and i not in shared})
+        runner = site.manager.pair().forward(call, given, shared, own, self._placement.lane(call))
+        if not site.runners:
+            site.manager.guard(site, runner)
+        site.add(runner)
+        site.recorded = call
+        return runner
+
+    def _given(self, call: ModuleCall) -> dict[int, tuple[Runner, torch.Tensor]]:
+        """The arguments that are results of graphs in the same lane."""
+        given = {}
+        for index, (producer, result) in call.made_by.items():
+            runner = self.runners.get(self._placement.key(producer))
+            if runner is None or self._placement.lane(producer) is not self._placement.lane(call):
+                continue
+            if runner.result.is_own(result) and _fits(runner.result.tensors[result], call.leaves[index]):
+                given[index] = runner, runner.result.tensors[result].data
+        return given
+
+    def _shared_buffers(self, call: ModuleCall) -> dict[int, SharedBuffer]:
+        used = {}
+        for index, number in call.shared.items():
+            meta = call.leaves[index]
+            if number in self._shared and not meta.requires_grad:
+                key = (self._placement.lane(call).number, number)  # another microbatch may pass another tensor
+                if key not in self._buffers:
+                    self._buffers[key] = SharedBuffer(meta.empty(self._device))
+                used[index] = self._buffers[key]
+        return used
+
+    def _backward(self, call: ModuleCall, key: Hashable) -> None:
+        runner, metas = self.runners[key], call.metas
+        present = {i: meta for i, meta in enumerate(metas) if meta is not None}
+        offered = self._grads.get(key, {})
+        chained = {i: g for i, g in offered.items() if i in present and _fits(g[0], present[i])}
+        given = {i: grad for i, (grad, _) in chained.items()}
+        given |= self._placement.gradients(call, {i: m for i, m in present.items() if i not in given})
+        lent = {i: lent for i, (_, lent) in chained.items()}
+        recorded = call.site.manager.pair().backward(runner, metas, given, lent, backward_autocast(call))
+        for index, grad, lent_grad in zip(runner.flows, recorded.grads_out, recorded.lent, strict=False):
+            if grad is not None and lent_grad is not None and index in call.made_by:
+                producer, result = call.made_by[index]
+                if self._placement.lane(producer) is self._placement.lane(call):
+                    self._grads.setdefault(self._placement.key(producer), {})[result] = (grad, lent_grad)
+        self._placement.captured(call, runner, recorded)
+
+
+def _fits(tensor: torch.Tensor, meta: ArgMetadata) -> bool:
+    return tensor.shape == meta.shape and tensor.stride() == meta.stride and tensor.dtype == meta.dtype
+
+
+def _shared_tensors(events: Iterable[Event]) -> set[int]:
+    """The tensors that calls of several sites were given, by number."""
+    sites: dict[int, set[int]] = {}
+    for event in events:
+        for number in event.call.shared.values():
+            sites.setdefault(number, set()).add(id(event.call.site))
+    return {number for number, users in sites.items() if len(users) > 1}

@@ -1,0 +1,97 @@
+"""What is noted of a call that is to be recorded: its arguments without their data, and what was around it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from stepgraph.buffers.boundary import ArgMetadata
+from stepgraph.signature import Signature, ambient_key
+from stepgraph.tree import Structure
+
+
+@dataclass(frozen=True, slots=True)
+class SameTensor:
+    """An argument that is the very tensor of an earlier one, by leaf index."""
+
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class NotedArguments:
+    """The leaves of a call's arguments, with geometry in the place of tensors, and the tensors themselves."""
+
+    leaves: list[Any]
+    tensors: dict[int, torch.Tensor]
+    """By leaf index, each once."""
+    aliased: frozenset[int]
+    """Tensors that share memory with another one, by leaf index."""
+
+    @classmethod
+    def of(cls, leaves: Sequence[Any]) -> NotedArguments:
+        """Note what a call is given. Parameters are noted as the objects they are."""
+        first: dict[int, int] = {}
+        for index, leaf in enumerate(leaves):
+            if isinstance(leaf, torch.Tensor) and not isinstance(leaf, torch.nn.Parameter):
+                first.setdefault(id(leaf), index)
+        tensors = {index: leaves[index] for index in first.values()}
+        storages = {index: tensor.untyped_storage()._cdata for index, tensor in tensors.items()}
+        counts = Counter(storages.values())
+        aliased = frozenset(index for index, storage in storages.items() if counts[storage] > 1)
+        return cls([_noted(index, leaf, first) for index, leaf in enumerate(leaves)], tensors, aliased)
+
+
+def _noted(index: int, leaf: Any, first: dict[int, int]) -> Any:
+    at = first.get(id(leaf))
+    if at is None:
+        return leaf
+    return ArgMetadata.of(leaf) if at == index else SameTensor(at)
+
+
+@dataclass(eq=False, slots=True)
+class RecordedCall:
+    """A call that a forward is recorded for."""
+
+    signature: Signature
+    structure: Structure
+    leaves: list[Any]
+    """The arguments, with geometry in the place of tensors."""
+    ambient: tuple[Hashable, ...]
+    training: tuple[bool, ...]
+    """The mode of each module inside."""
+    in_ddp: bool
+    """Whether it was made inside DDP's forward, which must see every gradient."""
+    fork: str | None
+    """The named random state that was forked."""
+    aliased: frozenset[int] = frozenset()
+    """Arguments that share memory with another one, by leaf index."""
+    values: dict[int, torch.Tensor] = field(default_factory=dict)
+    """Copies of the tensors, by leaf index, where a recording needs values to work with."""
+
+
+def call_from_samples(
+    signature: Signature,
+    leaves: Sequence[Any],
+    structure: Structure,
+    *,
+    training: tuple[bool, ...],
+    fork: str | None,
+    needs_values: bool,
+) -> RecordedCall:
+    """A call that nobody has made: as it would look with these arguments, and with the flags that are set now."""
+    noted = NotedArguments.of(leaves)
+    return RecordedCall(
+        signature,
+        structure,
+        leaves=noted.leaves,
+        ambient=ambient_key(),
+        training=training,
+        in_ddp=False,
+        fork=fork,
+        aliased=noted.aliased,
+        values=dict(noted.tensors) if needs_values else {},
+    )

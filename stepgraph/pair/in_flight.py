@@ -1,0 +1,267 @@
+"""One call of a graphed module, from its replayed forward to its replayed backward.
+
+Everything that may go wrong in between is looked at when the backward comes: that it is a whole backward and not a part
+of one, that the activations are still there, that nobody has changed them in place. Then the backward
+that was recorded for such gradients is replayed, or, if there is none that fits, recorded now.
+
+A gradient of an argument that is another graph's result is handed on as it lies, and so is one that autograd adds to
+the gradient that a leaf already has. Where somebody was found to keep such a gradient (a hook on that tensor may), the
+backward is recorded again in other memory, and hands out copies from then on.
+
+In autograd's graph a node stands for the call (`ReplayNode`). Its inputs are the tensors through which gradients flow
+back to the caller, and an anchor: an empty leaf that makes autograd build the node where no argument needs a gradient,
+and that tells a full backward, which reaches every leaf, from one that was asked for certain tensors only. Parameters
+whose gradients the graph itself accumulates are no inputs: each input costs the host more than the look at it in the
+runner.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from stepgraph.buffers.boundary import ArgMetadata
+from stepgraph.errors import CaptureError, StaleMemoryError
+from stepgraph.pair.ambient import autocast_now
+from stepgraph.pair.donation import refuse_second_backward
+from stepgraph.pair.runner import BackwardGraph, Runner
+
+
+class Use:
+    """One call of a runner."""
+
+    __slots__ = ("__weakref__", "_edges", "_freed", "_origin", "_probes", "_ran_in", "node", "runner")
+
+    def __init__(self, runner: Runner) -> None:
+        self.runner = runner
+        self.node: weakref.ref[Any] | None = None
+        self._origin: Any = None
+        self._freed = False
+        self._ran_in = -1
+        """The backward that came here last."""
+        self._edges: Sequence[torch.Tensor | bool] = ()
+        """Where the gradients of the arguments go: see `BackwardGraph.hand_out`."""
+        self._probes: list[tuple[torch.Tensor, int]] = []
+
+    def forward(self, leaves: Sequence[Any]) -> tuple[torch.Tensor, ...]:
+        """Replay the forward for these arguments; the results, free of history."""
+        runner = self.runner
+        self._origin = runner.replay(leaves)
+        runner.begin()
+        runner.rivals.add(self)
+        tensors = runner.boundary.tensors
+        if runner.flows:
+            self._edges = [_edge(leaves[index], tensors[index]) for index in runner.flows]
+        for index in runner.saved_inputs:
+            if leaves[index].data_ptr() == tensors[index].data_ptr():
+                self._probes.append(_probe(leaves[index]))
+        results = runner.result.hand_out()
+        for index in runner.saved_results:
+            if not runner.result.copied[index]:
+                self._probes.append(_probe(results[index]))
+        return results
+
+    def will_run(self) -> bool:
+        """Whether the backward under way will yet come to this call."""
+        node = self.node() if self.node is not None else None
+        if node is None or self._ran_in == torch._C._current_graph_task_id():
+            return False
+        return torch._C._will_engine_execute_node(node)
+
+    # -- backward
+
+    def backward(self, grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        """Replay the backward for these gradients of the results."""
+        runner = self.runner
+        self._check()
+        if runner.follow is not None:
+            runner.follow()
+        if runner.fit_grads is not None:
+            grads = runner.fit_grads(grads)
+        recorded = runner.usual
+        if recorded is None or not recorded.is_ready_for(grads, runner.random.active):
+            found = self._recorded(grads)
+            if found is None:
+                self._end()
+                return [None] * (len(runner.flows) + len(runner.outside))
+            recorded = found
+        if runner.take_turn is not None:
+            runner.take_turn()
+        if runner.receive_grads is not None:
+            runner.receive_grads(grads)
+        several = False
+        if len(runner.rivals) > 1:
+            self._ran_in = torch._C._current_graph_task_id()
+            several = runner.rivals.has_more_to_come(self)
+            if several:
+                recorded.accumulated.begin_sum()
+                if runner.keeps_casts and runner.tell_several is not None:
+                    runner.tell_several()
+        recorded.grads_in.load(grads)
+        if recorded.rewinds:
+            recorded.graph.replay_from(self._origin)
+        else:
+            recorded.launch()
+        runner.backward_runs += 1
+        recorded.accumulated.finish(last=not several)
+        for parameter, marks in recorded.marks:
+            parameter.__dict__.update(marks)
+        # not where somebody keeps them, nor where a backward that runs before they are read might overwrite them
+        lends = not runner.copies_grads and (
+            runner.take_turn is not None or runner.lane.is_first_backward(recorded.captured_at)
+        )
+        handed = recorded.hand_out(self._edges, lends=lends)
+        self._end()
+        return handed
+
+    def _recorded(self, grads: Sequence[torch.Tensor | None]) -> BackwardGraph | None:
+        """The backward for such gradients, ready to be replayed; None where there is no gradient at all."""
+        runner = self.runner
+        layouts = [None if grad is None else (grad.shape, grad.stride(), grad.dtype) for grad in grads]
+        if not any(layouts):
+            return None
+        around = (*autocast_now(), runner.random.active)
+        recorded = runner.backwards.get((*layouts, *around))
+        if recorded is not None:
+            runner.make_usual(recorded, grads, around)
+        if recorded is not None and (not recorded.grads_in.has_conditions or recorded.grads_in.is_free_for(grads)):
+            if recorded.is_held():
+                runner.copies_grads = True
+            elif recorded.accumulated.attach():
+                return recorded
+        metas = [None if grad is None else ArgMetadata.of(grad) for grad in grads]
+        if runner.capture_backward is None:
+            raise _out_of_order(metas, is_known=recorded is not None)
+        recorded = runner.capture_backward(runner, metas)
+        if not recorded.accumulated.attach():  # somebody holds gradients in the memory that it was recorded with
+            recorded = runner.capture_backward(runner, metas)
+            assert recorded.accumulated.attach()
+        return recorded
+
+    def _check(self) -> None:
+        runner = self.runner
+        if torch.is_grad_enabled():
+            raise CaptureError(
+                "a backward with create_graph=True reached a graphed module",
+                rule="create-graph",
+                why="a replayed backward has no graph of its own: the second derivative would be a constant.",
+                fix="leave this module out of the scope, or close the graphs for that part of the training.",
+            )
+        if not torch._C._will_engine_execute_node(runner.anchor_node):
+            raise CaptureError(
+                "a backward for certain tensors only (autograd.grad, or backward(inputs=...)) reached a graphed module",
+                rule="partial-backward",
+                why="the recorded backward computes, and accumulates, the gradients of all its parameters.",
+                fix="call loss.backward() without inputs=, or leave this module out of the scope.",
+            )
+        if runner.uses_up_saved and torch._C._autograd._get_current_graph_task_keep_graph():
+            raise refuse_second_backward()
+        if self._freed:
+            raise RuntimeError(
+                "Trying to backward through a graphed module a second time. Specify retain_graph=True at the first "
+                "backward if there is to be another one."
+            )
+        if runner.is_freed:
+            raise StaleMemoryError(
+                "a backward through a graphed module whose graphs are gone",
+                rule="stale-memory",
+                why="the session was closed, or the process groups of its collectives ended, after the forward.",
+                fix="run the backward before that.",
+            )
+        for probe, version in self._probes:
+            if probe._version != version:
+                raise CaptureError(
+                    "a tensor that a graphed module's backward needs was changed in place after its forward",
+                    rule="inplace-saved",
+                    details=[f"a tensor of shape {list(probe.shape)}, version {version} -> {probe._version}"],
+                    why="the activations lie in this memory; eager autograd refuses the same.",
+                    fix="use the out-of-place form of the operation that changes it.",
+                )
+
+    # -- ending
+
+    def _end(self) -> None:
+        """A backward has run; with retain_graph another one may follow."""
+        if not torch._C._autograd._get_current_graph_task_keep_graph():
+            self._release()
+
+    def _release(self) -> None:
+        if not self._freed:
+            self._freed = True
+            self._probes, self._edges = [], ()  # the node may live on with a loss that is kept, and must hold no memory
+            self.runner.rivals.discard(self)
+            self.runner.release()
+
+    def __del__(self) -> None:
+        self._release()  # the results were dropped without a backward
+
+
+def _out_of_order(metas: Sequence[ArgMetadata | None], *, is_known: bool) -> CaptureError:
+    what = "gradients came back to other results of a graphed module than in the recorded order, or look otherwise"
+    if is_known:
+        what = "a gradient of an earlier step is still held, and a graphed module's backward would overwrite it"
+    return CaptureError(
+        what,
+        rule="replay-order",
+        details=[f"received  {[None if m is None else list(m.shape) for m in metas]}"],
+        why="with a single pool its activations lie in memory that later graphs use, and no graph can be added.",
+        fix="keep to the recorded program, clone gradients that are kept, call handle.reset() where the program "
+        "changes for good, or leave cuda_graph_use_single_mempool=False.",
+    )
+
+
+def _edge(given: torch.Tensor, static: torch.Tensor) -> torch.Tensor | bool:
+    """Where the gradient of an argument goes: True if straight back into the graph that made it, or a leaf."""
+    if given.grad_fn is None:
+        return given
+    return is_replayed(given) and given.data_ptr() == static.data_ptr()
+
+
+def _probe(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
+    return tensor.detach(), tensor._version
+
+
+class ReplayNode(torch.autograd.Function):
+    """Replays the forward, outside autograd's eyes, and later the backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, use: Use, leaves: Sequence[Any], anchor: torch.Tensor, *inputs: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.use = use
+        use.node = weakref.ref(ctx)
+        results = use.forward(leaves)
+        constant = use.runner.result.constant
+        if constant:
+            ctx.mark_non_differentiable(*[results[i] for i in constant])
+        ctx.set_materialize_grads(False)
+        return results
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        return (None, None, None, *ctx.use.backward(grads))
+
+
+_apply: Callable[..., tuple[torch.Tensor, ...]] = super(torch.autograd.Function, ReplayNode).apply
+_is_transforming: Callable[[], bool] = torch._C._are_functorch_transforms_active
+
+
+def run_forward(runner: Runner, leaves: Sequence[Any]) -> Any:
+    """Replay a runner's forward for these arguments; under autograd where gradients can flow."""
+    result = runner.result
+    if runner.anchor_node is None:
+        runner.replay(leaves)
+        runner.lane.end(runner)
+        return result.build(result.hand_out(), leaves)
+    inputs = [leaves[i] for i in runner.flows]
+    # what torch's own wrapper looks for costs the host as much as the node
+    apply = ReplayNode.apply if _is_transforming() else _apply
+    return result.build(apply(Use(runner), leaves, runner.anchor, *inputs, *runner.outside), leaves)
+
+
+def is_replayed(tensor: torch.Tensor) -> bool:
+    """Whether a tensor came straight out of a replayed module, so that its gradient goes straight back into one."""
+    return type(tensor.grad_fn) is ReplayNode._backward_cls

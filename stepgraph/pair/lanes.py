@@ -1,0 +1,160 @@
+"""A lane: graphs that share memory, and the orders in which they can be replayed.
+
+What dies inside a graph is given to graphs that are captured later. So the activations and results of a later graph may
+lie where an earlier one puts what it needs while it runs, and to replay the earlier one overwrites them. Nothing is
+overwritten as long as calls come in the order of the capture: a call may take a runner if, for each call under way in
+the same lane, the runner's forward was captured after theirs and before their backwards. That is a comparison of two
+numbers. A call that comes in another order takes a runner in another lane, which has memory of its own. Calls of one
+microbatch mostly come as they came when they were recorded, so that a lane serves a microbatch, and any order of
+microbatches is right.
+
+A result may be held for longer than its call is under way, and so may a gradient that was handed out as it lies. Before
+a forward is replayed, those that it could overwrite are therefore looked at once.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Iterator
+from typing import Generic, Protocol, TypeVar
+
+
+class _Holdable(Protocol):
+    def is_held(self) -> bool:
+        """Whether somebody holds it."""
+
+
+class Tenant(Protocol):
+    """A runner, as far as a lane knows it."""
+
+    forward_at: int
+    """When its forward was captured."""
+    backward_at: float
+    """When its first backward was captured."""
+    last_at: int
+    """When its last graph was captured."""
+    is_freed: bool
+
+    @property
+    def result(self) -> _Holdable:
+        """What its forward hands out."""
+
+    def has_held_grads(self) -> bool:
+        """Whether a caller holds a gradient that was handed out as it lies."""
+
+
+T = TypeVar("T", bound=Tenant)
+
+
+class Lane(Generic[T]):
+    """One part of the pool, the calls under way in it, and those whose results may still be held."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        """Which part of the session's pool it is."""
+        self._captured = 0
+        self._under_way: list[T] = []  # by the order of the capture, since no other order is admitted
+        self._first_backward: float = math.inf
+        self._ended: dict[T, None] = {}
+        self._runners: weakref.WeakSet[T] = weakref.WeakSet()
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a call is under way."""
+        return bool(self._under_way)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is no runner here."""
+        return all(runner.is_freed for runner in self._runners)
+
+    def next_number(self) -> int:
+        """The place of a graph in the order of the capture."""
+        self._captured += 1
+        return self._captured
+
+    def add(self, runner: T) -> None:
+        """Take a runner in."""
+        self._runners.add(runner)
+
+    def admits(self, runner: T) -> bool:
+        """Whether a runner's forward harms no call under way, and the backwards of those do not harm it."""
+        if not self._under_way:
+            return True
+        if runner.forward_at <= self._under_way[-1].forward_at:
+            return False
+        return runner.forward_at < self._earliest_backward(runner.forward_at)
+
+    def _earliest_backward(self, sought: float) -> float:
+        if self._first_backward <= sought:  # perhaps that of a call that is over
+            self._first_backward = min((r.backward_at for r in self._under_way), default=math.inf)
+        return self._first_backward
+
+    def begin(self, runner: T) -> None:
+        """A call is under way."""
+        self._under_way.append(runner)
+        self._first_backward = min(self._first_backward, runner.backward_at)
+
+    def end(self, runner: T) -> None:
+        """A call is over; its results may still be held."""
+        if self._under_way and self._under_way[-1] is runner:
+            self._under_way.pop()
+        elif runner in self._under_way:
+            self._under_way.remove(runner)
+        self._ended[runner] = None
+        if runner.is_freed:
+            self.forget(runner)
+
+    def is_first_backward(self, number: float) -> bool:
+        """Whether no call under way has a backward that was captured before this one."""
+        return number <= self._earliest_backward(number - 1)
+
+    def held_results(self, runner: T) -> list[T]:
+        """The runners whose results, or gradients, are held by a caller and would be overwritten."""
+        if not self._ended:
+            return []
+        found = []
+        for ended in tuple(self._ended):
+            results_in_reach = ended.forward_at >= runner.forward_at
+            grads_in_reach = ended.last_at >= runner.forward_at
+            if (results_in_reach and ended.result.is_held()) or (grads_in_reach and ended.has_held_grads()):
+                found.append(ended)
+            elif results_in_reach:
+                del self._ended[ended]
+        return found
+
+    def forget(self, runner: T) -> None:
+        """A runner is gone: its results need no care, unless they are held and a graph could overwrite them."""
+        if not any(r.forward_at < runner.forward_at and not r.is_freed for r in self._runners):
+            self._ended.pop(runner, None)
+
+
+class Lanes(Generic[T]):
+    """The lanes of one model's graphs."""
+
+    def __init__(self, new_number: Iterator[int]) -> None:
+        self._new_number = new_number
+        self._lanes: list[Lane[T]] = []
+        self._apart: Lane[T] | None = None
+
+    def at(self, index: int) -> Lane[T]:
+        """The lane for calls that find so many others under way."""
+        while len(self._lanes) <= index:
+            self._lanes.append(Lane(next(self._new_number)))
+        return self._lanes[index]
+
+    def spare(self) -> Lane[T]:
+        """A lane without any graph."""
+        found = next((i for i, lane in enumerate(self._lanes) if lane.is_empty), len(self._lanes))
+        return self.at(found)
+
+    def apart(self) -> Lane[T]:
+        """An empty lane that is none of the others, for graphs that ask for no admission."""
+        if self._apart is None or not self._apart.is_empty:
+            self._apart = Lane(next(self._new_number))
+        return self._apart
+
+    def busy(self) -> set[int]:
+        """The lanes that a replayed call is under way in."""
+        return {index for index, lane in enumerate(self._lanes) if lane.is_busy}

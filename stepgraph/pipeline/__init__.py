@@ -1,0 +1,1 @@
+"""Graphs for the stages of `torch.distributed.pipelining`."""

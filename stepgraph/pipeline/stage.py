@@ -1,0 +1,278 @@
+"""`stepgraph.graph_stage`: the stages of a `torch.distributed.pipelining` schedule, replayed from graphs.
+
+The schedule goes on as it is: it receives, computes, sends and waits. What it computes on this rank (the forward of a
+microbatch, its backward, or the two parts of a split one) is captured once and replayed from then on. The graphs are
+captured from the first real steps, not ahead from sample arguments: what a stage receives is known only when the stages
+before it have run, and torch finds it out by itself in the first step; gradients come in the layout that the loss gives
+them; and warm-up is training that would have been done anyway.
+
+Each rank captures by itself, without a word to the others, and a replayed stage sends what an eager one would. So a
+rank whose graphs are dropped goes on eagerly while its neighbours replay.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from stepgraph.modules.options import ModuleOptions
+from stepgraph.modules.session import ModuleSession
+from stepgraph.order import order_from_pipelining, read_order
+from stepgraph.pair.guard import global_hook, has_global_hooks
+from stepgraph.pipeline.capture import CaptureFailed, StageCapture
+from stepgraph.pipeline.manager import Mode, StageManager
+from stepgraph.pipeline.report import StageReport, StageRow
+from stepgraph.pipeline.torch_stage import check, chunks_of, has_forward_context, own_methods
+from stepgraph.pipeline.turn import StageTurn
+from stepgraph.session.limits import weigh_changes
+from stepgraph.session.options import listed
+from stepgraph.session.session import Session
+from stepgraph.signature import reason_for_eager
+
+
+def graph_stage(
+    stage: Any,
+    schedule: Any,
+    *,
+    warmup: int = 3,
+    strict: bool = False,
+    safe_hooks: Sequence[Any] = (),
+    ignore: Sequence[str] = (),
+    generators: Sequence[torch.Generator] = (),
+    session: Session | None = None,
+) -> GraphedStages:
+    """Graph a stage of this rank, or several, of a `torch.distributed.pipelining` schedule.
+
+    Example:
+        >>> schedule = Schedule1F1B(stage, n_microbatches=8, loss_fn=loss_fn)
+        >>> handle = stepgraph.graph_stage(stage, schedule)
+        >>> for batch, target in loader:             # as before: warm-up, capture and replay by themselves
+        ...     schedule.step(batch, target=target)
+
+    `warmup` steps run eagerly, then `step()` replays. The stages of one rank are given in one call, as a list, so that
+    they share memory by the order of the schedule; those that are left out stay eager. Results and gradients are bit
+    for bit those of the eager pipeline. `eval()` stays eager.
+    """
+    stages = list(stage) if isinstance(stage, Sequence) else [stage]
+    check(stages, schedule)
+    options = ModuleOptions(
+        warmup=warmup,
+        strict=strict,
+        safe_hooks=listed("safe_hooks", safe_hooks),
+        ignore=listed("ignore", ignore),
+        generators=listed("generators", generators),
+    )
+    return GraphedStages(stages, schedule, options, session)
+
+
+class GraphedStages:
+    """The graphed stages of one rank: look at them, drop their graphs, end them."""
+
+    def __init__(self, stages: Sequence[Any], schedule: Any, options: ModuleOptions, session: Session | None) -> None:
+        self._schedule, self._options = schedule, options
+        self._shared = ModuleSession(session)
+        self._order = order_from_pipelining(schedule)
+        self._chunks = chunks_of(schedule)
+        of_stage = {index: chunk for chunk, index in self._chunks.items()}
+        graphed = {of_stage[stage.stage_index] for stage in stages}
+        entries = [entry for entry in read_order(self._order) if entry.chunk in graphed]
+        self.turn = StageTurn(entries, self._chunks)
+        self.mode = Mode.EAGER
+        self.captured: StageCapture | None = None
+        self.steps: Counter[str] = Counter()
+        """How many steps there were of each mode."""
+        self.recaptures: Counter[str] = Counter()
+        self._warm = 0
+        self._obstacle: str | None = None
+        self._changes: Counter[str] = Counter()
+        """What changed soon after a capture, which was not worth it then."""
+        self._restore = contextlib.ExitStack()
+        self.managers: list[StageManager] = []
+        for stage in stages:
+            method = "forward" if stage.submod._compiled_call_impl is None else "_compiled_call_impl"
+            manager = StageManager(stage, of_stage[stage.stage_index], options, self._shared, self, method)
+            self.managers.append(manager)
+            self._restore.callback(_put(stage.submod, method, manager))
+            for name, replacement in own_methods(stage, manager):
+                self._restore.callback(_put(stage, name, replacement))
+        self._restore.callback(_put(schedule, "step", self._wrapped(schedule.step)))
+
+    # -- steps
+
+    def _wrapped(self, step: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(step)
+        def graphed_step(*args: Any, **kwargs: Any) -> Any:
+            if self._shared.is_closed:  # another handle of the same schedule was put around this one
+                return step(*args, **kwargs)
+            with self._step():
+                return step(*args, **kwargs)
+
+        return graphed_step
+
+    @contextlib.contextmanager
+    def _step(self) -> Iterator[None]:
+        """One step of the schedule, in the mode that is due."""
+        self.mode, reason = self._decide()
+        self.turn.begin()
+        try:
+            yield
+            if self.mode is Mode.REPLAY:
+                self.turn.end()
+            self._warm += self.mode is Mode.RECORD
+            self.steps[reason] += 1
+        finally:
+            self.mode = Mode.EAGER
+            self._shared.recorder.forget()  # the calls are noted with their stages
+
+    def _decide(self) -> tuple[Mode, str]:
+        """What to do with the step that begins, and why."""
+        if not self._schedule._has_backward:
+            return Mode.EAGER, "evaluation"
+        if self._shared.session.has_backend and self._shared.session.backend.is_capturing():
+            return Mode.EAGER, "a part of a larger capture"
+        if (reason := reason_for_eager(self._shared.ambient.read())) is not None:
+            return Mode.EAGER, reason
+        if has_global_hooks() and (hook := global_hook(self._options.safe_hooks)) is not None:
+            return Mode.EAGER, f"a hook on all modules, `{hook}`, would not run   [module-hook]"
+        if any(has_forward_context(manager.stage) for manager in self.managers):
+            return Mode.EAGER, "a stage has a forward context, which capture would not enter"
+        if self._obstacle is not None:
+            return Mode.EAGER, self._obstacle
+        if self.captured is not None:
+            self._look()
+        elif self._warm >= self._options.warmup:
+            self._capture()
+        if self.captured is not None:
+            return Mode.REPLAY, "replay"
+        return (Mode.RECORD, "warm-up") if self._obstacle is None else (Mode.EAGER, self._obstacle)
+
+    def _look(self) -> None:
+        """Before a replay: whether the graphs still hold."""
+        changes = [why for manager in self.managers if (why := manager.changed()) is not None]
+        if changes:
+            self.recaptures[changes[0]] += 1
+            replays = max(runner.forwards for manager in self.managers for runner in manager.runners.values())
+            self._changes, often = weigh_changes(self._changes, changes[:1], replays)
+            if often:
+                self._obstacle = f"it keeps changing: {changes[0]}"
+            self._shared.drop_graphs()
+        elif [manager for manager in self.managers if not manager.has_its_gradients()]:
+            self.recaptures["gradients of an earlier step are held on to"] += 1
+            for manager in self.managers:
+                manager.forget_graphs()
+            self._capture()
+
+    # -- capturing
+
+    def _capture(self) -> None:
+        begun = time.perf_counter()
+        self.captured = None
+        for manager, call in [(m, c) for m in self.managers for c in m.calls.values()]:
+            if call.refusal is not None:
+                self._give_up(manager, call.site, call.refusal)
+                return
+        count = 1 + max(entry.microbatch for entry in self.turn.entries)
+        captured = StageCapture(self.managers, self._order, len(self._chunks), count)
+        try:
+            with self._shared.session.workspace.capturing():
+                captured.run(self.turn.entries, self._shared.lanes.apart())
+        except CaptureFailed as failed:
+            self._give_up(failed.manager, failed.call.site, failed.error)
+            return
+        self._shared.session.backend.synchronize()
+        self.captured = captured
+        self._shared.capture_seconds += time.perf_counter() - begun
+
+    def _give_up(self, manager: StageManager, site: Any, error: Exception) -> None:
+        """The stages of this rank stay eager."""
+        for other in self.managers:
+            other.forget_graphs()
+        try:
+            manager.failed(site, error)
+        finally:
+            self._obstacle = site.obstacle
+
+    def forget(self) -> None:
+        """The graphs are gone: warm up anew."""
+        self.captured, self._warm = None, 0
+
+    # -- for the user
+
+    def report(self) -> StageReport:
+        """What happened so far, stage by stage."""
+        return _report_on(self, self._shared)
+
+    def reset(self) -> None:
+        """Drop all graphs; the next steps warm up and capture anew."""
+        self._shared.delete_cuda_graphs()
+        self._obstacle = None
+        self.recaptures.clear()
+        self._changes.clear()
+
+    def close(self) -> None:
+        """End the graphs; stages, modules and schedule are as they were before. Closing twice is fine."""
+        self._restore.close()
+        self._shared.close()
+
+    def __enter__(self) -> GraphedStages:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+_MISSING = object()
+
+
+def _put(owner: Any, name: str, value: Any) -> Callable[[], None]:
+    """Set an attribute of an object itself; how to take it back."""
+    before = owner.__dict__.get(name, _MISSING)
+    owner.__dict__[name] = value
+
+    def take_back() -> None:
+        if owner.__dict__.get(name) is not value:
+            return  # somebody has put something around it
+        if before is _MISSING:
+            owner.__dict__.pop(name, None)
+        else:
+            owner.__dict__[name] = before
+
+    return take_back
+
+
+def _report_on(stages: GraphedStages, shared: ModuleSession) -> StageReport:
+    """The report of a rank's stages at this moment."""
+    rows = []
+    for manager in stages.managers:
+        runners, weights = manager.runners.values(), manager.weights.values()
+        rows.append(
+            StageRow(
+                stage=manager.stage.stage_index,
+                graphs=sum(1 + len(runner.backwards) for runner in runners) + len(weights),
+                forwards=manager.forwards + sum(runner.forwards for runner in runners),
+                backwards=manager.backwards + sum(runner.backward_runs for runner in runners),
+                weight_grads=manager.weight_grads,
+                eager_calls=manager.eager_reasons.total(),
+            )
+        )
+    captured = stages.captured
+    return StageReport(
+        backend=shared.session.backend.name if shared.session.has_backend else "not chosen yet",
+        rows=tuple(rows),
+        steps=dict(stages.steps),
+        recaptures=dict(stages.recaptures),
+        order=len(stages.turn.entries),
+        num_buffers=0 if captured is None else captured.num_buffers,
+        static_bytes=0 if captured is None else captured.static_bytes,
+        pool_bytes=shared.session.pool_bytes(),
+        capture_seconds=shared.capture_seconds,
+    )

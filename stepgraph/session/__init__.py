@@ -1,0 +1,1 @@
+"""Sessions own what captures share; options, failures and messages that all engines use."""

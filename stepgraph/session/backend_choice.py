@@ -1,0 +1,60 @@
+"""Which backend a step is for: the one that was named, the session's, or that of the tensors the step uses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
+from typing import Any
+
+import torch
+
+from stepgraph.backends import Backend, backend_for, backend_named
+from stepgraph.errors import InvalidArgument
+from stepgraph.session.session import Session
+from stepgraph.values.reach import devices, reachable
+
+
+def choose_backend(
+    function: Callable[..., Any], leaves: Sequence[Any], wanted: Backend | str | None, session: Session
+) -> Backend:
+    """The backend for a step, from its first call's leaves and from what it can name."""
+    if wanted is not None:
+        return backend_named(wanted) if isinstance(wanted, str) else wanted
+    if session.has_backend:
+        return session.backend
+    return backend_of(devices(chain(iter(leaves), reachable(function))))
+
+
+def backend_of(found: Iterable[torch.device]) -> Backend:
+    """The backend for work on these devices: on a GPU where there is one."""
+    known = list(found)
+    cuda = next((d for d in known if d.type == "cuda"), None)
+    fallback = "cuda" if not known and torch.cuda.is_available() else "cpu"
+    return backend_for(cuda or (known[0] if known else fallback))
+
+
+def refuse_other_devices(name: str, function: Callable[..., Any], leaves: Sequence[Any], backend: Backend) -> None:
+    """The tape has no GPU: a step on one would be recorded in part."""
+    if backend.device.type != "cpu":
+        return
+    for device in devices(chain(iter(leaves), reachable(function))):
+        if device.type != "cpu":
+            raise InvalidArgument(
+                f"{name}: the tape was asked for, and the step uses tensors on {device}",
+                rule="backend",
+                why="the tape records work on CPU tensors only.",
+                fix="move the model and the batch to the CPU, or leave backend= and STEPGRAPH_BACKEND unset.",
+            )
+
+
+def refuse_elsewhere(module: torch.nn.Module, leaves: Sequence[Any], backend: Backend) -> None:
+    """Refuse a module that works on another device than its session, which would record none of that."""
+    own = backend.device
+    for device in devices(chain([module], leaves if own.type == "cpu" else ())):
+        if device.type != own.type or (None not in (device.index, own.index) and device.index != own.index):
+            raise InvalidArgument(
+                f"the module works on {device}, and the graphs of its session are on {own}",
+                rule="backend",
+                why="one session has one pool, on one device.",
+                fix="leave the module out of the scope, or give it a stepgraph.Session of its own.",
+            )

@@ -1,0 +1,1 @@
+"""Whole training steps: `stepgraph.capture`, and Megatron's full iteration."""

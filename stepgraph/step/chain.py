@@ -1,0 +1,218 @@
+"""A captured step is a chain of segments: graphs, and eager calls between them.
+
+Where something must stay on the host (an optimizer whose captured form is not bit-equal) the recording is cut: the
+graph so far ends, the host call is noted, the next graph begins. During the recording nothing runs at all, neither the
+graphs nor the noted calls; a chain takes effect only when it is replayed, from its first link to its last. That makes
+a capture a transaction: if it fails anywhere there is nothing to take back but Python's own references.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from stepgraph.backends import Graph
+from stepgraph.errors import CaptureError, StateChanged
+from stepgraph.grads.step_grads import Attachment, GradCapture, attach
+from stepgraph.rng.recompute import STEP_FIX, state_of_another_graph
+from stepgraph.rng.tracker import tracker_for
+from stepgraph.session.session import Session
+
+
+@dataclass(frozen=True, slots=True)
+class GraphLink:
+    """A segment that is replayed."""
+
+    graph: Graph
+
+
+@dataclass(frozen=True, slots=True)
+class EagerLink:
+    """A segment that is called, and what it finds in `.grad`: what the step has left there, by a graph or by Python."""
+
+    name: str
+    call: Callable[[], Any]
+    grads: Attachment
+    left: Attachment
+    """What `.grad` is after it, as the recording has taken for granted."""
+
+
+class Chain:
+    """The links of one captured step, in order."""
+
+    def __init__(self, links: Sequence[GraphLink | EagerLink], final: Attachment, session: Session) -> None:
+        self.links = tuple(links)
+        self.final = final
+        """What `.grad` is after the step."""
+        self._session = session
+        self._in_turn = self._plan({id(parameter): grad for parameter, grad in final})
+        self._in_full = self._plan({})
+
+    def _plan(self, now: dict[int, torch.Tensor | None]) -> list[tuple[Attachment, Callable[[], Any]]]:
+        """Each link's work, and the gradients to change before it where `now` are those that the step finds.
+
+        After an eager link they are what that has left, whatever it is, and only what the step's own Python has
+        changed since is changed. No graph may go on with others than those that it knows.
+        """
+
+        def changes(grads: Attachment) -> Attachment:
+            found = [(p, g) for p, g in grads if now.get(id(p), _UNKNOWN) is not g]
+            now.update({id(p): g for p, g in found})
+            return found
+
+        plan: list[tuple[Attachment, Callable[[], Any]]] = []
+        before: GraphLink | EagerLink | None = None
+        for link in self.links:
+            if isinstance(link, EagerLink):
+                plan.append((changes(link.grads), link.call))
+                now.update({id(p): grad for p, grad in link.left})
+            else:
+                if isinstance(before, EagerLink):
+                    plan.append(([], functools.partial(_refuse_others, before.name, before.left)))
+                plan.append(([], link.graph.launch))
+            before = link
+        last = changes(self.final)
+        return [*plan, (last, _nothing)] if last else plan
+
+    @property
+    def single_launch(self) -> Callable[[], Any] | None:
+        """What a steady replay comes down to where it is one graph and no gradient changes hands."""
+        changes, run = self._in_turn[0] if len(self._in_turn) == 1 else ((), None)
+        return None if changes else run
+
+    def replay(self, *, steady: bool = False) -> None:
+        """Run the step once. `steady`: every `.grad` is what this chain left at its last replay."""
+        for changes, run in self._in_turn if steady else self._in_full:
+            if changes:
+                attach(changes)
+            run()
+
+    @property
+    def note_loaded(self) -> Callable[[torch.Tensor], None] | None:
+        """What the pool wants to be told when eager code writes to memory of its graphs, if anything."""
+        return next((link.graph.note_loaded for link in self.links if isinstance(link, GraphLink)), None)
+
+    @property
+    def follow(self) -> Callable[[], None] | None:
+        """What is to be called first at each replay, if anything."""
+        return next((link.graph.follow for link in self.links if isinstance(link, GraphLink)), None)
+
+    @property
+    def nodes(self) -> int | None:
+        """Nodes of all graphs, or None where they cannot be counted."""
+        counts = [link.graph.nodes for link in self.links if isinstance(link, GraphLink)]
+        known = [count for count in counts if count is not None]
+        return sum(known) if len(known) == len(counts) else None
+
+    def describe(self) -> str:
+        """The chain in one line: `graph (120 nodes) > AdamW.step`."""
+        return " > ".join(
+            link.name if isinstance(link, EagerLink) else f"graph ({link.graph.nodes or '?'} nodes)"
+            for link in self.links
+        )
+
+    def free(self) -> None:
+        """Give the graphs back."""
+        for link in self.links:
+            if isinstance(link, GraphLink):
+                self._session.release(link.graph)
+
+
+_UNKNOWN = object()
+
+
+def _nothing() -> None:
+    return
+
+
+def _refuse_others(name: str, left: Attachment) -> None:
+    """Refuse to go on in the next graph with other gradients than it was recorded with."""
+    if not all(parameter.grad is grad for parameter, grad in left):
+        raise StateChanged(
+            f"{name} has put other gradients in the place of those it found, or cleared them, and the step goes on",
+            rule="optimizer-gradients",
+            why="it runs between graphs, and the next one was recorded with the gradients that its step left in "
+            "warm-up. It has run; the rest of the step has not.",
+            fix="let it change gradients in place, or clear them in the step itself (optimizer.zero_grad()).",
+        )
+
+
+class ChainRecorder:
+    """Records a chain, cutting it where it is told to."""
+
+    def __init__(self, session: Session, generators: Sequence[torch.Generator]) -> None:
+        self._session = session
+        self._random = tracker_for(session.backend)
+        self._generators = tuple(dict.fromkeys((*generators, *self._random.generators)))
+        self._links: list[GraphLink | EagerLink] = []
+        self._graph: Graph | None = None
+        self._grads: GradCapture | None = None
+
+    def recorded_anything(self) -> bool:
+        """Whether there is anything that could have read memory so far."""
+        return bool(self._links) or (self._graph is not None and self._graph.recorded_anything)
+
+    def begin(self, grads: GradCapture) -> None:
+        """Start the first segment."""
+        self._grads = grads
+        self._begin_graph()
+
+    def cut(self, name: str, call: Callable[[], Any], imitate: Callable[[], Any] | None = None) -> Any:
+        """End the segment, note a call to make at its place, and start the next segment.
+
+        `imitate` does to the gradients, and returns, what the recording is to take for granted.
+        """
+        if self._graph is None:
+            raise CaptureError(
+                f"{name} was called outside the recording",
+                rule="cut",
+                why="there is no segment to end here.",
+                fix="call it from the thread that runs the step, before the step returns.",
+            )
+        with self._random.left() as forked:  # each graph begins and ends with every random state in its place
+            grads = self._end_graph()
+            result = imitate() if imitate is not None else None
+            left = [(parameter, parameter.grad) for parameter, _ in grads]
+            self._links.append(EagerLink(name, self._random.under(forked, call), grads, left))
+            self._begin_graph()
+        return result
+
+    def finish(self) -> Chain:
+        """End the last segment."""
+        final = self._end_graph()
+        return Chain(self._links, final, self._session)
+
+    def abort(self) -> None:
+        """Drop everything recorded."""
+        if self._graph is not None:
+            self._graph.abort()
+            self._graph = None
+        for link in self._links:
+            if isinstance(link, GraphLink):
+                self._session.release(link.graph)
+        self._links.clear()
+
+    def _begin_graph(self) -> None:
+        self._random.begin_segment()
+        self._graph = self._session.workspace.graph(self._generators)
+        self._graph.begin()
+
+    def _end_graph(self) -> Attachment:
+        """End the current graph, an empty one is no segment; what `.grad` is from here on."""
+        assert self._graph is not None
+        assert self._grads is not None
+        grads = self._grads.end_segment()
+        if self._graph.random.rewinds_to:
+            raise state_of_another_graph("the step sets the random state", STEP_FIX)
+        self._graph.end()
+        graph, self._graph = self._graph, None
+        if graph.nodes == 0:
+            graph.free()
+        else:
+            self._session.adopt(graph)
+            self._links.append(GraphLink(graph))
+        return grads

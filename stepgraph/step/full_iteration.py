@@ -1,0 +1,228 @@
+"""Megatron's full iteration on stepgraph's engine: one call runs all microbatches, forward and backward, as a graph.
+
+A `forward_backward_func` takes its data from iterators, which no graph can. So the microbatches are read first, into
+static buffers (`static_loader`), and the function runs over iterators that yield those buffers. What runs is a captured
+step like any other (`step`): everything the caller passes belongs to its signature, training and validation are two
+signatures, and what `forward_step_func`, the model and the optimizer hold is guarded as in any captured step. The
+buffers are not copied again: the graph reads them where the loader fills them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import operator
+from collections.abc import Callable, Mapping
+from types import TracebackType
+from typing import Any
+
+from stepgraph.backends import Backend
+from stepgraph.errors import ClosedError, InvalidArgument
+from stepgraph.frames import untraced
+from stepgraph.session.backend_choice import choose_backend
+from stepgraph.session.session import Session
+from stepgraph.step.capture import capture
+from stepgraph.step.report import Report
+from stepgraph.step.static_loader import StaticBufferLoader, StaticMicrobatches
+from stepgraph.tree import flatten
+
+
+class FullCudaGraphWrapper:
+    """A forward_backward_func that captures itself: all microbatches of an iteration are one graph.
+
+    Example:
+        >>> forward_backward_func = stepgraph.FullCudaGraphWrapper(forward_backward_func, cuda_graph_warmup_steps=1)
+        >>> losses = forward_backward_func(
+        ...     forward_step_func=forward_step, data_iterator=data_iterator, model=model,
+        ...     num_microbatches=4, seq_length=1024, micro_batch_size=1, forward_only=False)
+
+    Each new kind of call (another number of microbatches, other shapes, `forward_only`, `seq_length`, ...) runs
+    eagerly `cuda_graph_warmup_steps` times, is captured, and is replayed from then on; past `max_graphs` of them it
+    stays eager, with a warning. The optimizer runs outside, in the caller's loop, unless it is given here: then a
+    training call is `optimizer.zero_grad()`, all microbatches, `optimizer.step()`. `optimizer_mode` is where it runs
+    (the option `optimizer` of `stepgraph.capture`); further options are those of `stepgraph.capture`.
+    """
+
+    def __init__(
+        self,
+        forward_backward_func: Callable[..., Any],
+        cuda_graph_warmup_steps: int = 1,
+        *,
+        optimizer: Any = None,
+        optimizer_mode: str = "auto",
+        max_graphs: int = 8,
+        session: Session | None = None,
+        backend: Backend | str | None = None,
+        **options: Any,
+    ) -> None:
+        _check(forward_backward_func, cuda_graph_warmup_steps, optimizer)
+        _check_options(options)
+        self._forward_backward_func, self._optimizer = forward_backward_func, optimizer
+        self._name = getattr(forward_backward_func, "__name__", type(forward_backward_func).__name__)
+        self._session = session if session is not None else Session()
+        self._owns_session = session is None
+        self._wanted = backend
+        self._max_graphs = max_graphs
+        self._step = capture(
+            _iteration(self._name),
+            warmup=cuda_graph_warmup_steps,
+            max_graphs=max_graphs,
+            optimizer=optimizer_mode,
+            session=self._session,
+            **options,
+        )
+        self._loader: StaticBufferLoader | None = None
+        self._closed = False
+
+    @untraced
+    def __call__(
+        self,
+        *,
+        forward_step_func: Callable[..., Any],
+        data_iterator: Any,
+        model: Any,
+        num_microbatches: int,
+        **call: Any,
+    ) -> Any:
+        """Run one iteration, called as the forward_backward_func itself; further keywords are handed on to it."""
+        self._check_open()
+        call |= {"forward_step_func": forward_step_func, "model": model, "num_microbatches": num_microbatches}
+        call = dict(sorted(call.items()))  # the order in which keywords are written makes no other graph
+        if self._loader is None:
+            self._loader = self._make_loader(call)
+        loader = self._loader
+        microbatches = loader.load(data_iterator, num_microbatches)
+        try:
+            results = self._step(microbatches, self._forward_backward_func, self._optimizer, **call)
+            results = microbatches.write_back(results)
+        except StopIteration as error:
+            raise _read_otherwise(f"more than {num_microbatches}", num_microbatches) from error
+        finally:
+            loader.release(microbatches)
+        return results
+
+    def _make_loader(self, call: dict[str, Any]) -> StaticBufferLoader:
+        """At the first call: choose the backend from what the iteration uses."""
+        leaves, _ = flatten((self._optimizer, call))
+        seen = functools.partial(self._forward_backward_func, *leaves)
+        self._session.settle(choose_backend(seen, leaves, self._wanted, self._session))
+        return StaticBufferLoader(self._session, max_layouts=self._max_graphs)
+
+    def _check_open(self) -> None:
+        if self._closed or self._session.closed:
+            raise ClosedError(
+                f"{self._name}: this FullCudaGraphWrapper was closed",
+                rule="closed",
+                why="its graphs and buffers are gone.",
+                fix="make a new one, or call reset() instead of close() where it is to go on.",
+            )
+
+    def report(self) -> Report:
+        """What happened so far, as for any captured step; `static_bytes` are the microbatches' buffers."""
+        report = self._step.report()
+        held = self._loader.num_bytes if self._loader is not None else 0
+        return dataclasses.replace(report, static_bytes=report.static_bytes + held)
+
+    def reset(self) -> None:
+        """Free all graphs and all static buffers; the next calls warm up and capture anew."""
+        self._step.reset()
+        if self._loader is not None:
+            self._loader.reset()
+
+    def close(self) -> None:
+        """Free graphs and buffers, and the session if it is the wrapper's own. Closing twice is fine."""
+        self.__exit__(None, None, None)
+
+    def __enter__(self) -> FullCudaGraphWrapper:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            self._step.__exit__(kind, error, trace)  # frees the graphs; may raise for a number that is not finite
+        finally:
+            if self._loader is not None:
+                self._loader.reset()
+            if self._owns_session:
+                self._session.__exit__(kind, error, trace)
+
+
+def _iteration(name: str) -> Callable[..., Any]:
+    """The function that is captured. All it uses is passed to it, so that all of it is looked into and guarded."""
+
+    def iteration(
+        microbatches: StaticMicrobatches, forward_backward_func: Callable[..., Any], optimizer: Any, /, **call: Any
+    ) -> Any:
+        optimizer = None if call.get("forward_only", False) else optimizer
+        if optimizer is not None:
+            optimizer.zero_grad()
+        data_iterator = microbatches.data_iterator()
+        results = forward_backward_func(data_iterator=data_iterator, **call)
+        _check_read(data_iterator, call["num_microbatches"])
+        if optimizer is not None:
+            optimizer.step()
+        return microbatches.noting_writes(microbatches.without_aliases(results))
+
+    iteration.__name__ = name
+    return iteration
+
+
+def _check_read(data_iterator: Any, num_microbatches: int) -> None:
+    """A chunk's iterator is read to its end, or, in a stage that needs no data, not at all."""
+    for iterator in data_iterator if isinstance(data_iterator, list) else [data_iterator]:
+        left = operator.length_hint(iterator) if iterator is not None else 0
+        if 0 < left < num_microbatches:
+            raise _read_otherwise(f"{num_microbatches - left}", num_microbatches)
+
+
+def _read_otherwise(received: str, num_microbatches: int) -> InvalidArgument:
+    return InvalidArgument(
+        f"the iteration takes {received} of {num_microbatches} microbatches from a data iterator",
+        rule="microbatches",
+        why="just num_microbatches are read from it before the iteration runs.",
+        fix="call next(data_iterator) once a microbatch, and let one item hold all that it needs.",
+    )
+
+
+def _check(forward_backward_func: Any, warmup_steps: Any, optimizer: Any) -> None:
+    if not callable(forward_backward_func):
+        raise InvalidArgument(
+            f"forward_backward_func: a {type(forward_backward_func).__name__} cannot be called",
+            rule="option",
+            why="it is the function that runs all microbatches of an iteration.",
+            fix="FullCudaGraphWrapper(get_forward_backward_func(), ...), with the call's brackets.",
+        )
+    if not isinstance(warmup_steps, int) or isinstance(warmup_steps, bool) or warmup_steps < 1:
+        raise InvalidArgument(
+            f"cuda_graph_warmup_steps={warmup_steps!r} is not a whole number of at least 1",
+            rule="option",
+            why="the first eager iteration shows what it touches.",
+            fix="cuda_graph_warmup_steps=1.",
+        )
+    if optimizer is not None and not all(callable(getattr(optimizer, name, None)) for name in ("zero_grad", "step")):
+        raise InvalidArgument(
+            f"optimizer: a {type(optimizer).__name__} has no zero_grad() and step()",
+            rule="option",
+            why="both are run inside each training iteration.",
+            fix="pass the optimizer itself; where it runs is optimizer_mode=.",
+        )
+
+
+def _check_options(options: Mapping[str, Any]) -> None:
+    """Refuse options of `stepgraph.capture` that have another name here, or make no sense for microbatches."""
+    others = {
+        "warmup": "cuda_graph_warmup_steps= is the same.",
+        "buckets": "pad microbatches in the data iterator: its items have no names that sizes could be given for.",
+        "pad_values": "pad microbatches in the data iterator.",
+    }
+    for name in others.keys() & options.keys():
+        raise InvalidArgument(
+            f"{name}= is no option of FullCudaGraphWrapper",
+            rule="option",
+            why="the step that is captured here is the wrapper's own, with all microbatches in it.",
+            fix=others[name],
+        )

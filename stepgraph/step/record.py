@@ -1,0 +1,388 @@
+"""The transaction around a capture: record the step once, with no effect, or leave everything as it was."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch
+from torch.optim.optimizer import Optimizer
+
+from stepgraph.buffers.static import StaticInputs, StaticOutputs
+from stepgraph.errors import CaptureError
+from stepgraph.grads.step_grads import GradCapture
+from stepgraph.guards.hooks import refuse_hooks
+from stepgraph.guards.model import ModelGuard
+from stepgraph.guards.optimizer import NumbersGuard, ParametersGuard, StateGuard
+from stepgraph.guards.registration import RegistrationEvents
+from stepgraph.observe.ddp import Replicas, refuse_replicas
+from stepgraph.observe.discovery import scalers_of
+from stepgraph.observe.escaped_tensors import Place, is_newborn, kept_tensor, setting_apart
+from stepgraph.observe.nonfinite import Flags
+from stepgraph.observe.own_changes import ModelState
+from stepgraph.observe.step_objects import numbered
+from stepgraph.optim.effects import refuse_unknown_results
+from stepgraph.optim.optimizer import (
+    BornState,
+    HostCounters,
+    Placement,
+    captured_inside,
+    check_forced,
+    cut_at,
+    letting_step,
+    place,
+)
+from stepgraph.optim.scaler import ScalerCapture, ScalerGuard
+from stepgraph.optim.steps import at_optimizer_steps
+from stepgraph.rng.host_random import refuse_rewound
+from stepgraph.rng.tracker import NamesGuard, tracker_for
+from stepgraph.session.failure import refuse_changed_container
+from stepgraph.session.options import Options
+from stepgraph.session.session import Session
+from stepgraph.signature.attributes import changed_attributes
+from stepgraph.step.chain import Chain, ChainRecorder, GraphLink
+from stepgraph.step.site import CapturedCall, Guards, Seen, Site
+from stepgraph.step.warmup import (
+    flags_of,
+    obstacle_error,
+    other_result,
+    own_change,
+    refuse_obstacles,
+    surroundings,
+)
+from stepgraph.tree import Structure, changed_containers, unflatten
+from stepgraph.values.reach import reachable
+from stepgraph.values.read_numbers import ReadNumbers, refusing_writes
+from stepgraph.values.watch import Change, Watch
+
+_MAX_SURPRISES = 3
+"""How often a recording may show what no eager call has: a step that does so each time never gets warm."""
+
+
+class NotWarm(Exception):
+    """The step is not what its last eager call has shown, and has to run eagerly once more."""
+
+    def __init__(self, rebuilt: str | None = None, values: Sequence[Change] = ()) -> None:
+        super().__init__(rebuilt, values)
+        self.rebuilt, self.values = rebuilt, values
+        """What is another about the model, or which host values, since that call."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Recording:
+    """What one run of the step under capture has made; nothing of it has taken effect."""
+
+    chain: Chain
+    outputs: StaticOutputs
+    grads: GradCapture
+    scalers: ScalerCapture
+    flags: Flags | None
+    read: ReadNumbers
+    kept: Place | None
+    """Where the step has left a tensor that it made."""
+    modes: list[tuple[torch.nn.Module, bool]]
+    """Modules that the step leaves in another mode than it found, and in which."""
+
+    def drop(self) -> None:
+        """Leave everything as before the recording."""
+        self.chain.free()
+        self.grads.rollback()
+
+
+class StepCapture:
+    """Records one signature of a step."""
+
+    def __init__(self, name: str, function: Callable[..., Any], session: Session, options: Options) -> None:
+        self._name, self._function = name, function
+        self._session, self._options = session, options
+        self._events = RegistrationEvents()
+
+    def close(self) -> None:
+        """Stop listening to the model."""
+        self._events.close()
+
+    def placements(self, site: Site, moved: dict[int, str]) -> dict[int, Placement]:
+        """Where each optimizer of the step runs. `moved` has the reasons of those that left the graph."""
+        found = {}
+        for optimizer in site.touched.optimizers:
+            if id(optimizer) in site.scaled:
+                found[id(optimizer)] = Placement(False, "a GradScaler steps it")
+            else:
+                found[id(optimizer)] = place(optimizer, self._options.optimizer, moved.get(id(optimizer)))
+        return found
+
+    def told_placements(self, sites: Sequence[Site], moved: dict[int, str]) -> dict[str, str]:
+        """The same for all sites, in words, by the optimizers' classes: `Adam`, `Adam#2`."""
+        names: dict[int, str] = {}
+        found: dict[str, str] = {}
+        for site in sites:
+            placements = self.placements(site, moved)
+            for optimizer in site.touched.optimizers:
+                name = names.setdefault(id(optimizer), numbered(type(optimizer).__name__, names.values()))
+                placement = placements[id(optimizer)]
+                where = "inside the graph" if placement.inside else "eager, between graphs"
+                found[name] = f"{where} ({placement.reason})"
+        return found
+
+    def run(
+        self,
+        site: Site,
+        leaves: Sequence[Any],
+        structure: Structure,
+        moved: dict[int, str],
+        raise_held: Callable[[], None],
+        *,
+        ahead: bool = False,
+    ) -> CapturedCall:
+        """Record the step for these inputs. Nothing takes effect; on failure everything is as it was.
+
+        `raise_held` is called when that is still so, and all is recorded. `ahead`: the recording is for a later call,
+        and every `.grad` stays as it is.
+        """
+        signature = site.sign()
+        refuse_hooks(self._name, site.touched.modules, self._options.safe_hooks, site.touched.name, everywhere=True)
+        refuse_obstacles(self._name, site)
+        if site.went_by is not None:
+            rebuilt = site.went_by.rebuilt()
+            values = site.went_by.values.changed() if rebuilt is None else ()
+            if rebuilt is not None or values:
+                raise NotWarm(rebuilt, values)
+        refuse_replicas(self._name, site.touched, self._options.safe_hooks, self._session.backend)
+        replicas = Replicas(site.touched.modules)
+        placements = self.placements(site, moved)
+        for optimizer in site.touched.optimizers:
+            check_forced(optimizer, self._options.optimizer, placements[id(optimizer)])
+        inside = [o for o in site.touched.optimizers if placements[id(o)].inside]
+        outside = [o for o in site.touched.optimizers if not placements[id(o)].inside]
+        inputs = StaticInputs(leaves, self._session.backend)
+        inputs.hold_grads(leaves, signature.names())
+        inputs.load(leaves)
+        random = NamesGuard(tracker_for(self._session.backend))
+        while True:
+            inputs.watch()
+            inputs.watch_state(leaves, _own_tensors(site, site.with_objects(self._function)))
+            counters, born = HostCounters(inside, self._session.backend), BornState(inside)
+            try:
+                with replicas.recording(self._session.drop_graphs):
+                    made = self._record(site, structure, inputs.leaves, inside, outside)
+            finally:
+                counters.rollback()
+                made_state = born.rollback()
+            if made_state:
+                made.drop()
+                self._surprised(site, own_change(self._name, "makes new state of an optimizer at each call"))
+            if made.grads.entries_unused and made.scalers.is_sound:
+                break
+            site.hold_grads = site.hold_grads or not made.grads.entries_unused
+            site.cut_scalers = site.cut_scalers or not made.scalers.is_sound
+            made.drop()
+            inputs.refuse_rebound(signature.names())
+        try:
+            inputs.note_use(leaves, signature.names(), seen=site.written)
+            site.written |= inputs.written
+            refuse_rewound(site.unmoved, [link.graph for link in made.chain.links if isinstance(link, GraphLink)])
+            inputs.refuse_shared_state(leaves, signature.names(), _stepped(site.touched.optimizers))
+            other = other_result(site, made.outputs.tree)
+            if other is not None:
+                site.results = None
+                self._surprised(site, obstacle_error(self._name, "varying-output", other))
+            if made.kept is not None:
+                raise _kept_tensor(self._name, made.kept)
+            raise_held()
+        except BaseException:
+            made.drop()
+            raise
+        site.surprises = 0
+        (made.grads.commit_ahead if ahead else made.grads.commit)()
+        if (note_loaded := made.chain.note_loaded) is not None:
+            for buffer in made.grads.loaded:
+                note_loaded(buffer)
+        parameters = site.touched.parameters
+        if site.cut_scalers:
+            site.scaled |= made.scalers.stepped
+            inside = [o for o in inside if id(o) not in site.scaled]
+        whole = site.with_objects(self._function)
+        recorded = [] if site.cut_scalers else scalers_of(whole)
+        guards = Guards(
+            tuple(NumbersGuard(o) for o in inside),
+            (
+                *(StateGuard(o) for o in (*inside, *made.read.states.values())),
+                *(ScalerGuard(s) for s in recorded),
+                *random.if_needed(),
+            ),
+            tuple(map(ParametersGuard, site.touched.all_optimizers)),
+            self._model_guard(site, steady=parameters),
+            Watch(
+                *(whole, self._options.ignore, site.touched.named_modules, made.read.found, outside), site.touched.ran
+            ),
+            random,
+            replicas,
+        )
+        return CapturedCall(
+            *(signature, site.touched.all_modules, parameters, inputs, made.chain, made.outputs),
+            *(made.grads.carried_in, made.grads.added_to, guards, counters, made.flags, made.modes),
+            hand_out=made.outputs.copies if self._options.outputs == "copy" else lambda: made.outputs.tree,
+        )
+
+    def look(self, site: Site) -> None:
+        """After an eager call: note what must still be so when the step is recorded."""
+        touched = site.touched
+        outside = [o for o in touched.optimizers if not place(o, self._options.optimizer).inside]
+        whole = site.with_objects(self._function)
+        values = Watch(whole, self._options.ignore, touched.named_modules, eager=outside, ran=touched.ran)
+        site.went_by = Seen(self._model_guard(site), tuple(map(ParametersGuard, touched.all_optimizers)), values)
+
+    def _model_guard(self, site: Site, steady: Sequence[torch.Tensor] = ()) -> ModelGuard:
+        touched = site.touched
+        return ModelGuard(
+            *(touched.all_modules, touched.all_parameters, touched.name, self._events),
+            hooked=touched.modules,
+            whole_step=True,
+            steady=steady,
+        )
+
+    def _surprised(self, site: Site, error: CaptureError) -> NoReturn:
+        """The recording has shown what no eager call has: have one more, or, if that goes on, refuse."""
+        site.surprises += 1
+        if site.surprises > _MAX_SURPRISES:
+            raise error
+        raise NotWarm
+
+    def _record(
+        self,
+        site: Site,
+        structure: Structure,
+        leaves: Sequence[Any],
+        inside: Sequence[Optimizer],
+        outside: Sequence[Optimizer],
+    ) -> _Recording:
+        recorder = ChainRecorder(self._session, self._options.generators)
+        grads = GradCapture(
+            site.touched.parameters, self._session.grads, recorder.recorded_anything, hold=site.hold_grads
+        )
+        found = scalers_of(site.with_objects(self._function))
+        imitate = site.effects.imitate
+        scalers = ScalerCapture(found, inside, recorder.cut, imitate, whole=not site.cut_scalers)
+        flags = flags_of(site, self._options, self._function)
+        known = {id(o) for o in inside}
+        read = ReadNumbers()
+        objects = [*outside, *reachable(site.with_objects(self._function))]
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(surroundings(self._options.optimizer, self._session.backend))
+            stack.enter_context(cut_at(outside, recorder.cut, flags.see_optimizer, imitate))
+            stack.enter_context(scalers.recording())
+            stack.enter_context(flags.at_optimizers())
+            stack.enter_context(captured_inside(inside))
+            stack.enter_context(read.noting(objects, running=inside))
+            stack.enter_context(refusing_writes(inside))
+            stack.enter_context(setting_apart())
+            late = functools.partial(self._late, site)
+            stack.enter_context(_seeing_optimizers(known, site.touched.ended_kinds, late))
+            model = ModelState(site.touched.all_modules, site.touched.all_parameters)
+            try:
+                grads.begin()
+                with self._session.workspace.capturing():
+                    try:
+                        args, kwargs = unflatten(structure, leaves)  # new for each recording, as for each eager call
+                        recorder.begin(grads)
+                        with site.touched.ran.noting():
+                            outputs = StaticOutputs(self._function(*args, **kwargs))
+                        refuse_unknown_results(outputs.leaves)
+                        changed = changed_containers(structure, leaves, (args, kwargs), site.sign().arguments)
+                        refuse_changed_container(changed or changed_attributes(site.with_keys(leaves)))
+                        named = zip(site.sign().names(), leaves, strict=True)
+                        found_flags = flags.finish(outputs.tree, site.touched.parameters, named)
+                        _refuse_own_change(self._name, model.changed(site.touched.name))
+                        kept = self._kept(site, outputs, flags.tensors, found_flags)
+                        chain = recorder.finish()
+                        modes = model.take_modes()
+                    except BaseException:
+                        recorder.abort()
+                        raise
+            except BaseException:
+                model.restore()
+                grads.rollback()
+                raise
+        return _Recording(chain, outputs, grads, scalers, found_flags, read, kept, modes)
+
+    def _late(self, site: Site, optimizer: Optimizer) -> NoReturn:
+        if any(optimizer is known for known in site.touched.optimizers):
+            raise CaptureError(
+                f"{type(optimizer).__name__}.step was called by another way than `optimizer.step()`",
+                rule="late-optimizer",
+                why="this optimizer runs between graphs, and only a call of its `step` can be cut out of a recording; "
+                "a compiled or stored `step` goes past that.",
+                fix="call optimizer.step() itself, or use an optimizer that runs inside the graph (fused=True).",
+            )
+        error = CaptureError(
+            f"{type(optimizer).__name__}.step was called, and was not during warm-up",
+            rule="late-optimizer",
+            why="where an optimizer runs is decided from what warm-up shows.",
+            fix="call every optimizer at each step, or raise warmup= until all have been called once.",
+        )
+        self._surprised(site, error)
+
+    def _kept(
+        self, site: Site, outputs: StaticOutputs, flags: Sequence[torch.Tensor], found: Flags | None
+    ) -> Place | None:
+        grads = [p.grad for p in site.touched.parameters if p.grad is not None]
+        results = [leaf for leaf in outputs.leaves if isinstance(leaf, torch.Tensor)]
+        ours = [*flags, found.bad] if found is not None else flags
+        whole = site.with_objects(self._function)
+        return kept_tensor([*grads, *results, *ours], self._session.workspace.held, whole, self._options.ignore)
+
+
+def _kept_tensor(step: str, place: Place) -> CaptureError:
+    harmless = f"; or, if nothing depends on it, ignore=[{place.name!r}]" if place.name is not None else ""
+    return CaptureError(
+        f"{step}: a tensor that the step makes is kept in `{place.label}`",
+        rule="kept-tensor",
+        why="a replay runs no Python: nothing new would be put there, and what lies there would be the graph's own "
+        "memory, which each replay overwrites.",
+        fix="copy into a tensor that was there before (kept.copy_(new)), or return it and keep it outside the step"
+        f"{harmless}.",
+    )
+
+
+def _refuse_own_change(step: str, changed: str | None) -> None:
+    if changed is not None:
+        raise own_change(step, changed)
+
+
+def _own_tensors(site: Site, step: Callable[..., Any]) -> Iterator[tuple[str, torch.Tensor]]:
+    """The step's own tensors, and how to call them: parameters, buffers, and what its closure holds."""
+    for parameter in site.touched.parameters:
+        yield f"`{site.touched.name(parameter)}`", parameter
+        if parameter.grad is not None:
+            yield f"`{site.touched.name(parameter)}.grad`", parameter.grad
+    for path, module in site.touched.named_modules.items():
+        for name, buffer in module.named_buffers(recurse=False):
+            yield f"`{path}.{name}`", buffer
+    for value in reachable(step):
+        if isinstance(value, torch.Tensor):
+            yield "a tensor that the step names itself", value
+
+
+def _stepped(optimizers: Sequence[Optimizer]) -> set[int]:
+    return {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
+
+
+@contextlib.contextmanager
+def _seeing_optimizers(known: set[int], made: Sequence[type], late: Callable[[Optimizer], NoReturn]) -> Iterator[None]:
+    """Let those optimizers step that are known, by id, or that the step makes: of these classes, and new.
+
+    Others are `late`.
+    """
+
+    def see(optimizer: Optimizer) -> None:
+        if id(optimizer) in known:
+            return
+        if type(optimizer) not in made or not is_newborn(optimizer):
+            late(optimizer)
+        let_step(optimizer)
+
+    with letting_step() as let_step, at_optimizer_steps(see):
+        yield

@@ -1,0 +1,403 @@
+"""A captured step: what happens at each call.
+
+A call is looked up by its signature. If a graph is known for it and its guards find nothing changed, the inputs are
+copied in, the chain of segments is replayed, and copies of the outputs are handed out. If not, the step runs eagerly a
+few times (`warmup`), then it is recorded (`record`), and the recording is replayed at once: N calls train exactly N
+steps, whichever way each went.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import time
+from collections.abc import Callable, Hashable, Sequence
+from types import TracebackType
+from typing import Any, Generic, ParamSpec, TypeVar, cast
+
+from stepgraph.backends import Backend
+from stepgraph.buffers.static import detached, on_device
+from stepgraph.errors import ClosedError
+from stepgraph.frames import untraced, warn_user
+from stepgraph.observe.nonfinite import FlagReader
+from stepgraph.session.backend_choice import choose_backend, refuse_other_devices
+from stepgraph.session.failure import capture_error
+from stepgraph.session.interrupt import interrupts_held
+from stepgraph.session.limits import weigh_changes
+from stepgraph.session.messages import state_changed, tell_values_changed
+from stepgraph.session.options import Options
+from stepgraph.session.session import Session
+from stepgraph.signature import AmbientReader, Signature, argument_names, leaf_keys, reason_for_eager, refuse_opaque
+from stepgraph.signature.attributes import refuse_unlike_buffers
+from stepgraph.step.bound import BoundSteps
+from stepgraph.step.bucketing import Bucketing, Example
+from stepgraph.step.call_args import Given
+from stepgraph.step.copies import has_own_name, options_of_copy
+from stepgraph.step.eviction import REASON, Room
+from stepgraph.step.policy import Action
+from stepgraph.step.record import NotWarm, StepCapture
+from stepgraph.step.report import Counts, Report, report_of
+from stepgraph.step.site import CapturedCall, Familiar, Site
+from stepgraph.step.sites import Sites
+from stepgraph.step.warmup import flags_of, surroundings, warm_up
+from stepgraph.tree import CallFlattener, Structure, flatten
+from stepgraph.values.watch import Change
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class CapturedStep(Generic[P, R]):
+    """A step that captures itself. Call it as you would the function; see `stepgraph.capture`."""
+
+    def __init__(
+        self, function: Callable[P, R], options: Options, session: Session | None, backend: Backend | str | None
+    ) -> None:
+        functools.update_wrapper(self, function)
+        self._function = function
+        self._name = getattr(function, "__name__", type(function).__name__)
+        self._arguments = argument_names(function)
+        self._options = options
+        self._session = session if session is not None else Session()
+        self._owns_session = session is None
+        self._wanted = backend
+        self._capture = StepCapture(self._name, function, self._session, options)
+        self._bound = BoundSteps(self._name)
+        self._sites = Sites(self._name, options)
+        self._room = Room(self._session)
+        self._last: Familiar | None = None
+        """What the last replayed call looked like."""
+        self._flatten = CallFlattener()
+        self._moved: dict[int, str] = {}
+        self._counts = Counts()
+        self._ambient = AmbientReader(observers=True)
+        self._flags = FlagReader(self._name)
+        buckets = options.buckets
+        self._bucketing = Bucketing(function, self._name, self._arguments, buckets) if buckets is not None else None
+        self._settled = self._closed = False
+        self._session.when_dropped(self._forget_graphs)
+        self._session.when_closed(self._flags.drain)
+
+    @untraced
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        """On a method: each instance gets a captured step of its own."""
+        return self if instance is None else self._bound.of(instance, functools.partial(self._bind, instance, owner))
+
+    def _bind(self, instance: Any, owner: type | None) -> CapturedStep[..., Any]:
+        session = None if self._owns_session else self._session
+        return CapturedStep(self._function.__get__(instance, owner), self._options, session, self._wanted)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> CapturedStep[P, R]:
+        """A step of the copied function, without graphs; a session that was given stays the same."""
+        if has_own_name(self):
+            return self
+        function = copy.deepcopy(self._function, memo)
+        if id(self) not in memo:  # the function's object may hold this step
+            session = None if self._owns_session else self._session
+            options = options_of_copy(self._options, memo)
+            memo[id(self)] = CapturedStep(function, options, session, self._wanted)
+        return cast("CapturedStep[P, R]", memo[id(self)])
+
+    def __reduce__(self) -> str | tuple[Any, ...]:
+        """The same for pickles, with a session of its own."""
+        if has_own_name(self):
+            return str(vars(self)["__qualname__"])
+        wanted = self._wanted.name if isinstance(self._wanted, Backend) else self._wanted
+        return _unpickled, (self._function, self._options, wanted)
+
+    # -- calling
+
+    @untraced
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        """Run the step once: by replay where a graph fits, eagerly where none does yet."""
+        last = self._last
+        if last is not None and not self._session.closed:
+            known = last.likeness.leaves_of(args, kwargs)
+            if known is not None and self._ambient.read() is last.ambient and not self._is_capturing():
+                if self._flags.pending:
+                    self._flags.check()
+                result: R
+                for call in last.site.calls:
+                    if call.is_untouched():
+                        result = self._run_untouched(call, known)
+                        return result
+                found = last.site.find()
+                if found is not None:
+                    result = self._replay(last.site, found, Given(known, last.structure, (args, kwargs)))
+                    return result
+        if self._session.closed or not self._settled:
+            self._settle((args, kwargs))
+        leaves, structure = self._flatten(args, kwargs)
+        if self._bucketing is None:
+            return cast(R, self._dispatch(Given(leaves, structure, (args, kwargs))))
+        padded = self._bucketing.pad(leaves, structure)
+        whole = self._dispatch(Given(padded.leaves, structure, None))
+        result = self._bucketing.cut(padded, structure, whole)
+        if self._options.nan_check == "device" and not self._is_capturing():
+            self._flags.post(self._counts.calls, self._bucketing.flags(whole, result), self._backend)
+        return result
+
+    def _dispatch(self, given: Given) -> Any:
+        leaves, structure = given.leaves, given.structure
+        if self._is_capturing():  # called from a step that is being captured: a part of it
+            return self._call(given, leaves)
+        if self._flags.pending:
+            self._flags.check()
+        keys = leaf_keys(leaves, gradients=True)
+        ambient = self._ambient.read()
+        site = self._sites.get((structure, keys, ambient))
+        if site is not None and site.written and (apart := site.keys_apart(keys, leaves)) is not None:
+            keys, site = apart, self._sites.get((structure, apart, ambient))
+        if site is not None:
+            call = site.find()
+            if call is not None:
+                self._last = site.familiar(*given.own, ambient, structure) if given.own is not None else None
+                return self._replay(site, call, given)
+        return self._without_graph(site, given, keys, ambient)
+
+    def _replay(self, site: Site, call: CapturedCall, given: Given) -> Any:
+        rebuilt = call.model_changed()  # first what makes the step be looked at anew: it may do anything now
+        if rebuilt is not None:
+            return self._start_over(site, rebuilt, given)
+        guards = call.guards
+        changes = guards.values.changed()
+        if changes:
+            return self._values_changed(site, changes, given)
+        for state in guards.states:
+            loaded = state.changed()
+            if loaded is not None:
+                self._raise_if_strict(site, loaded)
+                return self._recapture(site, call, loaded, given)
+        for guard in guards.numbers:
+            moved = guard.changed()
+            if moved is not None:
+                self._moved[id(guard.optimizer)] = moved
+                return self._recapture(site, call, moved, given)
+        call.write_row(self._counts.replays)
+        return self._run(call, given.leaves)
+
+    def _run(self, call: CapturedCall, leaves: Sequence[Any]) -> Any:
+        call.replay(leaves)
+        call.replays += 1
+        self._counts.replays += 1
+        if call.flags is not None:
+            self._flags.post(self._counts.calls, call.flags, self._backend)
+        return call.hand_out()
+
+    def _run_untouched(self, call: CapturedCall, leaves: Sequence[Any]) -> Any:
+        if call.straight is None:
+            return self._run(call, leaves)
+        call.replays += 1
+        self._counts.replays += 1
+        return call.straight(leaves)
+
+    def _recapture(self, site: Site, call: CapturedCall, why: str, given: Given) -> Any:
+        """Record the same call again; what it touches is known."""
+        site.calls.remove(call)
+        call.chain.free()
+        self._counts.recapture_reasons[why] += 1
+        return self._capture_and_replay(site, given)
+
+    def _start_over(self, site: Site, why: str, given: Given) -> Any:
+        """The model is not what it was: this call runs eagerly and is watched, the next one is captured."""
+        self._raise_if_strict(site, why)
+        self._counts.recapture_reasons.update([why] if site.calls or site.was_captured else [])
+        site.drop_graphs()
+        site.start_over(credit=self._options.warmup - 1)
+        return self._warm_up(site, f"changed: {why}", given)
+
+    def _values_changed(self, site: Site, changes: Sequence[Change], given: Given) -> Any:
+        """A host value that a graph has baked in, or would, changed: capture again, or give up if it is often."""
+        told = "; ".join(map(str, changes))
+        self._raise_if_strict(site, told)
+        names = [change.name for change in changes]
+        site.changes, often = weigh_changes(site.changes, names, site.most_replays)
+        is_captured = bool(site.calls) or site.was_captured
+        tell_values_changed(self._name, changes, is_captured=is_captured, stays_eager=bool(often))
+        if not often:  # the step may touch other things now: look at it once more
+            return self._start_over(site, told, given)
+        site.drop_graphs()
+        site.obstacle = f"host value keeps changing: {', '.join(often)}"
+        return self._eager(site, site.obstacle, given)
+
+    def _raise_if_strict(self, site: Site, why: str) -> None:
+        if self._options.strict and (site.calls or site.was_captured):
+            raise state_changed(self._name, why)
+
+    def _without_graph(
+        self,
+        site: Site | None,
+        given: Given,
+        keys: tuple[Hashable, ...],
+        ambient: tuple[Hashable, ...],
+    ) -> Any:
+        self._check_open()
+        leaves, structure = given.leaves, given.structure
+        if site is None:
+            refuse_opaque(leaves)
+            call = Signature(structure, keys, ambient, arguments=self._arguments)
+            refuse_unlike_buffers(leaves, call.names())
+            site = Site(call)
+            site.obstacle = reason_for_eager(ambient)
+        decision = self._sites.decide((structure, keys, ambient), site)
+        if decision.action is Action.EAGER:
+            return self._eager(site, decision.reason, given)
+        if decision.action is Action.CAPTURE:
+            return self._capture_and_replay(site, given)
+        site.keep(leaves)
+        return self._warm_up(site, decision.reason, given)
+
+    def _warm_up(self, site: Site, reason: str, given: Given) -> Any:
+        modes = site.modes()
+        self._room.before_warm_up(given.leaves, self._sites.values())
+        others = [other for other in self._sites.values() if other is not site]
+        result, flags = warm_up(self._function, given, site, others, self._session, self._options)
+        site.count_warm_call(modes)
+        self._capture.look(site)
+        self._counts.eager_reasons[reason] += 1
+        self._flags.post(self._counts.calls, flags, self._backend)
+        return result
+
+    def _capture_and_replay(self, site: Site, given: Given) -> Any:
+        if self._bucketing is None:
+            return self._capture_one(site, given)
+        larger, smaller = self._bucketing.others(given.leaves, given.structure)
+        for example in larger:
+            self._capture_ahead(site, example, given.structure)
+        result = self._capture_one(site, given)
+        for example in smaller if site.calls else ():
+            self._capture_ahead(site, example, given.structure)
+        return result
+
+    def _capture_ahead(self, site: Site, example: Example, structure: Structure) -> None:
+        """Record a bucket that no call has filled yet. If it fails, its own first call will say why."""
+        choice, leaves = example
+        keys = leaf_keys(leaves, gradients=True)
+        place = (structure, keys, self._ambient.read())
+        other = self._sites.get(place) or site.sibling(site.sign_as(keys), self._options.warmup)
+        if other.find() is not None:
+            return
+        with contextlib.suppress(NotWarm, Exception), interrupts_held() as raise_held:
+            call = self._capture.run(other, leaves, structure, self._moved, raise_held, ahead=True)
+            other.calls.insert(0, call)
+            self._sites.add(place, other)
+            self._counts.captures += 1
+        if other.calls and self._bucketing is not None:
+            self._bucketing.note(structure, choice, leaves, other.calls[0].outputs.tree)
+
+    def _capture_one(self, site: Site, given: Given) -> Any:
+        begun = time.perf_counter()
+        dropped = self._room.before_capture(given.leaves, self._sites.values())
+        self._counts.recapture_reasons.update({REASON: dropped} if dropped else {})
+        with contextlib.ExitStack() as held:
+            raise_held = held.enter_context(interrupts_held())
+            try:
+                call = self._capture.run(site, given.leaves, given.structure, self._moved, raise_held)
+            except NotWarm as cold:
+                held.close()
+                if cold.values:
+                    return self._values_changed(site, cold.values, given)
+                if cold.rebuilt is not None:
+                    return self._start_over(site, cold.rebuilt, given)
+                return self._warm_up(site, "warm-up", given)
+            except Exception as error:  # noqa: BLE001 (whatever broke the capture, its state is rolled back)
+                held.close()
+                raised = capture_error(self._name, error)
+                if not self._options.goes_on_eagerly:
+                    raise raised from (None if raised is error else error)
+                site.obstacle = f"capture failed: [{raised.rule}]"
+                warn_user(f"{raised}\nThe step goes on in eager.")
+                return self._eager(site, site.obstacle, given)
+            self._counts.captures += 1
+            site.calls.insert(0, call)
+            self._session.backend.synchronize()
+            self._counts.capture_seconds += time.perf_counter() - begun
+            return self._run(call, given.leaves)
+
+    def _eager(self, site: Site, reason: str, given: Given) -> Any:
+        if site.obstacle is None:
+            self._sites.tell_past_limit(reason, site)
+        self._counts.eager_reasons[reason] += 1
+        moved = on_device(given.leaves, self._session.backend)
+        flags = flags_of(site, self._options, self._function)
+        with surroundings(self._options.optimizer, self._session.backend), flags.at_optimizers():
+            result = self._call(given, moved)
+            found = flags.finish(result, site.touched.parameters, zip(site.sign().names(), moved, strict=True))
+        self._flags.post(self._counts.calls, found, self._backend)
+        return detached(result)
+
+    def _call(self, given: Given, leaves: Sequence[Any]) -> Any:
+        args, kwargs = given.with_leaves(leaves)
+        return cast(Callable[..., Any], self._function)(*args, **kwargs)
+
+    # -- setting up
+
+    def _settle(self, call_tree: tuple[Any, Any]) -> None:
+        """At the first call: choose the backend from what the step uses."""
+        self._check_open()
+        leaves, _ = flatten(call_tree)
+        self._session.settle(choose_backend(self._function, leaves, self._wanted, self._session))
+        self._backend = self._session.backend
+        self._is_capturing = self._backend.capture_probe
+        refuse_other_devices(self._name, self._function, leaves, self._backend)
+        self._settled = True
+
+    def _check_open(self) -> None:
+        if self._closed or self._session.closed:
+            raise ClosedError(
+                f"{self._name}: this captured step was closed",
+                rule="closed",
+                why="its graphs are gone.",
+                fix="capture the step again: step = stepgraph.capture(train_step).",
+            )
+
+    # -- looking and ending
+
+    def report(self) -> Report:
+        """What happened so far: graphs, replays, eager calls with their reasons, time and memory."""
+        sites = list(self._sites.values())
+        placements = self._capture.told_placements(sites, self._moved)
+        return report_of(self._name, self._session, sites, self._counts, placements, self._options)
+
+    def reset(self) -> None:
+        """Drop all graphs; the next calls warm up and capture anew."""
+        for site in self._sites.values():
+            site.drop_graphs()
+        self._sites.clear()
+        self._last = None
+
+    def _forget_graphs(self) -> None:
+        """The session has dropped all graphs: warm up and capture anew."""
+        for site in self._sites.values():
+            site.start_over(credit=0)
+
+    def close(self) -> None:
+        """Free the graphs, and the session if it is the step's own. Closing twice is fine."""
+        self._end()
+        self._flags.check(wait=True)
+
+    def _end(self) -> None:
+        if not self._closed:
+            self.reset()
+            self._closed = True
+            self._capture.close()
+            if self._owns_session:
+                self._session.close(tell=False)
+
+    def __enter__(self) -> CapturedStep[P, R]:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.close()
+        else:
+            self._end()  # the error under way is the one to see
+
+
+def _unpickled(function: Callable[..., Any], options: Options, backend: str | None) -> CapturedStep[..., Any]:
+    if isinstance(function, CapturedStep):  # a captured method, pickled by its name
+        return function
+    return CapturedStep(function, options, None, backend)

@@ -1,0 +1,170 @@
+"""A Megatron configuration of any generation says the same thing in other words, or contradicts itself by name."""
+
+from __future__ import annotations
+
+import enum
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import stepgraph
+from stepgraph.modules.megatron_settings import MegatronSettings
+from stepgraph.modules.options import ModuleOptions, options_from
+
+
+class CudaGraphScope(enum.Enum):
+    """As Megatron spells it: members with numbers."""
+
+    attn = 1
+    moe_router = 2
+    full_iteration = 3
+
+
+def read(**fields: Any) -> MegatronSettings:
+    return MegatronSettings.of(SimpleNamespace(**fields))
+
+
+@pytest.mark.parametrize("name", ["cuda_graph_scope", "cuda_graph_modules"])
+@pytest.mark.parametrize(
+    ("value", "scope"),
+    [
+        (None, ()),
+        ([], ()),
+        ("", ()),
+        ("full", ()),
+        (["full"], ()),
+        ("attn", ("attn",)),
+        ("attn, mlp,moe_router", ("attn", "mlp", "moe_router")),
+        (["attn", "layers.*.mlp"], ("attn", "layers.*.mlp")),
+        (("attn",), ("attn",)),
+        (CudaGraphScope.attn, ("attn",)),
+        ([CudaGraphScope.attn, CudaGraphScope.moe_router], ("attn", "moe_router")),
+    ],
+)
+def test_settings_read_every_form_of_a_scope(name: str, value: Any, scope: tuple[str, ...]) -> None:
+    settings = read(**{name: value})
+    assert settings == MegatronSettings(scope=scope)
+    assert settings.reason_for_eager is None
+
+
+@pytest.mark.parametrize(
+    ("fields", "impl"),
+    [
+        ({}, None),
+        ({"cuda_graph_impl": None}, None),
+        ({"cuda_graph_impl": "none", "cuda_graph_scope": ["attn"]}, "none"),
+        ({"cuda_graph_impl": "local"}, "local"),
+        ({"cuda_graph_impl": "transformer_engine"}, "transformer_engine"),
+        ({"cuda_graph_impl": "full_iteration", "cuda_graph_modules": []}, "full_iteration"),
+        ({"cuda_graph_impl": "local", "cuda_graph_scope": "full_iteration"}, "full_iteration"),
+        ({"cuda_graph_scope": [CudaGraphScope.full_iteration]}, "full_iteration"),
+        ({"enable_cuda_graph": True}, "local"),
+        ({"external_cuda_graph": True, "enable_cuda_graph": False}, "transformer_engine"),
+        ({"external_cuda_graph": False, "enable_cuda_graph": False}, "none"),
+        ({"enable_cuda_graph": False, "external_cuda_graph": False, "cuda_graph_impl": "local"}, "local"),
+        ({"enable_cuda_graph": True, "cuda_graph_impl": "local"}, "local"),
+        ({"enable_cuda_graph": True, "cuda_graph_scope": "full_iteration"}, "full_iteration"),
+        # what Megatron itself makes of the one above, all fields left standing
+        (
+            {
+                "enable_cuda_graph": True,
+                "cuda_graph_scope": ["full_iteration"],
+                "cuda_graph_modules": [],
+                "cuda_graph_impl": "full_iteration",
+            },
+            "full_iteration",
+        ),
+    ],
+)
+@pytest.mark.filterwarnings("ignore::stepgraph.StepgraphWarning")
+def test_settings_read_every_name_of_an_implementation(fields: dict[str, Any], impl: str | None) -> None:
+    settings = read(**fields)
+    assert (settings.impl, settings.scope) == (impl, ())
+    reason = settings.reason_for_eager
+    assert (reason is not None) == (impl in ("none", "full_iteration"))
+    assert options_from(SimpleNamespace(**fields)).eager_reason == reason
+
+
+@pytest.mark.parametrize("fields", [{"cuda_graph_modules": "full"}, {"cuda_graph_modules": ["mlp", "attn"]}])
+def test_settings_both_names_of_a_scope_may_agree(fields: dict[str, Any]) -> None:
+    """The default of the new name says nothing against the old one."""
+    assert {*read(cuda_graph_scope="attn,mlp", **fields).scope} == {"attn", "mlp"}
+
+
+@pytest.mark.parametrize(
+    ("fields", "steps"),
+    [
+        ({}, 3),
+        ({"cuda_graph_warmup_steps": 7}, 7),
+        ({"cuda_graph_num_warmup_steps": 7}, 7),
+        ({"cuda_graph_num_warmup_steps": 7, "cuda_graph_warmup_steps": 7}, 7),
+    ],
+)
+@pytest.mark.filterwarnings("ignore::stepgraph.StepgraphWarning")
+def test_settings_read_both_names_of_the_warm_up(fields: dict[str, Any], steps: int) -> None:
+    assert options_from(SimpleNamespace(**fields)) == ModuleOptions(warmup=steps)
+
+
+@pytest.mark.parametrize(
+    ("fields", "new"),
+    [
+        ({"enable_cuda_graph": True}, "cuda_graph_impl='local'"),
+        ({"external_cuda_graph": True}, "cuda_graph_impl='transformer_engine'"),
+        ({"cuda_graph_num_warmup_steps": 7}, "cuda_graph_warmup_steps=7"),
+    ],
+)
+def test_settings_older_names_are_told_with_the_new_one(fields: dict[str, Any], new: str) -> None:
+    with pytest.warns(stepgraph.StepgraphWarning, match=f"(?s){next(iter(fields))} is an older name.*{new}"):
+        read(**fields)
+
+
+@pytest.mark.parametrize(
+    ("fields", "names"),
+    [
+        ({"cuda_graph_scope": ["attn"], "cuda_graph_modules": ["mlp"]}, ["cuda_graph_scope", "cuda_graph_modules"]),
+        ({"cuda_graph_scope": ["attn"], "cuda_graph_modules": []}, ["cuda_graph_scope", "cuda_graph_modules"]),
+        ({"cuda_graph_scope": ["full", "attn"]}, ["'full' in cuda_graph_scope", "attn"]),
+        ({"cuda_graph_modules": "full_iteration,attn"}, ["'full_iteration' in cuda_graph_modules", "attn"]),
+        ({"cuda_graph_impl": "full_iteration", "cuda_graph_modules": ["attn"]}, ["full_iteration", "attn"]),
+        (
+            {"cuda_graph_impl": "transformer_engine", "cuda_graph_scope": "full_iteration"},
+            ["full_iteration", "cuda_graph_impl='transformer_engine'"],
+        ),
+        ({"enable_cuda_graph": True, "external_cuda_graph": True}, ["enable_cuda_graph", "external_cuda_graph"]),
+        ({"enable_cuda_graph": True, "cuda_graph_impl": "none"}, ["enable_cuda_graph=True", "cuda_graph_impl='none'"]),
+        (
+            {"external_cuda_graph": True, "cuda_graph_impl": "local"},
+            ["external_cuda_graph=True", "cuda_graph_impl='local'"],
+        ),
+        (
+            {"cuda_graph_warmup_steps": 3, "cuda_graph_num_warmup_steps": 7},
+            ["cuda_graph_warmup_steps=3", "cuda_graph_num_warmup_steps=7"],
+        ),
+    ],
+)
+def test_settings_that_contradict_each_other_are_refused(fields: dict[str, Any], names: list[str]) -> None:
+    with pytest.raises(stepgraph.InvalidArgument, match="contradicts itself") as raised:
+        read(**fields)
+    assert raised.value.rule == "option"
+    assert all(name in raised.value.what for name in names)
+
+
+@pytest.mark.parametrize(
+    ("fields", "rule", "fix"),
+    [
+        ({"cuda_graph_impl": "locl"}, "option", "did you mean 'local'?"),
+        ({"cuda_graph_impl": "transformer-engine"}, "option", "did you mean 'transformer_engine'?"),
+        ({"cuda_graph_impl": 3}, "option", "use one of none, local, transformer_engine, full_iteration."),
+        ({"cuda_graph_modules": "full_iteraton"}, "scope", "did you mean 'full_iteration'?"),
+        ({"cuda_graph_modules": 3}, "scope", "give strings"),
+        ({"cuda_graph_warmup_steps": "3"}, "option", "cuda_graph_warmup_steps=3."),
+        ({"cuda_graph_num_warmup_steps": True}, "option", "cuda_graph_num_warmup_steps=3."),
+        ({"cuda_graph_warmup_steps": -1}, "option", "cuda_graph_warmup_steps=3."),
+    ],
+)
+def test_settings_name_the_nearest_word(fields: dict[str, Any], rule: str, fix: str) -> None:
+    with pytest.raises(stepgraph.InvalidArgument) as raised:
+        read(**fields)
+    assert raised.value.rule == rule
+    assert raised.value.fix.startswith(fix)
