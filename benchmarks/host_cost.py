@@ -91,7 +91,7 @@ def measure(num_parameters: int, calls: int) -> dict[str, Any]:
         (call,) = site.calls
         recorded = call.chain.links[0].graph
         graph = recorded._graph  # torch's own
-        leaves, likeness = [x], step._last.likeness
+        leaves, fast_match = [x], step._last.fast_match
 
         def bare() -> None:
             static.copy_(x)
@@ -104,7 +104,7 @@ def measure(num_parameters: int, calls: int) -> dict[str, Any]:
             for way, call._row in rows.items():
                 turns[way].append(median_us(lambda: step(x), calls, drained=True))
         parts = {
-            "arguments": lambda: likeness.leaves_of((x,), {}),
+            "arguments": lambda: fast_match.leaves_of((x,), {}),
             "flags of the process": step._ambient.read,
             "gradients and their flags": call._steady.hold,
             "model": lambda: call.guards.model.changed(flags_seen=True),

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 
-class Ran:
+class ExecutedCode:
     """The code that was seen to run in some calls."""
 
     def __init__(self) -> None:
@@ -48,7 +48,7 @@ class Ran:
         """Note what runs in this block, in this thread, and in that of backwards on a device."""
         found = sys.getprofile()
         outer = getattr(found, "__self__", None)
-        if found is not None and type(outer) is not Ran:
+        if found is not None and type(outer) is not ExecutedCode:
             self.give_up()
             yield
             return
@@ -64,7 +64,7 @@ class Ran:
                 sys.setprofile(found)
             else:  # the block has used a profiler, or ended one that it found
                 self.give_up()
-            if type(outer) is Ran:
+            if type(outer) is ExecutedCode:
                 outer._codes |= self._codes
                 outer._is_whole = outer._is_whole and self._is_whole
 
@@ -91,7 +91,7 @@ class Unnoted:
     def __enter__(self) -> None:
         self._found: Any = None
         found = sys.getprofile()
-        if type(getattr(found, "__self__", None)) is Ran:
+        if type(getattr(found, "__self__", None)) is ExecutedCode:
             self._found = found
             sys.setprofile(None)
 

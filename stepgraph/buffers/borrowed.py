@@ -16,7 +16,7 @@ from torch.utils.dlpack import from_dlpack
 _use_count: Callable[[int], int] = torch._C._storage_Use_Count
 
 
-class Lent:
+class BorrowedTensor:
     """One static tensor that is handed out."""
 
     __slots__ = ("_alias", "_key", "_own")
@@ -26,7 +26,7 @@ class Lent:
         self._key = alias.untyped_storage()._cdata
         self._own = 0
 
-    def settle(self) -> Lent:
+    def settle(self) -> BorrowedTensor:
         """Nothing is handed out yet: the references that there are now are our own."""
         self._own = _use_count(self._key)
         return self
@@ -44,7 +44,7 @@ class Lent:
         return _use_count(self._key) > self._own
 
 
-def any_held(lent: Iterable[Lent]) -> bool:
+def any_held(lent: Iterable[BorrowedTensor]) -> bool:
     """Whether anybody holds one of these."""
     for one in lent:  # noqa: SIM110 (a generator would cost more than the question)
         if _use_count(one._key) > one._own:
@@ -52,7 +52,7 @@ def any_held(lent: Iterable[Lent]) -> bool:
     return False
 
 
-def lend_out(tensors: Sequence[torch.Tensor]) -> list[Lent]:
+def lend_out(tensors: Sequence[torch.Tensor]) -> list[BorrowedTensor]:
     """Get static tensors ready to be handed out. Those in one storage are in one storage for the callers, too."""
     storages: dict[int, torch.UntypedStorage] = {}
     made = []
@@ -64,15 +64,15 @@ def lend_out(tensors: Sequence[torch.Tensor]) -> list[Lent]:
                 storages[storage._cdata] = from_dlpack(torch._C._to_dlpack(whole)).untyped_storage()
             alias = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
             alias.set_(storages[storage._cdata], tensor.storage_offset(), tensor.shape, tensor.stride())
-            made.append(Lent(_with_bits(alias, tensor)))
+            made.append(BorrowedTensor(_with_bits(alias, tensor)))
     storages.clear()
     return [lent.settle() for lent in made]
 
 
-def lend_by_address(tensors: Sequence[torch.Tensor]) -> list[Lent]:
+def lend_by_address(tensors: Sequence[torch.Tensor]) -> list[BorrowedTensor]:
     """The same for memory that others may be given meanwhile: the tensors are not kept alive. For copies only."""
     with torch.inference_mode(False), torch.no_grad():
-        return [Lent(_with_bits(_over_address(tensor), tensor)).settle() for tensor in tensors]
+        return [BorrowedTensor(_with_bits(_over_address(tensor), tensor)).settle() for tensor in tensors]
 
 
 def _over_address(tensor: torch.Tensor) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 A tensor is handed out as it lies, without a copy, because mostly the next graph reads it there. If a caller still
 holds it, or a view of it, when a graph is to run that writes there, it would change under their eyes. So that is looked
-at before (`Lent`), and a tensor that was found to be kept is copied from then on.
+at before (`BorrowedTensor`), and a tensor that was found to be kept is copied from then on.
 
 A parameter or buffer of the module that is returned as such is handed out as the object that it is. The graph has no
 part in it: autograd gives a parameter the gradients of its uses outside, as in eager.
@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from stepgraph.buffers.borrowed import Lent, any_held, lend_by_address, lend_out
+from stepgraph.buffers.borrowed import BorrowedTensor, any_held, lend_by_address, lend_out
 from stepgraph.errors import CaptureError
 from stepgraph.tree import flatten, unflatten
 
@@ -73,8 +73,8 @@ class StaticResult:
                     found[id(leaf)] = len(self.tensors)
                     self.tensors.append(leaf)
                 self._leaves.append(_Tensor(found[id(leaf)]))
-        self._lent: list[Lent] = []
-        self._watched: dict[int, Lent] = {}
+        self._lent: list[BorrowedTensor] = []
+        self._watched: dict[int, BorrowedTensor] = {}
         self._inputs = list(inputs.values())
         self.copied = [False] * len(self.tensors)
         """Which tensors are handed out as copies."""
@@ -116,7 +116,7 @@ class StaticResult:
         for index in self._watched.keys() & set(indices):
             self.copied[index] = True
 
-    def hand_on(self, index: int, lent: Lent) -> None:
+    def hand_on(self, index: int, lent: BorrowedTensor) -> None:
         """Hand out a tensor that is copied by way of another one with the same values."""
         self._lent[index] = lent
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from stepgraph.backends import Backend
-from stepgraph.callables.capture_job import Making
+from stepgraph.callables.capture_job import CaptureJob
 from stepgraph.callables.graphed import GraphedCallable
 from stepgraph.callables.report import CallablesReport
 from stepgraph.callables.request import read_request
@@ -68,7 +68,7 @@ def make_graphed_callables(
     hooks = CaptureTimeHooks(capture_time_hooks, len(request.callables))
     session = pool if pool is not None else Session()
     begun = time.perf_counter()
-    making = Making(request, session, hooks, backend, owns_session=pool is None)
+    making = CaptureJob(request, session, hooks, backend, owns_session=pool is None)
     try:
         if pre_warmup_hook is not None:
             pre_warmup_hook()

@@ -25,7 +25,7 @@ from stepgraph.frames import warn_user
 from stepgraph.order import Kind, samples_of
 from stepgraph.pair.cached_casts import shared_cast
 from stepgraph.pair.call import call_from_samples
-from stepgraph.pair.lanes import Lane
+from stepgraph.pair.lanes import PoolLane
 from stepgraph.pair.runner import Runner
 from stepgraph.pair.shared import PairSession
 from stepgraph.rng.tracker import tracker_for
@@ -34,7 +34,7 @@ from stepgraph.tree import flatten
 from stepgraph.values.reach import devices
 
 
-class Making:
+class CaptureJob:
     """One capture, from the request to the graphs; a transaction."""
 
     def __init__(
@@ -62,7 +62,7 @@ class Making:
             subject.refuse_hooks(own=with_order)
         self.samples = [self._sample(index) for index in range(len(request.samples))]
         # in a session of its own the capture takes the memory that warm-up leaves, which is in lane 0
-        self._lane = Lane(0) if owns_session else self._shared.lanes.apart()
+        self._lane = PoolLane(0) if owns_session else self._shared.lanes.apart()
         self._capture: GraphCapture | None = None
 
     def _sample(self, index: int) -> SampleGraphs:
@@ -195,7 +195,7 @@ class Making:
         for sample in self.samples:
             sample.free()
         for subject in self._subjects:
-            self._shared.grads.forget(subject.pair.stand_ins.parameters)
+            self._shared.grads.forget(subject.pair.proxies.parameters)
         if self._owns_session:
             self._shared.close()
             self._shared.session.close()

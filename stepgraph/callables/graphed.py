@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from stepgraph.buffers.borrowed import Lent
+from stepgraph.buffers.borrowed import BorrowedTensor
 from stepgraph.callables.call_shape import same_modes
 from stepgraph.callables.handover import held_result, take_back, tell_held_result
 from stepgraph.callables.report import CallablesReport
@@ -45,7 +45,7 @@ class GraphedSet:
         self._static_bytes, self._num_buffers, self._capture_seconds = static_bytes, num_buffers, capture_seconds
         self._owns_session = owns_session
         self.callables: list[GraphedCallable] = []
-        self._lent: list[Lent] = []
+        self._lent: list[BorrowedTensor] = []
         self._eager_calls = 0
         self.is_closed = False
         self._num_graphs = sum(sample.num_graphs for sample in samples)
@@ -101,7 +101,7 @@ class GraphedSet:
         for sample in self.samples:
             sample.free()
         for subject in {id(s.subject): s.subject for s in self.samples}.values():
-            self.shared.grads.forget(subject.pair.stand_ins.parameters)
+            self.shared.grads.forget(subject.pair.proxies.parameters)
         if self._owns_session:
             self.shared.close()
             self.shared.session.close()

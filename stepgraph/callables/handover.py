@@ -17,12 +17,12 @@ from typing import Any
 
 import torch
 
-from stepgraph.buffers.borrowed import Lent, lend_out
+from stepgraph.buffers.borrowed import BorrowedTensor, lend_out
 from stepgraph.errors import CaptureError
 from stepgraph.frames import warn_user
 
 
-class Place:
+class HandoverPlace:
     """Static memory that one graph writes and another reads, and what was handed out of it last."""
 
     def __init__(self, buffer: torch.Tensor) -> None:
@@ -62,12 +62,12 @@ class Place:
             self.last = None
 
 
-class Handover(Lent):
+class Handover(BorrowedTensor):
     """A result, or the gradient of an argument, that lies where another graph reads it."""
 
     __slots__ = ("_copy", "_place", "_times_held", "arrived", "copied_to", "is_direct", "is_lent")
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: HandoverPlace) -> None:
         super().__init__(place.alias)
         self._place = place
         self.is_direct = False
@@ -114,13 +114,13 @@ _MAX_TIMES_HELD = 2
 class Handing:
     """What the graphs of one sample hand on, and where what others hand on comes to them."""
 
-    results: dict[int, tuple[int, Place]] = field(default_factory=dict)
+    results: dict[int, tuple[int, HandoverPlace]] = field(default_factory=dict)
     """By result: the argument of the next sample that it is written to, by leaf index, and its place."""
-    grads: dict[int, Place] = field(default_factory=dict)
+    grads: dict[int, HandoverPlace] = field(default_factory=dict)
     """By input of the node: the place of the gradient of another sample's result."""
-    arguments: list[tuple[int, Place]] = field(default_factory=list)
+    arguments: list[tuple[int, HandoverPlace]] = field(default_factory=list)
     """The arguments that others write to, or others with the same memory."""
-    incoming: list[tuple[int, Place]] = field(default_factory=list)
+    incoming: list[tuple[int, HandoverPlace]] = field(default_factory=list)
     """The gradients of results of which the same is true."""
 
     def forward_held_up_by(self, leaves: Sequence[Any]) -> list[Handover]:
@@ -188,16 +188,16 @@ class Places:
     """All places of a set of graphs."""
 
     def __init__(self) -> None:
-        self._places: dict[int, Place] = {}
+        self._places: dict[int, HandoverPlace] = {}
 
-    def at(self, buffer: torch.Tensor) -> Place:
+    def at(self, buffer: torch.Tensor) -> HandoverPlace:
         """The place of a static tensor."""
         address = buffer.data_ptr()
         if address not in self._places:
-            self._places[address] = Place(buffer)
+            self._places[address] = HandoverPlace(buffer)
         return self._places[address]
 
-    def among(self, tensors: Mapping[int, torch.Tensor]) -> list[tuple[int, Place]]:
+    def among(self, tensors: Mapping[int, torch.Tensor]) -> list[tuple[int, HandoverPlace]]:
         """Those of these tensors that are places."""
         found = [(index, self._places.get(tensor.data_ptr())) for index, tensor in tensors.items()]
         return [(index, place) for index, place in found if place is not None]

@@ -19,7 +19,7 @@ from typing import TypeAlias, cast
 
 import torch
 
-from stepgraph.buffers.borrowed import Lent
+from stepgraph.buffers.borrowed import BorrowedTensor
 from stepgraph.buffers.boundary import ArgMetadata
 from stepgraph.buffers.reuse_pool import TensorReusePool
 from stepgraph.buffers.static_result import StaticResult
@@ -33,7 +33,7 @@ from stepgraph.observe.step_objects import leaves_behind
 from stepgraph.order import Kind, plan_buffers, samples_of
 from stepgraph.pair.call import RecordedCall
 from stepgraph.pair.differentiate import is_reentrant
-from stepgraph.pair.lanes import Lane
+from stepgraph.pair.lanes import PoolLane
 from stepgraph.pair.ordered import NO_AUTOCAST, WeightGraph
 from stepgraph.pair.runner import Runner
 from stepgraph.pair.split_backward import WeightPart
@@ -71,9 +71,9 @@ class SampleGraphs:
                 self.weights = None
             runner.free()
 
-    def lend_outside_grads(self) -> list[Lent]:
+    def lend_outside_grads(self) -> list[BorrowedTensor]:
         """Hand out the gradients that pass through autograd as they lie; what is handed out."""
-        found: list[Lent] = []
+        found: list[BorrowedTensor] = []
         first = len(self.runner.flows)
         for backward in self.runner.backwards.values():
             if any(grad is not None for grad in backward.grads_out):
@@ -111,12 +111,12 @@ Following: TypeAlias = tuple[SampleGraphs, dict[int, torch.Tensor]]
 """The sample of the next layer and its static arguments, by leaf index."""
 
 
-class Uncopied(Lent):
+class Uncopied(BorrowedTensor):
     """A gradient that is handed out as it lies, where a copy is asked for, too."""
 
     __slots__ = ()
 
-    def __init__(self, lent: Lent) -> None:
+    def __init__(self, lent: BorrowedTensor) -> None:
         super().__init__(lent.lend())
 
     def copy(self, *, goes_on: bool = True) -> torch.Tensor:
@@ -130,7 +130,7 @@ class GraphCapture:
         self,
         request: Request,
         samples: Sequence[SampleGraphs],
-        lane: Lane[Runner],
+        lane: PoolLane[Runner],
         device: torch.device,
         hooks: CaptureTimeHooks,
     ) -> None:
@@ -244,7 +244,7 @@ class GraphCapture:
         reached |= {id(runner.boundary.tensors[i]) for i in runner.result.passed}
         names = sample.shape.call.names()
         inputs = {names[i]: t for i, t in runner.boundary.tensors.items() if t.requires_grad}
-        leaves = dict(zip(map(id, subject.pair.stand_ins.parameters), subject.pair.stand_ins.leaves, strict=True))
+        leaves = dict(zip(map(id, subject.pair.proxies.parameters), subject.pair.proxies.leaves, strict=True))
         returned = {id(t) for t in runner.result.objects}
         used_outside = {path for path, p in subject.module.named_parameters() if id(p) in returned}
         weights = {path: leaves[id(p)] for path, p in subject.module.named_parameters() if id(p) in leaves}

@@ -22,7 +22,7 @@ from stepgraph.pair.module_method import ModuleMethod
 from stepgraph.pair.ordered import OrderedPair
 from stepgraph.pair.record import with_modes
 from stepgraph.pair.shared import PairSession
-from stepgraph.ran import Ran
+from stepgraph.ran import ExecutedCode
 from stepgraph.rng.tracker import NamesGuard
 from stepgraph.signature import argument_names
 from stepgraph.values.reach import reachable
@@ -66,7 +66,7 @@ class Subject:
         self._shared, self._need_backward = shared, need_backward
         self._pair: OrderedPair | None = None
         self._guard: SiteGuard | None = None
-        self.ran = Ran()
+        self.ran = ExecutedCode()
         """The code that its warm-up has run."""
         self._model_guard: ModelGuard | None = None
 
@@ -99,7 +99,7 @@ class Subject:
                 self.module,
                 shared.session,
                 shared.grads,
-                shared.rivals_of(self.module),
+                shared.in_flight_of(self.module),
                 (),
                 need_backward=self._need_backward,
             )

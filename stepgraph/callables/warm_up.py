@@ -109,12 +109,12 @@ def _watch(subject: Subject, backend: Backend) -> WarmCall:
 def _one_call(warm: _Warm, hooks: CaptureTimeHooks, *, trains: bool) -> None:
     """A forward and a backward on stand-ins."""
     subject = warm.subject
-    stand_ins = subject.pair.stand_ins
+    proxies = subject.pair.proxies
     leaves = [detached(leaf) for leaf in warm.leaves]
     args, kwargs = unflatten(warm.structure, leaves)
     mode = contextlib.nullcontext() if trains else torch.no_grad()
     around = hooks.around(warm.index, subject.given, backward=False)
-    with around, stand_ins.in_place(), without_saved_tensor_hooks(), mode:
+    with around, proxies.in_place(), without_saved_tensor_hooks(), mode:
         found = flatten(subject.original(*args, **kwargs))[0]
     subject.pair.note_returned(found, leaves)
     results = [t for t in found if isinstance(t, torch.Tensor) and t.grad_fn is not None]
@@ -122,16 +122,16 @@ def _one_call(warm: _Warm, hooks: CaptureTimeHooks, *, trains: bool) -> None:
         return
     incoming = [torch.zeros_like(result) for result in results]
     behind = list({id(leaf): leaf for leaf in leaves_behind(results)}.values())
-    own = {id(leaf) for leaf in (*stand_ins.leaves, *leaves)}
+    own = {id(leaf) for leaf in (*proxies.leaves, *leaves)}
     foreign = [leaf for leaf in behind if id(leaf) not in own]
     around = hooks.around(warm.index, subject.given, backward=True)
     plain = under_autocast(False, False)
-    with around, stand_ins.in_place(), without_saved_tensor_hooks(), plain, without_hooks(foreign):
+    with around, proxies.in_place(), without_saved_tensor_hooks(), plain, without_hooks(foreign):
         if is_reentrant(results):
             torch.autograd.backward(results, incoming)
         else:
             torch.autograd.grad(results, behind, incoming, allow_unused=True)
-    for leaf in stand_ins.leaves:
+    for leaf in proxies.leaves:
         leaf.grad = None
 
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 import torch
 
-from stepgraph.buffers.borrowed import Lent, lend_out
+from stepgraph.buffers.borrowed import BorrowedTensor, lend_out
 
 
 class GradSlot:
@@ -34,7 +34,7 @@ class GradSlot:
         self.memory = _empty_like(parameter)
         self.given: torch.Tensor | None = None
         """What `.grad` is while it lies in the memory."""
-        self.lent: Lent | None = lend_out([self.memory])[0]
+        self.lent: BorrowedTensor | None = lend_out([self.memory])[0]
         """Tells whether anybody holds the memory; None where it is not given out."""
         self.is_callers = False
         """Whether the caller has chosen the memory."""

@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 from stepgraph.backends.threads import entries, is_own, origin_of
 from stepgraph.errors import CaptureError
-from stepgraph.native.row import Untouched
+from stepgraph.native.row import GuardRow
 
 _OF_MODULES = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _OF_PARAMETERS = ("_backward_hooks", "_post_accumulate_grad_hooks")
@@ -67,7 +67,7 @@ class HooksGuard:
         """Whether nothing tells of a change since the last look."""
         return RemovableHandle.next_id == self._handles_seen and list(map(len, self._filled)) == self._counts
 
-    def expect(self, row: Untouched) -> None:
+    def expect(self, row: GuardRow) -> None:
         """What `is_quiet` comes down to."""
         row.attribute(RemovableHandle, "next_id", self._handles_seen)
         for hooks, count in zip(self._filled, self._counts, strict=True):

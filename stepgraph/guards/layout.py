@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 
 import torch
 
-from stepgraph.native.row import Layout, Untouched
+from stepgraph.native.row import GuardRow, Layout
 
 _data_ptr = torch.Tensor.data_ptr
 _stride = torch.Tensor.stride
@@ -73,7 +73,7 @@ class Layouts:
         self._complex = [layout for layout in layouts if layout[2].is_complex]
         self._strides = [layout[4] for layout in layouts]
         self._indices = list(range(len(layouts)))
-        row = Untouched()
+        row = GuardRow()
         row.layouts(self._layouts, [self._are_held])
         self.hold: Callable[[], bool] = row.question()
         """Whether all lie where they lay, in the same form."""
@@ -85,7 +85,7 @@ class Layouts:
         found = ((layout[0], change_of(layout)) for layout in self._layouts)
         return next(((tensor, what) for tensor, what in found if what is not None), None)
 
-    def expect(self, row: Untouched, seen: Collection[int] = ()) -> None:
+    def expect(self, row: GuardRow, seen: Collection[int] = ()) -> None:
         """What `hold` comes down to. `seen` are the tensors whose form the row asks for elsewhere, by id."""
         same_addresses = functools.partial(_same_addresses, self._tensors, self._addresses, self._indices)
         forms = (functools.partial(_has_form, layout) for layout in self._layouts if id(layout[0]) not in seen)

@@ -19,7 +19,7 @@ import torch
 from stepgraph.guards.hooks import HooksGuard, places_of
 from stepgraph.guards.layout import Layouts, layouts_of
 from stepgraph.guards.registration import RegistrationEvents
-from stepgraph.native.row import Untouched
+from stepgraph.native.row import GuardRow
 
 _requires_grad = operator.attrgetter("requires_grad")
 _children = operator.attrgetter("_modules")
@@ -95,7 +95,7 @@ class ModelGuard:
             return self._changed_flag()
         return self._changed_layout() or self._hooks.changed()
 
-    def expect(self, row: Untouched) -> None:
+    def expect(self, row: GuardRow) -> None:
         """What `changed` comes down to, but for the flags and the form of steady parameters."""
         for where, values in self._contents:
             row.contents(where, values)

@@ -17,7 +17,7 @@ import torch
 from torch.optim.optimizer import Optimizer
 
 from stepgraph.guards.layout import change_of, layouts_of
-from stepgraph.native.row import PLAIN_TENSORS, Untouched, is_told_by_identity
+from stepgraph.native.row import PLAIN_TENSORS, GuardRow, is_told_by_identity
 from stepgraph.optim.steps import STEP_HOOKS_OF_ALL, all_have_hooks, step_hooks, without_schedulers
 
 _CODE = ("step", "zero_grad")
@@ -32,13 +32,13 @@ class NumbersGuard:
         self._num_hooks = self._count_hooks()
         self._list = optimizer.param_groups
         self._groups = [_GroupNumbers(group) for group in self._list]
-        self._row = Untouched()
+        self._row = GuardRow()
         self.expect(self._row)
 
     def _count_hooks(self) -> list[int]:
         return list(map(len, self._hooks))
 
-    def expect(self, row: Untouched) -> None:
+    def expect(self, row: GuardRow) -> None:
         """What `changed` comes down to."""
         row.attribute(self.optimizer, "param_groups", self._list)
         row.length(self._list, len(self._groups))
@@ -70,7 +70,7 @@ class _GroupNumbers:
         self._tensors = [(k, group[k], _address(group[k])) for k in keys if _has_tensor(group[k])]
         self.group = group
 
-    def expect(self, row: Untouched) -> None:
+    def expect(self, row: GuardRow) -> None:
         """What `difference` comes down to."""
         if self._tensors or any(isinstance(value, list) for value in self._values):  # these change from within
             row.ask(lambda: self.difference(self.group) is None)
@@ -108,7 +108,7 @@ class ParametersGuard:
         self._optimizer = optimizer
         self._groups = [(group, list(group["params"])) for group in optimizer.param_groups]
 
-    def expect(self, row: Untouched) -> None:
+    def expect(self, row: GuardRow) -> None:
         """What `changed` comes down to, as long as the groups are the same."""
         row.length(self._optimizer.param_groups, len(self._groups))
         for group, parameters in self._groups:
@@ -151,7 +151,7 @@ class StateGuard:
         """Memory of the state is gone."""
         self._was_freed = True
 
-    def expect(self, row: Untouched) -> None:
+    def expect(self, row: GuardRow) -> None:
         """What `changed` comes down to."""
         row.attribute(self._optimizer, "state", self._state)
         row.attribute(self, "_was_freed", False)
@@ -209,6 +209,6 @@ def _are_the_same(one: Sequence[Any], two: Sequence[Any]) -> bool:
 def _same_list(parameters: Sequence[torch.Tensor]) -> Callable[[Any, Any], bool]:
     """What tells whether two lists of parameters hold the very same ones.
 
-    Python compares lists by identity first, five times as fast as anything else; see `Untouched.contents`.
+    Python compares lists by identity first, five times as fast as anything else; see `GuardRow.contents`.
     """
     return operator.eq if all(map(is_told_by_identity, parameters)) else _are_the_same

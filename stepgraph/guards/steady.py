@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from stepgraph.native.row import PLAIN_TENSORS, Untouched
+from stepgraph.native.row import PLAIN_TENSORS, GuardRow
 from stepgraph.signature import compiler_guards
 
 _UNTOLD = [""]
@@ -49,7 +49,7 @@ class SteadyParameters:
             self._check = self._guard()
         return True
 
-    def expect(self, row: Untouched) -> None:
+    def expect(self, row: GuardRow) -> None:
         """What `hold` comes down to with gradients enabled, but for forms: those are among the row's layouts.
 
         Without the library it is one call of torch's guard, once that is made; it knows the forms.

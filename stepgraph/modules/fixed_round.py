@@ -6,16 +6,16 @@ import functools
 from collections.abc import Mapping, Sequence
 
 from stepgraph.modules.recorder import Event
-from stepgraph.modules.replay_order import Entry, ReplayOrder
+from stepgraph.modules.replay_order import ReplayEntry, ReplayOrder
 from stepgraph.modules.site import ModuleSite
-from stepgraph.pair.lanes import Lane
+from stepgraph.pair.lanes import PoolLane
 from stepgraph.pair.runner import Runner
 
 
 class FixedRound:
     """The runners of a round, one for each call that was captured, by id of the recorded call."""
 
-    def __init__(self, events: Sequence[Event], runners: Mapping[int, Runner | None], lane: Lane[Runner]) -> None:
+    def __init__(self, events: Sequence[Event], runners: Mapping[int, Runner | None], lane: PoolLane[Runner]) -> None:
         calls: dict[int, int] = {}
         entries = []
         self._runners: list[Runner] = []
@@ -27,7 +27,7 @@ class FixedRound:
                 calls[id(event.call)] = len(self._runners)
                 self._runners.append(runner)
             site = event.call.site
-            entries.append(Entry(site.manager.name, site, calls[id(event.call)], event.backward))
+            entries.append(ReplayEntry(site.manager.name, site, calls[id(event.call)], event.backward))
         self._order = ReplayOrder(entries, lambda: lane.is_busy)
         self.kinds = self._order.kinds
         """The kinds of calls that have a turn; others are free."""

@@ -23,7 +23,7 @@ from stepgraph.modules.fixed_round import FixedRound
 from stepgraph.modules.options import options_from
 from stepgraph.modules.report import ModuleReport, report_on
 from stepgraph.modules.session import ModuleSession
-from stepgraph.modules.site import FamiliarCall, ModuleSite
+from stepgraph.modules.site import LastModuleCall, ModuleSite
 from stepgraph.observe.ddp import in_ddp
 from stepgraph.observe.warm_call import WarmCall
 from stepgraph.pair.guard import SiteGuard, global_hook, has_global_hooks
@@ -91,7 +91,7 @@ class CudaGraphManager:
         self._pair: PairCapture | None = None
         self._flatten = CallFlattener()
         self._is_capturing: Callable[[], bool] = bool  # until the backend is known, never
-        self._last: FamiliarCall | None = None
+        self._last: LastModuleCall | None = None
         """How the last call of a known kind looked."""
         self._look_at_modules()
         self.session.add(self)
@@ -124,7 +124,7 @@ class CudaGraphManager:
             return self.original(*args, **kwargs)  # a part of a larger compiled region
         last = self._last
         if last is not None and not self.session.is_closed and not has_global_hooks():
-            leaves = last.likeness.leaves_of(args, kwargs)
+            leaves = last.fast_match.leaves_of(args, kwargs)
             if leaves is not None and last.around == self._around() and not self._is_capturing():
                 return self._replay(last.site, leaves, last.structure, (args, kwargs))
         return self._look_up(args, kwargs)
@@ -165,7 +165,7 @@ class CudaGraphManager:
             self.eager_reasons[reason] += 1
             return self.original(*args, **kwargs)
         site = self.sites.get((structure, keys, *around))
-        self._last = site.familiar(args, kwargs, structure, around) if site is not None else None
+        self._last = site.last_call(args, kwargs, structure, around) if site is not None else None
         if has_global_hooks() and (hook := global_hook(self.options.safe_hooks)) is not None:
             self._count_eager(f"a hook on all modules, `{hook}`, would not run   [module-hook]")
             return self.original(*args, **kwargs)
@@ -224,7 +224,7 @@ class CudaGraphManager:
 
     def look_for_replays(self) -> None:
         """In the backward of an eager call: tell if it also comes to replayed calls, which share no casts with it."""
-        if self.session.rivals_of(self.module).has_more_to_come():
+        if self.session.in_flight_of(self.module).has_more_to_come():
             for site in self.sites.values():
                 if any(runner.keeps_casts for runner in site.runners):
                     site.tell_several()
@@ -362,7 +362,7 @@ class CudaGraphManager:
                 self.module,
                 self.session.session,
                 self.session.grads,
-                self.session.rivals_of(self.module),
+                self.session.in_flight_of(self.module),
                 self.options.generators,
                 need_backward=self.need_backward,
             )
@@ -419,7 +419,7 @@ class CudaGraphManager:
             site.runners, site.recorded = [], None
         self._look_at_modules()
         if self._pair is not None:
-            self.session.grads.forget(self._pair.stand_ins.parameters)
+            self.session.grads.forget(self._pair.proxies.parameters)
         self._pair = None
         self.session.recorder.forget()
 

@@ -14,7 +14,7 @@ from stepgraph.errors import CaptureError
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class ReplayEntry:
     """A forward or a backward in the order."""
 
     module: str
@@ -31,18 +31,18 @@ class Entry:
 class ReplayOrder:
     """Where a round stands."""
 
-    def __init__(self, entries: Sequence[Entry], is_under_way: Callable[[], bool]) -> None:
+    def __init__(self, entries: Sequence[ReplayEntry], is_under_way: Callable[[], bool]) -> None:
         self.entries = tuple(entries)
         self.kinds = frozenset(entry.kind for entry in entries)
         self._is_under_way = is_under_way
         self._next = 0
 
     @property
-    def expected(self) -> Entry:
+    def expected(self) -> ReplayEntry:
         """What comes next."""
         return self.entries[self._next]
 
-    def take_forward(self, module: str, kind: Hashable) -> Entry:
+    def take_forward(self, module: str, kind: Hashable) -> ReplayEntry:
         """The turn of a forward of this kind."""
         if not self._is_next(kind) and self._next and not self._is_under_way():
             self._next = 0  # the last round was given up
@@ -50,7 +50,7 @@ class ReplayOrder:
             raise self._refused(f"a forward of `{module}`")
         return self._take()
 
-    def take_backward(self, entry: Entry) -> None:
+    def take_backward(self, entry: ReplayEntry) -> None:
         """The turn of the backward of the call that an entry belongs to."""
         if not (self.expected.backward and self.expected.call == entry.call):
             raise self._refused(f"the backward of `{entry.module}` (call {entry.call})")
@@ -59,7 +59,7 @@ class ReplayOrder:
     def _is_next(self, kind: Hashable) -> bool:
         return not self.expected.backward and self.expected.kind == kind
 
-    def _take(self) -> Entry:
+    def _take(self) -> ReplayEntry:
         entry = self.expected
         self._next = (self._next + 1) % len(self.entries)
         return entry

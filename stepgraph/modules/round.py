@@ -11,9 +11,9 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 
 import torch
 
-from stepgraph.buffers.borrowed import Lent
+from stepgraph.buffers.borrowed import BorrowedTensor
 from stepgraph.buffers.boundary import ArgMetadata, SharedBuffer
-from stepgraph.modules.placement import Placement
+from stepgraph.modules.memory_plan import MemoryPlan
 from stepgraph.modules.recorder import Event
 from stepgraph.modules.site import ModuleCall
 from stepgraph.pair.ambient import other_flags
@@ -32,21 +32,21 @@ def backward_autocast(call: ModuleCall) -> tuple[Hashable, Hashable]:
 class RoundCapture:
     """The graphs of one round."""
 
-    def __init__(self, events: Sequence[Event], placement: Placement, device: torch.device) -> None:
-        self._events, self._placement, self._device = events, placement, device
+    def __init__(self, events: Sequence[Event], memory_plan: MemoryPlan, device: torch.device) -> None:
+        self._events, self._memory_plan, self._device = events, memory_plan, device
         self.runners: dict[Hashable, Runner] = {}
-        self._grads: dict[Hashable, dict[int, tuple[torch.Tensor, Lent]]] = {}
+        self._grads: dict[Hashable, dict[int, tuple[torch.Tensor, BorrowedTensor]]] = {}
         self._shared = _shared_tensors(events)
         self._buffers: dict[tuple[int, int], SharedBuffer] = {}
 
     def run(self, give_up: Callable[[ModuleCall, Exception], None]) -> None:
         """Capture all that is not captured yet."""
         for event in self._events:
-            call, key = event.call, self._placement.key(event.call)
+            call, key = event.call, self._memory_plan.key(event.call)
             if call.site.obstacle is not None:
                 continue
             try:
-                if not event.backward and key not in self.runners and self._placement.has_room(call):
+                if not event.backward and key not in self.runners and self._memory_plan.has_room(call):
                     self.runners[key] = self._forward(call)
                 elif event.backward and key in self.runners and not self.runners[key].backwards:
                     self._backward(call, key)
@@ -65,8 +65,8 @@ class RoundCapture:
             raise RuntimeError(f"flags of the process have changed since the call: {', '.join(different)}")
         given, shared = self._given(call), self._shared_buffers(call)
         metas = {i: leaf for i, leaf in enumerate(call.leaves) if isinstance(leaf, ArgMetadata)}
-        own = self._placement.arguments(call, {i: m for i, m in metas.items() if i not in given and i not in shared})
-        runner = site.manager.pair().forward(call, given, shared, own, self._placement.lane(call))
+        own = self._memory_plan.arguments(call, {i: m for i, m in metas.items() if i not in given and i not in shared})
+        runner = site.manager.pair().forward(call, given, shared, own, self._memory_plan.lane(call))
         if not site.runners:
             site.manager.guard(site, runner)
         site.add(runner)
@@ -77,8 +77,8 @@ class RoundCapture:
         """The arguments that are results of graphs in the same lane."""
         given = {}
         for index, (producer, result) in call.made_by.items():
-            runner = self.runners.get(self._placement.key(producer))
-            if runner is None or self._placement.lane(producer) is not self._placement.lane(call):
+            runner = self.runners.get(self._memory_plan.key(producer))
+            if runner is None or self._memory_plan.lane(producer) is not self._memory_plan.lane(call):
                 continue
             if runner.result.is_own(result) and _fits(runner.result.tensors[result], call.leaves[index]):
                 given[index] = runner, runner.result.tensors[result].data
@@ -89,7 +89,7 @@ class RoundCapture:
         for index, number in call.shared.items():
             meta = call.leaves[index]
             if number in self._shared and not meta.requires_grad:
-                key = (self._placement.lane(call).number, number)  # another microbatch may pass another tensor
+                key = (self._memory_plan.lane(call).number, number)  # another microbatch may pass another tensor
                 if key not in self._buffers:
                     self._buffers[key] = SharedBuffer(meta.empty(self._device))
                 used[index] = self._buffers[key]
@@ -101,15 +101,15 @@ class RoundCapture:
         offered = self._grads.get(key, {})
         chained = {i: g for i, g in offered.items() if i in present and _fits(g[0], present[i])}
         given = {i: grad for i, (grad, _) in chained.items()}
-        given |= self._placement.gradients(call, {i: m for i, m in present.items() if i not in given})
+        given |= self._memory_plan.gradients(call, {i: m for i, m in present.items() if i not in given})
         lent = {i: lent for i, (_, lent) in chained.items()}
         recorded = call.site.manager.pair().backward(runner, metas, given, lent, backward_autocast(call))
         for index, grad, lent_grad in zip(runner.flows, recorded.grads_out, recorded.lent, strict=False):
             if grad is not None and lent_grad is not None and index in call.made_by:
                 producer, result = call.made_by[index]
-                if self._placement.lane(producer) is self._placement.lane(call):
-                    self._grads.setdefault(self._placement.key(producer), {})[result] = (grad, lent_grad)
-        self._placement.captured(call, runner, recorded)
+                if self._memory_plan.lane(producer) is self._memory_plan.lane(call):
+                    self._grads.setdefault(self._memory_plan.key(producer), {})[result] = (grad, lent_grad)
+        self._memory_plan.captured(call, runner, recorded)
 
 
 def _fits(tensor: torch.Tensor, meta: ArgMetadata) -> bool:

@@ -12,7 +12,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from stepgraph.backends import Backend, is_capturing
 from stepgraph.buffers.reuse_pool import TensorReusePool
 from stepgraph.modules.fixed_round import FixedRound
-from stepgraph.modules.placement import AnyOrder, FixedOrder
+from stepgraph.modules.memory_plan import AnyOrder, FixedOrder
 from stepgraph.modules.recorder import Event, Recorder
 from stepgraph.modules.round import RoundCapture, backward_autocast
 from stepgraph.modules.site import ModuleCall, ModuleSite, SiteOwner
@@ -95,10 +95,12 @@ class ModuleSession(PairSession):
 
     def _create_fixed(self, events: Sequence[Event]) -> None:
         device, lane = self.session.backend.device, self.lanes.apart()
-        placement = FixedOrder(lane, TensorReusePool(device))
-        captured = RoundCapture(events, placement, device)
+        memory_plan = FixedOrder(lane, TensorReusePool(device))
+        captured = RoundCapture(events, memory_plan, device)
         self._capture(captured)
-        self.order = FixedRound(events, {id(e.call): captured.runners.get(placement.key(e.call)) for e in events}, lane)
+        self.order = FixedRound(
+            events, {id(e.call): captured.runners.get(memory_plan.key(e.call)) for e in events}, lane
+        )
 
     def capture_one(self, site: ModuleSite, call: ModuleCall) -> Runner | None:
         """One more runner for calls of a kind that is captured, with memory of its own."""

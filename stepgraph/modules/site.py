@@ -24,9 +24,9 @@ from stepgraph.pair.call import RecordedCall
 from stepgraph.pair.guard import SiteGuard
 from stepgraph.pair.record import PairCapture
 from stepgraph.pair.runner import Runner
-from stepgraph.ran import Ran
+from stepgraph.ran import ExecutedCode
 from stepgraph.signature import Signature, is_plain
-from stepgraph.signature.fast_match import Likeness
+from stepgraph.signature.fast_match import FastMatch
 from stepgraph.tree import Structure, paths
 
 
@@ -100,10 +100,10 @@ class ModuleCall(RecordedCall):
 
 
 @dataclass(frozen=True, slots=True)
-class FamiliarCall:
+class LastModuleCall:
     """How a site's calls look, for a call that looks the same to find it without a signature."""
 
-    likeness: Likeness
+    fast_match: FastMatch
     structure: Structure
     around: tuple[Hashable, ...]
     """Flags, modes and what else tells kinds of calls apart, beside the arguments."""
@@ -138,9 +138,9 @@ class ModuleSite:
         self.copied: set[int] = set()
         """Results that callers were found to hold, so that they are handed out as copies."""
         self._copies_grads = False
-        self._familiar: FamiliarCall | None = None
+        self._last_call: LastModuleCall | None = None
         self.keep_alive: list[Any] = []
-        self.ran = Ran()
+        self.ran = ExecutedCode()
         """The code that calls here have run."""
 
     @property
@@ -153,15 +153,15 @@ class ModuleSite:
         """Whether graphs could be captured now."""
         return not self.runners and self.obstacle is None and self.finding is None
 
-    def familiar(
+    def last_call(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], structure: Structure, around: tuple[Hashable, ...]
-    ) -> FamiliarCall | None:
+    ) -> LastModuleCall | None:
         """How a call of this site looks, or None where that cannot be told at once, or need not be."""
-        if self._familiar is None and self.runners:
-            likeness = Likeness.of(args, kwargs, tell_computed=False)
-            if likeness is not None:
-                self._familiar = FamiliarCall(likeness, structure, around, self)
-        return self._familiar
+        if self._last_call is None and self.runners:
+            fast_match = FastMatch.of(args, kwargs, tell_computed=False)
+            if fast_match is not None:
+                self._last_call = LastModuleCall(fast_match, structure, around, self)
+        return self._last_call
 
     def add(self, runner: Runner) -> None:
         """Take a runner in."""

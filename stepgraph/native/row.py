@@ -31,7 +31,7 @@ Gradient = tuple[torch.Tensor, torch.Tensor | None, bool]
 """A parameter, its gradient, and whether it requires one."""
 
 
-class Untouched:
+class GuardRow:
     """A row of expectations."""
 
     __slots__ = (

@@ -31,8 +31,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from stepgraph.backends import Backend
 from stepgraph.errors import CaptureError
-from stepgraph.native.row import Untouched
-from stepgraph.observe.step_objects import Touched
+from stepgraph.native.row import GuardRow
+from stepgraph.observe.step_objects import StepObjects
 
 WARMUP = 11
 """Eager calls for a young DDP: https://docs.pytorch.org/docs/stable/notes/cuda.html#usage-with-distributeddataparallel"""
@@ -63,7 +63,7 @@ def _is_young(ddp: DistributedDataParallel) -> bool:
 
 @contextlib.contextmanager
 def finding_default_stream(
-    touched: Touched, backend: Backend
+    touched: StepObjects, backend: Backend
 ) -> Iterator[dict[int, tuple[DistributedDataParallel, str]]]:
     """While a step runs, find DDPs, by id, and a parameter of each, that accumulate where nothing can be recorded."""
     found: dict[int, tuple[DistributedDataParallel, str]] = {}
@@ -128,7 +128,7 @@ def _can_be_renewed(ddp: DistributedDataParallel) -> bool:
     return True
 
 
-def refuse_replicas(step: str, touched: Touched, safe_hooks: Collection[Any], backend: Backend) -> None:
+def refuse_replicas(step: str, touched: StepObjects, safe_hooks: Collection[Any], backend: Backend) -> None:
     """Refuse a DDP that does at each step what no graph could repeat."""
     for ddp in replicas(touched.modules):
         name = touched.name(ddp)
@@ -203,7 +203,7 @@ class Replicas:
         """Whether a replay would find DDP as the recording did: inside `no_sync` or not, after such a step or not."""
         return not self._slots or self._read() == self._before
 
-    def expect(self, row: Untouched) -> None:
+    def expect(self, row: GuardRow) -> None:
         """What `fit` comes down to."""
         for (attributes, flag), value in zip(self._slots, self._before, strict=True):
             row.item(attributes, flag, value)

@@ -1,4 +1,4 @@
-"""Finding what a step touches (`Touched`) while it runs: its modules, parameters and optimizers.
+"""Finding what a step touches (`StepObjects`) while it runs: its modules, parameters and optimizers.
 
 During warm-up torch's global hooks tell which modules are called and which optimizers step, and the roots of each
 backward lead to the accumulators of every leaf that a gradient flows to, so that parameters used without a module are
@@ -25,19 +25,19 @@ from torch.optim.optimizer import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from stepgraph.backends.threads import for_this_thread, replaced
-from stepgraph.observe.step_objects import Touched
+from stepgraph.observe.step_objects import StepObjects
 from stepgraph.optim.steps import at_optimizer_steps
 from stepgraph.values.reach import compilers, own_compilers, reachable
 
 
 @contextlib.contextmanager
 def discovering(
-    touched: Touched,
+    touched: StepObjects,
     function: Callable[..., Any],
     inputs: Container[int],
     on_optimizer: Callable[[Optimizer], None],
 ) -> Iterator[frozenset[int]]:
-    """Note what a call touches, and give what is known before it, by id, for `Touched.let_go`.
+    """Note what a call touches, and give what is known before it, by id, for `StepObjects.let_go`.
 
     `inputs` are its tensors by id; `on_optimizer` sees optimizers before they step.
     """

@@ -21,10 +21,10 @@ from typing import Any
 import torch
 from torch.optim.optimizer import Optimizer
 
-from stepgraph.ran import Ran
+from stepgraph.ran import ExecutedCode
 
 
-class Touched:
+class StepObjects:
     """The modules, parameters and optimizers of a step, each once, in the order found."""
 
     def __init__(self) -> None:
@@ -36,7 +36,7 @@ class Touched:
         self._names: dict[int, str] = {}
         self.differentiates = False
         """Whether a backward was seen."""
-        self.ran = Ran()
+        self.ran = ExecutedCode()
         """The code that its calls have run."""
         self._ended: weakref.WeakKeyDictionary[type, None] = weakref.WeakKeyDictionary()
 

@@ -9,7 +9,7 @@ import torch
 
 from stepgraph.errors import CaptureError
 from stepgraph.observe.attributes import Attributes
-from stepgraph.ran import Ran
+from stepgraph.ran import ExecutedCode
 from stepgraph.rng.host_random import HostRandomWatch
 from stepgraph.values.watch import Watch
 
@@ -23,7 +23,7 @@ class WarmCall:
         modules: dict[str, torch.nn.Module],
         ignore: Iterable[str],
         device: torch.device,
-        ran: Ran,
+        ran: ExecutedCode,
     ) -> None:
         self._names = {id(module): name for name, module in modules.items()}
         self._ignore = frozenset(ignore)

@@ -26,7 +26,7 @@ import torch
 from torch.optim.optimizer import Optimizer
 
 from stepgraph.backends.threads import for_this_thread
-from stepgraph.native.row import Untouched
+from stepgraph.native.row import GuardRow
 from stepgraph.optim.optimizer import Cut
 
 _CALLS = ("unscale_", "step", "update")
@@ -224,7 +224,7 @@ class ScalerGuard:
     def _read(self) -> tuple[Any, ...]:
         return tuple(getattr(self._scaler, f"_{name}") for name in _NUMBERS)
 
-    def expect(self, row: Untouched) -> None:
+    def expect(self, row: GuardRow) -> None:
         """What `changed` comes down to."""
         names = ("scale", "growth_tracker", *_NUMBERS)
         for name, value in zip(names, (*self._tensors, *self._numbers), strict=True):

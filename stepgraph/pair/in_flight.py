@@ -30,7 +30,7 @@ from stepgraph.pair.donation import refuse_second_backward
 from stepgraph.pair.runner import BackwardGraph, Runner
 
 
-class Use:
+class InFlightCall:
     """One call of a runner."""
 
     __slots__ = ("__weakref__", "_edges", "_freed", "_origin", "_probes", "_ran_in", "node", "runner")
@@ -51,7 +51,7 @@ class Use:
         runner = self.runner
         self._origin = runner.replay(leaves)
         runner.begin()
-        runner.rivals.add(self)
+        runner.in_flight.add(self)
         tensors = runner.boundary.tensors
         if runner.flows:
             self._edges = [_edge(leaves[index], tensors[index]) for index in runner.flows]
@@ -93,9 +93,9 @@ class Use:
         if runner.receive_grads is not None:
             runner.receive_grads(grads)
         several = False
-        if len(runner.rivals) > 1:
+        if len(runner.in_flight) > 1:
             self._ran_in = torch._C._current_graph_task_id()
-            several = runner.rivals.has_more_to_come(self)
+            several = runner.in_flight.has_more_to_come(self)
             if several:
                 recorded.accumulated.begin_sum()
                 if runner.keeps_casts and runner.tell_several is not None:
@@ -192,7 +192,7 @@ class Use:
         if not self._freed:
             self._freed = True
             self._probes, self._edges = [], ()  # the node may live on with a loss that is kept, and must hold no memory
-            self.runner.rivals.discard(self)
+            self.runner.in_flight.discard(self)
             self.runner.release()
 
     def __del__(self) -> None:
@@ -229,7 +229,7 @@ class ReplayNode(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, use: Use, leaves: Sequence[Any], anchor: torch.Tensor, *inputs: torch.Tensor
+        ctx: Any, use: InFlightCall, leaves: Sequence[Any], anchor: torch.Tensor, *inputs: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         ctx.use = use
         use.node = weakref.ref(ctx)
@@ -259,7 +259,7 @@ def run_forward(runner: Runner, leaves: Sequence[Any]) -> Any:
     inputs = [leaves[i] for i in runner.flows]
     # what torch's own wrapper looks for costs the host as much as the node
     apply = ReplayNode.apply if _is_transforming() else _apply
-    return result.build(apply(Use(runner), leaves, runner.anchor, *inputs, *runner.outside), leaves)
+    return result.build(apply(InFlightCall(runner), leaves, runner.anchor, *inputs, *runner.outside), leaves)
 
 
 def is_replayed(tensor: torch.Tensor) -> bool:

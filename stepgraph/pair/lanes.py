@@ -47,7 +47,7 @@ class Tenant(Protocol):
 T = TypeVar("T", bound=Tenant)
 
 
-class Lane(Generic[T]):
+class PoolLane(Generic[T]):
     """One part of the pool, the calls under way in it, and those whose results may still be held."""
 
     def __init__(self, number: int) -> None:
@@ -130,29 +130,29 @@ class Lane(Generic[T]):
             self._ended.pop(runner, None)
 
 
-class Lanes(Generic[T]):
+class PoolLanes(Generic[T]):
     """The lanes of one model's graphs."""
 
     def __init__(self, new_number: Iterator[int]) -> None:
         self._new_number = new_number
-        self._lanes: list[Lane[T]] = []
-        self._apart: Lane[T] | None = None
+        self._lanes: list[PoolLane[T]] = []
+        self._apart: PoolLane[T] | None = None
 
-    def at(self, index: int) -> Lane[T]:
+    def at(self, index: int) -> PoolLane[T]:
         """The lane for calls that find so many others under way."""
         while len(self._lanes) <= index:
-            self._lanes.append(Lane(next(self._new_number)))
+            self._lanes.append(PoolLane(next(self._new_number)))
         return self._lanes[index]
 
-    def spare(self) -> Lane[T]:
+    def spare(self) -> PoolLane[T]:
         """A lane without any graph."""
         found = next((i for i, lane in enumerate(self._lanes) if lane.is_empty), len(self._lanes))
         return self.at(found)
 
-    def apart(self) -> Lane[T]:
+    def apart(self) -> PoolLane[T]:
         """An empty lane that is none of the others, for graphs that ask for no admission."""
         if self._apart is None or not self._apart.is_empty:
-            self._apart = Lane(next(self._new_number))
+            self._apart = PoolLane(next(self._new_number))
         return self._apart
 
     def busy(self) -> set[int]:

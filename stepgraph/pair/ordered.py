@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from stepgraph.backends import Graph
-from stepgraph.buffers.borrowed import Lent, lend_by_address, lend_out
+from stepgraph.buffers.borrowed import BorrowedTensor, lend_by_address, lend_out
 from stepgraph.buffers.boundary import ArgMetadata, Boundary
 from stepgraph.errors import CaptureError
 from stepgraph.grads.param_grads import GradPart
@@ -45,7 +45,7 @@ class WeightGraph:
         """Whether it recomputes a part of the forward with the forward's random numbers."""
         self._parameters = [parameter for parameter, _ in through_autograd]
         self._grads = [grad for _, grad in through_autograd]
-        self._lent: list[Lent] = lend_out(self._grads)
+        self._lent: list[BorrowedTensor] = lend_out(self._grads)
 
     def give_up(self) -> None:
         """Let graphs that are captured later have the memory of its gradients."""
@@ -124,7 +124,7 @@ class OrderedPair(PairCapture):
         late = self._late.pop(id(runner))
         segment = self._random.begin_segment(runner.segment)
         routed = {id(p) for p in late}
-        chosen = [p for p in self.stand_ins.parameters if id(p) not in routed]
+        chosen = [p for p in self.proxies.parameters if id(p) not in routed]
         memory = self._grads.part(chosen).memory  # it must not be born in the graph
         with self._around(runner, autocast, late), self._recording(runner.lane, segment) as graph:
             grads = weights.gradients(retain_graph=keeps_saved)
@@ -150,18 +150,16 @@ class OrderedPair(PairCapture):
 
     def _weights(self, runner: Runner) -> list[torch.Tensor]:
         """The leaves that the W part computes gradients for: those inside, then those outside."""
-        leaves = dict(zip(map(id, self.stand_ins.parameters), self.stand_ins.leaves, strict=True))
+        leaves = dict(zip(map(id, self.proxies.parameters), self.proxies.leaves, strict=True))
         routed = {id(p) for p in runner.outside}
-        inside = [
-            leaf for p, leaf in zip(self.stand_ins.parameters, leaves.values(), strict=True) if id(p) not in routed
-        ]
+        inside = [leaf for p, leaf in zip(self.proxies.parameters, leaves.values(), strict=True) if id(p) not in routed]
         return [*inside, *(leaves.get(id(p), p) for p in runner.outside)]
 
     @contextlib.contextmanager
     def _around(
         self, runner: Runner, autocast: tuple[Any, Any], outside: Sequence[torch.Tensor] = ()
     ) -> Iterator[None]:
-        own = set(map(id, self.stand_ins.parameters))
+        own = set(map(id, self.proxies.parameters))
         foreign = [p for p in outside or runner.outside if id(p) not in own]
         with self._surroundings(runner.training), under_autocast(*autocast), without_hooks(foreign):
             yield

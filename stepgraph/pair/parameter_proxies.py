@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 
-class StandIns:
+class ParameterProxies:
     """The stand-ins of one module's tensors."""
 
     def __init__(self, module: torch.nn.Module) -> None:

@@ -16,7 +16,7 @@ import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from stepgraph.backends import Graph
-from stepgraph.buffers.borrowed import Lent
+from stepgraph.buffers.borrowed import BorrowedTensor
 from stepgraph.buffers.boundary import ArgMetadata, Boundary, SharedBuffer
 from stepgraph.buffers.static_result import StaticResult, another_leaf, leaf_results
 from stepgraph.errors import CaptureError
@@ -35,9 +35,9 @@ from stepgraph.pair.differentiate import (
     saved_memory,
 )
 from stepgraph.pair.donation import recording_compiled_backwards, uses_up_saved
-from stepgraph.pair.lanes import Lane
-from stepgraph.pair.parameter_proxies import StandIns, without_hooks
-from stepgraph.pair.runner import BackwardGraph, Rivals, Runner
+from stepgraph.pair.lanes import PoolLane
+from stepgraph.pair.parameter_proxies import ParameterProxies, without_hooks
+from stepgraph.pair.runner import BackwardGraph, InFlightSet, Runner
 from stepgraph.rng.recompute import state_of_another_graph
 from stepgraph.rng.tracker import NamesGuard, Segment, tracker_for
 from stepgraph.session.failure import refuse_changed_container
@@ -60,7 +60,7 @@ class PairCapture:
         module: torch.nn.Module,
         session: Session,
         grads: ParamGrads,
-        rivals: Rivals,
+        in_flight: InFlightSet,
         generators: Sequence[torch.Generator],
         *,
         need_backward: bool,
@@ -69,8 +69,8 @@ class PairCapture:
         self._random = tracker_for(session.backend)
         self._generators = tuple(generators)
         self._need_backward = need_backward
-        self.stand_ins = StandIns(module)
-        self._grads, self._rivals = grads, rivals
+        self.proxies = ParameterProxies(module)
+        self._grads, self._in_flight = grads, in_flight
         self._accumulates = False
         self._known: list[torch.Tensor] = []
         self.outside: set[int] = set()
@@ -86,7 +86,7 @@ class PairCapture:
         given: Mapping[int, tuple[Runner, torch.Tensor]],
         shared: Mapping[int, SharedBuffer],
         own: Mapping[int, torch.Tensor],
-        lane: Lane[Runner],
+        lane: PoolLane[Runner],
         then: Callable[[StaticResult], None] | None = None,
     ) -> Runner:
         """Record a forward.
@@ -105,7 +105,7 @@ class PairCapture:
         given: Mapping[int, tuple[Runner, torch.Tensor]],
         shared: Mapping[int, SharedBuffer],
         own: Mapping[int, torch.Tensor],
-        lane: Lane[Runner],
+        lane: PoolLane[Runner],
         then: Callable[[StaticResult], None] | None,
         *,
         cache: bool,
@@ -138,7 +138,7 @@ class PairCapture:
                     then(result)
         result.settle([*self._module.parameters(), *self._module.buffers()])
         differentiable = any(result.differentiable)
-        self._known = self._reached(result) if differentiable else list(self.stand_ins.parameters)
+        self._known = self._reached(result) if differentiable else list(self.proxies.parameters)
         self._known += [t for t in result.objects if t.requires_grad and all(t is not known for known in self._known)]
         runner = Runner(
             graph,
@@ -149,7 +149,7 @@ class PairCapture:
             outside=self._outside(call, result, tensors) if differentiable else [],
             saved=saved_memory(result.tensors),
             anchor=torch.empty(0, device="cpu", requires_grad=differentiable),  # where autograd has least to do for it
-            rivals=self._rivals,
+            in_flight=self._in_flight,
             lane=lane,
             captured_at=lane.next_number(),
             training=call.training,
@@ -165,14 +165,14 @@ class PairCapture:
 
     def note_returned(self, made: Any, arguments: Sequence[Any]) -> None:
         """Remember the parameters and other leaves that an eager call on stand-ins has returned as such."""
-        originals, given = self.stand_ins.originals, set(map(id, arguments))
+        originals, given = self.proxies.originals, set(map(id, arguments))
         for index, leaf in leaf_results(made).items():
             if index not in given:
                 self.returned[originals.get(index, leaf)] = None
 
     def _result(self, made: Any, tensors: dict[int, torch.Tensor]) -> StaticResult:
         """The results, with the objects themselves where stand-ins or known leaves are returned as such."""
-        objects = {id(leaf): leaf for leaf in self.returned} | self.stand_ins.originals
+        objects = {id(leaf): leaf for leaf in self.returned} | self.proxies.originals
         given = set(map(id, tensors.values()))
         leaves = leaf_results(made)
         if any(index not in objects and index not in given for index in leaves):
@@ -220,17 +220,17 @@ class PairCapture:
         self, call: RecordedCall, result: StaticResult, tensors: Mapping[int, torch.Tensor]
     ) -> list[torch.Tensor]:
         """The parameters whose gradients autograd accumulates: chosen ones, returned ones, those of other modules."""
-        known = {id(t) for t in (*tensors.values(), *self.stand_ins.leaves)}
+        known = {id(t) for t in (*tensors.values(), *self.proxies.leaves)}
         found = list(leaves_behind([t for t in result.tensors if t.requires_grad]))
         # what a reentrant backward reaches is not known before it runs
-        used = self.stand_ins.parameters if is_reentrant(result.tensors) else self._reached(result)
+        used = self.proxies.parameters if is_reentrant(result.tensors) else self._reached(result)
         chosen = self.outside | {id(p) for p in used if p in self.returned}
-        routed = [p for p in self.stand_ins.parameters if call.in_ddp or id(p) in chosen]
+        routed = [p for p in self.proxies.parameters if call.in_ddp or id(p) in chosen]
         return [*routed, *{id(leaf): leaf for leaf in found if id(leaf) not in known}.values()]
 
     def _reached(self, result: StaticResult) -> list[torch.Tensor]:
         reached = {id(leaf) for leaf in leaves_behind([t for t in result.tensors if t.requires_grad])}
-        pairs = zip(self.stand_ins.parameters, self.stand_ins.leaves, strict=True)
+        pairs = zip(self.proxies.parameters, self.proxies.leaves, strict=True)
         return [parameter for parameter, leaf in pairs if id(leaf) in reached]
 
     def known_parameters(self) -> list[torch.Tensor]:
@@ -240,7 +240,7 @@ class PairCapture:
 
     def inside(self) -> list[torch.Tensor]:
         """The parameters whose gradients the graphs accumulate by themselves."""
-        return [p for p in self.stand_ins.parameters if id(p) not in self.outside and p not in self.returned]
+        return [p for p in self.proxies.parameters if id(p) not in self.outside and p not in self.returned]
 
     # -- backward
 
@@ -254,7 +254,7 @@ class PairCapture:
         runner: Runner,
         metas: Sequence[ArgMetadata | None],
         given: Mapping[int, torch.Tensor],
-        lent: Mapping[int, Lent],
+        lent: Mapping[int, BorrowedTensor],
         autocast: tuple[Any, Any],
         then: Callable[[Sequence[torch.Tensor | None]], None] | None = None,
     ) -> BackwardGraph:
@@ -268,7 +268,7 @@ class PairCapture:
         incoming = {i: given[i] if i in given else meta.empty(device) for i, meta in present.items()}
         boundary = Boundary(incoming, in_use={i: other.is_held for i, other in lent.items()})
         results = [runner.result.tensors[i] for i in present]
-        before = [dict(p.__dict__) for p in self.stand_ins.leaves]
+        before = [dict(p.__dict__) for p in self.proxies.leaves]
         segment = self._random.begin_segment(runner.segment)
         self._accumulates = self._accumulates or is_reentrant(results)
         record = functools.partial(
@@ -316,8 +316,8 @@ class PairCapture:
         segment: Segment,
         then: Callable[[Sequence[torch.Tensor | None]], None] | None,
     ) -> tuple[Graph, list[torch.Tensor | None], list[torch.Tensor]]:
-        stand_ins = dict(zip(map(id, self.stand_ins.parameters), self.stand_ins.leaves, strict=True))
-        foreign = [p for p in runner.outside if id(p) not in stand_ins]
+        proxies = dict(zip(map(id, self.proxies.parameters), self.proxies.leaves, strict=True))
+        foreign = [p for p in runner.outside if id(p) not in proxies]
         if foreign and self._accumulates:
             raise CaptureError(
                 "a module with reentrant checkpointing uses a parameter that is not its own",
@@ -326,13 +326,13 @@ class PairCapture:
                 fix="checkpoint(..., use_reentrant=False), or make the parameter one of the module's.",
             )
         edges = [runner.boundary.tensors[i] for i in runner.flows]
-        edges += [stand_ins.get(id(p), p) for p in runner.outside]
+        edges += [proxies.get(id(p), p) for p in runner.outside]
         reached = {id(leaf) for leaf in leaves_behind(results)}
         routed = {id(p) for p in runner.outside}
-        chosen = [p for p in self.stand_ins.parameters if id(p) not in routed]
-        chosen = [p for p in chosen if self._accumulates or id(stand_ins[id(p)]) in reached]
+        chosen = [p for p in self.proxies.parameters if id(p) not in routed]
+        chosen = [p for p in chosen if self._accumulates or id(proxies[id(p)]) in reached]
         memory = self._grads.part(chosen).memory  # it must not be born in the graph
-        inside = [Inside(p, stand_ins[id(p)], m) for p, m in zip(chosen, memory, strict=True)]
+        inside = [Inside(p, proxies[id(p)], m) for p, m in zip(chosen, memory, strict=True)]
         run = accumulate if self._accumulates else differentiate
         around = (self._surroundings(runner.training), under_autocast(*autocast), without_hooks(foreign))
         with around[0], around[1], around[2], self._recording(runner.lane, segment) as graph:
@@ -359,7 +359,7 @@ class PairCapture:
     def _marks(self, before: Sequence[dict[str, Any]]) -> list[tuple[torch.Tensor, dict[str, Any]]]:
         """Plain attributes that the backward has set on stand-ins, for the parameters they stand for."""
         found = []
-        for parameter, leaf, old in zip(self.stand_ins.parameters, self.stand_ins.leaves, before, strict=True):
+        for parameter, leaf, old in zip(self.proxies.parameters, self.proxies.leaves, before, strict=True):
             new = {k: v for k, v in leaf.__dict__.items() if isinstance(v, (bool, int, str)) and old.get(k) is not v}
             if new:
                 found.append((parameter, new))
@@ -374,13 +374,13 @@ class PairCapture:
         for module, flag in zip(with_modes(self._module), training, strict=True):
             module.training = flag  # an evaluation is captured while the model trains, and the other way round
         try:
-            with self.stand_ins.in_place(), without_saved_tensor_hooks(), recording_compiled_backwards():
+            with self.proxies.in_place(), without_saved_tensor_hooks(), recording_compiled_backwards():
                 yield
         finally:
             before.restore()
 
     @contextlib.contextmanager
-    def _recording(self, lane: Lane[Runner], segment: Segment | None = None) -> Iterator[Graph]:
+    def _recording(self, lane: PoolLane[Runner], segment: Segment | None = None) -> Iterator[Graph]:
         """Record a graph. `segment`: what it does with the random states of its forward."""
         generators = tuple(dict.fromkeys((*self._generators, *self._random.generators)))
         graph = self._session.workspace.graph(generators, lane.number)

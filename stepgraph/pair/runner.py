@@ -18,11 +18,11 @@ from typing import Any, Protocol
 import torch
 
 from stepgraph.backends import Graph
-from stepgraph.buffers.borrowed import Lent, any_held, lend_by_address, lend_out
+from stepgraph.buffers.borrowed import BorrowedTensor, any_held, lend_by_address, lend_out
 from stepgraph.buffers.boundary import ArgMetadata, Boundary
 from stepgraph.buffers.static_result import StaticResult
 from stepgraph.grads.param_grads import GradPart
-from stepgraph.pair.lanes import Lane
+from stepgraph.pair.lanes import PoolLane
 from stepgraph.rng.tracker import CudaRNGStatesTracker, NamesGuard, Segment
 from stepgraph.signature.fast_match import geometry_check
 
@@ -41,7 +41,7 @@ class Awaited(Protocol):
         """Whether the backward under way will yet come to this call."""
 
 
-class Rivals:
+class InFlightSet:
     """Calls under way that may add to the same gradients. How many they are is `len()`."""
 
     __slots__ = ("_uses",)
@@ -144,8 +144,8 @@ class Runner:
         outside: Sequence[torch.Tensor],
         saved: frozenset[int],
         anchor: torch.Tensor,
-        rivals: Rivals,
-        lane: Lane[Runner],
+        in_flight: InFlightSet,
+        lane: PoolLane[Runner],
         captured_at: int,
         training: tuple[bool, ...],
         random: CudaRNGStatesTracker,
@@ -170,7 +170,7 @@ class Runner:
         self.backwards: dict[Hashable, BackwardGraph] = {}
         self.usual: BackwardGraph | None = None
         """The one that was replayed last, where it can be told at a look."""
-        self._lent_grads: list[Lent] = []
+        self._lent_grads: list[BorrowedTensor] = []
         """Gradients of all backwards, of those that are gone, too."""
         self.capture_backward: Callable[[Runner, Sequence[ArgMetadata | None]], BackwardGraph] | None = None
         self.take_turn: Callable[[], None] | None = None
@@ -188,7 +188,7 @@ class Runner:
         self.saved_results = [
             i for i, t in enumerate(result.tensors) if t.untyped_storage()._cdata in saved and result.differentiable[i]
         ]
-        self.rivals = rivals
+        self.in_flight = in_flight
         """Calls under way, of all runners that add to the same gradients."""
         self.retired = self.is_freed = False
         self.uses_up_saved = False

@@ -11,8 +11,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from stepgraph.grads.param_grads import ParamGrads
 from stepgraph.guards.registration import RegistrationEvents
-from stepgraph.pair.lanes import Lanes
-from stepgraph.pair.runner import Rivals, Runner
+from stepgraph.pair.lanes import PoolLanes
+from stepgraph.pair.runner import InFlightSet, Runner
 from stepgraph.session.session import Session
 from stepgraph.signature import AmbientReader
 
@@ -31,20 +31,20 @@ class PairSession:
     def __init__(self, session: Session | None = None) -> None:
         self.session = session if session is not None else Session()
         self._owns_session = session is None
-        self.lanes: Lanes[Runner] = Lanes(self.session.lane_numbers)
+        self.lanes: PoolLanes[Runner] = PoolLanes(self.session.lane_numbers)
         self.events = RegistrationEvents()
         self.ambient = AmbientReader()
         self.grads = ParamGrads()
-        self._rivals: dict[int, Rivals] = {}
+        self._in_flight: dict[int, InFlightSet] = {}
         self.returned = WeakTensorKeyDictionary()
         """Parameters and other leaves that calls were seen to return as such."""
         self._warming = 0
         self.is_closed = False
         _LIVE.add(self)
 
-    def rivals_of(self, module: torch.nn.Module) -> Rivals:
+    def in_flight_of(self, module: torch.nn.Module) -> InFlightSet:
         """The calls under way that may add to the gradients of a module's parameters, whichever method was called."""
-        return self._rivals.setdefault(id(module), Rivals())
+        return self._in_flight.setdefault(id(module), InFlightSet())
 
     @property
     def is_warming(self) -> bool:

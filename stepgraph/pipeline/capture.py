@@ -21,7 +21,7 @@ from stepgraph.modules.round import backward_autocast
 from stepgraph.order import plan_buffers
 from stepgraph.order.entries import Entry, Kind, Order
 from stepgraph.pair.ambient import other_flags
-from stepgraph.pair.lanes import Lane
+from stepgraph.pair.lanes import PoolLane
 from stepgraph.pair.runner import Runner
 from stepgraph.pair.split_backward import WeightPart
 from stepgraph.pipeline.manager import StageCall, StageManager
@@ -63,7 +63,7 @@ class StageCapture:
                 found.append((chunk, microbatch) if call is None else tuple(_geometry(call).items()))
         return found
 
-    def run(self, entries: Sequence[Entry], lane: Lane[Runner]) -> None:
+    def run(self, entries: Sequence[Entry], lane: PoolLane[Runner]) -> None:
         """Capture these, in their order."""
         for entry in entries:
             manager = self._managers[entry.chunk]
@@ -72,7 +72,7 @@ class StageCapture:
             except Exception as error:
                 raise CaptureFailed(manager, manager.calls[entry.microbatch], error) from error
 
-    def _capture(self, manager: StageManager, entry: Entry, lane: Lane[Runner]) -> None:
+    def _capture(self, manager: StageManager, entry: Entry, lane: PoolLane[Runner]) -> None:
         microbatch, call = entry.microbatch, manager.calls[entry.microbatch]
         if entry.kind is Kind.FORWARD:
             self._forward(manager, microbatch, call, lane)
@@ -98,7 +98,7 @@ class StageCapture:
             )
             self._done(manager, entry)
 
-    def _forward(self, manager: StageManager, microbatch: int, call: StageCall, lane: Lane[Runner]) -> None:
+    def _forward(self, manager: StageManager, microbatch: int, call: StageCall, lane: PoolLane[Runner]) -> None:
         manager.check_capturable()
         different = other_flags(call.recorded.ambient)
         if different:

@@ -221,7 +221,7 @@ class StageManager(CudaGraphManager):
                 self.module,
                 self.session.session,
                 self.session.grads,
-                self.session.rivals_of(self.module),
+                self.session.in_flight_of(self.module),
                 self.options.generators,
                 need_backward=True,
             )

@@ -25,7 +25,7 @@ import torch
 from stepgraph.backends import Backend, backend_for
 from stepgraph.errors import InvalidArgument
 from stepgraph.frames import called_from_torch
-from stepgraph.native.row import Untouched
+from stepgraph.native.row import GuardRow
 from stepgraph.rng.recompute import STEP_FIX, Forward, Moment, Recomputation, state_of_another_graph
 
 _TRACKERS: dict[torch.device, CudaRNGStatesTracker] = {}
@@ -317,11 +317,11 @@ class NamesGuard:
         """This guard, if the tracker was asked for anything since it was made."""
         return (self,) if self._tracker.asked != self._asked else ()
 
-    def expect_fork(self, row: Untouched) -> None:
+    def expect_fork(self, row: GuardRow) -> None:
         """What `fits` comes down to."""
         row.attribute(self._tracker, "active", self._active)
 
-    def expect(self, row: Untouched) -> None:
+    def expect(self, row: GuardRow) -> None:
         """What `changed` comes down to."""
         row.attribute(self._tracker, "generators", self._generators)
 

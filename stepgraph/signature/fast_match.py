@@ -38,7 +38,7 @@ def geometry_check(tensors: Sequence[torch.Tensor]) -> Callable[..., bool] | Non
     return check
 
 
-class Likeness:
+class FastMatch:
     """The looks of one call whose arguments are plain tensors and plain values."""
 
     __slots__ = ("_check", "_is_all_tensors", "_names", "_num_args", "_others", "_tensors", "_with_grad", "_written")
@@ -66,7 +66,7 @@ class Likeness:
         *,
         tell_computed: bool = True,
         written: Collection[int] = frozenset(),
-    ) -> Likeness | None:
+    ) -> FastMatch | None:
         """The looks of a call, or None where no later call could be told to look the same.
 
         `tell_computed`: whether a tensor that needs a gradient looks another if it was computed than if it is a leaf,

@@ -16,7 +16,7 @@ from stepgraph.tree import Structure, unflatten
 
 
 @dataclass(frozen=True, slots=True)
-class Given:
+class CallArgs:
     """A call's arguments."""
 
     leaves: Sequence[Any]

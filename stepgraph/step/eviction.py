@@ -29,7 +29,7 @@ _WORTH_BYTES = 256 << 20
 """A pool that is not worth the time."""
 
 
-class Room:
+class PoolEviction:
     """Knows the largest signatures that a step has warmed up with and was captured for."""
 
     def __init__(self, session: Session) -> None:

@@ -145,9 +145,9 @@ class StepCapture:
         signature = site.sign()
         refuse_hooks(self._name, site.touched.modules, self._options.safe_hooks, site.touched.name, everywhere=True)
         refuse_obstacles(self._name, site)
-        if site.went_by is not None:
-            rebuilt = site.went_by.rebuilt()
-            values = site.went_by.values.changed() if rebuilt is None else ()
+        if site.last_eager_state is not None:
+            rebuilt = site.last_eager_state.rebuilt()
+            values = site.last_eager_state.values.changed() if rebuilt is None else ()
             if rebuilt is not None or values:
                 raise NotWarm(rebuilt, values)
         refuse_replicas(self._name, site.touched, self._options.safe_hooks, self._session.backend)
@@ -233,7 +233,9 @@ class StepCapture:
         outside = [o for o in touched.optimizers if not place(o, self._options.optimizer).inside]
         whole = site.with_objects(self._function)
         values = Watch(whole, self._options.ignore, touched.named_modules, eager=outside, ran=touched.ran)
-        site.went_by = Seen(self._model_guard(site), tuple(map(ParametersGuard, touched.all_optimizers)), values)
+        site.last_eager_state = Seen(
+            self._model_guard(site), tuple(map(ParametersGuard, touched.all_optimizers)), values
+        )
 
     def _model_guard(self, site: Site, steady: Sequence[torch.Tensor] = ()) -> ModelGuard:
         touched = site.touched

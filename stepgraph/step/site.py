@@ -25,16 +25,16 @@ from stepgraph.guards.layout import Layouts, layouts_of
 from stepgraph.guards.model import ModelGuard
 from stepgraph.guards.optimizer import NumbersGuard, ParametersGuard, StateGuard
 from stepgraph.guards.steady import SteadyParameters
-from stepgraph.native.row import Untouched
+from stepgraph.native.row import GuardRow
 from stepgraph.observe.ddp import Replicas
 from stepgraph.observe.nonfinite import Flags
-from stepgraph.observe.step_objects import Touched, numbered
+from stepgraph.observe.step_objects import StepObjects, numbered
 from stepgraph.optim.effects import OptimizerEffects
 from stepgraph.optim.optimizer import HostCounters
 from stepgraph.optim.scaler import ScalerGuard
 from stepgraph.rng.tracker import NamesGuard
 from stepgraph.signature import Signature
-from stepgraph.signature.fast_match import Likeness
+from stepgraph.signature.fast_match import FastMatch
 from stepgraph.signature.memory import keys_apart
 from stepgraph.step.chain import Chain
 from stepgraph.tree import Structure
@@ -164,7 +164,7 @@ class CapturedCall:
         return not self._others or all(module.training == mode for module, mode in self._others)
 
     def _expectations(self) -> Callable[[], bool]:
-        row, guards = Untouched(), self.guards
+        row, guards = GuardRow(), self.guards
         row.column(self._modes, "training", self._training)
         if self._others:
             row.ask(self._modes_hold)
@@ -231,10 +231,10 @@ def _straight(
 
 
 @dataclass(frozen=True, slots=True)
-class Familiar:
+class LastCall:
     """How the calls of a site look, for a call that looks the same to find it without a signature."""
 
-    likeness: Likeness
+    fast_match: FastMatch
     ambient: tuple[Hashable, ...]
     structure: Structure
     site: Site
@@ -271,7 +271,7 @@ class Site:
     def __init__(self, call: Signature) -> None:
         self._call = call
         """The part of the signature that all calls here share: the arguments and the flags."""
-        self.touched = Touched()
+        self.touched = StepObjects()
         self.calls: list[CapturedCall] = []
         self.seen = 0
         """How many calls came here that no graph fitted."""
@@ -292,7 +292,7 @@ class Site:
         """DDPs, by id, that were given new accumulators."""
         self.surprises = 0
         """How many recordings in a row have shown what no eager call has."""
-        self.went_by: Seen | None = None
+        self.last_eager_state: Seen | None = None
         """What the last eager call went by."""
         self._unmoved: dict[frozenset[int], list[torch.Generator]] = {}
         self.effects = OptimizerEffects()
@@ -308,7 +308,7 @@ class Site:
         """
         self._warm: Counter[frozenset[int]] = Counter()
         self._credit = self._watched = 0
-        self._likeness: Likeness | None = None
+        self._fast_match: FastMatch | None = None
 
     def sign(self) -> Signature:
         """The signature of a call at this moment, over all that the step is known to touch."""
@@ -349,16 +349,16 @@ class Site:
         other.touched, other.results, other.keep_alive = self.touched, self.results, self.keep_alive
         other.hold_grads, other.cut_scalers, other.scaled = self.hold_grads, self.cut_scalers, set(self.scaled)
         other.obstacles, other.written, other.effects = dict(self.obstacles), self.written, self.effects
-        other.went_by, other._credit, other._watched = self.went_by, credit, self._watched
+        other.last_eager_state, other._credit, other._watched = self.last_eager_state, credit, self._watched
         return other
 
-    def familiar(
+    def last_call(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], ambient: tuple[Hashable, ...], structure: Structure
-    ) -> Familiar | None:
+    ) -> LastCall | None:
         """How a call of this site looks, or None where that cannot be told at once."""
-        if self._likeness is None:
-            self._likeness = Likeness.of(args, kwargs, written=self.written)
-        return None if self._likeness is None else Familiar(self._likeness, ambient, structure, self)
+        if self._fast_match is None:
+            self._fast_match = FastMatch.of(args, kwargs, written=self.written)
+        return None if self._fast_match is None else LastCall(self._fast_match, ambient, structure, self)
 
     def keys_apart(self, keys: tuple[Hashable, ...], leaves: Sequence[Any]) -> tuple[Hashable, ...] | None:
         """The keys of a call that no graph here fits, for one argument lies in the memory of one that is written to."""
@@ -401,7 +401,13 @@ class Site:
     def start_over(self, credit: int) -> None:
         """The model is another one: look at the step again, as if it had been called `credit` times."""
         self.was_captured = self.was_captured or bool(self.calls)
-        self.touched, self.calls, self.hold_grads, self.results, self.went_by = Touched(), [], False, None, None
+        self.touched, self.calls, self.hold_grads, self.results, self.last_eager_state = (
+            StepObjects(),
+            [],
+            False,
+            None,
+            None,
+        )
         self._warm.clear()
         self._credit, self._watched = credit, 0
 

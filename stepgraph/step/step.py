@@ -32,13 +32,13 @@ from stepgraph.signature import AmbientReader, Signature, argument_names, leaf_k
 from stepgraph.signature.attributes import refuse_unlike_buffers
 from stepgraph.step.bound import BoundSteps
 from stepgraph.step.bucketing import Bucketing, Example
-from stepgraph.step.call_args import Given
+from stepgraph.step.call_args import CallArgs
 from stepgraph.step.copies import has_own_name, options_of_copy
-from stepgraph.step.eviction import REASON, Room
+from stepgraph.step.eviction import REASON, PoolEviction
 from stepgraph.step.policy import Action
 from stepgraph.step.record import NotWarm, StepCapture
 from stepgraph.step.report import Counts, Report, report_of
-from stepgraph.step.site import CapturedCall, Familiar, Site
+from stepgraph.step.site import CapturedCall, LastCall, Site
 from stepgraph.step.sites import Sites
 from stepgraph.step.warmup import flags_of, surroundings, warm_up
 from stepgraph.tree import CallFlattener, Structure, flatten
@@ -65,8 +65,8 @@ class CapturedStep(Generic[P, R]):
         self._capture = StepCapture(self._name, function, self._session, options)
         self._bound = BoundSteps(self._name)
         self._sites = Sites(self._name, options)
-        self._room = Room(self._session)
-        self._last: Familiar | None = None
+        self._room = PoolEviction(self._session)
+        self._last: LastCall | None = None
         """What the last replayed call looked like."""
         self._flatten = CallFlattener()
         self._moved: dict[int, str] = {}
@@ -113,7 +113,7 @@ class CapturedStep(Generic[P, R]):
         """Run the step once: by replay where a graph fits, eagerly where none does yet."""
         last = self._last
         if last is not None and not self._session.closed:
-            known = last.likeness.leaves_of(args, kwargs)
+            known = last.fast_match.leaves_of(args, kwargs)
             if known is not None and self._ambient.read() is last.ambient and not self._is_capturing():
                 if self._flags.pending:
                     self._flags.check()
@@ -124,21 +124,21 @@ class CapturedStep(Generic[P, R]):
                         return result
                 found = last.site.find()
                 if found is not None:
-                    result = self._replay(last.site, found, Given(known, last.structure, (args, kwargs)))
+                    result = self._replay(last.site, found, CallArgs(known, last.structure, (args, kwargs)))
                     return result
         if self._session.closed or not self._settled:
             self._settle((args, kwargs))
         leaves, structure = self._flatten(args, kwargs)
         if self._bucketing is None:
-            return cast(R, self._dispatch(Given(leaves, structure, (args, kwargs))))
+            return cast(R, self._dispatch(CallArgs(leaves, structure, (args, kwargs))))
         padded = self._bucketing.pad(leaves, structure)
-        whole = self._dispatch(Given(padded.leaves, structure, None))
+        whole = self._dispatch(CallArgs(padded.leaves, structure, None))
         result = self._bucketing.cut(padded, structure, whole)
         if self._options.nan_check == "device" and not self._is_capturing():
             self._flags.post(self._counts.calls, self._bucketing.flags(whole, result), self._backend)
         return result
 
-    def _dispatch(self, given: Given) -> Any:
+    def _dispatch(self, given: CallArgs) -> Any:
         leaves, structure = given.leaves, given.structure
         if self._is_capturing():  # called from a step that is being captured: a part of it
             return self._call(given, leaves)
@@ -152,11 +152,11 @@ class CapturedStep(Generic[P, R]):
         if site is not None:
             call = site.find()
             if call is not None:
-                self._last = site.familiar(*given.own, ambient, structure) if given.own is not None else None
+                self._last = site.last_call(*given.own, ambient, structure) if given.own is not None else None
                 return self._replay(site, call, given)
         return self._without_graph(site, given, keys, ambient)
 
-    def _replay(self, site: Site, call: CapturedCall, given: Given) -> Any:
+    def _replay(self, site: Site, call: CapturedCall, given: CallArgs) -> Any:
         rebuilt = call.model_changed()  # first what makes the step be looked at anew: it may do anything now
         if rebuilt is not None:
             return self._start_over(site, rebuilt, given)
@@ -192,14 +192,14 @@ class CapturedStep(Generic[P, R]):
         self._counts.replays += 1
         return call.straight(leaves)
 
-    def _recapture(self, site: Site, call: CapturedCall, why: str, given: Given) -> Any:
+    def _recapture(self, site: Site, call: CapturedCall, why: str, given: CallArgs) -> Any:
         """Record the same call again; what it touches is known."""
         site.calls.remove(call)
         call.chain.free()
         self._counts.recapture_reasons[why] += 1
         return self._capture_and_replay(site, given)
 
-    def _start_over(self, site: Site, why: str, given: Given) -> Any:
+    def _start_over(self, site: Site, why: str, given: CallArgs) -> Any:
         """The model is not what it was: this call runs eagerly and is watched, the next one is captured."""
         self._raise_if_strict(site, why)
         self._counts.recapture_reasons.update([why] if site.calls or site.was_captured else [])
@@ -207,7 +207,7 @@ class CapturedStep(Generic[P, R]):
         site.start_over(credit=self._options.warmup - 1)
         return self._warm_up(site, f"changed: {why}", given)
 
-    def _values_changed(self, site: Site, changes: Sequence[Change], given: Given) -> Any:
+    def _values_changed(self, site: Site, changes: Sequence[Change], given: CallArgs) -> Any:
         """A host value that a graph has baked in, or would, changed: capture again, or give up if it is often."""
         told = "; ".join(map(str, changes))
         self._raise_if_strict(site, told)
@@ -228,7 +228,7 @@ class CapturedStep(Generic[P, R]):
     def _without_graph(
         self,
         site: Site | None,
-        given: Given,
+        given: CallArgs,
         keys: tuple[Hashable, ...],
         ambient: tuple[Hashable, ...],
     ) -> Any:
@@ -248,7 +248,7 @@ class CapturedStep(Generic[P, R]):
         site.keep(leaves)
         return self._warm_up(site, decision.reason, given)
 
-    def _warm_up(self, site: Site, reason: str, given: Given) -> Any:
+    def _warm_up(self, site: Site, reason: str, given: CallArgs) -> Any:
         modes = site.modes()
         self._room.before_warm_up(given.leaves, self._sites.values())
         others = [other for other in self._sites.values() if other is not site]
@@ -259,7 +259,7 @@ class CapturedStep(Generic[P, R]):
         self._flags.post(self._counts.calls, flags, self._backend)
         return result
 
-    def _capture_and_replay(self, site: Site, given: Given) -> Any:
+    def _capture_and_replay(self, site: Site, given: CallArgs) -> Any:
         if self._bucketing is None:
             return self._capture_one(site, given)
         larger, smaller = self._bucketing.others(given.leaves, given.structure)
@@ -286,7 +286,7 @@ class CapturedStep(Generic[P, R]):
         if other.calls and self._bucketing is not None:
             self._bucketing.note(structure, choice, leaves, other.calls[0].outputs.tree)
 
-    def _capture_one(self, site: Site, given: Given) -> Any:
+    def _capture_one(self, site: Site, given: CallArgs) -> Any:
         begun = time.perf_counter()
         dropped = self._room.before_capture(given.leaves, self._sites.values())
         self._counts.recapture_reasons.update({REASON: dropped} if dropped else {})
@@ -315,7 +315,7 @@ class CapturedStep(Generic[P, R]):
             self._counts.capture_seconds += time.perf_counter() - begun
             return self._run(call, given.leaves)
 
-    def _eager(self, site: Site, reason: str, given: Given) -> Any:
+    def _eager(self, site: Site, reason: str, given: CallArgs) -> Any:
         if site.obstacle is None:
             self._sites.tell_past_limit(reason, site)
         self._counts.eager_reasons[reason] += 1
@@ -327,7 +327,7 @@ class CapturedStep(Generic[P, R]):
         self._flags.post(self._counts.calls, found, self._backend)
         return detached(result)
 
-    def _call(self, given: Given, leaves: Sequence[Any]) -> Any:
+    def _call(self, given: CallArgs, leaves: Sequence[Any]) -> Any:
         args, kwargs = given.with_leaves(leaves)
         return cast(Callable[..., Any], self._function)(*args, **kwargs)
 

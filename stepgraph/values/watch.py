@@ -19,8 +19,8 @@ from typing import Any
 
 import torch
 
-from stepgraph.native.row import Untouched
-from stepgraph.ran import Ran
+from stepgraph.native.row import GuardRow
+from stepgraph.ran import ExecutedCode
 from stepgraph.values.watch_find import Finder
 from stepgraph.values.watch_followed import Reconsider
 from stepgraph.values.watch_parts import Part, Reading
@@ -41,13 +41,13 @@ class Watch:
         modules: Mapping[str, torch.nn.Module] | None = None,
         read: Mapping[tuple[str, int], Callable[[], Any]] | None = None,
         eager: Iterable[Any] = (),
-        ran: Ran | None = None,
+        ran: ExecutedCode | None = None,
     ) -> None:
         """`read` are numbers that it was seen to read, `eager` the optimizers that run at each replay.
 
         `ran` is the code that it was seen to run.
         """
-        finder = _search(function, modules or {}, ignore, [id(value) for value in eager], ran or Ran())
+        finder = _search(function, modules or {}, ignore, [id(value) for value in eager], ran or ExecutedCode())
         self._sources = finder.sources
         self._parts: list[Part] = finder.notes.parts
         for (name, _), reader in (read or {}).items():
@@ -72,7 +72,7 @@ class Watch:
             self._row = self._new_row()
         return found
 
-    def expect(self, row: Untouched) -> None:
+    def expect(self, row: GuardRow) -> None:
         """What `changed` comes down to."""
         for part in self._parts:
             part.expect(row)
@@ -85,8 +85,8 @@ class Watch:
         """The iterators that a variable of the step stands for and that do not tell where they are."""
         return [s for s in self._sources if not s.is_seen and s.name.isidentifier()]
 
-    def _new_row(self) -> Untouched:
-        row = Untouched()
+    def _new_row(self) -> GuardRow:
+        row = GuardRow()
         self.expect(row)
         return row
 
@@ -96,7 +96,7 @@ def _search(
     modules: Mapping[str, torch.nn.Module],
     ignore: Collection[str],
     eager: Collection[int],
-    ran: Ran,
+    ran: ExecutedCode,
 ) -> Finder:
     while True:  # at most twice more
         finder = Finder(ignore, eager, ran)

@@ -12,7 +12,7 @@ import types
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from stepgraph.native.row import Untouched
+from stepgraph.native.row import GuardRow
 from stepgraph.values.watch_telling import Change, Label, tell, told
 from stepgraph.values.watch_values import is_no_matter
 
@@ -46,7 +46,7 @@ class Classes:
     def renew(self) -> None:
         """Nothing: all is as it was."""
 
-    def expect(self, row: Untouched) -> None:
+    def expect(self, row: GuardRow) -> None:
         if len(self._objects) > _FEW:
             row.ask(self._are_same)
         else:
@@ -91,7 +91,7 @@ class Absent:
     def renew(self) -> None:
         self._sizes = list(map(len, self._where))
 
-    def expect(self, row: Untouched) -> None:
+    def expect(self, row: GuardRow) -> None:
         """No attribute may be added. One that is there cannot go unnoticed in exchange: it is watched itself."""
         for where, size in zip(self._where, self._sizes, strict=True):
             row.length(where, size)
@@ -119,7 +119,7 @@ class Bodies:
     def renew(self) -> None:
         """Nothing: all is as it was."""
 
-    def expect(self, row: Untouched) -> None:
+    def expect(self, row: GuardRow) -> None:
         if len(self._functions) > _FEW:
             row.ask(self._are_same)
         else:

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from stepgraph.ran import Ran
+from stepgraph.ran import ExecutedCode
 from stepgraph.values.watch_bases import Bases, is_handed_on
 from stepgraph.values.watch_behind import (
     cached_by,
@@ -56,7 +56,7 @@ from stepgraph.values.watch_values import attributes_of
 class Finder(Objects):
     """Looks through what a step can name, and has noted what is to be watched."""
 
-    def __init__(self, ignore: Collection[str], eager: Collection[int], ran: Ran) -> None:
+    def __init__(self, ignore: Collection[str], eager: Collection[int], ran: ExecutedCode) -> None:
         super().__init__(ignore, eager, ran)
         self._functions: dict[int, tuple[types.FunctionType, set[str]]] = {}
         self._todo: deque[types.FunctionType] = deque()

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from stepgraph.ran import Ran
+from stepgraph.ran import ExecutedCode
 from stepgraph.values.reach import is_compiled
 from stepgraph.values.watch_code import is_installed, is_installed_file, is_users_code, layers_of
 
@@ -34,7 +34,7 @@ class Reconsider(Exception):
 class Followed:
     """Decides for each function whether it is followed."""
 
-    def __init__(self, ran: Ran) -> None:
+    def __init__(self, ran: ExecutedCode) -> None:
         self._ran = ran
         self._elsewhere: set[int] = set()
         """Functions that run where nobody looks on, by id."""

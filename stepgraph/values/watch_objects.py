@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from stepgraph.ran import Ran
+from stepgraph.ran import ExecutedCode
 from stepgraph.values.watch_code import code_behind, is_callable_by_name, is_installed_class
 from stepgraph.values.watch_contents import contents_of
 from stepgraph.values.watch_followed import Followed
@@ -32,7 +32,7 @@ from stepgraph.values.watch_values import MISSING, attributes_of, is_engines, is
 class Objects(ABC):
     """Looks at what is found, and notes what is to be watched of it."""
 
-    def __init__(self, ignore: Collection[str], eager: Collection[int], ran: Ran) -> None:
+    def __init__(self, ignore: Collection[str], eager: Collection[int], ran: ExecutedCode) -> None:
         """`eager` are objects, by id, that run between graphs: what they do is done at each replay."""
         self._followed = Followed(ran)
         self.notes = Notes(ignore)

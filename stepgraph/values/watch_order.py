@@ -12,7 +12,7 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from typing import Any
 
-from stepgraph.native.row import Untouched
+from stepgraph.native.row import GuardRow
 from stepgraph.values.watch_telling import Change, Label, told
 from stepgraph.values.watch_values import same
 
@@ -45,7 +45,7 @@ class Orders:
     def renew(self) -> None:
         self._keys = [list(_keys_of(where)) for where in self._dicts]
 
-    def expect(self, row: Untouched) -> None:
+    def expect(self, row: GuardRow) -> None:
         if self._dicts:
             row.ask(self._are_untouched)
 

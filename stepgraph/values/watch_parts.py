@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import torch
 
 from stepgraph.guards.layout import Layouts, change_of, layout_of
-from stepgraph.native.row import Layout, Untouched
+from stepgraph.native.row import GuardRow, Layout
 from stepgraph.values.watch_telling import Change, tell
 from stepgraph.values.watch_values import MISSING, contents_of_set, items_of, same
 
@@ -42,7 +42,7 @@ class Part(Protocol):
     def changes(self) -> Iterator[Change]:
         """What is not as it was."""
 
-    def expect(self, row: Untouched) -> None:
+    def expect(self, row: GuardRow) -> None:
         """What `changes` comes down to."""
 
     def renew(self) -> None:
@@ -86,7 +86,7 @@ class Items:
         self._values = [self._find(self.where, key, MISSING) for key in self._keys]
         self._size = _size(self.where)
 
-    def expect(self, row: Untouched) -> None:
+    def expect(self, row: GuardRow) -> None:
         if not self._direct:
             row.ask(self._is_untouched)
             return
@@ -176,7 +176,7 @@ class Cell:
     def renew(self) -> None:
         self._value = in_cell(self._cell)
 
-    def expect(self, row: Untouched) -> None:
+    def expect(self, row: GuardRow) -> None:
         if self._value is MISSING:
             row.ask(functools.partial(operator.eq, self._cell, types.CellType()))  # equal if both are empty
         else:
@@ -201,7 +201,7 @@ class Members:
         self._kept = set(items_of(self._where))
         self._ids = set(map(id, self._kept))
 
-    def expect(self, row: Untouched) -> None:
+    def expect(self, row: GuardRow) -> None:
         row.ask(self._is_untouched)
 
     def _is_untouched(self) -> bool:
@@ -229,7 +229,7 @@ class Reading:
     def renew(self) -> None:
         """Nothing: what is read is compared by value."""
 
-    def expect(self, row: Untouched) -> None:
+    def expect(self, row: GuardRow) -> None:
         row.ask(self._is_untouched)
 
     def _is_untouched(self) -> bool:
@@ -259,7 +259,7 @@ class Defaults:
         self._by_place, self._by_keyword = self._function.__defaults__, self._function.__kwdefaults__
         self._keywords = list(self._by_keyword or ())
 
-    def expect(self, row: Untouched) -> None:
+    def expect(self, row: GuardRow) -> None:
         row.attribute(self._function, "__defaults__", self._by_place)
         row.attribute(self._function, "__kwdefaults__", self._by_keyword)
         if self._by_keyword:
@@ -306,7 +306,7 @@ class Tensors:
     def renew(self) -> None:
         """Nothing: all is as it was."""
 
-    def expect(self, row: Untouched) -> None:
+    def expect(self, row: GuardRow) -> None:
         if self._tensors:
             Layouts(self._layouts).expect(row)
             row.ask(self._have_their_flags)

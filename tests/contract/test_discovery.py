@@ -17,7 +17,7 @@ from torch.optim import optimizer as torch_optimizer
 
 import stepgraph
 from stepgraph.observe.discovery import discovering
-from stepgraph.observe.step_objects import Touched
+from stepgraph.observe.step_objects import StepObjects
 from stepgraph.values.reach import is_compiled, reachable
 
 
@@ -217,7 +217,7 @@ def test_compiled_code_is_compiled_once_and_all_around_it_is_seen(how: str, befo
         if before:
             step()
         hooks = dict(torch_module._global_forward_pre_hooks)
-        touched = Touched()
+        touched = StepObjects()
         for _ in range(3):
             with discovering(touched, step, (), lambda optimizer: None):
                 step()

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from stepgraph.ran import Ran
+from stepgraph.ran import ExecutedCode
 from stepgraph.values.watch import Watch
 
 NUM_FUNCTIONS = 2000
@@ -26,8 +26,8 @@ def framework(*, hot: int) -> dict[str, Any]:
     return scope
 
 
-def noted(step: Any) -> Ran:
-    ran = Ran()
+def noted(step: Any) -> ExecutedCode:
+    ran = ExecutedCode()
     with ran.noting():
         step(1.0)
     return ran
@@ -47,7 +47,7 @@ def test_code_that_ran_is_known_and_other_code_is_not() -> None:
 
 
 def test_nothing_is_known_before_a_call() -> None:
-    assert not Ran().is_known
+    assert not ExecutedCode().is_known
 
 
 def test_of_a_framework_in_a_folder_what_ran_is_watched_and_no_more() -> None:
@@ -77,7 +77,7 @@ def test_of_few_functions_all_that_can_be_named_is_watched() -> None:
 
 
 def test_code_that_is_gone_does_not_lend_its_identity() -> None:
-    ran = Ran()
+    ran = ExecutedCode()
     for _ in range(50):
         scope: dict[str, Any] = {}
         exec("def f(x): return x", scope)
@@ -99,7 +99,7 @@ def test_code_of_a_library_that_is_compiled_counts_though_it_was_not_seen_to_run
     def step(x: float) -> Any:
         return scaled(x) if x else x
 
-    ran = Ran()
+    ran = ExecutedCode()
     with ran.noting():
         step(0.0)  # as when other code runs in its place
     watch = Watch(step, ran=ran)

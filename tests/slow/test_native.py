@@ -21,7 +21,7 @@ from stepgraph.cli import app
 from stepgraph.errors import BuildError, StepgraphWarning
 from stepgraph.guards.layout import layout_of
 from stepgraph.native import library
-from stepgraph.native.row import Untouched
+from stepgraph.native.row import GuardRow
 
 ROOT = Path(__file__).parents[2]
 SUITES = [
@@ -64,7 +64,7 @@ class Thing:
     value: Any = None
 
 
-def filled_row(keep: dict[str, Any]) -> Untouched:
+def filled_row(keep: dict[str, Any]) -> GuardRow:
     """A row with every kind of expectation; what it is about goes to `keep`."""
     parameter = nn.Parameter(torch.ones(4, 4))
     parameter.grad = torch.zeros(4, 4)
@@ -80,7 +80,7 @@ def filled_row(keep: dict[str, Any]) -> Untouched:
         hook=nn.Linear(1, 1),
     )
     keep["thing"].value = object()
-    row = Untouched()
+    row = GuardRow()
     row.attribute(keep["thing"], "value", keep["thing"].value)
     row.item(keep["slots"], "one", keep["slots"]["one"])
     row.item(keep["values"], 0, keep["values"][0])
@@ -147,7 +147,7 @@ def test_row_denies_what_python_denies(name: str) -> None:
 )
 def test_row_knows_the_form_of_tensors(change: str) -> None:
     tensor = torch.ones(4, 4)
-    row = Untouched()
+    row = GuardRow()
     row.layouts([layout_of(tensor)], [])
     asked = row.question()
     assert asked()
@@ -173,7 +173,7 @@ def test_row_of_other_classes_of_tensors_is_asked_in_python() -> None:
         pass
 
     answers = [True]
-    row = Untouched()
+    row = GuardRow()
     row.layouts([layout_of(Marked(torch.ones(2)))], [lambda: answers[0]])
     asked = row.question()
     assert asked()
@@ -185,7 +185,7 @@ def test_row_lets_an_interrupt_through() -> None:
     def interrupted() -> bool:
         raise KeyboardInterrupt
 
-    row = Untouched()
+    row = GuardRow()
     row.ask(interrupted)
     with pytest.raises(KeyboardInterrupt):
         row.question()()
@@ -193,7 +193,7 @@ def test_row_lets_an_interrupt_through() -> None:
 
 def test_row_in_a_cycle_is_collected() -> None:
     thing = Thing()
-    row = Untouched()
+    row = GuardRow()
     row.attribute(thing, "value", None)
     row.layouts([layout_of(tensor := torch.ones(2))], [])
     thing.__dict__["row"] = row.question()

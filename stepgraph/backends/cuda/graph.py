@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from stepgraph.backends.base import Backend, CopyStream, Graph, RandomUse, Workspace
-from stepgraph.backends.cuda.order import ReplayOrder, order_of_draws
+from stepgraph.backends.cuda.order import StreamOrder, order_of_draws
 from stepgraph.backends.cuda.reading import CudaReading
 from stepgraph.backends.cuda.rng import Origin, StateCalls, advance_under_capture, offset_under_capture
 from stepgraph.collector import collector_at_rest
@@ -206,7 +206,7 @@ class CudaWorkspace(Workspace):
         self.device_index = device.index or 0
         self.runtime = _runtime()
         self._stream = torch.cuda.Stream(device)
-        self.order = ReplayOrder(torch.device("cuda", self.device_index))
+        self.order = StreamOrder(torch.device("cuda", self.device_index))
         self.draws = order_of_draws(device)
         self._callers: dict[int, torch.cuda.Stream] = {}
         """The streams that calls came on to be recorded: the graphs' static memory is from there."""

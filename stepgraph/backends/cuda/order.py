@@ -19,7 +19,7 @@ def _raw_stream(device_index: int) -> int:
     return int(torch.cuda.current_stream(device_index).cuda_stream)
 
 
-class ReplayOrder:
+class StreamOrder:
     """The stream of the last replay, and the queueing of others behind it."""
 
     def __init__(self, device: torch.device) -> None:
@@ -47,13 +47,13 @@ class ReplayOrder:
                 stream.wait_stream(last)
 
 
-_DRAWN: dict[int, ReplayOrder] = {}
+_DRAWN: dict[int, StreamOrder] = {}
 """For each device, the replays that draw random numbers."""
 
 
-def order_of_draws(device: torch.device) -> ReplayOrder:
+def order_of_draws(device: torch.device) -> StreamOrder:
     """The order of all replays of the process that draw random numbers on a device."""
     index = device.index or 0
     if index not in _DRAWN:
-        _DRAWN[index] = ReplayOrder(device)
+        _DRAWN[index] = StreamOrder(device)
     return _DRAWN[index]

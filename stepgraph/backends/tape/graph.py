@@ -19,7 +19,7 @@ from stepgraph.backends.base import Graph, RandomUse
 from stepgraph.backends.tape.generators import Generators
 from stepgraph.backends.tape.memory import Footprint, GraphTrace
 from stepgraph.backends.tape.op import Op, Ref, Surroundings, run
-from stepgraph.backends.tape.pool import Place, TapePool, arena_for, bytes_of
+from stepgraph.backends.tape.pool import PoolPlace, TapePool, arena_for, bytes_of
 from stepgraph.errors import CaptureRefused, StaleMemoryError, entry
 from stepgraph.frames import user_location
 
@@ -55,16 +55,16 @@ class TapeGraph(Graph):
         self._lane = lane
         self._generators = Generators(generators)
         self._ops: list[Op] = []
-        self._outside: dict[int, Place] = {}
-        self._born: dict[int, Place] = {}
+        self._outside: dict[int, PoolPlace] = {}
+        self._born: dict[int, PoolPlace] = {}
         self._backups: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._backed_up: set[int] = set()
-        self._reads: dict[int, Place] = {}
-        self._writes: dict[int, Place] = {}
+        self._reads: dict[int, PoolPlace] = {}
+        self._writes: dict[int, PoolPlace] = {}
         self._trace: GraphTrace | None = None
         self.random = RandomUse()
         self._refused: CaptureRefused | None = None
-        self._counted: list[Place] = []
+        self._counted: list[PoolPlace] = []
 
     # -- the life of a graph
 
@@ -250,11 +250,11 @@ class TapeGraph(Graph):
         """A constant made by torch's own code: baked into the graph as it is."""
         self._place(tensor)
 
-    def _place(self, tensor: torch.Tensor) -> Place:
+    def _place(self, tensor: torch.Tensor) -> PoolPlace:
         storage = tensor.untyped_storage()
         place = self._pool.find(storage._cdata) or self._outside.get(storage._cdata)
         if place is None:
-            place = self._outside[storage._cdata] = Place(storage.nbytes(), storage, None)
+            place = self._outside[storage._cdata] = PoolPlace(storage.nbytes(), storage, None)
         return place
 
     def _ref(self, tensor: torch.Tensor) -> Ref:
@@ -287,7 +287,7 @@ class TapeGraph(Graph):
 
     # -- binding addresses to memory
 
-    def _bind(self, dead: list[Place]) -> None:
+    def _bind(self, dead: list[PoolPlace]) -> None:
         """Turn every noted address into a tensor over its final memory."""
         arena, start = arena_for(dead)
         bytes_of(arena).fill_(0xFF)

@@ -41,7 +41,7 @@ from stepgraph.ran import Unnoted
 from stepgraph.signature import OwnMode
 
 
-class Recorder(dispatch.TorchDispatchMode, OwnMode):
+class RecordingMode(dispatch.TorchDispatchMode, OwnMode):
     """The dispatch mode that hands each operator to the graph being recorded."""
 
     supports_higher_order_operators = True
@@ -129,7 +129,7 @@ class TapeWorkspace(Workspace):
             recorded_rng_calls(random),
             unseen_by_modules(guard),
             guard,
-            Recorder(self._head, guard, random),
+            RecordingMode(self._head, guard, random),
         ):
             try:
                 yield
@@ -196,9 +196,9 @@ class TapeBackend(Backend):
     def is_capturing(self) -> bool:
         return self._recorder() is not None
 
-    def _recorder(self) -> Recorder | None:
+    def _recorder(self) -> RecordingMode | None:
         modes = dispatch._get_current_dispatch_mode_stack()
-        return next((mode for mode in modes if isinstance(mode, Recorder)), None)
+        return next((mode for mode in modes if isinstance(mode, RecordingMode)), None)
 
     @property
     def default_generator(self) -> torch.Generator:

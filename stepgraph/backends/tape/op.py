@@ -16,14 +16,14 @@ import torch
 from torch.overrides import enable_reentrant_dispatch
 from torch.utils._pytree import TreeSpec, tree_flatten
 
-from stepgraph.backends.tape.pool import Place
+from stepgraph.backends.tape.pool import PoolPlace
 
 
 @dataclass(frozen=True, slots=True)
 class Ref:
     """A tensor by its address: a place and a geometry in it."""
 
-    place: Place
+    place: PoolPlace
     offset: int
     shape: torch.Size
     stride: tuple[int, ...]

@@ -21,7 +21,7 @@ _use_count: Callable[[int], int] = torch._C._storage_Use_Count
 _LANE_SHIFT = 44
 
 
-class Place:
+class PoolPlace:
     """One storage as the tape knows it. `block` is its address in the pool; a storage from outside has none."""
 
     __slots__ = ("aliases", "block", "holds_floats", "num_bytes", "storage", "watch")
@@ -41,14 +41,14 @@ class TapePool:
     def __init__(self) -> None:
         self._lanes: dict[int, AddressPool] = {}
         self.ledger = Ledger()
-        self._live: dict[int, Place] = {}
-        self._survivors: list[tuple[int, Place]] = []
-        self._unplayed: list[Place] = []
+        self._live: dict[int, PoolPlace] = {}
+        self._survivors: list[tuple[int, PoolPlace]] = []
+        self._unplayed: list[PoolPlace] = []
         """What survived recordings of the capture under way: it still holds the numbers of the recording."""
         unused = torch.UntypedStorage(1)
         self._idle_count = _use_count(unused._cdata)  # what Python's own handle counts for
 
-    def find(self, key: int) -> Place | None:
+    def find(self, key: int) -> PoolPlace | None:
         """The living storage of this identity, if it was born here."""
         return self._live.get(key)
 
@@ -57,18 +57,18 @@ class TapePool:
         """The addresses that were ever given out."""
         return sum(lane.high_water - lane.start for lane in self._lanes.values())
 
-    def birth(self, storage: torch.UntypedStorage, lane: int = 0) -> Place:
+    def birth(self, storage: torch.UntypedStorage, lane: int = 0) -> PoolPlace:
         """A storage made while recording in a lane."""
         self.reap()
         key = storage._cdata
         if lane not in self._lanes:
             self._lanes[lane] = AddressPool(lane << _LANE_SHIFT)  # far enough from the others never to meet them
-        place = Place(storage.nbytes(), None, self._lanes[lane].allocate(storage.nbytes()))
+        place = PoolPlace(storage.nbytes(), None, self._lanes[lane].allocate(storage.nbytes()))
         place.watch = weakref.ref(storage, lambda _: self._death(key, place))
         self._live[key] = place
         return place
 
-    def _death(self, key: int, place: Place) -> None:
+    def _death(self, key: int, place: PoolPlace) -> None:
         if self._live.get(key) is place:
             del self._live[key]
         assert place.block is not None
@@ -77,21 +77,21 @@ class TapePool:
     def _lane_of(self, block: Block) -> AddressPool:
         return self._lanes[block.start >> _LANE_SHIFT]
 
-    def grow(self, place: Place, num_bytes: int) -> None:
+    def grow(self, place: PoolPlace, num_bytes: int) -> None:
         """Move a storage that was resized to a block that holds it."""
         assert place.block is not None
         lane = self._lane_of(place.block)
         lane.release(place.block)
         place.block, place.num_bytes = lane.allocate(num_bytes), num_bytes
 
-    def disown(self, place: Place) -> None:
+    def disown(self, place: PoolPlace) -> None:
         """Forget a storage of a recording that was dropped; if it is still alive, it is plain memory from now on."""
         storage = place.watch() if place.watch is not None else None
         if storage is not None:
             place.watch = None
             self._death(storage._cdata, place)
 
-    def settle(self, place: Place) -> bool:
+    def settle(self, place: PoolPlace) -> bool:
         """At the end of a recording: bind a storage that is still alive; False if it has died."""
         if place.storage is not None:
             return True
@@ -127,7 +127,7 @@ class TapePool:
         self._survivors = kept
 
 
-def poison(place: Place) -> None:
+def poison(place: PoolPlace) -> None:
     """Make garbage of a storage's numbers; indices are let be, since an operator must be able to work with them."""
     if place.holds_floats and place.storage is not None:
         bytes_of(place.storage).fill_(0xFF)  # NaN in every floating type
@@ -139,7 +139,7 @@ def bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
         return torch.empty(0, dtype=torch.uint8).set_(storage)
 
 
-def arena_for(places: list[Place]) -> tuple[torch.UntypedStorage, int]:
+def arena_for(places: list[PoolPlace]) -> tuple[torch.UntypedStorage, int]:
     """One storage over the address range of dead places, and the range's start."""
     blocks = [place.block for place in places if place.block is not None]
     if not blocks:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from stepgraph.errors import CaptureError
-from stepgraph.modules.replay_order import Entry, ReplayOrder
+from stepgraph.modules.replay_order import ReplayEntry, ReplayOrder
 
 
 class Order:
@@ -13,16 +13,16 @@ class Order:
 
     def __init__(self) -> None:
         self.under_way = 0
-        forwards = [Entry(name, name, call, False) for call, name in enumerate("abab")]
-        backwards = [Entry("ab"[call % 2], "ab"[call % 2], call, True) for call in (1, 0, 3, 2)]
+        forwards = [ReplayEntry(name, name, call, False) for call, name in enumerate("abab")]
+        backwards = [ReplayEntry("ab"[call % 2], "ab"[call % 2], call, True) for call in (1, 0, 3, 2)]
         self.order = ReplayOrder([*forwards, *backwards], lambda: self.under_way > 0)
 
-    def forward(self, name: str) -> Entry:
+    def forward(self, name: str) -> ReplayEntry:
         entry = self.order.take_forward(name, name)
         self.under_way += 1
         return entry
 
-    def backward(self, entry: Entry) -> None:
+    def backward(self, entry: ReplayEntry) -> None:
         self.order.take_backward(entry)
         self.under_way -= 1
 

@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from stepgraph.guards.optimizer import NumbersGuard
-from stepgraph.native.row import Untouched
+from stepgraph.native.row import GuardRow
 from stepgraph.optim.scaler import ScalerGuard
 
 
-def make_world() -> tuple[Untouched, types.SimpleNamespace]:
+def make_world() -> tuple[GuardRow, types.SimpleNamespace]:
     world = types.SimpleNamespace(name="a", table={"x": 1.5, "y": 2.5, "z": torch.zeros(2)}, row=[1, 2], open=True)
-    expectations = Untouched()
+    expectations = GuardRow()
     expectations.attribute(world, "name", world.name)
     expectations.item(world.table, "z", world.table["z"])
     expectations.items(world.table, {"x": world.table["x"], "y": world.table["y"]})
@@ -47,13 +47,13 @@ def test_row_says_no_once_anything_was_touched(name: str) -> None:
 
 
 def test_row_without_expectations_holds() -> None:
-    assert Untouched().holds()
+    assert GuardRow().holds()
 
 
 def test_row_knows_a_learning_rate_in_a_tensor_by_what_and_where_it_is() -> None:
     rate = torch.tensor(0.1)
     optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(2))], lr=rate, fused=True)
-    row = Untouched()
+    row = GuardRow()
     NumbersGuard(optimizer).expect(row)
     assert row.holds()
     rate.fill_(0.2)  # live: the kernel reads it where it is
@@ -66,7 +66,7 @@ def test_row_knows_a_learning_rate_in_a_tensor_by_what_and_where_it_is() -> None
 def test_row_knows_the_numbers_of_a_grad_scaler(setter: str) -> None:
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     scaler.scale(torch.ones(1))
-    row = Untouched()
+    row = GuardRow()
     ScalerGuard(scaler).expect(row)
     assert row.holds()
     getattr(scaler, setter)(3)

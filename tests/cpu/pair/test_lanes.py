@@ -9,7 +9,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stepgraph.pair.lanes import Lane, Lanes
+from stepgraph.pair.lanes import PoolLane, PoolLanes
 
 
 class Result:
@@ -25,7 +25,7 @@ class Result:
 class Pair:
     """What a lane knows of a runner."""
 
-    def __init__(self, lane: Lane, forward_at: int, backward_at: float = math.inf) -> None:
+    def __init__(self, lane: PoolLane, forward_at: int, backward_at: float = math.inf) -> None:
         self.forward_at, self.backward_at, self.is_freed, self.result = forward_at, backward_at, False, Result()
         self.last_at, self.grads = (forward_at if backward_at == math.inf else backward_at), Result()
         lane.add(self)  # type: ignore[arg-type]
@@ -35,7 +35,7 @@ class Pair:
 
 
 def lane_of(*numbers: tuple[int, float]) -> tuple[Any, list[Any]]:
-    lane = Lane(1)
+    lane = PoolLane(1)
     return lane, [Pair(lane, *pair) for pair in numbers]
 
 
@@ -126,7 +126,7 @@ def test_results_of_a_freed_runner_are_still_cared_for() -> None:
 
 
 def test_lanes_are_made_as_needed_and_used_again_when_empty() -> None:
-    lanes = Lanes(itertools.count(1))
+    lanes = PoolLanes(itertools.count(1))
     assert [lanes.at(0).number, lanes.at(2).number] == [1, 3]
     assert lanes.spare() is lanes.at(0)
     pair = Pair(lanes.at(0), 1)

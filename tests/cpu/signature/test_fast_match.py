@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from stepgraph.signature import ambient_key, leaf_keys
-from stepgraph.signature.fast_match import Likeness
+from stepgraph.signature.fast_match import FastMatch
 from stepgraph.tree import flatten
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
@@ -58,7 +58,7 @@ def key(call: Call) -> Any:
 
 @given(calls(), calls())
 def test_likeness_is_never_found_where_signatures_differ(one: Call, two: Call) -> None:
-    known = Likeness.of(*one)
+    known = FastMatch.of(*one)
     if known is not None:
         found = known.leaves_of(*two)
         assert found is None or key(one) == key(two)
@@ -66,7 +66,7 @@ def test_likeness_is_never_found_where_signatures_differ(one: Call, two: Call) -
 
 @given(calls())
 def test_likeness_gives_the_leaves_of_the_call(call: Call) -> None:
-    known = Likeness.of(*call)
+    known = FastMatch.of(*call)
     if known is not None:
         found = known.leaves_of(*call)
         assert found is not None
@@ -74,7 +74,7 @@ def test_likeness_gives_the_leaves_of_the_call(call: Call) -> None:
 
 
 def test_likeness_is_found_for_other_tensors_of_the_same_geometry() -> None:
-    known = Likeness.of((torch.ones(4),), {"mask": torch.ones(4), "flag": True})
+    known = FastMatch.of((torch.ones(4),), {"mask": torch.ones(4), "flag": True})
     assert known is not None
     assert known.leaves_of((torch.zeros(4),), {"mask": torch.zeros(4), "flag": True}) is not None
     assert known.leaves_of((torch.zeros(4),), {"flag": True, "mask": torch.zeros(4)}) is None
@@ -82,21 +82,21 @@ def test_likeness_is_found_for_other_tensors_of_the_same_geometry() -> None:
 
 
 def test_likeness_is_not_found_for_one_tensor_passed_twice() -> None:
-    known, twice = Likeness.of((torch.ones(4), torch.ones(4)), {}), torch.ones(4)
+    known, twice = FastMatch.of((torch.ones(4), torch.ones(4)), {}), torch.ones(4)
     assert known is not None
     assert known.leaves_of((twice, twice), {}) is None
-    assert Likeness.of((twice, twice), {}) is None
+    assert FastMatch.of((twice, twice), {}) is None
 
 
 @pytest.mark.parametrize("around", [torch.no_grad, torch.inference_mode], ids=lambda f: f.__name__)
 def test_likeness_is_not_made_where_it_could_not_tell_gradients_apart(around: Any) -> None:
     with around():
-        assert Likeness.of((torch.ones(4),), {}) is None
+        assert FastMatch.of((torch.ones(4),), {}) is None
 
 
 def test_likeness_found_under_other_flags_is_left_to_the_flags() -> None:
     """Flags are compared by their own key; where a call is told to look the same, its leaves do."""
-    known, x = Likeness.of((torch.ones(4),), {}), torch.ones(4)
+    known, x = FastMatch.of((torch.ones(4),), {}), torch.ones(4)
     assert known is not None
     before = ambient_key()
     with torch.no_grad():
@@ -107,6 +107,6 @@ def test_likeness_found_under_other_flags_is_left_to_the_flags() -> None:
 def test_likeness_tells_computed_tensors_from_leaves_where_that_matters() -> None:
     leaf = torch.ones(4, requires_grad=True)
     for tell_computed in (True, False):
-        known = Likeness.of((leaf,), {}, tell_computed=tell_computed)
+        known = FastMatch.of((leaf,), {}, tell_computed=tell_computed)
         assert known is not None
         assert (known.leaves_of((leaf * 2,), {}) is None) is tell_computed

@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from stepgraph.native.row import Untouched
+from stepgraph.native.row import GuardRow
 from stepgraph.values.watch import Watch
 from stepgraph.values.watch_code import globals_in, is_users_code
 from stepgraph.values.watch_values import same
@@ -47,7 +47,7 @@ def told_of(
     ignore: tuple[str, ...] = (),
 ) -> list[str]:
     """What a watch tells after a change; its row holds before, and never where there is something to tell."""
-    watch, row = Watch(step, ignore, modules), Untouched()
+    watch, row = Watch(step, ignore, modules), GuardRow()
     watch.expect(row)
     assert row.holds()
     assert watch.changed() == []

@@ -19,11 +19,11 @@ import torch
 from stepgraph.buffers.boundary import ArgMetadata
 from stepgraph.buffers.reuse_pool import TensorReusePool
 from stepgraph.modules.site import ModuleCall
-from stepgraph.pair.lanes import Lane, Lanes
+from stepgraph.pair.lanes import PoolLane, PoolLanes
 from stepgraph.pair.runner import BackwardGraph, Runner
 
 
-class Placement(ABC):
+class MemoryPlan(ABC):
     """Decides which calls share a runner, and where graphs and their edges are."""
 
     @abstractmethod
@@ -31,7 +31,7 @@ class Placement(ABC):
         """Calls of one key have one runner."""
 
     @abstractmethod
-    def lane(self, call: ModuleCall) -> Lane[Runner]:
+    def lane(self, call: ModuleCall) -> PoolLane[Runner]:
         """Where a call's graphs are."""
 
     @abstractmethod
@@ -51,16 +51,16 @@ class Placement(ABC):
         """The backward of a call is captured."""
 
 
-class AnyOrder(Placement):
+class AnyOrder(MemoryPlan):
     """A lane for each call under way at a time; every runner keeps its own."""
 
-    def __init__(self, lanes: Lanes[Runner]) -> None:
+    def __init__(self, lanes: PoolLanes[Runner]) -> None:
         self._lanes = lanes
 
     def key(self, call: ModuleCall) -> Hashable:
         return (id(call.site), call.slot)
 
-    def lane(self, call: ModuleCall) -> Lane[Runner]:
+    def lane(self, call: ModuleCall) -> PoolLane[Runner]:
         return self._lanes.at(call.slot)
 
     def has_room(self, call: ModuleCall) -> bool:
@@ -76,17 +76,17 @@ class AnyOrder(Placement):
         return
 
 
-class FixedOrder(Placement):
+class FixedOrder(MemoryPlan):
     """One lane, a runner for each call, and memory that goes from one call to the next."""
 
-    def __init__(self, lane: Lane[Runner], pool: TensorReusePool) -> None:
+    def __init__(self, lane: PoolLane[Runner], pool: TensorReusePool) -> None:
         self._lane, self._pool = lane, pool
         self._needed: dict[int, list[torch.Tensor]] = {}
 
     def key(self, call: ModuleCall) -> Hashable:
         return id(call)
 
-    def lane(self, call: ModuleCall) -> Lane[Runner]:
+    def lane(self, call: ModuleCall) -> PoolLane[Runner]:
         return self._lane
 
     def has_room(self, call: ModuleCall) -> bool:
