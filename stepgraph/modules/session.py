@@ -98,9 +98,8 @@ class ModuleSession(PairSession):
         memory_plan = FixedOrder(lane, TensorReusePool(device))
         captured = RoundCapture(events, memory_plan, device)
         self._capture(captured)
-        self.order = FixedRound(
-            events, {id(e.call): captured.runners.get(memory_plan.key(e.call)) for e in events}, lane
-        )
+        runners = {id(e.call): captured.runners.get(memory_plan.key(e.call)) for e in events}
+        self.order = FixedRound(events, runners, lane)
 
     def capture_one(self, site: ModuleSite, call: ModuleCall) -> Runner | None:
         """One more runner for calls of a kind that is captured, with memory of its own."""

@@ -233,9 +233,8 @@ class StepCapture:
         outside = [o for o in touched.optimizers if not place(o, self._options.optimizer).inside]
         whole = site.with_objects(self._function)
         values = Watch(whole, self._options.ignore, touched.named_modules, eager=outside, ran=touched.ran)
-        site.last_eager_state = Seen(
-            self._model_guard(site), tuple(map(ParametersGuard, touched.all_optimizers)), values
-        )
+        parameters = tuple(map(ParametersGuard, touched.all_optimizers))
+        site.last_eager_state = Seen(self._model_guard(site), parameters, values)
 
     def _model_guard(self, site: Site, steady: Sequence[torch.Tensor] = ()) -> ModelGuard:
         touched = site.touched

@@ -401,13 +401,8 @@ class Site:
     def start_over(self, credit: int) -> None:
         """The model is another one: look at the step again, as if it had been called `credit` times."""
         self.was_captured = self.was_captured or bool(self.calls)
-        self.touched, self.calls, self.hold_grads, self.results, self.last_eager_state = (
-            StepObjects(),
-            [],
-            False,
-            None,
-            None,
-        )
+        self.touched, self.calls, self.hold_grads = StepObjects(), [], False
+        self.results = self.last_eager_state = None
         self._warm.clear()
         self._credit, self._watched = credit, 0
 

@@ -92,7 +92,7 @@ LARGE_CLASSES = {
     "stepgraph/guards/model.py:ModelGuard": 19,
     "stepgraph/modules/manager.py:CudaGraphManager": 21,
     "stepgraph/modules/site.py:ModuleSite": 21,
-    "stepgraph/native/row.py:Untouched": 18,
+    "stepgraph/native/row.py:GuardRow": 18,
     "stepgraph/pair/runner.py:Runner": 40,
     "stepgraph/pipeline/manager.py:StageManager": 16,
     "stepgraph/step/report.py:Report": 19,
