@@ -11,8 +11,9 @@ way, because other work on the machine slows whole turns down by a factor of two
 own as well.
 
 `--against` compares this checkout with another one by public names only: the host time of one replay of a whole step,
-of a module's forward and backward, and of an ahead-of-time callable's. The two take turns, each turn in a process of
-its own, and the lowest median of each counts.
+of a module's forward and backward, and of an ahead-of-time callable's. Each checkout has a process of its own; the two
+take short turns, so that both see the machine in the same mood, and the ratio is the median over all pairs of turns.
+That is done with several pairs of processes, because where a process finds its memory is a matter of luck, too.
 """
 
 from __future__ import annotations
@@ -39,8 +40,10 @@ TARGET_US = 60.0
 REFERENCE_US = 14.0
 """What the bare copy and replay take on the machine that the target was set for."""
 TURNS = 40
-ROUNDS = 4
-"""How many processes of each checkout `--against` starts."""
+ROUNDS = 5
+"""How many pairs of processes `--against` starts."""
+PAIR_TURNS = 100
+"""How many turns each process of a pair gets."""
 
 
 def median_us(call: Callable[[], Any], calls: int, *, drained: bool = False) -> float:
@@ -131,8 +134,8 @@ def small_layers(count: int, device: str) -> torch.nn.Sequential:
     return torch.nn.Sequential(*(torch.nn.Linear(16, 16) for _ in range(count))).to(device)
 
 
-def replays(calls: int, turns: int, device: str) -> dict[str, float]:
-    """Host time of one replay through each engine, by public names only, in microseconds."""
+def replay_ways(device: str) -> dict[str, Callable[[], Any]]:
+    """One replay through each engine, by public names only, warmed up."""
     x = torch.randn(4, 16, device=device)
     model = small_layers(75, device)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
@@ -157,27 +160,73 @@ def replays(calls: int, turns: int, device: str) -> dict[str, float]:
     for call in ways.values():
         for _ in range(8):
             call()
-    found = {name: min(median_us(call, calls, drained=True) for _ in range(turns)) for name, call in ways.items()}
     counts = (whole_step.report().replays, handle.report().replays)
     assert all(counts), "nothing was replayed"
-    return found
+    ways["handle"] = handle.report  # keeps it alive
+    return ways
+
+
+def take_turns() -> None:
+    """In a process of `--against`: one turn for each line that comes in, its times as a line that goes out."""
+    ways = replay_ways("cuda" if torch.cuda.is_available() else "cpu")
+    ways.pop("handle")
+    print(stepgraph.__file__, flush=True)
+    for line in sys.stdin:
+        calls = int(line)
+        print(json.dumps({name: median_us(call, calls, drained=True) for name, call in ways.items()}), flush=True)
 
 
 def against(other: Path, args: argparse.Namespace) -> dict[str, Any]:
-    """Let two checkouts take turns; the lowest host time of each, and their ratio."""
+    """Let two checkouts take turns; the median ratio of their host times in each pair of processes."""
     trees = {"before": other.resolve(), "now": Path(__file__).resolve().parents[1]}
-    times: dict[str, dict[str, list[float]]] = {tree: {} for tree in trees}
+    pairs = []
     for _ in range(args.rounds):
-        for tree, path in trees.items():
-            command = [sys.executable, __file__, "--replays", f"--calls={args.calls}", f"--turns={args.turns}"]
-            done = subprocess.run(
-                command, env={**os.environ, "PYTHONPATH": str(path)}, check=True, capture_output=True, text=True
-            )
-            for name, us in json.loads(done.stdout.splitlines()[-1]).items():
-                times[tree].setdefault(name, []).append(us)
-    lowest = {tree: {name: min(found) for name, found in rows.items()} for tree, rows in times.items()}
-    ratios = {name: lowest["now"][name] / lowest["before"][name] for name in lowest["now"]}
-    return {"ratios": ratios, "lowest_us": lowest, "turns_us": times}
+        workers = {tree: _worker(path) for tree, path in trees.items()}
+        times: dict[str, list[dict[str, float]]] = {tree: [] for tree in trees}
+        for turn in range(args.turns):
+            for tree in reversed(workers) if turn % 2 else workers:
+                times[tree].append(_turn(workers[tree], args.calls))
+        for worker in workers.values():
+            worker.communicate()
+        pairs.append(times)
+    ratios = {
+        name: [
+            statistics.median(now[name] / before[name] for before, now in zip(t["before"], t["now"], strict=True))
+            for t in pairs
+        ]
+        for name in pairs[0]["now"][0]
+    }
+    medians = {
+        tree: {name: statistics.median(turn[name] for t in pairs for turn in t[tree]) for name in ratios}
+        for tree in trees
+    }
+    return {
+        "ratios": {name: statistics.median(found) for name, found in ratios.items()},
+        "ratios_of_pairs": ratios,
+        "median_us": medians,
+    }
+
+
+def _worker(tree: Path) -> subprocess.Popen[str]:
+    worker = subprocess.Popen(
+        [sys.executable, __file__, "--replays"],
+        env={**os.environ, "PYTHONPATH": str(tree)},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert worker.stdout is not None
+    assert Path(worker.stdout.readline().strip()).is_relative_to(tree), f"{tree} was not imported"
+    return worker
+
+
+def _turn(worker: subprocess.Popen[str], calls: int) -> dict[str, float]:
+    assert worker.stdin is not None
+    assert worker.stdout is not None
+    worker.stdin.write(f"{calls}\n")
+    worker.stdin.flush()
+    times: dict[str, float] = json.loads(worker.stdout.readline())
+    return times
 
 
 def main() -> None:
@@ -185,13 +234,13 @@ def main() -> None:
     parser.add_argument("--calls", type=int, default=60, help="calls a turn")
     parser.add_argument("--build", action="store_true", help="build the part in C++ first")
     parser.add_argument("--against", type=Path, metavar="CHECKOUT", help="compare with another checkout, in turn")
-    parser.add_argument("--rounds", type=int, default=ROUNDS, help="processes of each checkout")
-    parser.add_argument("--turns", type=int, default=TURNS // 4, help="turns a process, of `--against`")
+    parser.add_argument("--rounds", type=int, default=ROUNDS, help="pairs of processes, of `--against`")
+    parser.add_argument("--turns", type=int, default=PAIR_TURNS, help="turns a process, of `--against`")
     parser.add_argument("--replays", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     if args.replays:
-        print(json.dumps(replays(args.calls, args.turns, "cuda" if torch.cuda.is_available() else "cpu")))
+        take_turns()
         return
     record = against(args.against, args) if args.against is not None else compare_with_bare(args)
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
