@@ -30,10 +30,9 @@ from stepgraph.session.options import Options
 from stepgraph.session.session import Session
 from stepgraph.signature import AmbientReader, Signature, argument_names, leaf_keys, reason_for_eager, refuse_opaque
 from stepgraph.signature.attributes import refuse_unlike_buffers
-from stepgraph.step.bound import BoundSteps
+from stepgraph.step.binding import BoundSteps, has_own_name, options_of_copy
 from stepgraph.step.bucketing import Bucketing, Example
 from stepgraph.step.call_args import CallArgs
-from stepgraph.step.copies import has_own_name, options_of_copy
 from stepgraph.step.eviction import REASON, PoolEviction
 from stepgraph.step.policy import Action
 from stepgraph.step.record import NotWarm, StepCapture
