@@ -33,12 +33,10 @@ from stepgraph.signature.attributes import refuse_unlike_buffers
 from stepgraph.step.binding import BoundSteps, has_own_name, options_of_copy
 from stepgraph.step.bucketing import Bucketing, Example
 from stepgraph.step.call_args import CallArgs
-from stepgraph.step.eviction import REASON, PoolEviction
-from stepgraph.step.policy import Action
+from stepgraph.step.eviction import REASON, Action, PoolEviction, Sites
 from stepgraph.step.record import NotWarm, StepCapture
 from stepgraph.step.report import Counts, Report, report_of
 from stepgraph.step.site import CapturedCall, LastCall, Site
-from stepgraph.step.sites import Sites
 from stepgraph.step.warmup import flags_of, surroundings, warm_up
 from stepgraph.tree import CallFlattener, Structure, flatten
 from stepgraph.values.watch import Change
@@ -64,7 +62,7 @@ class CapturedStep(Generic[P, R]):
         self._capture = StepCapture(self._name, function, self._session, options)
         self._bound = BoundSteps(self._name)
         self._sites = Sites(self._name, options)
-        self._room = PoolEviction(self._session)
+        self._eviction = PoolEviction(self._session)
         self._last: LastCall | None = None
         """What the last replayed call looked like."""
         self._flatten = CallFlattener()
@@ -249,7 +247,7 @@ class CapturedStep(Generic[P, R]):
 
     def _warm_up(self, site: Site, reason: str, given: CallArgs) -> Any:
         modes = site.modes()
-        self._room.before_warm_up(given.leaves, self._sites.values())
+        self._eviction.before_warm_up(given.leaves, self._sites.values())
         others = [other for other in self._sites.values() if other is not site]
         result, flags = warm_up(self._function, given, site, others, self._session, self._options)
         site.count_warm_call(modes)
@@ -287,7 +285,7 @@ class CapturedStep(Generic[P, R]):
 
     def _capture_one(self, site: Site, given: CallArgs) -> Any:
         begun = time.perf_counter()
-        dropped = self._room.before_capture(given.leaves, self._sites.values())
+        dropped = self._eviction.before_capture(given.leaves, self._sites.values())
         self._counts.recapture_reasons.update({REASON: dropped} if dropped else {})
         with contextlib.ExitStack() as held:
             raise_held = held.enter_context(interrupts_held())
