@@ -43,8 +43,9 @@ from stepgraph.session.failure import refuse_changed_container
 from stepgraph.session.options import Options
 from stepgraph.session.session import Session
 from stepgraph.signature.attributes import changed_attributes
+from stepgraph.step.call import CapturedCall, Guards
 from stepgraph.step.chain import Chain, ChainRecorder, GraphLink
-from stepgraph.step.site import CapturedCall, Guards, Seen, Site
+from stepgraph.step.site import Seen, Site
 from stepgraph.step.warmup import (
     flags_of,
     obstacle_error,

@@ -32,11 +32,11 @@ from stepgraph.signature import AmbientReader, Signature, argument_names, leaf_k
 from stepgraph.signature.attributes import refuse_unlike_buffers
 from stepgraph.step.binding import BoundSteps, has_own_name, options_of_copy
 from stepgraph.step.bucketing import Bucketing, Example
-from stepgraph.step.call_args import CallArgs
+from stepgraph.step.call import CallArgs, CapturedCall
 from stepgraph.step.eviction import REASON, Action, PoolEviction, Sites
 from stepgraph.step.record import NotWarm, StepCapture
 from stepgraph.step.report import Counts, Report, report_of
-from stepgraph.step.site import CapturedCall, LastCall, Site
+from stepgraph.step.site import LastCall, Site
 from stepgraph.step.warmup import flags_of, surroundings, warm_up
 from stepgraph.tree import CallFlattener, Structure, flatten
 from stepgraph.values.watch import Change

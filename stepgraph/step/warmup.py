@@ -34,7 +34,7 @@ from stepgraph.session.session import Session
 from stepgraph.signature import is_plain
 from stepgraph.signature.attributes import changed_attributes
 from stepgraph.signature.memory import Contents
-from stepgraph.step.call_args import CallArgs
+from stepgraph.step.call import CallArgs
 from stepgraph.step.site import Obstacle, Site
 from stepgraph.tree import changed_containers, flatten, paths
 from stepgraph.values.watch import Watch
