@@ -26,7 +26,7 @@ import torch
 from stepgraph.buffers.boundary import ArgMetadata
 from stepgraph.errors import CaptureError, StaleMemoryError
 from stepgraph.pair.ambient import autocast_now
-from stepgraph.pair.donation import refuse_second_backward
+from stepgraph.pair.differentiate import refuse_second_backward
 from stepgraph.pair.runner import BackwardGraph, Runner
 
 

@@ -32,9 +32,10 @@ from stepgraph.pair.differentiate import (
     accumulate,
     differentiate,
     is_reentrant,
+    recording_compiled_backwards,
     saved_memory,
+    uses_up_saved,
 )
-from stepgraph.pair.donation import recording_compiled_backwards, uses_up_saved
 from stepgraph.pair.lanes import PoolLane
 from stepgraph.pair.parameter_proxies import ParameterProxies, without_hooks
 from stepgraph.pair.runner import BackwardGraph, InFlightSet, Runner
