@@ -19,8 +19,8 @@ from stepgraph.errors import CaptureError, InvalidArgument, StateChanged
 from stepgraph.frames import untraced, warn_user
 from stepgraph.guards.hooks import refuse_hooks, with_hooks
 from stepgraph.guards.model import ModelGuard
-from stepgraph.modules.fixed_round import FixedRound
 from stepgraph.modules.options import options_from
+from stepgraph.modules.replay_order import FixedRound
 from stepgraph.modules.report import ModuleReport, report_on
 from stepgraph.modules.session import ModuleSession
 from stepgraph.modules.site import LastModuleCall, ModuleSite

@@ -11,9 +11,9 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from stepgraph.backends import Backend, is_capturing
 from stepgraph.buffers.reuse_pool import TensorReusePool
-from stepgraph.modules.fixed_round import FixedRound
 from stepgraph.modules.memory_plan import AnyOrder, FixedOrder
 from stepgraph.modules.recorder import Event, Recorder
+from stepgraph.modules.replay_order import FixedRound
 from stepgraph.modules.round import RoundCapture, backward_autocast
 from stepgraph.modules.site import ModuleCall, ModuleSite, SiteOwner
 from stepgraph.pair.guard import is_hooked
