@@ -4,7 +4,7 @@ from stepgraph import order
 from stepgraph.backends import Backend, backend_for
 from stepgraph.buffers.boundary import ArgMetadata
 from stepgraph.callables.callables import make_graphed_callables
-from stepgraph.callables.report import CallablesReport
+from stepgraph.callables.graphed import CallablesReport
 from stepgraph.errors import (
     BuildError,
     CaptureError,

@@ -5,6 +5,6 @@
 """
 
 from stepgraph.callables.callables import make_graphed_callables, report
-from stepgraph.callables.report import CallablesReport
+from stepgraph.callables.graphed import CallablesReport
 
 __all__ = ["CallablesReport", "make_graphed_callables", "report"]

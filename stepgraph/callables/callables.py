@@ -16,8 +16,7 @@ import torch
 
 from stepgraph.backends import Backend
 from stepgraph.callables.capture_job import CaptureJob
-from stepgraph.callables.graphed import GraphedCallable
-from stepgraph.callables.report import CallablesReport
+from stepgraph.callables.graphed import CallablesReport, GraphedCallable
 from stepgraph.callables.request import read_request
 from stepgraph.callables.warm_up import CaptureTimeHooks
 from stepgraph.errors import InvalidArgument
