@@ -4,7 +4,7 @@
 - `split_backward`: a backward in two parts, inputs first.
 """
 
-from stepgraph.callables.callables import make_graphed_callables, report
 from stepgraph.callables.graphed import CallablesReport
+from stepgraph.callables.make_graphed import make_graphed_callables, report
 
 __all__ = ["CallablesReport", "make_graphed_callables", "report"]

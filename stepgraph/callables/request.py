@@ -23,7 +23,7 @@ class Sample:
     """A call to capture graphs for."""
 
     number: int
-    subject: int
+    callable_index: int
     """Which of the callables."""
     args: tuple[Any, ...]
     kwargs: dict[str, Any]

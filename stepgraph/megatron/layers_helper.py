@@ -27,8 +27,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from stepgraph.callables.callables import make_graphed_callables
 from stepgraph.callables.graphed import CallablesReport
+from stepgraph.callables.make_graphed import make_graphed_callables
 from stepgraph.errors import InvalidArgument
 from stepgraph.guards.hooks import spelled
 from stepgraph.megatron.discovery import Found, SampleArguments, parts_of, with_samples

@@ -94,7 +94,7 @@ class ModuleSession(PairSession):
         return self.order is None and call.is_differentiable and call.site.manager.options.single_mempool
 
     def _create_fixed(self, events: Sequence[Event]) -> None:
-        device, lane = self.session.backend.device, self.lanes.apart()
+        device, lane = self.session.backend.device, self.lanes.exclusive()
         memory_plan = FixedOrder(lane, TensorReusePool(device))
         captured = RoundCapture(events, memory_plan, device)
         self._capture(captured)

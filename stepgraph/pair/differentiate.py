@@ -58,7 +58,7 @@ def differentiate(
     with torch.no_grad():
         if found:
             torch._foreach_add_([entry.memory for entry, _ in found], [grad for _, grad in found])
-        out = [apart(grad, own) for grad in grads[: len(edges)]]
+        out = [copy_if_aliased(grad, own) for grad in grads[: len(edges)]]
     return out, [entry.parameter for entry, _ in found]
 
 
@@ -85,7 +85,7 @@ def accumulate(
     _check_dense(grads)
     own = {tensor.untyped_storage()._cdata for tensor in incoming}
     with torch.no_grad():
-        out = [apart(grad, own) for grad in grads]
+        out = [copy_if_aliased(grad, own) for grad in grads]
     return out, [entry.parameter for entry in inside if id(entry.leaf) in reached]
 
 
@@ -154,7 +154,7 @@ def refuse_second_backward() -> RuntimeError:
     )
 
 
-def apart(grad: torch.Tensor | None, own: set[int]) -> torch.Tensor | None:
+def copy_if_aliased(grad: torch.Tensor | None, own: set[int]) -> torch.Tensor | None:
     """A gradient that went through unchanged lies in memory of the graph that it came from: take a copy."""
     return grad if grad is None or grad.untyped_storage()._cdata not in own else grad.clone()
 

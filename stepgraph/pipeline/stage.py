@@ -182,7 +182,7 @@ class GraphedStages:
         captured = StageCapture(self.managers, self._order, len(self._chunks), count)
         try:
             with self._shared.session.workspace.capturing():
-                captured.run(self.turn.entries, self._shared.lanes.apart())
+                captured.run(self.turn.entries, self._shared.lanes.exclusive())
         except CaptureFailed as failed:
             self._give_up(failed.manager, failed.call.site, failed.error)
             return

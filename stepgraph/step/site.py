@@ -52,7 +52,7 @@ class Obstacle:
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class EagerState:
     """The model and the host values as an eager call has left them: a recording that finds others knows nothing."""
 
     model: ModelGuard
@@ -94,7 +94,7 @@ class Site:
         """DDPs, by id, that were given new accumulators."""
         self.surprises = 0
         """How many recordings in a row have shown what no eager call has."""
-        self.last_eager_state: Seen | None = None
+        self.last_eager_state: EagerState | None = None
         """What the last eager call went by."""
         self._unmoved: dict[frozenset[int], list[torch.Generator]] = {}
         self.effects = OptimizerEffects()

@@ -354,7 +354,7 @@ class CapturedStep(Generic[P, R]):
     def report(self) -> Report:
         """What happened so far: graphs, replays, eager calls with their reasons, time and memory."""
         sites = list(self._sites.values())
-        placements = self._capture.told_placements(sites, self._moved)
+        placements = self._capture.describe_placements(sites, self._moved)
         return report_of(self._name, self._session, sites, self._counts, placements, self._options)
 
     def reset(self) -> None:

@@ -15,7 +15,7 @@ import torch
 from stepgraph.signature import is_plain
 
 
-class Attributes:
+class ModuleAttributes:
     """The attributes and buffers of modules, as they are now."""
 
     def __init__(self, modules: Sequence[torch.nn.Module]) -> None:
