@@ -1,4 +1,4 @@
-"""From a request to graphs: targets, their samples, warm-up, capture, and what the caller gets; or nothing at all."""
+"""A `CaptureJob` turns a request into graphs: it makes samples, warms up and captures, or leaves nothing behind."""
 
 from __future__ import annotations
 

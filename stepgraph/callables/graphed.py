@@ -1,4 +1,4 @@
-"""The caller gets a graphed callable for each sample; all of one `make_graphed_callables` belong to a set."""
+"""A `GraphedCallable` replays the graphs of one sample; all of one `make_graphed_callables` are a `GraphedSet`."""
 
 from __future__ import annotations
 

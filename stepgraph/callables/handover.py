@@ -1,4 +1,4 @@
-"""What one graph hands to the next one of its chunk: in the memory that the next one reads.
+"""A graph hands results and gradients to the next graph of its chunk in the memory that the next one reads.
 
 Mostly a layer's result goes straight to the next layer, and the gradient that comes back from there straight to the
 layer before. So each graph also writes them to where the next graph reads them, and that memory can be handed to the

@@ -1,4 +1,4 @@
-"""`make_graphed_callables`: graphs captured before training, from sample arguments.
+"""`make_graphed_callables` captures graphs before training, from sample arguments.
 
 One function with two contracts. Without an order (torch's), each callable gets a forward and a backward graph, and a
 module's forward is replaced for as long as its training flag is as it was. With an order (Transformer Engine's), each

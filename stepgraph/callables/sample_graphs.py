@@ -1,4 +1,4 @@
-"""The graphs of one sample, and how a whole set of them is captured: with an order, or without one.
+"""`GraphCapture` captures the graphs of all samples (`SampleGraphs`), with an order or without one.
 
 Without an order each callable has one pair of graphs, and every graph keeps its memory: forwards are captured in the
 order of the callables, backwards in the reverse one.

@@ -1,4 +1,4 @@
-"""One callable that is graphed: a module, a method of one, or a function with the modules that it can reach.
+"""A `CaptureTarget` is one graphed callable: a module, a method of one, or a function with the modules it reaches.
 
 What its graphs bake in (addresses, modules, hooks, values that its code reads) is guarded: before each replay a look
 tells whether it still holds, and a change is an error that names it, because graphs that were captured ahead are not

@@ -1,9 +1,9 @@
-"""Warm-up before a capture ahead of training: it runs, and leaves nothing behind.
+"""Warm-up calls each callable before a capture ahead of training, and leaves nothing behind.
 
 Kernels are chosen, libraries load and caches fill in the first calls, and none of that may happen in a recording. So
 each callable is called with its sample arguments a few times, forward and backward, on the capture's stream. Training
 has not begun, so the calls must not be seen afterwards: buffers (BatchNorm's statistics), attributes, random states and
-gradients are put back. The parameters' places are taken by stand-ins meanwhile: no gradient reaches the parameters, and
+gradients are put back. The parameters' places are taken by proxies meanwhile: no gradient reaches the parameters, and
 no hook of theirs runs.
 """
 

@@ -1,4 +1,4 @@
-"""Sample arguments for the layers of a model, made before it has been called.
+"""`sample_of_layer` makes sample arguments for a layer before the model has been called.
 
 A graph is recorded from arguments of the right geometry. What a layer is called with is told by one of these, the first
 that there is:

@@ -1,4 +1,4 @@
-"""A manager: the runners of one module, or of one of its methods, and the choice among them at each call.
+"""A manager owns the runners of one module, or of one of its methods, and chooses one of them at each call.
 
 Calls with the same arguments, flags and modes are a site. While it warms up, its calls run eagerly and are recorded;
 then its graphs are captured, and each call takes a runner that is ready. Where there is none, the call gets another

@@ -1,8 +1,9 @@
-"""Graphs that share memory by lifetime are replayed in the order that they were recorded in, and in no other.
+"""A single-pool round replays its graphs in the order in which they were recorded, and refuses any other order.
 
-So each forward and backward asks for its turn first: `ReplayOrder` knows what comes next, and refuses any other call
-before it overwrites anything. After the last entry the order begins again. It also begins again after a round that was
-given up: nothing is under way, and the first entry is called. `FixedRound` hands out the runner whose turn it is.
+Graphs that share memory by lifetime are right in one order only. So each forward and backward asks for its turn first:
+`ReplayOrder` knows what comes next, and refuses any other call before it overwrites anything. After the last entry the
+order begins again. It also begins again after a round that was given up: nothing is under way, and the first entry is
+called. `FixedRound` hands out the runner whose turn it is.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the graphed modules of one model share: a session, the order they run in, and the moment of capture."""
+"""A `ModuleSession` holds what the graphed modules of one model share: their order, and the moment of capture."""
 
 from __future__ import annotations
 

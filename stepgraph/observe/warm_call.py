@@ -1,4 +1,4 @@
-"""One eager call of a module that is to be graphed, watched for what no replay could repeat."""
+"""A `WarmCall` observes one eager call of a module for what no replay could repeat."""
 
 from __future__ import annotations
 

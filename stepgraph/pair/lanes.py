@@ -1,4 +1,4 @@
-"""A lane: graphs that share memory, and the orders in which they can be replayed.
+"""A lane is a set of graphs that share memory; it knows the orders in which they can be replayed.
 
 What dies inside a graph is given to graphs that are captured later. So the activations and results of a later graph may
 lie where an earlier one puts what it needs while it runs, and to replay the earlier one overwrites them. Nothing is

@@ -1,4 +1,4 @@
-"""Recording the graphs of a callable whose weight gradients may be split off from its backward.
+"""An `OrderedPair` records the graphs of a callable whose weight gradients may be split off from its backward.
 
 The I part is the backward that autograd comes to: it hands out the gradients of the inputs and leaves the weights
 alone. The W part is a graph of its own that the caller replays by `backward_dw()`. It adds to the gradients' memory as

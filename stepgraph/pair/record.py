@@ -1,4 +1,4 @@
-"""Recording a module's forward and backward graphs.
+"""`PairCapture` records a module's forward and backward graphs.
 
 Nothing runs while they are recorded, so no values are needed: arguments are buffers of the right geometry, and a
 backward can be recorded at any time after its forward, whose autograd graph is kept. Both are transactions: a recording

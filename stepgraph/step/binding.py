@@ -1,4 +1,4 @@
-"""A captured step belongs to a user's object: as a method, in a copy, in a pickle.
+"""A user's object may hold a captured step: as a method, and in copies and pickles of the object.
 
 A captured method has one step for each instance, which lives and dies with it. The step is stored among the instance's
 attributes under a name of its own, so that Python looks the method up as any other: a subclass may override it and call

@@ -1,4 +1,4 @@
-"""A call of a step is its arguments, and the captured call is the graph that replays it.
+"""A call of a step has arguments (`CallArgs`); a captured call (`CapturedCall`) replays its graphs.
 
 `CallArgs` holds the arguments twice: taken apart, to be compared and copied, and as the caller passed them. What runs
 eagerly for good runs on the caller's own containers, so that what the step puts into them is there as without a

@@ -1,4 +1,4 @@
-"""The transaction around a capture: record the step once, with no effect, or leave everything as it was."""
+"""A capture is a transaction: it records the step once without any effect, or leaves everything as it was."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A call site: all graphs for calls that look alike from outside, told apart by the state they were captured in.
+"""A call site holds all graphs for calls with the same arguments and flags, one for each state of the model.
 
 The arguments and the process's flags find the site by one dictionary look-up. Within it, graphs differ by what the
 step's own modules and gradients are like: train or eval, `.grad` None or not. Which modules those are is only known

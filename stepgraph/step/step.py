@@ -1,4 +1,4 @@
-"""A captured step: what happens at each call.
+"""A captured step replays a graph at each call where one fits, and runs eagerly where none does yet.
 
 A call is looked up by its signature. If a graph is known for it and its guards find nothing changed, the inputs are
 copied in, the chain of segments is replayed, and copies of the outputs are handed out. If not, the step runs eagerly a
