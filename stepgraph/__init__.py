@@ -3,8 +3,8 @@
 from stepgraph import order
 from stepgraph.backends import Backend, backend_for
 from stepgraph.buffers.boundary import ArgMetadata
-from stepgraph.callables.callables import make_graphed_callables
-from stepgraph.callables.report import CallablesReport
+from stepgraph.callables.graphed import CallablesReport
+from stepgraph.callables.make_graphed import make_graphed_callables
 from stepgraph.errors import (
     BuildError,
     CaptureError,

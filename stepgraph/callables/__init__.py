@@ -1,10 +1,9 @@
-"""Graphs captured ahead of training, from sample arguments and an order; pipelines that replay them.
+"""The callables room captures graphs ahead of training, from sample arguments and an order.
 
-- `callables`: `make_graphed_callables`, with torch's contract and with Transformer Engine's.
-- `split_backward`: a backward in two parts, inputs first.
+`make_graphed_callables` has torch's contract without an order, and Transformer Engine's with one.
 """
 
-from stepgraph.callables.callables import make_graphed_callables, report
-from stepgraph.callables.report import CallablesReport
+from stepgraph.callables.graphed import CallablesReport
+from stepgraph.callables.make_graphed import make_graphed_callables, report
 
 __all__ = ["CallablesReport", "make_graphed_callables", "report"]

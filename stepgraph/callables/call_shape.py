@@ -1,4 +1,4 @@
-"""The look of the call that a graph was captured for, and whether another call can be replayed by it.
+"""A `CallShape` describes the call that a graph was captured for, and checks each later call against it.
 
 A graph reads static memory of one geometry. A call whose tensors have the same shapes and dtypes is copied there, whose
 plain values are the same is the same call; anything else is refused with the names of all that differs. Strides may

@@ -1,4 +1,4 @@
-"""From a request to graphs: subjects, their samples, warm-up, capture, and what the caller gets; or nothing at all."""
+"""A `CaptureJob` turns a request into graphs: it makes samples, warms up and captures, or leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from stepgraph.callables.call_shape import CallShape
 from stepgraph.callables.graphed import GraphedCallable, GraphedSet, fitted, refuse_another_backward
 from stepgraph.callables.request import Request
 from stepgraph.callables.sample_graphs import GraphCapture, SampleGraphs
-from stepgraph.callables.subject import Subject
+from stepgraph.callables.target import CaptureTarget
 from stepgraph.callables.turns import Turn, Turns
 from stepgraph.callables.warm_up import CaptureTimeHooks, warm_up
 from stepgraph.errors import CaptureError, InvalidArgument
@@ -51,44 +51,45 @@ class CaptureJob:
         session.settle(chosen if chosen is not None else backend_for(_device_of(request)))
         self._shared = PairSession(session)
         trains = request.trains
-        self._subjects = [
-            Subject(each, index, self._shared, need_backward=trains) for index, each in enumerate(request.callables)
+        self._targets = [
+            CaptureTarget(each, index, self._shared, need_backward=trains)
+            for index, each in enumerate(request.callables)
         ]
         with_order = request.order is not None
-        for subject in self._subjects:
-            _refuse_graphed(subject)
-            _refuse_ddp(subject)
-            subject.route(self._subjects)
-            subject.refuse_hooks(own=with_order)
+        for target in self._targets:
+            _refuse_graphed(target)
+            _refuse_ddp(target)
+            target.route(self._targets)
+            target.refuse_hooks(own=with_order)
         self.samples = [self._sample(index) for index in range(len(request.samples))]
         # in a session of its own the capture takes the memory that warm-up leaves, which is in lane 0
-        self._lane = PoolLane(0) if owns_session else self._shared.lanes.apart()
+        self._lane = PoolLane(0) if owns_session else self._shared.lanes.exclusive()
         self._capture: GraphCapture | None = None
 
     def _sample(self, index: int) -> SampleGraphs:
         sample = self._request.samples[index]
-        subject = self._subjects[sample.subject]
+        target = self._targets[sample.callable_index]
         leaves, structure = flatten((sample.args, sample.kwargs))
-        self._refuse_elsewhere(subject, leaves)
+        self._refuse_elsewhere(target, leaves)
         needs_backward = self._request.order is not None and self._request.trains
-        shape = CallShape(subject.name, leaves, structure, subject.arguments, needs_backward=needs_backward)
+        shape = CallShape(target.name, leaves, structure, target.arguments, needs_backward=needs_backward)
         backend = self._shared.session.backend
         call = call_from_samples(
             shape.call,
             leaves,
             structure,
-            training=subject.training,
+            training=target.training,
             fork=tracker_for(backend).active,
             needs_values=backend.runs_while_recording,
         )
-        return SampleGraphs(index, sample.subject, subject, shape, call)
+        return SampleGraphs(index, sample.callable_index, target, shape, call)
 
-    def _refuse_elsewhere(self, subject: Subject, leaves: Sequence[Any]) -> None:
+    def _refuse_elsewhere(self, target: CaptureTarget, leaves: Sequence[Any]) -> None:
         backend = self._shared.session.backend
         for leaf in leaves:
             if isinstance(leaf, torch.Tensor) and not backend.owns(leaf):
                 raise InvalidArgument(
-                    f"{subject.name}: a sample is on {leaf.device}, the graphs on {backend.device}",
+                    f"{target.name}: a sample is on {leaf.device}, the graphs on {backend.device}",
                     rule="sample-arguments",
                     why="all of a graph is on one device.",
                     fix=f"pass samples on {backend.device}.",
@@ -100,7 +101,7 @@ class CaptureJob:
         for sample, given in zip(self.samples, self._request.samples, strict=True):
             leaves, structure = flatten((given.args, given.kwargs))
             key = (sample.index, sample.shape.call.structure, sample.shape.call.leaves)
-            calls.setdefault(key, (sample.subject, sample.index, leaves, structure))
+            calls.setdefault(key, (sample.target, sample.index, leaves, structure))
         session = self._shared.session
 
         def run() -> None:
@@ -123,15 +124,15 @@ class CaptureJob:
         self._capture.allow_unused = allow_unused
         with session.workspace.capturing():
             if with_order:
-                with _gradients_aside(self._subjects):
+                with _gradients_aside(self._targets):
                     self._capture.run_in_order(reuse=shares)
             else:
                 self._capture.run()
         session.backend.synchronize()
-        for subject in self._subjects:
-            own = [sample for sample in self.samples if sample.subject is subject]
+        for target in self._targets:
+            own = [sample for sample in self.samples if sample.target is target]
             names = own[0].runner.names if own else ()
-            subject.guard(names, own_hooks=with_order)
+            target.guard(names, own_hooks=with_order)
         for sample in self.samples:
             self._settle(sample, may_add=not (with_order and (shares or sample.has_split_weights)))
 
@@ -139,7 +140,7 @@ class CaptureJob:
         """Bring what comes to a backward to the one that is captured; say so where no other can be."""
         runner = sample.runner
         runners = [each.runner for each in self.samples]  # not `self`, which has the samples
-        runner.tell_several = functools.partial(_tell_several, runners, sample.subject.name)
+        runner.tell_several = functools.partial(_tell_several, runners, sample.target.name)
         if self._request.order is None or not runner.backwards:
             return  # a backward for other gradients is recorded when it comes
         recorded = next(iter(runner.backwards.values()))
@@ -147,9 +148,9 @@ class CaptureJob:
         for index, tensor in recorded.grads_in.tensors.items():
             metas[index] = ArgMetadata.of(tensor)
         runner.fit_grads = fitted(metas, self._shared.session.backend.device)
-        runner.receive_grads = functools.partial(sample.handing.before_backward, sample.subject.name)
+        runner.receive_grads = functools.partial(sample.handovers.before_backward, sample.target.name)
         if not may_add:
-            runner.capture_backward = functools.partial(refuse_another_backward, sample.subject.name)
+            runner.capture_backward = functools.partial(refuse_another_backward, sample.target.name)
 
     def graphed(self, begun: float, *, clone_param_grads: bool, retain: bool) -> list[GraphedCallable]:
         """The callables for the caller."""
@@ -181,7 +182,7 @@ class CaptureJob:
                 sample = self.samples[number]
                 if entry.kind in (Kind.BACKWARD, Kind.INPUT_GRAD) and not sample.runner.backwards:
                     continue  # autograd will not come there
-                turns.append(Turn(place, entry, layer, number, sample.subject.name))
+                turns.append(Turn(place, entry, layer, number, sample.target.name))
         lane = self._lane  # not `self`, which has the samples
         made = Turns(request.order, turns, lambda: lane.is_busy, repeats=retain)
         for turn in turns:
@@ -194,17 +195,17 @@ class CaptureJob:
         """It failed: free what there is."""
         for sample in self.samples:
             sample.free()
-        for subject in self._subjects:
-            self._shared.grads.forget(subject.pair.proxies.parameters)
+        for target in self._targets:
+            self._shared.grads.forget(target.pair.proxies.parameters)
         if self._owns_session:
             self._shared.close()
             self._shared.session.close()
 
 
 @contextlib.contextmanager
-def _gradients_aside(subjects: Sequence[Subject]) -> Iterator[None]:
+def _gradients_aside(targets: Sequence[CaptureTarget]) -> Iterator[None]:
     """Let graphs that cannot be captured again add to memory of their own, not to gradients that may be dropped."""
-    kept = [(p, p.grad) for subject in subjects for p in subject.parameters if p.grad is not None]
+    kept = [(p, p.grad) for target in targets for p in target.parameters if p.grad is not None]
     for parameter, _ in kept:
         parameter.grad = None
     try:
@@ -221,20 +222,20 @@ def _tell_several(runners: Sequence[Runner], name: str) -> None:
     warn_user(str(shared_cast(f"{name}, called several times in one backward,")))
 
 
-def _refuse_graphed(subject: Subject) -> None:
-    if subject.is_module and isinstance(vars(subject.module).get(subject.method), GraphedCallable):
+def _refuse_graphed(target: CaptureTarget) -> None:
+    if target.is_module and isinstance(vars(target.module).get(target.method), GraphedCallable):
         raise InvalidArgument(
-            f"{subject.name} has graphs already",
+            f"{target.name} has graphs already",
             rule="sample-arguments",
             why="its forward was replaced by an earlier make_graphed_callables.",
             fix="call .reset() on it first.",
         )
 
 
-def _refuse_ddp(subject: Subject) -> None:
-    if any(isinstance(module, DistributedDataParallel) for module in subject.module.modules()):
+def _refuse_ddp(target: CaptureTarget) -> None:
+    if any(isinstance(module, DistributedDataParallel) for module in target.module.modules()):
         raise CaptureError(
-            f"{subject.name} is, or holds, a DistributedDataParallel",
+            f"{target.name} is, or holds, a DistributedDataParallel",
             rule="ddp-callable",
             why="DDP must see each gradient when it is ready, and these graphs add to the gradients by themselves.",
             fix="use stepgraph.graph_modules, which hands gradients to DDP, or graph the layers without DDP and reduce "

@@ -1,17 +1,18 @@
-"""A graphed callable: what the caller gets back for each sample, and the set that it belongs to."""
+"""A `GraphedCallable` replays the graphs of one sample; all of one `make_graphed_callables` are a `GraphedSet`."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from stepgraph.buffers.borrowed import BorrowedTensor
 from stepgraph.callables.call_shape import same_modes
-from stepgraph.callables.handover import held_result, take_back, tell_held_result
-from stepgraph.callables.report import CallablesReport
+from stepgraph.callables.handover import held_result, take_back, warn_held_result
 from stepgraph.callables.sample_graphs import SampleGraphs
 from stepgraph.callables.turns import Turns
 from stepgraph.errors import CaptureError, ClosedError, InvalidArgument
@@ -25,6 +26,53 @@ from stepgraph.pair.runner import Runner, RunnerState
 from stepgraph.pair.shared import PairSession
 from stepgraph.rng.tracker import tracker_for
 from stepgraph.tree import CallFlattener
+
+
+@dataclass(frozen=True, slots=True)
+class CallablesReport:
+    """The graphs of one `make_graphed_callables`."""
+
+    num_samples: int
+    """Layers times microbatches; without an order, callables."""
+    num_graphs: int
+    """Forwards, backwards and split weight gradients."""
+    num_buffers: int
+    """Sets of static arguments: `plan_buffers` says which samples share one."""
+    static_bytes: int
+    """Memory of static arguments and of static gradients of results."""
+    pool_bytes: int
+    """Memory of the graphs: activations, results, gradients and what lives inside a graph."""
+    capture_seconds: float
+    """Warm-up and capture."""
+    forwards: int
+    backwards: int
+    weight_grads: int
+    """Replays so far."""
+    eager_calls: int = 0
+    """Forwards, with their backwards, that were not replayed: somebody held what a replay would have overwritten."""
+
+    eager_reason: str | None = None
+    """Why there are no graphs, where a configuration asks for none."""
+
+    @property
+    def graphs(self) -> int:
+        """The same as `num_graphs`, as other reports name it."""
+        return self.num_graphs
+
+    def to_dict(self) -> dict[str, Any]:
+        """For machines."""
+        return dataclasses.asdict(self)
+
+    def __str__(self) -> str:
+        if self.eager_reason is not None:
+            return f"no graphs, all calls run eagerly: {self.eager_reason}"
+        return (
+            f"{self.num_samples} samples, {self.num_graphs} graphs, captured in {self.capture_seconds:.2f} s\n"
+            f"static   {self.num_buffers} sets of arguments, {self.static_bytes / 2**20:.1f} MiB with gradients\n"
+            f"pool     {self.pool_bytes / 2**20:.1f} MiB\n"
+            f"replays  {self.forwards} forwards, {self.backwards} backwards, {self.weight_grads} weight gradients"
+            + (f"\neager    {self.eager_calls} calls" if self.eager_calls else "")
+        )
 
 
 class GraphedSet:
@@ -56,7 +104,7 @@ class GraphedSet:
         self._lent += sample.lend_outside_grads()
         runner = sample.runner
         if runner.backwards:
-            runner.take_turn = functools.partial(self._before_backward, runner.take_turn, sample.subject.name)
+            runner.take_turn = functools.partial(self._before_backward, runner.take_turn, sample.target.name)
 
     def _before_backward(self, take_turn: Callable[[], None] | None, name: str) -> None:
         self.check_lent(name)
@@ -72,7 +120,7 @@ class GraphedSet:
     def count_eager(self, name: str) -> None:
         """A call runs eagerly; said once."""
         if not self._eager_calls:
-            tell_held_result(name)
+            warn_held_result(name)
         self._eager_calls += 1
 
     def report(self) -> CallablesReport:
@@ -100,8 +148,8 @@ class GraphedSet:
             graphed.put_back()
         for sample in self.samples:
             sample.free()
-        for subject in {id(s.subject): s.subject for s in self.samples}.values():
-            self.shared.grads.forget(subject.pair.proxies.parameters)
+        for target in {id(s.target): s.target for s in self.samples}.values():
+            self.shared.grads.forget(target.pair.proxies.parameters)
         if self._owns_session:
             self.shared.close()
             self.shared.session.close()
@@ -118,8 +166,8 @@ class GraphedCallable:
 
     def __init__(self, owner: GraphedSet, sample: SampleGraphs) -> None:
         self._owner, self._sample = owner, sample
-        self._subject, self._shape, self._runner = sample.subject, sample.shape, sample.runner
-        self._modes, self._training = sample.subject.modes, sample.call.training
+        self._target, self._shape, self._runner = sample.target, sample.shape, sample.runner
+        self._modes, self._training = sample.target.modes, sample.call.training
         self._flatten = CallFlattener()
         self._is_capturing = owner.shared.session.backend.capture_probe
         self._random = tracker_for(owner.shared.session.backend)
@@ -131,23 +179,23 @@ class GraphedCallable:
     @property
     def name(self) -> str:
         """The callable's name in messages."""
-        return self._subject.name
+        return self._target.name
 
     def __repr__(self) -> str:
         return f"<graphed {self.name}, sample {self._sample.number}>"
 
     def __reduce__(self) -> Any:
         """A copy of the module, by copy.deepcopy or by pickle, is a plain module."""
-        return getattr, (self._subject.module, self._subject.method)
+        return getattr, (self._target.module, self._target.method)
 
     # -- in the place of a forward
 
     def put_in_place(self) -> None:
         """Replace the forward of the module."""
-        self._place = vars(self._subject.module)
-        self._before = self._place.get(self._subject.method, _MISSING)
-        self._place[self._subject.method] = self
-        if not hasattr(self._subject.module, "reset"):
+        self._place = vars(self._target.module)
+        self._before = self._place.get(self._target.method, _MISSING)
+        self._place[self._target.method] = self
+        if not hasattr(self._target.module, "reset"):
             self._place["reset"] = _Reset(self)
 
     def _stays_eager(self) -> bool:
@@ -162,11 +210,11 @@ class GraphedCallable:
         place, self._place = self._place, None
         if place is None:
             return
-        if place.get(self._subject.method) is self:
+        if place.get(self._target.method) is self:
             if self._before is _MISSING:
-                del place[self._subject.method]
+                del place[self._target.method]
             else:
-                place[self._subject.method] = self._before
+                place[self._target.method] = self._before
         if isinstance(place.get("reset"), _Reset):
             del place["reset"]
 
@@ -179,23 +227,23 @@ class GraphedCallable:
         if self.is_closed or torch.compiler.is_compiling() or self._is_capturing():
             return self._otherwise(args, kwargs)
         if not same_modes(self._modes, self._training):
-            return self._subject.original(*args, **kwargs)  # as both contracts have it
+            return self._target.original(*args, **kwargs)  # as both contracts have it
         leaves, structure = self._flatten(args, kwargs)
         if turns is None and self._stays_eager():
-            return self._subject.original(*args, **kwargs)
+            return self._target.original(*args, **kwargs)
         self._shape.check(leaves, structure, self._owner.shared.ambient.read())
-        self._subject.check()
+        self._target.check()
         if in_ddp():
             raise self._inside_ddp()
         if self._random.active != self._sample.call.fork:
             raise self._in_another_fork()
         if has_global_hooks() and (hook := global_hook(())) is not None:
             if turns is None:
-                return self._subject.original(*args, **kwargs)
+                return self._target.original(*args, **kwargs)
             raise self._hook_on_all(hook)
         self._owner.check_lent(self.name)
         sample = self._sample
-        held = sample.handing.forward_held_up_by(leaves)
+        held = sample.handovers.forward_held_up_by(leaves)
         if held:
             take_back(held)
             if sample.has_split_weights:
@@ -207,8 +255,8 @@ class GraphedCallable:
         if held and turns is not None:  # nothing of this call is replayed
             self._owner.count_eager(self.name)
             turns.pass_over(sample.number)
-            return self._subject.original(*args, **kwargs)
-        sample.handing.before_forward(leaves)
+            return self._target.original(*args, **kwargs)
+        sample.handovers.before_forward(leaves)
         return run_forward(self._runner, leaves)
 
     def _otherwise(self, args: Any, kwargs: Any) -> Any:
@@ -220,7 +268,7 @@ class GraphedCallable:
                 why="its graphs and buffers are gone.",
                 fix="call the layer itself, or capture again with make_graphed_callables.",
             )
-        return self._subject.original(*args, **kwargs)
+        return self._target.original(*args, **kwargs)
 
     def _in_flight(self) -> CaptureError:
         if self._runner.state is RunnerState.BWD_READY:
@@ -231,11 +279,11 @@ class GraphedCallable:
                 fix="run the backward first, drop the results of a call that has none (or call it under "
                 "torch.no_grad()), or capture for several calls: order=[1, 1, -1, -1].",
             )
-        waiting = [s.subject.name for s in self._owner.samples if s.runner.state is RunnerState.BWD_READY]
+        waiting = [s.target.name for s in self._owner.samples if s.runner.state is RunnerState.BWD_READY]
         return CaptureError(
             f"{self.name} is called while {', '.join(waiting)} waits for its backward",
             rule="call-in-flight",
-            details=[f"captured  {', '.join(s.subject.name for s in self._owner.samples)}, in this order"],
+            details=[f"captured  {', '.join(s.target.name for s in self._owner.samples)}, in this order"],
             why="the callables share memory by the order in which they were passed: a call could overwrite what a "
             "later one has left.",
             fix="pass the callables in the order in which they run, or graph them by separate calls of "
@@ -289,7 +337,7 @@ class GraphedCallable:
 
     def admit_hooks(self, names: Sequence[str]) -> None:
         """Let hooks of functions of these names come and go on modules inside: whoever calls this one runs them."""
-        self._subject.admit_hooks(names)
+        self._target.admit_hooks(names)
 
     # -- ending
 

@@ -1,4 +1,4 @@
-"""What one graph hands to the next one of its chunk: in the memory that the next one reads.
+"""A graph hands results and gradients to the next graph of its chunk in the memory that the next one reads.
 
 Mostly a layer's result goes straight to the next layer, and the gradient that comes back from there straight to the
 layer before. So each graph also writes them to where the next graph reads them, and that memory can be handed to the
@@ -22,7 +22,7 @@ from stepgraph.errors import CaptureError
 from stepgraph.frames import warn_user
 
 
-class HandoverPlace:
+class HandoverBuffer:
     """Static memory that one graph writes and another reads, and what was handed out of it last."""
 
     def __init__(self, buffer: torch.Tensor) -> None:
@@ -67,7 +67,7 @@ class Handover(BorrowedTensor):
 
     __slots__ = ("_copy", "_place", "_times_held", "arrived", "copied_to", "is_direct", "is_lent")
 
-    def __init__(self, place: HandoverPlace) -> None:
+    def __init__(self, place: HandoverBuffer) -> None:
         super().__init__(place.alias)
         self._place = place
         self.is_direct = False
@@ -111,16 +111,16 @@ _MAX_TIMES_HELD = 2
 
 
 @dataclass(slots=True)
-class Handing:
+class SampleHandovers:
     """What the graphs of one sample hand on, and where what others hand on comes to them."""
 
-    results: dict[int, tuple[int, HandoverPlace]] = field(default_factory=dict)
+    results: dict[int, tuple[int, HandoverBuffer]] = field(default_factory=dict)
     """By result: the argument of the next sample that it is written to, by leaf index, and its place."""
-    grads: dict[int, HandoverPlace] = field(default_factory=dict)
+    grads: dict[int, HandoverBuffer] = field(default_factory=dict)
     """By input of the node: the place of the gradient of another sample's result."""
-    arguments: list[tuple[int, HandoverPlace]] = field(default_factory=list)
+    arguments: list[tuple[int, HandoverBuffer]] = field(default_factory=list)
     """The arguments that others write to, or others with the same memory."""
-    incoming: list[tuple[int, HandoverPlace]] = field(default_factory=list)
+    incoming: list[tuple[int, HandoverBuffer]] = field(default_factory=list)
     """The gradients of results of which the same is true."""
 
     def forward_held_up_by(self, leaves: Sequence[Any]) -> list[Handover]:
@@ -176,7 +176,7 @@ def held_result(name: str) -> CaptureError:
     )
 
 
-def tell_held_result(name: str) -> None:
+def warn_held_result(name: str) -> None:
     """The same where the call can run eagerly."""
     warn_user(
         f"{name}: a result that was handed from one callable to the next is still held, and a replay would overwrite "
@@ -184,20 +184,20 @@ def tell_held_result(name: str) -> None:
     )
 
 
-class Places:
+class HandoverBuffers:
     """All places of a set of graphs."""
 
     def __init__(self) -> None:
-        self._places: dict[int, HandoverPlace] = {}
+        self._places: dict[int, HandoverBuffer] = {}
 
-    def at(self, buffer: torch.Tensor) -> HandoverPlace:
+    def at(self, buffer: torch.Tensor) -> HandoverBuffer:
         """The place of a static tensor."""
         address = buffer.data_ptr()
         if address not in self._places:
-            self._places[address] = HandoverPlace(buffer)
+            self._places[address] = HandoverBuffer(buffer)
         return self._places[address]
 
-    def among(self, tensors: Mapping[int, torch.Tensor]) -> list[tuple[int, HandoverPlace]]:
+    def among(self, tensors: Mapping[int, torch.Tensor]) -> list[tuple[int, HandoverBuffer]]:
         """Those of these tensors that are places."""
         found = [(index, self._places.get(tensor.data_ptr())) for index, tensor in tensors.items()]
         return [(index, place) for index, place in found if place is not None]

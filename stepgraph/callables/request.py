@@ -1,4 +1,4 @@
-"""What `make_graphed_callables` is asked for: its arguments in one form, or an error that names the one that is wrong.
+"""`read_request` brings the arguments of `make_graphed_callables` into one form, or names the one that is wrong.
 
 Callables come one or several, sample arguments one set for each callable or, with an order, one for each layer and
 microbatch. Here they become a list of samples: which callable, called how. With an order, layer l of microbatch m in
@@ -23,7 +23,7 @@ class Sample:
     """A call to capture graphs for."""
 
     number: int
-    subject: int
+    callable_index: int
     """Which of the callables."""
     args: tuple[Any, ...]
     kwargs: dict[str, Any]

@@ -1,4 +1,4 @@
-"""The graphs of one sample, and how a whole set of them is captured: with an order, or without one.
+"""`GraphCapture` captures the graphs of all samples (`SampleGraphs`), with an order or without one.
 
 Without an order each callable has one pair of graphs, and every graph keeps its memory: forwards are captured in the
 order of the callables, backwards in the reverse one.
@@ -24,9 +24,9 @@ from stepgraph.buffers.boundary import ArgMetadata
 from stepgraph.buffers.reuse_pool import TensorReusePool
 from stepgraph.buffers.static_result import StaticResult
 from stepgraph.callables.call_shape import CallShape
-from stepgraph.callables.handover import Handing, Handover, Places
+from stepgraph.callables.handover import Handover, HandoverBuffers, SampleHandovers
 from stepgraph.callables.request import Request
-from stepgraph.callables.subject import Subject
+from stepgraph.callables.target import CaptureTarget
 from stepgraph.callables.warm_up import CaptureTimeHooks
 from stepgraph.errors import CaptureError, InvalidArgument
 from stepgraph.observe.step_objects import leaves_behind
@@ -43,15 +43,15 @@ from stepgraph.session.failure import capture_error
 class SampleGraphs:
     """One sample: its call, and the graphs that serve it."""
 
-    def __init__(self, number: int, index: int, subject: Subject, shape: CallShape, call: RecordedCall) -> None:
-        self.number, self.index, self.subject, self.shape, self.call = number, index, subject, shape, call
+    def __init__(self, number: int, index: int, target: CaptureTarget, shape: CallShape, call: RecordedCall) -> None:
+        self.number, self.index, self.target, self.shape, self.call = number, index, target, shape, call
         self.runner: Runner = cast(Runner, None)  # until its forward is captured
         self.has_split_weights = False
         self.weights: WeightGraph | None = None
         self.kept: list[torch.Tensor] = []
         """What its weight gradient reads, for as long as no other graph may be given that memory."""
         self.weight_runs = 0
-        self.handing = Handing()
+        self.handovers = SampleHandovers()
 
     @property
     def metas(self) -> dict[int, ArgMetadata]:
@@ -67,7 +67,7 @@ class SampleGraphs:
         runner = self.runner
         if runner is not None and not runner.is_freed:
             if self.weights is not None:
-                self.subject.release(self.weights.graph)
+                self.target.release(self.weights.graph)
                 self.weights = None
             runner.free()
 
@@ -86,19 +86,19 @@ class SampleGraphs:
             lent.settle()  # what they were lent by before is gone
         return found
 
-    def hand_on(self, places: Places) -> None:
+    def hand_on(self, places: HandoverBuffers) -> None:
         """All is captured: from now on what is handed out goes by way of where others read it."""
-        runner, handing = self.runner, self.handing
-        handing.results = {i: to for i, to in handing.results.items() if runner.result.copied[i]}
-        for index, (_, place) in handing.results.items():
+        runner, handovers = self.runner, self.handovers
+        handovers.results = {i: to for i, to in handovers.results.items() if runner.result.copied[i]}
+        for index, (_, place) in handovers.results.items():
             runner.result.hand_on(index, Handover(place).settle())
         for backward in runner.backwards.values():
             lent = list(backward.lent)
-            for position, place in handing.grads.items():
+            for position, place in handovers.grads.items():
                 lent[position] = Handover(place).settle()
             backward.lent = tuple(lent)
-            handing.incoming = places.among(backward.grads_in.tensors)
-        handing.arguments = places.among(runner.boundary.tensors)
+            handovers.incoming = places.among(backward.grads_in.tensors)
+        handovers.arguments = places.among(runner.boundary.tensors)
 
     def result_metas(self) -> list[ArgMetadata | None]:
         """The geometry of the gradients of its results."""
@@ -140,7 +140,7 @@ class GraphCapture:
         """Static gradients of results."""
         self.buffers: dict[int, list[torch.Tensor]] = {}
         """Static arguments by the plan's number."""
-        self.places = Places()
+        self.places = HandoverBuffers()
         self._incoming: dict[int, tuple[list[ArgMetadata | None], dict[int, torch.Tensor]]] = {}
         """Static gradients of results, by sample, that another sample's backward writes to."""
         self.allow_unused = False
@@ -199,10 +199,10 @@ class GraphCapture:
     # -- one graph
 
     def _forward(self, sample: SampleGraphs, own: dict[int, torch.Tensor], following: Following | None = None) -> None:
-        subject = sample.subject
+        target = sample.target
         then = functools.partial(self._hand_result_on, sample, following) if following is not None else None
-        with self._hooks.around(sample.index, subject.given, backward=False), _named(subject.name):
-            sample.runner = subject.pair.forward(sample.call, {}, {}, own, self._lane, then)
+        with self._hooks.around(sample.index, target.given, backward=False), _named(target.name):
+            sample.runner = target.pair.forward(sample.call, {}, {}, own, self._lane, then)
         sample.call.values.clear()
         result = sample.runner.result
         result.copy(range(len(result.tensors)))
@@ -221,22 +221,22 @@ class GraphCapture:
                 del looks[index]
                 with torch.no_grad():
                     buffer.copy_(result.tensors[index])
-                sample.handing.results[index] = (leaf, self.places.at(buffer))
+                sample.handovers.results[index] = (leaf, self.places.at(buffer))
 
     def _hand_grads_on(self, sample: SampleGraphs, before: SampleGraphs, found: Sequence[torch.Tensor | None]) -> None:
         """In the recording of a backward: write gradients to where the sample before reads those of its results."""
-        for index, (leaf, _) in before.handing.results.items():
+        for index, (leaf, _) in before.handovers.results.items():
             buffer = self._gradients(before)[1].get(index)
             position = sample.runner.flows.index(leaf) if leaf in sample.runner.flows else len(found)
             grad = found[position] if position < len(found) else None
             if buffer is not None and grad is not None and ArgMetadata.of(grad).layout == ArgMetadata.of(buffer).layout:
                 with torch.no_grad():
                     buffer.copy_(grad)
-                sample.handing.grads[position] = self.places.at(buffer)
+                sample.handovers.grads[position] = self.places.at(buffer)
 
     def _refuse_unused(self, sample: SampleGraphs) -> None:
         """As torch does unless told otherwise: each tensor that needs a gradient has to have one."""
-        runner, subject = sample.runner, sample.subject
+        runner, target = sample.runner, sample.target
         results = [t for t in runner.result.tensors if t.requires_grad]
         if is_reentrant(results):
             return  # what its backward reaches is not known before it runs
@@ -244,15 +244,15 @@ class GraphCapture:
         reached |= {id(runner.boundary.tensors[i]) for i in runner.result.passed}
         names = sample.shape.call.names()
         inputs = {names[i]: t for i, t in runner.boundary.tensors.items() if t.requires_grad}
-        leaves = dict(zip(map(id, subject.pair.proxies.parameters), subject.pair.proxies.leaves, strict=True))
+        leaves = dict(zip(map(id, target.pair.proxies.parameters), target.pair.proxies.leaves, strict=True))
         returned = {id(t) for t in runner.result.objects}
-        used_outside = {path for path, p in subject.module.named_parameters() if id(p) in returned}
-        weights = {path: leaves[id(p)] for path, p in subject.module.named_parameters() if id(p) in leaves}
+        used_outside = {path for path, p in target.module.named_parameters() if id(p) in returned}
+        weights = {path: leaves[id(p)] for path, p in target.module.named_parameters() if id(p) in leaves}
         for kind, tensors in (("argument", inputs), ("parameter", weights)):
             for name, tensor in tensors.items():
                 if id(tensor) not in reached and name not in used_outside:
                     raise InvalidArgument(
-                        f"{subject.name}: {kind} `{name}` requires a gradient and has no part in the result",
+                        f"{target.name}: {kind} `{name}` requires a gradient and has no part in the result",
                         rule="unused-input",
                         why="its gradient would be None for ever, which is mostly a mistake.",
                         fix="pass allow_unused_input=True, or let it require no gradient.",
@@ -261,14 +261,14 @@ class GraphCapture:
     def _whole_backward(self, sample: SampleGraphs, before: SampleGraphs | None = None) -> None:
         metas, given = self._gradients(sample)
         then = self._then(sample, before)
-        with self._hooks.around(sample.index, sample.subject.given, backward=True), _named(sample.subject.name):
-            sample.subject.pair.backward(sample.runner, metas, given, {}, NO_AUTOCAST, then)
+        with self._hooks.around(sample.index, sample.target.given, backward=True), _named(sample.target.name):
+            sample.target.pair.backward(sample.runner, metas, given, {}, NO_AUTOCAST, then)
 
     def _input_part(self, sample: SampleGraphs, before: SampleGraphs | None) -> WeightPart:
         metas, given = self._gradients(sample)
-        then, name = self._then(sample, before), sample.subject.name
-        with self._hooks.around(sample.index, sample.subject.given, backward=True), _named(name):
-            return sample.subject.pair.input_part(sample.runner, metas, given, name, then=then)
+        then, name = self._then(sample, before), sample.target.name
+        with self._hooks.around(sample.index, sample.target.given, backward=True), _named(name):
+            return sample.target.pair.input_part(sample.runner, metas, given, name, then=then)
 
     def _then(
         self, sample: SampleGraphs, before: SampleGraphs | None
@@ -281,9 +281,9 @@ class GraphCapture:
     def _weight_part(self, sample: SampleGraphs, part: WeightPart | None) -> None:
         sample.has_split_weights = True
         if part is not None:
-            with _named(sample.subject.name):
+            with _named(sample.target.name):
                 sample.kept = part.kept()
-                sample.weights = sample.subject.pair.weight_part(sample.runner, part, keeps_saved=True)
+                sample.weights = sample.target.pair.weight_part(sample.runner, part, keeps_saved=True)
 
     def _gradients(self, sample: SampleGraphs) -> tuple[list[ArgMetadata | None], dict[int, torch.Tensor]]:
         """The geometry of the gradients of a sample's results, and static memory for them."""

@@ -1,4 +1,4 @@
-"""Whose turn it is: each replay is checked against the order that the graphs were captured in.
+"""`Turns` checks each replay against the order in which the graphs were captured.
 
 Graphs that share memory by an order are right in that order only. A call that is not what comes next is refused before
 it overwrites anything, with the entry that was expected. The layers of a chunk come one after the other, in a backward

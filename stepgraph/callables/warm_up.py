@@ -1,9 +1,9 @@
-"""Warm-up before a capture ahead of training: it runs, and leaves nothing behind.
+"""Warm-up calls each callable before a capture ahead of training, and leaves nothing behind.
 
 Kernels are chosen, libraries load and caches fill in the first calls, and none of that may happen in a recording. So
 each callable is called with its sample arguments a few times, forward and backward, on the capture's stream. Training
 has not begun, so the calls must not be seen afterwards: buffers (BatchNorm's statistics), attributes, random states and
-gradients are put back. The parameters' places are taken by stand-ins meanwhile: no gradient reaches the parameters, and
+gradients are put back. The parameters' places are taken by proxies meanwhile: no gradient reaches the parameters, and
 no hook of theirs runs.
 """
 
@@ -20,9 +20,9 @@ import torch
 
 from stepgraph.backends import Backend
 from stepgraph.callables.call_shape import detached
-from stepgraph.callables.subject import SET_OUTSIDE, Subject
+from stepgraph.callables.target import SET_OUTSIDE, CaptureTarget
 from stepgraph.errors import CaptureError, InvalidArgument
-from stepgraph.observe.attributes import Attributes
+from stepgraph.observe.module_attributes import ModuleAttributes
 from stepgraph.observe.step_objects import leaves_behind
 from stepgraph.observe.warm_call import WarmCall
 from stepgraph.pair.ambient import under_autocast, without_saved_tensor_hooks
@@ -51,18 +51,18 @@ class CaptureTimeHooks:
             self._hooks.append({phase: _functions(index, phase, (entry or {}).get(phase)) for phase in PHASES})
 
     @contextlib.contextmanager
-    def around(self, subject: int, module: Any, *, backward: bool) -> Iterator[None]:
+    def around(self, index: int, module: Any, *, backward: bool) -> Iterator[None]:
         """Run the hooks before and after a forward or a backward, outside any recording."""
         before, after = PHASES[2:] if backward else PHASES[:2]
-        self._run(subject, before, module)
+        self._run(index, before, module)
         yield
-        self._run(subject, after, module)
+        self._run(index, after, module)
 
-    def _run(self, subject: int, phase: str, module: Any) -> None:
-        for hook in self._hooks[subject][phase]:
+    def _run(self, index: int, phase: str, module: Any) -> None:
+        for hook in self._hooks[index][phase]:
             if hook(module) is not None:
                 raise _wrong_hooks(
-                    f"a hook of callables[{subject}] ({phase}) returned a value",
+                    f"a hook of callables[{index}] ({phase}) returned a value",
                     "let it return None: it cannot change arguments, results or gradients.",
                 )
 
@@ -71,14 +71,14 @@ class CaptureTimeHooks:
 class _Warm:
     """One kind of call to warm up."""
 
-    subject: Subject
+    target: CaptureTarget
     index: int
     leaves: list[Any]
     structure: Structure
 
 
 def warm_up(
-    calls: Sequence[tuple[Subject, int, list[Any], Structure]],
+    calls: Sequence[tuple[CaptureTarget, int, list[Any], Structure]],
     backend: Backend,
     hooks: CaptureTimeHooks,
     *,
@@ -86,37 +86,37 @@ def warm_up(
     trains: bool,
 ) -> None:
     """Call each callable with its sample arguments, forward and backward; raises for what no replay could repeat."""
-    subjects = list({id(call[0]): call[0] for call in calls}.values())
-    with _as_before(subjects, backend):
+    targets = list({id(call[0]): call[0] for call in calls}.values())
+    with _as_before(targets, backend):
         for call in calls:
             warm = _Warm(*call)
             for count in range(iterations):
                 is_last = count == iterations - 1 and iterations > 1  # a first call may fill caches
-                watched = _watch(warm.subject, backend) if is_last else None
-                with warm.subject.ran.noting(backwards_on=backend.device):
+                watched = _watch(warm.target, backend) if is_last else None
+                with warm.target.ran.noting(backwards_on=backend.device):
                     _one_call(warm, hooks, trains=trains)
                 finding = watched.finding() if watched is not None else None
                 if finding is not None:
                     raise CaptureError(
-                        f"{warm.subject.name}: {finding.what}", rule=finding.rule, why=finding.why, fix=finding.fix
+                        f"{warm.target.name}: {finding.what}", rule=finding.rule, why=finding.why, fix=finding.fix
                     )
 
 
-def _watch(subject: Subject, backend: Backend) -> WarmCall:
-    return WarmCall(subject.original, subject.named_modules, SET_OUTSIDE, backend.device, subject.ran)
+def _watch(target: CaptureTarget, backend: Backend) -> WarmCall:
+    return WarmCall(target.original, target.named_modules, SET_OUTSIDE, backend.device, target.ran)
 
 
 def _one_call(warm: _Warm, hooks: CaptureTimeHooks, *, trains: bool) -> None:
     """A forward and a backward on stand-ins."""
-    subject = warm.subject
-    proxies = subject.pair.proxies
+    target = warm.target
+    proxies = target.pair.proxies
     leaves = [detached(leaf) for leaf in warm.leaves]
     args, kwargs = unflatten(warm.structure, leaves)
     mode = contextlib.nullcontext() if trains else torch.no_grad()
-    around = hooks.around(warm.index, subject.given, backward=False)
+    around = hooks.around(warm.index, target.given, backward=False)
     with around, proxies.in_place(), without_saved_tensor_hooks(), mode:
-        found = flatten(subject.original(*args, **kwargs))[0]
-    subject.pair.note_returned(found, leaves)
+        found = flatten(target.original(*args, **kwargs))[0]
+    target.pair.note_returned(found, leaves)
     results = [t for t in found if isinstance(t, torch.Tensor) and t.grad_fn is not None]
     if not results:
         return
@@ -124,7 +124,7 @@ def _one_call(warm: _Warm, hooks: CaptureTimeHooks, *, trains: bool) -> None:
     behind = list({id(leaf): leaf for leaf in leaves_behind(results)}.values())
     own = {id(leaf) for leaf in (*proxies.leaves, *leaves)}
     foreign = [leaf for leaf in behind if id(leaf) not in own]
-    around = hooks.around(warm.index, subject.given, backward=True)
+    around = hooks.around(warm.index, target.given, backward=True)
     plain = under_autocast(False, False)
     with around, proxies.in_place(), without_saved_tensor_hooks(), plain, without_hooks(foreign):
         if is_reentrant(results):
@@ -136,16 +136,16 @@ def _one_call(warm: _Warm, hooks: CaptureTimeHooks, *, trains: bool) -> None:
 
 
 @contextlib.contextmanager
-def _as_before(subjects: Sequence[Subject], backend: Backend) -> Iterator[None]:
+def _as_before(targets: Sequence[CaptureTarget], backend: Backend) -> Iterator[None]:
     """Put back all that warm-up changes."""
-    modules = list({id(m): m for subject in subjects for m in subject.module.modules()}.values())
+    modules = list({id(m): m for target in targets for m in target.module.modules()}.values())
     tensors = {id(b): b for m in modules for b in m._buffers.values() if b is not None}
     for parameter in (p for m in modules for p in m._parameters.values() if p is not None):
         main_grad = getattr(parameter, "main_grad", None)  # code of the backward may add to it by itself
         if isinstance(main_grad, torch.Tensor):
             tensors[id(main_grad)] = main_grad
     kept = [(tensor, tensor.detach().clone()) for tensor in tensors.values()]
-    attributes = Attributes(modules)
+    attributes = ModuleAttributes(modules)
     with _random_as_before(backend):
         try:
             yield

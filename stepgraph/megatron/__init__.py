@@ -1,1 +1,1 @@
-"""Graphs for the layers of a Megatron training, captured ahead of time."""
+"""The megatron room captures the layers of a Megatron training ahead of time."""

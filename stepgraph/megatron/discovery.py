@@ -1,4 +1,4 @@
-"""The parts of model chunks that are captured ahead of time, with what they are called with.
+"""Discovery finds the parts of model chunks that are captured ahead of time, with their sample arguments.
 
 Which parts is a scope's matter; which words a class of layer knows is the registry's. A chunk that has nothing of what
 the scope means is no error: with pipelines, the chunk of one rank has layers of a kind that another's has not. A word

@@ -1,4 +1,4 @@
-"""Graphs for the layers of a training's model, captured ahead of time: one for each layer and microbatch.
+"""`TECudaGraphHelper` captures a model's layers ahead of time: one graph for each layer and microbatch.
 
 A training loop has model chunks, a config, and sizes. From these the helper finds the layers (by the scope registry),
 makes sample arguments, derives the order in which this rank of the pipeline works, and captures all of it at once with
@@ -27,8 +27,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from stepgraph.callables.callables import make_graphed_callables
-from stepgraph.callables.report import CallablesReport
+from stepgraph.callables.graphed import CallablesReport
+from stepgraph.callables.make_graphed import make_graphed_callables
 from stepgraph.errors import InvalidArgument
 from stepgraph.guards.hooks import spelled
 from stepgraph.megatron.discovery import Found, SampleArguments, parts_of, with_samples

@@ -1,4 +1,4 @@
-"""The graphs of one part of a model, in the place of its forward: one for each microbatch in flight.
+"""`PartGraphs` takes the place of a part's forward, with one graph for each microbatch in flight.
 
 The training loop says which microbatch comes next (`set_current_microbatch`); a call of the part replays that one's
 graph. Where one microbatch is over before the next begins, one graph serves them all. Calls that no graph was captured

@@ -1,4 +1,4 @@
-"""The order of a pipeline's rank, from what a training's config says about the pipeline.
+"""`order_of_rank` derives the order of a pipeline's rank from what a training's config says about the pipeline.
 
 A helper is given model chunks and a config with the field's words (`pipeline_model_parallel_size` and so on). From
 these follows in which order the rank runs forwards and backwards, and how many microbatches need graphs of their own:

@@ -1,4 +1,4 @@
-"""Sample arguments for the layers of a model, made before it has been called.
+"""`sample_of_layer` makes sample arguments for a layer before the model has been called.
 
 A graph is recorded from arguments of the right geometry. What a layer is called with is told by one of these, the first
 that there is:
@@ -24,7 +24,7 @@ import torch
 
 from stepgraph.errors import InvalidArgument
 from stepgraph.modules.scopes import Part
-from stepgraph.observe.attributes import Attributes
+from stepgraph.observe.module_attributes import ModuleAttributes
 from stepgraph.rng.tracker import tracker_for
 from stepgraph.session.backend_choice import backend_of
 from stepgraph.signature.attributes import as_given
@@ -176,7 +176,7 @@ def _as_before(layer: torch.nn.Module) -> Iterator[None]:
     backend = backend_of(tensor.device for tensor in tensors)
     tracker = tracker_for(backend)
     named = tracker.get_states()
-    attributes = Attributes(list(layer.modules()))
+    attributes = ModuleAttributes(list(layer.modules()))
     buffers = [(buffer, buffer.detach().clone()) for buffer in layer.buffers()]
     devices = [backend.device] if backend.device.type == "cuda" else []
     with torch.random.fork_rng(devices):

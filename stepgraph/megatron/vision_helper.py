@@ -1,4 +1,4 @@
-"""Graphs for the layers of a vision encoder, captured ahead of time beside those of the language model.
+"""`VisionTECudaGraphHelper` captures the layers of a vision encoder beside those of the language model.
 
 The encoder differs from the decoder in a few ways. All images of a microbatch are concatenated into one sequence, so
 the batch dimension is 1 whatever the micro-batch size. It is on the first stage of a pipeline alone, so its ranks wait

@@ -1,4 +1,4 @@
-"""`stepgraph.graph_modules`: graphs for the named parts of any model, in one line."""
+"""`stepgraph.graph_modules` graphs the named parts of any model, in one line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A manager: the runners of one module, or of one of its methods, and the choice among them at each call.
+"""A manager owns the runners of one module, or of one of its methods, and chooses one of them at each call.
 
 Calls with the same arguments, flags and modes are a site. While it warms up, its calls run eagerly and are recorded;
 then its graphs are captured, and each call takes a runner that is ready. Where there is none, the call gets another
@@ -19,8 +19,8 @@ from stepgraph.errors import CaptureError, InvalidArgument, StateChanged
 from stepgraph.frames import untraced, warn_user
 from stepgraph.guards.hooks import refuse_hooks, with_hooks
 from stepgraph.guards.model import ModelGuard
-from stepgraph.modules.fixed_round import FixedRound
 from stepgraph.modules.options import options_from
+from stepgraph.modules.replay_order import FixedRound
 from stepgraph.modules.report import ModuleReport, report_on
 from stepgraph.modules.session import ModuleSession
 from stepgraph.modules.site import LastModuleCall, ModuleSite

@@ -1,4 +1,4 @@
-"""What a Megatron configuration says about CUDA graphs, in the words of any of its generations.
+"""`MegatronSettings` reads what a Megatron configuration says about CUDA graphs, in any generation's words.
 
 The names have changed: `enable_cuda_graph` and `external_cuda_graph` became `cuda_graph_impl`, `cuda_graph_scope`
 became `cuda_graph_modules`, `cuda_graph_num_warmup_steps` became `cuda_graph_warmup_steps`, and the scope's word

@@ -1,4 +1,4 @@
-"""Where the memory of a round's graphs is: two ways, one for any order and one for a fixed one.
+"""A memory plan places the graphs of a round in memory: one plan serves any order, the other a fixed order.
 
 For any order (`AnyOrder`), each kind of call has a runner for each call that was under way at a time, in the lane of
 that number, and every runner keeps the tensors at its edges.

@@ -1,4 +1,4 @@
-"""How a call differs from the one that a graph was captured for, told argument by argument, all at once."""
+"""`get_mismatch_errors` lists every argument in which a call differs from the one that was captured."""
 
 from __future__ import annotations
 

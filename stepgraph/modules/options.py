@@ -1,4 +1,4 @@
-"""How modules are graphed: our options, and the words that a configuration object of the field has for them."""
+"""`ModuleOptions` says how modules are graphed, and reads the same from a configuration object of the field."""
 
 from __future__ import annotations
 

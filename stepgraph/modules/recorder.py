@@ -1,4 +1,4 @@
-"""The recorder: in which order the modules of a session run, seen while they still run eagerly.
+"""The recorder notes the order in which the modules of a session run, while they still run eagerly.
 
 Training goes round: a module that was called while no backward was outstanding is called so again. One round is one
 warm-up step; an evaluation is a round of its own, or a part of one. The recorder notes each forward and each backward

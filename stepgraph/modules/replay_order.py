@@ -1,16 +1,22 @@
-"""The order that graphs were recorded in, and a check of each replay against it.
+"""A single-pool round replays its graphs in the order in which they were recorded, and refuses any other order.
 
 Graphs that share memory by lifetime are right in one order only. So each forward and backward asks for its turn first:
-what comes next is known, and a call that is not it is refused before it overwrites anything. After the last entry the
-order begins again. So it does where a round was given up: nothing is under way, and the first entry is called.
+`ReplayOrder` knows what comes next, and refuses any other call before it overwrites anything. After the last entry the
+order begins again. It also begins again after a round that was given up: nothing is under way, and the first entry is
+called. `FixedRound` hands out the runner whose turn it is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+import functools
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
 from stepgraph.errors import CaptureError
+from stepgraph.modules.recorder import Event
+from stepgraph.modules.site import ModuleSite
+from stepgraph.pair.lanes import PoolLane
+from stepgraph.pair.runner import Runner
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,3 +82,39 @@ class ReplayOrder:
             fix="keep to that order, call handle.reset() where the order changes for good, or leave "
             "cuda_graph_use_single_mempool=False: then any order is right.",
         )
+
+
+class FixedRound:
+    """The runners of a round, one for each call that was captured, by id of the recorded call."""
+
+    def __init__(self, events: Sequence[Event], runners: Mapping[int, Runner | None], lane: PoolLane[Runner]) -> None:
+        calls: dict[int, int] = {}
+        entries = []
+        self._runners: list[Runner] = []
+        for event in events:
+            runner = runners.get(id(event.call))
+            if runner is None or (event.backward and not runner.backwards):
+                continue
+            if not event.backward:
+                calls[id(event.call)] = len(self._runners)
+                self._runners.append(runner)
+            site = event.call.site
+            entries.append(ReplayEntry(site.manager.name, site, calls[id(event.call)], event.backward))
+        self._order = ReplayOrder(entries, lambda: lane.is_busy)
+        self.kinds = self._order.kinds
+        """The kinds of calls that have a turn; others are free."""
+        for entry in entries:
+            if entry.backward:
+                self._runners[entry.call].take_turn = functools.partial(self._order.take_backward, entry)
+
+    def __len__(self) -> int:
+        return len(self._order.entries)
+
+    def take_forward(self, module: str, site: ModuleSite) -> Runner:
+        """The runner of the call whose turn it is; raises if that is another module's."""
+        return self._runners[self._order.take_forward(module, site).call]
+
+    def end(self) -> None:
+        """The graphs are dropped; backwards of calls under way still run."""
+        for runner in self._runners:
+            runner.take_turn = None

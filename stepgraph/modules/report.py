@@ -1,4 +1,4 @@
-"""What happened to graphed modules: one row for each, as a table or as a dict."""
+"""A report counts what happened to graphed modules: one row for each, as a table or as a dict."""
 
 from __future__ import annotations
 

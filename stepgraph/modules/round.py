@@ -1,4 +1,4 @@
-"""Capturing the graphs of one round, in the order in which its forwards and backwards came.
+"""`RoundCapture` captures the graphs of one round, in the order in which its forwards and backwards came.
 
 A result that is another call's argument is that argument: the second graph reads it where the first one writes it, and
 gradients go back the same way. A tensor that several calls were given has one buffer. A call that cannot be captured

@@ -1,4 +1,4 @@
-"""Scopes: which parts of a model are graphed, by the field's words or by path.
+"""A scope names the parts of a model that are graphed, by the field's words or by path.
 
 A word (`attn`, `mlp`, `moe`, `moe_router`, `moe_preprocess`, `mamba`) means something else in each model, so a registry
 says for each class of layer which of its submodules or methods a word stands for. Without words, whole layers are

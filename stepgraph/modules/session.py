@@ -1,4 +1,4 @@
-"""What the graphed modules of one model share: a session, the order they run in, and the moment of capture."""
+"""A `ModuleSession` holds what the graphed modules of one model share: their order, and the moment of capture."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from stepgraph.backends import Backend, is_capturing
 from stepgraph.buffers.reuse_pool import TensorReusePool
-from stepgraph.modules.fixed_round import FixedRound
 from stepgraph.modules.memory_plan import AnyOrder, FixedOrder
 from stepgraph.modules.recorder import Event, Recorder
+from stepgraph.modules.replay_order import FixedRound
 from stepgraph.modules.round import RoundCapture, backward_autocast
 from stepgraph.modules.site import ModuleCall, ModuleSite, SiteOwner
 from stepgraph.pair.guard import is_hooked
@@ -94,7 +94,7 @@ class ModuleSession(PairSession):
         return self.order is None and call.is_differentiable and call.site.manager.options.single_mempool
 
     def _create_fixed(self, events: Sequence[Event]) -> None:
-        device, lane = self.session.backend.device, self.lanes.apart()
+        device, lane = self.session.backend.device, self.lanes.exclusive()
         memory_plan = FixedOrder(lane, TensorReusePool(device))
         captured = RoundCapture(events, memory_plan, device)
         self._capture(captured)

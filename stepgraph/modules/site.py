@@ -1,4 +1,4 @@
-"""All calls of one module that look alike: their runners, and what their warm-up has shown.
+"""A module's site holds all its calls that look alike: their runners, and what their warm-up has shown.
 
 Warm-up is watched for what no replay could repeat. What only a first call does (a cache that is filled, a lazy
 initialization) is in nobody's way, so the latest call decides.

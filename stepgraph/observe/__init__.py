@@ -1,1 +1,1 @@
-"""What an eager call touches: objects, changes of its own, escaped tensors, NaN, DDP."""
+"""The observe room sees what an eager call touches: objects, its own changes, escaped tensors, NaN, DDP."""

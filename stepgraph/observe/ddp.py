@@ -1,4 +1,4 @@
-"""What DistributedDataParallel needs of a capture.
+"""DistributedDataParallel is captured with the step, but for four things that no graph can record.
 
 DDP's reducer is C++ code that hangs on autograd's accumulators: it copies gradients into buckets, reduces the buckets
 over the ranks while backward still runs, and copies them back. All of that is device work, and is recorded like the

@@ -1,4 +1,4 @@
-"""Finding what a step touches (`StepObjects`) while it runs: its modules, parameters and optimizers.
+"""Discovery finds what a step touches (`StepObjects`) while it runs: its modules, parameters and optimizers.
 
 During warm-up torch's global hooks tell which modules are called and which optimizers step, and the roots of each
 backward lead to the accumulators of every leaf that a gradient flows to, so that parameters used without a module are

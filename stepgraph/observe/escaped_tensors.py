@@ -1,4 +1,4 @@
-"""Tensors that a step makes and leaves somewhere: in a dictionary of averages, a list of past results, an object.
+"""An escaped tensor is one that a step makes and leaves somewhere: in a dictionary, a list, an object.
 
 In eager each call puts a new tensor there. A replay runs no Python, so nothing is put there any more, and what lies
 there is the graph's own memory, overwritten by each replay. Where the code names the place, the watch has seen it in

@@ -1,4 +1,4 @@
-"""NaN and inf noticed without stopping the queue: flags computed on the device, read one call later.
+"""NaN and inf are found without stopping the queue: the device computes flags, and a later call reads them.
 
 Reading a loss on the host to look for NaN makes the host wait for the device at each step, and no capture can contain
 it. So the question is asked on the device: one flag for each gradient and each floating result, computed inside the

@@ -1,4 +1,4 @@
-"""What a step itself does to its model behind the graph's back: other tensors, other modules, other flags.
+"""A step may change its model behind the graph's back: other tensors, other modules, other flags.
 
 A replay runs no Python. A buffer that the step puts in another's place (`self.mean = 0.9 * self.mean + ...`), data that
 it gives a parameter (`p.data = p.data - lr * p.grad`), a flag that it leaves changed would all stay those of the

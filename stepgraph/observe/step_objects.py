@@ -1,4 +1,4 @@
-"""What a step touches: its modules, parameters and optimizers, each once, and how they are called.
+"""`StepObjects` lists what a step touches: its modules, parameters and optimizers, each once, with their names.
 
 Some of it comes into being in a call and ends with it: a loss module made on the spot, a copy of the model for an inner
 loop, a perturbation with a gradient of its own. Nothing of that is there at the next call, and a recording makes its

@@ -1,4 +1,4 @@
-"""One eager call of a module that is to be graphed, watched for what no replay could repeat."""
+"""A `WarmCall` observes one eager call of a module for what no replay could repeat."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from stepgraph.errors import CaptureError
-from stepgraph.observe.attributes import Attributes
+from stepgraph.observe.module_attributes import ModuleAttributes
 from stepgraph.ran import ExecutedCode
 from stepgraph.rng.host_random import HostRandomWatch
 from stepgraph.values.watch import Watch
@@ -27,7 +27,7 @@ class WarmCall:
     ) -> None:
         self._names = {id(module): name for name, module in modules.items()}
         self._ignore = frozenset(ignore)
-        self._attributes = Attributes(list(modules.values()))
+        self._attributes = ModuleAttributes(list(modules.values()))
         self._values = Watch(function, self._ignore, modules, ran=ran)
         self._ran = ran
         self._random = HostRandomWatch(device)

@@ -1,1 +1,1 @@
-"""One forward and its backward as graphs: recording, replaying under autograd, sharing memory."""
+"""The pair room records one forward and its backward as graphs, and replays them under autograd."""

@@ -1,4 +1,4 @@
-"""Weights that autocast casts once for several uses.
+"""Autocast casts a weight once for several uses; warm-up checks that no use is outside the graph.
 
 Autocast keeps the cast of a weight until its region ends. Two uses of the weight then share one cast, and autograd adds
 up their gradients in the low precision before it converts the sum. A graph cannot share a cast with what is outside it:

@@ -1,4 +1,4 @@
-"""What is noted of a call that is to be recorded: its arguments without their data, and what was around it."""
+"""A `RecordedCall` describes a call that is to be recorded: its arguments without their data, and its surroundings."""
 
 from __future__ import annotations
 

@@ -1,12 +1,19 @@
-"""Gradients inside a recording: computed for stand-ins, added to the memory that holds the parameters' gradients.
+"""A recorded backward computes gradients for proxies of the parameters, and adds them to the gradients' own memory.
 
-Mostly all gradients are computed first and added with one fused operation. Reentrant checkpointing cannot be asked for
-gradients: its backward runs another backward inside, which accumulates by itself. Then the stand-ins' own accumulators
-add to the memory, in eager's order, and hooks on them tell which parameters had a gradient at all.
+In the common case all gradients are computed first and added with one fused operation. Reentrant checkpointing cannot
+be asked for gradients: its backward runs another backward inside, which accumulates by itself. Then the proxies' own
+accumulators add to the memory, in eager's order, and hooks on them report which parameters had a gradient at all.
+
+Compiled code uses up what it has saved. torch.compile lets a backward reuse the memory of activations that nobody else
+can see, and in return refuses a backward that is to be run again. A recorded backward is replayed once for each
+replayed forward, which fills those activations again, so recording it is fine although the recording keeps autograd's
+graph. A caller who asks for a second backward of one forward is refused as eager refuses them.
 """
 
 from __future__ import annotations
 
+import contextlib
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -51,7 +58,7 @@ def differentiate(
     with torch.no_grad():
         if found:
             torch._foreach_add_([entry.memory for entry, _ in found], [grad for _, grad in found])
-        out = [apart(grad, own) for grad in grads[: len(edges)]]
+        out = [copy_if_aliased(grad, own) for grad in grads[: len(edges)]]
     return out, [entry.parameter for entry, _ in found]
 
 
@@ -78,7 +85,7 @@ def accumulate(
     _check_dense(grads)
     own = {tensor.untyped_storage()._cdata for tensor in incoming}
     with torch.no_grad():
-        out = [apart(grad, own) for grad in grads]
+        out = [copy_if_aliased(grad, own) for grad in grads]
     return out, [entry.parameter for entry in inside if id(entry.leaf) in reached]
 
 
@@ -115,7 +122,39 @@ def nodes_behind(tensors: Sequence[torch.Tensor]) -> Iterator[Any]:
                 nodes.append(following)
 
 
-def apart(grad: torch.Tensor | None, own: set[int]) -> torch.Tensor | None:
+def uses_up_saved(results: Sequence[torch.Tensor]) -> bool:
+    """Whether compiled code behind these tensors can run its backward only once."""
+    if not getattr(_config(), "donated_buffer", False):
+        return False
+    for node in nodes_behind(results):
+        if type(node).__name__ == "CompiledFunctionBackward":
+            metadata = getattr(getattr(node, "_forward_cls", None), "metadata", None)
+            if getattr(metadata, "bw_donated_idxs", None) != []:  # None: it is not known yet
+                return True
+    return False
+
+
+@contextlib.contextmanager
+def recording_compiled_backwards() -> Iterator[None]:
+    """Let compiled code run a backward that keeps autograd's graph."""
+    config = _config()
+    if not getattr(config, "donated_buffer", False):
+        yield
+        return
+    with config.patch(donated_buffer=False):
+        yield
+
+
+def refuse_second_backward() -> RuntimeError:
+    """The error of a backward that is to be run again."""
+    return RuntimeError(
+        "A backward with retain_graph=True reached a graphed module that is compiled. Compiled code uses up its "
+        "activations in the first backward. Call backward() without retain_graph, or set "
+        "torch._functorch.config.donated_buffer=False before the module is compiled."
+    )
+
+
+def copy_if_aliased(grad: torch.Tensor | None, own: set[int]) -> torch.Tensor | None:
     """A gradient that went through unchanged lies in memory of the graph that it came from: take a copy."""
     return grad if grad is None or grad.untyped_storage()._cdata not in own else grad.clone()
 
@@ -134,3 +173,7 @@ def _check_dense(grads: Sequence[torch.Tensor | None]) -> None:
                 why="it has as many entries as the batch has rows: its memory differs from call to call.",
                 fix="use dense gradients (nn.Embedding(..., sparse=False)).",
             )
+
+
+def _config() -> Any:
+    return sys.modules.get("torch._functorch.config")

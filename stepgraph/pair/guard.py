@@ -1,4 +1,4 @@
-"""What the graphs of one kind of call have baked in, and whether it is still so.
+"""A `SiteGuard` checks that everything which the graphs of one kind of call have baked in still holds.
 
 Addresses, flags, modules, hooks and host values have guards of their own. A hook on a parameter is a matter for this
 one: where a graph accumulates the gradient by itself, a hook that is added later would never run.

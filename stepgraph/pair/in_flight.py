@@ -1,4 +1,4 @@
-"""One call of a graphed module, from its replayed forward to its replayed backward.
+"""An in-flight call of a graphed module lasts from its replayed forward to its replayed backward.
 
 Everything that may go wrong in between is looked at when the backward comes: that it is a whole backward and not a part
 of one, that the activations are still there, that nobody has changed them in place. Then the backward
@@ -26,7 +26,7 @@ import torch
 from stepgraph.buffers.boundary import ArgMetadata
 from stepgraph.errors import CaptureError, StaleMemoryError
 from stepgraph.pair.ambient import autocast_now
-from stepgraph.pair.donation import refuse_second_backward
+from stepgraph.pair.differentiate import refuse_second_backward
 from stepgraph.pair.runner import BackwardGraph, Runner
 
 

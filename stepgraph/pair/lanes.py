@@ -1,4 +1,4 @@
-"""A lane: graphs that share memory, and the orders in which they can be replayed.
+"""A lane is a set of graphs that share memory; it knows the orders in which they can be replayed.
 
 What dies inside a graph is given to graphs that are captured later. So the activations and results of a later graph may
 lie where an earlier one puts what it needs while it runs, and to replay the earlier one overwrites them. Nothing is
@@ -136,7 +136,7 @@ class PoolLanes(Generic[T]):
     def __init__(self, new_number: Iterator[int]) -> None:
         self._new_number = new_number
         self._lanes: list[PoolLane[T]] = []
-        self._apart: PoolLane[T] | None = None
+        self._exclusive: PoolLane[T] | None = None
 
     def at(self, index: int) -> PoolLane[T]:
         """The lane for calls that find so many others under way."""
@@ -149,11 +149,11 @@ class PoolLanes(Generic[T]):
         found = next((i for i, lane in enumerate(self._lanes) if lane.is_empty), len(self._lanes))
         return self.at(found)
 
-    def apart(self) -> PoolLane[T]:
+    def exclusive(self) -> PoolLane[T]:
         """An empty lane that is none of the others, for graphs that ask for no admission."""
-        if self._apart is None or not self._apart.is_empty:
-            self._apart = PoolLane(next(self._new_number))
-        return self._apart
+        if self._exclusive is None or not self._exclusive.is_empty:
+            self._exclusive = PoolLane(next(self._new_number))
+        return self._exclusive
 
     def busy(self) -> set[int]:
         """The lanes that a replayed call is under way in."""

@@ -1,4 +1,4 @@
-"""The method of a module that graphs stand in for: the one that eager code would call now.
+"""`ModuleMethod` finds the method that graphs stand in for: the one that eager code would call now.
 
 A method of the class is looked up in the class each time, so that an exchange (`Block.forward = other`) is followed.
 One that the module itself had, among its own attributes, is kept: the graphs are in its place.

@@ -1,4 +1,4 @@
-"""Recording the graphs of a callable whose weight gradients may be split off from its backward.
+"""An `OrderedPair` records the graphs of a callable whose weight gradients may be split off from its backward.
 
 The I part is the backward that autograd comes to: it hands out the gradients of the inputs and leaves the weights
 alone. The W part is a graph of its own that the caller replays by `backward_dw()`. It adds to the gradients' memory as
@@ -19,7 +19,7 @@ from stepgraph.buffers.boundary import ArgMetadata, Boundary
 from stepgraph.errors import CaptureError
 from stepgraph.grads.param_grads import GradPart
 from stepgraph.pair.ambient import under_autocast
-from stepgraph.pair.differentiate import apart, is_reentrant
+from stepgraph.pair.differentiate import copy_if_aliased, is_reentrant
 from stepgraph.pair.parameter_proxies import without_hooks
 from stepgraph.pair.record import PairCapture
 from stepgraph.pair.runner import Runner
@@ -99,7 +99,7 @@ class OrderedPair(PairCapture):
         with self._around(runner, autocast), self._recording(runner.lane, segment) as graph:
             found, weights = input_gradients(results, list(given.values()), inputs, self._weights(runner))
             with torch.no_grad():
-                out = [apart(grad, own) for grad in found]
+                out = [copy_if_aliased(grad, own) for grad in found]
             if then is not None:
                 then(out)
         key = (*(None if meta is None else meta.layout for meta in metas), *autocast, self._random.active)

@@ -1,11 +1,11 @@
-"""Stand-ins for a module's parameters and buffers while its graphs are recorded.
+"""Proxies take the places of a module's parameters and buffers while its graphs are recorded.
 
 A graph of a module's backward must compute gradients and not hand them out: the parameter's own accumulator belongs to
 the stream of some earlier eager pass, which no capture may touch, and its hooks would run once, at capture. So for the
 time of a recording each tensor's place in its module is taken by a fresh one over the same memory. Gradients of the
-stand-ins are what the graph computes; where they go from there is decided outside. The tensors themselves never see
-the recording, and what happens to them later (an optimizer's step, a checkpoint that is loaded) does not age what
-autograd has saved of the stand-ins. A tensor that has two places in the module has one stand-in in both.
+proxies are what the graph computes; where they go from there is decided outside. The tensors themselves never see the
+recording, and what happens to them later (an optimizer's step, a checkpoint that is loaded) does not age what autograd
+has saved of the proxies. A tensor that has two places in the module has one proxy in both.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Recording a module's forward and backward graphs.
+"""`PairCapture` records a module's forward and backward graphs.
 
 Nothing runs while they are recorded, so no values are needed: arguments are buffers of the right geometry, and a
 backward can be recorded at any time after its forward, whose autograd graph is kept. Both are transactions: a recording
@@ -21,7 +21,7 @@ from stepgraph.buffers.boundary import ArgMetadata, Boundary, SharedBuffer
 from stepgraph.buffers.static_result import StaticResult, another_leaf, leaf_results
 from stepgraph.errors import CaptureError
 from stepgraph.grads.param_grads import ParamGrads
-from stepgraph.observe.attributes import Attributes
+from stepgraph.observe.module_attributes import ModuleAttributes
 from stepgraph.observe.step_objects import leaves_behind
 from stepgraph.pair.ambient import as_called, autocast_now, under_autocast, without_saved_tensor_hooks
 from stepgraph.pair.cached_casts import casts_behind, casts_twice, keeps_casts
@@ -32,9 +32,10 @@ from stepgraph.pair.differentiate import (
     accumulate,
     differentiate,
     is_reentrant,
+    recording_compiled_backwards,
     saved_memory,
+    uses_up_saved,
 )
-from stepgraph.pair.donation import recording_compiled_backwards, uses_up_saved
 from stepgraph.pair.lanes import PoolLane
 from stepgraph.pair.parameter_proxies import ParameterProxies, without_hooks
 from stepgraph.pair.runner import BackwardGraph, InFlightSet, Runner
@@ -370,7 +371,7 @@ class PairCapture:
     @contextlib.contextmanager
     def _surroundings(self, training: Sequence[bool]) -> Iterator[None]:
         """The module as it was at the call, with stand-ins for its parameters."""
-        before = Attributes(list(self._module.modules()))
+        before = ModuleAttributes(list(self._module.modules()))
         for module, flag in zip(with_modes(self._module), training, strict=True):
             module.training = flag  # an evaluation is captured while the model trains, and the other way round
         try:

@@ -1,4 +1,4 @@
-"""A runner: one forward graph of a module and its backward graphs, with static memory of their own.
+"""A runner owns one forward graph of a module and its backward graphs, with static memory of their own.
 
 Between a forward and its backward the runner's activations must stay, so a runner serves one call at a time: it is
 FWD_READY, then BWD_READY until the backward has run or the caller has dropped the results. A call that finds no runner

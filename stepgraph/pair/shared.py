@@ -1,4 +1,4 @@
-"""What the graphed pairs of one model share: a session, lanes of its pool, gradients, and events of the process."""
+"""A `PairSession` holds what the graphed pairs of one model share: pool lanes, gradients, events of the process."""
 
 from __future__ import annotations
 

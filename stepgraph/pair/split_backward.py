@@ -1,4 +1,4 @@
-"""A backward in two parts: the gradients of the inputs first, those of the weights when there is time for them.
+"""A split backward computes the gradients of the inputs first, and those of the weights when there is time.
 
 A pipeline's other stages wait for the gradients of a stage's inputs, and nobody waits for those of its weights. So a
 schedule may split the backward: the I part goes from the results to the inputs, the W part is run later and fills a

@@ -1,1 +1,1 @@
-"""Graphs for the stages of `torch.distributed.pipelining`."""
+"""The pipeline room graphs the stages of `torch.distributed.pipelining`."""

@@ -1,4 +1,4 @@
-"""Capturing the graphs of a rank's stages, in the order in which its schedule will replay them.
+"""`StageCapture` captures the graphs of a rank's stages in the order in which its schedule will replay them.
 
 Nothing runs and nothing is sent while they are captured: what each call looked like was noted in eager steps before. So
 every rank captures by itself. Arguments share static memory by `plan_buffers`: from the forward of a microbatch to its

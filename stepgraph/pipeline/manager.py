@@ -1,4 +1,4 @@
-"""One stage of a pipeline on this rank: what its calls are in a step, and the graphs that stand for them.
+"""A `StageManager` records the calls of one pipeline stage on this rank, and replays the graphs captured from them.
 
 The manager takes the place of the `forward` of the stage's module, and stands beside the stage's own methods, to know
 which microbatch is computed and to ask for its turn. What torch's stage does around the computation (buffers,

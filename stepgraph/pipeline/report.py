@@ -1,4 +1,4 @@
-"""What happened to the graphed stages of a rank: one row for each, as text or as a dict."""
+"""A report counts what happened to the graphed stages of a rank: one row for each, as text or as a dict."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`stepgraph.graph_stage`: the stages of a `torch.distributed.pipelining` schedule, replayed from graphs.
+"""`stepgraph.graph_stage` replays the stages of a `torch.distributed.pipelining` schedule from graphs.
 
 The schedule goes on as it is: it receives, computes, sends and waits. What it computes on this rank (the forward of a
 microbatch, its backward, or the two parts of a split one) is captured once and replayed from then on. The graphs are
@@ -182,7 +182,7 @@ class GraphedStages:
         captured = StageCapture(self.managers, self._order, len(self._chunks), count)
         try:
             with self._shared.session.workspace.capturing():
-                captured.run(self.turn.entries, self._shared.lanes.apart())
+                captured.run(self.turn.entries, self._shared.lanes.exclusive())
         except CaptureFailed as failed:
             self._give_up(failed.manager, failed.call.site, failed.error)
             return

@@ -1,4 +1,4 @@
-"""What is known of `torch.distributed.pipelining`: where a schedule keeps its stages, and what it calls on them.
+"""This file knows `torch.distributed.pipelining`: where a schedule keeps its stages, and what it calls on them.
 
 Stages and schedules are read by their attributes. They have no public place to stand between, so the methods that a
 schedule calls on a stage are replaced on the object itself; nothing is changed in torch's classes.

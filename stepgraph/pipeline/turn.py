@@ -1,4 +1,4 @@
-"""Whose turn it is in a step of a pipeline schedule.
+"""A `StageTurn` checks each computation of a step against the order of the rank's schedule.
 
 The graphs of a rank share memory by the order of its schedule, so they are right in that order only. Each computation
 asks for its turn before it touches anything.

@@ -1,1 +1,1 @@
-"""Whole training steps: `stepgraph.capture`, and Megatron's full iteration."""
+"""The step room captures whole training steps: `stepgraph.capture`, and Megatron's full iteration."""

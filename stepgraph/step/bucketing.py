@@ -1,4 +1,4 @@
-"""Buckets at work: a call is padded on its way in, and its results are cut on their way out.
+"""Bucketing pads the arguments of a call to a bucket, and cuts its results back to their true size.
 
 Which dimensions of the results are padded is learned from what calls of one family return in different buckets. A
 family is all that tells graphs apart but the bucket: the arguments' structure, plain values, the sizes that have no

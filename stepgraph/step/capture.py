@@ -1,4 +1,4 @@
-"""`stepgraph.capture`: any Python training step, captured and replayed."""
+"""`stepgraph.capture` turns any Python training step into one that captures and replays itself."""
 
 from __future__ import annotations
 

@@ -1,32 +1,155 @@
-"""Room for a larger signature: the graphs of smaller ones go first, and are recorded again in its memory.
+"""A step decides which signatures get graphs, and which of them make room for others.
 
-Graphs of a session lie in one pool. A smaller one fits into what a larger one has left free, but a larger one not into
-what several smaller have: torch's allocator does not join blocks of different segments, and eight sequence lengths,
-shortest first, would take nearly three times the longest. So when a signature comes that is larger than all before,
-what is there is dropped, and the pool with it. The others are captured again when they come back, without warm-up,
-and use the memory of the larger one.
+Two things are limited: the number of graphs, and the memory of the pool that they share.
+
+**Places.** At most `max_graphs` signatures have a place. One that comes for the first time takes a free place and warms
+up there. When no place is free, its calls run eagerly and are counted. Eight odd batches at the beginning must not lock
+out the one that comes ever after: a signature that was seen more often than one that is still warming up takes its
+place. A stream of signatures that are each new never gets there, and stays eager. Counts are kept for the latest
+signatures only, so that a stream takes no memory. `decide` is the rule, `Sites` applies it.
+
+**Memory.** Graphs of a session share one pool. A smaller graph fits into what a larger one has left free, but a larger
+one does not fit into what several smaller have left: torch's allocator does not join blocks of different segments, and
+eight sequence lengths, shortest first, would take nearly three times the longest. So when a signature comes that is
+larger than all before, the graphs of the step are dropped, and the pool with them (`PoolEviction`). The others are
+captured again when they come back, without warm-up, and use the memory of the larger one.
 
 Eager warm-up uses the pool, too, as long as there is no graph in it, and would leave the same there. torch frees what a
 pool has unused only when the pool goes, so that a step might run out of memory where eager code does not: there is a
 new pool for the first call of a larger signature, and before the first capture after several have warmed up.
 
-Where memory is no matter, or others' graphs lie in the pool, nothing is dropped.
+Nothing is dropped from a small pool, or from one that holds graphs of others.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import enum
+from collections.abc import Collection, Hashable, Sequence, ValuesView
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from stepgraph.observe.ddp import warmup_calls
+from stepgraph.session.messages import tell_past_limit
+from stepgraph.session.options import Options
 from stepgraph.session.session import Session
 from stepgraph.step.chain import GraphLink
 from stepgraph.step.site import Site
 
 REASON = "made room for a larger signature"
+_MAX_COUNTED = 64
+"""Signatures without a place whose calls are counted."""
 _WORTH_BYTES = 256 << 20
 """A pool that is not worth the time."""
+
+
+class Action(enum.Enum):
+    """The ways a call can go."""
+
+    REPLAY = "replay"
+    WARM_UP = "warm-up"
+    CAPTURE = "capture"
+    EAGER = "eager"
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """An action and why."""
+
+    action: Action
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Situation:
+    """All that the decision about a call without a graph of its own rests on."""
+
+    warm_calls: int
+    """Eager calls so far with this signature."""
+    warmup: int
+    """Eager calls wanted before a capture."""
+    num_graphs: int
+    """Signatures captured so far."""
+    num_warming: int
+    """Other signatures that are still warming up, and do not give way to this one."""
+    max_graphs: int
+    obstacle: str | None
+    """Why this signature is not captured any more: a capture failed, a host value keeps changing."""
+
+
+def decide(situation: Situation) -> Decision:
+    """Warm up, capture, or stay eager."""
+    s = situation
+    if s.obstacle is not None:
+        return Decision(Action.EAGER, s.obstacle)
+    taken = s.num_graphs + (s.num_warming if s.warm_calls == 0 else 0)
+    if taken >= s.max_graphs:
+        return Decision(Action.EAGER, f"past max_graphs={s.max_graphs}")
+    if s.warm_calls < s.warmup:
+        return Decision(Action.WARM_UP, "warm-up")
+    return Decision(Action.CAPTURE, "warmed up")
+
+
+class Sites:
+    """The sites that have a place, by what their calls look like."""
+
+    def __init__(self, step: str, options: Options) -> None:
+        self._step, self._options = step, options
+        self._placed: dict[Hashable, Site] = {}
+        self._counted: dict[Hashable, int] = {}
+        """How often signatures without a place were seen, the latest last."""
+        self._is_told = False
+
+    def get(self, key: Hashable) -> Site | None:
+        return self._placed.get(key)
+
+    def values(self) -> ValuesView[Site]:
+        return self._placed.values()
+
+    def add(self, key: Hashable, site: Site) -> None:
+        """Give a site a place."""
+        self._placed[key] = site
+
+    def clear(self) -> None:
+        self._placed.clear()
+        self._counted.clear()
+        self._is_told = False
+
+    def decide(self, key: Hashable, site: Site) -> Decision:
+        """What to do with a call that no graph fits. Unless it stays eager, its site has a place from now on."""
+        if key not in self._placed:
+            site.seen = self._counted.pop(key, 0)
+        site.seen += 1
+        warming = {k: s for k, s in self._placed.items() if s.is_warming and s is not site}
+        behind = [k for k, s in warming.items() if s.may_give_way and s.seen < site.seen]
+        situation = Situation(
+            warm_calls=site.warm_calls,
+            warmup=warmup_calls(self._options.warmup, site.touched.modules),
+            num_graphs=sum(len(s.calls) for s in self._placed.values()),
+            num_warming=len(warming) - len(behind),
+            max_graphs=self._options.max_graphs,
+            obstacle=site.obstacle,
+        )
+        decision = decide(situation)
+        if decision.action is not Action.EAGER:
+            if key not in self._placed and situation.num_graphs + len(warming) >= self._options.max_graphs:
+                del self._placed[min(behind, key=lambda k: warming[k].seen)]
+                self._is_told = False  # the one that it was told of may have a place by now
+            self._placed[key] = site
+        elif key not in self._placed:
+            self._counted[key] = site.seen
+            if len(self._counted) > _MAX_COUNTED:
+                del self._counted[next(iter(self._counted))]
+        return decision
+
+    def tell_past_limit(self, reason: str, site: Site) -> None:
+        """Say once, or raise under strict, that a call found no graph, and how it differs from the nearest one."""
+        if self._is_told and not self._options.strict:
+            return
+        self._is_told = True
+        known = [(other.sign(), bool(other.calls)) for other in self._placed.values()]
+        tell_past_limit(self._step, reason, site.sign(), known, strict=self._options.strict)
 
 
 class PoolEviction:

@@ -1,4 +1,4 @@
-"""Megatron's full iteration on stepgraph's engine: one call runs all microbatches, forward and backward, as a graph.
+"""`FullCudaGraphWrapper` runs Megatron's full iteration, all microbatches forward and backward, as one graph.
 
 A `forward_backward_func` takes its data from iterators, which no graph can. So the microbatches are read first, into
 static buffers (`static_loader`), and the function runs over iterators that yield those buffers. What runs is a captured

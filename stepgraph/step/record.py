@@ -1,4 +1,4 @@
-"""The transaction around a capture: record the step once, with no effect, or leave everything as it was."""
+"""A capture is a transaction: it records the step once without any effect, or leaves everything as it was."""
 
 from __future__ import annotations
 
@@ -43,8 +43,9 @@ from stepgraph.session.failure import refuse_changed_container
 from stepgraph.session.options import Options
 from stepgraph.session.session import Session
 from stepgraph.signature.attributes import changed_attributes
+from stepgraph.step.call import CapturedCall, Guards
 from stepgraph.step.chain import Chain, ChainRecorder, GraphLink
-from stepgraph.step.site import CapturedCall, Guards, Seen, Site
+from stepgraph.step.site import EagerState, Site
 from stepgraph.step.warmup import (
     flags_of,
     obstacle_error,
@@ -114,7 +115,7 @@ class StepCapture:
                 found[id(optimizer)] = place(optimizer, self._options.optimizer, moved.get(id(optimizer)))
         return found
 
-    def told_placements(self, sites: Sequence[Site], moved: dict[int, str]) -> dict[str, str]:
+    def describe_placements(self, sites: Sequence[Site], moved: dict[int, str]) -> dict[str, str]:
         """The same for all sites, in words, by the optimizers' classes: `Adam`, `Adam#2`."""
         names: dict[int, str] = {}
         found: dict[str, str] = {}
@@ -234,7 +235,7 @@ class StepCapture:
         whole = site.with_objects(self._function)
         values = Watch(whole, self._options.ignore, touched.named_modules, eager=outside, ran=touched.ran)
         parameters = tuple(map(ParametersGuard, touched.all_optimizers))
-        site.last_eager_state = Seen(self._model_guard(site), parameters, values)
+        site.last_eager_state = EagerState(self._model_guard(site), parameters, values)
 
     def _model_guard(self, site: Site, steady: Sequence[torch.Tensor] = ()) -> ModelGuard:
         touched = site.touched

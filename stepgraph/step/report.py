@@ -1,4 +1,4 @@
-"""What happened to a captured step: counted while it runs, shown as a table or as a dict."""
+"""A report counts what happens to a captured step, and shows it as a table or as a dict."""
 
 from __future__ import annotations
 

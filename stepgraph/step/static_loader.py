@@ -1,4 +1,4 @@
-"""Static buffers for the microbatches of an iteration, filled before it runs.
+"""`StaticBufferLoader` copies the microbatches of an iteration into static buffers before the iteration runs.
 
 A graph of a whole iteration reads every microbatch at a fixed address. So all of them are read from the data iterators
 first and copied into buffers. Each microbatch of each model chunk has buffers of its own, found by what it looks like:

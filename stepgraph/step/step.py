@@ -1,4 +1,4 @@
-"""A captured step: what happens at each call.
+"""A captured step replays a graph at each call where one fits, and runs eagerly where none does yet.
 
 A call is looked up by its signature. If a graph is known for it and its guards find nothing changed, the inputs are
 copied in, the chain of segments is replayed, and copies of the outputs are handed out. If not, the step runs eagerly a
@@ -30,16 +30,13 @@ from stepgraph.session.options import Options
 from stepgraph.session.session import Session
 from stepgraph.signature import AmbientReader, Signature, argument_names, leaf_keys, reason_for_eager, refuse_opaque
 from stepgraph.signature.attributes import refuse_unlike_buffers
-from stepgraph.step.bound import BoundSteps
+from stepgraph.step.binding import BoundSteps, has_own_name, options_of_copy
 from stepgraph.step.bucketing import Bucketing, Example
-from stepgraph.step.call_args import CallArgs
-from stepgraph.step.copies import has_own_name, options_of_copy
-from stepgraph.step.eviction import REASON, PoolEviction
-from stepgraph.step.policy import Action
+from stepgraph.step.call import CallArgs, CapturedCall
+from stepgraph.step.eviction import REASON, Action, PoolEviction, Sites
 from stepgraph.step.record import NotWarm, StepCapture
 from stepgraph.step.report import Counts, Report, report_of
-from stepgraph.step.site import CapturedCall, LastCall, Site
-from stepgraph.step.sites import Sites
+from stepgraph.step.site import LastCall, Site
 from stepgraph.step.warmup import flags_of, surroundings, warm_up
 from stepgraph.tree import CallFlattener, Structure, flatten
 from stepgraph.values.watch import Change
@@ -65,7 +62,7 @@ class CapturedStep(Generic[P, R]):
         self._capture = StepCapture(self._name, function, self._session, options)
         self._bound = BoundSteps(self._name)
         self._sites = Sites(self._name, options)
-        self._room = PoolEviction(self._session)
+        self._eviction = PoolEviction(self._session)
         self._last: LastCall | None = None
         """What the last replayed call looked like."""
         self._flatten = CallFlattener()
@@ -250,7 +247,7 @@ class CapturedStep(Generic[P, R]):
 
     def _warm_up(self, site: Site, reason: str, given: CallArgs) -> Any:
         modes = site.modes()
-        self._room.before_warm_up(given.leaves, self._sites.values())
+        self._eviction.before_warm_up(given.leaves, self._sites.values())
         others = [other for other in self._sites.values() if other is not site]
         result, flags = warm_up(self._function, given, site, others, self._session, self._options)
         site.count_warm_call(modes)
@@ -288,7 +285,7 @@ class CapturedStep(Generic[P, R]):
 
     def _capture_one(self, site: Site, given: CallArgs) -> Any:
         begun = time.perf_counter()
-        dropped = self._room.before_capture(given.leaves, self._sites.values())
+        dropped = self._eviction.before_capture(given.leaves, self._sites.values())
         self._counts.recapture_reasons.update({REASON: dropped} if dropped else {})
         with contextlib.ExitStack() as held:
             raise_held = held.enter_context(interrupts_held())
@@ -357,7 +354,7 @@ class CapturedStep(Generic[P, R]):
     def report(self) -> Report:
         """What happened so far: graphs, replays, eager calls with their reasons, time and memory."""
         sites = list(self._sites.values())
-        placements = self._capture.told_placements(sites, self._moved)
+        placements = self._capture.describe_placements(sites, self._moved)
         return report_of(self._name, self._session, sites, self._counts, placements, self._options)
 
     def reset(self) -> None:

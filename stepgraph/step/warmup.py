@@ -1,4 +1,4 @@
-"""Warm-up: the step runs eagerly, as the user wrote it, and is watched.
+"""Warm-up runs the step eagerly, as the user wrote it, and observes what it does.
 
 It runs on the capture stream and in the capture's memory, so that libraries load, kernels are chosen, optimizer state
 comes into being and autograd's accumulators belong to the right stream. What it touches is noted. So is what no replay
@@ -34,7 +34,7 @@ from stepgraph.session.session import Session
 from stepgraph.signature import is_plain
 from stepgraph.signature.attributes import changed_attributes
 from stepgraph.signature.memory import Contents
-from stepgraph.step.call_args import CallArgs
+from stepgraph.step.call import CallArgs
 from stepgraph.step.site import Obstacle, Site
 from stepgraph.tree import changed_containers, flatten, paths
 from stepgraph.values.watch import Watch

@@ -78,7 +78,7 @@ and process, and model code asks for the tracker that swaps its state by a funct
 call `create_cudagraphs()` without arguments too, so that the graphed models that are alive are known, weakly."""
 MAX_FUNCTION_LINES = 60
 LONG_FUNCTIONS = {
-    "stepgraph/callables/callables.py:make_graphed_callables": 63,
+    "stepgraph/callables/make_graphed.py:make_graphed_callables": 63,
     "stepgraph/pair/record.py:_forward": 63,
     "stepgraph/pair/runner.py:__init__": 73,
     "stepgraph/step/record.py:run": 99,
@@ -95,8 +95,8 @@ LARGE_CLASSES = {
     "stepgraph/native/row.py:GuardRow": 18,
     "stepgraph/pair/runner.py:Runner": 40,
     "stepgraph/pipeline/manager.py:StageManager": 16,
+    "stepgraph/step/call.py:CapturedCall": 31,
     "stepgraph/step/report.py:Report": 19,
-    "stepgraph/step/site.py:CapturedCall": 31,
     "stepgraph/step/site.py:Site": 23,
     "stepgraph/step/step.py:CapturedStep": 22,
 }

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import stepgraph
-import stepgraph.step.eviction as room
+from stepgraph.step import eviction
 
 pytestmark = pytest.mark.gpu
 SIZES = [64, 128, 192, 256]
@@ -43,6 +43,6 @@ def pool_of(warm_up: list[int], captures: list[int]) -> int:
 def test_pool_of_many_signatures_is_that_of_the_largest(
     warm_up: list[int], captures: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(room, "_WORTH_BYTES", 0)
+    monkeypatch.setattr(eviction, "_WORTH_BYTES", 0)
     alone = pool_of(SIZES[-1:], SIZES[-1:])
     assert pool_of([SIZES[i] for i in warm_up], [SIZES[i] for i in captures]) < 1.3 * alone

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import torch
 
-from stepgraph.callables.handover import Handover, HandoverPlace
+from stepgraph.callables.handover import Handover, HandoverBuffer
 
 
-def place_of(buffer: torch.Tensor) -> tuple[HandoverPlace, Handover]:
-    place = HandoverPlace(buffer)
+def place_of(buffer: torch.Tensor) -> tuple[HandoverBuffer, Handover]:
+    place = HandoverBuffer(buffer)
     handover = Handover(place)
     handover.settle()
     return place, handover
 
 
-def go_round(place: HandoverPlace, handover: Handover, *, arrives: bool = True) -> int:
+def go_round(place: HandoverBuffer, handover: Handover, *, arrives: bool = True) -> int:
     """One round with a result that is dropped; where it lay."""
     place.clear()
     tensor = handover.copy()

@@ -131,9 +131,9 @@ def test_lanes_are_made_as_needed_and_used_again_when_empty() -> None:
     assert lanes.spare() is lanes.at(0)
     pair = Pair(lanes.at(0), 1)
     assert lanes.spare() is lanes.at(1)
-    apart = lanes.apart()
-    assert apart.number == 4
-    assert lanes.apart() is apart
+    exclusive = lanes.exclusive()
+    assert exclusive.number == 4
+    assert lanes.exclusive() is exclusive
     lanes.at(0).begin(pair)  # type: ignore[arg-type]
     assert lanes.busy() == {0}
     pair.is_freed = True

@@ -17,7 +17,7 @@ from torch import nn
 
 import stepgraph
 from stepgraph import CapturedStep
-from stepgraph.step.site import CapturedCall
+from stepgraph.step.call import CapturedCall
 
 RATE, MOMENTUM, SCALE = 0.1, 0.9, 1.5
 X = torch.ones(4, 4)

@@ -1,4 +1,4 @@
-"""One callable that is graphed: a module, a method of one, or a function with the modules that it can reach.
+"""A `CaptureTarget` is one graphed callable: a module, a method of one, or a function with the modules it reaches.
 
 What its graphs bake in (addresses, modules, hooks, values that its code reads) is guarded: before each replay a look
 tells whether it still holds, and a change is an error that names it, because graphs that were captured ahead are not
@@ -41,7 +41,7 @@ class _Holder(torch.nn.Module):
             self.add_module(str(index), module)
 
 
-class Subject:
+class CaptureTarget:
     """One callable: what is recorded, and what must not change after that."""
 
     def __init__(self, given: Callable[..., Any], index: int, shared: PairSession, *, need_backward: bool) -> None:
@@ -110,7 +110,7 @@ class Subject:
         """Free one of its graphs."""
         self._shared.session.release(graph)
 
-    def route(self, others: Sequence[Subject]) -> None:
+    def route(self, others: Sequence[CaptureTarget]) -> None:
         """Choose the parameters whose gradients pass through autograd: hooked ones, and those of several callables."""
         foreign = {id(p) for other in others if other.module is not self.module for p in other.module.parameters()}
         self.pair.outside = {id(p) for p in self.parameters if is_hooked(p) or id(p) in foreign}

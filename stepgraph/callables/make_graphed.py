@@ -1,4 +1,4 @@
-"""`make_graphed_callables`: graphs captured before training, from sample arguments.
+"""`make_graphed_callables` captures graphs before training, from sample arguments.
 
 One function with two contracts. Without an order (torch's), each callable gets a forward and a backward graph, and a
 module's forward is replaced for as long as its training flag is as it was. With an order (Transformer Engine's), each
@@ -16,8 +16,7 @@ import torch
 
 from stepgraph.backends import Backend
 from stepgraph.callables.capture_job import CaptureJob
-from stepgraph.callables.graphed import GraphedCallable
-from stepgraph.callables.report import CallablesReport
+from stepgraph.callables.graphed import CallablesReport, GraphedCallable
 from stepgraph.callables.request import read_request
 from stepgraph.callables.warm_up import CaptureTimeHooks
 from stepgraph.errors import InvalidArgument
@@ -68,25 +67,25 @@ def make_graphed_callables(
     hooks = CaptureTimeHooks(capture_time_hooks, len(request.callables))
     session = pool if pool is not None else Session()
     begun = time.perf_counter()
-    making = CaptureJob(request, session, hooks, backend, owns_session=pool is None)
+    job = CaptureJob(request, session, hooks, backend, owns_session=pool is None)
     try:
         if pre_warmup_hook is not None:
             pre_warmup_hook()
-        making.warm_up(num_warmup_iters)
+        job.warm_up(num_warmup_iters)
         if post_warmup_hook is not None:
             post_warmup_hook()
-        making.capture(reuse=reuse_buffers, retain=retain_graph_in_backward, allow_unused=allow_unused_input)
+        job.capture(reuse=reuse_buffers, retain=retain_graph_in_backward, allow_unused=allow_unused_input)
     except BaseException:
-        making.give_up()
+        job.give_up()
         raise
-    made = making.graphed(begun, clone_param_grads=clone_param_grads, retain=retain_graph_in_backward)
+    made = job.graphed(begun, clone_param_grads=clone_param_grads, retain=retain_graph_in_backward)
     if request.order is not None:
         return tuple(made)
     found = []
-    for graphed, sample in zip(made, making.samples, strict=True):
-        if sample.subject.is_module:
+    for graphed, sample in zip(made, job.samples, strict=True):
+        if sample.target.is_module:
             graphed.put_in_place()
-        found.append(sample.subject.given if sample.subject.is_module else graphed)
+        found.append(sample.target.given if sample.target.is_module else graphed)
     return found[0] if request.is_single else tuple(found)
 
 

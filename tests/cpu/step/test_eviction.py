@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stepgraph.session.limits import MAX_CHANGES, REPLAYS_THAT_PAY, weigh_changes
-from stepgraph.step.policy import Action, Situation, decide
+from stepgraph.step.eviction import Action, Situation, decide
 
 FRESH = Situation(warm_calls=0, warmup=3, num_graphs=0, num_warming=0, max_graphs=2, obstacle=None)
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import stepgraph
-import stepgraph.step.eviction as room
+from stepgraph.step import eviction
 from tests.harness import Program, assert_captured_equals_eager
 
 REASON = "made room for a larger signature"
@@ -16,7 +16,7 @@ REASON = "made room for a larger signature"
 @pytest.fixture(autouse=True)
 def worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small pools count, too."""
-    monkeypatch.setattr(room, "_WORTH_BYTES", 0)
+    monkeypatch.setattr(eviction, "_WORTH_BYTES", 0)
 
 
 def program(device: torch.device, sizes: list[int], *, fused: bool = True) -> Program:

@@ -1,4 +1,4 @@
-"""What modules hold in their attributes at one moment: to see whether a call changes any, and to put them back.
+"""`ModuleAttributes` remembers what modules hold in their attributes, to see what a call changes and to restore it.
 
 A forward may hang things on its module: a counter, an auxiliary loss, a cache. A replay runs no Python, so whoever
 reads such an attribute afterwards would find that of the capture. In-place changes of buffers are no such thing: they
@@ -15,7 +15,7 @@ import torch
 from stepgraph.signature import is_plain
 
 
-class Attributes:
+class ModuleAttributes:
     """The attributes and buffers of modules, as they are now."""
 
     def __init__(self, modules: Sequence[torch.nn.Module]) -> None:
