@@ -66,6 +66,6 @@ def backend_named(name: str, device: torch.device | None = None) -> Backend:
             why="CUDA graphs need one.",
             fix="use backend='tape' with tensors on the CPU.",
         )
-    from stepgraph.backends.cuda.graph import CudaBackend
+    from stepgraph.backends.cuda.backend import CudaBackend
 
     return CudaBackend(device if device is not None and device.type == "cuda" else None)
