@@ -6,7 +6,7 @@ with the addresses of its arguments; at the end everything it wrote is put back,
 has no effect: parameters, buffers and random state are those of before, and memory born in the capture is filled with
 NaN until the first replay. A replay runs the noted operators again, into the very same memory.
 
-It refuses what CUDA refuses (`tape_refusals`), with the user's line; it models the pool's addresses (`tape_memory`)
+It refuses what CUDA refuses (`refusals`), with the user's line; it models the pool's addresses (`memory`)
 and raises when a graph is about to read memory that another graph's replay has overwritten. Numbers that a caller has
 kept in such memory become NaN.
 

@@ -6,7 +6,7 @@ place, are host calls that no dispatcher sees. While the tape records, each is m
 leaves an entry on the tape; for torch's two functions they are replaced, in this one place, by such forms. Another
 seed is refused, as on CUDA.
 
-A generator's own methods cannot be replaced and are refused (`tape_generators`). CUDA is easier on one of them: it
+A generator's own methods cannot be replaced and are refused (`tape.graph`). CUDA is easier on one of them: it
 records `generator.set_state` to a state that was read in the same graph.
 """
 
