@@ -16,9 +16,8 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from stepgraph.backends.base import Graph, RandomUse
-from stepgraph.backends.tape.memory import Footprint, GraphTrace
+from stepgraph.backends.tape.memory import Footprint, GraphTrace, PoolPlace, TapePool, arena_for, bytes_of
 from stepgraph.backends.tape.op import Op, Ref, Surroundings, run
-from stepgraph.backends.tape.pool import PoolPlace, TapePool, arena_for, bytes_of
 from stepgraph.errors import CaptureRefused, StaleMemoryError, entry
 from stepgraph.frames import user_location
 

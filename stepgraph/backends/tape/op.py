@@ -16,7 +16,7 @@ import torch
 from torch.overrides import enable_reentrant_dispatch
 from torch.utils._pytree import TreeSpec, tree_flatten
 
-from stepgraph.backends.tape.pool import PoolPlace
+from stepgraph.backends.tape.memory import PoolPlace
 
 
 @dataclass(frozen=True, slots=True)
