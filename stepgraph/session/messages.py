@@ -8,7 +8,7 @@ import torch
 
 from stepgraph.errors import InvalidArgument, SignatureMismatch, StateChanged
 from stepgraph.frames import warn_user
-from stepgraph.signature import Difference, Signature, differences
+from stepgraph.signature import Difference, Signature, find_differences
 from stepgraph.values.watch import Change
 
 _MANY = 4
@@ -71,7 +71,7 @@ def tell_past_limit(
 
     `known` are the signatures that have a place, and whether each is captured yet.
     """
-    compared = [(differences(signature, call), is_captured) for signature, is_captured in known]
+    compared = [(find_differences(signature, call), is_captured) for signature, is_captured in known]
     found, is_captured = min(compared, key=lambda pair: (len(pair[0]), not pair[1]), default=([], True))
     told = [d.told("captured" if is_captured else "warming up with") for d in found[:8]]
     fix = _fewer_signatures(found)
@@ -105,7 +105,7 @@ def unsigned(error: Exception) -> str:
 
 def unlike(module: str, call: Signature, known: Iterable[Signature]) -> SignatureMismatch:
     """Under strict: a module's call is unlike those that have graphs, and gets none."""
-    found = min((differences(signature, call) for signature in known), key=len, default=[])
+    found = min((find_differences(signature, call) for signature in known), key=len, default=[])
     return SignatureMismatch(
         f"{module}: a call unlike those that have graphs",
         rule="max-graphs",

@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 
-from stepgraph.signature import compiler_guards, gradient_mark
+from stepgraph.signature.ambient import compiler_guards
+from stepgraph.signature.key import gradient_mark
 from stepgraph.signature.memory import sharing
 
 _TensorGuards: Any = getattr(compiler_guards, "TensorGuards", None)
