@@ -16,9 +16,9 @@ from stepgraph.buffers.boundary import ArgMetadata, SharedBuffer
 from stepgraph.modules.memory_plan import MemoryPlan
 from stepgraph.modules.recorder import Event
 from stepgraph.modules.site import ModuleCall
-from stepgraph.pair.ambient import other_flags
 from stepgraph.pair.runner import Runner
 from stepgraph.signature import AMBIENT_NAMES
+from stepgraph.signature.ambient import other_flags
 
 _CUDA, _CPU = AMBIENT_NAMES.index("autocast on cuda"), AMBIENT_NAMES.index("autocast on cpu")
 

@@ -20,11 +20,11 @@ from stepgraph.errors import CaptureError
 from stepgraph.modules.round import backward_autocast
 from stepgraph.order import plan_buffers
 from stepgraph.order.entries import Entry, Kind, Order
-from stepgraph.pair.ambient import other_flags
 from stepgraph.pair.lanes import PoolLane
 from stepgraph.pair.runner import Runner
 from stepgraph.pair.split_backward import WeightPart
 from stepgraph.pipeline.manager import StageCall, StageManager
+from stepgraph.signature.ambient import other_flags
 
 
 class StageCapture:
