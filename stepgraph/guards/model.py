@@ -40,7 +40,7 @@ class ModelGuard:
         whole_step: bool = False,
         steady: Sequence[torch.Tensor] = (),
     ) -> None:
-        """`hooked`: the modules whose hooks are in the graph, not all. `steady`: see `SteadyParameters`.
+        """`hooked`: the modules whose hooks are in the graph, not all. `steady`: see `GradientGuard`.
 
         `whole_step`: gradients are accumulated inside the graph, and so run the hooks of parameters; and a hook on
         all modules of the process is in it.
