@@ -8,7 +8,7 @@ Not read: `torch.backends.cuda.preferred_blas_library` and its like for linear a
 as a fifth of all the rest. They are set once a program.
 
 A recording that is made later than its call runs under the call's flags again: those that differ from block to block
-(grad mode, inference mode, autocast) are set for its time (`as_called`); for the others see `other_flags`.
+(grad mode, inference mode, autocast) are set for its time (`as_called`); for the others see `changed_flags`.
 """
 
 from __future__ import annotations
@@ -201,7 +201,7 @@ def ambient_key(*, observers: bool = False) -> tuple[Hashable, ...]:
     )
 
 
-def other_flags(ambient: Sequence[Hashable]) -> list[str]:
+def changed_flags(ambient: Sequence[Hashable]) -> list[str]:
     """The flags that are not as they were at a call, but for those that `as_called` puts back."""
     pairs = zip(AMBIENT_NAMES, ambient, ambient_key(), strict=True)
     return [name for name, then, now in pairs if then != now and name not in _RESTORED]

@@ -24,9 +24,9 @@ class Difference:
     """The type of a leaf, as received."""
 
     def __str__(self) -> str:
-        return self.told("captured")
+        return self.describe("captured")
 
-    def told(self, before: str) -> str:
+    def describe(self, before: str) -> str:
         """In words; `before` says what the earlier value is."""
         return f"{self.path}: {self.what} ({before} {self.captured}, received {self.received})"
 

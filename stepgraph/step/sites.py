@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Hashable, ValuesView
 
 from stepgraph.observe.ddp import warmup_calls
-from stepgraph.session.messages import tell_past_limit
+from stepgraph.session.messages import warn_past_limit
 from stepgraph.session.options import Options
 from stepgraph.step.policy import Action, Decision, Situation, decide
 from stepgraph.step.site import Site
@@ -78,4 +78,4 @@ class Sites:
             return
         self._is_told = True
         known = [(other.sign(), bool(other.calls)) for other in self._placed.values()]
-        tell_past_limit(self._step, reason, site.sign(), known, strict=self._options.strict)
+        warn_past_limit(self._step, reason, site.sign(), known, strict=self._options.strict)

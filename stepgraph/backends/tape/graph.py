@@ -161,7 +161,7 @@ class TapeGraph(Graph):
             )
         run(self._ops)
         self._pool.ledger.replayed(self._trace)
-        self._pool.spoil(self._trace)
+        self._pool.poison_overwritten(self._trace)
 
     def note_loaded(self, tensor: torch.Tensor) -> None:
         place = self._pool.find(tensor.untyped_storage()._cdata)

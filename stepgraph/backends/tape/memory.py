@@ -240,7 +240,7 @@ class TapePool:
         for place in unplayed:
             poison(place)
 
-    def spoil(self, trace: GraphTrace) -> None:
+    def poison_overwritten(self, trace: GraphTrace) -> None:
         """A graph has run: what other graphs had left at its addresses, and somebody still holds, is gone."""
         own = set(map(id, trace.writes))
         for _, place in self._survivors:
