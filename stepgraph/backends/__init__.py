@@ -1,4 +1,4 @@
-"""Backends: CUDA graphs, and the CPU tape. `backend_for` picks one."""
+"""A backend records and replays work on one kind of device; `backend_for` picks CUDA graphs or the CPU tape."""
 
 from __future__ import annotations
 

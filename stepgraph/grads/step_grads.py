@@ -1,4 +1,4 @@
-"""Gradients under replay: `.grad` as eager would leave it, in memory that graphs agree on.
+"""A captured step leaves `.grad` as eager would, in memory that all graphs of a session agree on.
 
 A graph writes gradients to fixed addresses, and `.grad` is attached to them after each replay. The session keeps one
 address for each parameter (`GradBuffers`): the first graph that makes a gradient gives it its address, later graphs

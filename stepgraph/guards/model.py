@@ -1,4 +1,4 @@
-"""Guards over a model: what a graph has baked in, and whether it is still so.
+"""The model guard finds what changed in a model since capture.
 
 A graph knows its parameters and buffers by address, and its modules' code by what ran at capture. Nothing in torch
 tells when an address moves or a place in a module is emptied, so both are read at each call, in bulk; what can be told

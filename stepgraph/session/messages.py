@@ -1,4 +1,4 @@
-"""What a captured step or a graphed module says when a call does not go as those before: a warning, or an error."""
+"""A captured step or a graphed module warns or raises when a call differs from those before."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Real CUDA graphs. The only module that touches `torch.cuda`'s graphs.
+"""A CUDA workspace records graphs on one stream, in one pool. Only this module touches `torch.cuda`'s graphs.
 
-What it adds to `torch.cuda.CUDAGraph`: one stream and one pool a session, also for warm-up, so that the memory that
+It adds to `torch.cuda.CUDAGraph`: one stream and one pool a session, also for warm-up, so that the memory that
 eager warm-up cached is what the capture takes; the garbage collector held off (destroying another graph during a
 capture breaks it); `thread_local` error mode, so that a DataLoader's pin-memory thread cannot; and a failed capture
 that leaves the process usable: the stream capture is ended, its pool is left, and the random generators are taken out

@@ -1,4 +1,4 @@
-"""One recording on the tape: operators by the addresses of their arguments, and the memory they run in again.
+"""A tape graph holds operators, by the addresses of their arguments, and the memory that a replay runs them in.
 
 While it records, each operator is executed and noted; what it is about to overwrite outside the capture is saved
 first. At the end all that is put back, and every noted address is bound to its final memory. What was born in the

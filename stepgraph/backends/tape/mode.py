@@ -1,4 +1,4 @@
-"""Record and replay on the CPU: CUDA-graph capture without a GPU.
+"""The tape records and replays on the CPU, as CUDA graphs do on a GPU.
 
 A dispatch mode sees every ATen operator that forward, autograd's backward, an optimizer, a custom operator or a
 collective runs. While a `TapeGraph` records, each operator is executed (Python needs real tensors to go on) and noted

@@ -1,4 +1,4 @@
-"""One noted operator, and how a replay runs it: with the arguments, and in the surroundings, that it was noted with.
+"""A replay runs each noted operator with the arguments, and under the flags, that it was noted with.
 
 An operator is noted after autocast has cast its arguments, so that there is nothing left to cast, and a dispatch mode's
 handler runs outside autocast. But some kernels call operators in turn, and eager's autocast sees those: the fused ones

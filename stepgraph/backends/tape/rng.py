@@ -1,4 +1,4 @@
-"""Random state on the tape: what a step does to a CPU generator must happen again at every replay.
+"""The tape repeats at every replay what a step does to a CPU generator.
 
 Kernels draw from the generator by themselves. But `torch.get_rng_state` and `set_rng_state`, which activation
 checkpointing uses to repeat its dropout masks, and the swaps by which a named state takes the default generator's
