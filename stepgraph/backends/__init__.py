@@ -1,4 +1,4 @@
-"""Backends: CUDA graphs, and the CPU tape. `backend_for` picks one."""
+"""A backend records and replays work on one kind of device; `backend_for` picks CUDA graphs or the CPU tape."""
 
 from __future__ import annotations
 
@@ -66,6 +66,6 @@ def backend_named(name: str, device: torch.device | None = None) -> Backend:
             why="CUDA graphs need one.",
             fix="use backend='tape' with tensors on the CPU.",
         )
-    from stepgraph.backends.cuda.graph import CudaBackend
+    from stepgraph.backends.cuda.backend import CudaBackend
 
     return CudaBackend(device if device is not None and device.type == "cuda" else None)

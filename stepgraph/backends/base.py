@@ -1,4 +1,4 @@
-"""The protocol of a backend: what everything above needs from a device, and nothing more.
+"""The backend protocol lists all that the rest of the package needs from a device, and nothing more.
 
 Three things make one up. A `Backend` stands for a device. A `Workspace` is what one session owns on it: one memory
 pool and one capture stream, in which all of the session's graphs are recorded, because graphs that share a pool must

@@ -1,4 +1,4 @@
-"""Other threads of the process: what is watched or replaced for one step must not reach them.
+"""Hooks and replaced functions act on one step only, and leave other threads of the process alone.
 
 torch's hooks, its functions and the compiler's stance are there once a process, and another thread may train, or
 capture a step of its own, at the same time. So whoever is called by a hook asks first for which step the code runs, and

@@ -1,1 +1,1 @@
-"""Static memory around graphs: inputs, results, tensors lent to callers, and the pool that shares them."""
+"""Graphs read and write static memory: inputs, results, tensors lent to callers, and a pool that shares them."""

@@ -1,4 +1,4 @@
-"""Static memory in a caller's hands, and whether they still hold it.
+"""A borrowed tensor is static memory in a caller's hands, and knows if they still hold it.
 
 A graph's tensor is best handed out as it lies, without a copy. Then somebody may keep it, or a view of it, and the next
 replay would change it under their eyes. To see that in time, it is handed out over a storage of its own: the same

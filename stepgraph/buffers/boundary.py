@@ -1,4 +1,4 @@
-"""The edge of a module's graph: static tensors that a caller's tensors are brought to.
+"""The boundary of a module's graph brings a caller's tensors to static ones.
 
 A tensor that is already at its place, because the graph before wrote it there, is not copied. Neither is one that
 several graphs share and that was brought to its buffer for the first of them: a shared buffer remembers which tensor,

@@ -1,4 +1,4 @@
-"""A pool of static tensors for the edges of graphs, shared between calls that do not need them at the same time.
+"""Calls that do not need their static tensors at the same time share them through a pool.
 
 A call's arguments are needed from its forward to its backward, the gradients of its results during its backward. Where
 the order of all calls is fixed, that is known beforehand: while the graphs are captured in this order, each one takes

@@ -1,4 +1,4 @@
-"""Static memory around a graph: what a call's tensors are copied into, and what its results are copied out of.
+"""A step's graph reads its inputs from static buffers, and leaves its results in static tensors.
 
 A graph reads its inputs at the addresses of its capture. `StaticInputs` holds one buffer for each tensor of a call,
 with the same strides, and loads a new call's tensors into all of them with one fused copy. `StaticOutputs` holds the

@@ -1,4 +1,4 @@
-"""What a module's graph returns: tensors in static memory, inputs passed through, parameters, plain values.
+"""A static result holds all that a module's graph returns: static tensors, inputs, parameters, plain values.
 
 A tensor is handed out as it lies, without a copy, because mostly the next graph reads it there. If a caller still
 holds it, or a view of it, when a graph is to run that writes there, it would change under their eyes. So that is looked

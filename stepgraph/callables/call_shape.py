@@ -18,7 +18,7 @@ from stepgraph.signature import (
     AMBIENT_NAMES,
     Signature,
     ambient_key,
-    differences,
+    find_differences,
     leaf_keys,
     refuse_arguments,
 )
@@ -104,7 +104,7 @@ class CallShape:
             old = known[index] if structure == self.call.structure else None
             keys.append(_forgiven(old, key) if _is_tensor(old) and _is_tensor(key) else key)
         received = Signature(structure, tuple(keys), ambient, arguments=self.call.arguments)
-        found = [str(difference) for difference in differences(self.call, received)]
+        found = [str(difference) for difference in find_differences(self.call, received)]
         return SignatureMismatch(
             f"{self.name}: a call unlike the sample that its graphs were captured from",
             rule="sample-mismatch",

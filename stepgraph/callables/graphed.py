@@ -19,12 +19,12 @@ from stepgraph.errors import CaptureError, ClosedError, InvalidArgument
 from stepgraph.frames import untraced
 from stepgraph.observe.ddp import in_ddp
 from stepgraph.order import Kind
-from stepgraph.pair.ambient import autocast_now
 from stepgraph.pair.guard import global_hook, has_global_hooks
 from stepgraph.pair.in_flight import run_forward
 from stepgraph.pair.runner import Runner, RunnerState
 from stepgraph.pair.shared import PairSession
 from stepgraph.rng.tracker import tracker_for
+from stepgraph.signature.ambient import autocast_now
 from stepgraph.tree import CallFlattener
 
 

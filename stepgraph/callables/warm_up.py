@@ -25,10 +25,10 @@ from stepgraph.errors import CaptureError, InvalidArgument
 from stepgraph.observe.module_attributes import ModuleAttributes
 from stepgraph.observe.step_objects import leaves_behind
 from stepgraph.observe.warm_call import WarmCall
-from stepgraph.pair.ambient import under_autocast, without_saved_tensor_hooks
 from stepgraph.pair.differentiate import is_reentrant
 from stepgraph.pair.parameter_proxies import without_hooks
 from stepgraph.rng.tracker import tracker_for
+from stepgraph.signature.ambient import under_autocast, without_saved_tensor_hooks
 from stepgraph.tree import Structure, flatten, unflatten
 
 PHASES = ("forward_pre_hooks", "forward_hooks", "backward_pre_hooks", "backward_hooks")

@@ -1,1 +1,1 @@
-"""Gradients under replay: where they are stored, and who adds to them."""
+"""Replays store gradients where `.grad` expects them, and add to them as eager does."""

@@ -1,4 +1,4 @@
-"""Gradients that a module's backward graph accumulates by itself.
+"""A module's backward graph accumulates parameter gradients by itself.
 
 The graph adds to one piece of memory for each parameter, as autograd's accumulators add to `.grad`. Where there was no
 gradient before, eager would have put the new one there as it is; the memory is filled with -0.0 for that, the one

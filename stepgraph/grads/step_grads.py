@@ -1,4 +1,4 @@
-"""Gradients under replay: `.grad` as eager would leave it, in memory that graphs agree on.
+"""A captured step leaves `.grad` as eager would, in memory that all graphs of a session agree on.
 
 A graph writes gradients to fixed addresses, and `.grad` is attached to them after each replay. The session keeps one
 address for each parameter (`GradBuffers`): the first graph that makes a gradient gives it its address, later graphs
@@ -22,15 +22,17 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 
 from stepgraph.errors import CaptureError
-from stepgraph.grads.host_copies import copies_on_host
 
 Attachment = list[tuple[torch.Tensor, torch.Tensor | None]]
 """Parameters and what their `.grad` is to be."""
 Note = Callable[[torch.Tensor], None]
+_ALIGNED = 64
+"""Bytes; no dtype needs more."""
 
 
 def attach(attachment: Attachment) -> None:
@@ -209,6 +211,26 @@ class GradCapture:
             parameter.grad = None
         self._made.clear()
         self._last.clear()
+
+
+def copies_on_host(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Copies of tensors that fill their memory, with the strides they have, in the host's memory.
+
+    Memory that a process has just been given has to be entered into its page table when it is first written to, and
+    one thread does that more slowly than a GPU sends the data. So all copies lie in one piece, which many threads
+    write zeros to first: that halves the time, or better.
+    """
+    begins = list(accumulate((-(-t.nbytes // _ALIGNED) * _ALIGNED for t in tensors), initial=0))
+    with torch.no_grad():
+        memory = torch.zeros(begins[-1], dtype=torch.uint8, device="cpu")
+        return [
+            _strided_view(memory[begin : begin + t.nbytes], t).copy_(t)
+            for begin, t in zip(begins[:-1], tensors, strict=True)
+        ]
+
+
+def _strided_view(memory: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    return memory.view(tensor.dtype).as_strided(tensor.shape, tensor.stride())
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,1 +1,1 @@
-"""Guards: each compares one part of the program with what a graph was recorded with."""
+"""Each guard compares one part of the program with what a graph was recorded with."""

@@ -1,4 +1,4 @@
-"""Hooks that a graph has baked in: on modules, on parameters, on every module of the process.
+"""The hooks guard finds hooks that came or went since capture, on modules, on parameters, on all modules at once.
 
 A hook is Python code. It runs when a step is recorded, and not at replays. Those of modules are refused unless the
 user admits them; those of parameters are recorded as the step's own code is. Either kind that comes or goes later is

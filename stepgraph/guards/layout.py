@@ -1,4 +1,4 @@
-"""Where tensors lie, and in which form: what the kernels of a graph were given of them.
+"""The layout check compares addresses and forms of tensors with those that a graph's kernels were given.
 
 Nothing in torch tells when other data is put into a tensor (`.data = ...`), be it a part of its own: so all of it is
 read before each replay, in bulk.

@@ -1,4 +1,4 @@
-"""Guards over a model: what a graph has baked in, and whether it is still so.
+"""The model guard finds what changed in a model since capture.
 
 A graph knows its parameters and buffers by address, and its modules' code by what ran at capture. Nothing in torch
 tells when an address moves or a place in a module is emptied, so both are read at each call, in bulk; what can be told
@@ -40,7 +40,7 @@ class ModelGuard:
         whole_step: bool = False,
         steady: Sequence[torch.Tensor] = (),
     ) -> None:
-        """`hooked`: the modules whose hooks are in the graph, not all. `steady`: see `SteadyParameters`.
+        """`hooked`: the modules whose hooks are in the graph, not all. `steady`: see `GradientGuard`.
 
         `whole_step`: gradients are accumulated inside the graph, and so run the hooks of parameters; and a hook on
         all modules of the process is in it.

@@ -1,4 +1,4 @@
-"""Guards over an optimizer inside a graph: its numbers, its parameters, its state, its code.
+"""These guards compare an optimizer inside a graph with its capture: numbers, parameters, state, code.
 
 The numbers are baked into the graph; a step hook would not run at replays; parameters and state are known by address.
 Most of it is read at each call, at next to no cost. What an optimizer keeps for each parameter is too much for that:

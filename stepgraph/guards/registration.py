@@ -1,4 +1,4 @@
-"""What is registered on modules: parameters, buffers and modules that take another's place, told by torch as events.
+"""torch's registration hooks report parameters, buffers and modules that take another's place.
 
 The garbage collector can drop a listener at any moment, also while torch walks through its registration hooks, in this
 thread or in another: `HookPlace` sees to it that no walk minds.

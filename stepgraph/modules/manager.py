@@ -35,7 +35,7 @@ from stepgraph.rng.tracker import CudaRNGStatesTracker, tracker_for
 from stepgraph.session.backend_choice import refuse_elsewhere
 from stepgraph.session.failure import capture_error
 from stepgraph.session.limits import REPLAYS_THAT_PAY, weigh_changes
-from stepgraph.session.messages import PASS_IT, unlike, unsigned
+from stepgraph.session.messages import PASS_IT, signature_mismatch, unsigned
 from stepgraph.signature import (
     Signature,
     ambient_key,
@@ -301,7 +301,7 @@ class CudaGraphManager:
             site.obstacle = f"{error.what}   [{error.rule}]"
         if len(self.sites) >= self.options.max_signatures:
             if self.options.strict:
-                raise unlike(self.name, call, [known.call for known in self.sites.values()])
+                raise signature_mismatch(self.name, call, [known.call for known in self.sites.values()])
             site.obstacle = f"past max_signatures={self.options.max_signatures}"
         else:
             self.sites[key] = site

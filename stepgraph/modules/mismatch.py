@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from stepgraph.buffers.boundary import ArgMetadata
-from stepgraph.signature import Signature, ambient_key, differences, leaf_key
+from stepgraph.signature import Signature, ambient_key, find_differences, leaf_key
 from stepgraph.tree import flatten
 
 
@@ -31,7 +31,7 @@ def get_mismatch_errors(
          'hidden_states: shape changed (captured f32[4, 8] cpu, received f32[2, 8] cpu)']
     """
     captured = _signature(captured_args, captured_kwargs, names)
-    return [str(difference) for difference in differences(captured, _signature(args, kwargs, names))]
+    return [str(difference) for difference in find_differences(captured, _signature(args, kwargs, names))]
 
 
 def _signature(args: Sequence[Any], kwargs: Mapping[str, Any], names: Sequence[str]) -> Signature:

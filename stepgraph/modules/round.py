@@ -16,9 +16,9 @@ from stepgraph.buffers.boundary import ArgMetadata, SharedBuffer
 from stepgraph.modules.memory_plan import MemoryPlan
 from stepgraph.modules.recorder import Event
 from stepgraph.modules.site import ModuleCall
-from stepgraph.pair.ambient import other_flags
 from stepgraph.pair.runner import Runner
 from stepgraph.signature import AMBIENT_NAMES
+from stepgraph.signature.ambient import changed_flags
 
 _CUDA, _CPU = AMBIENT_NAMES.index("autocast on cuda"), AMBIENT_NAMES.index("autocast on cpu")
 
@@ -60,7 +60,7 @@ class RoundCapture:
     def _forward(self, call: ModuleCall) -> Runner:
         site = call.site
         site.manager.check_capturable()
-        different = other_flags(call.ambient)
+        different = changed_flags(call.ambient)
         if different:
             raise RuntimeError(f"flags of the process have changed since the call: {', '.join(different)}")
         given, shared = self._given(call), self._shared_buffers(call)

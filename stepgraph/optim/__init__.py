@@ -1,1 +1,1 @@
-"""Optimizers and gradient scalers under capture."""
+"""Optimizers and gradient scalers run inside a graph or between two graphs."""

@@ -1,4 +1,4 @@
-"""What an optimizer's step does besides its update: what it returns, and which gradients it takes away.
+"""A recording imitates what an optimizer's step does besides its update: its result, the gradients it clears.
 
 An optimizer between graphs does not run while the step is recorded. Where the step's own code depends on more than the
 update, the recording has to go on as if it had run: gradients that it was seen to clear are gone, and of what it was

@@ -1,4 +1,4 @@
-"""Optimizers under capture: inside the graph only where a replay is bit for bit the eager step.
+"""An optimizer runs inside the graph only where a replay is bit for bit the eager step.
 
 The measure is the user's own program in eager: same arithmetic, same Python-float learning rate. Adam with
 `capturable=True` is not that (its bias correction runs in float32 on the device), nor is a float32 tensor learning

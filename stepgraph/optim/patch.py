@@ -1,4 +1,4 @@
-"""How objects of the user are touched, for the length of a block: an attribute of one instance, the items of a list."""
+"""These blocks change an attribute of one instance, or the items of a list, and put them back at their end."""
 
 from __future__ import annotations
 

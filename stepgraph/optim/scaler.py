@@ -1,4 +1,4 @@
-"""GradScaler under capture: with fused optimizers it is recorded whole, else its calls are cuts.
+"""A graph records a GradScaler whole with fused optimizers; with any other its calls are cuts.
 
 A fused optimizer takes the scale and the overflow flag as tensors on the device, skips its own step there, and
 `unscale_` and `update` are device work too: nothing is read on the host, and all of it belongs to the graph. Any other

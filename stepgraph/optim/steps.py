@@ -1,4 +1,4 @@
-"""Optimizer steps of one thread's step, told by hooks that torch keeps for the whole process (`HookPlace`)."""
+"""torch's hooks, kept for the whole process (`HookPlace`), report the optimizer steps of one thread's step."""
 
 from __future__ import annotations
 

@@ -25,9 +25,9 @@ import torch
 
 from stepgraph.buffers.boundary import ArgMetadata
 from stepgraph.errors import CaptureError, StaleMemoryError
-from stepgraph.pair.ambient import autocast_now
 from stepgraph.pair.differentiate import refuse_second_backward
 from stepgraph.pair.runner import BackwardGraph, Runner
+from stepgraph.signature.ambient import autocast_now
 
 
 class InFlightCall:

@@ -18,12 +18,12 @@ from stepgraph.buffers.borrowed import BorrowedTensor, lend_by_address, lend_out
 from stepgraph.buffers.boundary import ArgMetadata, Boundary
 from stepgraph.errors import CaptureError
 from stepgraph.grads.param_grads import GradPart
-from stepgraph.pair.ambient import under_autocast
 from stepgraph.pair.differentiate import copy_if_aliased, is_reentrant
 from stepgraph.pair.parameter_proxies import without_hooks
 from stepgraph.pair.record import PairCapture
 from stepgraph.pair.runner import Runner
 from stepgraph.pair.split_backward import WeightPart, input_gradients
+from stepgraph.signature.ambient import under_autocast
 
 NO_AUTOCAST = (False, False)
 """A backward runs without autocast, whatever is around the call that captures it."""

@@ -23,7 +23,6 @@ from stepgraph.errors import CaptureError
 from stepgraph.grads.param_grads import ParamGrads
 from stepgraph.observe.module_attributes import ModuleAttributes
 from stepgraph.observe.step_objects import leaves_behind
-from stepgraph.pair.ambient import as_called, autocast_now, under_autocast, without_saved_tensor_hooks
 from stepgraph.pair.cached_casts import casts_behind, casts_twice, keeps_casts
 from stepgraph.pair.call import RecordedCall, SameTensor
 from stepgraph.pair.differentiate import (
@@ -44,6 +43,7 @@ from stepgraph.rng.tracker import NamesGuard, Segment, tracker_for
 from stepgraph.session.failure import refuse_changed_container
 from stepgraph.session.session import Session
 from stepgraph.signature import refuse_tensor_classes
+from stepgraph.signature.ambient import as_called, autocast_now, under_autocast, without_saved_tensor_hooks
 from stepgraph.signature.attributes import changed_attributes, put_on
 from stepgraph.tree import changed_containers, unflatten
 

@@ -20,11 +20,11 @@ from stepgraph.errors import CaptureError
 from stepgraph.modules.round import backward_autocast
 from stepgraph.order import plan_buffers
 from stepgraph.order.entries import Entry, Kind, Order
-from stepgraph.pair.ambient import other_flags
 from stepgraph.pair.lanes import PoolLane
 from stepgraph.pair.runner import Runner
 from stepgraph.pair.split_backward import WeightPart
 from stepgraph.pipeline.manager import StageCall, StageManager
+from stepgraph.signature.ambient import changed_flags
 
 
 class StageCapture:
@@ -100,7 +100,7 @@ class StageCapture:
 
     def _forward(self, manager: StageManager, microbatch: int, call: StageCall, lane: PoolLane[Runner]) -> None:
         manager.check_capturable()
-        different = other_flags(call.recorded.ambient)
+        different = changed_flags(call.recorded.ambient)
         if different:
             raise RuntimeError(f"flags of the process have changed since the call: {', '.join(different)}")
         number = self.numbers[(manager.chunk - 1) * self._num_microbatches + microbatch]

@@ -37,7 +37,7 @@ from stepgraph.signature import (
     Signature,
     ambient_key,
     argument_names,
-    differences,
+    find_differences,
     leaf_keys,
     refuse_arguments,
 )
@@ -165,7 +165,7 @@ class StageManager(CudaGraphManager):
         return SignatureMismatch(
             f"{self.name}, microbatch {microbatch}: a call unlike the one that was captured",
             rule="pipeline-stage",
-            details=[str(difference) for difference in differences(captured, received)[:8]],
+            details=[str(difference) for difference in find_differences(captured, received)[:8]],
             why="a graph replays fixed shapes and plain values, and other ranks wait for what it computes.",
             fix="pad the batch, or call handle.reset() on all ranks before a step with other arguments.",
         )

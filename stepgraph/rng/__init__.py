@@ -1,1 +1,1 @@
-"""Random state under replay: named states, recomputation, and what may not be drawn from."""
+"""Replays draw the random numbers that eager would draw: named states, recomputation, refusals."""

@@ -1,4 +1,4 @@
-"""Random state that a replay would leave elsewhere than eager code does.
+"""These checks refuse steps after which a replay would leave random state elsewhere than eager code does.
 
 A graph advances the device's generators by itself. Numbers drawn on the host inside a step (`random.random()`,
 numpy, torch's CPU generator in a step that runs on a GPU) are drawn once, at capture, and frozen: eager would draw new

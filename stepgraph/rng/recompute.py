@@ -1,4 +1,4 @@
-"""Activation checkpointing over named random states: the recomputation draws what the forward drew.
+"""Activation checkpointing repeats the forward's draws from named random states.
 
 torch.utils.checkpoint runs a forward again in the backward pass. It restores the default random state for that, and
 knows nothing of a tracker's. Its `context_fn` takes a pair of contexts: the first notes all states where the forward

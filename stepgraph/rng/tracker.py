@@ -1,4 +1,4 @@
-"""Named random states: draws inside `fork(name)` come from a state of that name, and the default one is untouched.
+"""Draws inside `fork(name)` come from the random state of that name and leave the default one untouched.
 
 Tensor parallelism needs it: dropout that must differ between ranks draws from one state, dropout that must agree from
 another. A name is a `torch.Generator`. To fork, its state and that of the device's default generator are swapped, and

@@ -1,1 +1,1 @@
-"""Sessions own what captures share; options, failures and messages that all engines use."""
+"""Sessions own what captures share; all engines use the options, failures and messages here."""

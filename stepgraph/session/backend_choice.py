@@ -1,4 +1,4 @@
-"""Which backend a step is for: the one that was named, the session's, or that of the tensors the step uses."""
+"""A step gets the backend that was named, the session's, or that of the tensors it uses."""
 
 from __future__ import annotations
 

@@ -1,12 +1,16 @@
-"""From whatever broke a capture to an error that names the line, the cause and the fix."""
+"""A failed capture becomes an error that names the line, the cause and the fix.
+
+Some functions of torch and of libraries read tensors on the host where the user has written no such thing. For those
+that are known, the fix says how to make them stop.
+"""
 
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 
-from stepgraph.errors import CaptureError, CaptureRefused, ErrorEntry, StepgraphError, entry, lookup
+from stepgraph.errors import CaptureError, CaptureRefused, ErrorEntry, Location, StepgraphError, entry, lookup
 from stepgraph.frames import error_location, torch_function
-from stepgraph.session.torch_reads import fix_for, fix_in_library
 
 _READS = re.compile(r"\.(tolist|item|cpu|numpy)\(|\.to\(\s*(device\s*=\s*)?[\"']cpu")
 _READ_WITHIN_TORCH = frozenset(("host-read", "host-data", "tape-limit"))
@@ -24,7 +28,7 @@ def capture_error(step: str, error: Exception) -> StepgraphError:
     if isinstance(error, StepgraphError):
         return error
     if isinstance(error, CaptureRefused):
-        inside, fix = _reader(error.row, error)
+        inside, fix = _reader_and_fix(error.row, error)
         return CaptureError.from_entry(
             step, error.row, operation=error.operation, where=error.where, inside=inside, fix=fix
         )
@@ -34,7 +38,7 @@ def capture_error(step: str, error: Exception) -> StepgraphError:
     if row is not None and row.rule == "host-data" and where is not None and _READS.search(where.source):
         row = entry("host-read")  # torch says the same of a copy to the host as of one from it
     if row is not None:
-        inside, fix = _reader(row, error)
+        inside, fix = _reader_and_fix(row, error)
         raw = f"{type(error).__name__}: {raw}"
         return CaptureError.from_entry(step, row, where=where, inside=inside, raw=raw, fix=fix)
     return CaptureError(
@@ -46,13 +50,94 @@ def capture_error(step: str, error: Exception) -> StepgraphError:
     )
 
 
-def _reader(row: ErrorEntry, error: Exception) -> tuple[str, str | None]:
+def _reader_and_fix(row: ErrorEntry, error: Exception) -> tuple[str, str | None]:
     """The function of torch that reads what the user's line does not, and what to do about it where that is known."""
     reader = torch_function(error) if row.rule in _READ_WITHIN_TORCH else None
     if reader is not None:
-        return f"torch/{reader.file}, {reader.function}", fix_for(reader)
+        return f"torch/{reader.file}, {reader.function}", fix_in_torch(reader)
     where = error.where if isinstance(error, CaptureRefused) else error_location(error)
     return "", fix_in_library(where) if row.rule == "host-read" and where is not None else None
+
+
+@dataclass(frozen=True, slots=True)
+class _Reader:
+    file: str
+    """How its path within torch begins."""
+    function: str
+    """Its name, or nothing for all of the file."""
+    fix: str
+
+
+_READERS = (
+    _Reader(
+        "distributions/",
+        "",
+        "torch.distributions.Distribution.set_default_validate_args(False) before the step, or validate_args=False: to "
+        "validate arguments is to read them.",
+    ),
+    _Reader(
+        "nn/modules/batchnorm.py",
+        "",
+        "give BatchNorm a momentum (momentum=0.1): with momentum=None it reads num_batches_tracked at each call.",
+    ),
+    _Reader(
+        "nn/modules/transformer.py",
+        "_detect_is_causal_mask",
+        "say whether the mask is causal, so that nobody looks: is_causal=True or False (of nn.Transformer "
+        "src_is_causal and tgt_is_causal, of a decoder tgt_is_causal).",
+    ),
+    _Reader(
+        "nn/modules/transformer.py",
+        "forward",
+        "nn.TransformerEncoder(..., enable_nested_tensor=False): in eval mode it makes nested tensors of a padded "
+        "batch, and reads the padding mask for it.",
+    ),
+    _Reader(
+        "optim/swa_utils.py",
+        "",
+        "call update_parameters outside, after the step: it reads n_averaged at each call.",
+    ),
+    _Reader(
+        "nn/utils/clip_grad.py",
+        "",
+        "leave error_if_nonfinite off and look at the returned norm after the step.",
+    ),
+    *(
+        _Reader(
+            file,
+            "",
+            "leave the batch padded and mask the results: a packed sequence has its lengths on the host, and is packed "
+            "by them.",
+        )
+        for file in ("nn/utils/rnn.py", "nn/modules/rnn.py")
+    ),
+)
+
+
+def fix_in_torch(reader: Location) -> str | None:
+    """What to do about a host read in a function of torch, where that is known."""
+    rows = (row for row in _READERS if reader.file.startswith(row.file))
+    return next((row.fix for row in rows if row.function in ("", reader.function)), None)
+
+
+_LIBRARIES = re.compile(r"-packages[/\\](\w+)")
+_MASKS = (
+    "give the model an attention mask of four dimensions, boolean and built outside the step, and use_cache=False: it "
+    "reads a mask of two, or makes one, to see what it hides."
+)
+
+
+def fix_in_library(where: Location) -> str | None:
+    """What to do about a host read in a library's code."""
+    found = _LIBRARIES.search(where.file)
+    if found is None:
+        return None
+    if found[1] == "transformers" and "mask" in where.file:
+        return _MASKS
+    return (
+        f"this is inside {found[1]}: give it arguments with which it does not read, do this part outside the step, or "
+        "graph the parts around it (stepgraph.graph_modules)."
+    )
 
 
 def refuse_changed_container(what: str | None, by: str = "the step") -> None:

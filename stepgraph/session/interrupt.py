@@ -1,4 +1,4 @@
-"""Ctrl-C during a capture: held back until the state is whole.
+"""Ctrl-C during a capture waits until the state is whole.
 
 A KeyboardInterrupt can be raised between any two instructions, also inside a weak reference's callback, where Python
 prints it and drops it, or half-way through a rollback. A capture and the replay after it take no more than a few

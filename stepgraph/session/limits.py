@@ -1,4 +1,4 @@
-"""How often what keeps changing is captured again, before its calls stay eager."""
+"""Limits say how often a changing step is captured again, before its calls stay eager."""
 
 from __future__ import annotations
 

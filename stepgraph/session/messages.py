@@ -1,4 +1,4 @@
-"""What a captured step or a graphed module says when a call does not go as those before: a warning, or an error."""
+"""A captured step or a graphed module warns or raises when a call differs from those before."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 from stepgraph.errors import InvalidArgument, SignatureMismatch, StateChanged
 from stepgraph.frames import warn_user
-from stepgraph.signature import Difference, Signature, differences
+from stepgraph.signature import Difference, Signature, find_differences
 from stepgraph.values.watch import Change
 
 _MANY = 4
@@ -29,7 +29,7 @@ def state_changed(step: str, why: str) -> StateChanged:
     )
 
 
-def tell_values_changed(step: str, changes: Sequence[Change], *, is_captured: bool, stays_eager: bool) -> None:
+def warn_values_changed(step: str, changes: Sequence[Change], *, is_captured: bool, stays_eager: bool) -> None:
     """A host value that a graph has baked in, or would have, changed."""
     since = "capture" if is_captured else "the call before"
     if stays_eager:
@@ -52,7 +52,7 @@ def to_ignore(names: Sequence[str]) -> str:
     return f"ignore={list(names)!r}"
 
 
-def tell_cut_off(leaves: Iterable[object]) -> None:
+def warn_detached_results(leaves: Iterable[object]) -> None:
     """A step's results, where it runs no backward: one that could be differentiated is not what it looks like."""
     if any(isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None for leaf in leaves):
         warn_user(
@@ -64,26 +64,26 @@ def tell_cut_off(leaves: Iterable[object]) -> None:
         )
 
 
-def tell_past_limit(
+def warn_past_limit(
     step: str, reason: str, call: Signature, known: Iterable[tuple[Signature, bool]], *, strict: bool
 ) -> None:
     """A call found no graph, and gets none: how it differs from the nearest one. Raises under strict.
 
     `known` are the signatures that have a place, and whether each is captured yet.
     """
-    compared = [(differences(signature, call), is_captured) for signature, is_captured in known]
+    compared = [(find_differences(signature, call), is_captured) for signature, is_captured in known]
     found, is_captured = min(compared, key=lambda pair: (len(pair[0]), not pair[1]), default=([], True))
-    told = [d.told("captured" if is_captured else "warming up with") for d in found[:8]]
+    described = [d.describe("captured" if is_captured else "warming up with") for d in found[:8]]
     fix = _fewer_signatures(found)
     if strict:
         raise SignatureMismatch(
             f"{step}: a call with a new signature, {reason}",
             rule="max-graphs",
-            details=told,
+            details=described,
             why="each signature is a graph of its own, and strict=True forbids running it eagerly.",
             fix=fix,
         )
-    lines = [f"{step}: this call runs eagerly, {reason}   [max-graphs]", *(f"  {line}" for line in told)]
+    lines = [f"{step}: this call runs eagerly, {reason}   [max-graphs]", *(f"  {line}" for line in described)]
     warn_user("\n".join([*lines, f"Fix: {fix}"]))
 
 
@@ -103,9 +103,9 @@ def unsigned(error: Exception) -> str:
     return f"an argument that cannot be copied in: {what}   [host-data]"
 
 
-def unlike(module: str, call: Signature, known: Iterable[Signature]) -> SignatureMismatch:
+def signature_mismatch(module: str, call: Signature, known: Iterable[Signature]) -> SignatureMismatch:
     """Under strict: a module's call is unlike those that have graphs, and gets none."""
-    found = min((differences(signature, call) for signature in known), key=len, default=[])
+    found = min((find_differences(signature, call) for signature in known), key=len, default=[])
     return SignatureMismatch(
         f"{module}: a call unlike those that have graphs",
         rule="max-graphs",

@@ -1,4 +1,4 @@
-"""The options of `stepgraph.capture`, checked once."""
+"""`Options` holds and checks the options of `stepgraph.capture`."""
 
 from __future__ import annotations
 

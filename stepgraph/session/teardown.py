@@ -1,4 +1,4 @@
-"""Graphs go before process groups.
+"""Sessions free their graphs before a process group shuts down.
 
 A graph with a collective in it holds on to its communicator, and NCCL does not let a communicator go before every such
 graph is gone: `destroy_process_group()` at the end of a script would hang (pytorch#115388). At the interpreter's exit

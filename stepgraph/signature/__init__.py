@@ -1,342 +1,50 @@
-"""What a call looks like: the part of the world that a captured graph takes for granted.
-
-A graph replays fixed shapes, addresses and kernels. Whatever would have made eager code launch other kernels belongs
-to the signature: each tensor's geometry, each plain value, each module's training flag, grad mode, autocast, the
-numeric flags of the process, and which gradients are None. A call is replayed only by the graph of its own signature.
-
-The key is a flat tuple, cheap to build and to hash; names for its parts are made only when a difference must be told.
-"""
+"""A call's signature decides which graph may replay it: `key` makes it, `differences` compares two of them."""
 
 from __future__ import annotations
 
-import enum
-import inspect
-import sys
-import types
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field
-from typing import Any
-
-import torch
-
-from stepgraph.errors import InvalidArgument
-from stepgraph.signature.ambient import AMBIENT_NAMES as AMBIENT_NAMES
-from stepgraph.signature.ambient import AmbientReader as AmbientReader
-from stepgraph.signature.ambient import OwnMode as OwnMode
-from stepgraph.signature.ambient import ambient_key as ambient_key
-from stepgraph.signature.ambient import compiler_guards as compiler_guards
-from stepgraph.signature.ambient import reason_for_eager as reason_for_eager
-from stepgraph.signature.attributes import NONE, Attributes, attributes_in, attributes_on, refuse_unlike_buffers
-from stepgraph.tree import Structure, argument_name, hidden_tensor, paths, step_into
-
-
-class Described:
-    """An object of ours that is passed to a step: told by identity, and its `repr` says what it is."""
-
-
-_BY_VALUE = (
-    *(bool, int, str, bytes, type(None), torch.dtype, torch.device, torch.Size, range, enum.Enum, Described),
-    types.MethodType,  # made anew at each look-up: told by its function and the object it is bound to
+from stepgraph.signature.ambient import (
+    AMBIENT_NAMES,
+    AmbientReader,
+    OwnMode,
+    ambient_key,
+    compiler_guards,
+    reason_for_eager,
 )
-_SHORT = {torch.float32: "f32", torch.float64: "f64", torch.bfloat16: "bf16", torch.float16: "f16"}
+from stepgraph.signature.differences import Difference, find_differences
+from stepgraph.signature.key import (
+    Described,
+    Signature,
+    argument_names,
+    describe_leaf,
+    has_gradient_hooks,
+    is_plain,
+    leaf_key,
+    leaf_keys,
+    refuse_arguments,
+    refuse_opaque,
+    refuse_tensor_classes,
+    tensor_key,
+)
 
-
-@dataclass(frozen=True, slots=True)
-class Difference:
-    """One thing that is not as it was: where, what, and both values."""
-
-    path: str
-    what: str
-    captured: str
-    received: str
-    kind: type | None = field(default=None, compare=False)
-    """The type of a leaf, as received."""
-
-    def __str__(self) -> str:
-        return self.told("captured")
-
-    def told(self, before: str) -> str:
-        """In words; `before` says what the earlier value is."""
-        return f"{self.path}: {self.what} ({before} {self.captured}, received {self.received})"
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Signature:
-    """A call's signature. Equal keys mean that one graph serves both calls."""
-
-    structure: Structure
-    leaves: tuple[Hashable, ...]
-    ambient: tuple[Hashable, ...]
-    training: tuple[bool, ...] = ()
-    no_grad: tuple[bool, ...] = ()
-    arguments: tuple[str, ...] = ()
-    """Names of the positional parameters, for messages."""
-
-    @property
-    def key(self) -> tuple[Hashable, ...]:
-        """The whole key."""
-        return (self.structure, self.leaves, self.ambient, self.training, self.no_grad)
-
-    def describe(self) -> str:
-        """One line for reports: the tensors and plain values of the call, and what is unusual around it."""
-        parts = [f"{p}={describe_leaf(k)}" for p, k in zip(self.names(), self.leaves, strict=True)]
-        if self.training and not any(self.training):
-            parts.append("eval")
-        ambient = dict(zip(AMBIENT_NAMES, self.ambient, strict=True))
-        parts += ["inference mode"] if ambient["inference mode"] else ["no grad"] * (not ambient["grad mode"])
-        if self.no_grad and all(self.no_grad):
-            parts.append("no .grad yet")
-        return ", ".join(parts) or "no arguments"
-
-    def names(self) -> list[str]:
-        """The path of each leaf, from the arguments' names."""
-        positional, keyword = self.structure.children
-        found: list[str] = []
-        for index, child in enumerate(positional.children):
-            found += paths(child, argument_name(self.arguments, index))
-        for key, child in zip(keyword.keys, keyword.children, strict=True):
-            found += paths(child, str(key))
-        return found
-
-
-def tensor_key(tensor: torch.Tensor) -> tuple[Hashable, ...]:
-    """A tensor's part of the key: its geometry, and what hangs on it, if anything does."""
-    geometry = (
-        type(tensor),
-        tensor.shape,
-        tensor.stride(),
-        tensor.dtype,
-        tensor.device,
-        tensor.requires_grad and ("leaf" if tensor.is_leaf else "computed"),
-        tensor.is_conj(),
-        tensor.is_neg(),
-    )
-    attributes = attributes_on(tensor) if tensor.__dict__ else NONE
-    return geometry if attributes is NONE else (*geometry, attributes)
-
-
-def leaf_key(leaf: Any) -> Hashable:
-    """Any leaf's part of the key: tensors by geometry, plain values by value, other objects by identity."""
-    if type(leaf) is torch.Tensor:
-        return tensor_key(leaf)
-    if isinstance(leaf, torch.Tensor):
-        # a parameter is not copied in: it is the thing itself, and a graph has its address baked in
-        own = ("itself", id(leaf), leaf.data_ptr()) if isinstance(leaf, torch.nn.Parameter) else ()
-        return (*tensor_key(leaf), *own)
-    if type(leaf) is float:
-        return (float, leaf.hex())
-    if type(leaf) is complex:
-        return (complex, f"{leaf.real.hex()} {leaf.imag.hex()}")
-    if isinstance(leaf, _BY_VALUE):
-        return (type(leaf), leaf)
-    if _is_numpy(leaf):
-        raise InvalidArgument(
-            f"a numpy {type(leaf).__name__} was passed to a captured step",
-            rule="host-data",
-            why="its values would be frozen at capture: only tensors are copied in at each call.",
-            fix="pass torch.as_tensor(value), or, for a number that stays the same, value.item().",
-        )
-    return (type(leaf), "object", id(leaf))
-
-
-def leaf_keys(leaves: Sequence[Any], *, gradients: bool = False) -> tuple[Hashable, ...]:
-    """The keys of a call's leaves. A tensor that is passed twice is one tensor, and that is part of its key.
-
-    `gradients`: so is what a backward would find on a tensor that is copied in, a `.grad` or hooks.
-    """
-    if len(leaves) == 1 and type(leaves[0]) is torch.Tensor and not (gradients and leaves[0].requires_grad):
-        return (tensor_key(leaves[0]),)
-    keys: list[Any] = list(map(leaf_key, leaves))
-    if gradients:
-        for index, key in enumerate(keys):
-            if len(key) > 5 and key[5] == "leaf" and not isinstance(leaves[index], torch.nn.Parameter):
-                keys[index] = (*key[:5], gradient_mark(leaves[index]), *key[6:])
-    if len(leaves) > 1 and len(set(map(id, leaves))) < len(leaves):
-        first: dict[int, int] = {}
-        for index, leaf in enumerate(leaves):
-            if isinstance(leaf, torch.Tensor) and first.setdefault(id(leaf), index) != index:
-                own = () if attributes_in(keys[index]) is NONE else (keys[index][8],)
-                keys[index] = (*keys[index][:8], *own, first[id(leaf)])
-    return tuple(keys)
-
-
-def gradient_mark(tensor: torch.Tensor) -> str:
-    """What a backward would find on a tensor that needs a gradient."""
-    if not tensor.is_leaf:
-        return "computed"
-    mark, grad = "leaf", tensor.grad
-    if grad is not None:
-        mark = "leaf with .grad"
-        if grad.layout is not torch.strided:
-            mark += " that is sparse"
-        elif grad.stride() != tensor.stride():
-            mark += f" of strides {list(grad.stride())}"
-    return f"{mark}, hooks" if has_gradient_hooks(tensor) else mark
-
-
-def has_gradient_hooks(tensor: torch.Tensor) -> bool:
-    """Whether somebody is to be called when a tensor gets its gradient."""
-    return bool(tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None))
-
-
-def refuse_arguments(leaves: Sequence[Any], names: Sequence[str]) -> None:
-    """Refuse what no graph of a module or a callable can be given."""
-    refuse_opaque(leaves)
-    refuse_unlike_buffers(leaves, names)
-    refuse_tensor_classes(leaves, names)
-
-
-def refuse_opaque(leaves: Sequence[Any]) -> None:
-    """Refuse objects that hide tensors: they are told by identity, so that their tensors would be frozen."""
-    for leaf in leaves:
-        if isinstance(leaf, torch.Tensor) or is_plain(leaf) or type(leaf).__module__.partition(".")[0] == "torch":
-            continue
-        if isinstance(leaf, (torch.nn.Module, torch.optim.Optimizer)):
-            continue
-        hidden = hidden_tensor(leaf)
-        if hidden is not None:
-            raise InvalidArgument(
-                f"an argument of type {type(leaf).__name__} holds tensors (`{hidden}`) that stepgraph cannot see",
-                rule="opaque-argument",
-                why="an object of an unknown class is told by identity; its tensors would be those of the capture.",
-                fix="make it a dataclass, pass a dict or a tuple, or register it with torch.utils._pytree.",
-            )
-
-
-def refuse_tensor_classes(leaves: Sequence[Any], names: Sequence[str]) -> None:
-    """Refuse tensors that are more than strided memory: a buffer would not be one of them."""
-    for leaf, name in zip(leaves, names, strict=True):
-        if not isinstance(leaf, torch.Tensor) or isinstance(leaf, torch.nn.Parameter):
-            continue
-        if type(leaf) is not torch.Tensor or leaf.layout is not torch.strided or leaf.is_nested:
-            raise InvalidArgument(
-                f"`{name}` is a {type(leaf).__name__} of layout {str(leaf.layout).removeprefix('torch.')}",
-                rule="tensor-class",
-                why="arguments and results of a graph are plain tensors, with no more than shape, strides and dtype.",
-                fix="pass and return plain tensors, and put them together elsewhere.",
-            )
-
-
-def is_plain(value: Any) -> bool:
-    """Whether a value is told by what it is, not by which object it is."""
-    return isinstance(value, (float, complex, *_BY_VALUE)) and not _is_numpy(value)
-
-
-def _is_numpy(leaf: Any) -> bool:
-    numpy = sys.modules.get("numpy")
-    return numpy is not None and isinstance(leaf, (numpy.ndarray, numpy.generic))
-
-
-def describe_leaf(key: Any) -> str:
-    """A leaf's key in words: `f32[4, 16] cpu`, `'mean'`, `<Linear object>`."""
-    if len(key) > 3:
-        kind, shape, _, dtype, device, requires_grad, conj, neg, *same = key
-        name = _SHORT.get(dtype, str(dtype).removeprefix("torch."))
-        notes = "" if kind is torch.Tensor else f" {kind.__name__}"
-        notes += f" requires_grad ({requires_grad})" if requires_grad else ""
-        notes += " conj" * conj + " neg" * neg
-        if same and isinstance(same[0], Attributes):
-            notes += f" with {same.pop(0)}"
-        if same and same[0] == "memory":
-            notes += f" (in the memory of leaf {same[1]})"
-        elif same and same[0] != "itself":
-            notes += f" (the same tensor as leaf {same[0]})"
-        return f"{name}{list(shape)} {device}{notes}"
-    if len(key) == 3:
-        return f"<{key[0].__name__} object>"
-    if key[0] is float:
-        return str(float.fromhex(key[1]))
-    if key[0] is complex:
-        return str(complex(*map(float.fromhex, key[1].split())))
-    return repr(key[1])
-
-
-def argument_names(function: Callable[..., Any]) -> tuple[str, ...]:
-    """The names of a function's positional parameters."""
-    try:
-        parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):
-        return ()
-    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return tuple(p.name for p in parameters if p.kind in kinds)
-
-
-def differences(
-    captured: Signature, received: Signature, module_names: Sequence[str] = (), parameter_names: Sequence[str] = ()
-) -> list[Difference]:
-    """Everything that differs between two signatures, each by name."""
-    found = _call_differences(captured, received)
-    there = dict(zip(received.names(), received.leaves, strict=True))
-    for path, one in zip(captured.names(), captured.leaves, strict=True):
-        two: Any = there.get(path, one)
-        if one != two:
-            found.append(Difference(path, _what_changed(one, two), describe_leaf(one), describe_leaf(two), two[0]))
-    for name, before, now in zip(AMBIENT_NAMES, captured.ambient, received.ambient, strict=True):
-        if before != now:
-            found.append(Difference(name, "changed", str(before), str(now)))
-    found += _flag_differences("training", captured.training, received.training, module_names)
-    found += _flag_differences(".grad is None", captured.no_grad, received.no_grad, parameter_names)
-    return found
-
-
-def _what_changed(one: Any, two: Any) -> str:
-    if len(one) > 3 and len(two) > 3:
-        names = ("type", "shape", "strides", "dtype", "device", "requires_grad", "conj bit", "neg bit")
-        changed = [name for name, a, b in zip(names, one, two, strict=False) if a != b]
-        if attributes_in(one) != attributes_in(two):
-            changed.append("attributes")
-        elif one[8:] != two[8:] and not changed:
-            changed.append("parameter" if one[8:9] == ("itself",) else "sharing with another argument")
-        if "shape" in changed and "strides" in changed:
-            changed.remove("strides")
-        return " and ".join(changed) + " changed"
-    return "value changed" if one[0] is two[0] else "type changed"
-
-
-def _call_differences(captured: Signature, received: Signature) -> list[Difference]:
-    if captured.structure == received.structure:
-        return []
-    (args, kwargs), (new_args, new_kwargs) = captured.structure.children, received.structure.children
-    names = captured.arguments or received.arguments
-    found = _key_differences("the arguments", args, new_args, lambda k: argument_name(names, k))
-    return found + _key_differences("the keyword arguments", kwargs, new_kwargs, str)
-
-
-def _structure_differences(path: str, one: Structure, two: Structure) -> list[Difference]:
-    if one == two:
-        return []
-    if one.kind is not two.kind:
-        return [Difference(path, "type changed", _kind(one), _kind(two))]
-    found = _key_differences(path, one, two, lambda k: step_into(one, k, path))
-    return found or [Difference(path, "container changed", _kind(one), _kind(two))]
-
-
-def _key_differences(path: str, one: Structure, two: Structure, name: Callable[[Any], str]) -> list[Difference]:
-    found = [Difference(name(k), "missing", "present", "absent") for k in one.keys if k not in two.keys]
-    found += [Difference(name(k), "extra", "absent", "present") for k in two.keys if k not in one.keys]
-    if not found and one.keys != two.keys:
-        found.append(Difference(path, "keys reordered", str(list(one.keys)), str(list(two.keys))))
-    others = dict(zip(two.keys, two.children, strict=True))
-    for key, child in zip(one.keys, one.children, strict=True):
-        if key in others:
-            found += _structure_differences(name(key), child, others[key])
-    return found
-
-
-def _kind(structure: Structure) -> str:
-    return structure.kind.__name__ if structure.kind else "a leaf"
-
-
-def _flag_differences(
-    what: str, one: tuple[bool, ...], two: tuple[bool, ...], names: Sequence[str]
-) -> list[Difference]:
-    if not one or not two:  # not known yet
-        return []
-    if len(one) != len(two):
-        return [Difference(what, "the step touches other objects", str(len(one)), str(len(two)))]
-    changed = [i for i, (a, b) in enumerate(zip(one, two, strict=True)) if a != b]
-    label = [names[i] if i < len(names) else f"#{i}" for i in changed]
-    if len(changed) > 4:
-        more = f"{label[0]} and {len(changed) - 1} more"
-        return [Difference(more, what, str(one[changed[0]]), str(two[changed[0]]))]
-    return [Difference(n, what, str(one[i]), str(two[i])) for n, i in zip(label, changed, strict=True)]
+__all__ = [
+    "AMBIENT_NAMES",
+    "AmbientReader",
+    "Described",
+    "Difference",
+    "OwnMode",
+    "Signature",
+    "ambient_key",
+    "argument_names",
+    "compiler_guards",
+    "describe_leaf",
+    "find_differences",
+    "has_gradient_hooks",
+    "is_plain",
+    "leaf_key",
+    "leaf_keys",
+    "reason_for_eager",
+    "refuse_arguments",
+    "refuse_opaque",
+    "refuse_tensor_classes",
+    "tensor_key",
+]

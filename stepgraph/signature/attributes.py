@@ -1,4 +1,4 @@
-"""Python attributes that hang on a tensor argument (`x.scale = 3.0`), and its class.
+"""A buffer gets the class and the Python attributes of its tensor argument (`x.scale = 3.0`).
 
 A graph is captured on buffers in the place of the arguments, and code may read more from an argument than its data. So
 a buffer gets the plain values that hang on the argument (numbers, strings, enums, dtypes, tuples of these), and they

@@ -1,9 +1,9 @@
-"""Whether a call looks as an earlier one did, asked in one go.
+"""One fast check finds that a call looks like an earlier one.
 
 A call's full signature takes several microseconds to make and to look up. Most calls look like the one before: as many
 arguments, tensors of the same geometry, the same plain values. torch's compiler has a guard in C++ that compares
-tensors by type, dtype, device, shape, strides and gradient in one call. A call that it does not know at once is looked
-up by its signature; so may any doubt be answered with no.
+tensors by type, dtype, device, shape, strides and gradient in one call. When in doubt the check returns None; the
+caller falls back to the full signature.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 
-from stepgraph.signature import compiler_guards, gradient_mark
+from stepgraph.signature.ambient import compiler_guards
+from stepgraph.signature.key import gradient_mark
 from stepgraph.signature.memory import sharing
 
 _TensorGuards: Any = getattr(compiler_guards, "TensorGuards", None)

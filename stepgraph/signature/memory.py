@@ -1,4 +1,4 @@
-"""The memory of a call's tensors: which of them share some, and which were written to.
+"""These checks find which tensors of a call share memory, and which ones the call wrote to.
 
 torch counts the writes to a tensor (`_version`), but not all: not those through `.data`, not the running statistics of
 `F.batch_norm`. So what a tensor holds is compared, before an eager call and after it, bit for bit.

@@ -21,10 +21,10 @@ import torch
 
 from stepgraph.buffers.static import StaticInputs, StaticOutputs
 from stepgraph.grads.step_grads import Attachment, can_carry_in, carry_in, carry_out
+from stepgraph.guards.gradients import GradientGuard
 from stepgraph.guards.layout import Layouts, layouts_of
 from stepgraph.guards.model import ModelGuard
 from stepgraph.guards.optimizer import NumbersGuard, ParametersGuard, StateGuard
-from stepgraph.guards.steady import SteadyParameters
 from stepgraph.native.row import GuardRow
 from stepgraph.observe.ddp import Replicas
 from stepgraph.observe.nonfinite import Flags
@@ -121,7 +121,7 @@ class CapturedCall:
         )
         self._finds_none = not self._may_be_steady and all(self._no_grad)
         """Whether the call begins without gradients, and leaves some: `zero_grad()` is called outside."""
-        self._steady = SteadyParameters(parameters, [None] * len(parameters) if self._finds_none else self._left)
+        self._steady = GradientGuard(parameters, [None] * len(parameters) if self._finds_none else self._left)
         grads = (grad for _, grad in (*chain.final, *carried_in) if grad is not None)
         self._grads = Layouts(layouts_of({id(grad): grad for grad in grads}.values()))
         self._row: Callable[[], bool] | None = None

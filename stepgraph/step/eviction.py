@@ -31,7 +31,7 @@ from typing import Any
 import torch
 
 from stepgraph.observe.ddp import warmup_calls
-from stepgraph.session.messages import tell_past_limit
+from stepgraph.session.messages import warn_past_limit
 from stepgraph.session.options import Options
 from stepgraph.session.session import Session
 from stepgraph.step.chain import GraphLink
@@ -149,7 +149,7 @@ class Sites:
             return
         self._is_told = True
         known = [(other.sign(), bool(other.calls)) for other in self._placed.values()]
-        tell_past_limit(self._step, reason, site.sign(), known, strict=self._options.strict)
+        warn_past_limit(self._step, reason, site.sign(), known, strict=self._options.strict)
 
 
 class PoolEviction:

@@ -25,7 +25,7 @@ from stepgraph.session.backend_choice import choose_backend, refuse_other_device
 from stepgraph.session.failure import capture_error
 from stepgraph.session.interrupt import interrupts_held
 from stepgraph.session.limits import weigh_changes
-from stepgraph.session.messages import state_changed, tell_values_changed
+from stepgraph.session.messages import state_changed, warn_values_changed
 from stepgraph.session.options import Options
 from stepgraph.session.session import Session
 from stepgraph.signature import AmbientReader, Signature, argument_names, leaf_keys, reason_for_eager, refuse_opaque
@@ -211,7 +211,7 @@ class CapturedStep(Generic[P, R]):
         names = [change.name for change in changes]
         site.changes, often = weigh_changes(site.changes, names, site.most_replays)
         is_captured = bool(site.calls) or site.was_captured
-        tell_values_changed(self._name, changes, is_captured=is_captured, stays_eager=bool(often))
+        warn_values_changed(self._name, changes, is_captured=is_captured, stays_eager=bool(often))
         if not often:  # the step may touch other things now: look at it once more
             return self._start_over(site, told, given)
         site.drop_graphs()

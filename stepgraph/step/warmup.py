@@ -28,7 +28,7 @@ from stepgraph.optim.optimizer import capturable_on_cpu, make_capturable, place,
 from stepgraph.optim.steps import at_optimizer_steps
 from stepgraph.rng.host_random import GeneratorWatch, HostRandomWatch
 from stepgraph.session.failure import CHANGED_CONTAINER, refuse_changed_container
-from stepgraph.session.messages import tell_cut_off, to_ignore
+from stepgraph.session.messages import to_ignore, warn_detached_results
 from stepgraph.session.options import Options
 from stepgraph.session.session import Session
 from stepgraph.signature import is_plain
@@ -108,7 +108,7 @@ def warm_up(
         result = step(*args, **kwargs)
         found_flags = flags.finish(result, site.touched.parameters, zip(site.sign().names(), moved, strict=True))
     if site.seen <= 1 and not site.touched.differentiates:
-        tell_cut_off(flatten(result)[0])
+        warn_detached_results(flatten(result)[0])
     result = detached(result)
     changed_numbers = numbers.finish()
     ended = _let_go(site, known, options.optimizer)

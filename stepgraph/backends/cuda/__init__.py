@@ -1,1 +1,1 @@
-"""CUDA graphs: recording and replaying on a GPU."""
+"""The CUDA backend records and replays work on a GPU."""

@@ -1,6 +1,6 @@
-"""Real CUDA graphs. The only module that touches `torch.cuda`'s graphs.
+"""A CUDA workspace records graphs on one stream, in one pool. Only this module touches `torch.cuda`'s graphs.
 
-What it adds to `torch.cuda.CUDAGraph`: one stream and one pool a session, also for warm-up, so that the memory that
+It adds to `torch.cuda.CUDAGraph`: one stream and one pool a session, also for warm-up, so that the memory that
 eager warm-up cached is what the capture takes; the garbage collector held off (destroying another graph during a
 capture breaks it); `thread_local` error mode, so that a DataLoader's pin-memory thread cannot; and a failed capture
 that leaves the process usable: the stream capture is ended, its pool is left, and the random generators are taken out
@@ -18,9 +18,8 @@ from typing import Any
 
 import torch
 
-from stepgraph.backends.base import Backend, CopyStream, Graph, RandomUse, Workspace
+from stepgraph.backends.base import Graph, RandomUse, Workspace
 from stepgraph.backends.cuda.order import StreamOrder, order_of_draws
-from stepgraph.backends.cuda.reading import CudaReading
 from stepgraph.backends.cuda.rng import Origin, StateCalls, advance_under_capture, offset_under_capture
 from stepgraph.collector import collector_at_rest
 from stepgraph.errors import CaptureRefused
@@ -341,87 +340,3 @@ class CudaWorkspace(Workspace):
         for pool in self._pools.values():
             pool.free()
         self._pools.clear()
-
-
-class CudaCopyStream(CopyStream):
-    """One side stream, ordered with the caller's by events; the host waits for neither."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._stream = torch.cuda.Stream(device)
-        self._used = torch.cuda.Event()
-
-    @contextlib.contextmanager
-    def copying(self, *, after_caller: bool) -> Iterator[None]:
-        caller = torch.cuda.current_stream(self._device)
-        self._stream.wait_event(self._used)  # nothing to wait for where nothing was marked yet
-        if after_caller:
-            self._stream.wait_stream(caller)
-        try:
-            with torch.cuda.stream(self._stream):
-                yield
-        finally:
-            caller.wait_stream(self._stream)
-
-    def mark_used(self) -> None:
-        self._used.record(torch.cuda.current_stream(self._device))
-
-
-class CudaBackend(Backend):
-    """CUDA graphs on one GPU."""
-
-    name = "cuda"
-
-    def __init__(self, device: torch.device | None = None) -> None:
-        index = device.index if device is not None and device.index is not None else torch.cuda.current_device()
-        self.device = torch.device("cuda", index)
-
-    def workspace(self) -> CudaWorkspace:
-        with torch.cuda.device(self.device):
-            return CudaWorkspace(self.device)
-
-    def copy_stream(self) -> CudaCopyStream:
-        return CudaCopyStream(self.device)
-
-    def is_capturing(self) -> bool:
-        return torch.cuda.is_current_stream_capturing()
-
-    @property
-    def capture_probe(self) -> Callable[[], bool]:
-        return getattr(torch._C, "_cuda_isCurrentStreamCapturing", self.is_capturing)
-
-    @property
-    def default_generator(self) -> torch.Generator:
-        torch.cuda.init()
-        return torch.cuda.default_generators[self.device.index]
-
-    def swap_random_state(self, generator: torch.Generator) -> None:
-        # not the states' values but the objects that hold them, which graphs know; nothing is left to do at a replay
-        default = self.default_generator
-        held = default.graphsafe_get_state()
-        default.graphsafe_set_state(generator)
-        generator.graphsafe_set_state(held)
-
-    def get_random_state(self, generator: torch.Generator) -> torch.Tensor:
-        return generator.get_state()
-
-    def set_random_state(self, generator: torch.Generator, state: torch.Tensor) -> None:
-        generator.set_state(state)
-
-    def can_record_here(self) -> bool:
-        return torch.cuda.current_stream(self.device) != torch.cuda.default_stream(self.device)
-
-    def owns(self, tensor: torch.Tensor) -> bool:
-        return tensor.device == self.device
-
-    def read_later(self, tensor: torch.Tensor) -> CudaReading:
-        return CudaReading(tensor)
-
-    def synchronize(self) -> None:
-        torch.cuda.synchronize(self.device)
-
-    def peak_memory_bytes(self) -> int:
-        return torch.cuda.max_memory_reserved(self.device)
-
-    def reset_peak_memory(self) -> None:
-        torch.cuda.reset_peak_memory_stats(self.device)

@@ -1,4 +1,4 @@
-"""Replays on several streams: which must wait for which.
+"""Replays on several streams wait for each other where they share memory.
 
 Graphs of one session share a pool and gradients, and a graph's arguments and results have one place. So a call that
 comes on another stream than the last one is queued behind all that this one's stream has: its replay, the copies of

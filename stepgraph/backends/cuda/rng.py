@@ -1,4 +1,4 @@
-"""Random state on CUDA across graphs: a backward graph that repeats the draws of its forward graph.
+"""A backward graph on CUDA repeats the random draws of its forward graph.
 
 A graph's kernels draw from where their generator is when the replay begins, and a generator's state read under capture
 is a distance from there. Activation checkpointing reads the state in the forward and goes back to it in the backward.

@@ -1,1 +1,1 @@
-"""The CPU tape: recording and replaying without a GPU."""
+"""The CPU tape records and replays work without a GPU."""

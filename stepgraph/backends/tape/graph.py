@@ -1,4 +1,4 @@
-"""One recording on the tape: operators by the addresses of their arguments, and the memory they run in again.
+"""A tape graph holds operators, by the addresses of their arguments, and the memory that a replay runs them in.
 
 While it records, each operator is executed and noted; what it is about to overwrite outside the capture is saved
 first. At the end all that is put back, and every noted address is bound to its final memory. What was born in the
@@ -16,10 +16,8 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from stepgraph.backends.base import Graph, RandomUse
-from stepgraph.backends.tape.generators import Generators
-from stepgraph.backends.tape.memory import Footprint, GraphTrace
+from stepgraph.backends.tape.memory import Footprint, GraphTrace, PoolPlace, TapePool, arena_for, bytes_of
 from stepgraph.backends.tape.op import Op, Ref, Surroundings, run
-from stepgraph.backends.tape.pool import PoolPlace, TapePool, arena_for, bytes_of
 from stepgraph.errors import CaptureRefused, StaleMemoryError, entry
 from stepgraph.frames import user_location
 
@@ -34,8 +32,6 @@ _UNDECLARED_WRITES = {
     "aten::batch_norm_update_stats": ("running_mean", "running_var"),
     "aten::rrelu_with_noise": ("noise",),
 }
-
-
 _SET = "a generator was seeded, or its state was set, by a method of its own"
 
 
@@ -46,6 +42,52 @@ class Head:
         self.graph: TapeGraph | None = None
 
 
+class _Generators:
+    """The default generator and those that the recording was told of: where they were, and where it has left them.
+
+    A generator's own methods (`generator.manual_seed`, `set_state`) are C++: no dispatcher sees them and nothing can
+    take their place. But they leave a state that no recorded work has left, so each is found out before the next
+    operator runs, or at the end. One that leaves the state as it was does nothing, and is let pass.
+    """
+
+    def __init__(self, given: Sequence[torch.Generator]) -> None:
+        self._known = (torch.default_generator, *given)
+        self._before: list[torch.Tensor] = []
+        self._now: list[torch.Tensor] = []
+
+    def knows(self, generator: Any) -> bool:
+        """Whether a generator is among them. Operators see one through a new Python object each time."""
+        return any(_address(generator) == _address(known) for known in self._known)
+
+    def begin(self) -> None:
+        """The recording begins."""
+        self._before = self._now = self._states()
+
+    def note(self) -> None:
+        """What was done to them just now is part of the recording."""
+        self._now = self._states()
+
+    def were_set(self) -> bool:
+        """Whether one is elsewhere than recorded work has left it."""
+        return not all(map(torch.equal, self._states(), self._now))
+
+    def put_back(self) -> list[torch.Generator]:
+        """The recording has ended: all are where they were; gives those that a replay moves."""
+        pairs = list(zip(self._known, self._before, strict=False))
+        moved = [generator for generator, state in pairs if not torch.equal(generator.get_state(), state)]
+        for generator, state in pairs:
+            generator.set_state(state)
+        self._before = []
+        return moved
+
+    def _states(self) -> list[torch.Tensor]:
+        return [generator.get_state() for generator in self._known]
+
+
+def _address(generator: Any) -> int:
+    return int(generator._cdata)
+
+
 class TapeGraph(Graph):
     """One recording: a list of operators and the memory they use."""
 
@@ -53,7 +95,7 @@ class TapeGraph(Graph):
         self._head = head
         self._pool = pool
         self._lane = lane
-        self._generators = Generators(generators)
+        self._generators = _Generators(generators)
         self._ops: list[Op] = []
         self._outside: dict[int, PoolPlace] = {}
         self._born: dict[int, PoolPlace] = {}
@@ -119,7 +161,7 @@ class TapeGraph(Graph):
             )
         run(self._ops)
         self._pool.ledger.replayed(self._trace)
-        self._pool.spoil(self._trace)
+        self._pool.poison_overwritten(self._trace)
 
     def note_loaded(self, tensor: torch.Tensor) -> None:
         place = self._pool.find(tensor.untyped_storage()._cdata)

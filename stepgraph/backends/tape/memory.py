@@ -1,4 +1,4 @@
-"""A model of a graph pool's addresses: who lives where, and who overwrote whom.
+"""The tape models the memory of a graph pool: who lives at which address, when they die, and who overwrites whom.
 
 CUDA gives memory that died during a capture to the next tensor that is born, in this capture or a later one of the
 same pool. That is what makes shared pools small, and what makes them dangerous: a graph that reads another graph's
@@ -8,15 +8,28 @@ output reads garbage once a third graph, whose capture was given that memory, ha
 be seen without happening. `Ledger` plays time: it remembers at which replay each surviving block was last written, and
 which address ranges each graph writes. A read is stale when a graph whose ranges overlap was replayed after the
 block's last write. This is data flow, not sequence: any order of replays is right as long as nothing stale is read.
+
+`TapePool` has the storages that live at these addresses. A graph must be able to write the same memory again at each
+replay, but holding on to every intermediate tensor of a step would hide the deaths that make pool memory reusable, and
+cost as much memory as the step ever touched. So while the tape records it holds storages weakly: a weak reference's
+callback is the moment of death, and gives the block back to the address pool. When the recording ends, what is still
+alive (outputs, gradients) is bound to its own storage, and all that died is laid out in one arena at its modelled
+addresses, so that a replay takes the memory a pool would. What was alive at the end is watched by its reference count
+from then on: once only graphs hold it, it is dead too.
 """
 
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterable
+import weakref
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
+import torch
+
 GRANULE = 512
+_LANE_SHIFT = 44
+_use_count: Callable[[int], int] = torch._C._storage_Use_Count
 
 
 @dataclass(slots=True, eq=False)
@@ -137,3 +150,132 @@ class Ledger:
         trace.replayed_at = self._tick
         for block in trace.writes:
             block.written_at = self._tick
+
+
+class PoolPlace:
+    """One storage as the tape knows it. `block` is its address in the pool; a storage from outside has none."""
+
+    __slots__ = ("aliases", "block", "holds_floats", "num_bytes", "storage", "watch")
+
+    def __init__(self, num_bytes: int, storage: torch.UntypedStorage | None, block: Block | None) -> None:
+        self.num_bytes = num_bytes
+        self.storage = storage
+        self.block = block
+        self.aliases = 0
+        self.holds_floats = True
+        self.watch: weakref.ref[torch.UntypedStorage] | None = None
+
+
+class TapePool:
+    """The storages born in one workspace's captures, with their addresses and the ledger of their writes."""
+
+    def __init__(self) -> None:
+        self._lanes: dict[int, AddressPool] = {}
+        self.ledger = Ledger()
+        self._live: dict[int, PoolPlace] = {}
+        self._survivors: list[tuple[int, PoolPlace]] = []
+        self._unplayed: list[PoolPlace] = []
+        """What survived recordings of the capture under way: it still holds the numbers of the recording."""
+        unused = torch.UntypedStorage(1)
+        self._idle_count = _use_count(unused._cdata)  # what Python's own handle counts for
+
+    def find(self, key: int) -> PoolPlace | None:
+        """The living storage of this identity, if it was born here."""
+        return self._live.get(key)
+
+    @property
+    def num_bytes(self) -> int:
+        """The addresses that were ever given out."""
+        return sum(lane.high_water - lane.start for lane in self._lanes.values())
+
+    def birth(self, storage: torch.UntypedStorage, lane: int = 0) -> PoolPlace:
+        """A storage made while recording in a lane."""
+        self.reap()
+        key = storage._cdata
+        if lane not in self._lanes:
+            self._lanes[lane] = AddressPool(lane << _LANE_SHIFT)  # far enough from the others never to meet them
+        place = PoolPlace(storage.nbytes(), None, self._lanes[lane].allocate(storage.nbytes()))
+        place.watch = weakref.ref(storage, lambda _: self._death(key, place))
+        self._live[key] = place
+        return place
+
+    def _death(self, key: int, place: PoolPlace) -> None:
+        if self._live.get(key) is place:
+            del self._live[key]
+        assert place.block is not None
+        self._lane_of(place.block).release(place.block)
+
+    def _lane_of(self, block: Block) -> AddressPool:
+        return self._lanes[block.start >> _LANE_SHIFT]
+
+    def grow(self, place: PoolPlace, num_bytes: int) -> None:
+        """Move a storage that was resized to a block that holds it."""
+        assert place.block is not None
+        lane = self._lane_of(place.block)
+        lane.release(place.block)
+        place.block, place.num_bytes = lane.allocate(num_bytes), num_bytes
+
+    def disown(self, place: PoolPlace) -> None:
+        """Forget a storage of a recording that was dropped; if it is still alive, it is plain memory from now on."""
+        storage = place.watch() if place.watch is not None else None
+        if storage is not None:
+            place.watch = None
+            self._death(storage._cdata, place)
+
+    def settle(self, place: PoolPlace) -> bool:
+        """At the end of a recording: bind a storage that is still alive; False if it has died."""
+        if place.storage is not None:
+            return True
+        storage = place.watch() if place.watch is not None else None
+        if storage is None:
+            return False
+        place.storage, place.watch = storage, None
+        self._survivors.append((storage._cdata, place))
+        self._unplayed.append(place)
+        return True
+
+    def poison_unplayed(self) -> None:
+        """The capture is over, and nothing was replayed yet: no number of the recording is a result."""
+        unplayed, self._unplayed = self._unplayed, []
+        for place in unplayed:
+            poison(place)
+
+    def poison_overwritten(self, trace: GraphTrace) -> None:
+        """A graph has run: what other graphs had left at its addresses, and somebody still holds, is gone."""
+        own = set(map(id, trace.writes))
+        for _, place in self._survivors:
+            if place.block is not None and id(place.block) not in own and trace.footprint.overlaps(place.block):
+                poison(place)
+
+    def reap(self) -> None:
+        """Find survivors that only graphs hold on to by now, and give their addresses back."""
+        kept = []
+        for key, place in self._survivors:
+            if _use_count(key) - self._idle_count > place.aliases:
+                kept.append((key, place))
+            else:
+                self._death(key, place)
+        self._survivors = kept
+
+
+def poison(place: PoolPlace) -> None:
+    """Make garbage of a storage's numbers; indices are let be, since an operator must be able to work with them."""
+    if place.holds_floats and place.storage is not None:
+        bytes_of(place.storage).fill_(0xFF)  # NaN in every floating type
+
+
+def bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
+    """A storage as a tensor."""
+    with torch.inference_mode(False):
+        return torch.empty(0, dtype=torch.uint8).set_(storage)
+
+
+def arena_for(places: list[PoolPlace]) -> tuple[torch.UntypedStorage, int]:
+    """One storage over the address range of dead places, and the range's start."""
+    blocks = [place.block for place in places if place.block is not None]
+    if not blocks:
+        return torch.UntypedStorage(0), 0
+    start, stop = min(b.start for b in blocks), max(b.stop for b in blocks)
+    # storages start at 64-byte boundaries; blocks at multiples of GRANULE keep every tensor at one too
+    assert start % GRANULE == 0
+    return torch.UntypedStorage(stop - start), start

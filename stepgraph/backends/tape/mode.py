@@ -1,4 +1,4 @@
-"""Record and replay on the CPU: CUDA-graph capture without a GPU.
+"""The tape records and replays on the CPU, as CUDA graphs do on a GPU.
 
 A dispatch mode sees every ATen operator that forward, autograd's backward, an optimizer, a custom operator or a
 collective runs. While a `TapeGraph` records, each operator is executed (Python needs real tensors to go on) and noted
@@ -6,7 +6,7 @@ with the addresses of its arguments; at the end everything it wrote is put back,
 has no effect: parameters, buffers and random state are those of before, and memory born in the capture is filled with
 NaN until the first replay. A replay runs the noted operators again, into the very same memory.
 
-It refuses what CUDA refuses (`tape_refusals`), with the user's line; it models the pool's addresses (`tape_memory`)
+It refuses what CUDA refuses (`refusals`), with the user's line; it models the pool's addresses (`memory`)
 and raises when a graph is about to read memory that another graph's replay has overwritten. Numbers that a caller has
 kept in such memory become NaN.
 
@@ -30,7 +30,7 @@ from torch.utils import _python_dispatch as dispatch
 
 from stepgraph.backends.base import Backend, CopyStream, Reading, Workspace
 from stepgraph.backends.tape.graph import Head, TapeGraph, has_memory
-from stepgraph.backends.tape.pool import TapePool
+from stepgraph.backends.tape.memory import TapePool
 from stepgraph.backends.tape.refusals import HostReadGuard, host_data_refusal, refusal, unseen_by_modules
 from stepgraph.backends.tape.rng import RandomCalls, recorded_rng_calls, swap_states
 from stepgraph.backends.threads import compiled_code_runs_eagerly

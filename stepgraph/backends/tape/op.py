@@ -1,4 +1,4 @@
-"""One noted operator, and how a replay runs it: with the arguments, and in the surroundings, that it was noted with.
+"""A replay runs each noted operator with the arguments, and under the flags, that it was noted with.
 
 An operator is noted after autocast has cast its arguments, so that there is nothing left to cast, and a dispatch mode's
 handler runs outside autocast. But some kernels call operators in turn, and eager's autocast sees those: the fused ones
@@ -16,7 +16,7 @@ import torch
 from torch.overrides import enable_reentrant_dispatch
 from torch.utils._pytree import TreeSpec, tree_flatten
 
-from stepgraph.backends.tape.pool import PoolPlace
+from stepgraph.backends.tape.memory import PoolPlace
 
 
 @dataclass(frozen=True, slots=True)

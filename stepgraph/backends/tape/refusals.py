@@ -1,4 +1,4 @@
-"""What the tape refuses because CUDA refuses it: the list, read off a GPU case by case.
+"""The tape refuses what CUDA refuses, by a list that was checked on a GPU case by case.
 
 Three nets. ATen's own tags mark most operators whose result or shape depends on data. A short table names the ones
 that synchronize inside their CUDA kernels without a tag. And a function mode catches what never reaches the dispatcher

@@ -1,4 +1,4 @@
-"""Random state on the tape: what a step does to a CPU generator must happen again at every replay.
+"""The tape repeats at every replay what a step does to a CPU generator.
 
 Kernels draw from the generator by themselves. But `torch.get_rng_state` and `set_rng_state`, which activation
 checkpointing uses to repeat its dropout masks, and the swaps by which a named state takes the default generator's
@@ -6,7 +6,7 @@ place, are host calls that no dispatcher sees. While the tape records, each is m
 leaves an entry on the tape; for torch's two functions they are replaced, in this one place, by such forms. Another
 seed is refused, as on CUDA.
 
-A generator's own methods cannot be replaced and are refused (`tape_generators`). CUDA is easier on one of them: it
+A generator's own methods cannot be replaced and are refused (`tape.graph`). CUDA is easier on one of them: it
 records `generator.set_state` to a state that was read in the same graph.
 """
 

@@ -18,7 +18,15 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from stepgraph.errors import InvalidArgument
-from stepgraph.signature import AMBIENT_NAMES, AmbientReader, Difference, Signature, ambient_key, differences, leaf_key
+from stepgraph.signature import (
+    AMBIENT_NAMES,
+    AmbientReader,
+    Difference,
+    Signature,
+    ambient_key,
+    find_differences,
+    leaf_key,
+)
 from stepgraph.tree import flatten
 
 ARGUMENTS = ("batch", "scale")
@@ -38,8 +46,8 @@ def signature(
 
 def named(one: Signature, two: Signature) -> list[tuple[str, str]]:
     """The differences as (path, what); the empty list also means equal keys, and both ways round."""
-    found = differences(one, two)
-    assert bool(found) == bool(differences(two, one)) == (one.key != two.key)
+    found = find_differences(one, two)
+    assert bool(found) == bool(find_differences(two, one)) == (one.key != two.key)
     assert (hash(one.key) == hash(two.key)) or found
     return [(d.path, d.what) for d in found]
 
@@ -255,7 +263,7 @@ def test_differences_name_arguments() -> None:
 
 
 def test_difference_reads_as_a_sentence() -> None:
-    (found,) = differences(signature(torch.zeros(4, 2)), signature(torch.zeros(2, 2)))
+    (found,) = find_differences(signature(torch.zeros(4, 2)), signature(torch.zeros(2, 2)))
     assert str(found) == "batch: shape changed (captured f32[4, 2] cpu, received f32[2, 2] cpu)"
     assert found == Difference("batch", "shape changed", "f32[4, 2] cpu", "f32[2, 2] cpu")
 
@@ -417,7 +425,7 @@ def test_ambient_default_device_is_told_by_its_name() -> None:
     with torch.device("meta"):
         assert named(one, signature(TENSOR)) == []
     with torch.device("cpu"):
-        (found,) = differences(one, signature(TENSOR))
+        (found,) = find_differences(one, signature(TENSOR))
     assert (found.captured, found.received) == ("('device meta',)", "('device cpu',)")
 
 
@@ -454,7 +462,7 @@ def test_differences_name_modules_and_parameters() -> None:
     one = signature(training=(True, True), no_grad=(True, False))
     two = signature(training=(True, False), no_grad=(False, False))
     assert one.key != two.key
-    found = differences(one, two, ["model", "model.drop"], ["model.weight", "model.bias"])
+    found = find_differences(one, two, ["model", "model.drop"], ["model.weight", "model.bias"])
     assert found == [
         Difference("model.drop", "training", "True", "False"),
         Difference("model.weight", ".grad is None", "True", "False"),
@@ -463,12 +471,12 @@ def test_differences_name_modules_and_parameters() -> None:
 
 def test_differences_of_many_modules_are_one_line() -> None:
     one, two = signature(training=(True,) * 9), signature(training=(False,) * 9)
-    (found,) = differences(one, two, [f"layers.{i}" for i in range(9)])
+    (found,) = find_differences(one, two, [f"layers.{i}" for i in range(9)])
     assert found.path == "layers.0 and 8 more"
 
 
 def test_differences_of_other_objects_are_told() -> None:
-    (found,) = differences(signature(training=(True,)), signature(training=(True, True)))
+    (found,) = find_differences(signature(training=(True,)), signature(training=(True, True)))
     assert found == Difference("training", "the step touches other objects", "1", "2")
 
 

@@ -12,7 +12,7 @@ from torch import nn
 
 import stepgraph
 from stepgraph.errors import Location
-from stepgraph.session.torch_reads import fix_for
+from stepgraph.session.failure import fix_in_torch
 
 Step = Callable[[torch.Tensor], Any]
 Case = tuple[Step, Step, str, str]
@@ -171,5 +171,5 @@ def test_read_of_lengths_is_refused_where_they_are_an_argument() -> None:
 
 
 def test_fix_is_known_for_no_other_function() -> None:
-    assert fix_for(Location("nn/functional.py", 1, "gaussian_nll_loss")) is None
-    assert fix_for(Location("nn/modules/transformer.py", 1, "generate_square_subsequent_mask")) is None
+    assert fix_in_torch(Location("nn/functional.py", 1, "gaussian_nll_loss")) is None
+    assert fix_in_torch(Location("nn/modules/transformer.py", 1, "generate_square_subsequent_mask")) is None

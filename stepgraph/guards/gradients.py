@@ -1,4 +1,4 @@
-"""Whether parameters are as a replay left them: with the gradient each was given, its flag, and its form.
+"""The gradient guard compares parameters with what a replay left: the gradient, the flag and the form of each.
 
 Nothing in torch tells when a gradient is taken off a parameter, `requires_grad` is set, or data of another form is put
 in, so these are read at each call; for a model of 150 parameters that is most of what a replay costs the
@@ -18,11 +18,11 @@ import torch
 from stepgraph.native.row import PLAIN_TENSORS, GuardRow
 from stepgraph.signature import compiler_guards
 
-_UNTOLD = [""]
-"""What a guard would say of itself; nobody asks."""
+_NO_MESSAGE = [""]
+"""What torch's guard would say of itself; nobody asks."""
 
 
-class SteadyParameters:
+class GradientGuard:
     """Parameters with the gradients, flags and forms that they have when nobody has touched them."""
 
     __slots__ = ("_check", "_expected", "_is_settled", "_parameters")
@@ -78,6 +78,6 @@ class SteadyParameters:
     def _add(manager: Any, parameter: torch.Tensor, grad: torch.Tensor | None, stack: tuple[None, ...]) -> None:
         shape, strides = list(parameter.shape), list(parameter.stride())
         manager.add_tensor_match_guard(
-            parameter, shape, strides, "", _UNTOLD, *stack, type(parameter), torch._C._dispatch_keys(parameter)
+            parameter, shape, strides, "", _NO_MESSAGE, *stack, type(parameter), torch._C._dispatch_keys(parameter)
         )
-        manager.grad_manager("", grad, None).add_id_match_guard(id(grad), _UNTOLD, *stack)
+        manager.grad_manager("", grad, None).add_id_match_guard(id(grad), _NO_MESSAGE, *stack)

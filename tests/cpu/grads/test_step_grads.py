@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stepgraph.grads.host_copies import copies_on_host
+from stepgraph.grads.step_grads import copies_on_host
 
 _DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex128, torch.int8, torch.bool]
 

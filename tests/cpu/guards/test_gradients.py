@@ -1,4 +1,4 @@
-"""Steady parameters: with the compiler's guard as without it, any change of a gradient or a flag is seen."""
+"""The gradient guard: with the compiler's guard as without it, any change of a gradient or a flag is seen."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from stepgraph.guards.steady import SteadyParameters
+from stepgraph.guards.gradients import GradientGuard
 
 Change = Callable[[nn.Parameter], object]
 
@@ -47,25 +47,25 @@ def _compiler_is_there() -> None:
 def test_parameters_hold_exactly_while_each_gradient_and_flag_is_the_same(changes: list[tuple[str, int]]) -> None:
     held = parameters(6)
     grads, flags = [p.grad for p in held], [p.requires_grad for p in held]
-    steady = SteadyParameters(held, grads)
-    assert [steady.hold(), steady.hold()] == [True, True]  # by looking at each, then by the guard
-    assert steady._check is not None
+    guard = GradientGuard(held, grads)
+    assert [guard.hold(), guard.hold()] == [True, True]  # by looking at each, then by the guard
+    assert guard._check is not None
     for change, index in changes:
         CHANGES[change](held[index])
         unchanged = all(p.grad is g and p.requires_grad is f for p, g, f in zip(held, grads, flags, strict=True))
-        assert steady.hold() is unchanged
+        assert guard.hold() is unchanged
         with torch.no_grad():
-            assert steady.hold() is unchanged
+            assert guard.hold() is unchanged
 
 
 def test_a_gradient_whose_place_in_memory_another_takes_is_not_mistaken_for_it() -> None:
     (parameter,) = parameters(1)
-    steady = SteadyParameters([parameter], [parameter.grad])
-    assert [steady.hold(), steady.hold()] == [True, True]  # by looking at each, then by the guard
+    guard = GradientGuard([parameter], [parameter.grad])
+    assert [guard.hold(), guard.hold()] == [True, True]  # by looking at each, then by the guard
     for _ in range(100):
         parameter.grad = None
         parameter.grad = torch.zeros(2, 3)
-        assert not steady.hold()
+        assert not guard.hold()
 
 
 def test_parameters_of_another_class_are_looked_at_one_by_one() -> None:
@@ -73,12 +73,12 @@ def test_parameters_of_another_class_are_looked_at_one_by_one() -> None:
         pass
 
     parameter = Marked(torch.ones(2))
-    steady = SteadyParameters([parameter], [None])
-    assert [steady.hold(), steady.hold()] == [True, True]  # by looking at each, then by the guard
+    guard = GradientGuard([parameter], [None])
+    assert [guard.hold(), guard.hold()] == [True, True]  # by looking at each, then by the guard
     parameter.grad = torch.ones(2)
-    assert not steady.hold()
+    assert not guard.hold()
 
 
 def test_no_parameters_hold() -> None:
-    steady = SteadyParameters([], [])
-    assert [steady.hold(), steady.hold()] == [True, True]  # by looking at each, then by the guard
+    guard = GradientGuard([], [])
+    assert [guard.hold(), guard.hold()] == [True, True]  # by looking at each, then by the guard
