@@ -61,12 +61,11 @@ def median_us(call: Callable[[], Any], calls: int, *, drained: bool = False) -> 
 
 def rows_of(call: Any) -> dict[str, Callable[[], bool]]:
     """What is asked before a replay, in each way there is."""
-    import stepgraph.native.row as untouched
-    from stepgraph.native import library
+    from stepgraph.native import library, row
 
     rows = {}
     for way in ("python", "cpp") if library.native_row() is not None else ("python",):
-        untouched.native_row = library.native_row if way == "cpp" else lambda: None
+        row.native_row = library.native_row if way == "cpp" else lambda: None
         rows[way] = call._expectations()
         assert rows[way]()
     return rows
