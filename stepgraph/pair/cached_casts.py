@@ -8,12 +8,13 @@ comes back to a cast in the backward must be what this call has sent there.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from typing import Any, TypeGuard
 
 import torch
 
 from stepgraph.errors import CaptureError
+from stepgraph.pair.differentiate import nodes_behind
 from stepgraph.signature import AMBIENT_NAMES
 
 _AROUND = [AMBIENT_NAMES.index(name) for name in ("grad mode", "autocast cache", "autocast on cuda", "autocast on cpu")]
@@ -31,7 +32,7 @@ def casts_behind(results: Iterable[torch.Tensor], stop: Iterable[Any] = ()) -> d
     A use is a node and the index of its gradient. Nodes in `stop`, and what is behind them, are left out.
     """
     found: dict[Any, list[tuple[Any, int]]] = {}
-    for node in _nodes_behind(results, stop):
+    for node in nodes_behind(results, stop):
         for index, (following, _) in enumerate(node.next_functions):
             if following is not None and _leaf_of(following) is not None:
                 found.setdefault(following, []).append((node, index))
@@ -109,22 +110,6 @@ def _leaf_of(node: Any) -> torch.Tensor | None:
         return None
     behind = node.next_functions[0][0]
     return getattr(behind, "variable", None)
-
-
-def _nodes_behind(results: Iterable[torch.Tensor], stop: Iterable[Any]) -> Iterator[Any]:
-    seen = set(stop)
-    nodes = []
-    for result in results:
-        if result.grad_fn is not None and result.grad_fn not in seen:
-            seen.add(result.grad_fn)
-            nodes.append(result.grad_fn)
-    while nodes:
-        node = nodes.pop()
-        yield node
-        for following, _ in node.next_functions:
-            if following is not None and following not in seen:
-                seen.add(following)
-                nodes.append(following)
 
 
 def _is_plain(grad: torch.Tensor | None) -> TypeGuard[torch.Tensor]:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -109,17 +109,16 @@ def saved_memory(results: Sequence[torch.Tensor]) -> frozenset[int]:
     return frozenset(found)
 
 
-def nodes_behind(tensors: Sequence[torch.Tensor]) -> Iterator[Any]:
-    """The nodes of autograd's graph behind these tensors."""
-    nodes = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
-    seen = set(nodes)
+def nodes_behind(tensors: Iterable[torch.Tensor], stop: Iterable[Any] = ()) -> Iterator[Any]:
+    """The nodes of autograd's graph behind these tensors, each once; those in `stop`, and what is behind, left out."""
+    seen = set(stop)
+    nodes = [tensor.grad_fn for tensor in tensors]
     while nodes:
         node = nodes.pop()
-        yield node
-        for following, _ in node.next_functions:
-            if following is not None and following not in seen:
-                seen.add(following)
-                nodes.append(following)
+        if node is not None and node not in seen:
+            seen.add(node)
+            yield node
+            nodes += [following for following, _ in node.next_functions]
 
 
 def uses_up_saved(results: Sequence[torch.Tensor]) -> bool:
