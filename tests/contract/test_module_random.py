@@ -106,7 +106,7 @@ def test_random_numbers_of_the_host_keep_a_module_eager(device: torch.device) ->
     with quiet() as seen:
         report = assert_graphed_equals_eager(build, device, replays=False)
     assert [row.forwards > 0 for row in report.rows] == [False, True]
-    assert report.rows[0].eager_reasons["capture failed: [host-random]"] == 9
+    assert report.rows[0].eager_reasons["capture failed: [host-random]"] == 5
     assert any("draws from random" in str(warning.message) for warning in seen)
 
 
@@ -328,7 +328,7 @@ def test_checkpointing_beside_a_backward_that_draws_stays_eager(device: torch.de
             replays=False,
         )
     assert [row.forwards > 0 for row in report.rows] == [False, True]
-    assert report.rows[0].eager_reasons["capture failed: [rng-recompute]"] == 9
+    assert report.rows[0].eager_reasons["capture failed: [rng-recompute]"] == 5
     assert any("as two modules" in str(warning.message) for warning in seen)
 
 

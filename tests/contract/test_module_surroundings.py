@@ -242,7 +242,7 @@ def test_attribute_set_by_a_forward_is_never_that_of_the_capture(what: str, devi
     else:
         assert report.rows[0].forwards == 0
         rule = "host-value" if what == "history" else "module-attribute"
-        assert report.rows[0].eager_reasons[f"capture failed: [{rule}]"] == 9
+        assert report.rows[0].eager_reasons[f"capture failed: [{rule}]"] == 5
         assert any(what in str(w.message) and rule in str(w.message) for w in warned)
 
 
