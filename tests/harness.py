@@ -69,7 +69,7 @@ class State(Mapping[str, Any]):
             ends[kind] = start + value.numel()
             parts.setdefault(kind, []).append(value)
         with torch.no_grad():
-            self._flat = {kind: torch._C._nn.flatten_dense_tensors(found) for kind, found in parts.items()}
+            self._flat = {kind: _end_to_end(found) for kind, found in parts.items()}
 
     def __getitem__(self, name: str) -> Any:
         if name not in self._where:
@@ -91,6 +91,13 @@ class State(Mapping[str, Any]):
             return None
         flat = [(self._flat[kind], other._flat[kind]) for kind in self._flat]
         return [*flat, *((value, other._others[name]) for name, value in self._others.items())]
+
+
+def _end_to_end(tensors: list[torch.Tensor]) -> torch.Tensor:
+    if len(tensors) == 1:  # which the other way would return itself, not a copy
+        return tensors[0].detach().reshape(-1).clone()
+    flat: torch.Tensor = torch._C._nn.flatten_dense_tensors(tensors)
+    return flat
 
 
 def _copied(value: Any) -> Any:
