@@ -147,8 +147,8 @@ def same_bits(one: Any, two: Any) -> bool:
         return _same_form(one, two) and torch.equal(_as_bits(one), _as_bits(two))
     if type(one) is not type(two):
         return False
-    if isinstance(one, State):
-        pairs = one.pairs_with(two)
+    if isinstance(one, Mapping):
+        pairs = one.pairs_with(two) if isinstance(one, State) else None
         return not different(one, two) if pairs is None else all(same_bits(a, b) for a, b in pairs)
     if isinstance(one, list | tuple):
         return len(one) == len(two) and all(map(same_bits, one, two))

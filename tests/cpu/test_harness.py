@@ -43,6 +43,8 @@ def test_state_differs_where_a_bit_does() -> None:
         "inner: b",
         "inner: c",
     ]
+    assert same_bits(dict(state), dict(state))
+    assert not same_bits(dict(state), dict(state) | {"b": ZERO})
     for dtype in (torch.float8_e4m3fn, torch.bfloat16, torch.complex128, torch.bool):
         one, two = (State({"a": torch.zeros(3, dtype=dtype), "b": torch.zeros((), dtype=dtype)}) for _ in range(2))
         assert same_bits(one, two), dtype
