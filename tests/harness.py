@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -46,24 +46,87 @@ def operators_of(function: Callable[..., Any], *args: Any) -> set[str]:
     return found
 
 
-def snapshot(program: Program, device: torch.device) -> dict[str, Any]:
+class State(Mapping[str, Any]):
+    """Values by name, as they were when this was made.
+
+    Tensors of one kind are kept end to end, so that a state is copied and compared in a few calls, however many
+    tensors it has.
+    """
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        self._where: dict[str, tuple[Any, int, torch.Size]] = {}
+        """The flat tensor, the place in it and the shape of each tensor."""
+        self._others: dict[str, Any] = {}
+        parts: dict[Any, list[torch.Tensor]] = {}
+        ends: dict[Any, int] = {}
+        for name, value in values.items():
+            if type(value) not in (torch.Tensor, torch.nn.Parameter):
+                self._others[name] = _copied(value)
+                continue
+            kind = (value.dtype, value.device)
+            start = ends.get(kind, 0)
+            self._where[name] = (kind, start, value.shape)
+            ends[kind] = start + value.numel()
+            parts.setdefault(kind, []).append(value)
+        with torch.no_grad():
+            self._flat = {kind: _end_to_end(found) for kind, found in parts.items()}
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in self._where:
+            return self._others[name]
+        kind, start, shape = self._where[name]
+        return self._flat[kind][start : start + shape.numel()].view(shape)
+
+    def __iter__(self) -> Iterator[str]:
+        yield from self._where
+        yield from self._others
+
+    def __len__(self) -> int:
+        return len(self._where) + len(self._others)
+
+    def pairs_with(self, other: State) -> list[tuple[Any, Any]] | None:
+        """What must be equal, pair by pair, for two states to be the same; None where their tensors have other kinds,
+        shapes or names, or come in another order."""
+        if self._where != other._where or self._others.keys() != other._others.keys():
+            return None
+        flat = [(self._flat[kind], other._flat[kind]) for kind in self._flat]
+        return [*flat, *((value, other._others[name]) for name, value in self._others.items())]
+
+
+def _end_to_end(tensors: list[torch.Tensor]) -> torch.Tensor:
+    if len(tensors) == 1:  # which the other way would return itself, not a copy
+        return tensors[0].detach().reshape(-1).clone()
+    flat: torch.Tensor = torch._C._nn.flatten_dense_tensors(tensors)
+    return flat
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone()
+    if isinstance(value, list | tuple):
+        return [_copied(part) for part in value]
+    return value
+
+
+def snapshot(program: Program, device: torch.device, **more: Any) -> State:
     """Everything that must be equal: parameters, buffers, gradients, optimizer state, random state."""
     found: dict[str, Any] = {}
     for i, module in enumerate(program.modules):
         for name, value in module.state_dict().items():
-            found[f"module{i}.{name}"] = value.detach().clone()
+            found[f"module{i}.{name}"] = value
         for name, parameter in module.named_parameters():
-            grad = parameter.grad
-            found[f"module{i}.{name}.grad"] = None if grad is None else grad.detach().clone()
+            found[f"module{i}.{name}.grad"] = parameter.grad
     for i, optimizer in enumerate(program.optimizers):
         for key, state in optimizer.state_dict()["state"].items():
             for name, value in state.items():
-                found[f"optimizer{i}.{key}.{name}"] = value.clone() if isinstance(value, torch.Tensor) else value
+                found[f"optimizer{i}.{key}.{name}"] = value
         for j, group in enumerate(optimizer.param_groups):
-            found[f"optimizer{i}.group{j}"] = {k: v for k, v in group.items() if k != "params"}
+            for name, value in group.items():
+                if name != "params":
+                    found[f"optimizer{i}.group{j}.{name}"] = value
     for i, tensor in enumerate(program.tensors):
-        found[f"tensor{i}"] = tensor.detach().clone()
-        found[f"tensor{i}.grad"] = None if tensor.grad is None else tensor.grad.detach().clone()
+        found[f"tensor{i}"] = tensor
+        found[f"tensor{i}.grad"] = tensor.grad
     found["rng cpu"] = torch.get_rng_state()
     if device.type == "cuda":
         found["rng cuda"] = torch.cuda.get_rng_state(device)
@@ -71,24 +134,40 @@ def snapshot(program: Program, device: torch.device) -> dict[str, Any]:
         found[f"rng {i}"] = generator.get_state()
     for name, state in program.named_states().items():
         found[f"rng {name}"] = state
-    return found
+    return State(found | more)
+
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""By the size of an element, what to read it as to compare its bits."""
 
 
 def same_bits(one: Any, two: Any) -> bool:
     """Bitwise equality: NaN equals itself, -0.0 differs from 0.0."""
-    if not isinstance(one, torch.Tensor) or not isinstance(two, torch.Tensor):
-        return type(one) is type(two) and bool(one == two)
-    if one.shape != two.shape or one.dtype != two.dtype or one.device != two.device:
+    if isinstance(one, torch.Tensor) and isinstance(two, torch.Tensor):
+        return _same_form(one, two) and torch.equal(_as_bits(one), _as_bits(two))
+    if type(one) is not type(two):
         return False
-    return torch.equal(_bytes(one), _bytes(two))
+    if isinstance(one, Mapping):
+        pairs = one.pairs_with(two) if isinstance(one, State) else None
+        return not different(one, two) if pairs is None else all(same_bits(a, b) for a, b in pairs)
+    if isinstance(one, list | tuple):
+        return len(one) == len(two) and all(map(same_bits, one, two))
+    return bool(one == two)
 
 
-def different(one: dict[str, Any], two: dict[str, Any]) -> list[str]:
+def different(one: Mapping[str, Any], two: Mapping[str, Any]) -> list[str]:
     """The names under which two snapshots differ."""
-    return [name for name in sorted({*one, *two}) if not same_bits(one.get(name, "absent"), two.get(name, "absent"))]
+    found = []
+    for name in sorted({*one, *two}):
+        a, b = (state.get(name, "absent") for state in (one, two))
+        if isinstance(a, State) and isinstance(b, State):
+            found += [f"{name}: {part}" for part in different(a, b)]
+        elif not same_bits(a, b):
+            found.append(name)
+    return found
 
 
-def run(program: Program, step: Step, device: torch.device) -> list[tuple[list[Any], dict[str, Any]]]:
+def run(program: Program, step: Step, device: torch.device) -> list[tuple[list[Any], State]]:
     """Call the step on each batch; results and a snapshot after each call."""
     history = []
     for index, batch in enumerate(program.batches):
@@ -137,21 +216,29 @@ def assert_same_history(expected: Any, received: Any, what: str) -> None:
 
 def _same_at_once(one: Any, two: Any) -> bool:
     """Whether two histories are bitwise the same, with one question to the device instead of one a tensor."""
-    leaves, spec = torch.utils._pytree.tree_flatten(one)
-    others, other_spec = torch.utils._pytree.tree_flatten(two)
-    if spec != other_spec:
-        return False
-    pairs = [(a, b) for a, b in zip(leaves, others, strict=True) if _is_cuda(a) and _is_cuda(b)]
-    rest = [(a, b) for a, b in zip(leaves, others, strict=True) if not (_is_cuda(a) and _is_cuda(b))]
-    if any(a.shape != b.shape or a.dtype != b.dtype or a.device != b.device for a, b in pairs):
-        return False
-    return all(same_bits(a, b) for a, b in rest) and (
-        not pairs or torch.equal(torch.cat([_bytes(a) for a, _ in pairs]), torch.cat([_bytes(b) for _, b in pairs]))
+    todo, on_device = [(one, two)], []
+    while todo:
+        a, b = todo.pop()
+        if isinstance(a, list | tuple) and type(a) is type(b) and len(a) == len(b):
+            todo += zip(a, b, strict=True)
+        elif isinstance(a, State) and isinstance(b, State) and (pairs := a.pairs_with(b)) is not None:
+            todo += pairs
+        elif isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) and a.is_cuda and _same_form(a, b):
+            on_device.append((a, b))
+        elif not same_bits(a, b):
+            return False
+    return not on_device or torch.equal(
+        *(torch.cat([_bytes(t) for t in side]) for side in zip(*on_device, strict=True))
     )
 
 
-def _is_cuda(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.is_cuda
+def _same_form(one: torch.Tensor, two: torch.Tensor) -> bool:
+    return one.shape == two.shape and one.dtype == two.dtype and one.device == two.device
+
+
+def _as_bits(tensor: torch.Tensor) -> torch.Tensor:
+    bits = _BITS.get(tensor.element_size())
+    return _bytes(tensor) if bits is None else tensor.view(bits)
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -18,10 +18,10 @@ from torch import nn
 
 import stepgraph
 from stepgraph.tree import flatten
-from tests.harness import Program, assert_same_history, different, same_bits, snapshot
+from tests.harness import Program, State, assert_same_history, different, same_bits, snapshot
 from tests.seeding import seed
 
-MIN_STEPS = 10
+MIN_STEPS = 7
 
 
 class Note:
@@ -29,15 +29,15 @@ class Note:
 
     def __init__(self, training: Training) -> None:
         self._training = training
-        self.seen: list[dict[str, Any]] = []
+        self.seen: list[State] = []
 
     def __call__(self, *values: Any) -> None:
         leaves, _ = flatten(values)
-        found = {f"value {i}": _copy(leaf) for i, leaf in enumerate(leaves)}
+        found = {f"value {i}": leaf for i, leaf in enumerate(leaves)}
         for i, module in enumerate(self._training.modules):
-            found |= {f"{i}.{name}.grad": _copy(p.grad) for name, p in module.named_parameters()}
-        found |= {f"tensor {i}.grad": _copy(t.grad) for i, t in enumerate(self._training.tensors)}
-        self.seen.append(found)
+            found |= {f"{i}.{name}.grad": p.grad for name, p in module.named_parameters()}
+        found |= {f"tensor {i}.grad": t.grad for i, t in enumerate(self._training.tensors)}
+        self.seen.append(State(found))
 
 
 @dataclass
@@ -61,7 +61,7 @@ class Training:
     def modules(self) -> list[nn.Module]:
         return [self.model, *self.others]
 
-    def run(self, device: torch.device) -> list[tuple[list[Any], dict[str, Any]]]:
+    def run(self, device: torch.device) -> list[tuple[list[Any], State]]:
         """All steps: what each returned and noted, and the state after it."""
         program = Program(
             self.step,
@@ -78,9 +78,7 @@ class Training:
             note = Note(self)
             result = self.step(batch, note)
             leaves = [_copy(leaf) for leaf in flatten(result)[0]]
-            state = snapshot(program, device)
-            for i, seen in enumerate(note.seen):
-                state |= {f"noted {i}: {name}": value for name, value in seen.items()}
+            state = snapshot(program, device, **{f"noted {i}": seen for i, seen in enumerate(note.seen)})
             history.append((leaves, state))
         return history
 
@@ -180,7 +178,7 @@ def training_of(
     make: Callable[[], nn.Module],
     device: torch.device,
     *,
-    steps: int = 12,
+    steps: int = 8,
     microbatches: int = 1,
     zero: str = "none",
     call: Callable[[nn.Module, torch.Tensor], torch.Tensor] | None = None,

@@ -14,11 +14,11 @@ from torch import nn
 
 from stepgraph.models.gpt import Block, GPTConfig, RotaryPositions
 from stepgraph.order import Kind, read_order
-from tests.harness import Program, assert_same_history, snapshot
+from tests.harness import Program, State, assert_same_history, snapshot
 from tests.seeding import seed
 
 SEQUENCE, BATCH = 8, 2
-STEPS, WARM = 11, 2
+STEPS, WARM = 8, 2
 """Steps that are compared, and those of them before the capture."""
 
 
@@ -85,7 +85,7 @@ class Rank:
         self.optimizer.step()
         return seen
 
-    def run(self, steps: range, device: torch.device) -> list[tuple[list[Any], dict[str, Any]]]:
+    def run(self, steps: range, device: torch.device) -> list[tuple[list[Any], State]]:
         """Some steps: what each saw, and the state after it."""
         program = Program(self.step, (), self.chunks, [self.optimizer])
         return [(self.step(number), snapshot(program, device)) for number in steps]

@@ -12,7 +12,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining import schedules as torch_schedules
 
 import stepgraph
-from tests.harness import Program, different, same_bits, snapshot
+from tests.harness import Program, State, different, same_bits, snapshot
 from tests.pipeline import SCHEDULES
 from tests.seeding import seed
 
@@ -92,12 +92,12 @@ class Pipeline:
             self.optimizer.step()
         return [output, *losses]
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> State:
         """Everything that must be equal."""
         return snapshot(Program(self.step, (), modules=self.blocks, optimizers=[self.optimizer]), self.device)
 
 
-def run(pipeline: Pipeline, steps: int, **kwargs: Any) -> list[tuple[list[Any], dict[str, Any]]]:
+def run(pipeline: Pipeline, steps: int, **kwargs: Any) -> list[tuple[list[Any], State]]:
     """Results and state after each step."""
     history = []
     for _ in range(steps):
@@ -106,9 +106,7 @@ def run(pipeline: Pipeline, steps: int, **kwargs: Any) -> list[tuple[list[Any], 
     return history
 
 
-def assert_equal_histories(
-    expected: list[tuple[list[Any], dict[str, Any]]], received: list[tuple[list[Any], dict[str, Any]]]
-) -> None:
+def assert_equal_histories(expected: list[tuple[list[Any], State]], received: list[tuple[list[Any], State]]) -> None:
     """Bit for bit, each step; losses are at hand on the rank of the last stage."""
     assert len(expected) == len(received)
     for step, (one, two) in enumerate(zip(expected, received, strict=True)):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -112,15 +112,24 @@ def play(training: Training, steps: Sequence[Sequence[Do]], device: torch.device
     return history
 
 
+Build = Callable[[torch.device], Training]
+Graph = Callable[[Training], AbstractContextManager[Any]]
+
+
 def assert_orders_equal_eager(
-    build: Callable[[torch.device], Training],
-    steps: Sequence[Sequence[Do]],
-    device: torch.device,
-    graph: Callable[[Training], AbstractContextManager[Any]],
+    build: Build, steps: Sequence[Sequence[Do]], device: torch.device, graph: Graph
 ) -> ModuleReport:
     """Play the order twice from one seed, in eager and with graphs, and compare after every event."""
+    (report,) = assert_ways_equal_eager(build, steps, device, {"graphed": graph}).values()
+    return report
 
-    def run(around: Callable[[Training], AbstractContextManager[Any]]) -> tuple[Any, Any]:
+
+def assert_ways_equal_eager(
+    build: Build, steps: Sequence[Sequence[Do]], device: torch.device, ways: Mapping[str, Graph]
+) -> dict[str, ModuleReport]:
+    """The same for several ways to graph one training, each compared with one run in eager."""
+
+    def run(around: Graph) -> tuple[Any, Any]:
         seed(7)
         training = build(device)
         seed(11)
@@ -131,7 +140,9 @@ def assert_orders_equal_eager(
     expected, _ = run(lambda training: nullcontext())
     if device.type == "cuda":  # equality with eager means nothing where eager differs from itself
         assert_same_history(expected, run(lambda training: nullcontext())[0], "eager differs from eager")
-    received, report = run(graph)
-    assert_same_history(expected, received, "graphed differs from eager")
-    assert isinstance(report, ModuleReport)
-    return report
+    reports = {}
+    for way, graph in ways.items():
+        received, reports[way] = run(graph)
+        assert_same_history(expected, received, f"{way} differs from eager")
+        assert isinstance(reports[way], ModuleReport)
+    return reports

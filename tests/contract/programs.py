@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from stepgraph.models import GPT, GPTConfig
 from tests.harness import Program
 
-CALLS = 24
+CALLS = 14
 
 
 def classifier_program(
@@ -278,7 +278,7 @@ def train_eval_train(device: torch.device) -> Program:
     """One function for both modes: the model's flag alone tells."""
     model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Dropout(0.5), nn.Linear(16, 4)).to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    program = classifier_program(model, optimizer, vectors(device, 4, 8, calls=32), lambda x: model(x).pow(2).mean())
+    program = classifier_program(model, optimizer, vectors(device, 4, 8, calls=24), lambda x: model(x).pow(2).mean())
     program.before_call = lambda index: model.train(index // 6 % 2 == 0) and None
     return program
 

@@ -80,7 +80,7 @@ def test_callables_equal_eager_with_frozen_and_hooked_parameters(device: torch.d
         return net
 
     assert_equal(make, device)
-    assert len(seen) == 24, "the hook runs at each backward, of both runs, and not in warm-up or capture"
+    assert len(seen) == 16, "the hook runs at each backward, of both runs, and not in warm-up or capture"
 
 
 def test_a_function_gives_gradients_to_what_it_closes_over(device: torch.device) -> None:

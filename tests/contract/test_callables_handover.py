@@ -250,7 +250,7 @@ def test_a_result_kept_later_is_an_error_where_weight_gradients_are_split_off(de
 
 
 @pytest.mark.filterwarnings("ignore:.*held-result")
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(st.lists(st.lists(st.sampled_from(sorted(WAYS)), min_size=8, max_size=8), min_size=4, max_size=4))
 def test_what_goes_from_layer_to_layer_may_change_from_call_to_call(ways: list[list[str]]) -> None:
     """Four rounds with a choice of their own for each layer and microbatch."""

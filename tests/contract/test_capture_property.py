@@ -30,7 +30,7 @@ ACTIONS = (
     "optimizer",
 )
 RARE = ("freeze", "unfreeze", "swap data", "swap back", "value", "same value", "buffer", "load", "load optimizer")
-RARE_CALLS = (9, 12, 15)
+RARE_CALLS = (6, 9, 12)
 """The calls before which something is done that makes the step be captured anew."""
 
 
@@ -101,12 +101,12 @@ def build(device: torch.device, optimizer_name: str, pieces: list[str], actions:
         elif action == "optimizer":
             optimizer.step()
 
-    sizes = [3 if actions[i % len(actions)] == "size" else 5 for i in range(20)]
+    sizes = [3 if actions[i % len(actions)] == "size" else 5 for i in range(15)]
     batches = [(torch.randn(size, 4, device=device),) for size in sizes]
     return Program(step, batches, [model], [optimizer], tensors=average, before_call=before_call)
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     st.sampled_from(sorted(OPTIMIZERS)),
     st.lists(st.sampled_from(PIECES), min_size=1, max_size=6),

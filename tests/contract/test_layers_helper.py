@@ -20,7 +20,7 @@ from stepgraph.models import GPT, GPTConfig, MoEConfig, MoEGPT
 from stepgraph.models.gpt import RotaryPositions
 from stepgraph.models.moe import MoEBlock
 from stepgraph.order import convert_schedule_table_to_order, get_schedule_table
-from tests.harness import Program, different, snapshot
+from tests.harness import Program, assert_same_history, different, snapshot
 from tests.module_harness import Note, Training
 from tests.pipeline_rank import BATCH, SEQUENCE, STEPS, WARM, Chunk, Rank, assert_rank_equals_eager
 
@@ -117,7 +117,7 @@ def test_helper_refuses_settings_before_anything_is_captured(device: torch.devic
 # -- without a pipeline
 
 
-def gpt_training(config: GPTConfig, device: torch.device, *, microbatches: int = 3, steps: int = 12) -> Training:
+def gpt_training(config: GPTConfig, device: torch.device, *, microbatches: int = 3, steps: int = 8) -> Training:
     """The plain loop of a language model, with several microbatches a step."""
     model = MoEGPT(config) if isinstance(config, MoEConfig) else GPT(config)
     model.to(device)
@@ -160,10 +160,7 @@ def assert_model_equals_eager(
         training.before_step = before
         histories.append(training.run(device))
         assert helper.graphs_created() is graphed
-    for step, (eager, replayed) in enumerate(zip(*histories, strict=True)):
-        found = {f"result {i}": value for i, value in enumerate(eager[0])} | eager[1]
-        now = {f"result {i}": value for i, value in enumerate(replayed[0])} | replayed[1]
-        assert not different(found, now), f"step {step}: {different(found, now)}"
+    assert_same_history(*histories, "graphed differs from eager")
     replayed_steps = len(training.batches) - warm
     assert helper.report().forwards == replayed_steps * len(training.batches[0]) * len(helper.paths)
     return helper, training

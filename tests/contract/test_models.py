@@ -17,7 +17,7 @@ from stepgraph.models.mamba import Mamba2
 from stepgraph.models.moe import MoE
 from tests.harness import Program, assert_captured_equals_eager
 
-CALLS = 12
+CALLS = 8
 TINY = MoEConfig.tiny()
 DEEPSEEK = replace(TINY, scores="sigmoid", bias_rate=0.01, weight_scale=2.5, shared_ffn_size=32)
 

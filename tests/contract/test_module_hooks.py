@@ -45,7 +45,7 @@ def test_hooks_on_the_graphed_module_run_around_its_replay(when: str, device: to
     """Forward and backward hooks, also such as come and go: they are no part of the graph."""
 
     def build(device: torch.device) -> Training:
-        training = training_of(lambda: Net(Layer(), Layer(), Layer()), device, microbatches=2, steps=16)
+        training = training_of(lambda: Net(Layer(), Layer(), Layer()), device, microbatches=2, steps=12)
         seen: list[Any] = []
         handles: list[Any] = []
         inner = training.step
@@ -56,7 +56,7 @@ def test_hooks_on_the_graphed_module_run_around_its_replay(when: str, device: to
             return [result, *seen]
 
         def before_step(index: int) -> None:
-            if index == {"from the start": 0, "later": 7}.get(when) or (when == "now and then" and index % 3 == 0):
+            if index == {"from the start": 0, "later": 5}.get(when) or (when == "now and then" and index % 3 == 0):
                 handles.extend(hook_everything(training.model.layers[1], seen))
             elif when == "now and then" and index % 3 == 1:
                 while handles:
@@ -78,7 +78,7 @@ def test_hook_inside_a_graphed_module_is_refused_by_name(late: bool, device: tor
     """Trap: hooks of submodules, accepted and never run. The module stays eager, where they do run."""
 
     def build(device: torch.device) -> Training:
-        training = training_of(lambda: Net(Layer(), Layer()), device, steps=16)
+        training = training_of(lambda: Net(Layer(), Layer()), device, steps=12)
         seen: list[torch.Tensor] = []
         inner = training.step
 
@@ -88,7 +88,7 @@ def test_hook_inside_a_graphed_module_is_refused_by_name(late: bool, device: tor
             return [result, *seen]
 
         def before_step(index: int) -> None:
-            if index == (8 if late else 0):
+            if index == (5 if late else 0):
                 training.model.layers[0].up.register_forward_hook(
                     lambda module, args, result: seen.append(result.detach().clone())
                 )

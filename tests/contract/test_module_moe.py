@@ -19,7 +19,13 @@ from tests.contract.module_programs import Training, assert_orders_equal_eager, 
 SEQUENCE = 12
 PARTIAL = ["attn", "moe_router", "moe_preprocess"]
 ROUTED = dataclasses.replace(
-    MoEConfig.tiny(), shared_ffn_size=32, shared_gate=True, bias_rate=1e-3, scores="sigmoid", dropout=0.1
+    MoEConfig.tiny(),
+    num_experts=4,
+    shared_ffn_size=32,
+    shared_gate=True,
+    bias_rate=1e-3,
+    scores="sigmoid",
+    dropout=0.1,
 )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch import nn
 
 import stepgraph
 from stepgraph import CudaGraphManager, GraphedModules, ModuleReport
-from tests.contract.module_programs import Do, Training, assert_orders_equal_eager, order, play
+from tests.contract.module_programs import Do, Training, assert_orders_equal_eager, assert_ways_equal_eager, order, play
 from tests.harness import same_bits
 
 WIDTH = 6
@@ -82,20 +83,20 @@ def runners(report: ModuleReport) -> list[int]:
     return [row.runners for row in report.rows]
 
 
-@pytest.mark.parametrize("single_mempool", [False, True], ids=["any order", "fixed order"])
+ANY_OR_FIXED = {"any order": in_graphs(single_mempool=False), "fixed order": in_graphs(single_mempool=True)}
+
+
 @pytest.mark.parametrize(("text", "in_flight"), ORDERS.values(), ids=ORDERS)
-def test_order_of_microbatches_equals_eager(
-    device: torch.device, text: str, in_flight: int, single_mempool: bool
-) -> None:
+def test_order_of_microbatches_equals_eager(device: torch.device, text: str, in_flight: int) -> None:
     """Runners are reused as backwards finish, step after step: in any order, there are as many as calls in flight."""
-    report = assert_orders_equal_eager(stack, [order(text)] * 12, device, in_graphs(single_mempool=single_mempool))
-    calls = 12 * len({do.microbatch for do in order(text) if do.kind in "FN"})
-    for row in report.rows:
-        assert set(row.eager_reasons) == {"warm-up"}
-        assert row.forwards == row.backwards == calls - row.eager_calls
-    assert (report.fixed_order > 0) == single_mempool
-    if not single_mempool:
-        assert runners(report) == [in_flight] * 3
+    reports = assert_ways_equal_eager(stack, [order(text)] * 8, device, ANY_OR_FIXED)
+    calls = 8 * len({do.microbatch for do in order(text) if do.kind in "FN"})
+    for way, report in reports.items():
+        for row in report.rows:
+            assert set(row.eager_reasons) == {"warm-up"}, way
+            assert row.forwards == row.backwards == calls - row.eager_calls, way
+        assert (report.fixed_order > 0) == (way == "fixed order"), way
+    assert runners(reports["any order"]) == [in_flight] * 3
 
 
 def test_order_with_gradients_kept_at_zero_equals_eager(device: torch.device) -> None:
@@ -104,23 +105,23 @@ def test_order_with_gradients_kept_at_zero_equals_eager(device: torch.device) ->
         training.set_to_none = False
         return training
 
-    assert_orders_equal_eager(build, [order("F0 F1 B0 F2 B1 B2")] * 12, device, in_graphs())
+    assert_orders_equal_eager(build, [order("F0 F1 B0 F2 B1 B2")] * 8, device, in_graphs())
 
 
 def test_dropped_microbatches_give_their_runner_back(device: torch.device) -> None:
-    report = assert_orders_equal_eager(stack, [order("F0 F1 D0 B1 F2 F3 D3 B2")] * 12, device, in_graphs())
+    report = assert_orders_equal_eager(stack, [order("F0 F1 D0 B1 F2 F3 D3 B2")] * 8, device, in_graphs())
     assert max(runners(report)) == 2
 
 
 def test_signatures_in_flight_together_equal_eager(device: torch.device) -> None:
-    steps = [order("F0 F1x3 B0 B1"), order("F0x3 F1 B1 B0"), order("F0 B0")] * 6
+    steps = [order("F0 F1x3 B0 B1"), order("F0x3 F1 B1 B0"), order("F0 B0")] * 4
     report = assert_orders_equal_eager(stack, steps, device, in_graphs())
     assert [row.signatures for row in report.rows] == [2, 2, 2]
 
 
 def test_evaluation_between_forwards_and_backwards_equals_eager(device: torch.device) -> None:
     """It is captured while the model trains, with dropout off all the same."""
-    report = assert_orders_equal_eager(stack, [order("F0 E0 F1 B0 E0x3 B1 E0")] * 12, device, in_graphs())
+    report = assert_orders_equal_eager(stack, [order("F0 E0 F1 B0 E0x3 B1 E0")] * 8, device, in_graphs())
     assert [row.signatures for row in report.rows] == [3, 3, 3]
     assert report.eager_calls <= 3 * 3 * 5
 
@@ -164,7 +165,7 @@ def random_step(pick: random.Random) -> list[Do]:
 @given(seed=st.integers(0, 10**6))
 def test_random_interleavings_equal_eager(device: torch.device, seed: int) -> None:
     pick = random.Random(seed)
-    steps = [random_step(pick) for _ in range(12)]
+    steps = [random_step(pick) for _ in range(9)]
     report = assert_orders_equal_eager(stack, steps, device, in_graphs())
     assert report.replays > 0
     assert {reason for row in report.rows for reason in row.eager_reasons} == {"warm-up"}
@@ -176,7 +177,7 @@ def test_random_steps_that_repeat_share_memory_by_order(device: torch.device, se
     pick = random.Random(seed)
     step = [Do("N", 9), *(do for do in random_step(pick) if do.kind not in "DE"), Do("F", 9), Do("B", 9)]
     step = [do for do in step if do.microbatch == 9 or Do("B", do.microbatch) in step]
-    steps = [[*step, *order("E0")] if pick.random() < 0.3 else step for _ in range(12)]
+    steps = [[*step, *order("E0")] if pick.random() < 0.3 else step for _ in range(8)]
     report = assert_orders_equal_eager(stack, steps, device, in_graphs(single_mempool=True))
     assert report.fixed_order == 6 * len({do.microbatch for do in step})
 
@@ -192,7 +193,7 @@ def test_layers_in_another_order_at_each_step_equal_eager(device: torch.device) 
         training.stages = stages
         return training
 
-    report = assert_orders_equal_eager(build, [order("F0 F1 B0 B1")] * 20, device, in_graphs())
+    report = assert_orders_equal_eager(build, [order("F0 F1 B0 B1")] * 14, device, in_graphs())
     assert {reason for row in report.rows for reason in row.eager_reasons} == {"warm-up"}
     assert report.eager_calls <= 3 * 2 * 4
     assert max(runners(report)) <= 4
@@ -215,7 +216,7 @@ def test_backwards_in_another_order_than_captured_equal_eager(device: torch.devi
         stages = lambda step: [lambda x: both(step, x)]  # noqa: E731
         return Training(model, torch.optim.AdamW(model.parameters(), lr=1e-2), rows, stages)
 
-    report = assert_orders_equal_eager(build, [order("F0 B0")] * 16, device, in_graphs("*"))
+    report = assert_orders_equal_eager(build, [order("F0 B0")] * 12, device, in_graphs("*"))
     assert runners(report) == [1] * 4
 
 
@@ -228,7 +229,7 @@ def test_module_called_twice_in_a_forward_equals_eager(device: torch.device) -> 
         training.stages = lambda step: [first, second, first, third, second, first, lambda x: x.pow(2).mean()]
         return training
 
-    report = assert_orders_equal_eager(build, [order("F0 B0 F1 F2 B1 B2")] * 12, device, in_graphs())
+    report = assert_orders_equal_eager(build, [order("F0 B0 F1 F2 B1 B2")] * 7, device, in_graphs())
     assert runners(report) == [6, 4, 2]
 
 
@@ -253,7 +254,7 @@ def test_max_runners_out_of_order_runs_eagerly(device: torch.device) -> None:
         training.stages = lambda step: [model.between, *layers[:: 1 if step < 6 else -1], lambda x: x.pow(2).mean()]
         return training
 
-    report = assert_orders_equal_eager(build, [order("F0 B0")] * 12, device, in_graphs(max_runners=1))
+    report = assert_orders_equal_eager(build, [order("F0 B0")] * 10, device, in_graphs(max_runners=1))
     assert runners(report) == [1, 1, 1]
     assert any("another order" in reason for row in report.rows for reason in row.eager_reasons)
 
@@ -296,7 +297,7 @@ def test_results_that_are_held_keep_their_values(device: torch.device) -> None:
     model = training.model
     kept: list[tuple[torch.Tensor, torch.Tensor]] = []
     with stepgraph.graph_modules(model, ["layers.*"]) as handle:
-        for step in range(30):
+        for step in range(21):
             x = torch.randn(4, WIDTH, device=device)
             for stage in model.stages(step):
                 x = stage(x)
@@ -339,8 +340,7 @@ class Masked(nn.Module):
         return torch.tanh(self.linear(x) * mask)
 
 
-@pytest.mark.parametrize("single_mempool", [False, True])
-def test_tensor_shared_in_warm_up_may_differ_later(device: torch.device, single_mempool: bool) -> None:
+def test_tensor_shared_in_warm_up_may_differ_later(device: torch.device) -> None:
     """A mask that layers and microbatches had in common, and then each its own."""
 
     def build(device: torch.device) -> Training:
@@ -357,8 +357,8 @@ def test_tensor_shared_in_warm_up_may_differ_later(device: torch.device, single_
 
         return Training(model, torch.optim.SGD(model.parameters(), lr=0.1), rows, stages)
 
-    graph = in_graphs("*", single_mempool=single_mempool)
-    assert_orders_equal_eager(build, [order("F0 F1 B0 B1")] * 16, device, graph)
+    ways = {f"single_mempool={single}": in_graphs("*", single_mempool=single) for single in (False, True)}
+    assert_ways_equal_eager(build, [order("F0 F1 B0 B1")] * 12, device, ways)
 
 
 def test_second_backward_through_kept_graphs_equals_eager(device: torch.device) -> None:
@@ -369,13 +369,13 @@ def test_second_backward_through_kept_graphs_equals_eager(device: torch.device) 
     with stepgraph.graph_modules(received, ["layers.*"]) as handle:
         for model in (expected, received):
             torch.manual_seed(3)
-            for _ in range(12):
+            for _ in range(8):
                 loss = model(x)
                 loss.backward(retain_graph=True)
                 loss.backward()
         for p, q in zip(expected.parameters(), received.parameters(), strict=True):
             assert same_bits(p.grad, q.grad)
-        assert [row.backwards for row in handle.report().rows] == [2 * 9] * 3
+        assert [row.backwards for row in handle.report().rows] == [2 * 5] * 3
 
 
 def test_second_backward_after_a_call_of_the_same_modules_equals_eager(device: torch.device) -> None:
@@ -387,7 +387,7 @@ def test_second_backward_after_a_call_of_the_same_modules_equals_eager(device: t
     with stepgraph.graph_modules(received, ["layers.*"]):
         for model in (expected, received):
             torch.manual_seed(3)
-            for _ in range(12):
+            for _ in range(8):
                 loss = model(x)
                 loss.backward(retain_graph=True)
                 model(-x).backward()
@@ -402,12 +402,9 @@ def test_second_backward_after_a_call_of_the_same_modules_equals_eager(device: t
 def test_fixed_order_takes_less_memory() -> None:
     """On the tape, which counts bytes: a GPU's segments of 2 MiB say nothing of a model of this size."""
 
-    def pool_bytes(**options: Any) -> int:
-        return assert_orders_equal_eager(
-            stack, [order("F0 F1 F2 F3 B0 B1 B2 B3")] * 5, torch.device("cpu"), in_graphs(**options)
-        ).pool_bytes
-
-    assert pool_bytes(single_mempool=True) < pool_bytes()
+    steps = [order("F0 F1 F2 F3 B0 B1 B2 B3")] * 5
+    reports = assert_ways_equal_eager(stack, steps, torch.device("cpu"), ANY_OR_FIXED)
+    assert reports["fixed order"].pool_bytes < reports["any order"].pool_bytes
 
 
 def test_fixed_order_names_the_expected_entry(device: torch.device) -> None:
@@ -439,7 +436,7 @@ def test_fixed_order_begins_anew_when_a_round_is_given_up(device: torch.device) 
 
 
 def test_fixed_order_is_not_taken_from_rounds_that_differ(device: torch.device) -> None:
-    steps = [order("F0 F1 B0 B1 F2 B2")] * 12
+    steps = [order("F0 F1 B0 B1 F2 B2")] * 8
     report = assert_orders_equal_eager(stack, steps, device, in_graphs(single_mempool=True))
     assert report.fixed_order == 0
     assert report.replays > 0
@@ -463,35 +460,38 @@ def test_fixed_order_copes_with_results_that_are_held(device: torch.device) -> N
         training.stages = stages
         return training
 
-    report = assert_orders_equal_eager(build, [order("F0 F1 B0 B1")] * 20, device, in_graphs(single_mempool=True))
+    report = assert_orders_equal_eager(build, [order("F0 F1 B0 B1")] * 14, device, in_graphs(single_mempool=True))
     assert report.fixed_order == 12
     assert report.recaptures > 0
 
 
-@pytest.mark.parametrize("single_mempool", [None, False, True])
-def test_manager_reads_the_choice_from_a_config(device: torch.device, single_mempool: bool | None) -> None:
-    """As Megatron spells it. Managers that are to share an order share a session."""
-    config = SimpleNamespace(cuda_graph_warmup_steps=2)
-    if single_mempool is not None:
-        config.cuda_graph_use_single_mempool = single_mempool
-    managers: list[CudaGraphManager] = []
+class Managed:
+    """One manager a layer, from a config as Megatron spells it; to share an order, managers share a session."""
 
-    class Handle:
-        def __init__(self, training: Training) -> None:
-            for layer in training.model.layers:
-                session = managers[0].session if managers else None
-                managers.append(CudaGraphManager(config, base_module=layer, session=session))
-                layer.forward = managers[-1]
+    def __init__(self, training: Training, **choice: bool) -> None:
+        config = SimpleNamespace(cuda_graph_warmup_steps=2, **choice)
+        self._managers: list[CudaGraphManager] = []
+        for layer in training.model.layers:
+            session = self._managers[0].session if self._managers else None
+            self._managers.append(CudaGraphManager(config, base_module=layer, session=session))
+            layer.forward = self._managers[-1]
 
-        def __enter__(self) -> Handle:
-            return self
+    def __enter__(self) -> Managed:
+        return self
 
-        def __exit__(self, *error: object) -> None:
-            managers[0].session.close()
+    def __exit__(self, *error: object) -> None:
+        self._managers[0].session.close()
 
-        def report(self) -> ModuleReport:
-            return managers[0].report()
+    def report(self) -> ModuleReport:
+        return self._managers[0].report()
 
-    report = assert_orders_equal_eager(stack, [order("F0 F1 B0 B1")] * 10, device, Handle)
-    assert report.fixed_order == (12 if single_mempool else 0)
-    assert [row.eager_calls for row in report.rows] == [4, 4, 4]
+
+def test_manager_reads_the_choice_from_a_config(device: torch.device) -> None:
+    ways = {
+        "unsaid": Managed,
+        "off": partial(Managed, cuda_graph_use_single_mempool=False),
+        "on": partial(Managed, cuda_graph_use_single_mempool=True),
+    }
+    for way, report in assert_ways_equal_eager(stack, [order("F0 F1 B0 B1")] * 7, device, ways).items():
+        assert report.fixed_order == (12 if way == "on" else 0), way
+        assert [row.eager_calls for row in report.rows] == [4, 4, 4], way

@@ -17,7 +17,7 @@ def hooked_training(
     device: torch.device, hook_up: Callable[[nn.Module, list[Any]], None], *, late: int | None = None, **options: Any
 ) -> Training:
     """A training whose hooks write down what they see; set from the start, or before a later step."""
-    training = training_of(lambda: Net(Layer(), Layer()), device, microbatches=2, steps=16, **options)
+    training = training_of(lambda: Net(Layer(), Layer()), device, microbatches=2, steps=12, **options)
     seen: list[Any] = []
     inner = training.step
 
@@ -48,7 +48,7 @@ def post_accumulate_hooks(model: nn.Module, seen: list[Any]) -> None:
         layer.down.weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.clone()))
 
 
-@pytest.mark.parametrize("late", [None, 8], ids=["from the start", "later"])
+@pytest.mark.parametrize("late", [None, 5], ids=["from the start", "later"])
 @pytest.mark.parametrize("hook_up", [tensor_hooks, post_accumulate_hooks])
 @pytest.mark.parametrize("zero", ["none", "never"])
 def test_parameter_hooks_run_and_see_the_right_value(

@@ -138,10 +138,10 @@ CHANGES: dict[Callable[[nn.Module], None], str | None] = {
 
 
 def changing(device: torch.device, change: Callable[[nn.Module], None]) -> Training:
-    training = training_of(lambda: Net(Guarded(), Guarded()), device, steps=16, optimizer=lambda p: NoState(p))
+    training = training_of(lambda: Net(Guarded(), Guarded()), device, steps=12, optimizer=lambda p: NoState(p))
 
     def before_step(index: int) -> None:
-        if index == 8:
+        if index == 5:
             change(training.model)
             training.optimizers[0].param_groups[0]["params"] = [
                 p for p in training.model.parameters() if p.requires_grad
@@ -171,7 +171,7 @@ def test_state_that_moves_is_noticed_and_captured_again(
     else:
         assert len(reasons) == 1
         assert name in next(iter(reasons))
-        assert only_row(report, "layers.0").forwards > 8, "it replays again"
+        assert only_row(report, "layers.0").forwards > 4, "it replays again"
 
 
 @pytest.mark.parametrize("change", [c for c, name in CHANGES.items() if name], ids=lambda c: c.__name__)
@@ -188,11 +188,11 @@ def test_state_that_moves_is_an_error_under_strict(change: Callable[[nn.Module],
 
 def test_state_model_moved_to_another_dtype_and_back(device: torch.device) -> None:
     def build(device: torch.device) -> Training:
-        training = training_of(lambda: Net(Layer(), Layer()), device, steps=16)
+        training = training_of(lambda: Net(Layer(), Layer()), device, steps=12)
         kept: list[Any] = []
 
         def before_step(index: int) -> None:
-            if index == 8:
+            if index == 5:
                 kept.extend(p.data for p in training.model.parameters())
                 training.model.double().float()
                 training.model.cpu().to(device)

@@ -116,7 +116,7 @@ CHANGES = {
 
 
 def reading(device: torch.device, change: Any, at: tuple[int, ...]) -> Training:
-    training = training_of(lambda: Net(Reads(Config()), Reads(Config())), device, steps=20)
+    training = training_of(lambda: Net(Reads(Config()), Reads(Config())), device, steps=12)
 
     def before_step(index: int) -> None:
         if index in at:
@@ -129,7 +129,7 @@ def reading(device: torch.device, change: Any, at: tuple[int, ...]) -> Training:
 @pytest.mark.parametrize("name", CHANGES)
 def test_host_value_that_changes_is_told_and_captured_again(name: str, device: torch.device) -> None:
     with quiet() as warned:
-        report = assert_graphed_equals_eager(lambda device: reading(device, CHANGES[name], (8,)), device)
+        report = assert_graphed_equals_eager(lambda device: reading(device, CHANGES[name], (5,)), device)
     assert [len(row.recapture_reasons) for row in report.rows] == [1, 0]
     assert name in next(iter(report.rows[0].recapture_reasons))
     assert any("host-value" in str(w.message) and name in str(w.message) for w in warned)
@@ -140,7 +140,7 @@ def test_host_value_that_keeps_changing_ends_in_eager(device: torch.device) -> N
         model.layers[0].temperature += 0.25
 
     with quiet():
-        report = assert_graphed_equals_eager(lambda device: reading(device, count, tuple(range(20))), device, warmup=1)
+        report = assert_graphed_equals_eager(lambda device: reading(device, count, tuple(range(12))), device, warmup=1)
     row = report.rows[0]
     assert sum(row.recapture_reasons.values()) == 3
     assert any(reason.startswith("it keeps changing") for reason in row.eager_reasons)
@@ -242,7 +242,7 @@ def test_attribute_set_by_a_forward_is_never_that_of_the_capture(what: str, devi
     else:
         assert report.rows[0].forwards == 0
         rule = "host-value" if what == "history" else "module-attribute"
-        assert report.rows[0].eager_reasons[f"capture failed: [{rule}]"] == 9
+        assert report.rows[0].eager_reasons[f"capture failed: [{rule}]"] == 5
         assert any(what in str(w.message) and rule in str(w.message) for w in warned)
 
 

@@ -83,7 +83,7 @@ def a_training(kind: str, device: torch.device, *, in_flight: int, zero: str) ->
         optimizer.step()
         return torch.stack(losses).detach()
 
-    batches = [torch.randn(in_flight + 1, 4, WIDTH, device=device) for _ in range(10)]
+    batches = [torch.randn(in_flight + 1, 4, WIDTH, device=device) for _ in range(7)]
     return Training(model, step, batches, [optimizer], tensors=[other])
 
 

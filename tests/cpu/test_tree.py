@@ -143,7 +143,7 @@ def same_types(one: Any, two: Any) -> bool:
     return True
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=75)
 @given(TREES)
 def test_flatten_and_unflatten_are_inverse(tree: Any) -> None:
     leaves, structure = flatten(tree)
@@ -153,7 +153,7 @@ def test_flatten_and_unflatten_are_inverse(tree: Any) -> None:
     assert flatten(again) == (leaves, structure)
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=50)
 @given(TREES)
 def test_unflatten_puts_other_leaves_in_the_same_places(tree: Any) -> None:
     leaves, structure = flatten(tree)
@@ -162,7 +162,7 @@ def test_unflatten_puts_other_leaves_in_the_same_places(tree: Any) -> None:
     assert flatten(tree)[0] == leaves, "the tree it came from is untouched"
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=50)
 @given(TREES)
 def test_paths_name_each_leaf_once(tree: Any) -> None:
     leaves, structure = flatten(tree)
@@ -187,7 +187,7 @@ PYTHON_TREES = st.recursive(
 )
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=75)
 @given(PYTHON_TREES)
 def test_paths_are_python_that_finds_the_leaf(tree: Any) -> None:
     leaves, structure = flatten(tree)
@@ -219,7 +219,7 @@ def test_paths_of_a_lone_leaf_without_a_name() -> None:
     assert paths(LEAF) == ["value"]
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=50)
 @given(TREES)
 def test_structure_does_not_depend_on_leaves(tree: Any) -> None:
     leaves, structure = flatten(tree)

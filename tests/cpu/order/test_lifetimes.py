@@ -59,7 +59,7 @@ def test_plan_of_1f1b_needs_the_depth_of_the_pipeline_whatever_the_batch(rank: i
     assert [unique(schedule(m, 1, 4, 4, rank), [2]) for m in (16, 64, 256)] == [expected] * 3
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=50)
 @given(
     layers=st.lists(st.integers(0, 3), min_size=1, max_size=3),
     group=st.integers(1, 4),
@@ -87,7 +87,7 @@ def test_plan_does_not_grow_with_the_microbatches_of_a_schedule(
     assert buffers(full) == buffers(full + more) == buffers(2 * full)
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=50)
 @given(orders(), st.data())
 def test_plan_never_shares_a_live_buffer_and_has_as_many_as_are_ever_live(drawn: Drawn, data: st.DataObject) -> None:
     live = spans(drawn)
@@ -100,13 +100,13 @@ def test_plan_never_shares_a_live_buffer_and_has_as_many_as_are_ever_live(drawn:
     assert len(set(plan)) == sum(found.values()), "two signatures share a buffer"
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=50)
 @given(orders(backward=False))
 def test_plan_of_an_order_without_backwards_frees_nothing(drawn: Drawn) -> None:
     assert plan_buffers(drawn.order, drawn.layers) == list(range(sum(drawn.layers) * drawn.num_microbatches))
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=50)
 @given(orders(named=False))
 def test_plan_is_the_same_where_the_microbatches_are_named_as_they_are_counted(drawn: Drawn) -> None:
     microbatches = [list(drawn.order[:i]).count(n) for i, n in enumerate(drawn.order)]

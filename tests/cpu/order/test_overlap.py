@@ -77,7 +77,7 @@ def layer_order(
     return chunks, get_overlap_moe_expert_parallel_comm_order(chunks, layers, wgrad)[0]
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=50)
 @given(
     m=st.integers(1, 8),
     group=st.integers(1, 4),
@@ -98,7 +98,7 @@ def test_overlap_order_is_valid_and_loses_nothing(
         assert counts[-layer - 0.5] == (m if wgrad else 0)
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=50)
 @given(
     m=st.integers(1, 8),
     group=st.integers(1, 4),

@@ -75,7 +75,7 @@ def test_order_of_an_empty_table_is_empty() -> None:
     assert convert_schedule_table_to_order(0, 1, []) == []
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=50)
 @given(
     m=st.integers(1, 12),
     c=st.integers(1, 4),

@@ -150,7 +150,7 @@ def test_order_with_microbatches_is_read_as_it_says() -> None:
     ]
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=50)
 @given(orders())
 def test_entries_say_the_numbers_they_were_read_from(drawn: Drawn) -> None:
     entries = read_order(drawn.order, drawn.layers)
@@ -159,7 +159,7 @@ def test_entries_say_the_numbers_they_were_read_from(drawn: Drawn) -> None:
     assert count_microbatches(drawn.order) == drawn.num_microbatches
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=50)
 @given(orders(named=False), st.data())
 def test_order_that_lost_an_entry_is_an_error(drawn: Drawn, data: st.DataObject) -> None:
     """Except for a chunk's only weight gradient (its backward is whole then) and for the only backward (inference)."""

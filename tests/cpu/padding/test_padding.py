@@ -108,7 +108,7 @@ TREES = st.recursive(
 )
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=40)
 @given(TREES, st.data())
 def test_name_as_messages_spell_it_finds_its_leaf(tree: Any, data: st.DataObject) -> None:
     names, leaves = call(tree)
@@ -118,7 +118,7 @@ def test_name_as_messages_spell_it_finds_its_leaf(tree: Any, data: st.DataObject
     assert member.index == index
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=30)
 @given(TREES, st.text(st.characters(codec="ascii", categories=["L"]), min_size=1, max_size=4))
 def test_unknown_name_lists_what_the_call_has(tree: Any, name: str) -> None:
     names, leaves = call(tree, X)
@@ -289,7 +289,7 @@ def sizes_given(buckets: Mapping[str, Any], tensors: Sequence[torch.Tensor]) -> 
     return [(i, d, tuple(s)) for i in range(len(tensors)) for d, s in buckets[f"batch[{i}]"].items()]
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=60)
 @given(CALLS)
 def test_pad_takes_the_smallest_size_that_fits_the_largest_of_a_group(drawn: Any) -> None:
     buckets, pads, tensors = drawn
@@ -300,7 +300,7 @@ def test_pad_takes_the_smallest_size_that_fits_the_largest_of_a_group(drawn: Any
         assert padded.leaves[index].shape[dim] == min(s for s in sizes if s >= largest)
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=60)
 @given(CALLS)
 def test_pad_keeps_the_tensor_and_fills_the_rest(drawn: Any) -> None:
     buckets, pads, tensors = drawn
@@ -314,7 +314,7 @@ def test_pad_keeps_the_tensor_and_fills_the_rest(drawn: Any) -> None:
         assert all(made.shape[d] == tensor.shape[d] for d in range(tensor.dim()) if d not in bucketed)
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=60)
 @given(CALLS)
 def test_pad_then_slice_back_gives_the_tensors_again(drawn: Any) -> None:
     """A step that returns its arguments, where the members of each group have one size."""
@@ -334,7 +334,7 @@ def test_pad_then_slice_back_gives_the_tensors_again(drawn: Any) -> None:
     assert all(torch.equal(one, two) for one, two in zip(cut, tensors, strict=True))
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=40)
 @given(CALLS)
 def test_pad_passes_on_what_has_its_size(drawn: Any) -> None:
     buckets, pads, tensors = drawn
@@ -346,7 +346,7 @@ def test_pad_passes_on_what_has_its_size(drawn: Any) -> None:
     assert again.choice == again.lengths == first.choice
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=40)
 @given(CALLS, st.data())
 def test_pad_gives_all_batches_of_a_bucket_one_signature(drawn: Any, data: st.DataObject) -> None:
     """Whatever its length, with gaps or without, by padding or as an example: one graph serves them all."""
@@ -416,7 +416,7 @@ def test_pad_of_an_expanded_tensor_is_dense() -> None:
     assert (made.shape, made.stride()) == ((4, 4), (4, 1))
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=40)
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=4), st.data())
 def test_dense_strides_are_those_of_a_dense_tensor(shape: list[int], data: st.DataObject) -> None:
     order = data.draw(st.permutations(range(len(shape))))
@@ -617,7 +617,7 @@ def test_pad_works_in_inference_mode() -> None:
 # -- all buckets
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=30)
 @given(CALLS)
 def test_all_choices_are_the_product_largest_first(drawn: Any) -> None:
     buckets, pads, tensors = drawn
@@ -657,7 +657,7 @@ SHAPE_OF: Mapping[Any, Callable[[int, int], int]] = {
 }
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=60)
 @given(st.lists(st.lists(KINDS, max_size=3), min_size=1, max_size=3), st.permutations(list(itertools.product(*LISTS))))
 def test_result_dims_of_all_choices_are_just_the_bucketed_ones(results: Any, choices: Any) -> None:
     """Widths that happen to be bucket sizes, sums and products of sizes: none is taken for a bucketed dimension."""
@@ -839,7 +839,7 @@ def test_named_shapes_pass_over_what_is_no_tensor() -> None:
 # -- all of it together
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=20)
 @given(st.lists(st.integers(1, 16), min_size=1, max_size=6), st.sampled_from([4, 8, 16]))
 def test_buckets_give_what_eager_gives_on_the_padded_batch(lengths: list[int], width: int) -> None:
     """A step whose width is one of the sizes, so that only comparing the buckets tells its dimensions apart."""

@@ -87,7 +87,7 @@ CALLS = st.recursive(
 )
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=50)
 @given(CALLS, CALLS)
 def test_signature_of_equal_calls_is_equal(batch: Any, scale: Any) -> None:
     one, two = signature(batch, scale=scale), signature(copy.deepcopy(batch), scale=copy.deepcopy(scale))
@@ -97,13 +97,13 @@ def test_signature_of_equal_calls_is_equal(batch: Any, scale: Any) -> None:
     assert named(one, one) == []
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=50)
 @given(CALLS, CALLS)
 def test_differences_are_empty_exactly_where_keys_are_equal(one: Any, two: Any) -> None:
     named(signature(one), signature(two))
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=30)
 @given(st.lists(st.one_of(TENSORS, VALUES), min_size=1, max_size=5), st.data())
 def test_differences_name_the_one_leaf_that_changed(leaves: list[Any], data: st.DataObject) -> None:
     index = data.draw(st.integers(0, len(leaves) - 1))
@@ -235,7 +235,7 @@ def test_differences_of_structure(one: Any, two: Any, expected: list[tuple[str, 
     assert named(signature(one), signature(two)) == expected
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=30)
 @given(st.dictionaries(st.text(max_size=2), VALUES, min_size=1, max_size=4), st.data())
 def test_differences_name_a_missing_and_an_extra_key(full: dict[str, Any], data: st.DataObject) -> None:
     key = data.draw(st.sampled_from(sorted(full)))
@@ -244,7 +244,7 @@ def test_differences_name_a_missing_and_an_extra_key(full: dict[str, Any], data:
     assert named(signature(part), signature(full)) == [(f"batch[{key!r}]", "extra")]
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=30)
 @given(st.dictionaries(st.text(max_size=2), VALUES, min_size=2, max_size=4), st.randoms(use_true_random=False))
 def test_differences_name_reordered_keys(full: dict[str, Any], random: Any) -> None:
     keys = list(full)

@@ -53,7 +53,7 @@ SITUATIONS = st.builds(
 )
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=100)
 @given(SITUATIONS)
 def test_decide_never_goes_past_its_limits(situation: Situation) -> None:
     action = decide(situation).action
@@ -64,7 +64,7 @@ def test_decide_never_goes_past_its_limits(situation: Situation) -> None:
     assert action is not Action.REPLAY, "a call that has a graph is not asked about"
 
 
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=25)
 @given(st.integers(1, 3), st.integers(1, 4), st.lists(st.integers(0, 5), max_size=40))
 def test_decide_admits_exactly_max_graphs_signatures(warmup: int, max_graphs: int, calls: list[int]) -> None:
     warm: dict[int, int] = {}

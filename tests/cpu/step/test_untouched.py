@@ -175,7 +175,7 @@ def put_back(training: Training) -> None:
     training.model.train()
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(st.lists(st.sampled_from([*CHANGES.values(), put_back, put_back]), max_size=5))
 def test_untouched_is_never_said_where_a_guard_tells_of_a_change(changes: list[Callable[[Training], None]]) -> None:
     with captured() as (training, _, call):

@@ -74,7 +74,7 @@ class PoolMachine(RuleBasedStateMachine):
             assert self.pool.high_water == self.high_water
 
 
-PoolMachine.TestCase.settings = settings(deadline=None, max_examples=60, stateful_step_count=30)
+PoolMachine.TestCase.settings = settings(deadline=None, max_examples=30, stateful_step_count=30)
 TestPoolMachine = PoolMachine.TestCase
 
 
@@ -100,7 +100,7 @@ def test_pool_grows_from_a_free_end() -> None:
 BLOCKS = st.lists(st.builds(Block, st.integers(0, 30), st.integers(1, 8)), max_size=6)
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=100)
 @given(BLOCKS, st.builds(Block, st.integers(0, 40), st.integers(1, 8)))
 def test_footprint_overlaps_as_sets_do(blocks: list[Block], asked: Block) -> None:
     owned = {address for block in blocks for address in range(block.start, block.stop)}
@@ -186,13 +186,13 @@ def compare(plans: list[Plan], order: list[int]) -> None:
         memory.replay(plan)
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=150)
 @given(programs())
 def test_ledger_agrees_with_a_map_of_bytes(program: tuple[list[Plan], list[int]]) -> None:
     compare(*program)
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=50)
 @given(programs())
 def test_ledger_names_a_block_that_the_graph_reads(program: tuple[list[Plan], list[int]]) -> None:
     plans, order = program
