@@ -19,7 +19,7 @@ from torch.optim import lr_scheduler
 import stepgraph
 from tests.harness import Program, assert_captured_equals_eager, different, snapshot
 
-CALLS = 12
+CALLS = 16
 WARM = 3
 
 Groups = list[dict[str, Any]]
