@@ -30,6 +30,7 @@ ROOMS = (
     "padding",
     "backends",
     "buffers",
+    "oplog",
     "grads",
     "rng",
     "optim",
