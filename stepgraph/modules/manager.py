@@ -278,11 +278,7 @@ class CudaGraphManager:
             )
         replays = max(runner.forwards for runner in site.runners)
         self._changes, often = weigh_changes(self._changes, changed.names, replays)
-        if self.session.order is not None:
-            self._start_over(changed.why)  # what others share memory with would be gone
-        else:
-            self.recapture_reasons[changed.why] += 1
-            self.drop()
+        self.session.drop_changed(self, changed.why)
         if often:
             for other in self.sites.values():
                 other.obstacle = f"it keeps changing: {', '.join(often)}"

@@ -66,7 +66,8 @@ class ModuleSession(PairSession):
             if site.obstacle is None and rounds >= max(2, site.manager.options.warmup):
                 site.manager.failed(site, site.finding)
             return False
-        return not site.runners and site.obstacle is None and rounds >= site.manager.options.warmup
+        warm = rounds + self.recorder.credit[id(site)]
+        return not site.runners and site.obstacle is None and warm >= site.manager.options.warmup
 
     def create_cudagraphs(self) -> None:
         """Capture all forwards and backwards of the last round, in its order, whatever the warm-up."""
@@ -152,6 +153,21 @@ class ModuleSession(PairSession):
         for runner in [r for manager in self.managers for site in manager.sites.values() for r in site.runners]:
             runner.free()
         self.drop_graphs()
+
+    def drop_changed(self, manager: SiteOwner, why: str) -> None:
+        """Free the graphs of a module that has changed; calls that had graphs run eagerly for one round.
+
+        Where calls share memory by their order, the graphs of all modules go.
+        """
+        manager.recapture_reasons[why] += 1
+        in_order = self.order is not None
+        known = [site for owner in (self.managers if in_order else [manager]) for site in owner.sites.values()]
+        warm = {id(site): site.manager.options.warmup - 1 for site in known if site.runners}
+        if in_order:
+            self.drop_graphs()
+        else:
+            manager.drop()
+        self.recorder.credit.update(warm)
 
     def drop_graphs(self) -> None:
         """Free all graphs; calls warm up and are captured anew, with what was learnt about them."""

@@ -148,8 +148,9 @@ def test_host_value_that_keeps_changing_ends_in_eager(device: torch.device) -> N
 
 
 @pytest.mark.filterwarnings("ignore::stepgraph.StepgraphWarning")
-def test_host_value_that_changes_now_and_then_is_captured_again(device: torch.device) -> None:
-    """With at least 8 replays between two changes, however many there are."""
+@pytest.mark.parametrize("options", [{"warmup": 1}, {"warmup": 3}, {"warmup": 3, "single_mempool": True}])
+def test_host_value_that_changes_now_and_then_is_captured_again(options: dict[str, Any], device: torch.device) -> None:
+    """With at least 8 replays between two changes, however many there are. One eager round follows each."""
 
     def build(device: torch.device) -> Training:
         training = training_of(lambda: Net(Reads(Config())), device, steps=5 * 9)
@@ -160,9 +161,10 @@ def test_host_value_that_changes_now_and_then_is_captured_again(device: torch.de
         training.before_step = before_step
         return training
 
-    (row,) = assert_graphed_equals_eager(build, device, warmup=1).rows
+    (row,) = assert_graphed_equals_eager(build, device, **options).rows
     assert sum(row.recapture_reasons.values()) == 4
-    assert (row.forwards, row.eager_reasons) == (5 * 8, {"warm-up": 5})
+    warm = options["warmup"] + 4
+    assert (row.forwards, row.eager_reasons) == (5 * 9 - warm, {"warm-up": warm})
 
 
 def test_host_value_that_is_ignored_may_change(device: torch.device) -> None:
