@@ -11,6 +11,8 @@ import gc
 import threading
 from collections.abc import Iterator
 
+import torch
+
 _CHANGING = threading.RLock()
 _RESTS: list[bool] = []
 """For each block that is under way, whether the collector was on when it began."""
@@ -29,3 +31,13 @@ def collector_at_rest() -> Iterator[None]:
             was_on = _RESTS.pop()  # the first block's entry is the last to go
             if was_on and not _RESTS:
                 gc.enable()
+
+
+def state_of(generator: torch.Generator) -> torch.Tensor:
+    """A random generator's state, read with the collector at rest.
+
+    torch holds the generator's lock while it makes the tensor. A collection at that moment may run Python code, and
+    then another thread, which asks for the same lock and waits for ever: it does not let go of Python meanwhile.
+    """
+    with collector_at_rest():
+        return generator.get_state()

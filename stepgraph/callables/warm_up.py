@@ -21,6 +21,7 @@ import torch
 from stepgraph.backends import Backend
 from stepgraph.callables.call_shape import detached
 from stepgraph.callables.target import SET_OUTSIDE, CaptureTarget
+from stepgraph.collector import state_of
 from stepgraph.errors import CaptureError, InvalidArgument
 from stepgraph.observe.module_attributes import ModuleAttributes
 from stepgraph.observe.step_objects import leaves_behind
@@ -160,7 +161,7 @@ def _as_before(targets: Sequence[CaptureTarget], backend: Backend) -> Iterator[N
 def _random_as_before(backend: Backend) -> Iterator[None]:
     """Put back all random states, the host's too."""
     generators = list({id(g): g for g in (backend.default_generator, *tracker_for(backend).generators)}.values())
-    states = [generator.get_state() for generator in generators]
+    states = [state_of(generator) for generator in generators]
     host, python = torch.get_rng_state(), random.getstate()
     numpy = sys.modules.get("numpy")
     numpy_state = numpy.random.get_state() if numpy is not None else None

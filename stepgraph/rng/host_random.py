@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from stepgraph.backends import Graph
+from stepgraph.collector import state_of
 from stepgraph.errors import CaptureRefused, entry
 
 
@@ -53,17 +54,17 @@ class GeneratorWatch:
 
     def __init__(self, generators: Iterable[torch.Generator]) -> None:
         known = {id(generator): generator for generator in generators}.values()
-        self._before = [(generator, generator.get_state()) for generator in known]
+        self._before = [(generator, state_of(generator)) for generator in known]
 
     def unmoved(self) -> list[torch.Generator]:
         """The generators that are where they were."""
-        return [generator for generator, state in self._before if torch.equal(generator.get_state(), state)]
+        return [generator for generator, state in self._before if torch.equal(state_of(generator), state)]
 
     def was_set(self) -> bool:
         """Whether a generator on a GPU has another seed, or is before where it was: no draw does that."""
         return any(
-            _seed_and_offset(generator.get_state())[0] != _seed_and_offset(state)[0]
-            or _seed_and_offset(generator.get_state())[1] < _seed_and_offset(state)[1]
+            _seed_and_offset(state_of(generator))[0] != _seed_and_offset(state)[0]
+            or _seed_and_offset(state_of(generator))[1] < _seed_and_offset(state)[1]
             for generator, state in self._before
             if generator.device.type == "cuda"
         )

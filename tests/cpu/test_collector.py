@@ -7,10 +7,13 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from stepgraph.collector import collector_at_rest
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(autouse=True)
@@ -92,3 +95,30 @@ def test_finalizer_that_asks_what_is_running_does_not_wait_for_ever() -> None:
     """Some Pythons hold a lock while they list frames, and collect garbage meanwhile (cpython#106883)."""
     done = subprocess.run([sys.executable, "-c", _ASKING_FINALIZERS], capture_output=True, text=True, timeout=60)
     assert done.stdout == "done\n", done.stderr
+
+
+_READING_IN_A_COLLECTION = """
+import gc
+import torch
+from stepgraph.collector import state_of
+
+def read_too(phase, info):
+    if reading:
+        reading.clear()
+        torch.default_generator.get_state()
+
+reading, kept = [], []
+gc.callbacks.append(read_too)
+gc.set_threshold(1, 1, 1)
+for _ in range(50):
+    kept.append([])
+    reading.append(True)
+    kept.append(state_of(torch.default_generator))
+    reading.clear()
+"""
+
+
+def test_state_of_a_generator_is_read_without_a_collection() -> None:
+    """torch holds the generator's lock while it makes the tensor: a collection there that reads it, too, never ends."""
+    program = _READING_IN_A_COLLECTION
+    subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True, timeout=100)

@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from stepgraph.backends.base import Graph, RandomUse
 from stepgraph.backends.tape.memory import Footprint, GraphTrace, PoolPlace, TapePool, arena_for, bytes_of
 from stepgraph.backends.tape.op import Op, Ref, Surroundings, run
+from stepgraph.collector import state_of
 from stepgraph.errors import CaptureRefused, StaleMemoryError, entry
 from stepgraph.frames import user_location
 
@@ -74,14 +75,14 @@ class _Generators:
     def put_back(self) -> list[torch.Generator]:
         """The recording has ended: all are where they were; gives those that a replay moves."""
         pairs = list(zip(self._known, self._before, strict=False))
-        moved = [generator for generator, state in pairs if not torch.equal(generator.get_state(), state)]
+        moved = [generator for generator, state in pairs if not torch.equal(state_of(generator), state)]
         for generator, state in pairs:
             generator.set_state(state)
         self._before = []
         return moved
 
     def _states(self) -> list[torch.Tensor]:
-        return [generator.get_state() for generator in self._known]
+        return [state_of(generator) for generator in self._known]
 
 
 def _address(generator: Any) -> int:

@@ -34,7 +34,7 @@ from stepgraph.backends.tape.memory import TapePool
 from stepgraph.backends.tape.refusals import HostReadGuard, host_data_refusal, refusal, unseen_by_modules
 from stepgraph.backends.tape.rng import RandomCalls, recorded_rng_calls, swap_states
 from stepgraph.backends.threads import compiled_code_runs_eagerly
-from stepgraph.collector import collector_at_rest
+from stepgraph.collector import collector_at_rest, state_of
 from stepgraph.errors import CaptureRefused, entry
 from stepgraph.frames import user_location
 from stepgraph.ran import Unnoted
@@ -213,7 +213,7 @@ class TapeBackend(Backend):
 
     def get_random_state(self, generator: torch.Generator) -> torch.Tensor:
         recorder = self._recorder()
-        return generator.get_state() if recorder is None else recorder.random.get(generator)
+        return state_of(generator) if recorder is None else recorder.random.get(generator)
 
     def set_random_state(self, generator: torch.Generator, state: torch.Tensor) -> None:
         recorder = self._recorder()

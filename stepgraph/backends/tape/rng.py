@@ -22,6 +22,7 @@ import torch
 
 from stepgraph.backends.tape.graph import Head, TapeGraph
 from stepgraph.backends.threads import replaced
+from stepgraph.collector import state_of
 from stepgraph.errors import CaptureRefused, entry
 from stepgraph.frames import user_location
 
@@ -36,13 +37,13 @@ class RandomCalls:
 
     def get(self, generator: torch.Generator) -> torch.Tensor:
         """A generator's state. Set again later, it is at each replay the one that was read at the last replay."""
-        state, graph = generator.get_state(), self._head.graph
+        state, graph = state_of(generator), self._head.graph
         cell = [state]
         self._read = {key: entry for key, entry in self._read.items() if entry[0]() is not None}
         self._read[id(state)] = (weakref.ref(state), cell, graph)
         if graph is not None:
             graph.random.reads = True
-            graph.call(lambda: cell.__setitem__(0, generator.get_state()))
+            graph.call(lambda: cell.__setitem__(0, state_of(generator)))
         return state
 
     def put(self, generator: torch.Generator, state: torch.Tensor) -> None:
@@ -81,7 +82,7 @@ class RandomCalls:
 
 def swap_states(one: torch.Generator, two: torch.Generator) -> None:
     """Exchange the states of two generators."""
-    first, second = one.get_state(), two.get_state()
+    first, second = state_of(one), state_of(two)
     one.set_state(second)
     two.set_state(first)
 
