@@ -58,8 +58,8 @@ class Recorder:
         self._before: list[Event] = []
         self.rounds: Counter[int] = Counter()
         """In how many rounds each kind of call occurred, by the id of its site."""
-        self.credit: Counter[int] = Counter()
-        """Rounds of before a change that still count as warm-up, by the id of the site."""
+        self.credit: dict[int, int] = {}
+        """Rounds of before a change that count as warm-up of the next capture, by the id of the site."""
         self._outstanding: weakref.WeakSet[_Outstanding] = weakref.WeakSet()
         self._num_backwards = 0
         self._task = -1
@@ -121,7 +121,6 @@ class Recorder:
         self._producers.clear()
         self._seen.clear()
         self.rounds.clear()
-        self.credit.clear()
 
     def run(self, site: ModuleSite, leaves: Sequence[Any], structure: Structure, run: Callable[[], Any]) -> Any:
         """Call the module eagerly and note what goes in and what comes out."""

@@ -57,6 +57,8 @@ class ModuleSession(PairSession):
     def create_warm(self) -> None:
         """At the end of a round: capture the graphs of the calls that have warmed up."""
         ready = [e for e in self.recorder.round if self._is_warm(e.call.site)]
+        for event in ready:
+            self.recorder.credit.pop(id(event.call.site), None)
         if ready:
             self.create(ready, fixed=self.recorder.repeats)
 
@@ -66,7 +68,7 @@ class ModuleSession(PairSession):
             if site.obstacle is None and rounds >= max(2, site.manager.options.warmup):
                 site.manager.failed(site, site.finding)
             return False
-        warm = rounds + self.recorder.credit[id(site)]
+        warm = rounds + self.recorder.credit.get(id(site), 0)
         return not site.runners and site.obstacle is None and warm >= site.manager.options.warmup
 
     def create_cudagraphs(self) -> None:
@@ -155,7 +157,7 @@ class ModuleSession(PairSession):
         self.drop_graphs()
 
     def drop_changed(self, manager: SiteOwner, why: str) -> None:
-        """Free the graphs of a module that has changed; calls that had graphs run eagerly for one round.
+        """Free the graphs of a module that has changed; calls that had graphs need only one whole round to warm up.
 
         Where calls share memory by their order, the graphs of all modules go.
         """
@@ -180,6 +182,7 @@ class ModuleSession(PairSession):
     def delete_cuda_graphs(self) -> None:
         """Free all graphs; calls warm up and are captured anew, as if they had never been."""
         self.drop_graphs()
+        self.recorder.credit.clear()
         self.returned = WeakTensorKeyDictionary()
         for manager in self.managers:
             manager.forget()

@@ -132,21 +132,6 @@ def test_generator_seeded_in_a_step_is_refused(how: str, is_caught: bool, device
     assert caught.value.rule == "reseed"
 
 
-def test_generator_of_a_gpu_that_went_back_was_set(device: torch.device) -> None:
-    if device.type != "cuda":
-        pytest.skip("the tape sees for itself")
-    generator = torch.Generator(device).manual_seed(SEED)
-    torch.rand(4, generator=generator, device=device)
-    watch = GeneratorWatch([generator])
-    torch.rand(4, generator=generator, device=device)
-    assert not watch.was_set()
-    generator.manual_seed(SEED)
-    assert watch.was_set()
-    generator.manual_seed(SEED + 1)
-    torch.rand(64, generator=generator, device=device)
-    assert watch.was_set()
-
-
 def test_generator_watch_takes_each_generator_once(backend: Backend) -> None:
     generator = generator_of(backend, "own")
     assert GeneratorWatch([generator, generator]).unmoved() == [generator]

@@ -150,7 +150,7 @@ def test_host_value_that_keeps_changing_ends_in_eager(device: torch.device) -> N
 @pytest.mark.filterwarnings("ignore::stepgraph.StepgraphWarning")
 @pytest.mark.parametrize("options", [{"warmup": 1}, {"warmup": 3}, {"warmup": 3, "single_mempool": True}])
 def test_host_value_that_changes_now_and_then_is_captured_again(options: dict[str, Any], device: torch.device) -> None:
-    """With at least 8 replays between two changes, however many there are. One eager round follows each."""
+    """With at least 8 replays between two changes, however many there are. One call of a lone module is eager then."""
 
     def build(device: torch.device) -> Training:
         training = training_of(lambda: Net(Reads(Config())), device, steps=5 * 9)
@@ -165,6 +165,22 @@ def test_host_value_that_changes_now_and_then_is_captured_again(options: dict[st
     assert sum(row.recapture_reasons.values()) == 4
     warm = options["warmup"] + 4
     assert (row.forwards, row.eager_reasons) == (5 * 9 - warm, {"warm-up": warm})
+
+
+@pytest.mark.filterwarnings("ignore::stepgraph.StepgraphWarning")
+def test_host_value_of_many_modules_that_changes_once_an_epoch(device: torch.device) -> None:
+    """Each module finds the change by itself; none of them makes another one warm up from the beginning."""
+    epochs, steps = 5, 10
+
+    def build(device: torch.device) -> Training:
+        config = Config()
+        training = training_of(lambda: Net(*(Reads(config) for _ in range(3))), device, steps=epochs * steps)
+        training.before_step = lambda index: setattr(config, "scale", 1.0 + index // steps)
+        return training
+
+    for row in assert_graphed_equals_eager(build, device).rows:
+        assert sum(row.recapture_reasons.values()) == epochs - 1
+        assert row.eager_reasons == {"warm-up": 3 + 2 * (epochs - 1)}
 
 
 def test_host_value_that_is_ignored_may_change(device: torch.device) -> None:

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 
 import stepgraph
 from stepgraph import get_cuda_rng_tracker
+from stepgraph.rng.host_random import GeneratorWatch
 from tests.harness import same_bits
 
 pytestmark = pytest.mark.gpu
@@ -86,3 +87,17 @@ def test_names_differ_in_what_they_draw_from_one_graph() -> None:
         calls = [captured(torch.zeros(64, device="cuda")) for _ in range(4)]
     values = [one for call in calls for one in call]
     assert not any(same_bits(one, two) for i, one in enumerate(values) for two in values[:i])
+
+
+def test_generator_that_went_back_was_set() -> None:
+    """The tape sees by itself that a step sets a generator; on a GPU its state tells."""
+    generator = torch.Generator("cuda").manual_seed(5)
+    torch.rand(4, generator=generator, device="cuda")
+    watch = GeneratorWatch([generator])
+    torch.rand(4, generator=generator, device="cuda")
+    assert not watch.was_set()
+    generator.manual_seed(5)
+    assert watch.was_set()
+    generator.manual_seed(6)
+    torch.rand(64, generator=generator, device="cuda")
+    assert watch.was_set()
