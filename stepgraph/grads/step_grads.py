@@ -27,6 +27,7 @@ from itertools import accumulate
 import torch
 
 from stepgraph.errors import CaptureError
+from stepgraph.oplog import current_log, left_out
 
 Attachment = list[tuple[torch.Tensor, torch.Tensor | None]]
 """Parameters and what their `.grad` is to be."""
@@ -166,6 +167,7 @@ class GradCapture:
         """While still recording: bring new gradients to their addresses. Returns what `.grad` is from here on."""
         found: Attachment = []
         targets, sources = [], []
+        log = current_log()
         for parameter in self._parameters:
             grad = parameter.grad
             if grad is not None and grad is not self._last[id(parameter)]:
@@ -177,12 +179,14 @@ class GradCapture:
                 if kept is not None and _same_layout(kept, grad):
                     targets.append(kept)
                     sources.append(grad)
+                    if log is not None:
+                        log.is_same(kept, grad)
                     grad = parameter.grad = kept
                 self._made[id(parameter)] = (parameter, grad)
             self._last[id(parameter)] = grad
             found.append((parameter, grad))
         if targets:
-            with torch.no_grad():
+            with torch.no_grad(), left_out():
                 torch._foreach_copy_(targets, sources)
         return found
 

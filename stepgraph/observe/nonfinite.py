@@ -26,6 +26,7 @@ from torch.optim.optimizer import Optimizer
 
 from stepgraph.backends import Backend, Reading
 from stepgraph.errors import NonFinite
+from stepgraph.oplog import left_out
 from stepgraph.optim.scaler import noticing_scalers
 from stepgraph.optim.steps import at_optimizer_steps
 from stepgraph.tree import flatten, paths
@@ -147,17 +148,18 @@ def flags_over(named: Iterable[tuple[str, Any]]) -> Flags | None:
 def _joined(parts: Sequence[Flags]) -> Flags | None:
     if not parts:
         return None
-    return Flags(tuple(name for part in parts for name in part.names), torch.cat([part.bad for part in parts]))
+    with left_out():
+        return Flags(tuple(name for part in parts for name in part.names), torch.cat([part.bad for part in parts]))
 
 
 def _flags(named: Iterable[tuple[str, Any]]) -> list[Flags]:
     by_dtype: dict[torch.dtype, list[tuple[str, torch.Tensor]]] = defaultdict(list)
-    for name, value in named:
-        if _can_be_bad(value):
-            tensor = torch.view_as_real(value.detach()) if value.is_complex() else value.detach()
-            by_dtype[tensor.dtype].append((name, tensor))
     parts = []
-    with torch.no_grad():
+    with torch.no_grad(), left_out():
+        for name, value in named:
+            if _can_be_bad(value):
+                tensor = torch.view_as_real(value.detach()) if value.is_complex() else value.detach()
+                by_dtype[tensor.dtype].append((name, tensor))
         for dtype in [dtype for dtype in by_dtype if dtype.itemsize == 1]:  # float8: nothing computes with it
             by_dtype[torch.float32] += [(name, tensor.float()) for name, tensor in by_dtype.pop(dtype)]
         for found in by_dtype.values():

@@ -1,6 +1,17 @@
 """The operations of a call: noted while it runs, and compared with those of another call."""
 
 from stepgraph.oplog.compare import Difference, first_difference
-from stepgraph.oplog.log import Log, OpLog, Vocabulary
+from stepgraph.oplog.log import Log, OpLog, Roles, Vocabulary, current_log, left_out
+from stepgraph.oplog.unseen import noting_unseen
 
-__all__ = ["Difference", "Log", "OpLog", "Vocabulary", "first_difference"]
+__all__ = [
+    "Difference",
+    "Log",
+    "OpLog",
+    "Roles",
+    "Vocabulary",
+    "current_log",
+    "first_difference",
+    "left_out",
+    "noting_unseen",
+]

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
 
-from stepgraph.errors import Location
-from stepgraph.oplog.log import FIELDS, Log
+import torch
 
+from stepgraph.errors import Location
+from stepgraph.oplog.log import FIELDS, TENSOR, Log
+
+_NOTHING = ("nothing", "")
+_SHOWN = (int, bool, str, bytes, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
 _FORM = ("shape", "dtype", "device", "layout")
 _BITS = ("storage offset", "strides", "conjugated", "negated")
+
+DIFFERS_UNDER_CAPTURE: dict[Any, Callable[[tuple[Any, ...]], tuple[Any, ...]]] = {}
+"""What torch itself does otherwise while a graph is recorded: operations, and what their notes are without it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,27 +45,61 @@ def first_difference(before: Log, now: Log) -> Difference | None:
     for index in range(min(len(before), len(now))):
         start = index * FIELDS
         if before.notes[start : start + FIELDS - 1] != now.notes[start : start + FIELDS - 1]:
-            return _difference(index, before[index], now[index])
+            one, two = before[index], now[index]
+            if not _is_same(before, now, one, two):
+                return _difference(index, one, two)
     index = min(len(before), len(now))
     if len(before) == len(now):
         return None
     extra = (before if len(before) > index else now)[index]
-    ends = "the call ends"
-    told = (extra[0], ends) if len(before) > index else (ends, extra[0])
-    return Difference(index, extra[0], _location(extra[3]), *told)
+    ends, name = "the call ends", _operation(extra)
+    told = (name, ends) if len(before) > index else (ends, name)
+    return Difference(index, name, _location(extra[3]), *told)
+
+
+def _is_same(before: Log, now: Log, one: tuple[Any, ...], two: tuple[Any, ...]) -> bool:
+    """Whether two notes say the same although they are written differently.
+
+    Memory that code past the dispatcher has made has a number of its own in each log. It is the same in both if both
+    have met it in the same order, and if it has ended with the call: what lives on was there before, or is kept.
+    """
+    if one[:2] != two[:2]:
+        if one[0] != two[0] or one[0] not in DIFFERS_UNDER_CAPTURE:
+            return False
+        (one, two) = (DIFFERS_UNDER_CAPTURE[one[0]](note) for note in (one, two))
+        if one[:2] != two[:2]:
+            return False
+    elif one[0] in DIFFERS_UNDER_CAPTURE:
+        (one, two) = (DIFFERS_UNDER_CAPTURE[one[0]](note) for note in (one, two))
+    if len(one[2]) != len(two[2]):
+        return False
+    known = before.vocabulary
+    for a, b in zip(one[2], two[2], strict=True):
+        if a == b:
+            continue
+        if a[1:] != b[1:] or a[0][0] != "outside" or b[0][0] != "outside":
+            return False
+        as_one, as_two = known.made_in(a[0][1], before.serial), known.made_in(b[0][1], now.serial)
+        if as_one is None or as_one != as_two:
+            return False
+    return True
 
 
 def _difference(index: int, before: tuple[Any, ...], now: tuple[Any, ...]) -> Difference:
     where = _location(now[3]) or _location(before[3])
-    if before[0] != now[0]:
-        return Difference(index, now[0], where, before[0], now[0])
-    one, two = next(_changes(before, now), ("other arguments", "other arguments"))
-    return Difference(index, now[0], where, one, two)
+    one, two = _operation(before), _operation(now)
+    if one == two:
+        one, two = next(_changes(before, now), ("other arguments", "other arguments"))
+    return Difference(index, _operation(now), where, one, two)
+
+
+def _operation(note: tuple[Any, ...]) -> str:
+    return str(note[0])
 
 
 def _changes(before: tuple[Any, ...], now: tuple[Any, ...]) -> Iterator[tuple[str, str]]:
     """What differs between two notes of one operation, both sides in words."""
-    for one, two in zip_longest(before[1], now[1], fillvalue=("nothing", "nothing")):
+    for one, two in zip_longest(before[1], now[1], fillvalue=_NOTHING):
         if one != two:
             yield _value(one), _value(two)
     for position, (one, two) in enumerate(zip_longest(before[2], now[2])):
@@ -80,19 +121,29 @@ def _geometry(name: str, one: tuple[Any, ...], two: tuple[Any, ...]) -> Iterator
                     yield f"{name} has {what} {a}", f"{what} {b}"
 
 
-def _value(plain: tuple[str, str]) -> str:
+def _value(plain: Any) -> str:
+    if not isinstance(plain, tuple):
+        return "a tensor" if plain == TENSOR else f"{plain} of them" if isinstance(plain, int) else str(plain)
     kind, shown = plain
-    return shown if kind in ("int", "float", "bool", "str") else f"{kind} {shown}".strip()
+    if kind in (float, complex):
+        return str(shown)
+    if kind in _SHOWN:
+        return repr(shown)
+    return f"{getattr(kind, '__qualname__', kind)} {shown}".strip()
 
 
-def _which(which: tuple[str, Any]) -> str:
-    kind, number = which
+def _which(which: tuple[Any, ...]) -> str:
+    kind, rest = which[0], which[1:]
+    if kind == "made":
+        scope, ago = rest
+        return {"": f"what was made {ago} results ago", "host": "made on the host"}.get(scope, f"made by {scope}")
+    if kind == "number":
+        return _value(rest[0])
     return {
-        "made": f"what was made {number} results ago",
-        "argument": f"argument {number}",
-        "known": str(number),
-        "outside": f"a tensor from outside the call (number {number})",
-    }.get(kind, f"{kind} {number}")
+        "argument": f"argument {rest[0]}",
+        "role": str(rest[0]),
+        "outside": f"a tensor from outside the call (number {rest[0]})",
+    }.get(str(kind), f"{kind} {rest[0]}")
 
 
 def _location(line: Any) -> Location | None:

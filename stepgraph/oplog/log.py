@@ -3,13 +3,18 @@
 A graph is right when the operations that it replays are those that the step would run. So operations are compared, not
 the causes that could change them. A dispatch mode sees every operation of the call, in the forward, in autograd's
 threads, in optimizers and hooks, and notes four things of each: its name; its numbers and other plain arguments, by
-type and value; its tensors, by geometry and by which tensor each is; and the user's line.
+type and value; its tensors, by geometry and by which tensor each is; and the user's line. What goes past the dispatcher
+and has a hook, compiled code and Triton's kernels, is noted by that (`unseen`).
 
 Tensors are named up to renaming, so that two runs of one program agree. A tensor that the call was given has the number
-of the argument; one that the call made, the number of results since. Any other tensor was there before: it has the name
-of its role where one is known ("weight of layers.0"), else a number of its own for as long as it lives. In backward the
-line is the user's own where Python code of theirs runs there, else that of the forward operation whose gradient is
-computed, found by autograd's sequence numbers.
+of the argument; one that the call made, the number of results since. One that was there before has the name of its
+role where it has one (`Roles`), else a number of its own for as long as it lives. In backward the line is the user's
+own where Python code of theirs runs there, else that of the forward operation whose gradient is computed, found by
+autograd's sequence numbers.
+
+Left out are the engine's own operations (`left_out`), those of a GradScaler, which are cuts or recorded with guards of
+their own, and work on the host where the step is for another device: no graph contains it. What such work makes is
+known as that. The steps of optimizers are sections of the log, for one that runs between graphs is not recorded.
 
 The four parts of a note are numbers into a `Vocabulary` that logs share. Layers and microbatches repeat each other's
 parts, so that a note costs 16 bytes and two logs are compared as arrays.
@@ -17,35 +22,54 @@ parts, so that a note costs 16 bytes and two logs are compared as arrays.
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import sys
 import types
 import weakref
 from array import array
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten
+from torch.utils import _python_dispatch as dispatch
 
 from stepgraph.frames import is_user
 from stepgraph.signature import OwnMode
 
 FIELDS = 4
 """The numbers of a note: operation, plain arguments, tensors, line."""
+TENSOR = "tensor"
+"""Stands for a tensor among the plain arguments."""
 _UNSEEN = frozenset({"profiler"})
 """Namespaces of operations that compute nothing."""
+_NOBODY, _USER, _BACKWARD, _SCALER = range(4)
+_BACKWARD_FILE = torch.autograd.graph.__file__
+"""Where Python enters autograd's engine: frames above it have called backward."""
+_SCALER_FILE = sys.modules[torch.amp.GradScaler.__module__].__file__
+
+
+@dataclass(frozen=True, slots=True)
+class _Memory:
+    """Memory that no log has a name for, with a number that is never another's."""
+
+    alive: weakref.ref[torch.UntypedStorage]
+    number: int
 
 
 class Vocabulary:
-    """The parts that notes are made of, each with a number; and numbers for tensors that were there before a call."""
+    """The parts that notes are made of, each with a number; and numbers for memory that no log has a name for."""
 
     def __init__(self) -> None:
         self._numbers: dict[Hashable, int] = {}
         self.parts: list[Any] = []
-        self._outside: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
-        self._num_outside = 0
+        self._memory: dict[int, _Memory] = {}
+        self._seen: list[tuple[int, int, weakref.ref[torch.UntypedStorage]]] = []
+        """Of each memory by its number: in which log it was seen first, as which there, and whether it lives."""
+        self._logs = itertools.count()
+        self._kinds: dict[types.CodeType, int] = {}
 
     def number(self, part: Hashable) -> int:
         """The number of a part, which is a new one for a new part."""
@@ -55,13 +79,53 @@ class Vocabulary:
             self.parts.append(part)
         return found
 
-    def outside(self, storage: torch.UntypedStorage) -> int:
-        """The number of memory that is no call's own: the same as long as it lives, and never another's."""
-        known = self._outside.get(storage._cdata)
-        if known is None or known[0]() is not storage:
-            self._num_outside += 1
-            known = self._outside[storage._cdata] = (weakref.ref(storage), self._num_outside)
-        return known[1]
+    def new_log(self) -> int:
+        return next(self._logs)
+
+    def memory(self, storage: torch.UntypedStorage, log: int, order: Callable[[], int]) -> int:
+        """The number of memory that has no name: the same as long as it lives. `order` is asked if it is new."""
+        known = self._memory.get(storage._cdata)
+        if known is None or known.alive() is not storage:
+            alive = weakref.ref(storage)
+            known = self._memory[storage._cdata] = _Memory(alive, len(self._seen))
+            self._seen.append((log, order(), alive))
+        return known.number
+
+    def made_in(self, number: int, log: int) -> int | None:
+        """As which memory without a name a log has seen this one first, where it has and the memory ended with it."""
+        first, order, alive = self._seen[number]
+        return order if first == log and alive() is None else None
+
+    def kind_of(self, code: types.CodeType) -> int:
+        """Whose code it is."""
+        found = self._kinds.get(code)
+        if found is None:
+            file = code.co_filename
+            found = _USER if is_user(file) else _NOBODY
+            found = {_BACKWARD_FILE: _BACKWARD, _SCALER_FILE: _SCALER}.get(file, found)
+            self._kinds[code] = found
+        return found
+
+
+class Roles:
+    """Names for tensors that were there before a call, by the memory that each lies in."""
+
+    def __init__(self) -> None:
+        self._names: dict[int, list[tuple[int, int, Hashable]]] = {}
+
+    def add(self, name: Hashable, tensor: torch.Tensor) -> None:
+        """A name for a tensor; of two for the same place the first counts."""
+        if has_storage(tensor):
+            start = int(tensor.storage_offset())
+            span = (start, start + max(tensor.numel(), 1), name)
+            self._names.setdefault(tensor.untyped_storage()._cdata, []).append(span)
+
+    def find(self, storage: torch.UntypedStorage, offset: int) -> tuple[Hashable, int] | None:
+        """The name of what lies there, and where it begins."""
+        for start, end, name in self._names.get(storage._cdata, ()):
+            if start <= offset < end:
+                return name, start
+        return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +134,9 @@ class Log:
 
     vocabulary: Vocabulary
     notes: array[int]
+    sections: tuple[tuple[int, int, Hashable], ...] = ()
+    """The steps of optimizers: first note, the note after the last, whose it is."""
+    serial: int = 0
 
     def __len__(self) -> int:
         return len(self.notes) // FIELDS
@@ -79,12 +146,22 @@ class Log:
         parts = self.vocabulary.parts
         return tuple(parts[number] for number in self.notes[index * FIELDS : (index + 1) * FIELDS])
 
+    def without(self, owners: Iterable[Hashable]) -> Log:
+        """The log without the steps of these optimizers."""
+        gone = set(owners)
+        notes, begin = array("I"), 0
+        for start, end, owner in self.sections:
+            if owner in gone:
+                notes += self.notes[begin * FIELDS : start * FIELDS]
+                begin = end
+        return Log(self.vocabulary, notes + self.notes[begin * FIELDS :], (), self.serial) if begin else self
 
-class OpLog(TorchDispatchMode, OwnMode):
+
+class OpLog(dispatch.TorchDispatchMode, OwnMode):
     """Notes the operations that run while it is entered. `arguments` are the leaves that the call is given.
 
-    `roles` are names for tensors that were there before, by the number that torch has for their memory
-    (`untyped_storage()._cdata`). `is_noted` says of an operation whether it belongs to the call.
+    `roles` are names for tensors that were there before. `device` is that of the step, where work on the host is not
+    its own.
 
     Example:
         >>> with OpLog(vocabulary, [x]) as log:
@@ -103,100 +180,241 @@ class OpLog(TorchDispatchMode, OwnMode):
         self,
         vocabulary: Vocabulary,
         arguments: Iterable[Any] = (),
-        roles: Mapping[int, Hashable] | None = None,
-        is_noted: Callable[[], bool] | None = None,
+        roles: Roles | None = None,
+        device: torch.device | None = None,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._vocabulary, self._roles, self._is_noted = vocabulary, roles or {}, is_noted
+        self._vocabulary, self._roles = vocabulary, roles or Roles()
+        self._device = device.type if device is not None and device.type != "cpu" else None
+        self._serial = vocabulary.new_log()
         self._notes = array("I")
         given = [leaf for leaf in arguments if isinstance(leaf, torch.Tensor)]
-        self._given = {leaf.untyped_storage()._cdata: i for i, leaf in enumerate(given) if _has_storage(leaf)}
-        self._born: dict[int, int] = {}
-        """When memory that the call made was born: after how many others."""
-        self._num_born = 0
+        self._given = {leaf.untyped_storage()._cdata: i for i, leaf in enumerate(given) if has_storage(leaf)}
+        self._births = _Births()
         self._lines: dict[int, int] = {}
         """The line of each forward operation that autograd has a node for, by the node's sequence number."""
+        self._sections: list[tuple[int, int, Hashable]] = []
+        self._section: tuple[int, str, Hashable] | None = None
+        self._hidden = 0
+        """In how many blocks the call is whose operations are not noted."""
+        self._nameless = itertools.count()
 
     def finish(self) -> Log:
         """The notes so far."""
-        return Log(self._vocabulary, self._notes)
+        return Log(self._vocabulary, self._notes, tuple(self._sections), self._serial)
+
+    # -- what is told
+
+    def begin_section(self, owner: Hashable, name: str) -> None:
+        """What follows is the step of an optimizer, until `end_section`."""
+        if self._section is None:
+            self._section = (len(self._notes) // FIELDS, name, owner)
+
+    def end_section(self, owner: Hashable) -> None:
+        if self._section is not None and self._section[2] == owner:
+            self._sections.append((self._section[0], len(self._notes) // FIELDS, owner))
+            self._section = None
+
+    def is_same(self, one: torch.Tensor, other: torch.Tensor) -> None:
+        """The engine has put one tensor in the place of another, which the call has made."""
+        if has_storage(one) and has_storage(other):
+            self._births.rename(other.untyped_storage()._cdata, one.untyped_storage()._cdata)
+
+    def note_call(self, name: Hashable, leaves: Sequence[Any], call: Callable[[], Any] = lambda: None) -> Any:
+        """A call that the dispatcher does not see, by its arguments; what runs within is not noted."""
+        line, _ = self._line()
+        self._note(name, leaves, {}, line)
+        self._hidden += 1
+        try:
+            out = call()
+        finally:
+            self._hidden -= 1
+        self._bear(leaves, out, self._scope)
+        return out
+
+    @property
+    def is_hiding(self) -> bool:
+        """Whether what runs right now is not noted."""
+        return bool(self._hidden)
+
+    def note_result(self, leaves: Iterable[Any]) -> None:
+        """What the call returns."""
+        self.note_call("the result", [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)])
+
+    # -- what is seen
 
     def __torch_dispatch__(self, func: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if getattr(func, "namespace", "") in _UNSEEN or (self._is_noted is not None and not self._is_noted()):
+        if func.namespace in _UNSEEN:
             return func(*args, **kwargs)
-        leaves = tree_flatten((args, kwargs))[0]
-        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        number = self._vocabulary.number
-        self._notes.extend(
-            (
-                number(str(func)),
-                number(tuple(_plain(leaf) for leaf in leaves if not isinstance(leaf, torch.Tensor))),
-                number(tuple(map(self._tensor, tensors))),
-                self._line(),
-            )
-        )
-        known = {tensor.untyped_storage()._cdata for tensor in tensors if _has_storage(tensor)}
+        if kinds and any(kind.__torch_dispatch__ is not _TENSORS_OWN for kind in kinds):
+            return NotImplemented  # a wrapper around other tensors: let it take itself apart first
+        if self._hidden:
+            line, scope = 0, "left out"
+        else:
+            line, left_out = self._line()
+            scope = "left out" if left_out else self._scope
+        begin = len(self._notes)
+        if scope != "left out":
+            is_number = func in _LIFTS and args[0].numel() == 1
+            on_device = self._note(func, (*args, _value(args[0])) if is_number else args, kwargs, line)
         out = func(*args, **kwargs)
-        for result in tree_flatten(out)[0]:
-            if isinstance(result, torch.Tensor) and _has_storage(result):
-                memory = result.untyped_storage()._cdata
-                if memory not in known:
-                    known.add(memory)
-                    self._num_born += 1
-                    self._born[memory] = self._num_born
-                    self._given.pop(memory, None)  # it was freed meanwhile, and its number given to another
+        if scope != "left out" and not on_device and not self._is_on_device(out):
+            del self._notes[begin:]
+            scope = "host"
+        self._bear(args, out, scope, kwargs)
         return out
+
+    @property
+    def _scope(self) -> str:
+        return "" if self._section is None else self._section[1]
+
+    def _note(self, operation: Hashable, args: Sequence[Any], kwargs: Mapping[str, Any], line: int) -> bool:
+        """Write an operation down. Whether one of its tensors is on the step's device."""
+        plain: list[Hashable] = []
+        tensors: list[Hashable] = []
+        on_device = self._take(args, plain, tensors)
+        for name, value in kwargs.items():
+            plain.append(name)
+            on_device = self._take((value,), plain, tensors) or on_device
+        number = self._vocabulary.number
+        self._notes.extend((number(operation), number(tuple(plain)), number(tuple(tensors)), line))
+        return on_device
+
+    def _take(self, values: Iterable[Any], plain: list[Hashable], tensors: list[Hashable]) -> bool:
+        on_device = False
+        for value in values:
+            if isinstance(value, torch.Tensor):
+                plain.append(TENSOR)
+                tensors.append(self._tensor(value))
+                on_device = on_device or self._device is None or value.device.type == self._device
+            elif isinstance(value, (list, tuple)):
+                plain.append(len(value))
+                on_device = self._take(value, plain, tensors) or on_device
+            else:
+                plain.append(_plain(value))
+        return on_device
+
+    def _is_on_device(self, out: Any) -> bool:
+        if self._device is None:
+            return True
+        return any(tensor.device.type == self._device for tensor in _tensors(out))
+
+    def _bear(self, args: Sequence[Any], out: Any, scope: str, kwargs: Mapping[str, Any] | None = None) -> None:
+        """Note which memory has come into being."""
+        known: set[int] | None = None
+        for result in _tensors(out):
+            if has_storage(result):
+                storage = result.untyped_storage()
+                if known is None:
+                    given = itertools.chain(_tensors(args), _tensors(tuple((kwargs or {}).values())))
+                    known = {tensor.untyped_storage()._cdata for tensor in given if has_storage(tensor)}
+                if storage._cdata not in known:
+                    known.add(storage._cdata)
+                    self._births.add(storage._cdata, scope)
+                    self._given.pop(storage._cdata, None)  # it was freed meanwhile, and its number given to another
 
     def _tensor(self, tensor: torch.Tensor) -> Hashable:
         """A tensor: which one it is, and its geometry."""
         form = (tuple(tensor.shape), tensor.dtype, tensor.device, tensor.layout)
-        if not _has_storage(tensor):
+        if not has_storage(tensor):
             return (("without memory", type(tensor).__qualname__), form)
-        storage = tensor.untyped_storage()
-        bits = (tensor.storage_offset(), tensor.stride(), tensor.is_conj(), tensor.is_neg())
-        return (self._which(storage), form, bits)
+        if self._device is not None and tensor.dim() == 0 and tensor.device.type == "cpu":
+            return (("number", _plain(_value(tensor))), form)  # the kernel is given its value
+        offset = int(tensor.storage_offset())
+        which, begin = self._which(tensor.untyped_storage(), offset)
+        return (which, form, (offset - begin, tensor.stride(), tensor.is_conj(), tensor.is_neg()))
 
-    def _which(self, storage: torch.UntypedStorage) -> Hashable:
+    def _which(self, storage: torch.UntypedStorage, offset: int) -> tuple[Hashable, int]:
+        """How memory is called, and where what has that name begins."""
         memory = storage._cdata
-        if memory in self._born:
-            return ("made", self._num_born - self._born[memory])
+        made = self._births.name(memory)
+        if made is not None:
+            return made, 0
         if memory in self._given:
-            return ("argument", self._given[memory])
-        if memory in self._roles:
-            return ("known", self._roles[memory])
-        return ("outside", self._vocabulary.outside(storage))
+            return ("argument", self._given[memory]), 0
+        role = self._roles.find(storage, offset)
+        if role is not None:
+            return ("role", role[0]), role[1]
+        number = self._vocabulary.memory(storage, self._serial, lambda: next(self._nameless))
+        return ("outside", number), 0
 
-    def _line(self) -> int:
+    def _line(self) -> tuple[int, bool]:
+        """The user's line, and whether a GradScaler has called."""
         node: Any = torch._C._current_autograd_node()
-        number = self._vocabulary.number
-        if node is not None:
-            own = _user_line(in_backward=True)
-            known = self._lines.get(node._sequence_nr()) if own is None else number(own)
-            return number(("backward", node.name())) if known is None else known
-        line = number(_user_line())
-        self._lines.setdefault(torch._C._autograd._get_sequence_nr() - 1, line)
-        return line
+        number, kind_of = self._vocabulary.number, self._vocabulary.kind_of
+        frame: types.FrameType | None = sys._getframe(2)
+        line = None
+        is_scalers = False
+        while frame is not None:
+            kind = kind_of(frame.f_code)
+            if kind == _USER:
+                line = number((frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name))
+                break
+            if kind == _BACKWARD and node is not None:
+                break
+            is_scalers = is_scalers or kind == _SCALER
+            frame = frame.f_back
+        if node is None:
+            line = number(None) if line is None else line
+            self._lines.setdefault(torch._C._autograd._get_sequence_nr() - 1, line)
+        elif line is None:
+            line = self._lines.get(node._sequence_nr())
+            line = number(("backward", node.name())) if line is None else line
+        return line, is_scalers
 
 
-_ENGINE = torch.autograd.graph.__file__
-"""Where Python enters autograd's engine: frames above it have called backward."""
+class _Births:
+    """Which memory a call has made, counted for the call itself, for each optimizer, and for what is not noted."""
 
+    def __init__(self) -> None:
+        self._born: dict[int, tuple[str, int]] = {}
+        self._counts: Counter[str] = Counter()
 
-def _user_line(*, in_backward: bool = False) -> tuple[str, int, str] | None:
-    """File, line and function of the innermost frame that is the user's; in backward, of one that the engine called."""
-    frame: types.FrameType | None = sys._getframe(1)
-    while frame is not None:
-        code = frame.f_code
-        if in_backward and code.co_filename == _ENGINE:
+    def add(self, memory: int, scope: str) -> None:
+        self._counts[scope] += 1
+        self._born[memory] = (scope, self._counts[scope])
+
+    def rename(self, old: int, new: int) -> None:
+        if old in self._born:
+            self._born[new] = self._born[old]
+
+    def name(self, memory: int) -> Hashable | None:
+        """Who has made it, and how many results ago; of what is not noted, how many is nobody's business."""
+        found = self._born.get(memory)
+        if found is None:
             return None
-        if is_user(code.co_filename):
-            return code.co_filename, frame.f_lineno, code.co_name
-        frame = frame.f_back
-    return None
+        scope, number = found
+        return ("made", scope, 0 if scope in ("host", "left out") else self._counts[scope] - number)
 
 
-def _has_storage(tensor: torch.Tensor) -> bool:
+def current_log() -> OpLog | None:
+    """The log that notes what this thread runs."""
+    modes = dispatch._get_current_dispatch_mode_stack()
+    return next((mode for mode in reversed(modes) if isinstance(mode, OpLog)), None)
+
+
+@contextlib.contextmanager
+def left_out() -> Iterator[None]:
+    """What runs in this block is the engine's own, and in no log."""
+    log = current_log()
+    if log is None:
+        yield
+        return
+    log._hidden += 1
+    try:
+        yield
+    finally:
+        log._hidden -= 1
+
+
+_LIFTS = frozenset((torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default))
+"""What makes a tensor of a number that is written in Python."""
+_TENSORS_OWN = torch.Tensor.__torch_dispatch__
+
+
+def has_storage(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has memory of its own to be known by."""
     if tensor.layout is not torch.strided or tensor.is_nested or tensor._is_zerotensor():
         return False
     try:
@@ -206,16 +424,31 @@ def _has_storage(tensor: torch.Tensor) -> bool:
     return True
 
 
-_VALUES = (bool, int, float, complex, str, bytes, type(None))
+def _tensors(out: Any) -> Iterator[torch.Tensor]:
+    if isinstance(out, torch.Tensor):
+        yield out
+    elif isinstance(out, (list, tuple)):
+        for item in out:
+            yield from _tensors(item)
+
+
+def _value(tensor: torch.Tensor) -> Any:
+    with torch._C.DisableTorchFunction(), dispatch._disable_current_modes():
+        return tensor.item()
+
+
+_BY_VALUE = frozenset((int, bool, str, bytes, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format))
 
 
 def _plain(value: Any) -> Hashable:
     """An argument that is no tensor: by type and value; 1, 1.0 and True differ, as do 0.0 and -0.0."""
-    if isinstance(value, _VALUES):
-        return (type(value).__name__, repr(value))
+    kind = type(value)
+    if kind in _BY_VALUE:
+        return (kind, value)
+    if isinstance(value, (int, float, complex, str, bytes)):
+        return (kind, repr(value))
     if isinstance(value, torch.Generator):
-        return ("Generator", id(value))
+        return ("Generator", int(getattr(value, "_cdata", 0)))  # each operator sees a new Python object
     if callable(value) and hasattr(value, "__qualname__"):
         return ("function", value.__qualname__)
-    kind = type(value)  # a dtype, a device, a layout are torch's, and shown by name
-    return (kind.__qualname__, repr(value) if kind.__module__ == "torch" else "")
+    return (kind, "")

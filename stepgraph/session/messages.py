@@ -8,6 +8,7 @@ import torch
 
 from stepgraph.errors import InvalidArgument, SignatureMismatch, StateChanged
 from stepgraph.frames import warn_user
+from stepgraph.oplog import Difference as OperationDifference
 from stepgraph.signature import Difference, Signature, find_differences
 from stepgraph.values.watch import Change
 
@@ -43,6 +44,28 @@ def warn_values_changed(step: str, changes: Sequence[Change], *, is_captured: bo
         + "\n  ".join(map(str, changes))
         + f"\n{outcome}\nFix: {PASS_IT}, or, if nothing depends on it, {to_ignore([c.name for c in changes])}."
     )
+
+
+def warn_operations_changed(
+    step: str, found: OperationDifference, changes: Sequence[Change], replays: int, *, stays_eager: bool
+) -> None:
+    """An audit has found that the step would run other operations by now."""
+    outcome = "Calls like this one stay eager from now on." if stays_eager else "The step is captured again."
+    if changes:
+        names = [change.name for change in changes]
+        warn_user(
+            f"{step}: a value that the step reads has changed since capture   [host-value]\n  "
+            + "\n  ".join(map(str, changes))
+            + f"\n  at {found}\n{outcome}\nFix: {PASS_IT}, or, if nothing depends on it, {to_ignore(names)}."
+        )
+    else:
+        warn_user(
+            f"{step}: the step would run other operations by now than those that were captured   [changed-operations]"
+            f"\n  {found}\n{outcome} {replays} calls have run since it was last compared, and this is the first that "
+            "shows it: they may have run what was captured.\nWhy: a replay runs no Python. Something that the step's "
+            "code reads has changed, and it is out of reach of the watch (docs/equality.md).\n"
+            f"Fix: {PASS_IT}, or hold it where the step can name it."
+        )
 
 
 def to_ignore(names: Sequence[str]) -> str:

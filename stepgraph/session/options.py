@@ -37,6 +37,9 @@ class Options:
     safe_hooks: tuple[Any, ...] = ()
     """Module hooks that may be recorded (their tensor work replays, their Python does not): functions or names."""
 
+    audit: str | int = "auto"
+    """When the step is recorded again and compared: "auto" (replays 1, 2, 4, ...), each so many replays, or False."""
+
     nan_check: str | bool = "off"
     """Whether losses and gradients are watched for NaN and inf: "device" computes a flag in the graph, read later."""
 
@@ -54,6 +57,7 @@ class Options:
         _one_of("on_error", self.on_error, ("raise", "eager"))
         _one_of("optimizer", self.optimizer, MODES)
         _one_of("outputs", self.outputs, ("copy", "static"))
+        check_audit(self.audit)
         if self.nan_check is True:
             raise InvalidArgument(
                 "nan_check=True would read the loss on the host at each step",
@@ -86,6 +90,17 @@ def listed(name: str, value: Iterable[Any]) -> tuple[Any, ...]:
         why="it takes any number of them, and a string by itself would be taken for a list of letters.",
         fix=f"{name}=[{one}].",
     )
+
+
+def check_audit(audit: str | int) -> None:
+    """Refuse what is no value of the option `audit`."""
+    if audit is not False and audit != "auto" and (not isinstance(audit, int) or isinstance(audit, bool) or audit < 1):
+        raise InvalidArgument(
+            f"audit={audit!r} is not 'auto', a whole number of at least 1, or False",
+            rule="option",
+            why="it says after how many replays the step is recorded again and compared.",
+            fix="audit='auto' is the default; audit=1000 does it each thousand replays, audit=False never.",
+        )
 
 
 def _at_least_one(name: str, value: int) -> None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Container, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -31,6 +31,7 @@ from stepgraph.observe.nonfinite import Flags
 from stepgraph.optim.optimizer import HostCounters
 from stepgraph.optim.scaler import ScalerGuard
 from stepgraph.rng.tracker import NamesGuard
+from stepgraph.session.proof import CallProof
 from stepgraph.signature import Signature
 from stepgraph.step.chain import Chain
 from stepgraph.tree import Structure, unflatten
@@ -81,6 +82,26 @@ class Guards:
     """DDP modules, whose flags tell graphs apart, and are left by a replay as by the step."""
 
 
+class _Modes:
+    """Whether modules are in training, as they were."""
+
+    def __init__(self, modules: Sequence[torch.nn.Module]) -> None:
+        self._attributes = [vars(module) for module in modules if "training" in vars(module)]
+        self._training = list(map(_training, self._attributes))
+        self._others = [(m, m.training) for m in modules if "training" not in vars(m)]  # TorchScript's
+
+    def hold(self) -> bool:
+        if list(map(_training, self._attributes)) != self._training:
+            return False
+        return not self._others or all(module.training == mode for module, mode in self._others)
+
+    def expect(self, row: GuardRow) -> None:
+        """What `hold` comes down to."""
+        row.column(self._attributes, "training", self._training)
+        if self._others:
+            row.ask(self.hold)
+
+
 class CapturedCall:
     """One captured signature: static inputs, the chain, static outputs, and what must hold for a replay."""
 
@@ -99,18 +120,18 @@ class CapturedCall:
         flags: Flags | None,
         modes_left: Sequence[tuple[torch.nn.Module, bool]],
         hand_out: Callable[[], Any],
+        proof: CallProof,
     ) -> None:
         self.signature = signature
         self.replays = 0
+        self.proof = proof
         self.flags = flags
         self.inputs, self.chain, self.outputs = inputs, chain, outputs
         self.hand_out = hand_out
         """Gives the caller the results of a replay."""
         self.guards = guards
         self._parameters = tuple(parameters)
-        self._modes = [vars(module) for module in modules if "training" in vars(module)]
-        self._training = list(map(_training, self._modes))
-        self._others = [(m, m.training) for m in modules if "training" not in vars(m)]  # TorchScript's
+        self._modes = _Modes(modules)
         self._no_grad = list(signature.no_grad)
         self._carried_in, self._added_to = carried_in, added_to
         left = {id(p): grad for p, grad in chain.final}
@@ -140,7 +161,7 @@ class CapturedCall:
     def fits(self) -> bool:
         """Whether modules and gradients are as they were before the capture."""
         guards = self.guards
-        if not self._modes_hold() or not guards.random.fits():
+        if not self._modes.hold() or not guards.random.fits():
             return False
         if guards.replicas.is_needed and not guards.replicas.fit():
             return False
@@ -149,6 +170,11 @@ class CapturedCall:
         return self._is_known or (
             [grad is None for grad in map(_grad, self._parameters)] == self._no_grad and can_carry_in(self._carried_in)
         )
+
+    def watch(self, values: Watch) -> None:
+        """Watch these host values from now on."""
+        self.guards = replace(self.guards, values=values)
+        self._row = None
 
     def write_row(self, replays: int) -> None:
         """After `fits` and every guard have found nothing: write down what they come down to now.
@@ -170,16 +196,9 @@ class CapturedCall:
         self._is_steady = self._is_known and self._may_be_steady
         return self._is_known
 
-    def _modes_hold(self) -> bool:
-        if list(map(_training, self._modes)) != self._training:
-            return False
-        return not self._others or all(module.training == mode for module, mode in self._others)
-
     def _expectations(self) -> Callable[[], bool]:
         row, guards = GuardRow(), self.guards
-        row.column(self._modes, "training", self._training)
-        if self._others:
-            row.ask(self._modes_hold)
+        self._modes.expect(row)
         guards.random.expect_fork(row)
         optimizers = (*guards.parameters, *guards.numbers, *guards.states)
         for guard in (guards.replicas, self._steady, guards.model, *optimizers, guards.values):

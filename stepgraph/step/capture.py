@@ -34,6 +34,7 @@ def capture(  # type: ignore[misc]
     generators: Sequence[torch.Generator] = (),
     ignore: Sequence[str] = (),
     safe_hooks: Sequence[Any] = (),
+    audit: str | int = "auto",
     nan_check: str = "off",
     buckets: Mapping[str, Mapping[int, Sequence[int]]] | None = None,
     pad_values: Mapping[str, Any] | None = None,
@@ -62,6 +63,7 @@ def capture(  # type: ignore[misc]
         generators=listed("generators", generators),
         ignore=listed("ignore", ignore),
         safe_hooks=listed("safe_hooks", safe_hooks),
+        audit=audit,
         nan_check=nan_check,
         buckets=Buckets.parse(buckets, pad_values),
     )

@@ -18,6 +18,7 @@ import torch
 from stepgraph.backends import Graph
 from stepgraph.errors import CaptureError, StateChanged
 from stepgraph.grads.step_grads import Attachment, GradCapture, attach
+from stepgraph.oplog import left_out
 from stepgraph.rng.recompute import STEP_FIX, state_of_another_graph
 from stepgraph.rng.tracker import tracker_for
 from stepgraph.session.session import Session
@@ -173,7 +174,7 @@ class ChainRecorder:
                 why="there is no segment to end here.",
                 fix="call it from the thread that runs the step, before the step returns.",
             )
-        with self._random.left() as forked:  # each graph begins and ends with every random state in its place
+        with left_out(), self._random.left() as forked:  # each graph has all random states in place
             grads = self._end_graph()
             result = imitate() if imitate is not None else None
             left = [(parameter, parameter.grad) for parameter, _ in grads]

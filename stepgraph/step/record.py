@@ -24,6 +24,7 @@ from stepgraph.observe.escaped_tensors import Place, is_newborn, kept_tensor, se
 from stepgraph.observe.nonfinite import Flags
 from stepgraph.observe.own_changes import ModelState
 from stepgraph.observe.step_objects import numbered
+from stepgraph.oplog import Log
 from stepgraph.optim.effects import refuse_unknown_results
 from stepgraph.optim.optimizer import (
     BornState,
@@ -41,7 +42,9 @@ from stepgraph.rng.host_random import refuse_rewound
 from stepgraph.rng.tracker import NamesGuard, tracker_for
 from stepgraph.session.failure import refuse_changed_container
 from stepgraph.session.options import Options
+from stepgraph.session.proof import CallProof, Shown, StepLogs, next_audit
 from stepgraph.session.session import Session
+from stepgraph.signature import Signature
 from stepgraph.signature.attributes import changed_attributes
 from stepgraph.step.call import CapturedCall, Guards
 from stepgraph.step.chain import Chain, ChainRecorder, GraphLink
@@ -54,13 +57,10 @@ from stepgraph.step.warmup import (
     refuse_obstacles,
     surroundings,
 )
-from stepgraph.tree import Structure, changed_containers, unflatten
+from stepgraph.tree import Structure, changed_containers, flatten, unflatten
 from stepgraph.values.reach import reachable
-from stepgraph.values.read_numbers import ReadNumbers, refusing_writes
+from stepgraph.values.read_numbers import ReadNumbers, Reads, refusing_writes
 from stepgraph.values.watch import Change, Watch
-
-_MAX_SURPRISES = 3
-"""How often a recording may show what no eager call has: a step that does so each time never gets warm."""
 
 
 class NotWarm(Exception):
@@ -86,11 +86,26 @@ class _Recording:
     """Where the step has left a tensor that it made."""
     modes: list[tuple[torch.nn.Module, bool]]
     """Modules that the step leaves in another mode than it found, and in which."""
+    log: Log
 
     def drop(self) -> None:
         """Leave everything as before the recording."""
         self.chain.free()
         self.grads.rollback()
+
+
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """A recording, and what belongs to it."""
+
+    signature: Signature
+    inputs: StaticInputs
+    made: _Recording
+    inside: tuple[Optimizer, ...]
+    outside: tuple[Optimizer, ...]
+    counters: HostCounters
+    random: NamesGuard
+    replicas: Replicas
 
 
 class StepCapture:
@@ -100,6 +115,11 @@ class StepCapture:
         self._name, self._function = name, function
         self._session, self._options = session, options
         self._events = RegistrationEvents()
+        self.logs = StepLogs(name)
+        self.unwatched: set[str] = set()
+        """Values that have changed without effect on the operations, by name: they are watched no more."""
+        self.suspects: frozenset[str] = frozenset()
+        """Those of them that are watched again, for an audit has found a change that nothing else explains."""
 
     def close(self) -> None:
         """Stop listening to the model."""
@@ -138,19 +158,31 @@ class StepCapture:
         *,
         ahead: bool = False,
     ) -> CapturedCall:
-        """Record the step for these inputs. Nothing takes effect; on failure everything is as it was.
-
-        `raise_held` is called when that is still so, and all is recorded. `ahead`: the recording is for a later call,
-        and every `.grad` stays as it is.
-        """
-        signature = site.sign()
+        """Record the step for these inputs, and keep the recording. `ahead`: it is for a later call."""
         refuse_hooks(self._name, site.touched.modules, self._options.safe_hooks, site.touched.name, everywhere=True)
         refuse_obstacles(self._name, site)
-        if site.last_eager_state is not None:
-            rebuilt = site.last_eager_state.rebuilt()
-            values = site.last_eager_state.values.changed() if rebuilt is None else ()
-            if rebuilt is not None or values:
-                raise NotWarm(rebuilt, values)
+        self._check_warm(site, moved, ahead=ahead)
+        recorded = self.record(site, leaves, structure, moved, raise_held)
+        try:
+            proof = self._prove(site, recorded, ahead=ahead)
+        except BaseException:
+            recorded.made.drop()
+            raise
+        return self.keep(site, recorded, proof, ahead=ahead)
+
+    def record(
+        self,
+        site: Site,
+        leaves: Sequence[Any],
+        structure: Structure,
+        moved: dict[int, str],
+        raise_held: Callable[[], None],
+    ) -> Recorded:
+        """Record the step for these inputs. Nothing takes effect; on failure everything is as it was.
+
+        `raise_held` is called when that is still so, and all is recorded.
+        """
+        signature = site.sign()
         refuse_replicas(self._name, site.touched, self._options.safe_hooks, self._session.backend)
         replicas = Replicas(site.touched.modules)
         placements = self.placements(site, moved)
@@ -188,7 +220,7 @@ class StepCapture:
             inputs.refuse_shared_state(leaves, signature.names(), _stepped(site.touched.optimizers))
             other = other_result(site, made.outputs.tree)
             if other is not None:
-                site.results = None
+                site.eager.results = None
                 self._surprised(site, obstacle_error(self._name, "varying-output", other))
             if made.kept is not None:
                 raise _kept_tensor(self._name, made.kept)
@@ -196,46 +228,101 @@ class StepCapture:
         except BaseException:
             made.drop()
             raise
+        return Recorded(signature, inputs, made, tuple(inside), tuple(outside), counters, random, replicas)
+
+    def _check_warm(self, site: Site, moved: dict[int, str], *, ahead: bool) -> None:
+        """Before a recording: raise `NotWarm` if the model is not that of the last eager call, or there was none.
+
+        An optimizer inside the graph whose numbers have changed since leaves it.
+        """
+        state = site.eager.state
+        rebuilt = state.rebuilt() if state is not None else None
+        if rebuilt is not None:
+            raise NotWarm(rebuilt)
+        if not ahead and not site.eager.logs.of(site.kind()) and site.may_be_surprised():
+            raise NotWarm
+        for guard in state.numbers if state is not None else ():
+            changed = guard.changed()
+            if changed is not None:
+                moved.setdefault(id(guard.optimizer), changed)
+
+    def _prove(self, site: Site, recorded: Recorded, *, ahead: bool) -> CallProof:
+        """Compare a recording with the eager calls of its kind. Values that changed without effect are dropped."""
+        log, due = recorded.made.log, next_audit(self._options.audit, 0)
+        eager = site.eager.logs.of(site.kind())
+        if not eager:
+            return CallProof(log, Shown.LATER if ahead else Shown.NOT, due)
+        found = self.logs.compare(eager, log, recorded.outside)
+        changed = site.eager.state.values.changed() if site.eager.state is not None else ()
+        if found is not None and changed:
+            raise NotWarm(values=changed)
+        if found is not None:
+            if site.may_be_surprised():
+                raise NotWarm
+            self.logs.judge(eager, found, recorded.outside, strict=self._options.strict)
+        self.unwatched.update(change.name for change in changed)
+        return CallProof(log, Shown.EQUAL if found is None else Shown.OTHER_PATH, due)
+
+    def keep(self, site: Site, recorded: Recorded, proof: CallProof, *, ahead: bool = False) -> CapturedCall:
+        """Make a recording the step's. `ahead`: it is for a later call, and every `.grad` stays as it is."""
+        made = recorded.made
         site.surprises = 0
         (made.grads.commit_ahead if ahead else made.grads.commit)()
         if (note_loaded := made.chain.note_loaded) is not None:
             for buffer in made.grads.loaded:
                 note_loaded(buffer)
-        parameters = site.touched.parameters
+        parameters, inside = site.touched.parameters, list(recorded.inside)
         if site.cut_scalers:
             site.scaled |= made.scalers.stepped
             inside = [o for o in inside if id(o) not in site.scaled]
         whole = site.with_objects(self._function)
-        recorded = [] if site.cut_scalers else scalers_of(whole)
+        scalers = [] if site.cut_scalers else scalers_of(whole)
         guards = Guards(
             tuple(NumbersGuard(o) for o in inside),
             (
                 *(StateGuard(o) for o in (*inside, *made.read.states.values())),
-                *(ScalerGuard(s) for s in recorded),
-                *random.if_needed(),
+                *(ScalerGuard(s) for s in scalers),
+                *recorded.random.if_needed(),
             ),
             tuple(map(ParametersGuard, site.touched.all_optimizers)),
             self._model_guard(site, steady=parameters),
-            Watch(
-                *(whole, self._options.ignore, site.touched.named_modules, made.read.found, outside), site.touched.ran
-            ),
-            random,
-            replicas,
+            self._watch(site, recorded.outside, made.read.found),
+            recorded.random,
+            recorded.replicas,
         )
         return CapturedCall(
-            *(signature, site.touched.all_modules, parameters, inputs, made.chain, made.outputs),
-            *(made.grads.carried_in, made.grads.added_to, guards, counters, made.flags, made.modes),
+            *(recorded.signature, site.touched.all_modules, parameters, recorded.inputs, made.chain, made.outputs),
+            *(made.grads.carried_in, made.grads.added_to, guards, recorded.counters, made.flags, made.modes),
             hand_out=made.outputs.copies if self._options.outputs == "copy" else lambda: made.outputs.tree,
+            proof=proof,
         )
+
+    def agree(self, site: Site, call: CapturedCall, recorded: Recorded, changes: Sequence[Change]) -> None:
+        """A new recording is the same, and dropped; these values have changed without effect on it.
+
+        The step's own code has run once more, so what the watch expects is what is there now.
+        """
+        recorded.made.drop()
+        self.unwatched.update(change.name for change in changes)
+        call.watch(self._watch(site, recorded.outside, recorded.made.read.found))
+        call.proof.agreed, call.proof.due = call.replays, next_audit(self._options.audit, call.replays)
+
+    def suspect(self) -> None:
+        """The operations have changed, and no watched value has: watch again what was dropped, for good."""
+        self.suspects |= self.unwatched
+
+    def _watch(self, site: Site, outside: Sequence[Optimizer], read: Reads | None = None) -> Watch:
+        ignore = (*self._options.ignore, *(self.unwatched - self.suspects))
+        whole, touched = site.with_objects(self._function), site.touched
+        return Watch(whole, ignore, touched.named_modules, read, outside, touched.ran)
 
     def look(self, site: Site) -> None:
         """After an eager call: note what must still be so when the step is recorded."""
-        touched = site.touched
-        outside = [o for o in touched.optimizers if not place(o, self._options.optimizer).inside]
-        whole = site.with_objects(self._function)
-        values = Watch(whole, self._options.ignore, touched.named_modules, eager=outside, ran=touched.ran)
-        parameters = tuple(map(ParametersGuard, touched.all_optimizers))
-        site.last_eager_state = EagerState(self._model_guard(site), parameters, values)
+        placed = [(o, place(o, self._options.optimizer).inside) for o in site.touched.optimizers]
+        values = self._watch(site, [o for o, is_inside in placed if not is_inside])
+        parameters = tuple(map(ParametersGuard, site.touched.all_optimizers))
+        numbers = tuple(NumbersGuard(o) for o, is_inside in placed if is_inside)
+        site.eager.state = EagerState(self._model_guard(site), parameters, numbers, values)
 
     def _model_guard(self, site: Site, steady: Sequence[torch.Tensor] = ()) -> ModelGuard:
         touched = site.touched
@@ -248,8 +335,7 @@ class StepCapture:
 
     def _surprised(self, site: Site, error: CaptureError) -> NoReturn:
         """The recording has shown what no eager call has: have one more, or, if that goes on, refuse."""
-        site.surprises += 1
-        if site.surprises > _MAX_SURPRISES:
+        if not site.may_be_surprised():
             raise error
         raise NotWarm
 
@@ -290,8 +376,7 @@ class StepCapture:
                     try:
                         args, kwargs = unflatten(structure, leaves)  # new for each recording, as for each eager call
                         recorder.begin(grads)
-                        with site.touched.ran.noting():
-                            outputs = StaticOutputs(self._function(*args, **kwargs))
+                        outputs, log = self._logged(site, leaves, args, kwargs)
                         refuse_unknown_results(outputs.leaves)
                         changed = changed_containers(structure, leaves, (args, kwargs), site.sign().arguments)
                         refuse_changed_container(changed or changed_attributes(site.with_keys(leaves)))
@@ -308,7 +393,15 @@ class StepCapture:
                 model.restore()
                 grads.rollback()
                 raise
-        return _Recording(chain, outputs, grads, scalers, found_flags, read, kept, modes)
+        return _Recording(chain, outputs, grads, scalers, found_flags, read, kept, modes, log)
+
+    def _logged(self, site: Site, leaves: Sequence[Any], args: Any, kwargs: Any) -> tuple[StaticOutputs, Log]:
+        """Run the step, and note which code runs, and which operations."""
+        device = self._session.backend.device
+        with site.touched.ran.noting(), self.logs.noting(leaves, site.touched, device) as log:
+            result = self._function(*args, **kwargs)
+            log.note_result(flatten(result)[0])
+        return StaticOutputs(result), log.finish()
 
     def _late(self, site: Site, optimizer: Optimizer) -> NoReturn:
         if any(optimizer is known for known in site.touched.optimizers):

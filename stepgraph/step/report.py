@@ -27,6 +27,7 @@ class Counts:
 
     captures: int = 0
     replays: int = 0
+    audits: int = 0
     recapture_reasons: Counter[str] = field(default_factory=Counter)
     capture_seconds: float = 0.0
     eager_reasons: Counter[str] = field(default_factory=Counter)

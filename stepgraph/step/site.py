@@ -20,9 +20,10 @@ import torch
 from stepgraph.buffers.static import is_copied_in
 from stepgraph.guards.hooks import with_hooks
 from stepgraph.guards.model import ModelGuard
-from stepgraph.guards.optimizer import ParametersGuard
+from stepgraph.guards.optimizer import NumbersGuard, ParametersGuard
 from stepgraph.observe.step_objects import StepObjects, numbered
 from stepgraph.optim.effects import OptimizerEffects
+from stepgraph.session.proof import EagerLogs
 from stepgraph.signature import Signature
 from stepgraph.signature.fast_match import FastMatch
 from stepgraph.signature.memory import keys_apart
@@ -30,6 +31,9 @@ from stepgraph.step.call import CapturedCall
 from stepgraph.tree import Structure
 from stepgraph.values.watch import Watch
 from stepgraph.values.watch_values import is_users
+
+_MAX_SURPRISES = 3
+"""How often a recording may show what no eager call has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +61,7 @@ class EagerState:
 
     model: ModelGuard
     parameters: tuple[ParametersGuard, ...]
+    numbers: tuple[NumbersGuard, ...]
     values: Watch
 
     def rebuilt(self) -> str | None:
@@ -65,6 +70,17 @@ class EagerState:
         for guard in self.parameters:
             changed = changed or guard.changed()
         return changed
+
+
+class LastEager:
+    """What the last eager calls of a site have left."""
+
+    def __init__(self) -> None:
+        self.state: EagerState | None = None
+        """What the last one went by."""
+        self.results: tuple[object, list[object]] | None = None
+        """The static part of its results."""
+        self.logs = EagerLogs()
 
 
 class Site:
@@ -94,15 +110,12 @@ class Site:
         """DDPs, by id, that were given new accumulators."""
         self.surprises = 0
         """How many recordings in a row have shown what no eager call has."""
-        self.last_eager_state: EagerState | None = None
-        """What the last eager call went by."""
+        self.eager = LastEager()
         self._unmoved: dict[frozenset[int], list[torch.Generator]] = {}
         self.effects = OptimizerEffects()
         """What optimizers did in the last eager call besides their update."""
         self.obstacles: dict[str, Obstacle] = {}
         """What warm-up found that no replay could repeat, by rule."""
-        self.results: tuple[object, list[object]] | None = None
-        """The static part of an earlier call's results."""
         self.keep_alive: dict[str, object] = {}
         """Arguments that are told by identity, by name, kept so that no other object takes their identity.
 
@@ -119,6 +132,16 @@ class Site:
             training=tuple(m.training for m in self.touched.all_modules),
             no_grad=tuple(p.grad is None for p in self.touched.parameters),
         )
+
+    def kind(self) -> Hashable:
+        """What tells calls here apart: the modes, and which parameters have gradients."""
+        signature = self.sign()
+        return signature.training, signature.no_grad
+
+    def may_be_surprised(self) -> bool:
+        """Count that a recording has shown what no eager call has: one that does so each time never gets warm."""
+        self.surprises += 1
+        return self.surprises <= _MAX_SURPRISES
 
     def with_keys(self, leaves: Sequence[Any]) -> Iterator[tuple[str, Any, Any]]:
         """The leaves of a call here, each with its name before it and its key after it."""
@@ -148,10 +171,11 @@ class Site:
     def sibling(self, call: Signature, credit: int) -> Site:
         """A site for calls of another shape that touch the same things, warm as this one is."""
         other = Site(call)
-        other.touched, other.results, other.keep_alive = self.touched, self.results, self.keep_alive
+        other.touched, other.keep_alive = self.touched, self.keep_alive
         other.hold_grads, other.cut_scalers, other.scaled = self.hold_grads, self.cut_scalers, set(self.scaled)
         other.obstacles, other.written, other.effects = dict(self.obstacles), self.written, self.effects
-        other.last_eager_state, other._credit, other._watched = self.last_eager_state, credit, self._watched
+        other.eager.state, other.eager.results = self.eager.state, self.eager.results
+        other._credit, other._watched = credit, self._watched
         return other
 
     def last_call(
@@ -204,7 +228,7 @@ class Site:
         """The model is another one: look at the step again, as if it had been called `credit` times."""
         self.was_captured = self.was_captured or bool(self.calls)
         self.touched, self.calls, self.hold_grads = StepObjects(), [], False
-        self.results = self.last_eager_state = None
+        self.eager = LastEager()
         self._warm.clear()
         self._credit, self._watched = credit, 0
 

@@ -21,12 +21,14 @@ from stepgraph.buffers.static import detached, on_device
 from stepgraph.errors import ClosedError
 from stepgraph.frames import untraced, warn_user
 from stepgraph.observe.nonfinite import FlagReader
+from stepgraph.oplog import Difference, first_difference
 from stepgraph.session.backend_choice import choose_backend, refuse_other_devices
 from stepgraph.session.failure import capture_error
 from stepgraph.session.interrupt import interrupts_held
 from stepgraph.session.limits import weigh_changes
-from stepgraph.session.messages import state_changed, warn_values_changed
+from stepgraph.session.messages import state_changed, warn_operations_changed, warn_values_changed
 from stepgraph.session.options import Options
+from stepgraph.session.proof import CallProof, Shown, next_audit
 from stepgraph.session.session import Session
 from stepgraph.signature import AmbientReader, Signature, argument_names, leaf_keys, reason_for_eager, refuse_opaque
 from stepgraph.signature.attributes import refuse_unlike_buffers
@@ -34,7 +36,7 @@ from stepgraph.step.binding import BoundSteps, has_own_name, options_of_copy
 from stepgraph.step.bucketing import Bucketing, Example
 from stepgraph.step.call import CallArgs, CapturedCall
 from stepgraph.step.eviction import REASON, Action, PoolEviction, Sites
-from stepgraph.step.record import NotWarm, StepCapture
+from stepgraph.step.record import NotWarm, Recorded, StepCapture
 from stepgraph.step.report import Counts, Report, report_of
 from stepgraph.step.site import LastCall, Site
 from stepgraph.step.warmup import flags_of, surroundings, warm_up
@@ -117,7 +119,10 @@ class CapturedStep(Generic[P, R]):
                 result: R
                 for call in last.site.calls:
                     if call.is_untouched():
-                        result = self._run_untouched(call, known)
+                        if call.replays != call.proof.due:
+                            result = self._run_untouched(call, known)
+                        else:
+                            result = self._audit(last.site, call, CallArgs(known, last.structure, (args, kwargs)))
                         return result
                 found = last.site.find()
                 if found is not None:
@@ -157,10 +162,12 @@ class CapturedStep(Generic[P, R]):
         rebuilt = call.model_changed()  # first what makes the step be looked at anew: it may do anything now
         if rebuilt is not None:
             return self._start_over(site, rebuilt, given)
+        if call.proof.shown is Shown.LATER and not self._is_shown_now(site, call):
+            return self._warm_up(site, "comparison", given)
         guards = call.guards
         changes = guards.values.changed()
         if changes:
-            return self._values_changed(site, changes, given)
+            return self._audit(site, call, given, changes)
         for state in guards.states:
             loaded = state.changed()
             if loaded is not None:
@@ -171,8 +178,72 @@ class CapturedStep(Generic[P, R]):
             if moved is not None:
                 self._moved[id(guard.optimizer)] = moved
                 return self._recapture(site, call, moved, given)
+        if call.replays == call.proof.due:
+            return self._audit(site, call, given)
         call.write_row(self._counts.replays)
         return self._run(call, given.leaves)
+
+    def _is_shown_now(self, site: Site, call: CapturedCall) -> bool:
+        """Whether a graph that was recorded ahead may be used: an eager call of its kind was the same."""
+        outside = [o for o in site.touched.optimizers if not self._capture.placements(site, self._moved)[id(o)].inside]
+        eager = site.eager.logs.of(site.kind())
+        if eager and self._capture.logs.compare(eager, call.proof.log, outside) is None:
+            call.proof.shown = Shown.EQUAL
+            return True
+        if eager:  # it is captured anew, as any other
+            site.calls.remove(call)
+            call.chain.free()
+        return False
+
+    def _audit(self, site: Site, call: CapturedCall, given: CallArgs, changes: Sequence[Change] = ()) -> Any:
+        """Record the call again, and compare. Its own turn, or because these values have changed."""
+        try:
+            with interrupts_held() as raise_held:
+                recorded = self._capture.record(site, given.leaves, given.structure, self._moved, raise_held)
+                found = first_difference(call.proof.log, recorded.made.log)
+                if found is None:
+                    self._capture.agree(site, call, recorded, changes)
+        except NotWarm:
+            return self._start_over(site, "the step does what it did not do before", given)
+        except Exception as error:  # noqa: BLE001 (as in a capture)
+            site.drop_graphs()
+            return self._not_captured(site, error, given)
+        self._counts.audits += 1
+        if found is None:
+            return self._run(call, given.leaves)
+        return self._operations_changed(site, call, recorded, found, changes, given)
+
+    def _operations_changed(
+        self,
+        site: Site,
+        call: CapturedCall,
+        recorded: Recorded,
+        found: Difference,
+        changes: Sequence[Change],
+        given: CallArgs,
+    ) -> Any:
+        """The step would run other operations by now: the new recording takes the old one's place."""
+        told = "; ".join(map(str, changes)) if changes else str(found)
+        names = [change.name for change in changes] or [str(found.where or found.operation)]
+        site.changes, often = weigh_changes(site.changes, names, call.replays - call.proof.agreed)
+        if self._options.strict or often:
+            recorded.made.drop()
+        self._raise_if_strict(site, told)
+        warn_operations_changed(self._name, found, changes, call.replays - call.proof.agreed, stays_eager=bool(often))
+        if often:
+            site.drop_graphs()
+            site.obstacle = f"the operations keep changing: {', '.join(often)}"
+            return self._eager(site, site.obstacle, given)
+        if not changes:
+            self._capture.suspect()
+        site.calls.remove(call)
+        call.chain.free()
+        self._counts.recapture_reasons[told] += 1
+        self._counts.captures += 1
+        proof = CallProof(recorded.made.log, call.proof.shown, next_audit(self._options.audit, 0))
+        new = self._capture.keep(site, recorded, proof)
+        site.calls.insert(0, new)
+        return self._run(new, given.leaves)
 
     def _run(self, call: CapturedCall, leaves: Sequence[Any]) -> Any:
         call.replay(leaves)
@@ -249,7 +320,8 @@ class CapturedStep(Generic[P, R]):
         modes = site.modes()
         self._eviction.before_warm_up(given.leaves, self._sites.values())
         others = [other for other in self._sites.values() if other is not site]
-        result, flags = warm_up(self._function, given, site, others, self._session, self._options)
+        logs = self._capture.logs
+        result, flags = warm_up(self._function, given, site, others, self._session, self._options, logs)
         site.count_warm_call(modes)
         self._capture.look(site)
         self._counts.eager_reasons[reason] += 1
@@ -300,17 +372,21 @@ class CapturedStep(Generic[P, R]):
                 return self._warm_up(site, "warm-up", given)
             except Exception as error:  # noqa: BLE001 (whatever broke the capture, its state is rolled back)
                 held.close()
-                raised = capture_error(self._name, error)
-                if not self._options.goes_on_eagerly:
-                    raise raised from (None if raised is error else error)
-                site.obstacle = f"capture failed: [{raised.rule}]"
-                warn_user(f"{raised}\nThe step goes on in eager.")
-                return self._eager(site, site.obstacle, given)
+                return self._not_captured(site, error, given)
             self._counts.captures += 1
             site.calls.insert(0, call)
             self._session.backend.synchronize()
             self._counts.capture_seconds += time.perf_counter() - begun
             return self._run(call, given.leaves)
+
+    def _not_captured(self, site: Site, error: Exception, given: CallArgs) -> Any:
+        """A recording has failed, and left everything as it was."""
+        raised = capture_error(self._name, error)
+        if not self._options.goes_on_eagerly:
+            raise raised from (None if raised is error else error)
+        site.obstacle = f"capture failed: [{raised.rule}]"
+        warn_user(f"{raised}\nThe step goes on in eager.")
+        return self._eager(site, site.obstacle, given)
 
     def _eager(self, site: Site, reason: str, given: CallArgs) -> Any:
         if site.obstacle is None:

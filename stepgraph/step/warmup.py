@@ -30,6 +30,7 @@ from stepgraph.rng.host_random import GeneratorWatch, HostRandomWatch
 from stepgraph.session.failure import CHANGED_CONTAINER, refuse_changed_container
 from stepgraph.session.messages import to_ignore, warn_detached_results
 from stepgraph.session.options import Options
+from stepgraph.session.proof import StepLogs, num_states
 from stepgraph.session.session import Session
 from stepgraph.signature import is_plain
 from stepgraph.signature.attributes import changed_attributes
@@ -63,6 +64,7 @@ def warm_up(
     others: Sequence[Site],
     session: Session,
     options: Options,
+    logs: StepLogs,
 ) -> tuple[Any, Flags | None]:
     """Call the step once on these inputs and note what it touches; what ends with the call is let go of.
 
@@ -82,6 +84,7 @@ def warm_up(
     eager = [o for o in site.touched.optimizers if not place(o, options.optimizer).inside]
     values = Watch(whole, options.ignore, site.touched.named_modules, eager=eager, ran=site.touched.ran)
     model = ModelState(site.touched.all_modules, site.touched.all_parameters)
+    kind, born = site.kind(), num_states(site.touched.optimizers)
     contents = Contents([(i, leaf) for i, leaf in enumerate(moved) if is_copied_in(leaf)])
 
     def see(optimizer: Optimizer) -> None:
@@ -105,11 +108,15 @@ def warm_up(
         at_optimizer_steps(after=seen),
     ):
         args, kwargs = call = given.with_leaves(moved, own=options.goes_on_eagerly)
-        result = step(*args, **kwargs)
+        with logs.noting(moved, site.touched, backend.device) as log:
+            result = step(*args, **kwargs)
+            log.note_result(flatten(result)[0])
         found_flags = flags.finish(result, site.touched.parameters, zip(site.sign().names(), moved, strict=True))
     if site.seen <= 1 and not site.touched.differentiates:
         warn_detached_results(flatten(result)[0])
     result = detached(result)
+    if num_states(site.touched.optimizers) == born:
+        site.eager.logs.add(kind, log.finish())
     changed_numbers = numbers.finish()
     ended = _let_go(site, known, options.optimizer)
     is_own = call is given.own
@@ -209,14 +216,14 @@ def note_result(site: Site, result: Any) -> None:
     other = other_result(site, result)
     if other is not None:
         site.obstacles["varying-output"] = Obstacle(other)
-    site.results = static_part(result)
+    site.eager.results = static_part(result)
 
 
 def other_result(site: Site, result: Any) -> str | None:
     """What is another in the static part of a result than in that of the last eager call, in words."""
-    if site.results is None:
+    if site.eager.results is None:
         return None
-    (before, earlier), (structure, values) = site.results, static_part(result)
+    (before, earlier), (structure, values) = site.eager.results, static_part(result)
     if structure != before:
         return "the result's structure is another at each call"
     for path, one, two in zip(paths(structure, "result"), earlier, values, strict=True):

@@ -1,0 +1,173 @@
+"""What replays is what the step would do: its operations are compared, before a graph is used and while it is.
+
+Twice the log of a call (`oplog`) must agree. Once before a graph is used: the recording runs the operations that the
+last eager call of the same kind has run. Code that asks whether it is being captured takes another path, and that is
+said. Then while it is used: at the first, second, fourth, ... replay, and later now and then, the call is recorded once
+more, which has no effect, and compared with the recording that is replayed (the *audit*). A difference means that the
+step's Python would do something else by now, whatever the cause: the new recording takes the old one's place.
+
+Calls are of the same kind if they have the same signature, modes and gradient pattern. An eager call in which an
+optimizer's state is born does more than those after it, and is not compared.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.optim.optimizer import Optimizer
+
+from stepgraph.errors import CaptureError
+from stepgraph.frames import warn_user
+from stepgraph.observe.step_objects import StepObjects, numbered
+from stepgraph.oplog import Difference, Log, OpLog, Roles, Vocabulary, first_difference, noting_unseen
+from stepgraph.optim.steps import at_optimizer_steps
+
+_LONGEST_PERIOD = 8192
+"""Replays between two audits, at most: they must cost next to nothing beside the steps."""
+NEVER = -1
+
+
+def next_audit(audit: str | int, replays: int) -> int:
+    """At how many replays the next audit is due, `replays` after the capture."""
+    if audit is False:
+        return NEVER
+    if audit == "auto":
+        return max(replays + 1, min(2 * replays, replays + _LONGEST_PERIOD))
+    return (replays // int(audit) + 1) * int(audit)
+
+
+class Shown(enum.Enum):
+    """What the comparison of a recording with eager calls of its kind has shown."""
+
+    EQUAL = "equal"
+    OTHER_PATH = "other path"
+    """Eager calls agree among themselves, and the recording went another way."""
+    LATER = "later"
+    """It was recorded ahead: the first call of its kind runs eagerly and is compared."""
+    NOT = "not"
+    """There is no eager call to compare with: each makes new state."""
+
+
+@dataclass(slots=True)
+class CallProof:
+    """What is known of a captured call: its operations, and how they agree with those of the step."""
+
+    log: Log
+    shown: Shown
+    due: int
+    """At how many replays it is audited next."""
+    agreed: int = 0
+    """After how many replays it last was."""
+
+
+class EagerLogs:
+    """The logs of a site's eager calls: the last two of each kind."""
+
+    def __init__(self) -> None:
+        self._logs: dict[Hashable, list[Log]] = {}
+
+    def add(self, kind: Hashable, log: Log) -> None:
+        self._logs[kind] = [*self._logs.get(kind, [])[-1:], log]
+
+    def of(self, kind: Hashable) -> list[Log]:
+        """The latest last."""
+        return self._logs.get(kind, [])
+
+    def clear(self) -> None:
+        self._logs.clear()
+
+
+class StepLogs:
+    """Keeps the logs of one step's calls, which share a vocabulary."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._vocabulary = Vocabulary()
+
+    @contextlib.contextmanager
+    def noting(self, leaves: Sequence[Any], touched: StepObjects, device: torch.device) -> Iterator[OpLog]:
+        """Note the operations of a call on these arguments."""
+        log = OpLog(self._vocabulary, leaves, roles_of(touched), device)
+
+        def begin(optimizer: Optimizer) -> None:
+            log.begin_section(id(optimizer), type(optimizer).__name__)
+
+        def end(optimizer: Optimizer, _: Any) -> None:
+            log.end_section(id(optimizer))
+
+        with noting_unseen(), at_optimizer_steps(begin, end), log:
+            yield log
+
+    def compare(self, eager: Sequence[Log], recording: Log, outside: Iterable[Optimizer]) -> Difference | None:
+        """Where a recording differs from the latest of these eager calls."""
+        left_out = [id(optimizer) for optimizer in outside]
+        return first_difference(eager[-1].without(left_out), recording.without(left_out))
+
+    def judge(self, eager: Sequence[Log], found: Difference, outside: Iterable[Optimizer], *, strict: bool) -> None:
+        """A recording differs from eager calls: refuse it if these differ from each other, else say so."""
+        left_out = [id(optimizer) for optimizer in outside]
+        between = first_difference(*(log.without(left_out) for log in eager[-2:]))
+        if between is not None:
+            raise CaptureError(
+                f"{self._name}: the step runs other operations at each call",
+                rule="varying-operations",
+                details=[str(between)],
+                why="a graph replays one sequence of operations. Two eager calls alike had different ones: something "
+                "that changes from call to call decides (data read on the host, Python's randomness, time).",
+                fix="decide on the device (torch.where), outside the step, or by an argument; or graph the parts that "
+                "stay the same: stepgraph.graph_modules.",
+            )
+        if strict:
+            raise CaptureError(
+                f"{self._name}: the step takes another path while it is captured",
+                rule="other-path",
+                details=[str(found)],
+                why=_OTHER_PATH,
+                fix=_SAME_PATH,
+            )
+        warn_user(
+            f"{self._name}: the step takes another path while it is captured   [other-path]\n  {found}\n"
+            f"Why: {_OTHER_PATH}\nFix: {_SAME_PATH}"
+        )
+
+
+_OTHER_PATH = (
+    "eager calls agree among themselves, and the recording differs: code asks whether it is being captured. The graph "
+    "computes what that path computes, which need not be equal to eager bit for bit."
+)
+_SAME_PATH = "let the code at this line do the same in both cases, or compare the results yourself (docs/equality.md)."
+
+
+def roles_of(touched: StepObjects) -> Roles:
+    """Names for the parameters, gradients and buffers of a step, and for the state of its optimizers."""
+    roles = Roles()
+    names: dict[int, str] = {}
+    taken: set[str] = set()
+    for parameter in touched.all_parameters:
+        name = names[id(parameter)] = numbered(touched.name(parameter), taken)
+        taken.add(name)
+        roles.add(name, parameter)
+        if parameter.grad is not None:
+            roles.add(f"{name}.grad", parameter.grad)
+    for module in touched.all_modules:
+        for key, buffer in module._buffers.items():
+            if buffer is not None:
+                roles.add(f"{touched.name(module)}.{key}", buffer)
+    for optimizer in touched.optimizers:
+        kind = numbered(type(optimizer).__name__, taken)
+        taken.add(kind)
+        for parameter, state in optimizer.state.items():
+            for key, value in state.items() if isinstance(state, dict) else ():
+                if isinstance(value, torch.Tensor):
+                    roles.add(f"{kind}.state[{names.get(id(parameter), '...')}][{key!r}]", value)
+    return roles
+
+
+def num_states(optimizers: Iterable[Optimizer]) -> int:
+    """How much state optimizers have."""
+    return sum(len(state) for optimizer in optimizers for state in optimizer.state.values() if isinstance(state, dict))
