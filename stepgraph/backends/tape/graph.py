@@ -16,13 +16,13 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from stepgraph.backends.base import Graph, RandomUse
+from stepgraph.backends.tape.collectives import is_collective, silent
 from stepgraph.backends.tape.memory import Footprint, GraphTrace, PoolPlace, TapePool, arena_for, bytes_of
-from stepgraph.backends.tape.op import Op, Ref, Surroundings, run
+from stepgraph.backends.tape.op import Op, Ref, Surroundings, has_memory, run
 from stepgraph.collector import state_of
 from stepgraph.errors import CaptureRefused, StaleMemoryError, entry
 from stepgraph.frames import user_location
 
-_COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
 _ALLOCATIONS = frozenset(
     f"aten::{n}" for n in ("empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided")
 )
@@ -225,7 +225,7 @@ class TapeGraph(Graph):
             return func(*args, **kwargs)
         tensors = [t for t in given if _has_numbers(t)]
         self._check(func, name, tensors, leaves)
-        collective = func.namespace in _COLLECTIVES
+        collective = is_collective(func)
         known = {t.untyped_storage()._cdata for t in tensors}
         known |= {leaf._cdata for leaf in leaves if isinstance(leaf, torch.UntypedStorage)}
         written = tensors if collective else _written_arguments(func, args, kwargs)
@@ -238,14 +238,14 @@ class TapeGraph(Graph):
         noted = [self._ref(leaf) if isinstance(leaf, torch.Tensor) and _has_numbers(leaf) else leaf for leaf in leaves]
         around = Surroundings.of(func)
         with self.moving_generators():
-            out = around.call(func, args, kwargs)
-        if collective:
-            _wait(out)
+            out = around.call(silent(func, self.refuse), args, kwargs)
         self._note_resizing(name, written)
         for index, leaf in enumerate(leaves):  # an `out=` argument may have been resized
             if isinstance(leaf, torch.Tensor) and leaf.shape != noted[index].shape and not _changes_metadata(func):
                 noted[index] = self._ref(leaf)
         results = self._results(name, out, known)
+        if name in _ALLOCATIONS and results:
+            out.data.zero_()  # a collective that fills it at replays leaves what is there, and kernels look at numbers
         is_view = not written and not results
         if name not in _ALLOCATIONS and not _changes_metadata(func) and not is_view:
             runner = _waiting(func) if collective else func
@@ -363,12 +363,6 @@ class TapeGraph(Graph):
 
 def _changes_metadata(func: torch._ops.OpOverload) -> bool:
     return torch.Tag.inplace_view in func.tags and not func._schema.name.startswith("aten::resize")
-
-
-def has_memory(kind: type) -> bool:
-    """Whether tensors of this type are their own memory, and not wrappers that dispatch to others."""
-    dispatch_rule: Any = getattr(kind, "__torch_dispatch__", None)
-    return kind is torch.Tensor or dispatch_rule is torch._C._disabled_torch_dispatch_impl
 
 
 def _has_numbers(tensor: torch.Tensor) -> bool:

@@ -29,8 +29,9 @@ import torch
 from torch.utils import _python_dispatch as dispatch
 
 from stepgraph.backends.base import Backend, CopyStream, Reading, Workspace
-from stepgraph.backends.tape.graph import Head, TapeGraph, has_memory
+from stepgraph.backends.tape.graph import Head, TapeGraph
 from stepgraph.backends.tape.memory import TapePool
+from stepgraph.backends.tape.op import has_memory
 from stepgraph.backends.tape.refusals import HostReadGuard, host_data_refusal, refusal, unseen_by_modules
 from stepgraph.backends.tape.rng import RandomCalls, recorded_rng_calls, swap_states
 from stepgraph.backends.threads import compiled_code_runs_eagerly
