@@ -12,6 +12,9 @@ numbers of the right shapes, and with a Work that is complete.
 
 A custom operator is noted as one, and its kernel runs while recording. `Silence` is the dispatch mode in which it
 does: collectives that the kernel calls are answered too.
+
+A replay waits for each collective before it goes on. Only messages that stand in a row, as those of
+`batch_isend_irecv`, are started together: two ranks that each sent first, and waited, would wait for ever.
 """
 
 from __future__ import annotations
@@ -25,7 +28,8 @@ import torch.distributed as dist
 from torch.utils import _python_dispatch as dispatch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from stepgraph.backends.tape.op import has_memory
+from stepgraph.backends.tape.memory import PoolPlace
+from stepgraph.backends.tape.op import Op, Ref, has_memory
 from stepgraph.errors import CaptureRefused, entry
 from stepgraph.frames import user_location
 from stepgraph.signature import OwnMode
@@ -33,6 +37,7 @@ from stepgraph.signature import OwnMode
 _NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor")
 _CPU = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
 _GROUPS = ("process_group", "group_name")
+_MESSAGES = frozenset(("c10d::send", "c10d::recv_"))
 _READS_ONLY = frozenset(("c10d::send", "c10d::barrier", "c10d::monitored_barrier_"))
 # the host is told who has sent: a graph cannot repeat that
 _REFUSED = frozenset(("c10d::recv_any_source_",))
@@ -106,7 +111,7 @@ def _answer(func: Any, refuse: Callable[[CaptureRefused], None], *args: Any, **k
 
 def _new_results(func: Any, args: Any, kwargs: Any) -> Any:
     """New tensors of the shapes that the operator's meta kernel says; NotImplementedError where it has none."""
-    import torch.distributed._functional_collectives  # noqa: F401, PLC0415  # brings the meta kernels
+    import torch.distributed._functional_collectives  # brings the meta kernels
 
     args, kwargs = tree_map_only(torch.Tensor, lambda t: t.to("meta"), (args, kwargs))
     shapes = func(*args, **kwargs)
@@ -115,7 +120,7 @@ def _new_results(func: Any, args: Any, kwargs: Any) -> Any:
 
 def _work(outputs: Any) -> Any:
     """A Work that is complete, as the dispatcher hands it on to C++."""
-    from torch._C._distributed_c10d import _create_work_from_future  # noqa: PLC0415  # a torch may be built without
+    from torch._C._distributed_c10d import _create_work_from_future  # a torch may be built without
 
     done: torch.futures.Future[Any] = torch.futures.Future()
     done.set_result(tree_leaves(outputs))
@@ -141,3 +146,50 @@ def _fill(outputs: Any, inputs: Sequence[torch.Tensor]) -> None:
             output.copy_(source.repeat(times)[: output.numel()].view(output.shape))
         else:
             output.zero_()
+
+
+class Waiting:
+    """A collective at replays: calls it and waits for it; but a message for which others wait is only started."""
+
+    def __init__(self, func: torch._ops.OpOverload) -> None:
+        self._func = func
+        self.receives = func._schema.name == "c10d::recv_"
+        self.is_message = func._schema.name in _MESSAGES
+        self.row: list[Any] = []
+        self.ends_row = True
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        out = self._func(*args, **kwargs)
+        self.row.append(out)
+        if self.ends_row:
+            started = self.row.copy()
+            self.row.clear()
+            for leaf in tree_leaves(started):
+                if isinstance(leaf, torch.Tensor):
+                    torch.ops._c10d_functional.wait_tensor(leaf)
+                elif hasattr(leaf, "wait"):
+                    leaf.wait()
+        return out
+
+
+def join_messages(ops: Sequence[Op]) -> None:
+    """Let messages with nothing between them start together, unless one receives into memory that another uses."""
+    row: list[tuple[Waiting, PoolPlace]] = []
+    for op in ops:
+        call = op.func
+        if not isinstance(call, Waiting) or not call.is_message:
+            row = []
+            continue
+        own = [(call, leaf.place) for leaf in op.leaves if isinstance(leaf, Ref)]
+        if any((a.receives or b.receives) and _overlap(p, q) for a, p in own for b, q in row):
+            row = []
+        if row:
+            last = row[-1][0]
+            last.ends_row, call.row = False, last.row
+        row += own
+
+
+def _overlap(a: PoolPlace, b: PoolPlace) -> bool:
+    if a.block is None or b.block is None:
+        return a is b
+    return a.block.start < b.block.stop and b.block.start < a.block.stop

@@ -1,6 +1,6 @@
 """A tape graph holds operators, by the addresses of their arguments, and the memory that a replay runs them in.
 
-While it records, each operator is executed and noted; what it is about to overwrite outside the capture is saved
+While it records, each operator is executed and noted (a collective is noted only); what it is about to overwrite outside the capture is saved
 first. At the end all that is put back, and every noted address is bound to its final memory. What was born in the
 recording keeps its numbers until the whole capture is over: a later graph of the same step may read them, and kernels
 on the CPU look at what they are given (a probability, an index). Then it is filled with NaN until the first replay.
@@ -16,7 +16,7 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from stepgraph.backends.base import Graph, RandomUse
-from stepgraph.backends.tape.collectives import is_collective, silent
+from stepgraph.backends.tape.collectives import Waiting, is_collective, join_messages, silent
 from stepgraph.backends.tape.memory import Footprint, GraphTrace, PoolPlace, TapePool, arena_for, bytes_of
 from stepgraph.backends.tape.op import Op, Ref, Surroundings, has_memory, run
 from stepgraph.collector import state_of
@@ -124,6 +124,7 @@ class TapeGraph(Graph):
         self._stop()
         born = list(self._born.values())
         survivors = [place for place in born if self._pool.settle(place)]
+        join_messages(self._ops)
         self._bind([place for place in born if place.storage is None])
         blocks = [place.block for place in (*born, *self._writes.values()) if place.block is not None]
         written = [p.block for p in (*survivors, *self._writes.values()) if p.block is not None]
@@ -248,7 +249,7 @@ class TapeGraph(Graph):
             out.data.zero_()  # a collective that fills it at replays leaves what is there, and kernels look at numbers
         is_view = not written and not results
         if name not in _ALLOCATIONS and not _changes_metadata(func) and not is_view:
-            runner = _waiting(func) if collective else func
+            runner = Waiting(func) if collective else func
             self._ops.append(Op(runner, noted, spec, list(results), around))
         return out
 
@@ -389,20 +390,3 @@ def _written_arguments(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
             value = args[index] if positional else kwargs.get(argument.name)
             found += [leaf for leaf in tree_flatten(value)[0] if isinstance(leaf, torch.Tensor)]
     return found
-
-
-def _wait(out: Any) -> None:
-    for leaf in tree_flatten(out)[0]:
-        if isinstance(leaf, torch.Tensor):
-            torch.ops._c10d_functional.wait_tensor(leaf)
-        elif hasattr(leaf, "wait"):
-            leaf.wait()
-
-
-def _waiting(func: Callable[..., Any]) -> Callable[..., Any]:
-    def call(*args: Any, **kwargs: Any) -> Any:
-        out = func(*args, **kwargs)
-        _wait(out)
-        return out
-
-    return call
