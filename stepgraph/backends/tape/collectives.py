@@ -120,11 +120,11 @@ def _new_results(func: Any, args: Any, kwargs: Any) -> Any:
 
 def _work(outputs: Any) -> Any:
     """A Work that is complete, as the dispatcher hands it on to C++."""
-    from torch._C._distributed_c10d import _create_work_from_future  # a torch may be built without
+    from torch._C import _distributed_c10d as c10d  # a torch may be built without it
 
     done: torch.futures.Future[Any] = torch.futures.Future()
     done.set_result(tree_leaves(outputs))
-    return _create_work_from_future(done).boxed()  # type: ignore[attr-defined]
+    return c10d._create_work_from_future(done).boxed()  # type: ignore[attr-defined]
 
 
 def _is_written(argument: Any) -> bool:

@@ -1,9 +1,10 @@
 """A tape graph holds operators, by the addresses of their arguments, and the memory that a replay runs them in.
 
-While it records, each operator is executed and noted (a collective is noted only); what it is about to overwrite outside the capture is saved
-first. At the end all that is put back, and every noted address is bound to its final memory. What was born in the
-recording keeps its numbers until the whole capture is over: a later graph of the same step may read them, and kernels
-on the CPU look at what they are given (a probability, an index). Then it is filled with NaN until the first replay.
+While it records, each operator is executed and noted (a collective is only noted); what it is about to overwrite
+outside the capture is saved first. At the end all that is put back, and every noted address is bound to its final
+memory. What was born in the recording keeps its numbers until the whole capture is over: a later graph of the same step
+may read them, and kernels on the CPU look at what they are given (a probability, an index). Then it is filled with NaN
+until the first replay.
 """
 
 from __future__ import annotations

@@ -18,8 +18,8 @@ What it does not model:
 - Streams, events and their order; everything runs in one.
 - Kernels: it notes ATen operators, not launches, and knows nothing of cuBLAS or cuDNN.
 - Compiled code: under the tape `torch.compile` runs its eager operators, in warm-up too.
-- Messages between ranks that pass by the dispatcher: a process group written in Python, a store, a kernel's own threads.
-  These communicate while recording, and not at replays.
+- Messages that pass by the dispatcher: a process group written in Python, a store, a kernel's own threads. They are
+  sent while recording, and not at replays.
 - The order in which a replay waits: each collective is waited for at once, not where the step waits. Only sends and
   receives that stand in a row are under way together.
 - Speed: a replay costs about what eager does.
