@@ -42,6 +42,7 @@ _SAMPLE_RATE, _NEVER = 100, 2**31 - 1
 """How often DDP times later iterations (torch's own value; it can be set, but not read), and how often we let it."""
 _FLAGS = ("require_backward_grad_sync", "require_forward_param_sync")
 _STATELESS_HOOKS = ("allreduce_hook", "fp16_compress_hook", "bf16_compress_hook")
+_COMPRESSES_IN_CPP = "BuiltinCommHookType.FP16_COMPRESS"
 _BLOCKING_WAIT = ("TORCH_NCCL_BLOCKING_WAIT", "NCCL_BLOCKING_WAIT")
 
 
@@ -118,8 +119,7 @@ def _can_be_renewed(ddp: DistributedDataParallel) -> bool:
         return False
     if any(hasattr(parameter, "_in_backward_optimizers") for parameter in ddp.parameters()):
         return False
-    hook = ddp._get_ddp_logging_data().get("comm_hook") if ddp.logger is not None else None
-    if hook and not ddp._comm_hooks:  # one of torch's in C++, which cannot be asked for
+    if _hook_in_cpp(ddp) is not None:
         return False
     try:
         ddp.reducer._check_reducer_finalized()
@@ -152,6 +152,14 @@ def refuse_replicas(step: str, touched: StepObjects, safe_hooks: Collection[Any]
                     fix="use torch's allreduce_hook, fp16_compress_hook or bf16_compress_hook, or, if all yours does "
                     f"is tensor work, admit it: stepgraph.capture(step, safe_hooks=[{spelled!r}]).",
                 )
+        if backend.runs_while_recording and _hook_in_cpp(ddp) == _COMPRESSES_IN_CPP:
+            raise CaptureError(
+                f"{step}: `{name}` has a communication hook in C++, `{_COMPRESSES_IN_CPP}`",
+                rule="tape-limit",
+                why="a collective communicates nothing while the tape records, and this hook does not take the Work "
+                "that stands for it.",
+                fix="model.register_comm_hook(None, default_hooks.fp16_compress_hook), which computes the same.",
+            )
         variable = blocking_wait(os.environ)
         if variable is not None and backend.device.type == "cuda":
             raise CaptureError(
@@ -161,6 +169,12 @@ def refuse_replicas(step: str, touched: StepObjects, safe_hooks: Collection[Any]
                 "never is.",
                 fix=f"unset {variable} before init_process_group: os.environ.pop({variable!r}, None).",
             )
+
+
+def _hook_in_cpp(ddp: DistributedDataParallel) -> str | None:
+    """The name of a communication hook of torch's in C++; the hook itself cannot be asked for."""
+    hook = ddp._get_ddp_logging_data().get("comm_hook") if ddp.logger is not None else None
+    return str(hook) if hook and not ddp._comm_hooks else None
 
 
 def _is_stateless(hook: Any) -> bool:

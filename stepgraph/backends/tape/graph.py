@@ -1,9 +1,10 @@
 """A tape graph holds operators, by the addresses of their arguments, and the memory that a replay runs them in.
 
-While it records, each operator is executed and noted; what it is about to overwrite outside the capture is saved
-first. At the end all that is put back, and every noted address is bound to its final memory. What was born in the
-recording keeps its numbers until the whole capture is over: a later graph of the same step may read them, and kernels
-on the CPU look at what they are given (a probability, an index). Then it is filled with NaN until the first replay.
+While it records, each operator is executed and noted (a collective is only noted); what it is about to overwrite
+outside the capture is saved first. At the end all that is put back, and every noted address is bound to its final
+memory. What was born in the recording keeps its numbers until the whole capture is over: a later graph of the same step
+may read them, and kernels on the CPU look at what they are given (a probability, an index). Then it is filled with NaN
+until the first replay.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from stepgraph.backends.base import Graph, RandomUse
+from stepgraph.backends.tape.collectives import Waiting, is_collective, join_messages, silent
 from stepgraph.backends.tape.memory import Footprint, GraphTrace, PoolPlace, TapePool, arena_for, bytes_of
-from stepgraph.backends.tape.op import Op, Ref, Surroundings, run
+from stepgraph.backends.tape.op import Op, Ref, Surroundings, has_memory, run
 from stepgraph.collector import state_of
 from stepgraph.errors import CaptureRefused, StaleMemoryError, entry
 from stepgraph.frames import user_location
 
-_COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
 _ALLOCATIONS = frozenset(
     f"aten::{n}" for n in ("empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided")
 )
@@ -124,6 +125,7 @@ class TapeGraph(Graph):
         self._stop()
         born = list(self._born.values())
         survivors = [place for place in born if self._pool.settle(place)]
+        join_messages(self._ops)
         self._bind([place for place in born if place.storage is None])
         blocks = [place.block for place in (*born, *self._writes.values()) if place.block is not None]
         written = [p.block for p in (*survivors, *self._writes.values()) if p.block is not None]
@@ -225,7 +227,7 @@ class TapeGraph(Graph):
             return func(*args, **kwargs)
         tensors = [t for t in given if _has_numbers(t)]
         self._check(func, name, tensors, leaves)
-        collective = func.namespace in _COLLECTIVES
+        collective = is_collective(func)
         known = {t.untyped_storage()._cdata for t in tensors}
         known |= {leaf._cdata for leaf in leaves if isinstance(leaf, torch.UntypedStorage)}
         written = tensors if collective else _written_arguments(func, args, kwargs)
@@ -238,17 +240,17 @@ class TapeGraph(Graph):
         noted = [self._ref(leaf) if isinstance(leaf, torch.Tensor) and _has_numbers(leaf) else leaf for leaf in leaves]
         around = Surroundings.of(func)
         with self.moving_generators():
-            out = around.call(func, args, kwargs)
-        if collective:
-            _wait(out)
+            out = around.call(silent(func, self.refuse), args, kwargs)
         self._note_resizing(name, written)
         for index, leaf in enumerate(leaves):  # an `out=` argument may have been resized
             if isinstance(leaf, torch.Tensor) and leaf.shape != noted[index].shape and not _changes_metadata(func):
                 noted[index] = self._ref(leaf)
         results = self._results(name, out, known)
+        if name in _ALLOCATIONS and results:
+            out.data.zero_()  # a collective that fills it at replays leaves what is there, and kernels look at numbers
         is_view = not written and not results
         if name not in _ALLOCATIONS and not _changes_metadata(func) and not is_view:
-            runner = _waiting(func) if collective else func
+            runner = Waiting(func) if collective else func
             self._ops.append(Op(runner, noted, spec, list(results), around))
         return out
 
@@ -365,12 +367,6 @@ def _changes_metadata(func: torch._ops.OpOverload) -> bool:
     return torch.Tag.inplace_view in func.tags and not func._schema.name.startswith("aten::resize")
 
 
-def has_memory(kind: type) -> bool:
-    """Whether tensors of this type are their own memory, and not wrappers that dispatch to others."""
-    dispatch_rule: Any = getattr(kind, "__torch_dispatch__", None)
-    return kind is torch.Tensor or dispatch_rule is torch._C._disabled_torch_dispatch_impl
-
-
 def _has_numbers(tensor: torch.Tensor) -> bool:
     """Whether a tensor has numbers in memory: a meta tensor has none, nor has a symbolic zero.
 
@@ -395,20 +391,3 @@ def _written_arguments(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
             value = args[index] if positional else kwargs.get(argument.name)
             found += [leaf for leaf in tree_flatten(value)[0] if isinstance(leaf, torch.Tensor)]
     return found
-
-
-def _wait(out: Any) -> None:
-    for leaf in tree_flatten(out)[0]:
-        if isinstance(leaf, torch.Tensor):
-            torch.ops._c10d_functional.wait_tensor(leaf)
-        elif hasattr(leaf, "wait"):
-            leaf.wait()
-
-
-def _waiting(func: Callable[..., Any]) -> Callable[..., Any]:
-    def call(*args: Any, **kwargs: Any) -> Any:
-        out = func(*args, **kwargs)
-        _wait(out)
-        return out
-
-    return call

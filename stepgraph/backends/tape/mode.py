@@ -6,6 +6,9 @@ with the addresses of its arguments; at the end everything it wrote is put back,
 has no effect: parameters, buffers and random state are those of before, and memory born in the capture is filled with
 NaN until the first replay. A replay runs the noted operators again, into the very same memory.
 
+Collectives are the exception: while recording they are noted and not executed (`collectives`). As with NCCL on a GPU,
+a rank that records sends nothing and waits for nobody; replays communicate.
+
 It refuses what CUDA refuses (`refusals`), with the user's line; it models the pool's addresses (`memory`)
 and raises when a graph is about to read memory that another graph's replay has overwritten. Numbers that a caller has
 kept in such memory become NaN.
@@ -15,6 +18,10 @@ What it does not model:
 - Streams, events and their order; everything runs in one.
 - Kernels: it notes ATen operators, not launches, and knows nothing of cuBLAS or cuDNN.
 - Compiled code: under the tape `torch.compile` runs its eager operators, in warm-up too.
+- Messages that pass by the dispatcher: a process group written in Python, a store, a kernel's own threads. They are
+  sent while recording, and not at replays.
+- The order in which a replay waits: each collective is waited for at once, not where the step waits. Only sends and
+  receives that stand in a row are under way together.
 - Speed: a replay costs about what eager does.
 """
 
@@ -29,8 +36,9 @@ import torch
 from torch.utils import _python_dispatch as dispatch
 
 from stepgraph.backends.base import Backend, CopyStream, Reading, Workspace
-from stepgraph.backends.tape.graph import Head, TapeGraph, has_memory
+from stepgraph.backends.tape.graph import Head, TapeGraph
 from stepgraph.backends.tape.memory import TapePool
+from stepgraph.backends.tape.op import has_memory
 from stepgraph.backends.tape.refusals import HostReadGuard, host_data_refusal, refusal, unseen_by_modules
 from stepgraph.backends.tape.rng import RandomCalls, recorded_rng_calls, swap_states
 from stepgraph.backends.threads import compiled_code_runs_eagerly

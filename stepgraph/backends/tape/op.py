@@ -32,6 +32,12 @@ class Ref:
     neg: bool
 
 
+def has_memory(kind: type) -> bool:
+    """Whether tensors of this type are their own memory, and not wrappers that dispatch to others."""
+    dispatch_rule: Any = getattr(kind, "__torch_dispatch__", None)
+    return kind is torch.Tensor or dispatch_rule is torch._C._disabled_torch_dispatch_impl
+
+
 class Surroundings(NamedTuple):
     """The flags that kernels look at."""
 
