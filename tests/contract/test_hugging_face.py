@@ -16,6 +16,7 @@ from tests.harness import assert_captured_equals_eager
 from tests.hugging_face import MODELS, batch_of, full_mask, layers_of, model_of, program_of
 
 pytest.importorskip("transformers", reason="transformers is not installed")
+pytestmark = pytest.mark.slow  # most of it is warm-up: the code of transformers is read through
 
 CALLS, LAYERS, HIDDEN = 6, 2, 32
 
