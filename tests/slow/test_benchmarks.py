@@ -166,7 +166,7 @@ def test_pipeline_report_tells_memory_that_grows(monkeypatch: pytest.MonkeyPatch
     assert not report.growth_target(records[:1], workloads, "static_bytes", "static memory").reached
 
 
-def test_te_layers_report_wants_eager_bits_and_the_time_of_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_te_layers_report_wants_eager_bits_and_speed(monkeypatch: pytest.MonkeyPatch) -> None:
     script = imported("te_layers", monkeypatch)
 
     def run(variant: str, ms: float, losses: list[float], replays: int | None = None) -> dict[str, object]:
@@ -191,3 +191,13 @@ def test_te_layers_report_wants_eager_bits_and_the_time_of_graphs(monkeypatch: p
         "replays": 8,
         "eager_reasons": {"warm-up": 6, "held": 1},
     }
+
+
+@pytest.mark.parametrize(("way", "calls"), [("whole step", 4), ("by layer", 4)])
+def test_warmup_cost_measures_until_a_replay(way: str, calls: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = imported("warmup_cost", monkeypatch)
+    record = script.measure("gpt", way, torch.device("cpu"), num_layers=1, hidden=32)
+    assert len(record["calls_s"]) == calls
+    assert 0 < record["recording_s"] < record["warmup_and_capture_s"]
+    run = record | {"workload": "gpt", "variant": way}
+    assert script.rows_of([run, {"workload": "vit", "variant": way, "error": "E"}])[2][2] == "failed: E"
