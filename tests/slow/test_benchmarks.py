@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import json
+from dataclasses import asdict
 from pathlib import Path
 from types import ModuleType
 
@@ -163,3 +164,40 @@ def test_pipeline_report_tells_memory_that_grows(monkeypatch: pytest.MonkeyPatch
         ]
         assert report.growth_target(records, workloads, "static_bytes", "static memory").reached is reached
     assert not report.growth_target(records[:1], workloads, "static_bytes", "static memory").reached
+
+
+def test_te_layers_report_wants_eager_bits_and_speed(monkeypatch: pytest.MonkeyPatch) -> None:
+    script = imported("te_layers", monkeypatch)
+
+    def run(variant: str, ms: float, losses: list[float], replays: int | None = None) -> dict[str, object]:
+        times = {"step_ms": ms, "again_ms": ms, "first_steps_s": 1.0, "reserved_bytes": 2**30}
+        return {"workload": "bf16/first", "variant": variant, "losses": losses, "replays": replays, **times}
+
+    records = [
+        run("eager", 100.0, [4.5, 4.25]),
+        run("te-graphs", 10.0, [4.5, 4.3]),
+        run("ours-step", 9.0, [4.5, 4.25], replays=37),
+        run("ours-modules", 11.0, [4.5, 4.3], replays=37),
+    ]
+    targets = [asdict(t) for t in script.judge(records, ["bf16/first"], script.VARIANTS)]
+    assert [t["reached"] for t in targets] == [True, True, False, False]
+    assert targets[2]["measured"] == "differ from step 2: 4.25, 4.3"
+    idle = script.judge([records[0], run("ours-step", 9.0, [4.5, 4.25], replays=0)], ["bf16/first"], ["ours-step"])
+    assert [t.reached for t in idle] == [False, False]
+    summary = {"environment": {}, "command": "", "workloads": ["bf16/first"], "targets": targets, "records": records}
+    assert "| te-graphs | 10.00 | 10.00 | 10.00x | differ from step 2: 4.25, 4.3 |" in script.markdown(summary)
+    rows = [{"eager_reasons": {"warm-up": 3}}, {"eager_reasons": {"warm-up": 3, "held": 1}}]
+    assert script.summary_of({"replays": 8, "modules": rows}) == {
+        "replays": 8,
+        "eager_reasons": {"warm-up": 6, "held": 1},
+    }
+
+
+@pytest.mark.parametrize(("way", "calls"), [("whole step", 4), ("by layer", 4)])
+def test_warmup_cost_measures_until_a_replay(way: str, calls: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = imported("warmup_cost", monkeypatch)
+    record = script.measure("gpt", way, torch.device("cpu"), num_layers=1, hidden=32)
+    assert len(record["calls_s"]) == calls
+    assert 0 < record["recording_s"] < record["warmup_and_capture_s"]
+    run = record | {"workload": "gpt", "variant": way}
+    assert script.rows_of([run, {"workload": "vit", "variant": way, "error": "E"}])[2][2] == "failed: E"
