@@ -18,6 +18,7 @@ from stepgraph.callables.turns import Turns
 from stepgraph.errors import CaptureError, ClosedError, InvalidArgument
 from stepgraph.frames import untraced
 from stepgraph.observe.ddp import in_ddp
+from stepgraph.oplog import is_logged
 from stepgraph.order import Kind
 from stepgraph.pair.guard import global_hook, has_global_hooks
 from stepgraph.pair.in_flight import run_forward
@@ -224,7 +225,7 @@ class GraphedCallable:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Replay the forward; the backward is replayed where autograd comes to it."""
         turns = self._owner.turns
-        if self.is_closed or torch.compiler.is_compiling() or self._is_capturing():
+        if self.is_closed or torch.compiler.is_compiling() or self._is_capturing() or is_logged():
             return self._otherwise(args, kwargs)
         if not same_modes(self._modes, self._training):
             return self._target.original(*args, **kwargs)  # as both contracts have it

@@ -138,7 +138,7 @@ class GradCapture:
             self._made[id(parameter)] = (parameter, kept)
         self.added_to.add(id(parameter))
         self.carried_in.append((parameter, kept))
-        self._entries.append(_Entry(parameter, kept, None, None))
+        self._entries.append(_Entry(parameter, grad, None, None))
 
     def _release(self, found: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
         """Leave gradients to the recording, and watch them die."""

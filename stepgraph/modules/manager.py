@@ -26,6 +26,7 @@ from stepgraph.modules.session import ModuleSession
 from stepgraph.modules.site import LastModuleCall, ModuleSite
 from stepgraph.observe.ddp import in_ddp
 from stepgraph.observe.warm_call import WarmCall
+from stepgraph.oplog import is_logged
 from stepgraph.pair.guard import SiteGuard, global_hook, has_global_hooks
 from stepgraph.pair.in_flight import run_forward
 from stepgraph.pair.module_method import ModuleMethod
@@ -152,7 +153,7 @@ class CudaGraphManager:
         if self.random is None:
             self._is_capturing = session.backend_for(self.module, self._flatten(args, kwargs)[0]).capture_probe
             self.random = tracker_for(session.session.backend)
-        if session.is_closed or self._is_capturing():
+        if session.is_closed or self._is_capturing() or is_logged():
             return self.original(*args, **kwargs)  # a part of a larger capture
         around = self._around()
         leaves, structure = self._flatten(args, kwargs)

@@ -62,6 +62,7 @@ def _is_same(before: Log, now: Log, one: tuple[Any, ...], two: tuple[Any, ...]) 
 
     Memory that code past the dispatcher has made has a number of its own in each log. It is the same in both if both
     have met it in the same order, and if it has ended with the call: what lives on was there before, or is kept.
+    Of arguments that share memory it cannot be told which one a view of them is, and where it begins in it.
     """
     if one[:2] != two[:2]:
         if one[0] != two[0] or one[0] not in DIFFERS_UNDER_CAPTURE:
@@ -71,18 +72,23 @@ def _is_same(before: Log, now: Log, one: tuple[Any, ...], two: tuple[Any, ...]) 
             return False
     elif one[0] in DIFFERS_UNDER_CAPTURE:
         (one, two) = (DIFFERS_UNDER_CAPTURE[one[0]](note) for note in (one, two))
-    if len(one[2]) != len(two[2]):
+    return len(one[2]) == len(two[2]) and all(
+        a == b or _are_same_tensors(before, now, a, b) for a, b in zip(one[2], two[2], strict=True)
+    )
+
+
+def _are_same_tensors(before: Log, now: Log, one: tuple[Any, ...], two: tuple[Any, ...]) -> bool:
+    (kind, *which), (other, *as_other) = one[0], two[0]
+    if kind != other or one[1] != two[1]:
         return False
-    known = before.vocabulary
-    for a, b in zip(one[2], two[2], strict=True):
-        if a == b:
-            continue
-        if a[1:] != b[1:] or a[0][0] != "outside" or b[0][0] != "outside":
-            return False
-        as_one, as_two = known.made_in(a[0][1], before.serial), known.made_in(b[0][1], now.serial)
-        if as_one is None or as_one != as_two:
-            return False
-    return True
+    if kind == "outside" and one[2] == two[2]:
+        number = before.vocabulary.made_in(which[0], before.serial)
+        return number is not None and number == now.vocabulary.made_in(as_other[0], now.serial)
+    if kind == "argument" and one[2][1:] == two[2][1:]:
+        groups = {**before.shared, **now.shared}
+        group = groups.get(which[0])
+        return group is not None and group == groups.get(as_other[0])
+    return False
 
 
 def _difference(index: int, before: tuple[Any, ...], now: tuple[Any, ...]) -> Difference:

@@ -30,14 +30,15 @@ import weakref
 from array import array
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch.utils import _python_dispatch as dispatch
 
+from stepgraph.backends.tape import graph as tape_graph
+from stepgraph.backends.tape import rng as tape_rng
 from stepgraph.frames import is_user
-from stepgraph.signature import OwnMode
 
 FIELDS = 4
 """The numbers of a note: operation, plain arguments, tensors, line."""
@@ -45,10 +46,15 @@ TENSOR = "tensor"
 """Stands for a tensor among the plain arguments."""
 _UNSEEN = frozenset({"profiler"})
 """Namespaces of operations that compute nothing."""
-_NOBODY, _USER, _BACKWARD, _SCALER = range(4)
+_NOBODY, _USER, _BACKWARD, _LEFT_OUT = range(4)
 _BACKWARD_FILE = torch.autograd.graph.__file__
 """Where Python enters autograd's engine: frames above it have called backward."""
-_SCALER_FILE = sys.modules[torch.amp.GradScaler.__module__].__file__
+_LEFT_OUT_FILES = frozenset(
+    file
+    for file in (sys.modules[torch.amp.GradScaler.__module__].__file__, tape_graph.__file__, tape_rng.__file__)
+    if file is not None
+)
+"""Whose operations are in no log: GradScaler's, and what the tape does about random states."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +108,10 @@ class Vocabulary:
         if found is None:
             file = code.co_filename
             found = _USER if is_user(file) else _NOBODY
-            found = {_BACKWARD_FILE: _BACKWARD, _SCALER_FILE: _SCALER}.get(file, found)
+            if file == _BACKWARD_FILE:
+                found = _BACKWARD
+            elif file in _LEFT_OUT_FILES:
+                found = _LEFT_OUT
             self._kinds[code] = found
         return found
 
@@ -117,15 +126,24 @@ class Roles:
         """A name for a tensor; of two for the same place the first counts."""
         if has_storage(tensor):
             start = int(tensor.storage_offset())
-            span = (start, start + max(tensor.numel(), 1), name)
+            last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+            span = (start, start + max(int(last), 0) + 1, name)
             self._names.setdefault(tensor.untyped_storage()._cdata, []).append(span)
 
     def find(self, storage: torch.UntypedStorage, offset: int) -> tuple[Hashable, int] | None:
         """The name of what lies there, and where it begins."""
-        for start, end, name in self._names.get(storage._cdata, ()):
-            if start <= offset < end:
-                return name, start
-        return None
+        found = [span for span in self._names.get(storage._cdata, ()) if span[0] <= offset < span[1]]
+        start, _, name = max(found, key=lambda span: span[0], default=(0, 0, None))
+        return (name, start) if found else None
+
+    def forget(self, memory: int) -> None:
+        """It was freed meanwhile, and its number given to another."""
+        self._names.pop(memory, None)
+
+    def shared(self) -> dict[Hashable, Hashable]:
+        """Names of tensors that lie in the same memory as others: the name of the first of each such group."""
+        groups = (names for names in self._names.values() if len(names) > 1)
+        return {name: names[0][2] for names in groups for _, _, name in names}
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +155,8 @@ class Log:
     sections: tuple[tuple[int, int, Hashable], ...] = ()
     """The steps of optimizers: first note, the note after the last, whose it is."""
     serial: int = 0
+    shared: Mapping[Hashable, Hashable] = field(default_factory=dict)
+    """Arguments that lie in the same memory as others, by the first of them."""
 
     def __len__(self) -> int:
         return len(self.notes) // FIELDS
@@ -154,14 +174,14 @@ class Log:
             if owner in gone:
                 notes += self.notes[begin * FIELDS : start * FIELDS]
                 begin = end
-        return Log(self.vocabulary, notes + self.notes[begin * FIELDS :], (), self.serial) if begin else self
+        return replace(self, notes=notes + self.notes[begin * FIELDS :], sections=()) if begin else self
 
 
-class OpLog(dispatch.TorchDispatchMode, OwnMode):
+class OpLog(dispatch.TorchDispatchMode):
     """Notes the operations that run while it is entered. `arguments` are the leaves that the call is given.
 
     `roles` are names for tensors that were there before. `device` is that of the step, where work on the host is not
-    its own.
+    its own. A graph that is called meanwhile could not be seen into: what has one runs its own code (`current_log`).
 
     Example:
         >>> with OpLog(vocabulary, [x]) as log:
@@ -188,8 +208,11 @@ class OpLog(dispatch.TorchDispatchMode, OwnMode):
         self._device = device.type if device is not None and device.type != "cpu" else None
         self._serial = vocabulary.new_log()
         self._notes = array("I")
-        given = [leaf for leaf in arguments if isinstance(leaf, torch.Tensor)]
-        self._given = {leaf.untyped_storage()._cdata: i for i, leaf in enumerate(given) if has_storage(leaf)}
+        self._given = Roles()
+        for index, leaf in enumerate(arguments):
+            if isinstance(leaf, torch.Tensor):
+                self._given.add(index, leaf)
+        self._shared = self._given.shared()
         self._births = _Births()
         self._lines: dict[int, int] = {}
         """The line of each forward operation that autograd has a node for, by the node's sequence number."""
@@ -201,7 +224,7 @@ class OpLog(dispatch.TorchDispatchMode, OwnMode):
 
     def finish(self) -> Log:
         """The notes so far."""
-        return Log(self._vocabulary, self._notes, tuple(self._sections), self._serial)
+        return Log(self._vocabulary, self._notes, tuple(self._sections), self._serial, self._shared)
 
     # -- what is told
 
@@ -218,7 +241,7 @@ class OpLog(dispatch.TorchDispatchMode, OwnMode):
     def is_same(self, one: torch.Tensor, other: torch.Tensor) -> None:
         """The engine has put one tensor in the place of another, which the call has made."""
         if has_storage(one) and has_storage(other):
-            self._births.rename(other.untyped_storage()._cdata, one.untyped_storage()._cdata)
+            self._births.rename(other.untyped_storage(), one.untyped_storage())
 
     def note_call(self, name: Hashable, leaves: Sequence[Any], call: Callable[[], Any] = lambda: None) -> Any:
         """A call that the dispatcher does not see, by its arguments; what runs within is not noted."""
@@ -256,13 +279,12 @@ class OpLog(dispatch.TorchDispatchMode, OwnMode):
             scope = "left out" if left_out else self._scope
         begin = len(self._notes)
         if scope != "left out":
-            is_number = func in _LIFTS and args[0].numel() == 1
-            on_device = self._note(func, (*args, _value(args[0])) if is_number else args, kwargs, line)
+            on_device = self._note(func, _lifted(args[0]) if func in _LIFTS else args, kwargs, line)
         out = func(*args, **kwargs)
         if scope != "left out" and not on_device and not self._is_on_device(out):
             del self._notes[begin:]
             scope = "host"
-        self._bear(args, out, scope, kwargs)
+        self._bear(() if func in _LIFTS else args, out, scope, kwargs)
         return out
 
     @property
@@ -311,8 +333,8 @@ class OpLog(dispatch.TorchDispatchMode, OwnMode):
                     known = {tensor.untyped_storage()._cdata for tensor in given if has_storage(tensor)}
                 if storage._cdata not in known:
                     known.add(storage._cdata)
-                    self._births.add(storage._cdata, scope)
-                    self._given.pop(storage._cdata, None)  # it was freed meanwhile, and its number given to another
+                    self._births.add(storage, scope)
+                    self._given.forget(storage._cdata)
 
     def _tensor(self, tensor: torch.Tensor) -> Hashable:
         """A tensor: which one it is, and its geometry."""
@@ -327,12 +349,12 @@ class OpLog(dispatch.TorchDispatchMode, OwnMode):
 
     def _which(self, storage: torch.UntypedStorage, offset: int) -> tuple[Hashable, int]:
         """How memory is called, and where what has that name begins."""
-        memory = storage._cdata
-        made = self._births.name(memory)
+        made = self._births.name(storage)
         if made is not None:
             return made, 0
-        if memory in self._given:
-            return ("argument", self._given[memory]), 0
+        given = self._given.find(storage, offset)
+        if given is not None:
+            return ("argument", given[0]), given[1]
         role = self._roles.find(storage, offset)
         if role is not None:
             return ("role", role[0]), role[1]
@@ -340,12 +362,12 @@ class OpLog(dispatch.TorchDispatchMode, OwnMode):
         return ("outside", number), 0
 
     def _line(self) -> tuple[int, bool]:
-        """The user's line, and whether a GradScaler has called."""
+        """The user's line, and whether what has called is left out: a GradScaler, the tape."""
         node: Any = torch._C._current_autograd_node()
         number, kind_of = self._vocabulary.number, self._vocabulary.kind_of
         frame: types.FrameType | None = sys._getframe(2)
         line = None
-        is_scalers = False
+        is_left_out = False
         while frame is not None:
             kind = kind_of(frame.f_code)
             if kind == _USER:
@@ -353,7 +375,7 @@ class OpLog(dispatch.TorchDispatchMode, OwnMode):
                 break
             if kind == _BACKWARD and node is not None:
                 break
-            is_scalers = is_scalers or kind == _SCALER
+            is_left_out = is_left_out or kind == _LEFT_OUT
             frame = frame.f_back
         if node is None:
             line = number(None) if line is None else line
@@ -361,30 +383,31 @@ class OpLog(dispatch.TorchDispatchMode, OwnMode):
         elif line is None:
             line = self._lines.get(node._sequence_nr())
             line = number(("backward", node.name())) if line is None else line
-        return line, is_scalers
+        return line, is_left_out
 
 
 class _Births:
     """Which memory a call has made, counted for the call itself, for each optimizer, and for what is not noted."""
 
     def __init__(self) -> None:
-        self._born: dict[int, tuple[str, int]] = {}
+        self._born: dict[int, tuple[weakref.ref[torch.UntypedStorage], str, int]] = {}
         self._counts: Counter[str] = Counter()
 
-    def add(self, memory: int, scope: str) -> None:
+    def add(self, storage: torch.UntypedStorage, scope: str) -> None:
         self._counts[scope] += 1
-        self._born[memory] = (scope, self._counts[scope])
+        self._born[storage._cdata] = (weakref.ref(storage), scope, self._counts[scope])
 
-    def rename(self, old: int, new: int) -> None:
-        if old in self._born:
-            self._born[new] = self._born[old]
+    def rename(self, old: torch.UntypedStorage, new: torch.UntypedStorage) -> None:
+        found = self._born.get(old._cdata)
+        if found is not None:
+            self._born[new._cdata] = (weakref.ref(new), *found[1:])
 
-    def name(self, memory: int) -> Hashable | None:
+    def name(self, storage: torch.UntypedStorage) -> Hashable | None:
         """Who has made it, and how many results ago; of what is not noted, how many is nobody's business."""
-        found = self._born.get(memory)
-        if found is None:
+        found = self._born.get(storage._cdata)
+        if found is None or found[0]() is not storage:  # another may have its place by now
             return None
-        scope, number = found
+        _, scope, number = found
         return ("made", scope, 0 if scope in ("host", "left out") else self._counts[scope] - number)
 
 
@@ -392,6 +415,11 @@ def current_log() -> OpLog | None:
     """The log that notes what this thread runs."""
     modes = dispatch._get_current_dispatch_mode_stack()
     return next((mode for mode in reversed(modes) if isinstance(mode, OpLog)), None)
+
+
+def is_logged() -> bool:
+    """Whether a log notes what this thread runs."""
+    return torch._C._len_torch_dispatch_stack() > 0 and current_log() is not None
 
 
 @contextlib.contextmanager
@@ -422,6 +450,11 @@ def has_storage(tensor: torch.Tensor) -> bool:
     except (NotImplementedError, RuntimeError):  # a wrapper of other tensors, which are seen by themselves
         return False
     return True
+
+
+def _lifted(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """A tensor of numbers that are written in Python: by value where it is one."""
+    return (_value(tensor) if tensor.numel() == 1 else None, *tensor.shape, tensor.dtype)
 
 
 def _tensors(out: Any) -> Iterator[torch.Tensor]:

@@ -92,7 +92,11 @@ class StepLogs:
     @contextlib.contextmanager
     def noting(self, leaves: Sequence[Any], touched: StepObjects, device: torch.device) -> Iterator[OpLog]:
         """Note the operations of a call on these arguments."""
-        log = OpLog(self._vocabulary, leaves, roles_of(touched), device)
+        roles = roles_of(touched)
+        for index, leaf in enumerate(leaves):
+            if isinstance(leaf, torch.Tensor) and leaf.is_leaf and leaf.grad is not None:
+                roles.add(f"the gradient of argument {index}", leaf.grad)
+        log = OpLog(self._vocabulary, leaves, roles, device)
 
         def begin(optimizer: Optimizer) -> None:
             log.begin_section(id(optimizer), type(optimizer).__name__)
@@ -161,7 +165,7 @@ def roles_of(touched: StepObjects) -> Roles:
     for optimizer in touched.optimizers:
         kind = numbered(type(optimizer).__name__, taken)
         taken.add(kind)
-        for parameter, state in optimizer.state.items():
+        for parameter, state in dict.items(optimizer.state):  # to look is not to read, for who watches that
             for key, value in state.items() if isinstance(state, dict) else ():
                 if isinstance(value, torch.Tensor):
                     roles.add(f"{kind}.state[{names.get(id(parameter), '...')}][{key!r}]", value)

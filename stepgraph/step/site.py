@@ -78,8 +78,8 @@ class LastEager:
     def __init__(self) -> None:
         self.state: EagerState | None = None
         """What the last one went by."""
-        self.results: tuple[object, list[object]] | None = None
-        """The static part of its results."""
+        self.results: dict[Hashable, tuple[object, list[object]]] = {}
+        """The static part of the results of each kind of call."""
         self.logs = EagerLogs()
 
 
@@ -174,7 +174,7 @@ class Site:
         other.touched, other.keep_alive = self.touched, self.keep_alive
         other.hold_grads, other.cut_scalers, other.scaled = self.hold_grads, self.cut_scalers, set(self.scaled)
         other.obstacles, other.written, other.effects = dict(self.obstacles), self.written, self.effects
-        other.eager.state, other.eager.results = self.eager.state, self.eager.results
+        other.eager.state, other.eager.results = self.eager.state, dict(self.eager.results)
         other._credit, other._watched = credit, self._watched
         return other
 

@@ -21,7 +21,7 @@ from stepgraph.buffers.static import detached, on_device
 from stepgraph.errors import ClosedError
 from stepgraph.frames import untraced, warn_user
 from stepgraph.observe.nonfinite import FlagReader
-from stepgraph.oplog import Difference, first_difference
+from stepgraph.oplog import Difference, first_difference, is_logged
 from stepgraph.session.backend_choice import choose_backend, refuse_other_devices
 from stepgraph.session.failure import capture_error
 from stepgraph.session.interrupt import interrupts_held
@@ -142,7 +142,7 @@ class CapturedStep(Generic[P, R]):
 
     def _dispatch(self, given: CallArgs) -> Any:
         leaves, structure = given.leaves, given.structure
-        if self._is_capturing():  # called from a step that is being captured: a part of it
+        if self._is_capturing() or is_logged():  # called from a step that is captured: a part of it
             return self._call(given, leaves)
         if self._flags.pending:
             self._flags.check()
@@ -225,7 +225,7 @@ class CapturedStep(Generic[P, R]):
         """The step would run other operations by now: the new recording takes the old one's place."""
         told = "; ".join(map(str, changes)) if changes else str(found)
         names = [change.name for change in changes] or [str(found.where or found.operation)]
-        site.changes, often = weigh_changes(site.changes, names, call.replays - call.proof.agreed)
+        site.changes, often = weigh_changes(site.changes, names, call.replays)
         if self._options.strict or often:
             recorded.made.drop()
         self._raise_if_strict(site, told)

@@ -9,7 +9,7 @@ is another each time. These are obstacles; the capture that follows is refused w
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -84,7 +84,8 @@ def warm_up(
     eager = [o for o in site.touched.optimizers if not place(o, options.optimizer).inside]
     values = Watch(whole, options.ignore, site.touched.named_modules, eager=eager, ran=site.touched.ran)
     model = ModelState(site.touched.all_modules, site.touched.all_parameters)
-    kind, born = site.kind(), num_states(site.touched.optimizers)
+    kind, optimizers = site.kind(), site.touched.optimizers
+    states = num_states(optimizers)
     contents = Contents([(i, leaf) for i, leaf in enumerate(moved) if is_copied_in(leaf)])
 
     def see(optimizer: Optimizer) -> None:
@@ -115,7 +116,7 @@ def warm_up(
     if site.seen <= 1 and not site.touched.differentiates:
         warn_detached_results(flatten(result)[0])
     result = detached(result)
-    if num_states(site.touched.optimizers) == born:
+    if num_states(optimizers) == states:
         site.eager.logs.add(kind, log.finish())
     changed_numbers = numbers.finish()
     ended = _let_go(site, known, options.optimizer)
@@ -153,7 +154,7 @@ def warm_up(
     for ddp, name in unrecordable.values():
         if not _renewed(site, others, ddp, session):
             site.obstacles["ddp-stream"] = Obstacle(f"DDP accumulates the gradient of `{name}` on the default stream")
-    note_result(site, result)
+    note_result(site, kind, result)
     return result, found_flags
 
 
@@ -211,19 +212,19 @@ def _state_outside_the_pool(workspace: Workspace) -> Iterator[None]:
             yield
 
 
-def note_result(site: Site, result: Any) -> None:
+def note_result(site: Site, kind: Hashable, result: Any) -> None:
     """Compare the static part of a result with that of the call before."""
-    other = other_result(site, result)
+    other = other_result(site, kind, result)
     if other is not None:
         site.obstacles["varying-output"] = Obstacle(other)
-    site.eager.results = static_part(result)
+    site.eager.results[kind] = static_part(result)
 
 
-def other_result(site: Site, result: Any) -> str | None:
-    """What is another in the static part of a result than in that of the last eager call, in words."""
-    if site.eager.results is None:
+def other_result(site: Site, kind: Hashable, result: Any) -> str | None:
+    """What is another in the static part of a result than in that of the last eager call of its kind, in words."""
+    if kind not in site.eager.results:
         return None
-    (before, earlier), (structure, values) = site.eager.results, static_part(result)
+    (before, earlier), (structure, values) = site.eager.results[kind], static_part(result)
     if structure != before:
         return "the result's structure is another at each call"
     for path, one, two in zip(paths(structure, "result"), earlier, values, strict=True):
