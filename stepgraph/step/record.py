@@ -13,17 +13,17 @@ from torch.optim.optimizer import Optimizer
 
 from stepgraph.buffers.static import StaticInputs, StaticOutputs
 from stepgraph.errors import CaptureError
-from stepgraph.grads.step_grads import GradCapture
+from stepgraph.grads.step_grads import Attachment, GradCapture
 from stepgraph.guards.hooks import refuse_hooks
 from stepgraph.guards.model import ModelGuard
 from stepgraph.guards.optimizer import NumbersGuard, ParametersGuard, StateGuard
 from stepgraph.guards.registration import RegistrationEvents
 from stepgraph.observe.ddp import Replicas, refuse_replicas
-from stepgraph.observe.discovery import scalers_of
+from stepgraph.observe.discovery import discovering, scalers_of
 from stepgraph.observe.escaped_tensors import Place, is_newborn, kept_tensor, setting_apart
 from stepgraph.observe.nonfinite import Flags
 from stepgraph.observe.own_changes import ModelState
-from stepgraph.observe.step_objects import numbered
+from stepgraph.observe.step_objects import StepObjects, numbered
 from stepgraph.oplog import Log
 from stepgraph.optim.effects import refuse_unknown_results
 from stepgraph.optim.optimizer import (
@@ -46,7 +46,7 @@ from stepgraph.session.proof import CallProof, Shown, StepLogs, next_audit
 from stepgraph.session.session import Session
 from stepgraph.signature import Signature
 from stepgraph.signature.attributes import changed_attributes
-from stepgraph.step.call import CapturedCall, Guards
+from stepgraph.step.call import CallArgs, CapturedCall, Guards
 from stepgraph.step.chain import Chain, ChainRecorder, GraphLink
 from stepgraph.step.site import EagerState, Site
 from stepgraph.step.warmup import (
@@ -229,6 +229,22 @@ class StepCapture:
             made.drop()
             raise
         return Recorded(signature, inputs, made, tuple(inside), tuple(outside), counters, random, replicas)
+
+    def record_again(
+        self, site: Site, given: CallArgs, moved: dict[int, str], raise_held: Callable[[], None]
+    ) -> tuple[Recorded, bool]:
+        """Record a call that is captured already, and say whether it touches modules, parameters or optimizers anew."""
+        found, known = _WithGradients(), site.touched.known()
+        whole = site.with_objects(self._function)
+        try:
+            with discovering(found, whole, (), lambda optimizer: None):
+                recorded = self.record(site, given.leaves, given.structure, moved, raise_held)
+        finally:
+            for parameter, grad in reversed(found.grads):  # of those that it knows, the recording has taken care
+                if id(parameter) not in known:
+                    parameter.grad = grad
+        inputs = {id(leaf) for leaf in (*given.leaves, *recorded.inputs.leaves)}
+        return recorded, bool(found.known() - known - inputs)
 
     def _check_warm(self, site: Site, moved: dict[int, str], *, ahead: bool) -> None:
         """Before a recording: raise `NotWarm` if the model is not that of the last eager call, or there was none.
@@ -428,6 +444,18 @@ class StepCapture:
         ours = [*flags, found.bad] if found is not None else flags
         whole = site.with_objects(self._function)
         return kept_tensor([*grads, *results, *ours], self._session.workspace.held, whole, self._options.ignore)
+
+
+class _WithGradients(StepObjects):
+    """What a call touches, and which gradient each parameter had when it came to it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.grads: Attachment = []
+
+    def add_parameter(self, parameter: torch.Tensor, name: str = "") -> None:
+        self.grads.append((parameter, parameter.grad))
+        super().add_parameter(parameter, name)
 
 
 def _kept_tensor(step: str, place: Place) -> CaptureError:

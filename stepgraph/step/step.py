@@ -199,10 +199,12 @@ class CapturedStep(Generic[P, R]):
         """Record the call again, and compare. Its own turn, or because these values have changed."""
         try:
             with interrupts_held() as raise_held:
-                recorded = self._capture.record(site, given.leaves, given.structure, self._moved, raise_held)
+                recorded, has_new = self._capture.record_again(site, given, self._moved, raise_held)
                 found = first_difference(call.proof.log, recorded.made.log)
                 if found is None:
                     self._capture.agree(site, call, recorded, changes)
+                elif has_new:
+                    recorded.made.drop()
         except NotWarm:
             return self._start_over(site, "the step does what it did not do before", given)
         except Exception as error:  # noqa: BLE001 (as in a capture)
@@ -211,22 +213,25 @@ class CapturedStep(Generic[P, R]):
         self._counts.audits += 1
         if found is None:
             return self._run(call, given.leaves)
-        return self._operations_changed(site, call, recorded, found, changes, given)
+        return self._operations_changed(site, call, None if has_new else recorded, found, changes, given)
 
     def _operations_changed(
         self,
         site: Site,
         call: CapturedCall,
-        recorded: Recorded,
+        recorded: Recorded | None,
         found: Difference,
         changes: Sequence[Change],
         given: CallArgs,
     ) -> Any:
-        """The step would run other operations by now: the new recording takes the old one's place."""
+        """The step would run other operations by now: the new recording takes the old one's place.
+
+        Without one the step has touched what no eager call has shown, and is looked at anew.
+        """
         told = "; ".join(map(str, changes)) if changes else str(found)
         names = [change.name for change in changes] or [str(found.where or found.operation)]
         site.changes, often = weigh_changes(site.changes, names, call.replays)
-        if self._options.strict or often:
+        if recorded is not None and (self._options.strict or often):
             recorded.made.drop()
         self._raise_if_strict(site, told)
         warn_operations_changed(self._name, found, changes, call.replays - call.proof.agreed, stays_eager=bool(often))
@@ -236,6 +241,8 @@ class CapturedStep(Generic[P, R]):
             return self._eager(site, site.obstacle, given)
         if not changes:
             self._capture.suspect()
+        if recorded is None:
+            return self._start_over(site, told, given)
         site.calls.remove(call)
         call.chain.free()
         self._counts.recapture_reasons[told] += 1
