@@ -412,9 +412,11 @@ class StepCapture:
         return _Recording(chain, outputs, grads, scalers, found_flags, read, kept, modes, log)
 
     def _logged(self, site: Site, leaves: Sequence[Any], args: Any, kwargs: Any) -> tuple[StaticOutputs, Log]:
-        """Run the step, and note which code runs, and which operations."""
+        """Run the step, and note which operations run; and which code, where its recording is not settled yet."""
         device = self._session.backend.device
-        with site.touched.ran.noting(), self.logs.noting(leaves, site.touched, device) as log:
+        is_settled = any(call.replays > 1 for call in site.calls)
+        looking_on = contextlib.nullcontext() if is_settled else site.touched.ran.noting()
+        with looking_on, self.logs.noting(leaves, site.touched, device) as log:
             result = self._function(*args, **kwargs)
             log.note_result(flatten(result)[0])
         return StaticOutputs(result), log.finish()
