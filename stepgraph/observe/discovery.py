@@ -25,9 +25,9 @@ from torch.optim.optimizer import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from stepgraph.backends.threads import for_this_thread, replaced
+from stepgraph.observe.finder import compilers, own_compilers, reachable
 from stepgraph.observe.step_objects import StepObjects
 from stepgraph.optim.steps import at_optimizer_steps
-from stepgraph.values.reach import compilers, own_compilers, reachable
 
 
 @contextlib.contextmanager

@@ -21,6 +21,7 @@ from stepgraph.guards.registration import RegistrationEvents
 from stepgraph.observe.ddp import Replicas, refuse_replicas
 from stepgraph.observe.discovery import scalers_of
 from stepgraph.observe.escaped_tensors import Place, is_newborn, kept_tensor, setting_apart
+from stepgraph.observe.finder import reachable
 from stepgraph.observe.nonfinite import Flags
 from stepgraph.observe.own_changes import ModelState
 from stepgraph.observe.step_objects import numbered
@@ -55,8 +56,7 @@ from stepgraph.step.warmup import (
     surroundings,
 )
 from stepgraph.tree import Structure, changed_containers, unflatten
-from stepgraph.values.reach import reachable
-from stepgraph.values.read_numbers import ReadNumbers, refusing_writes
+from stepgraph.optim.read_numbers import ReadNumbers, refusing_writes
 from stepgraph.values.watch import Change, Watch
 
 _MAX_SURPRISES = 3

@@ -20,9 +20,9 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "stepgraph"
 ROOMS = (
     "collector",
-    "ran",
     "errors",
     "frames",
+    "ran",
     "tree",
     "signature",
     "native",

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from stepgraph.values.reach import devices, reachable
+from stepgraph.observe.finder import devices, reachable
 
 
 @pytest.mark.parametrize("make", [list, tuple, set, lambda items: dict(enumerate(items))])

@@ -19,12 +19,13 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from stepgraph.frames import is_users_code
+from stepgraph.ran import ExecutedCode, globals_in
+from stepgraph.values.equality import same
 from torch import nn
 
 from stepgraph.native.row import GuardRow
 from stepgraph.values.watch import Watch
-from stepgraph.values.watch_code import globals_in, is_users_code
-from stepgraph.values.watch_values import same
 
 Case = tuple[Callable[..., Any], Callable[[], object], list[str]]
 """A step, a change, and what is told of it."""

@@ -1,4 +1,4 @@
-"""When two values are the same to a step, and whose a class or Python module is.
+"""When two values are the same to a step.
 
 A graph has numbers baked in by value and everything else by identity. `1`, `1.0` and `True` are equal in Python and are
 three different constants in a graph, as are `0.0` and `-0.0`; a NaN is as good as itself. A tuple is what it holds, and
@@ -18,15 +18,10 @@ from typing import Any, Final
 
 import torch
 
-from stepgraph.frames import is_engine
-
 _NUMBERS = (int, float, complex, str, bytes)
 _BY_EQUALITY = (torch.device, range)
 _BY_IDENTITY = (enum.Enum, torch.dtype, torch.layout, torch.memory_format, type(None), type(...))
 _PLAIN = (*_NUMBERS, *_BY_EQUALITY, *_BY_IDENTITY)
-_LIBRARIES = frozenset((*sys.stdlib_module_names, "torch", "numpy", "stepgraph", "triton", "pybind11_builtins"))
-_NAMESPACES = ("argparse", "types")
-_USER_ROOMS = ("stepgraph.models", "stepgraph.bench")
 
 
 class Missing(enum.Enum):
@@ -57,6 +52,8 @@ def same(one: Any, two: Any) -> bool:
         return False
     if issubclass(kind, tuple):
         return tuple.__len__(one) == tuple.__len__(two) and all(map(same, items_of(one), items_of(two)))
+    if issubclass(kind, frozenset):
+        return contents_of_set(one) == contents_of_set(two)
     if kind is types.MethodType:
         return one.__self__ is two.__self__ and one.__func__ is two.__func__
     if kind is types.BuiltinMethodType:
@@ -105,39 +102,6 @@ def is_numpy(kind: type, name: str) -> bool:
     return numpy is not None and issubclass(kind, getattr(numpy, name))
 
 
-# -- whose something is
-
-
-def is_users(kind: type) -> bool:
-    """Whether a class holds the user's values: their own, a library's, a namespace; not torch's or a standard one."""
-    return any(_is_users_name(str(base.__module__)) for base in kind.__mro__)
-
-
-def is_users_module(module: types.ModuleType) -> bool:
-    """Whether a Python module is the user's, for its attributes to be watched."""
-    return _is_users_name(str(vars(module).get("__name__", "")))
-
-
-def _is_users_name(name: str) -> bool:
-    root = name.partition(".")[0]
-    return root not in _LIBRARIES or root in _NAMESPACES or name.startswith(_USER_ROOMS)
-
-
-def is_engines(value: Any) -> bool:
-    """Whether a value is stepgraph's own: a graphed forward that it has put in a module's place for one."""
-    value = value.__func__ if type(value) is types.MethodType else value
-    if type(value) is types.FunctionType:
-        return is_engine(value.__code__.co_filename)
-    name = str(type(value).__module__)
-    return name.startswith("stepgraph.") and not name.startswith(_USER_ROOMS)
-
-
-def is_no_matter(value: Any) -> bool:
-    """Whether a value that hides a method does what the method did: a graphed forward, a scheduler's count of steps."""
-    function = value.__func__ if type(value) is types.MethodType else value
-    return is_engines(value) or "_wrapped_by_lr_sched" in (attributes_of(function) or ())
-
-
 def attributes_of(value: Any) -> dict[str, Any] | None:
     """An object's own attributes, where it has any; what its class makes of attribute access is not asked."""
     try:
@@ -145,14 +109,3 @@ def attributes_of(value: Any) -> dict[str, Any] | None:
     except (AttributeError, TypeError):
         return None
     return found if type(found) is dict else None
-
-
-def slots_of(kind: type) -> dict[str, types.MemberDescriptorType]:
-    """The slots of a class that the user has made, by name."""
-    return {
-        name: member
-        for base in reversed(kind.__mro__)
-        if _is_users_name(str(base.__module__))
-        for name, member in vars(base).items()
-        if type(member) is types.MemberDescriptorType
-    }

@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 
-from stepgraph.values.watch_values import MISSING, attributes_of, is_numpy, is_plain, items_of
+from stepgraph.values.equality import MISSING, attributes_of, is_numpy, is_plain, items_of
 
 _SHORT = 80
-_BRACKETS: dict[type, tuple[str, str]] = {tuple: ("(", ")"), list: ("[", "]"), set: ("{", "}")}
+_BRACKETS: dict[type, tuple[str, str]] = {tuple: ("(", ")"), list: ("[", "]"), set: ("{", "}"), frozenset: ("{", "}")}
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +29,8 @@ class Change:
     name: str
     before: str
     now: str
+    is_users: bool = True
+    """Whether it belongs to something of the user's own, not to an installed library."""
 
     def __str__(self) -> str:
         return f"{self.name}: {self.before} -> {self.now}"
@@ -40,32 +42,51 @@ class Label:
 
     spelling: str
     apart: str = ""
+    is_open: bool = False
+    """Whether its items are spelled as attributes."""
 
     def attribute(self, name: str) -> Label:
         return Label(f"{self.spelling}.{name}", self.apart)
 
     def item(self, key: Any) -> Label:
+        if self.is_open and type(key) is str and key.isidentifier():
+            return self.attribute(key)
         return Label(f"{self.spelling}[{told(key)}]", self.apart)
 
     @property
-    def length(self) -> str:
-        return f"len({self.spelling}){self.apart}"
+    def length(self) -> Label:
+        return Label(f"len({self.spelling})", self.apart)
 
     @property
-    def order(self) -> str:
-        return f"list({self.spelling}){self.apart}"
+    def order(self) -> Label:
+        return Label(f"list({self.spelling})", self.apart)
 
     def __str__(self) -> str:
         return self.spelling + self.apart
 
 
-def tell(name: str, before: Any, now: Any) -> Change:
+class Labels:
+    """Labels for variables, each of which is spelled like no other."""
+
+    def __init__(self) -> None:
+        self._owners: dict[str, Any] = {}
+
+    def new(self, spelling: str, apart: str, owner: Any) -> Label:
+        """A label for something that is spelled so; `apart` tells it from an earlier one of the same spelling."""
+        suffix, count = "", 1
+        while self._owners.setdefault(spelling + suffix, owner) != owner:
+            suffix = f" ({apart})" if count == 1 else f" ({apart}#{count})"
+            count += 1
+        return Label(spelling, suffix)
+
+
+def tell(name: str, before: Any, now: Any, is_users: bool = True) -> Change:
     """A change, in words that differ."""
     one = "absent" if before is MISSING else told(before)
     two = "gone" if now is MISSING else told(now)
     if one == two and not one.startswith("a "):  # tensors are told apart by nothing that would help
         one, two = f"{one} at {id(before):#x}", f"{two} at {id(now):#x}"
-    return Change(name, one, two)
+    return Change(name, one, two, is_users)
 
 
 def told(value: Any) -> str:
@@ -75,6 +96,8 @@ def told(value: Any) -> str:
         return f"a tensor of shape {list(value.shape)}"
     if kind in (types.FunctionType, types.BuiltinFunctionType, types.MethodType):
         return f"<function {value.__qualname__}>"
+    if kind is types.CodeType:
+        return f"<code of line {value.co_firstlineno}>"
     if issubclass(kind, type):
         return f"<class {value.__qualname__}>"
     if issubclass(kind, types.ModuleType):
@@ -99,7 +122,11 @@ def _written(value: Any) -> str | None:
     if kind in _BRACKETS:
         left, right = _BRACKETS[kind]
         comma = "," if kind is tuple and len(value) == 1 else ""
-        return _joined(left, [("", v) for v in items_of(value)], comma + right) if value or kind is not set else "set()"
+        return (
+            _joined(left, [("", v) for v in items_of(value)], comma + right)
+            if value or kind not in (set, frozenset)
+            else "set()"
+        )
     if issubclass(kind, (tuple, frozenset)):
         return _joined(f"{kind.__name__}(", [("", v) for v in items_of(value)], ")")
     if kind is dict:
