@@ -18,7 +18,7 @@ import itertools
 import opcode
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -32,6 +32,8 @@ _AT_LARGE = frozenset(
     )
 )
 """Names of what reads attributes that the code does not spell."""
+_MAX_UNSEEN = 512
+"""Functions that count only for a name in code that may run unseen."""
 _MAX_STRING = 64
 """Longer strings are texts, not names."""
 
@@ -208,6 +210,57 @@ class ExecutedCode:
         if event == "call":
             code = frame.f_code
             self._codes[id(code)] = code
+
+
+class Running:
+    """Decides which functions count: those that ran, and those that may run unseen.
+
+    Unseen are a step that was not called yet, a function whose result a cache has kept, a backward or a hook in another
+    thread, with all that they call by name. Where nothing is known (`is_known`), all of the user's functions count and
+    those of libraries that they name; where what runs cannot be seen, those of libraries that these name, too.
+    """
+
+    def __init__(self, ran: ExecutedCode | None) -> None:
+        self.is_known = ran is not None and ran.is_known
+        self._ran = ran if ran is not None else ExecutedCode()
+        self.names = self._ran.names() if self.is_known else Names()
+        self._is_hidden = self._ran.is_hidden
+        self._unseen: set[types.CodeType] = set()
+        self._called: set[str] = set()
+        """The names in code that may run unseen."""
+        self._num_unseen = 0
+
+    def admit(self, *values: Any) -> None:
+        """Let these functions, methods or what is around them count: they may run unseen."""
+        self._unseen.update(function.__code__ for value in values for function in functions_behind(value))
+
+    def has(self, code: types.CodeType) -> bool:
+        """Whether code was seen to run."""
+        return self.is_known and code in self._ran
+
+    def runs(self, functions: Iterable[types.FunctionType]) -> bool:
+        """Whether one of some functions counts, as far as it is known."""
+        return any(self.has(f.__code__) or f.__code__ in self._unseen for f in functions)
+
+    def counts(self, function: types.FunctionType, is_near: bool) -> bool:
+        """Whether a function counts; `is_near`: it is the user's, or the user's code names it."""
+        code = function.__code__
+        if self.has(code):
+            if not is_installed(code.co_filename):
+                self._called.update(*map(strings_in, self._unseen_in(code)))
+            return True
+        if code not in self._unseen and (self.is_known or not is_near):
+            if not (self._is_hidden or function.__name__ in self._called) or self._num_unseen >= _MAX_UNSEEN:
+                return False
+            self._num_unseen += 1
+        self._called |= strings_in(code)
+        return True
+
+    def _unseen_in(self, code: types.CodeType) -> Iterator[types.CodeType]:
+        """The functions inside another one that were not seen to run: hooks, for example."""
+        for inner in code.co_consts:
+            if type(inner) is types.CodeType:
+                yield from self._unseen_in(inner) if inner in self._ran else (inner,)
 
 
 class Unnoted:

@@ -36,6 +36,7 @@ from stepgraph.optim.optimizer import (
     letting_step,
     place,
 )
+from stepgraph.optim.read_numbers import ReadNumbers, refusing_writes
 from stepgraph.optim.scaler import ScalerCapture, ScalerGuard
 from stepgraph.optim.steps import at_optimizer_steps
 from stepgraph.rng.host_random import refuse_rewound
@@ -56,7 +57,6 @@ from stepgraph.step.warmup import (
     surroundings,
 )
 from stepgraph.tree import Structure, changed_containers, unflatten
-from stepgraph.optim.read_numbers import ReadNumbers, refusing_writes
 from stepgraph.values.watch import Change, Watch
 
 _MAX_SURPRISES = 3

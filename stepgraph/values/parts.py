@@ -187,9 +187,12 @@ def expect_places(found: Iterable[Place], row: GuardRow) -> None:
             row.ask(functools.partial(_are_equal, _requires_grad, where, [flag for _, flag in values]))
         elif read is class_of:
             row.ask(functools.partial(_are_equal, type, where, values))
+        elif read is members_of:
+            row.ask(functools.partial(_are_equal, _ids_of, where, list(map(_ids_of, values))))
+        elif read is order_of:
+            row.ask(functools.partial(_are_equal, _ids_in_order, where, list(map(_ids_in_order, where))))
         else:
-            question = _QUESTIONS.get(read, functools.partial(_are_read, read))
-            row.ask(functools.partial(question, where, [place.key for place in places], values))
+            row.ask(functools.partial(_are_read, read, where, [place.key for place in places], values))
 
 
 def _expect_items(places: list[Place], row: GuardRow) -> None:
@@ -217,19 +220,13 @@ def _are_read(read: Callable[[Any, Any], Any], where: list[Any], keys: list[Any]
     return all(map(same, values, map(read, where, keys)))
 
 
-def _are_in_order(where: list[Any], _: Any, orders: list[tuple[Any, ...]]) -> bool:
-    return all(
-        dict.__len__(one) == len(keys) and all(map(operator.is_, _base_of(one).__iter__(one), keys))
-        for one, keys in zip(where, orders, strict=True)
-    )
+def _ids_of(values: Any) -> frozenset[int]:
+    return frozenset(map(id, items_of(values)))
 
 
-def _are_members(where: list[Any], _: Any, members: list[frozenset[Any]]) -> bool:
-    return all(set(map(id, items_of(one))) == set(map(id, kept)) for one, kept in zip(where, members, strict=True))
-
-
-_QUESTIONS: Mapping[Any, Any] = {order_of: _are_in_order, members_of: _are_members}
-"""What is asked of all places of a kind at once, where comparing what is read would take long."""
+def _ids_in_order(where: Any) -> tuple[int, ...]:
+    keys: Any = OrderedDict if issubclass(type(where), OrderedDict) else dict
+    return tuple(map(id, keys.__iter__(where)))
 
 
 @dataclass(slots=True)

@@ -4,7 +4,7 @@ It starts where Python starts to look: closure cells, defaults, the globals that
 there it goes through attributes, slots, items, classes and functions. One filter keeps it small: an attribute counts if
 its name occurs in code that ran, a function if it ran. Where that is not known (before the first call, or where code is
 compiled) all functions of the user's count, with the names in them. Each object is entered once, and at most
-`MAX_OBJECTS` are, so that the walk is linear. No code of the user runs. What becomes of what is found is up to a visitor.
+`MAX_OBJECTS` are, so that the walk is linear. No code of the user runs. A visitor decides what becomes of what is found.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import torch
 
 from stepgraph.frames import is_engines, is_installed, is_installed_module, is_own, is_users, is_users_code
 from stepgraph.frames import is_users_module as is_users_name
-from stepgraph.ran import ExecutedCode, Names, functions_behind, globals_in, strings_in
+from stepgraph.ran import ExecutedCode, Running, functions_behind, globals_in
 from stepgraph.values.equality import MISSING, attributes_of, is_plain, items_of
 from stepgraph.values.naming import Label, Labels
 from stepgraph.values.parts import Place, attribute_of, by_identity, default_of, defaults_of, in_slot, result_of
@@ -46,8 +46,6 @@ _MAKING = frozenset(("__init__", "__post_init__", "__repr__", "__str__"))
 """Methods that name every attribute, and that a step seldom calls."""
 _LISTS = (torch.nn.ParameterList, torch.nn.ParameterDict)
 """Modules of torch's whose attributes are what the user puts there."""
-_MAX_UNSEEN = 512
-"""Functions that are looked into for a name in code that may run unseen."""
 _LAYERS = ("torch.nn.modules.", "torch.nn.utils.", "collections")
 """Modules with classes whose own code reads attributes of the user's objects."""
 _CONTAINERS = (list, tuple, deque, set, frozenset)
@@ -103,8 +101,8 @@ class Walk:
     def __init__(self, visitor: Visitor, ran: ExecutedCode | None = None, skip: Collection[int] = ()) -> None:
         """`skip` are objects, by id, that are not looked into."""
         self._visitor, self._skip = visitor, frozenset(skip)
-        self._ran = ran if ran is not None and ran.is_known else None
-        self.names = Names() if self._ran is None else self._ran.names()
+        self._running = Running(ran)
+        self.names = self._running.names
         self._labels = Labels()
         self._queue: deque[tuple[Label, Any, Any, bool]] = deque()
         self._seen: dict[Any, Any] = {}
@@ -114,21 +112,15 @@ class Walk:
         """Modules inside others, by id: of torch's own layers there are hundreds, and they are what they are."""
         self._waiting: dict[str, list[tuple[Kind | None, Label, Place]]] = {}
         self._missed: dict[int, tuple[dict[str, Any], set[str]]] = {}
-        self._unseen: set[types.CodeType] = set()
-        """Code that may run unseen: the step itself, what a cache has kept from earlier, backwards in other threads."""
         self._resting: list[tuple[Label, types.FunctionType, bool]] = []
-        """Functions that were not seen to run."""
-        self._elsewhere: set[str] = set()
-        """The names in code that may run unseen."""
-        self._is_hidden = ran is not None and ran.is_hidden
-        self._num_unseen = 0
+        """Functions that do not count so far."""
         self.is_compiled = self.is_cut_short = False
 
     def go(self, function: Any, modules: Mapping[str, torch.nn.Module]) -> None:
         """Walk from a callable, and from the modules that it is known to call, by path."""
         self._paths = {id(module): Label(path) for path, module in modules.items()}
         self._inner.update(id(module) for path, module in modules.items() if "." in path)
-        self._unseen.update(f.__code__ for f in functions_behind(function))
+        self._running.admit(function)
         self._add(Label(""), function, True)
         self._run()
         for path, module in modules.items():
@@ -169,7 +161,8 @@ class Walk:
     def _kind(self, kind: type) -> Kind:
         found = self._kinds.get(kind)
         if found is None:
-            found = self._kinds[kind] = Kind(kind, next((l for b, l in self._looks() if issubclass(kind, b)), None))
+            look = next((look for base, look in self._looks() if issubclass(kind, base)), None)
+            found = self._kinds[kind] = Kind(kind, look)
         return found
 
     def _looks(self) -> Iterator[tuple[Any, Callable[[Label, Any, bool], None]]]:
@@ -197,7 +190,7 @@ class Walk:
             return True
         if kind is None or type(name) is not str:
             return False
-        if kind.is_layer and (name in self.names.platforms or (self._ran is None and not kind.is_users)):
+        if kind.is_layer and (name in self.names.platforms or (not self._running.is_known and not kind.is_users)):
             return True
         return (kind.is_module and name == "forward") or (
             kind.is_own and self.names.is_at_large and not name.startswith("__")
@@ -224,7 +217,8 @@ class Walk:
             self._add(label, place.value, place.is_users, place.where)
 
     def _add(self, label: Label, value: Any, users: bool, owner: Any = None) -> None:
-        if type(value) not in _SIMPLE:
+        is_listed = not users and issubclass(type(value), type) and issubclass(type(owner), (dict, *_CONTAINERS))
+        if type(value) not in _SIMPLE and not is_listed:  # a library's table of classes names no more than it does
             self._queue.append((label, value, owner, users))
 
     def _name(self, code: types.CodeType) -> None:
@@ -240,25 +234,23 @@ class Walk:
     def _function(self, label: Label, function: types.FunctionType, users: bool) -> None:
         code, called, scope = function.__code__, function.__name__, function.__globals__
         marks = vars(function)
-        is_noted = self._ran is not None and code in self._ran
         if "_torchdynamo_orig_callable" in marks and not marks.get("_torchdynamo_disable"):
-            self.is_compiled = self.is_compiled or users or is_noted
+            self.is_compiled = self.is_compiled or users or self._running.has(code)
         self._add(label, marks.get("__wrapped__"), users)
         self._marks(Label(called), function, users)
         cells = zip(code.co_freevars, function.__closure__ or (), strict=True)
         if not is_users_code(code):  # torch's and Python's own: only what they are around
             for _, cell in cells:
-                if isinstance(held := attribute_of(cell, "cell_contents"), (*_CODE, dict)):
+                if issubclass(type(held := attribute_of(cell, "cell_contents")), (*_CODE, dict)):
                     self._add(label, held, users)
             return
         is_made = code.co_filename.startswith("<")
         own = not is_installed(str(scope.get("__file__")) if is_made else code.co_filename)
-        if not is_noted and not self._may_run_unseen(function, own or users):
+        if not self._running.counts(function, own or users):
             self._resting.append((label, function, users))
             return
-        if not is_noted:
+        if not self._running.has(code):
             self._name(code)
-        self._elsewhere.update(*(strings_in(inner) for inner in ([code] if not is_noted else self._unseen_in(code))))
         for name, cell in cells:
             if name != "__class__" and id(cell) not in self._seen:
                 self._seen[id(cell)] = cell
@@ -275,21 +267,6 @@ class Walk:
                 spelled = self._labels.new(name, called, (id(function), name))
                 self._take(Place(spelled, function, name, value, own, default_of))
             self._visitor.miss(Label(called), marks, functools.partial(self._wants, None))
-
-    def _may_run_unseen(self, function: types.FunctionType, is_near: bool) -> bool:
-        """Whether a function counts that was not seen to run; `is_near`: it is the user's, or named by the user's."""
-        if function.__code__ in self._unseen or (self._ran is None and is_near):
-            return True
-        if not (self._is_hidden or function.__name__ in self._elsewhere) or self._num_unseen >= _MAX_UNSEEN:
-            return False
-        self._num_unseen += 1
-        return True
-
-    def _unseen_in(self, code: types.CodeType) -> Iterator[types.CodeType]:
-        """The functions inside one of the user's that were not seen to run: hooks, for example."""
-        for inner in code.co_consts:
-            if type(inner) is types.CodeType and self._ran is not None and not is_installed(code.co_filename):
-                yield from [inner] if inner not in self._ran else self._unseen_in(inner)
 
     def _marks(self, label: Label, function: Any, users: bool) -> None:
         """What hangs on a function, or on what is around one."""
@@ -326,14 +303,13 @@ class Walk:
         self._marks(label if label.spelling else Label("partial"), partial, users)
         for index, value in enumerate(partial.args):
             self._add(Label(f"argument {index}"), value, users)
-        for value in (*partial.args, *partial.keywords.values()):  # hooks, maybe, that run in a backward
-            self._unseen.update(f.__code__ for f in functions_behind(value))
+        self._running.admit(*partial.args, *partial.keywords.values())  # hooks, maybe, that run in a backward
         for key, value in partial.keywords.items():
             self._take(Place(Label(key), partial.keywords, key, value, users))
 
     def _cache(self, label: Label, cache: Any, users: bool) -> None:
         """What a function with a cache has returned is used again; the function itself may have run long ago."""
-        self._unseen.update(f.__code__ for f in functions_behind(cache))
+        self._running.admit(cache)
         self._add(label, cache.__wrapped__, users)
         for result in cached_by(cache):
             name = f"{getattr(cache.__wrapped__, '__name__', 'cache')}()"
@@ -358,9 +334,10 @@ class Walk:
         own = attributes_of(value) or {}
         is_theirs = facts.is_users or issubclass(type(value), _LISTS)
         for name, item in list(own.items()):
-            if type(name) is str and name not in facts.skipped and not name.startswith("__"):
-                if is_theirs or is_plain(item) or isinstance(item, _CODE) or self._visitor.takes(item):
-                    self._offer(facts, label, Place(label, own, name, item, facts.is_own), name)
+            if type(name) is not str or name in facts.skipped or name.startswith("__"):
+                continue
+            if is_theirs or is_plain(item) or issubclass(type(item), _CODE) or self._visitor.takes(item):
+                self._offer(facts, label, Place(label, own, name, item, facts.is_own), name)
         for name, member in facts.slots.items():
             self._offer(facts, label, Place(label, value, member, in_slot(value, member), facts.is_own, in_slot), name)
         if facts.is_module:
@@ -388,11 +365,11 @@ class Walk:
             if name in _UNTOLD or type(item) is types.MemberDescriptorType or (name[:2] == "__" and not functions):
                 continue
             place = Place(label.attribute(name), body, name, item, own)
-            if self._ran is None or issubclass(kind, torch.autograd.Function):
-                self._unseen.update(function.__code__ for function in functions)
+            if not self._running.is_known or issubclass(kind, torch.autograd.Function):
+                self._running.admit(*functions)
             if functions and self._runs(functions, name, own):
                 self._take(place)
-            elif not functions or self._ran is None:
+            elif not functions or not self._running.is_known:
                 self._offer(facts, label, place, name)
         if not is_theirs and facts.is_module and "forward" in body:
             self._visitor.put(Place(label.attribute("forward"), body, "forward", body["forward"], own))
@@ -403,26 +380,19 @@ class Walk:
 
     def _runs(self, functions: list[types.FunctionType], name: str, own: bool) -> bool:
         """Whether a method counts that no code may name."""
-        if self._ran is None:
+        if not self._running.is_known:
             return name == "forward" or (own and name.startswith("__") and name not in _MAKING)
-        codes = [function.__code__ for function in functions]
-        is_seen = any(code in self._ran or code in self._unseen for code in codes)
-        return is_seen or (own and name in self.names.spelled)
+        return self._running.runs(functions) or (own and name in self.names.spelled)
 
     def _python_module(self, label: Label, module: types.ModuleType, users: bool) -> None:
         places = attributes_of(module) or {}
         name = str(places.get("__name__"))
-        own = not is_installed_module(name)
+        own, facts = not is_installed_module(name), self._kind(types.SimpleNamespace)
         for key, value in list(places.items()) if is_users_name(name) else ():
             if key == "__getattr__":
                 self._add(label, value, own)
-            elif not key.startswith("__") and (own or _is_small(value) or isinstance(value, (*_CODE, type))):
-                self._offer(
-                    self._kind(types.SimpleNamespace) if own else None,
-                    label,
-                    Place(label, places, key, value, own),
-                    key,
-                )
+            elif not key.startswith("__") and (own or _is_small(value) or issubclass(type(value), (*_CODE, type))):
+                self._offer(facts if own else None, label, Place(label, places, key, value, own), key)
 
     def _context(self, label: Label, variable: Any, users: bool) -> None:
         spelled, read = Label(f"{label.spelling}.get()", label.apart), functools.partial(variable.get, MISSING)
@@ -437,7 +407,8 @@ class Walk:
 
     def _items(self, label: Label, items: Any, users: bool) -> None:
         kind = type(items)
-        for index, value in enumerate(islice(items_of(items), _most(len(gc.get_referents(items))))):
+        base: Any = next(base for base in _CONTAINERS if issubclass(kind, base))
+        for index, value in enumerate(islice(items_of(items), _most(base.__len__(items)))):
             inner = label if issubclass(kind, (set, frozenset)) else label.item(index)
             if issubclass(kind, (list, deque)):
                 self._take(Place(inner, items, index, value, users))

@@ -3,8 +3,8 @@
 Python runs only when a step is recorded. A loss weight in a closure, a temperature in a global, a flag on `self` are
 read once and are constants from then on. So everything that the step's code can name is noted when it is captured
 (`walk` finds it): plain values, and which tensor, function or object each name stands for. The watch is a trigger, and
-the operations are the judge. A value that changed makes the next call an audited one, which tells whether it matters. So
-a value too many is cheap; one that is missed is found only at the next audit.
+the operations are the judge: a value that changed makes the next call an audited one, which tells whether it matters.
+So a value too many is cheap; one that is missed is found only at the next audit.
 
 Reading them again at each replay must cost next to nothing: what it comes down to is a row of identities, which is run
 through in C. Only where that row finds something touched is it asked what.
@@ -145,7 +145,8 @@ class _Notes:
             note(label, parts.layout_at)
         elif issubclass(kind, (dict, list, deque)):
             note(label.length, parts.length_of)
-            if issubclass(kind, dict) and dict.__len__(value) <= MAX_ITEMS and str(label.length) not in self._ignore:
+            is_ordered = is_users and issubclass(kind, dict) and 1 < dict.__len__(value) <= MAX_ITEMS
+            if is_ordered and str(label.length) not in self._ignore:
                 note(label.order, parts.order_of)
         elif issubclass(kind, set) and set.__len__(value) <= MAX_ITEMS:
             note(label, parts.members_of)
