@@ -21,7 +21,7 @@ import torch
 
 from stepgraph.collector import collector_at_rest
 from stepgraph.observe.finder import Spot, spots_of
-from stepgraph.values.equality import attributes_of
+from stepgraph.plain import attributes_of
 from stepgraph.values.naming import Label
 
 _SEARCHING = threading.RLock()

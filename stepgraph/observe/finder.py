@@ -18,8 +18,8 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler
 
 from stepgraph.frames import is_users
+from stepgraph.plain import attributes_of
 from stepgraph.ran import ExecutedCode
-from stepgraph.values.equality import attributes_of
 from stepgraph.values.naming import Label
 from stepgraph.values.parts import Place
 from stepgraph.values.walk import Walk, Wants
@@ -75,11 +75,9 @@ class _Finder:
             self.spots[id(value)] = self.spots[id(attributes)] = Spot(label, is_object=True, is_models=is_models)
         if is_models:
             self._inside.add(id(attributes))
-        if issubclass(kind, torch.optim.Optimizer):
-            state = label.attribute("state")
-            self.spots[id(value.state)] = Spot(state, is_models=True)
-            inner = Spot(Label(f"{state.spelling}[...]", state.apart))
-            self.spots |= {id(one): inner for one in value.state.values()}
+        if issubclass(kind, torch.optim.Optimizer) and issubclass(type(state := (attributes or {}).get("state")), dict):
+            spot = Spot(label.attribute("state"), is_models=True)
+            self.spots |= {id(state): spot, **{id(one): Spot(spot.of(...)) for one in dict.values(state)}}
         if id(value) not in self._inside and not issubclass(kind, (type, types.ModuleType, types.CellType)):
             self.values.append(value)
             if issubclass(kind, torch.nn.Module):

@@ -21,8 +21,8 @@ import torch
 from stepgraph.frames import is_engines
 from stepgraph.guards.layout import Layouts, change_of, layout_of
 from stepgraph.native.row import GuardRow
-from stepgraph.values.equality import MISSING, attributes_of, items_of, same, token
-from stepgraph.values.naming import Change, Label, tell, told
+from stepgraph.plain import MISSING, attributes_of, items_of, same, token, told
+from stepgraph.values.naming import Change, Label, tell
 
 _MAX_SINGLE = 16
 """Items of one container that are asked one by one; more are asked in one go."""

@@ -4,7 +4,7 @@ It starts where Python starts to look: closure cells, defaults, the globals that
 there it goes through attributes, slots, items, classes and functions. One filter keeps it small: an attribute counts if
 its name occurs in code that ran, a function if it ran. Where that is not known (before the first call, or where code is
 compiled) all functions of the user's count, with the names in them. Each object is entered once, and at most
-`MAX_OBJECTS` are, so that the walk is linear. No code of the user runs. A visitor decides what becomes of what is found.
+`MAX_OBJECTS` are, so that the walk is linear. No code of the user runs. A visitor decides what to do with each find.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ import torch
 
 from stepgraph.frames import is_engines, is_installed, is_installed_module, is_own, is_users, is_users_code
 from stepgraph.frames import is_users_module as is_users_name
+from stepgraph.plain import MISSING, attributes_of, is_plain, items_of
 from stepgraph.ran import ExecutedCode, Running, functions_behind, globals_in
-from stepgraph.values.equality import MISSING, attributes_of, is_plain, items_of
 from stepgraph.values.naming import Label, Labels
 from stepgraph.values.parts import Place, attribute_of, by_identity, default_of, defaults_of, in_slot, result_of
 
@@ -294,7 +294,7 @@ class Walk:
     def _method(self, label: Label, method: types.MethodType, users: bool) -> None:
         owner: Any = method.__self__
         if not issubclass(type(owner), type):
-            label = self._paths.get(id(owner)) or self._labels.new("self", type(owner).__name__, id(owner))
+            label = self._labels.new("self", type(owner).__name__, id(owner))
         self._add(label, owner, users)
         self._add(label, method.__func__, users)
 

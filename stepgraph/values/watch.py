@@ -22,10 +22,10 @@ from typing import Any
 import torch
 
 from stepgraph.native.row import GuardRow
+from stepgraph.plain import attributes_of, is_numpy
 from stepgraph.ran import ExecutedCode
 from stepgraph.rng.sources import Source, source_of
 from stepgraph.values import parts
-from stepgraph.values.equality import attributes_of, is_numpy
 from stepgraph.values.naming import Change, Label
 from stepgraph.values.parts import Names, Place, expect_places
 from stepgraph.values.walk import MAX_ITEMS, MAX_OBJECTS, Walk, Wants, cached_by
@@ -55,7 +55,8 @@ class Watch:
         """
         self._look = functools.partial(_look, function, frozenset(ignore), modules or {}, read or {}, list(eager), ran)
         self._dropped: set[str] = set()
-        self.renew()
+        self._notes: _Notes = self._look()
+        self._row = self._new_row()
 
     def __len__(self) -> int:
         return sum(place.read not in (parts.class_of, parts.layout_at) for place in self._notes.places)

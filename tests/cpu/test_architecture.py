@@ -24,6 +24,7 @@ ROOMS = (
     "frames",
     "ran",
     "tree",
+    "plain",
     "signature",
     "native",
     "order",

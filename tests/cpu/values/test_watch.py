@@ -23,8 +23,8 @@ from torch import nn
 
 from stepgraph.frames import is_users_code
 from stepgraph.native.row import GuardRow
+from stepgraph.plain import same
 from stepgraph.ran import globals_in
-from stepgraph.values.equality import same
 from stepgraph.values.watch import Watch
 
 Case = tuple[Callable[..., Any], Callable[[], object], list[str]]
@@ -190,11 +190,12 @@ def body_of_a_function() -> Case:
         return 2 * x
 
     name = "body_of_a_function.<locals>.helper"
+    lines = [f"<code of line {function.__code__.co_firstlineno}>" for function in (helper, other)]
     return (
         (lambda x: helper(x)),
         lambda: setattr(helper, "__code__", other.__code__),
         [
-            f"{name}.__code__: <code of line {helper.__code__.co_firstlineno}> -> <code of line {other.__code__.co_firstlineno}>"
+            f"{name}.__code__: {lines[0]} -> {lines[1]}"
         ],
     )
 

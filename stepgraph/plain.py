@@ -1,19 +1,21 @@
-"""When two values are the same to a step.
+"""Plain values: when two are the same to a step, and how they are written in messages.
 
 A graph has numbers baked in by value and everything else by identity. `1`, `1.0` and `True` are equal in Python and are
 three different constants in a graph, as are `0.0` and `-0.0`; a NaN is as good as itself. A tuple is what it holds, and
 a bound method, which Python makes anew at each access, is its object and its function. No code of the user runs to find
-this out: what decides is the type, never `==` or `isinstance` of a class that may have its own.
+this out: what decides is the type, never `==` or `isinstance` of a class that may have its own. Nor does it to write
+them: values are written as one would type them, where they are made of plain ones and short.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 import functools
 import sys
 import types
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, Final
 
 import torch
@@ -22,6 +24,15 @@ _NUMBERS = (int, float, complex, str, bytes)
 _BY_EQUALITY = (torch.device, range)
 _BY_IDENTITY = (enum.Enum, torch.dtype, torch.layout, torch.memory_format, type(None), type(...))
 _PLAIN = (*_NUMBERS, *_BY_EQUALITY, *_BY_IDENTITY)
+
+
+_SHORT = 80
+_BRACKETS: dict[type, tuple[str, str]] = {
+    tuple: ("(", ")"),
+    list: ("[", "]"),
+    set: ("{", "}"),
+    frozenset: ("{", "}"),
+}
 
 
 class Missing(enum.Enum):
@@ -109,3 +120,66 @@ def attributes_of(value: Any) -> dict[str, Any] | None:
     except (AttributeError, TypeError):
         return None
     return found if type(found) is dict else None
+
+
+# -- in messages
+
+
+def told(value: Any) -> str:
+    """A value in a message."""
+    kind = type(value)
+    if issubclass(kind, torch.Tensor):
+        return f"a tensor of shape {list(value.shape)}"
+    if kind in (types.FunctionType, types.BuiltinFunctionType, types.MethodType):
+        return f"<function {value.__qualname__}>"
+    if kind is types.CodeType:
+        return f"<code of line {value.co_firstlineno}>"
+    if issubclass(kind, type):
+        return f"<class {value.__qualname__}>"
+    if issubclass(kind, types.ModuleType):
+        return f"<module {vars(value).get('__name__')}>"
+    if issubclass(kind, tuple) and any(issubclass(type(item), torch.Tensor) for item in items_of(value)):
+        return f"a {kind.__name__} with tensors"
+    text = _written(value)
+    if text is None or (len(text) >= _SHORT and not is_plain(value)):
+        return f"<{kind.__name__} at {id(value):#x}>"
+    return text
+
+
+def _written(value: Any) -> str | None:
+    """What one would type for a value, if it is made of plain ones."""
+    kind = type(value)
+    if issubclass(kind, enum.Enum):
+        return f"{kind.__name__}.{(attributes_of(value) or {}).get('_name_')}"
+    for base in (int, float, complex, str, bytes):
+        if issubclass(kind, base):
+            number: Any = bool if kind is bool else base
+            return str(number.__repr__(value))
+    if kind in _BRACKETS:
+        left, right = _BRACKETS[kind]
+        comma = "," if kind is tuple and len(value) == 1 else ""
+        return (
+            _joined(left, [("", v) for v in items_of(value)], comma + right)
+            if value or kind not in (set, frozenset)
+            else "set()"
+        )
+    if issubclass(kind, (tuple, frozenset)):
+        return _joined(f"{kind.__name__}(", [("", v) for v in items_of(value)], ")")
+    if kind is dict:
+        return _joined("{", [(f"{told(k)}: ", v) for k, v in value.items()], "}") if len(value) < _SHORT else None
+    if dataclasses.is_dataclass(kind) or kind is types.SimpleNamespace:
+        attributes = attributes_of(value)
+        fields = None if attributes is None else [(f"{k}=", v) for k, v in attributes.items()]
+        return None if fields is None else _joined(f"{kind.__name__}(", fields, ")")
+    if is_numpy(kind, "ndarray"):
+        return " ".join(repr(value).split()) if value.dtype.kind in "biufc" else None
+    return repr(value) if is_plain(value) else None
+
+
+def _joined(left: str, items: Iterable[tuple[str, Any]], right: str) -> str | None:
+    parts: list[str] = []
+    for before, value in items:
+        if not is_plain(value):
+            return None
+        parts.append(f"{before}{_written(value)}")
+    return f"{left}{', '.join(parts)}{right}"
