@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import itertools
 import opcode
 import sys
 import types
@@ -161,9 +160,12 @@ class ExecutedCode:
     def __contains__(self, code: types.CodeType) -> bool:
         return id(code) in self._codes
 
+    def codes(self) -> list[types.CodeType]:
+        return list(self._codes.values())
+
     def names(self) -> Names:
         """The names in the code that ran: a copy, to be added to."""
-        for code in itertools.islice(list(self._codes.values()), self._num_read, None):
+        for code in self.codes()[self._num_read :]:
             self._names.add(code)
             self._num_read += 1
         return self._names.copy()
@@ -255,6 +257,18 @@ class Running:
             self._num_unseen += 1
         self._called |= strings_in(code)
         return True
+
+    def names_beside(self, kind: type, method: str) -> set[str]:
+        """The names in the user's code that ran, without a method of a class and the methods that it calls."""
+        found = {name: functions_behind(item) for base in reversed(kind.__mro__) for name, item in vars(base).items()}
+        own: set[types.CodeType] = set()
+        waiting = {method}
+        while waiting:
+            codes = {function.__code__ for function in found.pop(waiting.pop(), ())}
+            own |= codes
+            waiting.update(*(strings_in(code) & found.keys() for code in codes))
+        others = [code for code in self._ran.codes() if code not in own and is_users_code(code)]
+        return set().union(*map(strings_in, others))
 
     def _unseen_in(self, code: types.CodeType) -> Iterator[types.CodeType]:
         """The functions inside another one that were not seen to run: hooks, for example."""

@@ -75,7 +75,8 @@ class _Finder:
             self.spots[id(value)] = self.spots[id(attributes)] = Spot(label, is_object=True, is_models=is_models)
         if is_models:
             self._inside.add(id(attributes))
-        if issubclass(kind, torch.optim.Optimizer) and issubclass(type(state := (attributes or {}).get("state")), dict):
+        if issubclass(kind, torch.optim.Optimizer):
+            state: Any = (attributes or {}).get("state", {})  # not asked for: reading it is noted while recording
             spot = Spot(label.attribute("state"), is_models=True)
             self.spots |= {id(state): spot, **{id(one): Spot(spot.of(...)) for one in dict.values(state)}}
         if id(value) not in self._inside and not issubclass(kind, (type, types.ModuleType, types.CellType)):

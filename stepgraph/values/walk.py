@@ -78,11 +78,11 @@ class Visitor(Protocol):
 class Kind:
     """What is known of a class: how its objects are looked into, and which of their attributes count."""
 
-    __slots__ = ("is_layer", "is_module", "is_open", "is_own", "is_users", "look", "skipped", "slots")
+    __slots__ = ("is_layer", "is_list", "is_module", "is_open", "is_own", "is_users", "look", "skipped", "slots")
 
     def __init__(self, kind: type, look: Callable[[Label, Any, bool], None] | None) -> None:
         self.look, self.is_users, self.is_own = look, is_users(kind), is_own(kind)
-        self.is_module = issubclass(kind, torch.nn.Module)
+        self.is_module, self.is_list = issubclass(kind, torch.nn.Module), issubclass(kind, _LISTS)
         users = [vars(base) for base in kind.__mro__ if is_users_name(str(base.__module__))]
         self.is_open = not self.is_module and any("__getattr__" in body for body in users)
         """Whether its attributes may be in a dict that it has."""
@@ -98,9 +98,9 @@ class Kind:
 class Walk:
     """Goes through what a step can name and shows it to a visitor."""
 
-    def __init__(self, visitor: Visitor, ran: ExecutedCode | None = None, skip: Collection[int] = ()) -> None:
-        """`skip` are objects, by id, that are not looked into."""
-        self._visitor, self._skip = visitor, frozenset(skip)
+    def __init__(self, visitor: Visitor, ran: ExecutedCode | None = None, live: Collection[int] = ()) -> None:
+        """`live` are optimizers, by id, that run at each replay."""
+        self._visitor, self._live = visitor, frozenset(live)
         self._running = Running(ran)
         self.names = self._running.names
         self._labels = Labels()
@@ -132,10 +132,10 @@ class Walk:
     def _run(self) -> None:
         while self._queue and not self.is_cut_short:
             label, value, owner, users = self._queue.popleft()
-            if id(value) not in self._seen and id(value) not in self._skip:
+            if id(value) not in self._seen:
                 self._seen[id(value)] = value
                 self.is_cut_short = len(self._seen) >= MAX_OBJECTS
-                self._enter(label, value, owner, users)
+                (self._eager if id(value) in self._live else self._enter)(label, value, owner, users)
             if not self._queue:
                 resting, self._resting = self._resting, []
                 for entry in resting:
@@ -157,6 +157,13 @@ class Walk:
             facts.look(label, value, users)
         if facts.look is None or facts.is_users:
             self._object(label, value, facts)
+
+    def _eager(self, label: Label, optimizer: Any, owner: Any, users: bool) -> None:
+        """Of an optimizer that runs at each replay: numbers that other code than its own step reads."""
+        named = self._running.names_beside(type(optimizer), "step") if is_users(type(optimizer)) else ()
+        own = attributes_of(optimizer) or {}
+        for name in sorted(own.keys() & named - _OPTIMIZERS) if named else ():
+            self._take(Place(label.attribute(name), own, name, own[name], users))
 
     def _kind(self, kind: type) -> Kind:
         found = self._kinds.get(kind)
@@ -192,9 +199,8 @@ class Walk:
             return False
         if kind.is_layer and (name in self.names.platforms or (not self._running.is_known and not kind.is_users)):
             return True
-        return (kind.is_module and name == "forward") or (
-            kind.is_own and self.names.is_at_large and not name.startswith("__")
-        )
+        is_asked = kind.is_own and self.names.is_at_large and not name.startswith("__")
+        return is_asked or kind.is_list or (kind.is_module and name == "forward")
 
     def _offer(self, kind: Kind | None, label: Label, place: Place, name: str) -> None:
         """Take an attribute if its name counts; else once it does."""
@@ -332,7 +338,7 @@ class Walk:
     def _object(self, label: Label, value: Any, facts: Kind) -> None:
         """Attributes, slots and the class of an object; of torch's and Python's own what the user's code names."""
         own = attributes_of(value) or {}
-        is_theirs = facts.is_users or issubclass(type(value), _LISTS)
+        is_theirs = facts.is_users or facts.is_list
         for name, item in list(own.items()):
             if type(name) is not str or name in facts.skipped or name.startswith("__"):
                 continue

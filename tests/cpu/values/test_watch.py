@@ -194,9 +194,7 @@ def body_of_a_function() -> Case:
     return (
         (lambda x: helper(x)),
         lambda: setattr(helper, "__code__", other.__code__),
-        [
-            f"{name}.__code__: {lines[0]} -> {lines[1]}"
-        ],
+        [f"{name}.__code__: {lines[0]} -> {lines[1]}"],
     )
 
 
