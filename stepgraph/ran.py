@@ -112,8 +112,15 @@ def globals_in(code: types.CodeType) -> set[str]:
     return found.union(*(globals_in(inner) for inner in code.co_consts if type(inner) is types.CodeType))
 
 
+_SIMPLE = frozenset((int, float, bool, str, type(None), tuple, list, dict, types.MemberDescriptorType))
+
+
 def functions_behind(value: Any) -> list[types.FunctionType]:
     """The functions that run for an attribute of a class: a method, a getter; those that it is wrapped around, too."""
+    if type(value) is types.FunctionType and not vars(value):
+        return [value]
+    if type(value) in _SIMPLE:
+        return []
     found: list[types.FunctionType] = []
     waiting = [value]
     while waiting and len(found) < 16:

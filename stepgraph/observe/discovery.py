@@ -41,7 +41,7 @@ def discovering(
 
     `inputs` are its tensors by id; `on_optimizer` sees optimizers before they step.
     """
-    objects = list(reachable(function))
+    objects = reachable(function, touched.ran)
     for value in objects:
         touched.add_reachable(value)
     modules = [value for value in objects if isinstance(value, torch.nn.Module)]

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
-from stepgraph.frames import is_users
 from stepgraph.plain import attributes_of
 from stepgraph.ran import ExecutedCode
 from stepgraph.values.naming import Label
@@ -71,7 +70,7 @@ class _Finder:
         is_models = issubclass(kind, _MODELS)
         if issubclass(kind, _CONTAINERS):
             self.spots[id(value)] = Spot(label, is_models=id(owner) in self._inside)
-        elif is_models or (is_users(kind) and not issubclass(kind, (type, types.ModuleType))):
+        elif is_models or (wants is not None and not issubclass(kind, (type, types.ModuleType))):
             self.spots[id(value)] = self.spots[id(attributes)] = Spot(label, is_object=True, is_models=is_models)
         if is_models:
             self._inside.add(id(attributes))

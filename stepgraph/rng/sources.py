@@ -100,7 +100,7 @@ def _flat(parts: Any) -> Iterator[Any]:
 def _state_of_generator(value: Any) -> Callable[[], Any] | None:
     """What reads the state of a random generator of Python's or numpy's."""
     kind = type(value)
-    if kind is torch.Generator:
+    if kind is torch.Generator and value.device.type == "cpu":  # that of a GPU is a matter of the graph
         return functools.partial(_state_of_torchs, value)
     if issubclass(kind, random.Random) and not issubclass(kind, random.SystemRandom):
         return functools.partial(random.Random.getstate, value)

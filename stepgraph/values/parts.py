@@ -186,7 +186,8 @@ def expect_places(found: Iterable[Place], row: GuardRow) -> None:
             Layouts([layout for layout, _ in values]).expect(row)
             row.ask(functools.partial(_are_equal, _requires_grad, where, [flag for _, flag in values]))
         elif read is class_of:
-            row.ask(functools.partial(_are_equal, type, where, values))
+            for value, kind in zip(where, values, strict=True):
+                row.class_of(value, kind)
         elif read is members_of:
             row.ask(functools.partial(_are_equal, _ids_of, where, list(map(_ids_of, values))))
         elif read is order_of:

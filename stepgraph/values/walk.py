@@ -42,6 +42,7 @@ _BOOKKEEPING = frozenset((*vars(torch.nn.Module()), "_compiled_call_impl", "_is_
 _OPTIMIZERS = frozenset(("param_groups", "state", "defaults"))
 """Attributes of optimizers that others guard."""
 _UNTOLD = frozenset(("__dict__", "__weakref__", "__doc__", "__module__", "__init_subclass__", "__class_getitem__"))
+_READING = ("forward", "__call__", "__getattr__", "__getitem__")
 _MAKING = frozenset(("__init__", "__post_init__", "__repr__", "__str__"))
 """Methods that name every attribute, and that a step seldom calls."""
 _LISTS = (torch.nn.ParameterList, torch.nn.ParameterDict)
@@ -387,7 +388,7 @@ class Walk:
     def _runs(self, functions: list[types.FunctionType], name: str, own: bool) -> bool:
         """Whether a method counts that no code may name."""
         if not self._running.is_known:
-            return name == "forward" or (own and name.startswith("__") and name not in _MAKING)
+            return name in _READING or (own and name.startswith("__") and name not in _MAKING)
         return self._running.runs(functions) or (own and name in self.names.spelled)
 
     def _python_module(self, label: Label, module: types.ModuleType, users: bool) -> None:

@@ -139,7 +139,7 @@ class _Notes:
         kind, source = type(value), source_of(str(label), value)
         note = functools.partial(self._note, value, is_users)
         if source is not None:
-            is_live = source.generator is not None and not (self._is_on_gpu and source.generator.device.type == "cpu")
+            is_live = source.generator is not None and not self._is_on_gpu  # the tape sees to it
             if str(label) not in self._ignore and not is_live:
                 self.sources.append(source)
         elif issubclass(kind, torch.Tensor):
