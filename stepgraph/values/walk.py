@@ -18,7 +18,7 @@ import sys
 import types
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from itertools import islice
 from typing import Any, Protocol
 
@@ -34,8 +34,7 @@ from stepgraph.values.parts import Place, attribute_of, by_identity, default_of,
 MAX_OBJECTS = 20_000
 MAX_ITEMS = 4096
 """A container with more items is data: its first ones stand for the rest."""
-_FIRST = 64
-_MAX_CACHED = 64
+_FIRST = _MAX_CACHED = 64
 _SIMPLE = frozenset((int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.device, torch.Size))
 _BOOKKEEPING = frozenset((*vars(torch.nn.Module()), "_compiled_call_impl", "_is_full_backward_hook"))
 """Attributes that each module has, which torch keeps and others guard."""
@@ -52,8 +51,24 @@ _LAYERS = ("torch.nn.modules.", "torch.nn.utils.", "collections")
 _CONTAINERS = (list, tuple, deque, set, frozenset)
 _VIEWS: tuple[type, ...] = (types.MappingProxyType, type({}.keys()), type({}.values()), type({}.items()))
 _CODE = (types.FunctionType, types.MethodType, functools.partial, functools._lru_cache_wrapper)
-
-
+_LOOKS: tuple[tuple[Any, str], ...] = (
+    (types.FunctionType, "_function"),
+    (types.MethodType, "_method"),
+    (functools.partial, "_partial"),
+    (functools._lru_cache_wrapper, "_cache"),
+    ((operator.attrgetter, operator.methodcaller), "_getter"),
+    ((property, staticmethod, classmethod, functools.cached_property), "_descriptor"),
+    ((functools.partialmethod, functools.singledispatchmethod), "_descriptor"),
+    (type, "_class"),
+    (types.ModuleType, "_python_module"),
+    (dict, "_dict"),
+    (_CONTAINERS, "_items"),
+    (_VIEWS, "_view"),
+    (weakref.ref, "_reference"),
+    (contextvars.ContextVar, "_context"),
+    (torch.Tensor, "_tensor"),
+)
+"""How to look into what is more than its attributes: which method of the walk does."""
 Wants = Callable[[Any], bool]
 
 
@@ -81,8 +96,9 @@ class Kind:
 
     __slots__ = ("is_layer", "is_list", "is_module", "is_open", "is_own", "is_users", "look", "skipped", "slots")
 
-    def __init__(self, kind: type, look: Callable[[Label, Any, bool], None] | None) -> None:
-        self.look, self.is_users, self.is_own = look, is_users(kind), is_own(kind)
+    def __init__(self, kind: type) -> None:
+        self.look = next((look for base, look in _LOOKS if issubclass(kind, base)), None)
+        self.is_users, self.is_own = is_users(kind), is_own(kind)
         self.is_module, self.is_list = issubclass(kind, torch.nn.Module), issubclass(kind, _LISTS)
         users = [vars(base) for base in kind.__mro__ if is_users_name(str(base.__module__))]
         self.is_open = not self.is_module and any("__getattr__" in body for body in users)
@@ -140,7 +156,7 @@ class Walk:
             if not self._queue:
                 resting, self._resting = self._resting, []
                 for entry in resting:
-                    self._function(*entry)
+                    self._body(*entry)
 
     def _enter(self, label: Label, value: Any, owner: Any, users: bool) -> None:
         if is_engines(value) and not issubclass(type(value), dict):  # such a dict is in the place of the user's
@@ -153,9 +169,10 @@ class Walk:
         elif facts.look is None and not label.spelling:
             label = self._labels.new("self", type(value).__name__, id(value))
         is_open = named.is_users or (named.is_module and id(value) not in self._inner)
-        self._visitor.enter(label, value, owner, users, functools.partial(self._wants, named) if is_open else None)
+        wants = functools.partial(_wants, self._running, named) if is_open else None
+        self._visitor.enter(label, value, owner, users, wants)
         if facts.look is not None:
-            facts.look(label, value, users)
+            getattr(self, facts.look)(label, value, users)
         if facts.look is None or facts.is_users:
             self._object(label, value, facts)
 
@@ -167,45 +184,15 @@ class Walk:
             self._take(Place(label.attribute(name), own, name, own[name], users))
 
     def _kind(self, kind: type) -> Kind:
-        found = self._kinds.get(kind)
-        if found is None:
-            look = next((look for base, look in self._looks() if issubclass(kind, base)), None)
-            found = self._kinds[kind] = Kind(kind, look)
-        return found
-
-    def _looks(self) -> Iterator[tuple[Any, Callable[[Label, Any, bool], None]]]:
-        """How to look into what is more than its attributes."""
-        yield types.FunctionType, self._function
-        yield types.MethodType, self._method
-        yield functools.partial, self._partial
-        yield functools._lru_cache_wrapper, self._cache
-        yield (operator.attrgetter, operator.methodcaller), self._getter
-        yield (property, staticmethod, classmethod, functools.cached_property), self._descriptor
-        yield (functools.partialmethod, functools.singledispatchmethod), self._descriptor
-        yield type, self._class
-        yield types.ModuleType, self._python_module
-        yield dict, self._dict
-        yield _CONTAINERS, self._items
-        yield _VIEWS, self._view
-        yield weakref.ref, self._reference
-        yield contextvars.ContextVar, self._context
-        yield torch.Tensor, self._tensor
+        if kind not in self._kinds:
+            self._kinds[kind] = Kind(kind)
+        return self._kinds[kind]
 
     # -- which names count
 
-    def _wants(self, kind: Kind | None, name: Any) -> bool:
-        if name in self.names.spelled:
-            return True
-        if kind is None or type(name) is not str:
-            return False
-        if kind.is_layer and (name in self.names.platforms or (not self._running.is_known and not kind.is_users)):
-            return True
-        is_asked = kind.is_own and self.names.is_at_large and not name.startswith("__")
-        return is_asked or kind.is_list or (kind.is_module and name == "forward")
-
     def _offer(self, kind: Kind | None, label: Label, place: Place, name: str) -> None:
         """Take an attribute if its name counts; else once it does."""
-        if self._wants(kind, name):
+        if _wants(self._running, kind, name):
             place.label = label.attribute(name)
             self._take(place, is_open=kind is not None and kind.is_open and name.startswith("_"))
         elif self._visitor.takes(place.value):
@@ -239,18 +226,21 @@ class Walk:
     # -- code
 
     def _function(self, label: Label, function: types.FunctionType, users: bool) -> None:
-        code, called, scope = function.__code__, function.__name__, function.__globals__
-        marks = vars(function)
+        code, marks = function.__code__, vars(function)
         if "_torchdynamo_orig_callable" in marks and not marks.get("_torchdynamo_disable"):
             self.is_compiled = self.is_compiled or users or self._running.has(code)
         self._add(label, marks.get("__wrapped__"), users)
-        self._marks(Label(called), function, users)
-        cells = zip(code.co_freevars, function.__closure__ or (), strict=True)
-        if not is_users_code(code):  # torch's and Python's own: only what they are around
-            for _, cell in cells:
-                if issubclass(type(held := attribute_of(cell, "cell_contents")), (*_CODE, dict)):
-                    self._add(label, held, users)
+        self._marks(Label(function.__name__), function, users)
+        if is_users_code(code):
+            self._body(label, function, users)
             return
+        for cell in function.__closure__ or ():  # of torch's and Python's own: only what they are around
+            if issubclass(type(held := attribute_of(cell, "cell_contents")), (*_CODE, dict)):
+                self._add(label, held, users)
+
+    def _body(self, label: Label, function: types.FunctionType, users: bool) -> None:
+        """The variables of a function, if it counts by now."""
+        code, called, scope = function.__code__, function.__name__, function.__globals__
         is_made = code.co_filename.startswith("<")
         own = not is_installed(str(scope.get("__file__")) if is_made else code.co_filename)
         if not self._running.counts(function, own or users):
@@ -258,7 +248,7 @@ class Walk:
             return
         if not self._running.has(code):
             self._name(code)
-        for name, cell in cells:
+        for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
             if name != "__class__" and id(cell) not in self._seen:
                 self._seen[id(cell)] = cell
                 held = attribute_of(cell, "cell_contents")
@@ -267,13 +257,12 @@ class Walk:
                 self._take(Place(spelled, cell, "cell_contents", held, own, attribute_of))
         self._globals(code, scope, called, own)
         if own:
-            self._visitor.put(
-                Place(Label(f"{function.__qualname__}.__code__"), function, "__code__", code, own, attribute_of)
-            )
+            body = Label(f"{function.__qualname__}.__code__")
+            self._visitor.put(Place(body, function, "__code__", code, own, attribute_of))
             for name, value in defaults_of(function).items():
                 spelled = self._labels.new(name, called, (id(function), name))
                 self._take(Place(spelled, function, name, value, own, default_of))
-            self._visitor.miss(Label(called), marks, functools.partial(self._wants, None))
+            self._visitor.miss(Label(called), vars(function), functools.partial(_wants, self._running, None))
 
     def _marks(self, label: Label, function: Any, users: bool) -> None:
         """What hangs on a function, or on what is around one."""
@@ -431,6 +420,18 @@ class Walk:
         is_method = type(reference) is weakref.WeakMethod
         behind = reference() if is_method else weakref.ref.__call__(reference)
         self._add(Label(f"{label.spelling}()", label.apart), behind, users)
+
+
+def _wants(running: Running, kind: Kind | None, name: Any) -> bool:
+    """Whether an attribute of this name counts."""
+    if name in running.names.spelled:
+        return True
+    if kind is None or type(name) is not str:
+        return False
+    if kind.is_layer and (name in running.names.platforms or (not running.is_known and not kind.is_users)):
+        return True
+    is_asked = kind.is_own and running.names.is_at_large and not name.startswith("__")
+    return is_asked or kind.is_list or (kind.is_module and name == "forward")
 
 
 def _owner(value: Any, place: Any) -> Any:

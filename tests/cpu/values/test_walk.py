@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import contextvars
 import dataclasses
+import functools
 import itertools
 import random
 import sys
@@ -228,6 +229,15 @@ def test_walk_leaves_generators_of_torchs_to_the_backend() -> None:
 
 
 # -- bounds
+
+
+def test_walk_ends_where_a_decorated_function_did_not_run() -> None:
+    @functools.wraps(attribute)
+    def around(cfg: Any) -> Any:
+        return attribute(cfg)
+
+    step = lambda cfg=None: around(cfg) if cfg else 0  # noqa: E731
+    assert Watch(step, ran=noted(step)).changed() == []
 
 
 def test_walk_that_is_cut_short_tells(monkeypatch: pytest.MonkeyPatch) -> None:
