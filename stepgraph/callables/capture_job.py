@@ -22,6 +22,7 @@ from stepgraph.callables.turns import Turn, Turns
 from stepgraph.callables.warm_up import CaptureTimeHooks, warm_up
 from stepgraph.errors import CaptureError, InvalidArgument
 from stepgraph.frames import warn_user
+from stepgraph.observe.finder import devices
 from stepgraph.order import Kind, samples_of
 from stepgraph.pair.cached_casts import shared_cast
 from stepgraph.pair.call import call_from_samples
@@ -31,7 +32,6 @@ from stepgraph.pair.shared import PairSession
 from stepgraph.rng.tracker import tracker_for
 from stepgraph.session.session import Session
 from stepgraph.tree import flatten
-from stepgraph.values.reach import devices
 
 
 class CaptureJob:

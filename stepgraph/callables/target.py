@@ -17,6 +17,7 @@ from stepgraph.backends import Graph
 from stepgraph.errors import StateChanged
 from stepgraph.guards.hooks import refuse_hooks, with_hooks
 from stepgraph.guards.model import ModelGuard
+from stepgraph.observe.finder import reachable
 from stepgraph.pair.guard import SiteGuard, is_hooked
 from stepgraph.pair.module_method import ModuleMethod
 from stepgraph.pair.ordered import OrderedPair
@@ -25,7 +26,6 @@ from stepgraph.pair.shared import PairSession
 from stepgraph.ran import ExecutedCode
 from stepgraph.rng.tracker import NamesGuard
 from stepgraph.signature import argument_names
-from stepgraph.values.reach import reachable
 from stepgraph.values.watch import Watch
 
 SET_OUTSIDE = ("current_microbatch", "is_first_microbatch")

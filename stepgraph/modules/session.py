@@ -16,12 +16,12 @@ from stepgraph.modules.recorder import Event, Recorder
 from stepgraph.modules.replay_order import FixedRound
 from stepgraph.modules.round import RoundCapture, backward_autocast
 from stepgraph.modules.site import ModuleCall, ModuleSite, SiteOwner
+from stepgraph.observe.finder import devices
 from stepgraph.pair.guard import is_hooked
 from stepgraph.pair.runner import Runner
 from stepgraph.pair.shared import PairSession, live_sessions
 from stepgraph.session.backend_choice import backend_of
 from stepgraph.session.session import Session
-from stepgraph.values.reach import devices
 
 
 class ModuleSession(PairSession):

@@ -21,6 +21,7 @@ from stepgraph.guards.registration import RegistrationEvents
 from stepgraph.observe.ddp import Replicas, refuse_replicas
 from stepgraph.observe.discovery import discovering, scalers_of
 from stepgraph.observe.escaped_tensors import Place, is_newborn, kept_tensor, setting_apart
+from stepgraph.observe.finder import reachable
 from stepgraph.observe.nonfinite import Flags
 from stepgraph.observe.own_changes import ModelState
 from stepgraph.observe.step_objects import StepObjects, numbered
@@ -36,6 +37,7 @@ from stepgraph.optim.optimizer import (
     letting_step,
     place,
 )
+from stepgraph.optim.read_numbers import ReadNumbers, Reads, refusing_writes
 from stepgraph.optim.scaler import ScalerCapture, ScalerGuard
 from stepgraph.optim.steps import at_optimizer_steps
 from stepgraph.rng.host_random import refuse_rewound
@@ -58,8 +60,6 @@ from stepgraph.step.warmup import (
     surroundings,
 )
 from stepgraph.tree import Structure, changed_containers, flatten, unflatten
-from stepgraph.values.reach import reachable
-from stepgraph.values.read_numbers import ReadNumbers, Reads, refusing_writes
 from stepgraph.values.watch import Change, Watch
 
 
