@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 import types
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,6 +52,8 @@ class _Finder:
     def __init__(self, function: Any, ran: ExecutedCode | None = None) -> None:
         self.values: list[Any] = []
         self.spots: dict[int, Spot] = {}
+        self.tensors: list[tuple[str, torch.Tensor]] = []
+        """The step's own tensors, and how each is spelled."""
         self._inside: set[int] = set()
         """Modules inside others that were found, and the attributes of modules and optimizers, by id."""
         Walk(self, ran).go(function, {})
@@ -68,6 +70,8 @@ class _Finder:
     def enter(self, label: Label, value: Any, owner: Any, own: bool, wants: Wants | None) -> None:
         kind, attributes = type(value), attributes_of(value)
         is_models = issubclass(kind, _MODELS)
+        if issubclass(kind, torch.Tensor):
+            self.tensors.append((str(label), value))
         if issubclass(kind, _CONTAINERS):
             self.spots[id(value)] = Spot(label, is_models=id(owner) in self._inside)
         elif is_models or (wants is not None and not issubclass(kind, (type, types.ModuleType))):
@@ -92,6 +96,14 @@ def reachable(function: Any, ran: ExecutedCode | None = None) -> list[Any]:
 def spots_of(step: Any) -> dict[int, Spot]:
     """The containers and objects that a step can come to, by id."""
     return _Finder(step).spots
+
+
+def tensors_in(step: Any, names: Sequence[str]) -> list[tuple[str, torch.Tensor]]:
+    """The tensors that lie under one of these names, as `ignore=` takes them, and how each is spelled."""
+    if not names:
+        return []
+    parts = tuple(name + mark for name in names for mark in (".", "["))
+    return [(label, tensor) for label, tensor in _Finder(step).tensors if label in names or label.startswith(parts)]
 
 
 def is_compiled(value: Any) -> bool:

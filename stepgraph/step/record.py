@@ -21,7 +21,7 @@ from stepgraph.guards.registration import RegistrationEvents
 from stepgraph.observe.ddp import Replicas, refuse_replicas
 from stepgraph.observe.discovery import discovering, scalers_of
 from stepgraph.observe.escaped_tensors import Place, is_newborn, kept_tensor, setting_apart
-from stepgraph.observe.finder import reachable
+from stepgraph.observe.finder import reachable, tensors_in
 from stepgraph.observe.nonfinite import Flags
 from stepgraph.observe.own_changes import ModelState
 from stepgraph.observe.step_objects import StepObjects, numbered
@@ -416,7 +416,8 @@ class StepCapture:
         device = self._session.backend.device
         is_settled = any(call.replays > 1 for call in site.calls)
         looking_on = contextlib.nullcontext() if is_settled else site.touched.ran.noting()
-        with looking_on, self.logs.noting(leaves, site.touched, device) as log:
+        ignored = tensors_in(site.with_objects(self._function), self._options.ignore)
+        with looking_on, self.logs.noting(leaves, site.touched, device, ignored) as log:
             result = self._function(*args, **kwargs)
             log.note_result(flatten(result)[0])
         return StaticOutputs(result), log.finish()

@@ -16,7 +16,6 @@ from stepgraph.native.library import native_row
 from stepgraph.session.options import Options
 from stepgraph.session.proof import Shown
 from stepgraph.session.session import Session
-from stepgraph.step.call import CapturedCall
 from stepgraph.step.site import Site
 
 _NOT_COMPARED = "not known: no graph is left (docs/equality.md: how to compare your program)"
@@ -26,6 +25,7 @@ _SHOWN = {
     Shown.LATER: "{} graph{} to be compared at the first call",
     Shown.NOT: "{} graph{} without an eager call to compare with (docs/equality.md)",
 }
+_MAX_TOLD = 3
 _CAPTURABLE = "; compare with the step in eager with its optimizers switched to capturable=True and a float32 lr"
 
 
@@ -168,13 +168,17 @@ def report_of(
         signatures=tuple(call.signature.describe() for call in calls),
         chains=tuple(call.chain.describe() for call in calls),
         optimizers=optimizers,
-        equality=_equality(calls, options) if calls else _NOT_COMPARED if counts.replays else None,
+        equality=_equality(sites, options) if calls else _NOT_COMPARED if counts.replays else None,
         guards="Python" if native_row() is None else "C++",
     )
 
 
-def _equality(calls: Sequence[CapturedCall], options: Options) -> str:
+def _equality(sites: Sequence[Site], options: Options) -> str:
     """What is known about equality with eager, and by which check."""
-    by_outcome = Counter(call.proof.shown for call in calls)
+    by_outcome = Counter(call.proof.shown for site in sites for call in site.calls)
     told = [_SHOWN[shown].format(count, "" if count == 1 else "s") for shown, count in by_outcome.items()]
+    left = sorted({name for site in sites for name in site.eager.own_changes})
+    if left:
+        more = f" and {len(left) - _MAX_TOLD} more" if len(left) > _MAX_TOLD else ""
+        told.append(f"replays leave alone what a library counts: {', '.join(left[:_MAX_TOLD])}{more}")
     return "; ".join(told) + (_CAPTURABLE if options.optimizer == "capturable" else "")

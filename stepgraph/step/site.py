@@ -81,6 +81,8 @@ class LastEager:
         self.results: dict[Hashable, tuple[object, list[object]]] = {}
         """The static part of the results of each kind of call."""
         self.logs = EagerLogs()
+        self.own_changes: set[str] = set()
+        """Values of libraries that a call has changed itself: replays leave them."""
 
 
 class Site:
