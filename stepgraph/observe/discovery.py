@@ -53,7 +53,8 @@ def discovering(
         has_hooks = any(m._forward_pre_hooks for m in touched.modules)
         asking = compiled if has_hooks else [compiler for module in modules for compiler in own_compilers(module)]
 
-    before = touched.known() | frozenset(map(id, objects))
+    parts = (part for module in modules for part in (*module.modules(), *module.parameters()))
+    before = touched.known() | frozenset(map(id, (*objects, *parts)))
 
     def optimizer_hook(optimizer: Optimizer) -> None:
         touched.add_optimizer(optimizer)
@@ -151,5 +152,9 @@ class _Hidden:
 
 def scalers_of(function: Callable[..., Any]) -> list[torch.amp.GradScaler]:
     """The GradScalers that a step can name and that are on."""
-    found = [value for value in reachable(function) if isinstance(value, torch.amp.GradScaler)]
-    return [scaler for scaler in found if scaler.is_enabled()]
+    return scalers_among(reachable(function))
+
+
+def scalers_among(objects: Iterable[Any]) -> list[torch.amp.GradScaler]:
+    """The GradScalers among these objects that are on."""
+    return [value for value in objects if isinstance(value, torch.amp.GradScaler) and value.is_enabled()]
