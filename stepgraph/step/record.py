@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -99,6 +99,8 @@ class Recorded:
     """A recording, and what belongs to it."""
 
     signature: Signature
+    kind: Hashable
+    """The site's kind of call before it: the recording has left other gradients, and perhaps other modes."""
     inputs: StaticInputs
     made: _Recording
     inside: tuple[Optimizer, ...]
@@ -228,7 +230,7 @@ class StepCapture:
         except BaseException:
             made.drop()
             raise
-        return Recorded(signature, inputs, made, tuple(inside), tuple(outside), counters, random, replicas)
+        return Recorded(signature, kind, inputs, made, tuple(inside), tuple(outside), counters, random, replicas)
 
     def record_again(
         self, site: Site, given: CallArgs, moved: dict[int, str], raise_held: Callable[[], None]
@@ -265,7 +267,7 @@ class StepCapture:
     def _prove(self, site: Site, recorded: Recorded, *, ahead: bool) -> CallProof:
         """Compare a recording with the eager calls of its kind. Values that changed without effect are dropped."""
         log, due = recorded.made.log, next_audit(self._options.audit, 0)
-        eager = site.eager.logs.of(site.kind())
+        eager = site.eager.logs.of(recorded.kind)
         if not eager:
             return CallProof(log, Shown.LATER if ahead else Shown.NOT, due)
         found = self.logs.compare(eager, log, recorded.outside)
