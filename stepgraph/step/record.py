@@ -245,6 +245,8 @@ class StepCapture:
             for parameter, grad in reversed(found.grads):  # of those that it knows, the recording has taken care
                 if id(parameter) not in known:
                     parameter.grad = grad
+        found.grads.clear()
+        found.let_go(known)  # what the recording has made itself is no news
         inputs = {id(leaf) for leaf in (*given.leaves, *recorded.inputs.leaves)}
         return recorded, bool(found.known() - known - inputs)
 
