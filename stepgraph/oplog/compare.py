@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import zip_longest
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ _SHOWN = (int, bool, str, bytes, type(None), torch.dtype, torch.device, torch.la
 _FORM = ("shape", "dtype", "device", "layout")
 _BITS = ("storage offset", "strides", "conjugated", "negated")
 
-DIFFERS_UNDER_CAPTURE: dict[Any, Callable[[tuple[Any, ...]], tuple[Any, ...]]] = {}
+DIFFERS_UNDER_CAPTURE: Mapping[Any, Callable[[tuple[Any, ...]], tuple[Any, ...]]] = MappingProxyType({})
 """What torch itself does otherwise while a graph is recorded: operations, and what their notes are without it."""
 
 

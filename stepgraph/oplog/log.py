@@ -338,7 +338,8 @@ class OpLog(dispatch.TorchDispatchMode):
 
     def _tensor(self, tensor: torch.Tensor) -> Hashable:
         """A tensor: which one it is, and its geometry."""
-        form = (tuple(tensor.shape), tensor.dtype, tensor.device, tensor.layout)
+        shape = tuple(tensor.shape) if not tensor.is_nested else ("nested", tensor.size(0))
+        form = (shape, tensor.dtype, tensor.device, tensor.layout)
         if not has_storage(tensor):
             return (("without memory", type(tensor).__qualname__), form)
         if self._device is not None and tensor.dim() == 0 and tensor.device.type == "cpu":

@@ -231,18 +231,19 @@ class CapturedStep(Generic[P, R]):
         told = "; ".join(map(str, changes)) if changes else str(found)
         names = [change.name for change in changes] or [str(found.where or found.operation)]
         site.changes, often = weigh_changes(site.changes, names, call.replays)
-        if recorded is not None and (self._options.strict or often):
+        if recorded is not None and self._options.strict:
             recorded.made.drop()
         self._raise_if_strict(site, told)
         warn_operations_changed(self._name, found, changes, call.replays - call.proof.agreed, stays_eager=bool(often))
-        if often:
-            site.drop_graphs()
-            site.obstacle = f"the operations keep changing: {', '.join(often)}"
-            return self._eager(site, site.obstacle, given)
+        site.obstacle = f"the operations keep changing: {', '.join(often)}" if often else None
         if not changes:
             self._capture.suspect()
         if recorded is None:
-            return self._start_over(site, told, given)
+            if site.obstacle is None:
+                return self._start_over(site, told, given)
+            site.drop_graphs()
+            return self._eager(site, site.obstacle, given)
+        changes_itself = list(map(str, call.guards.values.changed())) != list(map(str, changes))
         site.calls.remove(call)
         call.chain.free()
         self._counts.recapture_reasons[told] += 1
@@ -250,7 +251,12 @@ class CapturedStep(Generic[P, R]):
         proof = CallProof(recorded.made.log, call.proof.shown, next_audit(self._options.audit, 0))
         new = self._capture.keep(site, recorded, proof)
         site.calls.insert(0, new)
-        return self._run(new, given.leaves)
+        result = self._run(new, given.leaves)  # in any case: the step's Python has run for this call
+        if often or changes_itself:
+            site.drop_graphs()
+        if changes_itself and not often:  # it does by now what no replay repeats: have it seen, and named
+            site.start_over(credit=self._options.warmup - 1)
+        return result
 
     def _run(self, call: CapturedCall, leaves: Sequence[Any]) -> Any:
         call.replay(leaves)

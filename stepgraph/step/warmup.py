@@ -140,14 +140,7 @@ def warm_up(
     for key, changed in changed_numbers.items():
         if key not in ended and options.optimizer != "capturable":
             site.obstacles["host-value"] = Obstacle(f"the step itself changes {changed}")
-    changes = values.changed()
-    if changes:
-        told = "; ".join(map(str, changes[:_MAX_TOLD])) + (" ..." if len(changes) > _MAX_TOLD else "")
-        names = tuple(change.name for change in changes)
-        site.obstacles["host-value"] = Obstacle(f"the step itself changes {told}", names)
-    if sources := (*values.drawn(), *values.unseen()):
-        told, names = ", ".join(map(str, sources)), tuple(source.name for source in sources)
-        site.obstacles["iterator"] = Obstacle(f"the step draws from {told}", names)
+    _note_values(site, values)
     changed_model = model.changed(site.touched.name)
     if changed_model is not None:
         site.obstacles["own-change"] = Obstacle(f"the step itself {changed_model}")
@@ -156,6 +149,18 @@ def warm_up(
             site.obstacles["ddp-stream"] = Obstacle(f"DDP accumulates the gradient of `{name}` on the default stream")
     note_result(site, kind, result)
     return result, found_flags
+
+
+def _note_values(site: Site, values: Watch) -> None:
+    """Note which host values the step itself has changed, and what it has drawn from."""
+    changes = values.changed()
+    if changes:
+        told = "; ".join(map(str, changes[:_MAX_TOLD])) + (" ..." if len(changes) > _MAX_TOLD else "")
+        names = tuple(change.name for change in changes)
+        site.obstacles["host-value"] = Obstacle(f"the step itself changes {told}", names)
+    if sources := (*values.drawn(), *values.unseen()):
+        told, names = ", ".join(map(str, sources)), tuple(source.name for source in sources)
+        site.obstacles["iterator"] = Obstacle(f"the step draws from {told}", names)
 
 
 def _renewed(site: Site, others: Sequence[Site], ddp: DistributedDataParallel, session: Session) -> bool:

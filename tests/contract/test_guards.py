@@ -333,8 +333,8 @@ def test_watch_value_that_keeps_changing_stays_eager_and_says_so(device: torch.d
             factor = float(max(0, i - 4))
             assert captured(x).tolist() == [factor] * 2
         report = captured.report()
-    assert report.recaptures == 2
-    assert report.eager_reasons == {"warm-up": 3, "the operations keep changing: factor": 5}
+    assert report.recaptures == 3  # the last of them for one call: the step's Python had run for it
+    assert report.eager_reasons == {"warm-up": 3, "the operations keep changing: factor": 4}
     assert len(seen) == 3
     assert "stay eager" in str(seen[-1].message)
     assert "ignore=['factor']" in str(seen[-1].message)
@@ -382,10 +382,11 @@ def test_watch_change_after_few_replays_counts(steps: int, recaptures: int, devi
             step(*batch)
             pool.append(step.report().pool_bytes)
         report = step.report()
-    assert report.recaptures == recaptures
-    assert report.replays == steps * (recaptures + 1) - 2
+    last = int(recaptures < 5)  # one more recording, for the one call that shows that it does not pay
+    assert report.recaptures == recaptures + last
+    assert report.replays == steps * (recaptures + 1) - 2 + last
     kept_changing = report.eager_reasons.get("the operations keep changing: weights['kl']", 0)
-    assert kept_changing == steps * (5 - recaptures)
+    assert kept_changing == steps * (5 - recaptures) - last
     assert max(pool) == pool[2 * steps - 1], "of all epochs, after the first recapture"
 
 
