@@ -60,16 +60,14 @@ def test_kept_average_of_parameters_is_refused_by_name(device: torch.device) -> 
     assert all(p.isfinite().all() for p in trainer.model.parameters())
 
 
-def test_kept_average_that_each_call_reads_cannot_be_ignored(device: torch.device) -> None:
-    """It is another tensor each time, and what the step computes from it would be old."""
+def test_kept_average_that_each_call_reads_is_told_of(device: torch.device) -> None:
+    """It is another tensor each time, and what a replay computes from it is old, though it is to be ignored."""
     trainer = Trainer(device, in_place=False)
     x = torch.ones(4, 3, device=device)
     with stepgraph.capture(trainer.step, ignore=["self.shadow.kept"]) as step:
-        with pytest.raises(stepgraph.CaptureError) as told:
+        with pytest.warns(stepgraph.StepgraphWarning, match=r"self\.kept\[name\]\.lerp"):
             for _ in range(9):
                 step(x)
-    assert told.value.rule == "varying-operations"
-    assert "self.kept[name].lerp" in str(told.value)
 
 
 def test_kept_tensor_that_is_known_to_be_harmless_is_let_pass(device: torch.device) -> None:
