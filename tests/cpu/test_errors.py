@@ -120,7 +120,7 @@ def error_calls() -> list[tuple[Path, ast.Call]]:
 
 
 def raised_rules() -> set[str]:
-    """The rules of the table, of `rule="..."`, of rows asked for by name, of obstacles found in warm-up and warnings."""
+    """The rules of the table, of `rule="..."`, of rows asked for by name, of obstacles of warm-up, and of warnings."""
     found = {row.rule for row in ERROR_TABLE}
     for path in PACKAGE.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
