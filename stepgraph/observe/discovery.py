@@ -41,7 +41,9 @@ def discovering(
 
     `inputs` are its tensors by id; `on_optimizer` sees optimizers before they step.
     """
-    objects = reachable(function, touched.ran)
+    if touched.objects is None:
+        touched.objects = reachable(function)
+    objects = touched.objects
     for value in objects:
         touched.add_reachable(value)
     modules = [value for value in objects if isinstance(value, torch.nn.Module)]

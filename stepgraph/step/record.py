@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -99,6 +99,8 @@ class Recorded:
     """A recording, and what belongs to it."""
 
     signature: Signature
+    kind: Hashable
+    """The site's kind of call before it: the recording has left other gradients, and perhaps other modes."""
     inputs: StaticInputs
     made: _Recording
     inside: tuple[Optimizer, ...]
@@ -232,7 +234,8 @@ class StepCapture:
             made.drop()
             raise
         scalers = scalers_among(objects)
-        return Recorded(signature, inputs, made, tuple(inside), tuple(outside), scalers, counters, random, replicas)
+        placed = (tuple(inside), tuple(outside), scalers)
+        return Recorded(signature, kind, inputs, made, *placed, counters, random, replicas)
 
     def record_again(
         self, site: Site, given: CallArgs, moved: dict[int, str], raise_held: Callable[[], None]
@@ -247,6 +250,8 @@ class StepCapture:
             for parameter, grad in reversed(found.grads):  # of those that it knows, the recording has taken care
                 if id(parameter) not in known:
                     parameter.grad = grad
+        found.grads.clear()
+        found.let_go(known)  # what the recording has made itself is no news
         inputs = {id(leaf) for leaf in (*given.leaves, *recorded.inputs.leaves)}
         return recorded, bool(found.known() - known - inputs)
 
@@ -269,7 +274,7 @@ class StepCapture:
     def _prove(self, site: Site, recorded: Recorded, *, ahead: bool) -> CallProof:
         """Compare a recording with the eager calls of its kind. Values that changed without effect are dropped."""
         log, due = recorded.made.log, next_audit(self._options.audit, 0)
-        eager = site.eager.logs.of(site.kind())
+        eager = site.eager.logs.of(recorded.kind)
         if not eager:
             return CallProof(log, Shown.LATER if ahead else Shown.NOT, due)
         found = self.logs.compare(eager, log, recorded.outside)

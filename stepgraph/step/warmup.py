@@ -103,8 +103,8 @@ def warm_up(
             numbers.end(optimizer)
 
     with (
-        contextlib.nullcontext() if site.touched.ran.is_known else site.touched.ran.noting(backwards_on=backend.device),
         discovering(site.touched, whole, {id(leaf) for leaf in (*leaves, *moved)}, see) as known,
+        contextlib.nullcontext() if site.touched.ran.is_known else site.touched.ran.noting(backwards_on=backend.device),
         session.workspace.warming_up(),
         _state_outside_the_pool(session.workspace),
         surroundings(options.optimizer, backend),
