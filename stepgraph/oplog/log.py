@@ -46,7 +46,7 @@ TENSOR = "tensor"
 """Stands for a tensor among the plain arguments."""
 _UNSEEN = frozenset({"profiler"})
 """Namespaces of operations that compute nothing."""
-_NOBODY, _USER, _BACKWARD, _LEFT_OUT = range(4)
+_NOBODY, _USER, _BACKWARD, _LEFT_OUT, _FUTURE = range(5)
 _BACKWARD_FILE = torch.autograd.graph.__file__
 """Where Python enters autograd's engine: frames above it have called backward."""
 _LEFT_OUT_FILES = frozenset(
@@ -112,6 +112,8 @@ class Vocabulary:
                 found = _BACKWARD
             elif file in _LEFT_OUT_FILES:
                 found = _LEFT_OUT
+            elif file == torch.futures.__file__:
+                found = _FUTURE
             self._kinds[code] = found
         return found
 
@@ -385,6 +387,9 @@ class OpLog(dispatch.TorchDispatchMode):
         while frame is not None:
             kind = kind_of(frame.f_code)
             if kind == _USER:
+                is_left_out = is_left_out or (
+                    frame.f_back is not None and kind_of(frame.f_back.f_code) == _FUTURE
+                )  # a future calls back in whichever thread it is done, and mostly in one that no log sees
                 line = number((frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name))
                 break
             if kind == _BACKWARD and node is not None:

@@ -180,6 +180,8 @@ class StepCapture:
         structure: Structure,
         moved: dict[int, str],
         raise_held: Callable[[], None],
+        *,
+        looks_on: bool = True,
     ) -> Recorded:
         """Record the step for these inputs. Nothing takes effect; on failure everything is as it was.
 
@@ -205,7 +207,7 @@ class StepCapture:
             counters, born = HostCounters(inside, self._session.backend), BornState(inside)
             try:
                 with replicas.recording(self._session.drop_graphs):
-                    made = self._record(site, structure, inputs.leaves, inside, outside, objects)
+                    made = self._record(site, structure, inputs.leaves, inside, outside, objects, looks_on=looks_on)
             finally:
                 counters.rollback()
                 made_state = born.rollback()
@@ -219,16 +221,7 @@ class StepCapture:
             made.drop()
             inputs.refuse_rebound(signature.names())
         try:
-            inputs.note_use(leaves, signature.names(), seen=site.written)
-            site.written |= inputs.written
-            refuse_rewound(site.unmoved, [link.graph for link in made.chain.links if isinstance(link, GraphLink)])
-            inputs.refuse_shared_state(leaves, signature.names(), _stepped(site.touched.optimizers))
-            other = other_result(site, kind, made.outputs.tree)
-            if other is not None:
-                site.eager.results.pop(kind)
-                self._surprised(site, obstacle_error(self._name, "varying-output", other))
-            if made.kept is not None:
-                raise _kept_tensor(self._name, made.kept)
+            self._check(site, kind, leaves, inputs, made)
             raise_held()
         except BaseException:
             made.drop()
@@ -237,15 +230,32 @@ class StepCapture:
         placed = (tuple(inside), tuple(outside), scalers)
         return Recorded(signature, kind, inputs, made, *placed, counters, random, replicas)
 
+    def _check(self, site: Site, kind: Hashable, leaves: Sequence[Any], inputs: StaticInputs, made: _Recording) -> None:
+        """Refuse a recording that cannot be replayed."""
+        names = site.sign().names()
+        inputs.note_use(leaves, names, seen=site.written)
+        site.written |= inputs.written
+        refuse_rewound(site.unmoved, [link.graph for link in made.chain.links if isinstance(link, GraphLink)])
+        inputs.refuse_shared_state(leaves, names, _stepped(site.touched.optimizers))
+        other = other_result(site, kind, made.outputs.tree)
+        if other is not None:
+            site.eager.results.pop(kind)
+            self._surprised(site, obstacle_error(self._name, "varying-output", other))
+        if made.kept is not None:
+            raise _kept_tensor(self._name, made.kept)
+
     def record_again(
-        self, site: Site, given: CallArgs, moved: dict[int, str], raise_held: Callable[[], None]
+        self, site: Site, given: CallArgs, moved: dict[int, str], raise_held: Callable[[], None], *, looks_on: bool
     ) -> tuple[Recorded, bool]:
-        """Record a call that is captured already, and say whether it touches modules, parameters or optimizers anew."""
+        """Record a call that is captured already, and say whether it touches modules, parameters or optimizers anew.
+
+        `looks_on`: which code runs may have changed.
+        """
         found, known = _WithGradients(), site.touched.known()
         whole = site.with_objects(self._function)
         try:
             with discovering(found, whole, (), lambda optimizer: None):
-                recorded = self.record(site, given.leaves, given.structure, moved, raise_held)
+                recorded = self.record(site, given.leaves, given.structure, moved, raise_held, looks_on=looks_on)
         finally:
             for parameter, grad in reversed(found.grads):  # of those that it knows, the recording has taken care
                 if id(parameter) not in known:
@@ -369,6 +379,8 @@ class StepCapture:
         inside: Sequence[Optimizer],
         outside: Sequence[Optimizer],
         objects: Sequence[Any],
+        *,
+        looks_on: bool,
     ) -> _Recording:
         recorder = ChainRecorder(self._session, self._options.generators)
         grads = GradCapture(
@@ -398,7 +410,7 @@ class StepCapture:
                     try:
                         args, kwargs = unflatten(structure, leaves)  # new for each recording, as for each eager call
                         recorder.begin(grads)
-                        outputs, log = self._logged(site, leaves, args, kwargs)
+                        outputs, log = self._logged(site, leaves, args, kwargs, looks_on=looks_on)
                         refuse_unknown_results(outputs.leaves)
                         changed = changed_containers(structure, leaves, (args, kwargs), site.sign().arguments)
                         refuse_changed_container(changed or changed_attributes(site.with_keys(leaves)))
@@ -417,11 +429,12 @@ class StepCapture:
                 raise
         return _Recording(chain, outputs, grads, scalers, found_flags, read, kept, modes, log)
 
-    def _logged(self, site: Site, leaves: Sequence[Any], args: Any, kwargs: Any) -> tuple[StaticOutputs, Log]:
-        """Run the step, and note which operations run; and which code, where its recording is not settled yet."""
+    def _logged(
+        self, site: Site, leaves: Sequence[Any], args: Any, kwargs: Any, *, looks_on: bool
+    ) -> tuple[StaticOutputs, Log]:
+        """Run the step, and note which operations run; with `looks_on` which code, too."""
         device = self._session.backend.device
-        is_settled = any(call.replays > 1 for call in site.calls)
-        looking_on = contextlib.nullcontext() if is_settled else site.touched.ran.noting()
+        looking_on = site.touched.ran.noting() if looks_on else contextlib.nullcontext()
         ignored = tensors_in(site.with_objects(self._function), self._options.ignore)
         with looking_on, self.logs.noting(leaves, site.touched, device, ignored) as log:
             result = self._function(*args, **kwargs)

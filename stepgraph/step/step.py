@@ -200,7 +200,8 @@ class CapturedStep(Generic[P, R]):
         """Record the call again, and compare. Its own turn, or because these values have changed."""
         try:
             with interrupts_held() as raise_held:
-                recorded, has_new = self._capture.record_again(site, given, self._moved, raise_held)
+                looks_on = bool(changes) or call.replays <= 1
+                recorded, has_new = self._capture.record_again(site, given, self._moved, raise_held, looks_on=looks_on)
                 found = first_difference(call.proof.log, recorded.made.log)
                 own = call.own_changes(changes)
                 if found is None:

@@ -127,18 +127,7 @@ def warm_up(
         site.eager.logs.add(kind, log.finish())
     changed_numbers = numbers.finish()
     ended = _let_go(site, known, options.optimizer)
-    is_own = call is given.own
-    container = changed_containers(given.structure, moved, call, site.sign().arguments)
-    container = container or changed_attributes(site.with_keys(moved))
-    if container is not None and is_own:
-        site.obstacles["argument-changed"] = Obstacle(f"the step changes a container that it was given: {container}")
-    else:
-        refuse_changed_container(container)  # the caller's own has not seen it
-    for index in contents.changed():  # not every write is counted by torch
-        site.written.add(index)
-        if moved[index] is not leaves[index] and moved[index].shape == leaves[index].shape:
-            with torch.no_grad():  # a copy on the device of a tensor on the host
-                leaves[index].copy_(moved[index])
+    _note_arguments(site, given, moved, call, contents)
     site.note_unmoved(generators.unmoved())
     if generators.was_set():
         site.obstacles["reseed"] = Obstacle("the step seeds a random generator, or sets its state")
@@ -157,6 +146,23 @@ def warm_up(
             site.obstacles["ddp-stream"] = Obstacle(f"DDP accumulates the gradient of `{name}` on the default stream")
     note_result(site, kind, result)
     return result, found_flags
+
+
+def _note_arguments(site: Site, given: CallArgs, moved: Sequence[Any], call: Any, contents: Contents) -> None:
+    """After a call: what it has done to its arguments."""
+    leaves = given.leaves
+    is_own = call is given.own
+    container = changed_containers(given.structure, moved, call, site.sign().arguments)
+    container = container or changed_attributes(site.with_keys(moved))
+    if container is not None and is_own:
+        site.obstacles["argument-changed"] = Obstacle(f"the step changes a container that it was given: {container}")
+    else:
+        refuse_changed_container(container)  # the caller's own has not seen it
+    for index in contents.changed():  # not every write is counted by torch
+        site.written.add(index)
+        if moved[index] is not leaves[index] and moved[index].shape == leaves[index].shape:
+            with torch.no_grad():  # a copy on the device of a tensor on the host
+                leaves[index].copy_(moved[index])
 
 
 def _note_values(site: Site, values: Watch) -> None:

@@ -169,7 +169,7 @@ def test_object_that_holds_a_models_parameters_is_passed(device: torch.device) -
     weight = torch.nn.Parameter(torch.ones(2, device=device))
     with stepgraph.capture(lambda x, owner: x + owner.data[0].detach(), warmup=1) as step:
         owner = Holder([weight])
-        for value in range(4):
+        for value in range(5):
             assert step(torch.full((2,), float(value), device=device), owner).tolist() == [value + 1.0] * 2
         assert step.report().replays == 3
 

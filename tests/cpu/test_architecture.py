@@ -83,7 +83,7 @@ LONG_FUNCTIONS = {
     "stepgraph/callables/make_graphed.py:make_graphed_callables": 63,
     "stepgraph/pair/record.py:_forward": 63,
     "stepgraph/pair/runner.py:__init__": 73,
-    "stepgraph/step/warmup.py:warm_up": 92,
+    "stepgraph/step/warmup.py:warm_up": 88,
 }
 """Longer functions, with their lines: a list that only shrinks."""
 MAX_ATTRIBUTES = 15
