@@ -25,7 +25,7 @@ from torch.optim.optimizer import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from stepgraph.backends.threads import for_this_thread, replaced
-from stepgraph.observe.finder import compilers, own_compilers, reachable
+from stepgraph.observe.finder import compilers, is_compiled, own_compilers, reachable
 from stepgraph.observe.step_objects import StepObjects
 from stepgraph.optim.steps import at_optimizer_steps
 
@@ -41,9 +41,10 @@ def discovering(
 
     `inputs` are its tensors by id; `on_optimizer` sees optimizers before they step.
     """
-    if touched.objects is None:
-        touched.objects = reachable(function)
     objects = touched.objects
+    if objects is None:
+        objects = reachable(function)
+        touched.objects = [v for v in objects if isinstance(v, torch.nn.Module) or is_compiled(v)]
     for value in objects:
         touched.add_reachable(value)
     modules = [value for value in objects if isinstance(value, torch.nn.Module)]

@@ -35,7 +35,7 @@ class StepObjects:
         self._named_optimizers: dict[int, Optimizer] = {}
         self._names: dict[int, str] = {}
         self.objects: list[Any] | None = None
-        """What it can name, from before its first call."""
+        """The models and compiled functions that it can name, from before its first call."""
         self.differentiates = False
         """Whether a backward was seen."""
         self.ran = ExecutedCode()
