@@ -8,7 +8,7 @@ captured again behind the caller's back.
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -101,6 +101,7 @@ class CaptureTarget:
                 shared.grads,
                 shared.in_flight_of(self.module),
                 (),
+                shared.logs,
                 need_backward=self._need_backward,
             )
             self._pair.returned = shared.returned
@@ -138,8 +139,12 @@ class CaptureTarget:
             hooked=inside,
         )
         self._model_guard = model
-        values = Watch(with_hooks(self.original, inside), SET_OUTSIDE, self.named_modules, ran=self.ran)
-        self._guard = SiteGuard(model, values, self.pair.inside(), names, lambda p: spelled[id(p)])
+        watched = with_hooks(self.original, inside)
+
+        def watch(unwatched: Collection[str]) -> Watch:
+            return Watch(watched, (*SET_OUTSIDE, *unwatched), self.named_modules, ran=self.ran)
+
+        self._guard = SiteGuard(model, watch, self.pair.inside(), names, lambda p: spelled[id(p)])
 
     def admit_hooks(self, names: Sequence[str]) -> None:
         """Let hooks of functions of these names come and go on modules inside: whoever replays the graphs runs them."""

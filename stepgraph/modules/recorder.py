@@ -19,12 +19,16 @@ from typing import Any
 
 import torch
 
+from stepgraph.backends import Backend
 from stepgraph.buffers.boundary import ArgMetadata, copied
 from stepgraph.buffers.static_result import StaticResult, leaf_results
 from stepgraph.modules.site import ModuleCall, ModuleSite
 from stepgraph.observe.ddp import in_ddp
 from stepgraph.pair.cached_casts import keeps_casts
+from stepgraph.oplog import Log, first_difference
 from stepgraph.pair.call import NotedArguments
+from stepgraph.pair.proof import PairLogs, note_forward, noting
+from stepgraph.session.proof import varying_operations
 from stepgraph.signature import ambient_key
 from stepgraph.tree import Structure
 
@@ -49,8 +53,10 @@ class _Outstanding:
 class Recorder:
     """The order of one session's modules."""
 
-    def __init__(self, busy: Callable[[], set[int]], needs_values: Callable[[], bool]) -> None:
-        self._busy, self._needs_values = busy, needs_values
+    def __init__(self, busy: Callable[[], set[int]], backend: Callable[[], Backend], logs: PairLogs) -> None:
+        self._busy, self._backend, self._logs = busy, backend, logs
+        self._logged: dict[int, Log] = {}
+        """The first log of each kind of call in the round under way, by the id of its site."""
         self.events: list[Event] = []
         """What happened in the round under way."""
         self.round: list[Event] = []
@@ -95,6 +101,7 @@ class Recorder:
         self._before, self.round, self.events = self.round, self.events, []
         self._producers.clear()
         self._seen.clear()
+        self._logged.clear()
         for kind in {id(event.call.site) for event in self.round}:
             self.rounds[kind] += 1
         self._openers = {site}
@@ -120,6 +127,7 @@ class Recorder:
         self._outstanding.clear()
         self._producers.clear()
         self._seen.clear()
+        self._logged.clear()
         self.rounds.clear()
 
     def run(self, site: ModuleSite, leaves: Sequence[Any], structure: Structure, run: Callable[[], Any]) -> Any:
@@ -143,18 +151,18 @@ class Recorder:
         )
         for index, tensor in noted.tensors.items():
             self._trace(call, index, tensor)
-            if self._needs_values():
+            if self._backend().runs_while_recording:
                 call.values[index] = copied(tensor)
         self.events.append(Event(call, backward=False))
         site.note_kept(slot)
-        result = run()
+        result = self._log(call, leaves, run)
         given = set(map(id, noted.tensors.values()))
         returned = {i: t for i, t in leaf_results(result).items() if i not in given}
         if returned:
             site.manager.note_returned(list(returned.values()))
         made = StaticResult(result, noted.tensors, {**site.manager.state_by_id(), **returned})
         call.num_results = len(made.tensors)
-        site.note_result(made, slot)
+        site.results.note(made, slot)
         call.is_differentiable = any(made.differentiable)
         if keeps_casts(call.ambient):
             site.casts.follow(made.tensors, noted.tensors.values())
@@ -165,6 +173,22 @@ class Recorder:
             self._producers[id(tensor)] = (weakref.ref(tensor), call, index)
             if waiting is not None and tensor.requires_grad and not tensor.is_leaf:
                 tensor.register_hook(functools.partial(_saw_grad, waiting, index))
+        return result
+
+    def _log(self, call: ModuleCall, leaves: Sequence[Any], run: Callable[[], Any]) -> Any:
+        """Run a call and note its operations: are they those of other calls of its kind in this round?"""
+        site = call.site
+        log = self._logs.of_call(site.manager.module, leaves, call.ambient, self._backend().device)
+        with noting(log):
+            result = run()
+            note_forward(log, result, leaves)
+        call.log = log.finish()
+        site.proof.add(call.log)
+        first = self._logged.setdefault(id(site), call.log)
+        between = first_difference(first, call.log)
+        if first is call.log or between is not None:
+            wavers = None if between is None else varying_operations(site.manager.name, between, "module")
+            site.proof.wavers = wavers
         return result
 
     def _trace(self, call: ModuleCall, index: int, tensor: torch.Tensor) -> None:

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from stepgraph.errors import CaptureError
+from stepgraph.oplog import left_out
 
 
 class AccumulatesByItself(Exception):
@@ -55,7 +56,7 @@ def differentiate(
     _check_dense(grads)
     own = {tensor.untyped_storage()._cdata for tensor in incoming}
     found = [(entry, grad) for entry, grad in zip(inside, grads[len(edges) :], strict=True) if grad is not None]
-    with torch.no_grad():
+    with torch.no_grad(), left_out():
         if found:
             torch._foreach_add_([entry.memory for entry, _ in found], [grad for _, grad in found])
         out = [copy_if_aliased(grad, own) for grad in grads[: len(edges)]]
@@ -84,7 +85,7 @@ def accumulate(
             handle.remove()
     _check_dense(grads)
     own = {tensor.untyped_storage()._cdata for tensor in incoming}
-    with torch.no_grad():
+    with torch.no_grad(), left_out():
         out = [copy_if_aliased(grad, own) for grad in grads]
     return out, [entry.parameter for entry in inside if id(entry.leaf) in reached]
 

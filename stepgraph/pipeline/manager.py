@@ -199,7 +199,7 @@ class StageManager(CudaGraphManager):
             site,
             (site.call.structure, keys, site.call.ambient),
             recorded,
-            refusal or watched.finding() or site.varies,
+            refusal or watched.finding() or site.results.varies,
         )
         self.eager_reasons["warm-up"] += 1
         return result
@@ -223,6 +223,7 @@ class StageManager(CudaGraphManager):
                 self.session.grads,
                 self.session.in_flight_of(self.module),
                 self.options.generators,
+                self.session.logs,
                 need_backward=True,
             )
             # each backward of a stage is one of its own, so that nothing else adds to a parameter in it
