@@ -45,6 +45,7 @@ from stepgraph.signature import (
     reason_for_eager,
     refuse_arguments,
 )
+from stepgraph.signature.ambient import changed_flags
 from stepgraph.tree import CallFlattener, Structure
 from stepgraph.values.watch import Change, Watch
 
@@ -267,7 +268,7 @@ class CudaGraphManager:
             return not audited or self._audit(site)
         if changed.values:
             return self._audit(site, changed.values)
-        self._raise_if_strict(changed.why)
+        self.raise_if_strict(changed.why)
         self._recapture(site, changed.why, changed.names)
         return False
 
@@ -289,7 +290,7 @@ class CudaGraphManager:
             site.guard.agree(changes)
             return True
         told = "; ".join(map(str, changes)) if changes else str(found)
-        self._raise_if_strict(told)
+        self.raise_if_strict(told)
         since = self.session.turns.since
         often = self._recapture(site, told, [c.name for c in changes] or [str(found.where or found.operation)])
         warn_operations_changed(
@@ -302,9 +303,12 @@ class CudaGraphManager:
     def differs(self, site: ModuleSite) -> Difference | None:
         """Where a recording of such a call would differ by now from the one that is replayed."""
         assert site.recorded is not None
+        if changed_flags(site.recorded.ambient):
+            return None  # no call of this kind comes before they are as they were
         return self.pair().differs(site.recorded, site.runners[0])
 
-    def _raise_if_strict(self, why: str) -> None:
+    def raise_if_strict(self, why: str) -> None:
+        """Under strict a change is an error, before anything runs."""
         if self.options.strict:
             raise StateChanged(
                 f"{self.name}: {why}",
@@ -393,7 +397,7 @@ class CudaGraphManager:
         """What records this module's graphs, made when the first one is."""
         if self._pair is None:
             self._pair = PairCapture(
-                self.original,
+                self._method,
                 self.module,
                 self.session.session,
                 self.session.grads,

@@ -24,8 +24,8 @@ from stepgraph.buffers.boundary import ArgMetadata, copied
 from stepgraph.buffers.static_result import StaticResult, leaf_results
 from stepgraph.modules.site import ModuleCall, ModuleSite
 from stepgraph.observe.ddp import in_ddp
-from stepgraph.pair.cached_casts import keeps_casts
 from stepgraph.oplog import Log, first_difference
+from stepgraph.pair.cached_casts import keeps_casts
 from stepgraph.pair.call import NotedArguments
 from stepgraph.pair.proof import PairLogs, note_forward, noting
 from stepgraph.session.proof import varying_operations

@@ -19,7 +19,7 @@ from stepgraph.modules.round import RoundCapture, backward_autocast
 from stepgraph.modules.site import ModuleCall, ModuleSite, SiteOwner
 from stepgraph.oplog import first_difference
 from stepgraph.pair.guard import is_hooked
-from stepgraph.pair.proof import AuditTurns
+from stepgraph.pair.proof import AuditTurns, can_audit_now
 from stepgraph.pair.runner import Runner
 from stepgraph.pair.shared import PairSession, live_sessions
 from stepgraph.session.backend_choice import backend_of
@@ -64,7 +64,7 @@ class ModuleSession(PairSession):
         """A replay comes when no other is under way: if it is time, all kinds of calls are compared first."""
         if self.turns.begin():
             self.turns.put_off()
-            if torch._C._current_graph_task_id() == -1:
+            if can_audit_now():
                 for manager in self.managers:
                     for site in list(manager.sites.values()):
                         if site.runners:

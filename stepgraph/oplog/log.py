@@ -241,9 +241,9 @@ class OpLog(dispatch.TorchDispatchMode):
         """The notes so far."""
         return Log(self._vocabulary, self._notes, tuple(self._sections), self._serial, self._shared)
 
-    def followed_by(self, roles: Roles) -> OpLog:
+    def followed_by(self, roles: Roles | None = None) -> OpLog:
         """A log for what comes after what this one has seen, whose results it can name: a backward of a forward."""
-        made = OpLog(self._vocabulary, (), roles, keeps_casts=self._keeps_casts)
+        made = OpLog(self._vocabulary, (), roles or self._roles, keeps_casts=self._keeps_casts)
         made._device, made._given, made._shared = self._device, self._given, self._shared
         made._births, made._lines = self._births.copy(), self._lines
         return made

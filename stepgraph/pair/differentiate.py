@@ -49,9 +49,11 @@ def differentiate(
 ) -> Found:
     """Compute all gradients, then add those of the parameters inside to their memory."""
     sources = [*edges, *(entry.leaf for entry in inside)]
+    before = [leaf.grad for leaf in sources]  # a parameter that is not the module's own may have one
     grads = torch.autograd.grad(results, sources, incoming, retain_graph=True, allow_unused=True) if sources else ()
-    if any(leaf.grad is not None for leaf in sources):
-        _clear(sources)
+    if any(leaf.grad is not grad for leaf, grad in zip(sources, before, strict=True)):
+        for leaf, grad in zip(sources, before, strict=True):
+            leaf.grad = grad
         raise AccumulatesByItself
     _check_dense(grads)
     own = {tensor.untyped_storage()._cdata for tensor in incoming}

@@ -16,6 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 from stepgraph.backends.threads import entries
 from stepgraph.guards.model import ModelGuard
+from stepgraph.oplog import Difference
 from stepgraph.rng.tracker import NamesGuard
 from stepgraph.values.watch import Change, Watch
 
@@ -29,6 +30,8 @@ class Changed:
     """What to count it under: something that keeps changing is given up on."""
     values: tuple[Change, ...] = ()
     """The values among what the module's code can name: whether it does otherwise for them, an audit tells."""
+    found: Difference | None = None
+    """What an audit has found."""
 
 
 class SiteGuard:

@@ -19,11 +19,11 @@ from stepgraph.buffers.borrowed import BorrowedTensor, lend_by_address, lend_out
 from stepgraph.buffers.boundary import ArgMetadata, Boundary
 from stepgraph.errors import CaptureError
 from stepgraph.grads.param_grads import GradPart
-from stepgraph.oplog import Difference, Log, OpLog, Roles, first_difference
+from stepgraph.oplog import Difference, Log, OpLog, first_difference
 from stepgraph.pair.differentiate import copy_if_aliased, is_reentrant
 from stepgraph.pair.parameter_proxies import without_hooks
-from stepgraph.pair.record import PairCapture
 from stepgraph.pair.proof import noting
+from stepgraph.pair.record import PairCapture
 from stepgraph.pair.runner import BackwardGraph, Runner
 from stepgraph.pair.split_backward import WeightPart, input_gradients
 from stepgraph.signature.ambient import under_autocast
@@ -136,7 +136,7 @@ class OrderedPair(PairCapture):
         routed = {id(p) for p in late}
         chosen = [p for p in self.proxies.parameters if id(p) not in routed]
         memory = self._grads.part(chosen).memory  # it must not be born in the graph
-        log = self._input_logs.pop(runner).followed_by(Roles())
+        log = self._input_logs.pop(runner).followed_by()
         with self._around(runner, autocast, late), self._recording(runner.lane, segment) as graph:
             with noting(log):
                 grads = weights.gradients(retain_graph=keeps_saved)

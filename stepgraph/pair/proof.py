@@ -100,7 +100,14 @@ class EagerProof:
         """An eager call was logged."""
         self._logs = [*self._logs[-1:], log]
 
-    def compare(self, name: str, eager: Log | None, recording: Log, *, strict: bool) -> None:
+    @property
+    def latest(self) -> Log | None:
+        """The log of the last eager call."""
+        return self._logs[-1] if self._logs else None
+
+    def compare(
+        self, name: str, eager: Log | None, recording: Log, *, strict: bool = False, whose: str = "module"
+    ) -> None:
         """Compare a recording with the eager call that it stands for.
 
         Raises `NotWarm` if there should be another eager call, and an error if eager calls differ among themselves.
@@ -110,14 +117,14 @@ class EagerProof:
             self.shown, self._surprises = Shown.NOT if eager is None else Shown.EQUAL, 0
             return
         self._surprises += 1
-        if self._surprises == 1 or len(self._logs) < 2:  # noqa: PLR2004 (two to compare)
+        if self._surprises == 1 or len(self._logs) < 2:
             raise NotWarm
         between = first_difference(*self._logs)
         if between is not None and self._surprises <= _MAX_SURPRISES:
             raise NotWarm
         if between is not None:
-            raise varying_operations(name, between, "module")
-        tell_other_path(name, found, "module", strict=strict)
+            raise varying_operations(name, between, whose)
+        tell_other_path(name, found, whose, strict=strict)
         self.shown = Shown.OTHER_PATH
 
 
@@ -158,6 +165,11 @@ class AuditTurns:
         return self._rounds - 1 - self._agreed
 
 
+def can_audit_now() -> bool:
+    """Whether calls can be recorded here: not in a backward, and not in inference mode."""
+    return torch._C._current_graph_task_id() == -1 and not torch.is_inference_mode_enabled()
+
+
 def equality(shown: Sequence[Shown], audits: int) -> str:
     """What is known of equality with eager, in one line."""
     if not shown:
@@ -169,4 +181,3 @@ def equality(shown: Sequence[Shown], audits: int) -> str:
     if counts[Shown.NOT]:
         told.append(f"{counts[Shown.NOT]} had no eager call to compare with")
     return f"{', '.join(told)}; audits: {audits}"
-

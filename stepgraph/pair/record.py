@@ -58,11 +58,11 @@ class _CastsTwice(Exception):
 
 
 class PairCapture:
-    """Records the graphs of one module, or of one of its methods."""
+    """Records the graphs of one module, or of one of its methods: of what `original` gives at the time."""
 
     def __init__(
         self,
-        function: Callable[..., Any],
+        original: Callable[[], Callable[..., Any]],
         module: torch.nn.Module,
         session: Session,
         grads: ParamGrads,
@@ -75,7 +75,7 @@ class PairCapture:
         self._logs = logs
         self._recorded: WeakKeyDictionary[Runner, OpLog] = WeakKeyDictionary()
         """The log of each forward."""
-        self._function, self._module, self._session = function, module, session
+        self._original, self._module, self._session = original, module, session
         self._random = tracker_for(session.backend)
         self._generators = tuple(generators)
         self._need_backward = need_backward
@@ -174,7 +174,7 @@ class PairCapture:
     def _logged(self, log: OpLog, args: Any, kwargs: Any, leaves: Sequence[Any]) -> Any:
         """Call the module, and note its operations."""
         with noting(log):
-            made = self._function(*args, **kwargs)
+            made = self._original()(*args, **kwargs)
             note_forward(log, made, leaves)
         return made
 
@@ -288,9 +288,7 @@ class PairCapture:
         before = [dict(p.__dict__) for p in self.proxies.leaves]
         segment = self._random.begin_segment(runner.segment)
         self._accumulates = self._accumulates or is_reentrant(results)
-        record = functools.partial(
-            self._record_backward, runner, results, incoming, autocast, segment, then
-        )
+        record = functools.partial(self._record_backward, runner, results, incoming, autocast, segment, then)
         try:
             graph, edges, parameters, log = record()
         except AccumulatesByItself:

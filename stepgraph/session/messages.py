@@ -68,9 +68,9 @@ def warn_operations_changed(
     else:
         warn_user(
             f"{step}: the {whose} would run other operations by now than were captured   [changed-operations]"
-            f"\n  {found}\n{outcome} {replays} {counted} have run since it was last compared, and this is the first that "
-            "shows it: they may have run what was captured.\nWhy: a replay runs no Python. Something that its "
-            "code reads has changed, and it is out of reach of the watch (docs/equality.md).\n"
+            f"\n  {found}\n{outcome} {replays} {counted} have run since it was last compared, and this is the "
+            "first that shows it: they may have run what was captured.\nWhy: a replay runs no Python. Something that "
+            "its code reads has changed, and it is out of reach of the watch (docs/equality.md).\n"
             f"Fix: {PASS_IT}, or hold it where the {whose} can name it."
         )
 
