@@ -99,8 +99,8 @@ class SetAudits:
         """A round begins; raises `StateChanged` if it is audited and a callable would run other operations by now."""
         if not self._turns.begin():
             return
-        self._turns.put_off()
         if not can_audit_now():
+            self._turns.put_off()
             return
         for target in {id(sample.target): sample.target for sample in self._samples}.values():
             target.check(functools.partial(self.differs, target))

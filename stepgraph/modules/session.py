@@ -62,14 +62,16 @@ class ModuleSession(PairSession):
 
     def begin_round(self) -> None:
         """A replay comes when no other is under way: if it is time, all kinds of calls are compared first."""
-        if self.turns.begin():
+        if not self.turns.begin():
+            return
+        if not can_audit_now():
             self.turns.put_off()
-            if can_audit_now():
-                for manager in self.managers:
-                    for site in list(manager.sites.values()):
-                        if site.runners:
-                            manager.holds(site, audited=True)
-                self.turns.end()
+            return
+        for manager in self.managers:
+            for site in list(manager.sites.values()):
+                if site.runners:
+                    manager.holds(site, audited=True)
+        self.turns.end()
 
     # -- capturing
 

@@ -78,7 +78,8 @@ class SiteGuard:
         The module's code has run once more, so what is expected from now on is what is there now.
         """
         self._unwatched |= {change.name for change in changes} - self._suspects
-        self._values = self._watch(self._unwatched)
+        if changes or self._values.changed():
+            self._values = self._watch(self._unwatched)
 
     def suspect(self) -> None:
         """The operations have changed, and no watched value has: watch again what was dropped, for good."""

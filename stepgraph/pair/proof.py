@@ -19,7 +19,7 @@ import torch
 from stepgraph.errors import CaptureError
 from stepgraph.oplog import Log, OpLog, Roles, Vocabulary, first_difference, noting_unseen
 from stepgraph.pair.differentiate import nodes_behind
-from stepgraph.session.proof import NEVER, Shown, next_audit, tell_other_path, varying_operations
+from stepgraph.session.proof import Shown, next_audit, tell_other_path, varying_operations
 from stepgraph.signature import AMBIENT_NAMES
 from stepgraph.tree import flatten
 
@@ -98,12 +98,18 @@ class EagerProof:
 
     def add(self, log: Log) -> None:
         """An eager call was logged."""
-        self._logs = [*self._logs[-1:], log]
+        self._logs = [*self._logs[-2:], log]
 
     @property
     def latest(self) -> Log | None:
         """The log of the last eager call."""
         return self._logs[-1] if self._logs else None
+
+    def refuse_varying(self, name: str, whose: str) -> None:
+        """Raise if the last two eager calls, which followed one on the other, have run different operations."""
+        between = first_difference(*self._logs[-2:])
+        if between is not None:
+            raise varying_operations(name, between, whose)
 
     def compare(
         self, name: str, eager: Log | None, recording: Log, *, strict: bool = False, whose: str = "module"
@@ -119,7 +125,8 @@ class EagerProof:
         self._surprises += 1
         if self._surprises == 1 or len(self._logs) < 2:
             raise NotWarm
-        between = first_difference(*self._logs)
+        pairs = ((one, self._logs[-1]) for one in self._logs[:-1])
+        between = next((b for one, two in pairs if (b := first_difference(one, two)) is not None), None)
         if between is not None and self._surprises <= _MAX_SURPRISES:
             raise NotWarm
         if between is not None:
@@ -143,26 +150,27 @@ class AuditTurns:
         self._rounds, self._agreed, self._due = 0, 0, next_audit(self._audit, 0)
 
     def begin(self) -> bool:
-        """A round begins; whether it is audited."""
-        is_due = self._rounds == self._due
+        """A round begins; whether it is audited first. Then `end` or `put_off` follows, unless nothing is to run."""
+        if self._rounds == self._due:
+            return True
         self._rounds += 1
-        return is_due
+        return False
 
     def end(self) -> None:
-        """The audit at the beginning of this round is over."""
+        """The audit is over."""
         self.audits += 1
-        self._agreed = self._rounds - 1
-        if self._due != NEVER:
-            self._due = next_audit(self._audit, self._agreed)
+        self._agreed, self._due = self._rounds, next_audit(self._audit, self._rounds)
+        self._rounds += 1
 
     def put_off(self) -> None:
-        """Unless this audit comes to its end, the next round is audited."""
+        """This round cannot be audited; the next one is."""
+        self._rounds += 1
         self._due = self._rounds
 
     @property
     def since(self) -> int:
-        """Rounds since the last agreement."""
-        return self._rounds - 1 - self._agreed
+        """Rounds that have run since the last comparison."""
+        return self._rounds - self._agreed
 
 
 def can_audit_now() -> bool:

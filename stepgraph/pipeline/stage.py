@@ -186,13 +186,11 @@ class GraphedStages:
     def _changed(self) -> list[tuple[StageManager, Changed]]:
         """The stages that have changed; in an audited step all are recorded again and compared."""
         turns = self._shared.turns
-        audited = turns.begin()
-        if audited:
-            turns.put_off()
-            audited = can_audit_now()
+        is_due = turns.begin()
+        audited = is_due and can_audit_now()
         found = [(m, changed) for m in self.managers if (changed := m.changed(audited=audited)) is not None]
-        if audited:
-            turns.end()
+        if is_due:
+            (turns.end if audited else turns.put_off)()
         return found
 
     # -- capturing
@@ -219,6 +217,7 @@ class GraphedStages:
         self._shared.session.backend.synchronize()
         self.captured = captured
         self._shared.turns.restart()
+        self._shared.turns.begin()
         self._shared.capture_seconds += time.perf_counter() - begun
 
     def _give_up(self, manager: StageManager, site: Any, error: Exception) -> None:
