@@ -50,13 +50,45 @@ class _Outstanding:
         self.call, self.recorder = call, recorder
 
 
+class _EagerCalls:
+    """Runs eager calls and notes their operations."""
+
+    def __init__(self, backend: Callable[[], Backend], logs: PairLogs) -> None:
+        self._backend, self._logs = backend, logs
+        self._first: dict[int, Log] = {}
+        """The first log of each kind of call in the round under way, by the id of its site."""
+
+    @property
+    def needs_values(self) -> bool:
+        """Whether arguments are kept for the recording."""
+        return self._backend().runs_while_recording
+
+    def begin_round(self) -> None:
+        """Another round begins."""
+        self._first.clear()
+
+    def run(self, call: ModuleCall, leaves: Sequence[Any], run: Callable[[], Any]) -> Any:
+        """Run a call and note its operations: are they those of other calls of its kind in this round?"""
+        site = call.site
+        log = self._logs.of_call(site.manager.module, leaves, call.ambient, self._backend().device)
+        with noting(log):
+            result = run()
+            note_forward(log, result, leaves)
+        call.log = log.finish()
+        site.proof.add(call.log)
+        first = self._first.setdefault(id(site), call.log)
+        between = first_difference(first, call.log)
+        if first is call.log or between is not None:
+            wavers = None if between is None else varying_operations(site.manager.name, between, "module")
+            site.proof.wavers = wavers
+        return result
+
+
 class Recorder:
     """The order of one session's modules."""
 
     def __init__(self, busy: Callable[[], set[int]], backend: Callable[[], Backend], logs: PairLogs) -> None:
-        self._busy, self._backend, self._logs = busy, backend, logs
-        self._logged: dict[int, Log] = {}
-        """The first log of each kind of call in the round under way, by the id of its site."""
+        self._busy, self._eager = busy, _EagerCalls(backend, logs)
         self.events: list[Event] = []
         """What happened in the round under way."""
         self.round: list[Event] = []
@@ -101,7 +133,7 @@ class Recorder:
         self._before, self.round, self.events = self.round, self.events, []
         self._producers.clear()
         self._seen.clear()
-        self._logged.clear()
+        self._eager.begin_round()
         for kind in {id(event.call.site) for event in self.round}:
             self.rounds[kind] += 1
         self._openers = {site}
@@ -127,7 +159,7 @@ class Recorder:
         self._outstanding.clear()
         self._producers.clear()
         self._seen.clear()
-        self._logged.clear()
+        self._eager.begin_round()
         self.rounds.clear()
 
     def run(self, site: ModuleSite, leaves: Sequence[Any], structure: Structure, run: Callable[[], Any]) -> Any:
@@ -151,11 +183,11 @@ class Recorder:
         )
         for index, tensor in noted.tensors.items():
             self._trace(call, index, tensor)
-            if self._backend().runs_while_recording:
+            if self._eager.needs_values:
                 call.values[index] = copied(tensor)
         self.events.append(Event(call, backward=False))
         site.note_kept(slot)
-        result = self._log(call, leaves, run)
+        result = self._eager.run(call, leaves, run)
         given = set(map(id, noted.tensors.values()))
         returned = {i: t for i, t in leaf_results(result).items() if i not in given}
         if returned:
@@ -173,22 +205,6 @@ class Recorder:
             self._producers[id(tensor)] = (weakref.ref(tensor), call, index)
             if waiting is not None and tensor.requires_grad and not tensor.is_leaf:
                 tensor.register_hook(functools.partial(_saw_grad, waiting, index))
-        return result
-
-    def _log(self, call: ModuleCall, leaves: Sequence[Any], run: Callable[[], Any]) -> Any:
-        """Run a call and note its operations: are they those of other calls of its kind in this round?"""
-        site = call.site
-        log = self._logs.of_call(site.manager.module, leaves, call.ambient, self._backend().device)
-        with noting(log):
-            result = run()
-            note_forward(log, result, leaves)
-        call.log = log.finish()
-        site.proof.add(call.log)
-        first = self._logged.setdefault(id(site), call.log)
-        between = first_difference(first, call.log)
-        if first is call.log or between is not None:
-            wavers = None if between is None else varying_operations(site.manager.name, between, "module")
-            site.proof.wavers = wavers
         return result
 
     def _trace(self, call: ModuleCall, index: int, tensor: torch.Tensor) -> None:
