@@ -1,4 +1,4 @@
-"""Whose line is it? Finds the user's frame among torch's and our own.
+"""Whose line is it, and whose class? Finds the user's frame among torch's and our own.
 
 A refusal is worth its line number: the innermost frame that is neither torch nor this engine. The reference models
 and benchmarks that ship with the package are user code here: they know nothing of graphs.
@@ -21,7 +21,13 @@ from stepgraph.errors import Location, StepgraphWarning
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 _HERE = os.path.dirname(os.path.abspath(__file__)) + os.sep
+_STANDARD = os.path.dirname(os.__file__) + os.sep
+_INSTALLED = f"-packages{os.sep}"
+_PROMPTS = ("<stdin>", "<string>", "<console>", "<input>", "<python-input-", "<ipython-input-", "<doctest ")
 _USER_ROOMS = tuple(_HERE + room + os.sep for room in ("models", "bench"))
+_USER_MODULES = ("stepgraph.models", "stepgraph.bench")
+_PLATFORM = frozenset((*sys.stdlib_module_names, "torch", "numpy", "stepgraph", "triton", "pybind11_builtins"))
+_NAMESPACES = ("argparse", "types")
 _PLUMBING = tuple(
     _TORCH + name
     for name in (
@@ -46,6 +52,51 @@ def is_engine(file: str) -> bool:
 def is_user(file: str) -> bool:
     """Whether a file is the user's: not torch, not the engine, not generated code."""
     return not (file.startswith((_TORCH, "<")) or is_engine(file) or file.endswith("contextlib.py"))
+
+
+def is_installed(file: str) -> bool:
+    """Whether a file belongs to a library that was installed."""
+    return _INSTALLED in file
+
+
+def is_users_code(code: types.CodeType) -> bool:
+    """Whether code is the user's or a library's: typed at a prompt, or in a file, but for torch's and Python's own."""
+    file = code.co_filename
+    if file.startswith("<"):
+        return file.startswith(_PROMPTS)
+    return is_user(file) and (not file.startswith(_STANDARD) or is_installed(file))
+
+
+def is_users(kind: type) -> bool:
+    """Whether a class holds the user's values: their own, a library's, a namespace; not torch's or a standard one."""
+    return any(is_users_module(str(base.__module__)) for base in kind.__mro__)
+
+
+def is_own(kind: type) -> bool:
+    """Whether a class is the user's own: it holds the user's values, and is not that of an installed library."""
+    names = [str(base.__module__) for base in kind.__mro__]
+    return any(is_users_module(name) and not is_installed_module(name) for name in names)
+
+
+def is_users_module(name: str) -> bool:
+    """Whether the Python module of this name is the user's or a library's."""
+    root = name.partition(".")[0]
+    return root not in _PLATFORM or root in _NAMESPACES or name.startswith(_USER_MODULES)
+
+
+def is_installed_module(name: str) -> bool:
+    """Whether the Python module of this name belongs to a library that was installed."""
+    module = None if name.startswith(_USER_MODULES) else sys.modules.get(name)
+    return module is not None and is_installed(str(getattr(module, "__file__", "")))
+
+
+def is_engines(value: Any) -> bool:
+    """Whether a value is stepgraph's own: a graphed forward that it has put in a module's place for one."""
+    value = value.__func__ if type(value) is types.MethodType else value
+    if type(value) is types.FunctionType:
+        return is_engine(value.__code__.co_filename)
+    name = str(type(value).__module__)
+    return name.startswith("stepgraph.") and not name.startswith(_USER_MODULES)
 
 
 def caller_is_torch() -> bool:

@@ -1,4 +1,4 @@
-"""Which code has run: a library is looked through as far as that, and no further.
+"""Which code has run, and what it names: a library is looked through as far as that, and no further.
 
 What a recorded call does is decided by the code that ran and by the values which that code has read. A function that
 did not run has read none. Of the user's own code this makes little difference. A library is another matter: a layer of
@@ -12,12 +12,136 @@ counts.
 from __future__ import annotations
 
 import contextlib
+import copy
+import functools
+import opcode
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
+
+from stepgraph.frames import is_engine, is_installed, is_users_code
+
+_AT_LARGE = frozenset(
+    (
+        *("getattr", "vars", "__dict__", "__getattribute__", "attrgetter", "methodcaller", "getmembers"),
+        *("asdict", "astuple", "eval", "exec"),
+    )
+)
+"""Names of what reads attributes that the code does not spell."""
+_MAX_UNSEEN = 512
+"""Functions that count only for a name in code that may run unseen."""
+_MAX_STRING = 64
+"""Longer strings are texts, not names."""
+
+
+class Names:
+    """The names and short strings in code: what that code may look up."""
+
+    def __init__(self) -> None:
+        self.spelled: set[str] = set()
+        """Those in code of the user's and of libraries."""
+        self.platforms: set[str] = set()
+        """Those in torch's and Python's own code."""
+        self.is_at_large = False
+        """Whether code of the user's may look up attributes that no code spells."""
+
+    def add(self, code: types.CodeType) -> set[str]:
+        """Read some code. Returns the names that are new."""
+        found = strings_in(code)
+        if not is_users_code(code):
+            if not is_engine(code.co_filename):
+                self.platforms |= found
+            return set()
+        if not is_installed(code.co_filename):
+            self.is_at_large = self.is_at_large or not _AT_LARGE.isdisjoint(found)
+        new = found - self.spelled
+        self.spelled |= new
+        return new
+
+    def copy(self) -> Names:
+        made = copy.copy(self)
+        made.spelled, made.platforms = set(self.spelled), set(self.platforms)
+        return made
+
+
+def strings_in(code: types.CodeType) -> set[str]:
+    """The names and short strings in code, that of inner functions included."""
+    return set(_strings_in(code))
+
+
+def _strings_in(code: types.CodeType) -> Iterator[str]:
+    yield from code.co_names
+    waiting: list[Any] = [code.co_consts]
+    while waiting:
+        for constant in waiting.pop():
+            kind = type(constant)
+            if kind is str:
+                if len(constant) <= _MAX_STRING:
+                    yield constant
+            elif kind is tuple or kind is frozenset:
+                waiting.append(constant)
+            elif kind is types.CodeType:
+                yield from _strings_in(constant)
+
+
+_GLOBALS = tuple(
+    (opcode.opmap[name], int(name == "LOAD_GLOBAL"))  # whose lowest bit is a flag
+    for name in ("LOAD_GLOBAL", "STORE_GLOBAL", "DELETE_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS")
+    if name in opcode.opmap
+)
+
+
+def globals_in(code: types.CodeType) -> set[str]:
+    """The names in code that are those of globals: a loop's variable `loss` is not the `output.loss` of a step."""
+    operations, arguments = code.co_code[::2], code.co_code[1::2]
+    found: set[str] = set()
+    for operation, shift in _GLOBALS:
+        at = operations.find(operation)
+        while at >= 0:
+            argument, before = arguments[at], at
+            while operations[before - 1] == opcode.EXTENDED_ARG and before > 0:
+                before -= 1
+                argument |= arguments[before] << (8 * (at - before))
+            found.add(code.co_names[argument >> shift])
+            at = operations.find(operation, at + 1)
+    if "globals" in found:
+        found.update(_strings_in(code))
+    return found.union(*(globals_in(inner) for inner in code.co_consts if type(inner) is types.CodeType))
+
+
+_SIMPLE = frozenset((int, float, bool, str, type(None), tuple, list, dict, types.MemberDescriptorType))
+
+
+def functions_behind(value: Any) -> list[types.FunctionType]:
+    """The functions that run for an attribute of a class: a method, a getter; those that it is wrapped around, too."""
+    if type(value) is types.FunctionType and not vars(value):
+        return [value]
+    if type(value) in _SIMPLE:
+        return []
+    found: list[types.FunctionType] = []
+    waiting = [value]
+    while waiting and len(found) < 16:
+        value = waiting.pop()
+        kind = type(value)
+        if kind is types.FunctionType:
+            found.append(value)
+        if issubclass(kind, property):
+            waiting += (value.fget, value.fset)
+        elif issubclass(kind, (staticmethod, classmethod, types.MethodType)):
+            waiting.append(value.__func__)
+        elif issubclass(kind, (functools.partial, functools.cached_property, functools.partialmethod)):
+            waiting.append(value.func)
+        elif issubclass(kind, functools.singledispatchmethod):
+            waiting.append(value.dispatcher)
+        elif not issubclass(kind, type):
+            try:
+                waiting.append(object.__getattribute__(value, "__dict__").get("__wrapped__"))
+            except AttributeError:
+                continue
+    return found
 
 
 class ExecutedCode:
@@ -28,16 +152,30 @@ class ExecutedCode:
         """By id; kept, so that no other code takes the id of one."""
         self._is_whole = True
         self._is_elsewhere = False
-        self.is_all_that_counts = False
-        """Whether there is so much else that nothing else is looked at, not even of the user's code."""
+        self._names, self._num_read = Names(), 0
 
     @property
     def is_known(self) -> bool:
         """Whether a call was looked on at, and all of them were."""
         return self._is_whole and bool(self._codes)
 
+    @property
+    def is_hidden(self) -> bool:
+        """Whether what runs cannot be seen."""
+        return not self._is_whole
+
     def __contains__(self, code: types.CodeType) -> bool:
         return id(code) in self._codes
+
+    def codes(self) -> list[types.CodeType]:
+        return list(self._codes.values())
+
+    def names(self) -> Names:
+        """The names in the code that ran: a copy, to be added to."""
+        for code in self.codes()[self._num_read :]:
+            self._names.add(code)
+            self._num_read += 1
+        return self._names.copy()
 
     def give_up(self) -> None:
         """What runs cannot be seen."""
@@ -81,6 +219,69 @@ class ExecutedCode:
         if event == "call":
             code = frame.f_code
             self._codes[id(code)] = code
+
+
+class Running:
+    """Decides which functions count: those that ran, and those that may run unseen.
+
+    Unseen are a step that was not called yet, a function whose result a cache has kept, a backward or a hook in another
+    thread, with all that they call by name. Where nothing is known (`is_known`), all of the user's functions count and
+    those of libraries that they name; where what runs cannot be seen, those of libraries that these name, too.
+    """
+
+    def __init__(self, ran: ExecutedCode | None) -> None:
+        self.is_known = ran is not None and ran.is_known
+        self._ran = ran if ran is not None else ExecutedCode()
+        self.names = self._ran.names() if self.is_known else Names()
+        self._is_hidden = self._ran.is_hidden
+        self._unseen: set[types.CodeType] = set()
+        self._called: set[str] = set()
+        """The names in code that may run unseen."""
+        self._num_unseen = 0
+
+    def admit(self, *values: Any) -> None:
+        """Let these functions, methods or what is around them count: they may run unseen."""
+        self._unseen.update(function.__code__ for value in values for function in functions_behind(value))
+
+    def has(self, code: types.CodeType) -> bool:
+        """Whether code was seen to run."""
+        return self.is_known and code in self._ran
+
+    def runs(self, functions: Iterable[types.FunctionType]) -> bool:
+        """Whether one of some functions counts, as far as it is known."""
+        return any(self.has(f.__code__) or f.__code__ in self._unseen for f in functions)
+
+    def counts(self, function: types.FunctionType, is_near: bool) -> bool:
+        """Whether a function counts; `is_near`: it is the user's, or the user's code names it."""
+        code = function.__code__
+        if self.has(code):
+            if not is_installed(code.co_filename):
+                self._called.update(*map(strings_in, self._unseen_in(code)))
+            return True
+        if code not in self._unseen and (self.is_known or not is_near):
+            if not (self._is_hidden or function.__name__ in self._called) or self._num_unseen >= _MAX_UNSEEN:
+                return False
+            self._num_unseen += 1
+        self._called |= strings_in(code)
+        return True
+
+    def names_beside(self, kind: type, method: str) -> set[str]:
+        """The names in the user's code that ran, without a method of a class and the methods that it calls."""
+        found = {name: functions_behind(item) for base in reversed(kind.__mro__) for name, item in vars(base).items()}
+        own: set[types.CodeType] = set()
+        waiting = {method}
+        while waiting:
+            codes = {function.__code__ for function in found.pop(waiting.pop(), ())}
+            own |= codes
+            waiting.update(*(strings_in(code) & found.keys() for code in codes))
+        others = [code for code in self._ran.codes() if code not in own and is_users_code(code)]
+        return set().union(*map(strings_in, others))
+
+    def _unseen_in(self, code: types.CodeType) -> Iterator[types.CodeType]:
+        """The functions inside another one that were not seen to run: hooks, for example."""
+        for inner in code.co_consts:
+            if type(inner) is types.CodeType:
+                yield from self._unseen_in(inner) if inner in self._ran else (inner,)
 
 
 class Unnoted:

@@ -22,6 +22,7 @@ from stepgraph.callables.turns import Turn, Turns
 from stepgraph.callables.warm_up import CaptureTimeHooks, warm_up
 from stepgraph.errors import CaptureError, InvalidArgument
 from stepgraph.frames import warn_user
+from stepgraph.observe.finder import devices
 from stepgraph.oplog import first_difference
 from stepgraph.order import Kind, samples_of
 from stepgraph.pair.cached_casts import shared_cast
@@ -33,7 +34,6 @@ from stepgraph.pair.shared import PairSession
 from stepgraph.rng.tracker import tracker_for
 from stepgraph.session.session import Session
 from stepgraph.tree import flatten
-from stepgraph.values.reach import devices
 
 
 class CaptureJob:

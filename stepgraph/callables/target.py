@@ -8,7 +8,7 @@ captured again behind the caller's back.
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from stepgraph.backends import Graph
 from stepgraph.errors import StateChanged
 from stepgraph.guards.hooks import refuse_hooks, with_hooks
 from stepgraph.guards.model import ModelGuard
+from stepgraph.observe.finder import reachable
 from stepgraph.oplog import Difference
 from stepgraph.pair.guard import SiteGuard, is_hooked
 from stepgraph.pair.module_method import ModuleMethod
@@ -27,7 +28,6 @@ from stepgraph.pair.shared import PairSession
 from stepgraph.ran import ExecutedCode
 from stepgraph.rng.tracker import NamesGuard
 from stepgraph.signature import argument_names
-from stepgraph.values.reach import reachable
 from stepgraph.values.watch import Change, Watch
 
 SET_OUTSIDE = ("current_microbatch", "is_first_microbatch")
@@ -146,12 +146,8 @@ class CaptureTarget:
             hooked=inside,
         )
         self._model_guard = model
-        watched = with_hooks(self.original, inside)
-
-        def watch(unwatched: Collection[str]) -> Watch:
-            return Watch(watched, (*SET_OUTSIDE, *unwatched), self.named_modules, ran=self.ran)
-
-        self._guard = SiteGuard(model, watch, self.pair.inside(), names, lambda p: spelled[id(p)])
+        values = Watch(with_hooks(self.original, inside), SET_OUTSIDE, self.named_modules, ran=self.ran)
+        self._guard = SiteGuard(model, values, self.pair.inside(), names, lambda p: spelled[id(p)])
 
     def admit_hooks(self, names: Sequence[str]) -> None:
         """Let hooks of functions of these names come and go on modules inside: whoever replays the graphs runs them."""

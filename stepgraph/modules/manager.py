@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import operator
 from collections import Counter
-from collections.abc import Callable, Collection, Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
@@ -437,13 +437,9 @@ class CudaGraphManager:
             self.session.events,
             hooked=[*self._called_inside(), *passed],
         )
-        watched = with_hooks(self.original, self._called_inside())
-
-        def watch(unwatched: Collection[str]) -> Watch:
-            return Watch(watched, (*self.options.ignore, *unwatched), modules, ran=site.ran)
-
+        values = Watch(with_hooks(self.original, self._called_inside()), self.options.ignore, modules, ran=site.ran)
         inside = self.pair().inside()
-        site.guard = SiteGuard(model, watch, inside, runner.names, lambda p: names[id(p)], before=site.guard)
+        site.guard = SiteGuard(model, values, inside, runner.names, lambda p: names[id(p)], before=site.guard)
 
     def failed(self, site: ModuleSite, error: Exception) -> None:
         """A capture failed: the module stays eager for these calls."""

@@ -17,6 +17,7 @@ from stepgraph.modules.recorder import Event, Recorder
 from stepgraph.modules.replay_order import FixedRound
 from stepgraph.modules.round import RoundCapture, backward_autocast
 from stepgraph.modules.site import ModuleCall, ModuleSite, SiteOwner
+from stepgraph.observe.finder import devices
 from stepgraph.oplog import first_difference
 from stepgraph.pair.guard import is_hooked
 from stepgraph.pair.proof import AuditTurns, can_audit_now
@@ -24,7 +25,6 @@ from stepgraph.pair.runner import Runner
 from stepgraph.pair.shared import PairSession, live_sessions
 from stepgraph.session.backend_choice import backend_of
 from stepgraph.session.session import Session
-from stepgraph.values.reach import devices
 
 
 class ModuleSession(PairSession):

@@ -25,9 +25,9 @@ from torch.optim.optimizer import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from stepgraph.backends.threads import for_this_thread, replaced
+from stepgraph.observe.finder import compilers, own_compilers, reachable
 from stepgraph.observe.step_objects import StepObjects
 from stepgraph.optim.steps import at_optimizer_steps
-from stepgraph.values.reach import compilers, own_compilers, reachable
 
 
 @contextlib.contextmanager
@@ -41,7 +41,7 @@ def discovering(
 
     `inputs` are its tensors by id; `on_optimizer` sees optimizers before they step.
     """
-    objects = list(reachable(function))
+    objects = reachable(function, touched.ran)
     for value in objects:
         touched.add_reachable(value)
     modules = [value for value in objects if isinstance(value, torch.nn.Module)]

@@ -20,9 +20,9 @@ from typing import Any
 import torch
 
 from stepgraph.collector import collector_at_rest
-from stepgraph.values.spelled_places import Spot, spots_of
-from stepgraph.values.watch_telling import Label
-from stepgraph.values.watch_values import attributes_of
+from stepgraph.observe.finder import Spot, spots_of
+from stepgraph.plain import attributes_of
+from stepgraph.values.naming import Label
 
 _SEARCHING = threading.RLock()
 """One search at a time: what one thread has found so far would look to another like a place where it is kept."""

@@ -134,11 +134,12 @@ class Roles:
 
     def add(self, name: Hashable, tensor: torch.Tensor) -> None:
         """A name for a tensor; of two for the same place the first counts."""
-        if has_storage(tensor):
+        storage = storage_of(tensor)
+        if storage is not None:
             start = int(tensor.storage_offset())
             last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
             span = (start, start + max(int(last), 0) + 1, name)
-            self._names.setdefault(tensor.untyped_storage()._cdata, []).append(span)
+            self._names.setdefault(storage._cdata, []).append(span)
 
     def find(self, storage: torch.UntypedStorage, offset: int) -> tuple[Hashable, int] | None:
         """The name of what lies there, and where it begins."""
@@ -262,19 +263,21 @@ class OpLog(dispatch.TorchDispatchMode):
 
     def is_same(self, one: torch.Tensor, other: torch.Tensor) -> None:
         """The engine has put one tensor in the place of another, which the call has made."""
-        if has_storage(one) and has_storage(other):
-            self._births.rename(other.untyped_storage(), one.untyped_storage())
+        new, old = storage_of(one), storage_of(other)
+        if new is not None and old is not None:
+            self._births.rename(old, new)
 
     def note_call(self, name: Hashable, leaves: Sequence[Any], call: Callable[[], Any] = lambda: None) -> Any:
         """A call that the dispatcher does not see, by its arguments; what runs within is not noted."""
         line, _ = self._line()
-        self._note(name, leaves, {}, line)
+        known: set[int] = set()
+        self._note(name, leaves, {}, line, known)
         self._hidden += 1
         try:
             out = call()
         finally:
             self._hidden -= 1
-        self._bear(leaves, out, self._scope)
+        self._bear(known, out, self._scope)
         return out
 
     @property
@@ -303,42 +306,49 @@ class OpLog(dispatch.TorchDispatchMode):
         else:
             line, left_out = self._line()
             scope = "left out" if left_out else self._scope
+        known: set[int] = set()
+        """The memory of the arguments: what else the results lie in has come into being."""
         begin = len(self._notes)
-        if scope != "left out":
-            on_device = self._note(func, _lifted(args[0]) if func in _LIFTS else args, kwargs, line)
+        if scope == "left out":
+            _add_memory(known, args)
+            _add_memory(known, tuple(kwargs.values()))
+        else:
+            on_device = self._note(func, _lifted(args[0]) if func in _LIFTS else args, kwargs, line, known)
         out = func(*args, **kwargs)
         if scope != "left out" and not on_device and not self._is_on_device(out):
             del self._notes[begin:]
             scope = "host"
-        self._bear(() if func in _LIFTS else args, out, scope, kwargs)
+        self._bear(known, out, scope)
         return out
 
     @property
     def _scope(self) -> str:
         return "" if self._section is None else self._section[1]
 
-    def _note(self, operation: Hashable, args: Sequence[Any], kwargs: Mapping[str, Any], line: int) -> bool:
-        """Write an operation down. Whether one of its tensors is on the step's device."""
+    def _note(
+        self, operation: Hashable, args: Sequence[Any], kwargs: Mapping[str, Any], line: int, known: set[int]
+    ) -> bool:
+        """Write an operation down, and the memory that it is given. Whether a tensor is on the step's device."""
         plain: list[Hashable] = []
         tensors: list[Hashable] = []
-        on_device = self._take(args, plain, tensors)
+        on_device = self._take(args, plain, tensors, known)
         for name, value in kwargs.items():
             plain.append(name)
-            on_device = self._take((value,), plain, tensors) or on_device
+            on_device = self._take((value,), plain, tensors, known) or on_device
         number = self._vocabulary.number
         self._notes.extend((number(operation), number(tuple(plain)), number(tuple(tensors)), line))
         return on_device
 
-    def _take(self, values: Iterable[Any], plain: list[Hashable], tensors: list[Hashable]) -> bool:
+    def _take(self, values: Iterable[Any], plain: list[Hashable], tensors: list[Hashable], known: set[int]) -> bool:
         on_device = False
         for value in values:
             if isinstance(value, torch.Tensor):
                 plain.append(TENSOR)
-                tensors.append(self._tensor(value))
+                tensors.append(self._tensor(value, known))
                 on_device = on_device or self._device is None or value.device.type == self._device
             elif isinstance(value, (list, tuple)):
                 plain.append(len(value))
-                on_device = self._take(value, plain, tensors) or on_device
+                on_device = self._take(value, plain, tensors, known) or on_device
             else:
                 plain.append(_plain(value))
         return on_device
@@ -348,32 +358,29 @@ class OpLog(dispatch.TorchDispatchMode):
             return True
         return any(tensor.device.type == self._device for tensor in _tensors(out))
 
-    def _bear(self, args: Sequence[Any], out: Any, scope: str, kwargs: Mapping[str, Any] | None = None) -> None:
+    def _bear(self, known: set[int], out: Any, scope: str) -> None:
         """Note which memory has come into being."""
-        known: set[int] | None = None
         for result in _tensors(out):
-            if has_storage(result):
-                storage = result.untyped_storage()
-                if known is None:
-                    given = itertools.chain(_tensors(args), _tensors(tuple((kwargs or {}).values())))
-                    known = {tensor.untyped_storage()._cdata for tensor in given if has_storage(tensor)}
-                if storage._cdata not in known:
-                    known.add(storage._cdata)
-                    self._births.add(storage, scope)
-                    self._given.forget(storage._cdata)
+            storage = storage_of(result)
+            if storage is not None and storage._cdata not in known and self._births.name(storage) is None:
+                known.add(storage._cdata)
+                self._births.add(storage, scope)
+                self._given.forget(storage._cdata)
 
-    def _tensor(self, tensor: torch.Tensor) -> Hashable:
+    def _tensor(self, tensor: torch.Tensor, known: set[int]) -> Hashable:
         """A tensor: which one it is, and its geometry."""
         form = (tuple(tensor.shape), tensor.dtype, tensor.device, tensor.layout)
-        if not has_storage(tensor):
+        storage = storage_of(tensor)
+        if storage is None:
             return (("without memory", type(tensor).__qualname__), form)
-        if self._device is not None and tensor.dim() == 0 and tensor.device.type == "cpu":
-            return (("number", _plain(_value(tensor))), form)  # the kernel is given its value
+        known.add(storage._cdata)
         offset = int(tensor.storage_offset())
-        which, begin = self._which(tensor.untyped_storage(), offset)
+        which, begin = self._which(storage, offset)
+        if self._device is not None and not form[0] and which[0] != "made" and tensor.device.type == "cpu":
+            return (("number", _plain(_value(tensor))), form)  # the kernel is given its value
         return (which, form, (offset - begin, tensor.stride(), tensor.is_conj(), tensor.is_neg()))
 
-    def _which(self, storage: torch.UntypedStorage, offset: int) -> tuple[Hashable, int]:
+    def _which(self, storage: torch.UntypedStorage, offset: int) -> tuple[tuple[Any, ...], int]:
         """How memory is called, and where what has that name begins."""
         made = self._births.name(storage)
         if made is not None:
@@ -392,10 +399,9 @@ class OpLog(dispatch.TorchDispatchMode):
 
     def _role(self, tensor: torch.Tensor) -> Hashable | None:
         """The name of a tensor that was there before the call and is no argument of it."""
-        if not has_storage(tensor):
-            return None
-        which, _ = self._which(tensor.untyped_storage(), int(tensor.storage_offset()))
-        return which[1] if isinstance(which, tuple) and which[0] == "role" else None
+        storage = storage_of(tensor)
+        which, _ = (("without memory",), 0) if storage is None else self._which(storage, int(tensor.storage_offset()))
+        return which[1] if which[0] == "role" else None
 
     def _line(self) -> tuple[int, bool]:
         """The user's line, and whether what has called is left out: a GradScaler, the tape."""
@@ -444,7 +450,7 @@ class _Births:
         if found is not None:
             self._born[new._cdata] = (weakref.ref(new), *found[1:])
 
-    def name(self, storage: torch.UntypedStorage) -> Hashable | None:
+    def name(self, storage: torch.UntypedStorage) -> tuple[Any, ...] | None:
         """Who has made it, and how many results ago; of what is not noted, how many is nobody's business."""
         found = self._born.get(storage._cdata)
         if found is None or found[0]() is not storage:  # another may have its place by now
@@ -484,15 +490,18 @@ _CAST = torch.ops.aten._to_copy.default
 _TENSORS_OWN = torch.Tensor.__torch_dispatch__
 
 
-def has_storage(tensor: torch.Tensor) -> bool:
-    """Whether a tensor has memory of its own to be known by."""
+def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
+    """The memory that a tensor is known by, if it has any of its own."""
     if tensor.layout is not torch.strided or tensor.is_nested or tensor._is_zerotensor():
-        return False
+        return None
     try:
-        tensor.untyped_storage()
+        return tensor.untyped_storage()
     except (NotImplementedError, RuntimeError):  # a wrapper of other tensors, which are seen by themselves
-        return False
-    return True
+        return None
+
+
+def _add_memory(known: set[int], values: Any) -> None:
+    known.update(storage._cdata for storage in map(storage_of, _tensors(values)) if storage is not None)
 
 
 def _lifted(tensor: torch.Tensor) -> tuple[Any, ...]:

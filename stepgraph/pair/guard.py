@@ -35,25 +35,24 @@ class Changed:
 
 
 class SiteGuard:
-    """The guards of one kind of call. `watch` notes the values that its code reads, but for those of these names."""
+    """The guards of one kind of call."""
 
     def __init__(
         self,
         model: ModelGuard,
-        watch: Callable[[Collection[str]], Watch],
+        values: Watch,
         inside: Sequence[torch.Tensor],
         names: Sequence[NamesGuard],
         spell: Callable[[Any], str],
         before: SiteGuard | None = None,
     ) -> None:
         """`before` is the guard of graphs that are gone, which knows what may change without effect."""
-        self._model, self._names, self._spell = model, tuple(names), spell
+        self._model, self._values, self._names, self._spell = model, values, tuple(names), spell
         self._unwatched: set[str] = set() if before is None else before._unwatched
         """Values that have changed without effect on the operations, by name: they are watched no more."""
         self._suspects: set[str] = set() if before is None else before._suspects
         """Those of them that are watched again, for an audit has found a change that nothing else explains."""
-        self._watch = watch
-        self._values = watch(self._unwatched)
+        values.drop(self._unwatched)
         self._inside = list(inside)
         """Parameters whose gradients the graphs accumulate by themselves."""
         self._handles_seen = RemovableHandle.next_id
@@ -78,8 +77,9 @@ class SiteGuard:
         The module's code has run once more, so what is expected from now on is what is there now.
         """
         self._unwatched |= {change.name for change in changes} - self._suspects
-        if changes or self._values.changed():
-            self._values = self._watch(self._unwatched)
+        self._values.drop(self._unwatched)
+        if self._values.changed():
+            self._values.renew()
 
     def suspect(self) -> None:
         """The operations have changed, and no watched value has: watch again what was dropped, for good."""

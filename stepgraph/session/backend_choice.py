@@ -10,8 +10,8 @@ import torch
 
 from stepgraph.backends import Backend, backend_for, backend_named
 from stepgraph.errors import InvalidArgument
+from stepgraph.observe.finder import devices, reachable
 from stepgraph.session.session import Session
-from stepgraph.values.reach import devices, reachable
 
 
 def choose_backend(

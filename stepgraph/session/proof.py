@@ -90,9 +90,17 @@ class StepLogs:
         self._vocabulary = Vocabulary()
 
     @contextlib.contextmanager
-    def noting(self, leaves: Sequence[Any], touched: StepObjects, device: torch.device) -> Iterator[OpLog]:
-        """Note the operations of a call on these arguments."""
+    def noting(
+        self,
+        leaves: Sequence[Any],
+        touched: StepObjects,
+        device: torch.device,
+        ignored: Iterable[tuple[str, torch.Tensor]] = (),
+    ) -> Iterator[OpLog]:
+        """Note the operations of a call on these arguments. `ignored` tensors may be others each time, by name."""
         roles = roles_of(touched)
+        for name, tensor in ignored:
+            roles.add(name, tensor)
         for index, leaf in enumerate(leaves):
             if isinstance(leaf, torch.Tensor) and leaf.is_leaf and leaf.grad is not None:
                 roles.add(f"the gradient of argument {index}", leaf.grad)

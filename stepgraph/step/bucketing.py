@@ -20,12 +20,12 @@ import torch
 
 from stepgraph.errors import InvalidArgument
 from stepgraph.frames import warn_user
+from stepgraph.observe.finder import reachable
 from stepgraph.observe.nonfinite import Flags, flags_over
 from stepgraph.padding import BoundBuckets, Buckets, Padded, ResultDims, named_shapes, result_dims, result_names
 from stepgraph.padding.results import Cut, Place, Shapes
 from stepgraph.signature import AmbientReader, Signature
 from stepgraph.tree import Structure, flatten, unflatten
-from stepgraph.values.reach import reachable
 
 Example: TypeAlias = tuple[tuple[int, ...], list[Any]]
 """The sizes of a bucket, and the leaves of a call that fills it."""

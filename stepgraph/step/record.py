@@ -21,6 +21,7 @@ from stepgraph.guards.registration import RegistrationEvents
 from stepgraph.observe.ddp import Replicas, refuse_replicas
 from stepgraph.observe.discovery import discovering, scalers_of
 from stepgraph.observe.escaped_tensors import Place, is_newborn, kept_tensor, setting_apart
+from stepgraph.observe.finder import reachable, tensors_in
 from stepgraph.observe.nonfinite import Flags
 from stepgraph.observe.own_changes import ModelState
 from stepgraph.observe.step_objects import StepObjects, numbered
@@ -36,6 +37,7 @@ from stepgraph.optim.optimizer import (
     letting_step,
     place,
 )
+from stepgraph.optim.read_numbers import ReadNumbers, Reads, refusing_writes
 from stepgraph.optim.scaler import ScalerCapture, ScalerGuard
 from stepgraph.optim.steps import at_optimizer_steps
 from stepgraph.rng.host_random import refuse_rewound
@@ -58,8 +60,6 @@ from stepgraph.step.warmup import (
     surroundings,
 )
 from stepgraph.tree import Structure, changed_containers, flatten, unflatten
-from stepgraph.values.reach import reachable
-from stepgraph.values.read_numbers import ReadNumbers, Reads, refusing_writes
 from stepgraph.values.watch import Change, Watch
 
 
@@ -412,9 +412,12 @@ class StepCapture:
         return _Recording(chain, outputs, grads, scalers, found_flags, read, kept, modes, log)
 
     def _logged(self, site: Site, leaves: Sequence[Any], args: Any, kwargs: Any) -> tuple[StaticOutputs, Log]:
-        """Run the step, and note which code runs, and which operations."""
+        """Run the step, and note which operations run; and which code, where its recording is not settled yet."""
         device = self._session.backend.device
-        with site.touched.ran.noting(), self.logs.noting(leaves, site.touched, device) as log:
+        is_settled = any(call.replays > 1 for call in site.calls)
+        looking_on = contextlib.nullcontext() if is_settled else site.touched.ran.noting()
+        ignored = tensors_in(site.with_objects(self._function), self._options.ignore)
+        with looking_on, self.logs.noting(leaves, site.touched, device, ignored) as log:
             result = self._function(*args, **kwargs)
             log.note_result(flatten(result)[0])
         return StaticOutputs(result), log.finish()

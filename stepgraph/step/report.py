@@ -14,10 +14,18 @@ from rich.text import Text
 
 from stepgraph.native.library import native_row
 from stepgraph.session.options import Options
+from stepgraph.session.proof import Shown
 from stepgraph.session.session import Session
 from stepgraph.step.site import Site
 
-_NOT_COMPARED = "not checked here (docs/equality.md: how to compare your program; `stepgraph demo` compares its own)"
+_NOT_COMPARED = "not known: no graph is left (docs/equality.md: how to compare your program)"
+_SHOWN = {
+    Shown.EQUAL: "{} graph{} with the operations of an eager call",
+    Shown.OTHER_PATH: "{} graph{} of another path than eager calls take: compare the results (docs/equality.md)",
+    Shown.LATER: "{} graph{} to be compared at the first call",
+    Shown.NOT: "{} graph{} without an eager call to compare with (docs/equality.md)",
+}
+_MAX_TOLD = 3
 _CAPTURABLE = "; compare with the step in eager with its optimizers switched to capturable=True and a float32 lr"
 
 
@@ -51,7 +59,8 @@ class Report:
     nodes: int | None
     """Nodes of all graphs; None where they cannot be counted."""
     captures: int
-    recaptures: int
+    audits: int
+    """How often a call was recorded again and compared with what is replayed."""
     recapture_reasons: dict[str, int]
     """Why graphs were dropped and captured anew."""
     replays: int
@@ -70,6 +79,11 @@ class Report:
     guards: str
     """How it is asked before each replay whether all is as it was: in "C++" or in "Python"."""
 
+    @property
+    def recaptures(self) -> int:
+        """How many captures took the place of earlier ones."""
+        return sum(self.recapture_reasons.values())
+
     def to_dict(self) -> dict[str, Any]:
         """Plain values, ready for JSON."""
         return {
@@ -79,6 +93,7 @@ class Report:
             "segments": self.segments,
             "nodes": self.nodes,
             "captures": self.captures,
+            "audits": self.audits,
             "recaptures": self.recaptures,
             "recapture_reasons": dict(self.recapture_reasons),
             "replays": self.replays,
@@ -101,6 +116,7 @@ class Report:
         reasons = ", ".join(f"{reason}: {count}" for reason, count in self.eager_reasons.items())
         rows = [
             ("graphs", f"{self.graphs} ({self.captures} captures, {self.recaptures} recaptures)"),
+            ("audits", str(self.audits)),
             *(("recaptured for", f"{reason}: {count}") for reason, count in self.recapture_reasons.items()),
             ("segments", str(self.segments)),
             ("nodes", "not counted" if self.nodes is None else str(self.nodes)),
@@ -141,7 +157,7 @@ def report_of(
         segments=sum(len(call.chain.links) for call in calls),
         nodes=sum(known_nodes) if len(known_nodes) == len(nodes) else None,
         captures=counts.captures,
-        recaptures=counts.recapture_reasons.total(),
+        audits=counts.audits,
         recapture_reasons=dict(counts.recapture_reasons),
         replays=counts.replays,
         eager_calls=counts.eager_reasons.total(),
@@ -152,11 +168,17 @@ def report_of(
         signatures=tuple(call.signature.describe() for call in calls),
         chains=tuple(call.chain.describe() for call in calls),
         optimizers=optimizers,
-        equality=_equality(options) if calls or counts.replays else None,
+        equality=_equality(sites, options) if calls else _NOT_COMPARED if counts.replays else None,
         guards="Python" if native_row() is None else "C++",
     )
 
 
-def _equality(options: Options) -> str:
-    """What is known about equality with eager: a capture compares nothing, so that is only what to compare with."""
-    return _NOT_COMPARED + (_CAPTURABLE if options.optimizer == "capturable" else "")
+def _equality(sites: Sequence[Site], options: Options) -> str:
+    """What is known about equality with eager, and by which check."""
+    by_outcome = Counter(call.proof.shown for site in sites for call in site.calls)
+    told = [_SHOWN[shown].format(count, "" if count == 1 else "s") for shown, count in by_outcome.items()]
+    left = sorted({name for site in sites for name in site.eager.own_changes})
+    if left:
+        more = f" and {len(left) - _MAX_TOLD} more" if len(left) > _MAX_TOLD else ""
+        told.append(f"replays leave alone what a library counts: {', '.join(left[:_MAX_TOLD])}{more}")
+    return "; ".join(told) + (_CAPTURABLE if options.optimizer == "capturable" else "")

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from stepgraph.buffers.static import is_copied_in
+from stepgraph.frames import is_users
 from stepgraph.guards.hooks import with_hooks
 from stepgraph.guards.model import ModelGuard
 from stepgraph.guards.optimizer import NumbersGuard, ParametersGuard
@@ -30,7 +31,6 @@ from stepgraph.signature.memory import keys_apart
 from stepgraph.step.call import CapturedCall
 from stepgraph.tree import Structure
 from stepgraph.values.watch import Watch
-from stepgraph.values.watch_values import is_users
 
 _MAX_SURPRISES = 3
 """How often a recording may show what no eager call has."""
@@ -81,6 +81,8 @@ class LastEager:
         self.results: dict[Hashable, tuple[object, list[object]]] = {}
         """The static part of the results of each kind of call."""
         self.logs = EagerLogs()
+        self.own_changes: set[str] = set()
+        """Values of libraries that a call has changed itself: replays leave them."""
 
 
 class Site:

@@ -21,6 +21,7 @@ from stepgraph.buffers.static import detached, is_copied_in, on_device, static_p
 from stepgraph.errors import CaptureError, entry
 from stepgraph.observe.ddp import finding_default_stream, renew_reducer
 from stepgraph.observe.discovery import discovering, scalers_of
+from stepgraph.observe.finder import tensors_in
 from stepgraph.observe.nonfinite import FlagCollector, Flags
 from stepgraph.observe.own_changes import ModelState, OwnNumbers
 from stepgraph.optim.effects import OptimizerEffects
@@ -109,7 +110,7 @@ def warm_up(
         at_optimizer_steps(after=seen),
     ):
         args, kwargs = call = given.with_leaves(moved, own=options.goes_on_eagerly)
-        with logs.noting(moved, site.touched, backend.device) as log:
+        with logs.noting(moved, site.touched, backend.device, tensors_in(whole, options.ignore)) as log:
             result = step(*args, **kwargs)
             log.note_result(flatten(result)[0])
         found_flags = flags.finish(result, site.touched.parameters, zip(site.sign().names(), moved, strict=True))
@@ -140,7 +141,9 @@ def warm_up(
     for key, changed in changed_numbers.items():
         if key not in ended and options.optimizer != "capturable":
             site.obstacles["host-value"] = Obstacle(f"the step itself changes {changed}")
-    changes = values.changed()
+    found = values.changed()
+    site.eager.own_changes = {change.name for change in found if not change.is_users}
+    changes = [change for change in found if change.is_users]
     if changes:
         told = "; ".join(map(str, changes[:_MAX_TOLD])) + (" ..." if len(changes) > _MAX_TOLD else "")
         names = tuple(change.name for change in changes)

@@ -1,34 +1,40 @@
 """Host values that a step reads: noted at capture, compared at replay, never silently frozen.
 
 Python runs only when a step is recorded. A loss weight in a closure, a temperature in a global, a flag on `self` are
-read once and are constants from then on. So every number, boolean and string that the step's code can name is noted
-when it is captured (closure cells, defaults, the globals its code names, the bound object, and one level into objects,
-dicts, lists and dataclasses found there; the functions it calls, too), and so is which tensor, function or object each
-name stands for. `watch_find` does the finding.
+read once and are constants from then on. So everything that the step's code can name is noted when it is captured
+(`walk` finds it): plain values, and which tensor, function or object each name stands for. The watch is a trigger, and
+the operations are the judge: a value that changed makes the next call an audited one, which tells whether it matters.
+So a value too many is cheap; one that is missed is found only at the next audit.
 
 Reading them again at each replay must cost next to nothing: what it comes down to is a row of identities, which is run
-through in C. Only where that row finds something touched is it asked what, and whether it matters.
+through in C. Only where that row finds something touched is it asked what.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
+import os
+import types
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import torch
 
 from stepgraph.native.row import GuardRow
+from stepgraph.plain import attributes_of, is_numpy
 from stepgraph.ran import ExecutedCode
-from stepgraph.values.watch_find import Finder
-from stepgraph.values.watch_followed import Reconsider
-from stepgraph.values.watch_parts import Part, Reading
-from stepgraph.values.watch_source import Source
-from stepgraph.values.watch_telling import Change, Label, told
-from stepgraph.values.watch_values import token
+from stepgraph.rng.sources import Source, source_of
+from stepgraph.values import parts
+from stepgraph.values.naming import Change, Label
+from stepgraph.values.parts import Names, Place, expect_places
+from stepgraph.values.walk import MAX_ITEMS, MAX_OBJECTS, Walk, Wants, cached_by
 
 __all__ = ["Change", "Watch"]
+_CUT_SHORT = (
+    f"the step can name more than {MAX_OBJECTS:,} objects: values in the others are not watched, and a change there is "
+    "found at the next audit"
+)
 
 
 class Watch:
@@ -47,43 +53,59 @@ class Watch:
 
         `ran` is the code that it was seen to run.
         """
-        finder = _search(function, modules or {}, ignore, [id(value) for value in eager], ran or ExecutedCode())
-        self._sources = finder.sources
-        self._parts: list[Part] = finder.notes.parts
-        for (name, _), reader in (read or {}).items():
-            if name not in ignore:
-                value = reader()
-                if isinstance(value, torch.Tensor):
-                    finder.notes.place(Label(name), value)
-                self._parts.append(Reading(name, functools.partial(_token, reader), functools.partial(_told, reader)))
+        self._look = functools.partial(_look, function, frozenset(ignore), modules or {}, read or {}, list(eager), ran)
+        self._dropped: set[str] = set()
+        self._notes: _Notes = self._look()
         self._row = self._new_row()
 
     def __len__(self) -> int:
-        return sum(map(len, self._parts))
+        return sum(place.read not in (parts.class_of, parts.layout_at) for place in self._notes.places)
 
     def changed(self) -> list[Change]:
         """What is not as it was; empty in next to no time when nothing was touched."""
         if self._row.holds():
             return []
-        found = [change for part in self._parts for change in part.changes()]
+        notes = self._notes
+        found = [change for place in notes.places if (change := place.change()) is not None]
+        found += [change for names in notes.names if len(names.where) != len(names.known) for change in names.changes()]
+        found = [change for change in found if change.name not in self._dropped]
         if not found:  # another object, and the same to the step: know it the next time
-            for part in self._parts:
-                part.renew()
+            for place in notes.places:
+                place.value = place.read(place.where, place.key)
+            for names in notes.names:
+                names.known = frozenset(names.where)
             self._row = self._new_row()
         return found
 
     def expect(self, row: GuardRow) -> None:
         """What `changed` comes down to."""
-        for part in self._parts:
-            part.expect(row)
+        expect_places(self._notes.places, row)
+        for names in self._notes.names:
+            row.length(names.where, len(names.known))
+
+    def drop(self, names: Iterable[str]) -> None:
+        """Watch these values no more: they turned out to mean nothing."""
+        self._dropped.update(names)
+        self._notes.places = [place for place in self._notes.places if str(place.label) not in self._dropped]
+        self._row = self._new_row()
+
+    def renew(self) -> None:
+        """Expect what is there now, after the step's own Python has run once more."""
+        self._notes = self._look()
+        self.drop(())
+
+    @property
+    def unlooked(self) -> str | None:
+        """What was not looked at, in a sentence."""
+        return _CUT_SHORT if self._notes.is_cut_short else None
 
     def drawn(self) -> list[Source]:
         """What was drawn from since: iterators and random generators of the step's own."""
-        return [s for s in self._sources if s.is_seen and s.was_drawn_from()]
+        return [s for s in self._notes.sources if s.is_seen and s.was_drawn_from()]
 
     def unseen(self) -> list[Source]:
         """The iterators that a variable of the step stands for and that do not tell where they are."""
-        return [s for s in self._sources if not s.is_seen and s.name.isidentifier()]
+        return [s for s in self._notes.sources if not s.is_seen and s.name.isidentifier()]
 
     def _new_row(self) -> GuardRow:
         row = GuardRow()
@@ -91,23 +113,92 @@ class Watch:
         return row
 
 
-def _search(
+class _Notes:
+    """Notes what a walk finds."""
+
+    def __init__(self, ignore: frozenset[str], is_on_gpu: bool) -> None:
+        self._ignore, self._is_on_gpu = ignore, is_on_gpu
+        self.places: list[Place] = []
+        self.names: list[Names] = []
+        self.sources: list[Source] = []
+        self.is_cut_short = False
+
+    def put(self, place: Place) -> bool:
+        if self._ignore and str(place.label) in self._ignore:
+            return False
+        self.places.append(place)
+        return True
+
+    def takes(self, value: Any) -> bool:
+        return False
+
+    def miss(self, label: Label, where: Mapping[Any, Any], wants: Wants) -> None:
+        self.names.append(Names(label, where, wants, (), True, frozenset(where)))
+
+    def enter(self, label: Label, value: Any, owner: Any, is_users: bool, wants: Wants | None) -> None:
+        kind, source = type(value), source_of(str(label), value)
+        note = functools.partial(self._note, value, is_users)
+        if source is not None:
+            is_live = source.generator is not None and not self._is_on_gpu  # the tape sees to it
+            if str(label) not in self._ignore and not is_live:
+                self.sources.append(source)
+        elif issubclass(kind, torch.Tensor):
+            note(label, parts.layout_at)
+        elif issubclass(kind, (dict, list, deque)):
+            note(label.length, parts.length_of)
+            is_ordered = is_users and issubclass(kind, dict) and 1 < dict.__len__(value) <= MAX_ITEMS
+            if is_ordered and str(label.length) not in self._ignore:
+                note(label.order, parts.order_of)
+        elif issubclass(kind, set) and set.__len__(value) <= MAX_ITEMS:
+            note(label, parts.members_of)
+        elif kind is bytearray or (is_numpy(kind, "ndarray") and value.size <= MAX_ITEMS):
+            note(label, parts.bytes_of)
+        elif kind is functools._lru_cache_wrapper:
+            holds = functools.partial(_holds, value, frozenset(map(id, cached_by(value))))
+            self._note(holds, is_users, Label(f"{label}()"), parts.result_of)
+        elif wants is not None and kind not in (types.FunctionType, types.MethodType):
+            is_class = issubclass(kind, type)
+            own: Any = vars(value) if is_class else attributes_of(value)
+            if own is not None:
+                behind = value.__mro__[1:] if is_class else kind.__mro__
+                self.names.append(Names(label, own, wants, behind, is_users, frozenset(own)))
+            if not is_class:
+                note(label.attribute("__class__"), parts.class_of)
+
+    def _note(self, where: Any, is_users: bool, label: Label, read: Callable[[Any, Any], Any]) -> None:
+        self.put(Place(label, where, None, read(where, None), is_users, read))
+
+
+def _look(
     function: Callable[..., Any],
+    ignore: frozenset[str],
     modules: Mapping[str, torch.nn.Module],
-    ignore: Collection[str],
-    eager: Collection[int],
-    ran: ExecutedCode,
-) -> Finder:
-    while True:  # at most twice more
-        finder = Finder(ignore, eager, ran)
-        with contextlib.suppress(Reconsider):
-            finder.find(function, modules)
-            return finder
+    read: Mapping[tuple[str, int], Callable[[], Any]],
+    eager: list[Any],
+    ran: ExecutedCode | None,
+) -> _Notes:
+    """Walk, and once more where compiled code is met: what runs there is not what is written."""
+    parameters = (p for module in modules.values() for p in module._parameters.values() if p is not None)
+    notes = _Notes(ignore, any(parameter.is_cuda for parameter in parameters))
+    walk = Walk(notes, ran, [id(value) for value in eager])
+    walk.go(function, modules)
+    if walk.is_compiled and ran is not None and ran.is_known:
+        ran.give_up()
+        return _look(function, ignore, modules, read, eager, ran)
+    notes.is_cut_short = walk.is_cut_short
+    for (name, _), reader in read.items():
+        if notes.put(Place(Label(name), reader, None, value := reader(), True, parts.result_of)):
+            notes.enter(Label(name), value, None, True, None)
+    spelled = walk.names.spelled
+    if "environ" in spelled or "getenv" in spelled:
+        entries: dict[bytes, bytes] = getattr(os.environ, "_data", {})  # `os.environ` itself decodes at each look
+        for key, value in entries.items():
+            if (name := os.fsdecode(key)) in spelled:
+                notes.put(Place(Label("os.environ").item(name), entries, key, value, True))
+        notes.miss(Label("os.environ"), entries, lambda key: os.fsdecode(key) in spelled)
+    return notes
 
 
-def _token(reader: Callable[[], Any]) -> Any:
-    return token(reader())
-
-
-def _told(reader: Callable[[], Any]) -> str:
-    return told(reader())
+def _holds(cache: Any, results: frozenset[int]) -> str:
+    """Whether a cache still has these results, by id."""
+    return "as captured" if results.issubset(map(id, cached_by(cache))) else "other objects"

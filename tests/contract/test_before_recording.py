@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -196,17 +197,18 @@ def test_a_value_that_changes_at_each_call_is_told_before_anything_is_recorded(d
 @pytest.mark.parametrize("result", [lambda n: n, lambda n: [0] * (n % 2)], ids=["a number", "another structure"])
 @pytest.mark.parametrize("warmup", [1, 3])
 def test_a_result_that_a_recording_shows_to_vary_is_refused(
-    result: Callable[[int], Any], warmup: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+    result: Callable[[int], Any], warmup: int, device: torch.device, tmp_path: Path
 ) -> None:
     """By a way that nothing watches."""
+    number = tmp_path / "number"
 
     def step(x: torch.Tensor) -> Any:
-        return x * 2, result(int(os.environ["STEPGRAPH_TEST_NUMBER"]))
+        return x * 2, result(int(number.read_text()))
 
     with stepgraph.capture(step, warmup=warmup) as captured:
         with pytest.raises(stepgraph.CaptureError) as caught:
             for index in range(12):
-                monkeypatch.setenv("STEPGRAPH_TEST_NUMBER", str(max(0, index - warmup + 1)))
+                number.write_text(str(max(0, index - warmup + 1)))
                 captured(torch.ones(2, device=device))
         assert caught.value.rule == "varying-output"
 

@@ -17,8 +17,8 @@ from torch.optim import optimizer as torch_optimizer
 
 import stepgraph
 from stepgraph.observe.discovery import discovering
+from stepgraph.observe.finder import is_compiled, reachable
 from stepgraph.observe.step_objects import StepObjects
-from stepgraph.values.reach import is_compiled, reachable
 
 
 class AttrDict(dict[str, Any]):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import _thread
 import contextlib
+import ctypes
 import gc
 import sys
 import threading
@@ -73,26 +74,26 @@ def sgd(parameters: Any, lr: float) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=lr, momentum=0.9)
 
 
-def aside(function: Callable[[], Any], thread: ThreadPoolExecutor) -> SimpleNamespace:
-    """A call in the other thread, deeper in the step's objects than anybody looks: it is none of the step's."""
+def aside(function: Callable[[], Any], thread: ThreadPoolExecutor) -> Any:
+    """A call in the other thread, where nobody looks: it is none of the step's."""
 
     def do() -> None:
         thread.submit(function).result(TIMEOUT)
 
-    return SimpleNamespace(a=SimpleNamespace(b=SimpleNamespace(do=do)))
+    return ctypes.py_object(do)
 
 
-def interrupted(training: Training, beside: SimpleNamespace) -> Callable[[torch.Tensor], torch.Tensor]:
+def interrupted(training: Training, beside: Any) -> Callable[[torch.Tensor], torch.Tensor]:
     """The step of a training, with something done by the other thread before, amid and after its work."""
 
     def step(x: torch.Tensor) -> torch.Tensor:
-        beside.a.b.do()
+        beside.value()
         training.optimizer.zero_grad()
         loss = training.model(x).square().mean()
         loss.backward()
-        beside.a.b.do()
+        beside.value()
         training.optimizer.step()
-        beside.a.b.do()
+        beside.value()
         return loss.detach()
 
     return step
@@ -200,12 +201,12 @@ def test_threads_capture_at_the_same_time_on_the_tape(other: ThreadPoolExecutor)
             if not is_first:  # the first one has gone on, and left its call
                 assert left.wait(TIMEOUT)
 
-        beside = SimpleNamespace(a=SimpleNamespace(b=SimpleNamespace(do=in_between)))
+        beside = ctypes.py_object(in_between)
 
         def train(x: torch.Tensor) -> torch.Tensor:
             ours.optimizer.zero_grad()
             loss = ours.model(x).square().mean()
-            beside.a.b.do()
+            beside.value()
             loss.backward()
             ours.optimizer.step()
             return loss.detach()

@@ -240,7 +240,7 @@ def attribute_of_a_partial(_: torch.device) -> Built:
     def step(x: torch.Tensor) -> torch.Tensor:
         return x * scaled.weight
 
-    return step, lambda: setattr(scaled, "weight", 3.0), "partial.weight: 1.0 -> 3.0"
+    return step, lambda: setattr(scaled, "weight", 3.0), "scaled.weight: 1.0 -> 3.0"
 
 
 PLACES = (

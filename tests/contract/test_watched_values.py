@@ -113,7 +113,7 @@ def on_parameters(device: torch.device) -> Built:
         decay = sum(p.decay * p.detach().pow(2).sum() for p in model.parameters())
         return model(x).detach() + decay
 
-    return step, lambda: setattr(model.bias, "decay", 2.0), "Linear.bias.decay: 1.0 -> 2.0"
+    return step, lambda: setattr(model.bias, "decay", 2.0), "model.bias.decay: 1.0 -> 2.0"
 
 
 def on_a_modules_own_parameter(device: torch.device) -> Built:
@@ -125,7 +125,7 @@ def on_a_modules_own_parameter(device: torch.device) -> Built:
     model = Scaled(2, 2).to(device)
     weight: Any = model.weight
     weight.scale = 1.0
-    return lambda x: model(x).detach(), lambda: setattr(weight, "scale", 2.0), "Scaled.weight.scale: 1.0 -> 2.0"
+    return lambda x: model(x).detach(), lambda: setattr(weight, "scale", 2.0), "model.weight.scale: 1.0 -> 2.0"
 
 
 def object_of_self(device: torch.device) -> Built:

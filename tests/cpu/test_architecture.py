@@ -20,10 +20,11 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "stepgraph"
 ROOMS = (
     "collector",
-    "ran",
     "errors",
     "frames",
+    "ran",
     "tree",
+    "plain",
     "signature",
     "native",
     "order",

@@ -128,8 +128,8 @@ class TapeWorkspace(Workspace):
 
     @contextlib.contextmanager
     def capturing(self) -> Iterator[None]:
-        if self._pool.num_bytes:  # garbage may hold memory that the graph could have; elsewhere it costs for nothing
-            gc.collect()
+        if self._pool.num_bytes:  # young garbage may hold memory that the graph could have
+            gc.collect(1)
         guard, random = HostReadGuard(self._refuse), self._random
         with (
             collector_at_rest(),

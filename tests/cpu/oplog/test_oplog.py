@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from stepgraph.oplog import Difference, Log, OpLog, Roles, Vocabulary, first_difference, left_out, noting_unseen
+from stepgraph.oplog import Difference, Log, OpLog, Roles, Vocabulary, first_difference, left_out
 
 
 def logged(call: Callable[..., Any], vocabulary: Vocabulary, *args: torch.Tensor, **options: Any) -> Log:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import types
 from collections.abc import Callable
 from typing import Any
 
@@ -22,32 +21,14 @@ def test_watch_sees_another_order_of_a_dict(make: Callable[..., Any]) -> None:
     watch = Watch(lambda x: x * next(iter(values.values())))
     assert watch.changed() == []
     put_last(values, "one")
-    assert list(map(str, watch.changed())) == ["list(values): ['one', 'two'] -> ['two', 'one']"]
+    assert list(map(str, watch.changed())) == ["list(values): ('one', 'two') -> ('two', 'one')"]
 
 
 def test_watch_sees_what_only_an_ordered_dict_knows() -> None:
     values = collections.OrderedDict(one=1, two=2)
     watch = Watch(lambda x: x * next(iter(values.values())))
     values.move_to_end("one")
-    assert list(map(str, watch.changed())) == ["list(values): ['one', 'two'] -> ['two', 'one']"]
-
-
-def test_watch_sees_another_order_of_attributes_where_code_goes_through_them() -> None:
-    config = types.SimpleNamespace(one=1, two=2)
-    watch = Watch(lambda x: x * next(iter(vars(config).values())))
-    put_last(vars(config), "one")
-    assert list(map(str, watch.changed())) == ["list(vars(config)): ['one', 'two'] -> ['two', 'one']"]
-    put_last(vars(config), "two")
-    assert watch.changed() == []
-    config.three = 3
-    assert list(map(str, watch.changed())) == ["len(vars(config)): 2 -> 3"]
-
-
-def test_watch_leaves_the_order_of_attributes_alone_where_code_spells_them() -> None:
-    config = types.SimpleNamespace(one=1, two=2)
-    watch = Watch(lambda x: x * config.one + config.two)
-    put_last(vars(config), "one")
-    assert watch.changed() == []
+    assert list(map(str, watch.changed())) == ["list(values): ('one', 'two') -> ('two', 'one')"]
 
 
 def test_watch_takes_a_dict_refilled_in_its_order_for_the_same() -> None:

@@ -1,32 +1,38 @@
-"""When two values are the same to a step, and whose a class or Python module is.
+"""Plain values: when two are the same to a step, and how they are written in messages.
 
 A graph has numbers baked in by value and everything else by identity. `1`, `1.0` and `True` are equal in Python and are
 three different constants in a graph, as are `0.0` and `-0.0`; a NaN is as good as itself. A tuple is what it holds, and
 a bound method, which Python makes anew at each access, is its object and its function. No code of the user runs to find
-this out: what decides is the type, never `==` or `isinstance` of a class that may have its own.
+this out: what decides is the type, never `==` or `isinstance` of a class that may have its own. Nor does it to write
+them: values are written as one would type them, where they are made of plain ones and short.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 import functools
 import sys
 import types
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, Final
 
 import torch
-
-from stepgraph.frames import is_engine
 
 _NUMBERS = (int, float, complex, str, bytes)
 _BY_EQUALITY = (torch.device, range)
 _BY_IDENTITY = (enum.Enum, torch.dtype, torch.layout, torch.memory_format, type(None), type(...))
 _PLAIN = (*_NUMBERS, *_BY_EQUALITY, *_BY_IDENTITY)
-_LIBRARIES = frozenset((*sys.stdlib_module_names, "torch", "numpy", "stepgraph", "triton", "pybind11_builtins"))
-_NAMESPACES = ("argparse", "types")
-_USER_ROOMS = ("stepgraph.models", "stepgraph.bench")
+
+
+_SHORT = 80
+_BRACKETS: dict[type, tuple[str, str]] = {
+    tuple: ("(", ")"),
+    list: ("[", "]"),
+    set: ("{", "}"),
+    frozenset: ("{", "}"),
+}
 
 
 class Missing(enum.Enum):
@@ -57,6 +63,8 @@ def same(one: Any, two: Any) -> bool:
         return False
     if issubclass(kind, tuple):
         return tuple.__len__(one) == tuple.__len__(two) and all(map(same, items_of(one), items_of(two)))
+    if issubclass(kind, frozenset):
+        return contents_of_set(one) == contents_of_set(two)
     if kind is types.MethodType:
         return one.__self__ is two.__self__ and one.__func__ is two.__func__
     if kind is types.BuiltinMethodType:
@@ -105,39 +113,6 @@ def is_numpy(kind: type, name: str) -> bool:
     return numpy is not None and issubclass(kind, getattr(numpy, name))
 
 
-# -- whose something is
-
-
-def is_users(kind: type) -> bool:
-    """Whether a class holds the user's values: their own, a library's, a namespace; not torch's or a standard one."""
-    return any(_is_users_name(str(base.__module__)) for base in kind.__mro__)
-
-
-def is_users_module(module: types.ModuleType) -> bool:
-    """Whether a Python module is the user's, for its attributes to be watched."""
-    return _is_users_name(str(vars(module).get("__name__", "")))
-
-
-def _is_users_name(name: str) -> bool:
-    root = name.partition(".")[0]
-    return root not in _LIBRARIES or root in _NAMESPACES or name.startswith(_USER_ROOMS)
-
-
-def is_engines(value: Any) -> bool:
-    """Whether a value is stepgraph's own: a graphed forward that it has put in a module's place for one."""
-    value = value.__func__ if type(value) is types.MethodType else value
-    if type(value) is types.FunctionType:
-        return is_engine(value.__code__.co_filename)
-    name = str(type(value).__module__)
-    return name.startswith("stepgraph.") and not name.startswith(_USER_ROOMS)
-
-
-def is_no_matter(value: Any) -> bool:
-    """Whether a value that hides a method does what the method did: a graphed forward, a scheduler's count of steps."""
-    function = value.__func__ if type(value) is types.MethodType else value
-    return is_engines(value) or "_wrapped_by_lr_sched" in (attributes_of(function) or ())
-
-
 def attributes_of(value: Any) -> dict[str, Any] | None:
     """An object's own attributes, where it has any; what its class makes of attribute access is not asked."""
     try:
@@ -147,12 +122,64 @@ def attributes_of(value: Any) -> dict[str, Any] | None:
     return found if type(found) is dict else None
 
 
-def slots_of(kind: type) -> dict[str, types.MemberDescriptorType]:
-    """The slots of a class that the user has made, by name."""
-    return {
-        name: member
-        for base in reversed(kind.__mro__)
-        if _is_users_name(str(base.__module__))
-        for name, member in vars(base).items()
-        if type(member) is types.MemberDescriptorType
-    }
+# -- in messages
+
+
+def told(value: Any) -> str:
+    """A value in a message."""
+    kind = type(value)
+    if issubclass(kind, torch.Tensor):
+        return f"a tensor of shape {list(value.shape)}"
+    if kind in (types.FunctionType, types.BuiltinFunctionType, types.MethodType):
+        return f"<function {value.__qualname__}>"
+    if kind is types.CodeType:
+        return f"<code of line {value.co_firstlineno}>"
+    if issubclass(kind, type):
+        return f"<class {value.__qualname__}>"
+    if issubclass(kind, types.ModuleType):
+        return f"<module {vars(value).get('__name__')}>"
+    if issubclass(kind, tuple) and any(issubclass(type(item), torch.Tensor) for item in items_of(value)):
+        return f"a {kind.__name__} with tensors"
+    text = _written(value)
+    if text is None or (len(text) >= _SHORT and not is_plain(value)):
+        return f"<{kind.__name__} at {id(value):#x}>"
+    return text
+
+
+def _written(value: Any) -> str | None:
+    """What one would type for a value, if it is made of plain ones."""
+    kind = type(value)
+    if issubclass(kind, enum.Enum):
+        return f"{kind.__name__}.{(attributes_of(value) or {}).get('_name_')}"
+    for base in (int, float, complex, str, bytes):
+        if issubclass(kind, base):
+            number: Any = bool if kind is bool else base
+            return str(number.__repr__(value))
+    if kind in _BRACKETS:
+        left, right = _BRACKETS[kind]
+        comma = "," if kind is tuple and len(value) == 1 else ""
+        return (
+            _joined(left, [("", v) for v in items_of(value)], comma + right)
+            if value or kind not in (set, frozenset)
+            else "set()"
+        )
+    if issubclass(kind, (tuple, frozenset)):
+        return _joined(f"{kind.__name__}(", [("", v) for v in items_of(value)], ")")
+    if kind is dict:
+        return _joined("{", [(f"{told(k)}: ", v) for k, v in value.items()], "}") if len(value) < _SHORT else None
+    if dataclasses.is_dataclass(kind) or kind is types.SimpleNamespace:
+        attributes = attributes_of(value)
+        fields = None if attributes is None else [(f"{k}=", v) for k, v in attributes.items()]
+        return None if fields is None else _joined(f"{kind.__name__}(", fields, ")")
+    if is_numpy(kind, "ndarray"):
+        return " ".join(repr(value).split()) if value.dtype.kind in "biufc" else None
+    return repr(value) if is_plain(value) else None
+
+
+def _joined(left: str, items: Iterable[tuple[str, Any]], right: str) -> str | None:
+    parts: list[str] = []
+    for before, value in items:
+        if not is_plain(value):
+            return None
+        parts.append(f"{before}{_written(value)}")
+    return f"{left}{', '.join(parts)}{right}"

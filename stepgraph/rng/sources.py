@@ -18,7 +18,9 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from stepgraph.values.watch_code import is_users_code
+import torch
+
+from stepgraph.frames import is_users_code
 
 _MADE_OF_OTHERS = (enumerate, zip, map, filter, itertools.cycle, itertools.islice, itertools.chain)
 _DEPTH = 4
@@ -28,8 +30,9 @@ _MOCKS = ("unittest.mock", "mock.mock")
 class Source:
     """Something to draw from, and where it was."""
 
-    def __init__(self, name: str, read: Callable[[], Any], kind: str) -> None:
-        self.name, self.kind, self._read = name, kind, read
+    def __init__(self, name: str, read: Callable[[], Any], kind: str, generator: torch.Generator | None = None) -> None:
+        """`generator` is one of torch's."""
+        self.name, self.kind, self._read, self.generator = name, kind, read, generator
         self._before = read()
 
     def __str__(self) -> str:
@@ -48,7 +51,7 @@ def source_of(name: str, value: Any) -> Source | None:
     """The value as something to draw from, if it is that."""
     read = _state_of_generator(value)
     if read is not None:
-        return Source(name, read, "the random generator")
+        return Source(name, read, "the random generator", value if type(value) is torch.Generator else None)
     return Source(name, functools.partial(position_of, value), "the iterator") if is_iterator(value) else None
 
 
@@ -97,6 +100,8 @@ def _flat(parts: Any) -> Iterator[Any]:
 def _state_of_generator(value: Any) -> Callable[[], Any] | None:
     """What reads the state of a random generator of Python's or numpy's."""
     kind = type(value)
+    if kind is torch.Generator and value.device.type == "cpu":  # that of a GPU is a matter of the graph
+        return functools.partial(_state_of_torchs, value)
     if issubclass(kind, random.Random) and not issubclass(kind, random.SystemRandom):
         return functools.partial(random.Random.getstate, value)
     numpy_random: Any = sys.modules.get("numpy.random")
@@ -105,6 +110,10 @@ def _state_of_generator(value: Any) -> Callable[[], Any] | None:
     if numpy_random is not None and issubclass(kind, numpy_random.RandomState):
         return functools.partial(_state, value._bit_generator)
     return None
+
+
+def _state_of_torchs(generator: torch.Generator) -> bytes:
+    return bytes(generator.get_state().numpy().tobytes())
 
 
 def _state(bits: Any) -> Any:

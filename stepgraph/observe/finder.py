@@ -1,0 +1,159 @@
+"""The finder tells what a step can reach: its modules, optimizers, schedulers, scalers, own tensors, and their devices.
+
+It goes where the watch goes (`values.walk`), to any depth, and needs no call of the step. What is of torch's own kinds
+counts whatever its name: a model in a dict of a trainer's configuration is a model. It also knows how the step's code
+would spell the containers that it meets, for messages and for `ignore=`.
+"""
+
+from __future__ import annotations
+
+import sys
+import types
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.optim.lr_scheduler import LRScheduler
+
+from stepgraph.plain import attributes_of
+from stepgraph.ran import ExecutedCode
+from stepgraph.values.naming import Label
+from stepgraph.values.parts import Place
+from stepgraph.values.walk import Walk, Wants
+
+_MODELS = (torch.nn.Module, torch.optim.Optimizer)
+_FOUND = (*_MODELS, torch.Tensor, torch.amp.GradScaler, LRScheduler)
+_CONTAINERS = (dict, list, tuple, set, frozenset, deque, types.CellType)
+
+
+@dataclass(frozen=True, slots=True)
+class Spot:
+    """A container, an object or a variable, and how it is spelled."""
+
+    label: Label
+    is_object: bool = False
+    """Whether what it holds is its attributes."""
+    is_models: bool = False
+    """Whether it is a module or an optimizer, or an attribute of one."""
+
+    def of(self, key: Any) -> Label:
+        """How something in it is spelled; keys that cannot be written, such as parameters, are all spelled `...`."""
+        if self.is_object:
+            return self.label.attribute(str(key))
+        is_written = issubclass(type(key), (str, int))
+        return self.label.item(key) if is_written else Label(f"{self.label.spelling}[...]", self.label.apart)
+
+
+class _Finder:
+    """Keeps what a walk finds."""
+
+    def __init__(self, function: Any, ran: ExecutedCode | None = None) -> None:
+        self.values: list[Any] = []
+        self.spots: dict[int, Spot] = {}
+        self.tensors: list[tuple[str, torch.Tensor]] = []
+        """The step's own tensors, and how each is spelled."""
+        self._inside: set[int] = set()
+        """Modules inside others that were found, and the attributes of modules and optimizers, by id."""
+        Walk(self, ran).go(function, {})
+
+    def put(self, place: Place) -> bool:
+        return True
+
+    def takes(self, value: Any) -> bool:
+        return issubclass(type(value), _FOUND)
+
+    def miss(self, label: Label, where: Mapping[Any, Any], wants: Wants) -> None:
+        """What is not there cannot be found."""
+
+    def enter(self, label: Label, value: Any, owner: Any, own: bool, wants: Wants | None) -> None:
+        kind, attributes = type(value), attributes_of(value)
+        is_models = issubclass(kind, _MODELS)
+        if issubclass(kind, torch.Tensor):
+            self.tensors.append((str(label), value))
+        if issubclass(kind, _CONTAINERS):
+            self.spots[id(value)] = Spot(label, is_models=id(owner) in self._inside)
+        elif is_models or (wants is not None and not issubclass(kind, (type, types.ModuleType))):
+            self.spots[id(value)] = self.spots[id(attributes)] = Spot(label, is_object=True, is_models=is_models)
+        if is_models:
+            self._inside.add(id(attributes))
+        if issubclass(kind, torch.optim.Optimizer):
+            state: Any = (attributes or {}).get("state", {})  # not asked for: reading it is noted while recording
+            spot = Spot(label.attribute("state"), is_models=True)
+            self.spots |= {id(state): spot, **{id(one): Spot(spot.of(...)) for one in dict.values(state)}}
+        if id(value) not in self._inside and not issubclass(kind, (type, types.ModuleType, types.CellType)):
+            self.values.append(value)
+            if issubclass(kind, torch.nn.Module):
+                self._inside.update(map(id, value.modules()))
+
+
+def reachable(function: Any, ran: ExecutedCode | None = None) -> list[Any]:
+    """What a callable can name, most direct first; of modules that are inside others the outermost."""
+    return _Finder(function, ran).values
+
+
+def spots_of(step: Any) -> dict[int, Spot]:
+    """The containers and objects that a step can come to, by id."""
+    return _Finder(step).spots
+
+
+def tensors_in(step: Any, names: Sequence[str]) -> list[tuple[str, torch.Tensor]]:
+    """The tensors that lie under one of these names, as `ignore=` takes them, and how each is spelled."""
+    if not names:
+        return []
+    parts = tuple(name + mark for name in names for mark in (".", "["))
+    return [(label, tensor) for label, tensor in _Finder(step).tensors if label in names or label.startswith(parts)]
+
+
+def is_compiled(value: Any) -> bool:
+    """Whether a callable or module goes through torch.compile."""
+    return any(True for _ in compilers(value))
+
+
+def compilers(value: Any) -> Iterator[Any]:
+    """What torch.compile keeps for each compiled callable that a value is or has, found by the marks that it leaves."""
+    if isinstance(value, torch.nn.Module):
+        optimized = getattr(sys.modules.get("torch._dynamo.eval_frame"), "OptimizedModule", ())
+        for module in value.modules():
+            if isinstance(module, optimized):
+                yield vars(module).get("dynamo_ctx")
+        yield from own_compilers(value)
+    elif isinstance(value, types.MethodType):
+        yield from compilers(value.__func__)
+    elif isinstance(value, types.FunctionType):
+        marks = vars(value)
+        if "_torchdynamo_orig_callable" in marks and not marks.get("_torchdynamo_disable"):
+            yield _closed_over(value, "self")
+
+
+def own_compilers(model: torch.nn.Module) -> Iterator[Any]:
+    """What torch.compile keeps for each part of a model whose `compile()` was called."""
+    for module in model.modules():
+        if vars(module).get("_compiled_call_impl") is not None:
+            yield _closed_over(vars(module)["_compiled_call_impl"], "self")
+
+
+def _closed_over(function: Any, name: str) -> Any:
+    """What a function's closure has under a name, or None."""
+    if not isinstance(function, types.FunctionType) or name not in function.__code__.co_freevars:
+        return None
+    return (function.__closure__ or ())[function.__code__.co_freevars.index(name)].cell_contents
+
+
+def devices(values: Iterable[Any]) -> Iterator[torch.device]:
+    """The devices of the tensors among these objects and in the modules and optimizers among them.
+
+    A tensor on the meta device has a shape and no data: no work is done there.
+    """
+    return (tensor.device for tensor in _tensors(values) if not tensor.is_meta)
+
+
+def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, torch.nn.Module):
+            yield from value.parameters()
+        elif isinstance(value, torch.optim.Optimizer):
+            yield from (p for group in value.param_groups for p in group["params"])

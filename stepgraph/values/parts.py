@@ -1,0 +1,255 @@
+"""Watched values, and how they are checked: by name where something changed, and in one row in C before each replay.
+
+Everything that is watched is a `Place`: something to read, a key, how to read it, and what was found. The length of a
+list, the class of an object and the address of a tensor are read like that, too. Only names that come into being are
+another matter. Reading runs no code of the user: a dict is read as a dict, whatever its class makes of a missing key.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+import os
+import types
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from stepgraph.frames import is_engines
+from stepgraph.guards.layout import Layouts, change_of, layout_of
+from stepgraph.native.row import GuardRow
+from stepgraph.plain import MISSING, attributes_of, items_of, same, token, told
+from stepgraph.values.naming import Change, Label, tell
+
+_MAX_SINGLE = 16
+"""Items of one container that are asked one by one; more are asked in one go."""
+_DIRECT = (dict, list, types.MappingProxyType)
+"""Containers whose own `[]` reads what is there."""
+_BASES: tuple[Any, ...] = (OrderedDict, dict, list, deque)
+_requires_grad = operator.attrgetter("requires_grad")
+
+
+# -- readers: each is given where to read and a key, and gives MISSING where there is nothing
+
+
+def item_at(where: Any, key: Any) -> Any:
+    """What is in a dict, a list or a deque at a key."""
+    kind = type(where)
+    if kind is types.MappingProxyType:
+        return where.get(key, MISSING)
+    if issubclass(kind, dict):
+        return dict.get(where, key, MISSING)
+    try:
+        return _base_of(where).__getitem__(where, key)
+    except IndexError:
+        return MISSING
+
+
+def by_identity(where: dict[Any, Any], key: Any) -> Any:
+    """What a dict holds for a key of a class with a hash of its own, which is not asked."""
+    return next((value for other, value in dict.items(where) if other is key), MISSING)
+
+
+def in_slot(where: Any, member: types.MemberDescriptorType) -> Any:
+    """What an object holds in a slot."""
+    try:
+        return types.MemberDescriptorType.__get__(member, where)
+    except AttributeError:
+        return MISSING
+
+
+def attribute_of(where: Any, name: str) -> Any:
+    """The contents of a cell, the code of a function."""
+    try:
+        return getattr(where, name)
+    except ValueError:  # an empty cell
+        return MISSING
+
+
+def default_of(function: types.FunctionType, parameter: str) -> Any:
+    """What a function's parameter stands for by default."""
+    return defaults_of(function).get(parameter, MISSING)
+
+
+def defaults_of(function: types.FunctionType) -> dict[str, Any]:
+    """A function's parameters with a default, and what they stand for."""
+    code, values = function.__code__, function.__defaults__ or ()
+    names = code.co_varnames[max(code.co_argcount - len(values), 0) : code.co_argcount]
+    return dict(zip(names, values, strict=False)) | (function.__kwdefaults__ or {})
+
+
+def result_of(read: Callable[..., Any], _: Any) -> Any:
+    """What a function reads: a number of an optimizer, a context variable."""
+    try:
+        return read()
+    except (LookupError, AttributeError, ValueError):
+        return MISSING
+
+
+def length_of(where: Any, _: Any) -> Any:
+    return _base_of(where).__len__(where)
+
+
+def order_of(where: Any, _: Any) -> Any:
+    """The keys of a dict as code meets them."""
+    return tuple(_base_of(where).__iter__(where))
+
+
+def class_of(where: Any, _: Any) -> Any:
+    return type(where)
+
+
+def members_of(where: Any, _: Any) -> Any:
+    return frozenset(items_of(where))
+
+
+def bytes_of(array: Any, _: Any) -> Any:
+    """The contents of an array or a bytearray."""
+    return bytes(array) if type(array) is bytearray else (array.dtype.str, array.shape, array.tobytes())
+
+
+def layout_at(tensor: torch.Tensor, _: Any) -> Any:
+    """Where a tensor is stored, and whether it takes a gradient; MISSING where it has no memory (sparse, nested)."""
+    try:
+        return layout_of(tensor), tensor.requires_grad
+    except RuntimeError:
+        return MISSING
+
+
+def _base_of(where: Any) -> Any:
+    """What reads a container without the methods of its class."""
+    return next(base for base in _BASES if issubclass(type(where), base))
+
+
+# -- what is watched
+
+
+@dataclass(slots=True)
+class Place:
+    """A value that was found at a key of something."""
+
+    label: Label
+    where: Any
+    key: Any
+    value: Any
+    is_users: bool
+    """Whether it belongs to something of the user's own."""
+    read: Callable[[Any, Any], Any] = item_at
+
+    def change(self) -> Change | None:
+        """How it is not as it was."""
+        now, name = self.read(self.where, self.key), str(self.label)
+        if now is self.value or same(self.value, now) or self._is_told_elsewhere(now):
+            return None
+        if self.read is layout_at:
+            moved = change_of(self.value[0])
+            if moved is None:
+                return tell(f"{name}.requires_grad", self.value[1], now[1], self.is_users)
+            return Change(name, "a tensor", f"the same tensor, which {moved}", self.is_users)
+        if self.read is bytes_of:
+            return Change(name, "an array", "the same array with other contents", self.is_users)
+        return tell(name, self.value, now, self.is_users)
+
+    def _is_told_elsewhere(self, now: Any) -> bool:
+        """Whether it is for another place: an item is gone from a list, whose length tells it, or a key from a dict."""
+        if self.read is order_of:
+            return set(map(token, self.value)) != set(map(token, now))
+        if self.read is length_of:
+            return issubclass(type(self.where), dict) and bool(now < self.value)
+        return now is MISSING and issubclass(type(self.where), (list, deque))
+
+
+def expect_places(found: Iterable[Place], row: GuardRow) -> None:
+    """Put into a row what it takes for all places to be as they were."""
+    groups: dict[tuple[int, Any], list[Place]] = {}
+    for place in found:
+        groups.setdefault((id(place.where) if place.read is item_at else 0, place.read), []).append(place)
+    for (_, read), places in groups.items():
+        where, values = [place.where for place in places], [place.value for place in places]
+        if read is item_at:
+            _expect_items(places, row)
+        elif read is attribute_of and all(value is not MISSING for value in values):
+            for place in places:
+                row.attribute(place.where, place.key, place.value)
+        elif read is default_of:
+            for function in {id(one): one for one in where}.values():
+                row.attribute(function, "__defaults__", function.__defaults__)
+                row.attribute(function, "__kwdefaults__", function.__kwdefaults__)
+                row.items(function.__kwdefaults__, dict(function.__kwdefaults__ or {}))
+        elif read is length_of and all(type(one) in (dict, list, deque) for one in where):
+            for container, length in zip(where, values, strict=True):
+                row.length(container, length)
+        elif read is layout_at:
+            Layouts([layout for layout, _ in values]).expect(row)
+            row.ask(functools.partial(_are_equal, _requires_grad, where, [flag for _, flag in values]))
+        elif read is class_of:
+            for value, kind in zip(where, values, strict=True):
+                row.class_of(value, kind)
+        elif read is members_of:
+            row.ask(functools.partial(_are_equal, _ids_of, where, list(map(_ids_of, values))))
+        elif read is order_of:
+            row.ask(functools.partial(_are_equal, _ids_in_order, where, list(map(_ids_in_order, where))))
+        else:
+            row.ask(functools.partial(_are_read, read, where, [place.key for place in places], values))
+
+
+def _expect_items(places: list[Place], row: GuardRow) -> None:
+    where, values = places[0].where, {place.key: place.value for place in places}
+    if type(where) not in _DIRECT:
+        row.ask(functools.partial(_are_read, item_at, [where] * len(values), [*values], [*values.values()]))
+    elif len(values) <= _MAX_SINGLE:
+        for key, value in values.items():
+            row.item(where, key, value)
+    elif type(where) is list and len(values) == len(where):
+        row.ask(functools.partial(_are_items, where, tuple(values.values())))
+    else:
+        row.items(where, values)
+
+
+def _are_items(items: list[Any], values: tuple[Any, ...]) -> bool:
+    return all(map(operator.is_, items, values))
+
+
+def _are_equal(read: Callable[[Any], Any], where: list[Any], values: list[Any]) -> bool:
+    return list(map(read, where)) == values
+
+
+def _are_read(read: Callable[[Any, Any], Any], where: list[Any], keys: list[Any], values: list[Any]) -> bool:
+    return all(map(same, values, map(read, where, keys)))
+
+
+def _ids_of(values: Any) -> frozenset[int]:
+    return frozenset(map(id, items_of(values)))
+
+
+def _ids_in_order(where: Any) -> tuple[int, ...]:
+    keys: Any = OrderedDict if issubclass(type(where), OrderedDict) else dict
+    return tuple(map(id, keys.__iter__(where)))
+
+
+@dataclass(slots=True)
+class Names:
+    """The names in a dict of attributes or globals: one that comes into being may hide what code has found so far."""
+
+    label: Label
+    where: Mapping[Any, Any]
+    wants: Callable[[Any], bool]
+    """Tells which names code looks for."""
+    behind: tuple[type, ...]
+    """The classes that are asked for what is not here."""
+    is_users: bool
+    known: frozenset[Any]
+
+    def changes(self) -> Iterator[Change]:
+        for key in [key for key in self.where if key not in self.known and self.wants(key)]:
+            value = self.where[key]
+            function = value.__func__ if type(value) is types.MethodType else value
+            if is_engines(value) or "_wrapped_by_lr_sched" in (attributes_of(function) or ()):
+                continue  # it does what the method did: a graphed forward, a scheduler's count of steps
+            label = self.label.attribute(key) if type(key) is str else self.label.item(os.fsdecode(key))
+            now = told(value)
+            before = next((told(vars(kind)[key]) for kind in self.behind if key in vars(kind)), "absent")
+            yield Change(str(label), before if before != now else f"its class's {now}", now, self.is_users)

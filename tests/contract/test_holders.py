@@ -1,0 +1,66 @@
+"""A number that the step reads changes between calls, wherever the program keeps it.
+
+Where the watch reaches it, the call in which it is another is right. Where it does not, the next audit finds it, and
+every call from that one on is right.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import stepgraph
+from tests.holders import CASES, HOLDERS, Net
+from tests.seeding import seed
+
+CALLS, CHANGED_AT = 26, 8
+
+
+def weights_of(holder: str, depth: int, device: torch.device, api: str, **options: Any) -> list[list[torch.Tensor]]:
+    """Train, and give the weights after each call."""
+    seed(5)
+    held = HOLDERS[holder](depth, 2.0)
+    model = Net(held).to(device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    graphed: Callable[[torch.Tensor], torch.Tensor] = model
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = graphed(x).pow(2).mean()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    run: Callable[[torch.Tensor], torch.Tensor] = step
+    if api == "capture":
+        run = stepgraph.capture(step, **options)
+    elif api == "graph_modules":
+        stepgraph.graph_modules(model, **options)
+    elif api == "make_graphed_callables":
+        graphed = stepgraph.make_graphed_callables(model, (torch.ones(2, 3, device=device),), **options)
+    seed(6)
+    history = []
+    for index in range(CALLS):
+        if index == CHANGED_AT:
+            held.write(3.0)
+        run(torch.randn(2, 3).to(device))
+        history.append([parameter.detach().clone() for parameter in model.parameters()])
+    return history
+
+
+def wrong_calls(one: list[list[torch.Tensor]], other: list[list[torch.Tensor]]) -> list[int]:
+    return [index for index in range(CALLS) if not all(map(torch.equal, one[index], other[index]))]
+
+
+@pytest.mark.parametrize(("holder", "depth"), CASES)
+def test_changed_number_is_right_in_the_same_call(holder: str, depth: int, device: torch.device) -> None:
+    expected = weights_of(holder, depth, device, "eager")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", stepgraph.StepgraphWarning)
+        in_reach = HOLDERS[holder](depth, 2.0).in_reach
+        found = weights_of(holder, depth, device, "capture", **({} if in_reach else {"audit": 1}))
+    assert wrong_calls(expected, found) == []
