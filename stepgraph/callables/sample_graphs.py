@@ -21,7 +21,7 @@ from typing import TypeAlias, cast
 import torch
 
 from stepgraph.buffers.borrowed import BorrowedTensor
-from stepgraph.buffers.boundary import ArgMetadata
+from stepgraph.buffers.boundary import ArgMetadata, copied
 from stepgraph.buffers.reuse_pool import TensorReusePool
 from stepgraph.buffers.static_result import StaticResult
 from stepgraph.callables.call_shape import CallShape
@@ -222,6 +222,7 @@ class GraphCapture:
         then = functools.partial(self._hand_result_on, sample, following) if following is not None else None
         with self._hooks.around(sample.index, target.given, backward=False), _named(target.name):
             sample.runner = target.pair.forward(sample.call, {}, {}, own, self._lane, then)
+        sample.call.values = {i: copied(tensor) for i, tensor in sample.call.values.items()}  # the samples may go
         result = sample.runner.result
         result.copy(range(len(result.tensors)))
         sample.runner.copies_grads = True

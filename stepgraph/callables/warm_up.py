@@ -102,13 +102,13 @@ def warm_up(
                 watched = _watch(warm.target, backend) if is_last else None
                 with warm.target.ran.noting(backwards_on=backend.device):
                     _one_call(warm, hooks, backend.device, trains=trains)
-                if is_last and count > 1:
-                    warm.proof.refuse_varying(warm.target.name, "callable")
                 finding = watched.finding() if watched is not None else None
                 if finding is not None:
                     raise CaptureError(
                         f"{warm.target.name}: {finding.what}", rule=finding.rule, why=finding.why, fix=finding.fix
                     )
+                if is_last and count > 1:
+                    warm.proof.refuse_varying(warm.target.name, "callable")
 
 
 def _watch(target: CaptureTarget, backend: Backend) -> WarmCall:

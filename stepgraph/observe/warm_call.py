@@ -61,7 +61,7 @@ class WarmCall:
                     f"ignore=[{name!r}].",
                 )
         for change in self._values.changed():
-            if not getattr(change, "is_users", True):
+            if not change.is_users:
                 continue  # a library's own: where eager calls run the same operations, nothing depends on it
             return CaptureError(
                 f"the module itself changes {change}",
