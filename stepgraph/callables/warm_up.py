@@ -38,7 +38,7 @@ PHASES = ("forward_pre_hooks", "forward_hooks", "backward_pre_hooks", "backward_
 
 
 class CaptureTimeHooks:
-    """Functions that run around each forward and backward of warm-up and capture, and never at a replay."""
+    """Functions that run around each forward and backward of warm-up, capture and audits, and never at a replay."""
 
     def __init__(self, given: Any, num_callables: int) -> None:
         entries = [None] * num_callables if given is None else given

@@ -49,6 +49,8 @@ from stepgraph.signature.ambient import changed_flags
 from stepgraph.tree import CallFlattener, Structure
 from stepgraph.values.watch import Change, Watch
 
+_LONGEST_ROUND = 1000
+"""Calls after which a round is taken to begin although others are under way: their results may be kept for good."""
 _training = operator.itemgetter("training")
 
 
@@ -132,7 +134,8 @@ class CudaGraphManager:
         return self._look_up(args, kwargs)
 
     def _replay(self, site: ModuleSite, leaves: list[Any], structure: Structure, given: tuple[Any, Any]) -> Any:
-        if site.runners and not self.session.lanes.calls.num:
+        calls = self.session.lanes.calls
+        if site.runners and (not calls.num or calls.begun > _LONGEST_ROUND):
             self.session.begin_round()
         if site.runners and self.holds(site):
             runner = self._ready(site, leaves)

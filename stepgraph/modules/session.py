@@ -62,6 +62,7 @@ class ModuleSession(PairSession):
 
     def begin_round(self) -> None:
         """A replay comes when no other is under way: if it is time, all kinds of calls are compared first."""
+        self.lanes.calls.begun = 0
         if not self.turns.begin():
             return
         if not can_audit_now():

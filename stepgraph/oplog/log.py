@@ -105,7 +105,8 @@ class Vocabulary:
 
     def name_cast(self, storage: torch.UntypedStorage, name: Hashable) -> None:
         """This memory has the cast of a tensor with a name, which autocast keeps for later calls."""
-        self._casts[storage._cdata] = (weakref.ref(storage), name)
+        key = storage._cdata
+        self._casts[key] = (weakref.ref(storage, lambda _: self._casts.pop(key, None)), name)
 
     def cast(self, storage: torch.UntypedStorage) -> Hashable | None:
         """The name of the cast in this memory."""

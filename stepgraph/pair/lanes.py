@@ -48,12 +48,12 @@ T = TypeVar("T", bound=Tenant)
 
 
 class CallCount:
-    """How many calls are under way in all lanes."""
+    """How many calls are under way in all lanes, and how many have begun since a round has."""
 
-    __slots__ = ("num",)
+    __slots__ = ("begun", "num")
 
     def __init__(self) -> None:
-        self.num = 0
+        self.num = self.begun = 0
 
 
 class PoolLane(Generic[T]):
@@ -105,6 +105,7 @@ class PoolLane(Generic[T]):
         """A call is under way."""
         self._under_way.append(runner)
         self._calls.num += 1
+        self._calls.begun += 1
         self._first_backward = min(self._first_backward, runner.backward_at)
 
     def end(self, runner: T) -> None:

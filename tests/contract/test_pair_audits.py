@@ -131,6 +131,24 @@ def test_module_audit_comes_by_round_count(audit: Any, right: bool, device: torc
     assert bool(told(warned, "changed-operations")) == right
 
 
+def test_module_audit_comes_although_results_are_kept(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An evaluation with gradients on, whose last result lives until the next: a call is under way at each call."""
+    monkeypatch.setattr("stepgraph.modules.manager._LONGEST_ROUND", 3)
+    config = Holder()
+    model = Net(Scaled(config)).to(device)
+    x = torch.ones(4, 8, device=device)
+    with stepgraph.graph_modules(model, "layers.*", warmup=1, audit=1) as handle, quiet() as warned:
+        for _ in range(3):
+            result = model(x)
+            result.sum().backward()
+        for index in range(12):
+            config.set(1.0 if index < 3 else 3.0)
+            result = model(x)
+        handle.close()
+        assert same_bits(result, model(x))
+    assert told(warned, "changed-operations")
+
+
 def test_module_audit_is_an_error_under_strict(device: torch.device) -> None:
     config = Holder()
     model = Net(Scaled(config)).to(device)
