@@ -266,6 +266,8 @@ class CudaGraphManager:
             why, site.again = site.again, None
             self._start_over(why)
             return False
+        if audited and site.recorded is not None and changed_flags(site.recorded.ambient):
+            return True  # no call of this kind comes before they are as they were
         changed = site.guard.changed()
         if changed is None:
             return not audited or self._audit(site)
@@ -306,8 +308,6 @@ class CudaGraphManager:
     def differs(self, site: ModuleSite) -> Difference | None:
         """Where a recording of such a call would differ by now from the one that is replayed."""
         assert site.recorded is not None
-        if changed_flags(site.recorded.ambient):
-            return None  # no call of this kind comes before they are as they were
         return self.pair().differs(site.recorded, site.runners[0])
 
     def raise_if_strict(self, why: str) -> None:

@@ -174,8 +174,8 @@ class AuditTurns:
 
 
 def can_audit_now() -> bool:
-    """Whether calls can be recorded here: not in a backward, and not in inference mode."""
-    return torch._C._current_graph_task_id() == -1 and not torch.is_inference_mode_enabled()
+    """Whether calls can be recorded here: not in a backward."""
+    return torch._C._current_graph_task_id() == -1
 
 
 def equality(shown: Sequence[Shown], audits: int) -> str:

@@ -412,7 +412,7 @@ class PairCapture:
 
         `around` is entered around a forward, and around a backward.
         """
-        with self._session.workspace.capturing():
+        with torch.inference_mode(False), self._session.workspace.capturing():
             with around(False):
                 again = self.forward(call, {}, {}, {} if call.values else runner.boundary.tensors, runner.lane)
             try:

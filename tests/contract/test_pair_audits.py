@@ -192,6 +192,25 @@ def test_module_value_in_the_watch_is_named(device: torch.device) -> None:
     assert "dropout.p: 0.25 -> 0.5" in warning
 
 
+@pytest.mark.parametrize("around", [torch.no_grad, torch.inference_mode])
+def test_module_audit_comes_in_evaluations(around: Callable[[], Any], device: torch.device) -> None:
+    config = Holder()
+    model = Net(Scaled(config), Layer(dropout=0.0)).to(device)
+    x = torch.ones(4, 8, device=device)
+    with stepgraph.graph_modules(model, "layers.*", warmup=1, audit=1) as handle, quiet() as warned:
+        for index in range(12):
+            config.set(1.0 if index < 8 else 2.0)
+            with around():
+                result = model(x)
+            if index % 2:
+                model(x).sum().backward()
+        handle.close()
+        with around():
+            assert same_bits(result, model(x))
+    assert len(told(warned, "changed-operations")) == 1
+    assert "it can no longer" not in str(handle.report())
+
+
 class AsksWhetherCaptured(Layer):
     """Multiplies by one while it is captured, as libraries do that go round a host read then."""
 
