@@ -183,7 +183,14 @@ class ExecutedCode:
 
     @contextlib.contextmanager
     def noting(self, backwards_on: torch.device | None = None) -> Iterator[None]:
-        """Note what runs in this block, in this thread, and in that of backwards on a device."""
+        """Note what runs in this block, in this thread, and in that of backwards on a device.
+
+        Where Python has events for it (3.12), each piece of code is reported once, whichever thread runs it.
+        """
+        if (tool := _free_tool()) is not None:
+            with self._monitoring(tool):
+                yield
+            return
         found = sys.getprofile()
         outer = getattr(found, "__self__", None)
         if found is not None and type(outer) is not ExecutedCode:
@@ -206,6 +213,24 @@ class ExecutedCode:
                 outer._codes |= self._codes
                 outer._is_whole = outer._is_whole and self._is_whole
 
+    @contextlib.contextmanager
+    def _monitoring(self, tool: int) -> Iterator[None]:
+        events: Any = sys.monitoring  # type: ignore[attr-defined]
+
+        def started(code: types.CodeType, _: int) -> Any:
+            self._codes[id(code)] = code
+            return events.DISABLE
+
+        events.use_tool_id(tool, "stepgraph")
+        try:
+            events.register_callback(tool, events.events.PY_START, started)
+            events.restart_events()  # of code that was reported in an earlier block
+            events.set_events(tool, events.events.PY_START)
+            yield
+        finally:
+            events.set_events(tool, 0)
+            events.free_tool_id(tool)
+
     def _begin(self) -> None:
         self._is_elsewhere = sys.getprofile() is None  # else autograd uses this very thread, or has a profiler
         if self._is_elsewhere:
@@ -219,6 +244,12 @@ class ExecutedCode:
         if event == "call":
             code = frame.f_code
             self._codes[id(code)] = code
+
+
+def _free_tool() -> int | None:
+    """A place among those who may be told of what runs, where Python has such places and one is free."""
+    events = getattr(sys, "monitoring", None)
+    return next((tool for tool in (3, 4) if events.get_tool(tool) is None), None) if events is not None else None
 
 
 class Running:

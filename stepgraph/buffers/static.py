@@ -237,9 +237,8 @@ class StaticInputs:
                     )
 
     def _refuse_shared(self, index: int, leaves: Sequence[Any], names: Sequence[str]) -> None:
-        own = leaves[index].untyped_storage()._cdata
         for i in self._indices:
-            if i != index and leaves[i].untyped_storage()._cdata == own:
+            if i != index and overlap(leaves[i], leaves[index]):
                 raise _shared(f"argument `{names[index]}`", names[i])
 
     def store(self, leaves: Sequence[Any]) -> None:

@@ -41,7 +41,9 @@ def discovering(
 
     `inputs` are its tensors by id; `on_optimizer` sees optimizers before they step.
     """
-    objects = reachable(function, touched.ran)
+    if touched.objects is None:
+        touched.objects = reachable(function)
+    objects = touched.objects
     for value in objects:
         touched.add_reachable(value)
     modules = [value for value in objects if isinstance(value, torch.nn.Module)]
@@ -53,7 +55,8 @@ def discovering(
         has_hooks = any(m._forward_pre_hooks for m in touched.modules)
         asking = compiled if has_hooks else [compiler for module in modules for compiler in own_compilers(module)]
 
-    before = touched.known() | frozenset(map(id, objects))
+    parts = (part for module in modules for part in (*module.modules(), *module.parameters()))
+    before = touched.known() | frozenset(map(id, (*objects, *parts)))
 
     def optimizer_hook(optimizer: Optimizer) -> None:
         touched.add_optimizer(optimizer)
@@ -151,5 +154,9 @@ class _Hidden:
 
 def scalers_of(function: Callable[..., Any]) -> list[torch.amp.GradScaler]:
     """The GradScalers that a step can name and that are on."""
-    found = [value for value in reachable(function) if isinstance(value, torch.amp.GradScaler)]
-    return [scaler for scaler in found if scaler.is_enabled()]
+    return scalers_among(reachable(function))
+
+
+def scalers_among(objects: Iterable[Any]) -> list[torch.amp.GradScaler]:
+    """The GradScalers among these objects that are on."""
+    return [value for value in objects if isinstance(value, torch.amp.GradScaler) and value.is_enabled()]

@@ -85,7 +85,9 @@ def kept_tensor(
         gc.collect(0)  # what nobody holds is gone
         young = gc.get_objects(generation=1)
         known_ids = {id(tensor) for tensor in known}
-        tensors = recorded([o for o in young if isinstance(o, torch.Tensor) and id(o) not in known_ids])
+        wrapped = torch._C._functorch.is_functorch_wrapped_tensor  # those of torch.func have no memory of their own
+        new = (o for o in young if isinstance(o, torch.Tensor) and id(o) not in known_ids)
+        tensors = recorded([o for o in new if not wrapped(o)])
         if not tensors:
             return None
         look = _Look({id(o) for o in young} | {id(young), id(tensors)}, spots_of(step), ignore)

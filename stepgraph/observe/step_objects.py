@@ -34,6 +34,8 @@ class StepObjects:
         self._optimizers: dict[int, Optimizer] = {}
         self._named_optimizers: dict[int, Optimizer] = {}
         self._names: dict[int, str] = {}
+        self.objects: list[Any] | None = None
+        """What it can name, from before its first call."""
         self.differentiates = False
         """Whether a backward was seen."""
         self.ran = ExecutedCode()

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import zip_longest
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -29,9 +30,9 @@ _ATTENTION = (
     *("_scaled_dot_product_flash_attention_backward", "_scaled_dot_product_efficient_attention_backward"),
     *("_scaled_dot_product_cudnn_attention_backward", "_flash_attention_backward", "_efficient_attention_backward"),
 )
-DIFFERS_UNDER_CAPTURE: dict[Any, Callable[[tuple[Any, ...]], tuple[Any, ...]]] = {
-    getattr(torch.ops.aten, name).default: _without_seed for name in _ATTENTION if hasattr(torch.ops.aten, name)
-}
+DIFFERS_UNDER_CAPTURE: Mapping[Any, Callable[[tuple[Any, ...]], tuple[Any, ...]]] = MappingProxyType(
+    {getattr(torch.ops.aten, name).default: _without_seed for name in _ATTENTION if hasattr(torch.ops.aten, name)}
+)
 """What torch itself does otherwise while a graph is recorded: operations, and what their notes are without it.
 
 Measured on an H200 with attention of all kinds, dropout, fused AdamW, clipping, autocast, checkpoints: the random state

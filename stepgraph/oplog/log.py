@@ -131,7 +131,7 @@ class Roles:
     """Names for tensors that were there before a call, by the memory that each lies in."""
 
     def __init__(self) -> None:
-        self._names: dict[int, list[tuple[int, int, Hashable]]] = {}
+        self._names: dict[int, tuple[weakref.ref[torch.UntypedStorage], list[tuple[int, int, Hashable]]]] = {}
 
     def add(self, name: Hashable, tensor: torch.Tensor) -> None:
         """A name for a tensor; of two for the same place the first counts."""
@@ -140,21 +140,24 @@ class Roles:
             start = int(tensor.storage_offset())
             last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
             span = (start, start + max(int(last), 0) + 1, name)
-            self._names.setdefault(storage._cdata, []).append(span)
+            self._names.setdefault(storage._cdata, (weakref.ref(storage), []))[1].append(span)
+
+    def has(self, storage: torch.UntypedStorage) -> bool:
+        """Whether it is memory that something here lies in; another may have the place of one that is gone."""
+        found = self._names.get(storage._cdata)
+        return found is not None and found[0]() is storage
 
     def find(self, storage: torch.UntypedStorage, offset: int) -> tuple[Hashable, int] | None:
         """The name of what lies there, and where it begins."""
-        found = [span for span in self._names.get(storage._cdata, ()) if span[0] <= offset < span[1]]
+        if not self.has(storage):
+            return None
+        found = [span for span in self._names[storage._cdata][1] if span[0] <= offset < span[1]]
         start, _, name = max(found, key=lambda span: span[0], default=(0, 0, None))
         return (name, start) if found else None
 
-    def forget(self, memory: int) -> None:
-        """It was freed meanwhile, and its number given to another."""
-        self._names.pop(memory, None)
-
     def shared(self) -> dict[Hashable, Hashable]:
         """Names of tensors that lie in the same memory as others: the name of the first of each such group."""
-        groups = (names for names in self._names.values() if len(names) > 1)
+        groups = (names for _, names in self._names.values() if len(names) > 1)
         return {name: names[0][2] for names in groups for _, _, name in names}
 
 
@@ -363,14 +366,18 @@ class OpLog(dispatch.TorchDispatchMode):
         """Note which memory has come into being."""
         for result in _tensors(out):
             storage = storage_of(result)
-            if storage is not None and storage._cdata not in known and self._births.name(storage) is None:
+            if storage is not None and storage._cdata not in known and not self._was_there(storage):
                 known.add(storage._cdata)
                 self._births.add(storage, scope)
-                self._given.forget(storage._cdata)
+
+    def _was_there(self, storage: torch.UntypedStorage) -> bool:
+        """Whether memory has a name already: an operation may be given it by another way than as a tensor."""
+        return self._births.name(storage) is not None or self._given.has(storage) or self._roles.has(storage)
 
     def _tensor(self, tensor: torch.Tensor, known: set[int]) -> Hashable:
         """A tensor: which one it is, and its geometry."""
-        form = (tuple(tensor.shape), tensor.dtype, tensor.device, tensor.layout)
+        shape = tuple(tensor.shape) if not tensor.is_nested else ("nested", tensor.size(0))
+        form = (shape, tensor.dtype, tensor.device, tensor.layout)
         storage = storage_of(tensor)
         if storage is None:
             return (("without memory", type(tensor).__qualname__), form)

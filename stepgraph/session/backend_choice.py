@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import chain
 from typing import Any
 
@@ -10,19 +10,19 @@ import torch
 
 from stepgraph.backends import Backend, backend_for, backend_named
 from stepgraph.errors import InvalidArgument
-from stepgraph.observe.finder import devices, reachable
+from stepgraph.observe.finder import devices
 from stepgraph.session.session import Session
 
 
 def choose_backend(
-    function: Callable[..., Any], leaves: Sequence[Any], wanted: Backend | str | None, session: Session
+    objects: Sequence[Any], leaves: Sequence[Any], wanted: Backend | str | None, session: Session
 ) -> Backend:
-    """The backend for a step, from its first call's leaves and from what it can name."""
+    """The backend for a step, from its first call's leaves and from the objects that it can name."""
     if wanted is not None:
         return backend_named(wanted) if isinstance(wanted, str) else wanted
     if session.has_backend:
         return session.backend
-    return backend_of(devices(chain(iter(leaves), reachable(function))))
+    return backend_of(devices(chain(leaves, objects)))
 
 
 def backend_of(found: Iterable[torch.device]) -> Backend:
@@ -33,11 +33,11 @@ def backend_of(found: Iterable[torch.device]) -> Backend:
     return backend_for(cuda or (known[0] if known else fallback))
 
 
-def refuse_other_devices(name: str, function: Callable[..., Any], leaves: Sequence[Any], backend: Backend) -> None:
+def refuse_other_devices(name: str, objects: Sequence[Any], leaves: Sequence[Any], backend: Backend) -> None:
     """The tape has no GPU: a step on one would be recorded in part."""
     if backend.device.type != "cpu":
         return
-    for device in devices(chain(iter(leaves), reachable(function))):
+    for device in devices(chain(leaves, objects)):
         if device.type != "cpu":
             raise InvalidArgument(
                 f"{name}: the tape was asked for, and the step uses tensors on {device}",

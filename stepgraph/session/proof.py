@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import Optimizer
 
 from stepgraph.errors import CaptureError
@@ -168,11 +169,14 @@ def roles_of(touched: StepObjects) -> Roles:
     roles = Roles()
     names: dict[int, str] = {}
     taken: set[str] = set()
+    replicas = (m for m in touched.all_modules if isinstance(m, DistributedDataParallel) and m.gradient_as_bucket_view)
+    in_buckets = {id(p) for ddp in replicas for p in ddp.parameters()}
+    """Whose gradients lie in DDP's memory, which it writes to whatever `.grad` is."""
     for parameter in touched.all_parameters:
         name = names[id(parameter)] = numbered(touched.name(parameter), taken)
         taken.add(name)
         roles.add(name, parameter)
-        if parameter.grad is not None:
+        if parameter.grad is not None and id(parameter) not in in_buckets:
             roles.add(f"{name}.grad", parameter.grad)
     for module in touched.all_modules:
         for key, buffer in module._buffers.items():

@@ -35,7 +35,7 @@ from stepgraph.session.proof import CallProof
 from stepgraph.signature import Signature
 from stepgraph.step.chain import Chain
 from stepgraph.tree import Structure, unflatten
-from stepgraph.values.watch import Watch
+from stepgraph.values.watch import Change, Watch
 
 _MAX_ROWS = 8
 """How often what the guards come down to is written down anew in short succession."""
@@ -170,6 +170,14 @@ class CapturedCall:
         return self._is_known or (
             [grad is None for grad in map(_grad, self._parameters)] == self._no_grad and can_carry_in(self._carried_in)
         )
+
+    def own_changes(self, known: Sequence[Change]) -> list[Change]:
+        """After the step's code has run once more: the user's values that it has changed, beside those that had been.
+
+        What a library counts is its own business.
+        """
+        before = {str(change) for change in known}
+        return [change for change in self.guards.values.changed() if change.is_users and str(change) not in before]
 
     def watch(self, values: Watch) -> None:
         """Watch these host values from now on."""

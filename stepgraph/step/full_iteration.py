@@ -19,6 +19,7 @@ from typing import Any
 from stepgraph.backends import Backend
 from stepgraph.errors import ClosedError, InvalidArgument
 from stepgraph.frames import untraced
+from stepgraph.observe.finder import reachable
 from stepgraph.session.backend_choice import choose_backend
 from stepgraph.session.session import Session
 from stepgraph.step.capture import capture
@@ -105,7 +106,7 @@ class FullCudaGraphWrapper:
         """At the first call: choose the backend from what the iteration uses."""
         leaves, _ = flatten((self._optimizer, call))
         seen = functools.partial(self._forward_backward_func, *leaves)
-        self._session.settle(choose_backend(seen, leaves, self._wanted, self._session))
+        self._session.settle(choose_backend(reachable(seen), leaves, self._wanted, self._session))
         return StaticBufferLoader(self._session, max_layouts=self._max_graphs)
 
     def _check_open(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -19,7 +19,7 @@ from stepgraph.guards.model import ModelGuard
 from stepgraph.guards.optimizer import NumbersGuard, ParametersGuard, StateGuard
 from stepgraph.guards.registration import RegistrationEvents
 from stepgraph.observe.ddp import Replicas, refuse_replicas
-from stepgraph.observe.discovery import discovering, scalers_of
+from stepgraph.observe.discovery import discovering, scalers_among
 from stepgraph.observe.escaped_tensors import Place, is_newborn, kept_tensor, setting_apart
 from stepgraph.observe.finder import reachable, tensors_in
 from stepgraph.observe.nonfinite import Flags
@@ -99,10 +99,13 @@ class Recorded:
     """A recording, and what belongs to it."""
 
     signature: Signature
+    kind: Hashable
+    """The site's kind of call before it: the recording has left other gradients, and perhaps other modes."""
     inputs: StaticInputs
     made: _Recording
     inside: tuple[Optimizer, ...]
     outside: tuple[Optimizer, ...]
+    scalers: list[torch.amp.GradScaler]
     counters: HostCounters
     random: NamesGuard
     replicas: Replicas
@@ -190,17 +193,19 @@ class StepCapture:
             check_forced(optimizer, self._options.optimizer, placements[id(optimizer)])
         inside = [o for o in site.touched.optimizers if placements[id(o)].inside]
         outside = [o for o in site.touched.optimizers if not placements[id(o)].inside]
+        whole = site.with_objects(self._function)
+        objects = reachable(whole, site.touched.ran)
         inputs = StaticInputs(leaves, self._session.backend)
         inputs.hold_grads(leaves, signature.names())
         inputs.load(leaves)
         random = NamesGuard(tracker_for(self._session.backend))
         while True:
             inputs.watch()
-            inputs.watch_state(leaves, _own_tensors(site, site.with_objects(self._function)))
+            inputs.watch_state(leaves, _own_tensors(site, objects))
             counters, born = HostCounters(inside, self._session.backend), BornState(inside)
             try:
                 with replicas.recording(self._session.drop_graphs):
-                    made = self._record(site, structure, inputs.leaves, inside, outside)
+                    made = self._record(site, structure, inputs.leaves, inside, outside, objects)
             finally:
                 counters.rollback()
                 made_state = born.rollback()
@@ -228,7 +233,9 @@ class StepCapture:
         except BaseException:
             made.drop()
             raise
-        return Recorded(signature, inputs, made, tuple(inside), tuple(outside), counters, random, replicas)
+        scalers = scalers_among(objects)
+        placed = (tuple(inside), tuple(outside), scalers)
+        return Recorded(signature, kind, inputs, made, *placed, counters, random, replicas)
 
     def record_again(
         self, site: Site, given: CallArgs, moved: dict[int, str], raise_held: Callable[[], None]
@@ -243,6 +250,8 @@ class StepCapture:
             for parameter, grad in reversed(found.grads):  # of those that it knows, the recording has taken care
                 if id(parameter) not in known:
                     parameter.grad = grad
+        found.grads.clear()
+        found.let_go(known)  # what the recording has made itself is no news
         inputs = {id(leaf) for leaf in (*given.leaves, *recorded.inputs.leaves)}
         return recorded, bool(found.known() - known - inputs)
 
@@ -265,11 +274,11 @@ class StepCapture:
     def _prove(self, site: Site, recorded: Recorded, *, ahead: bool) -> CallProof:
         """Compare a recording with the eager calls of its kind. Values that changed without effect are dropped."""
         log, due = recorded.made.log, next_audit(self._options.audit, 0)
-        eager = site.eager.logs.of(site.kind())
+        eager = site.eager.logs.of(recorded.kind)
         if not eager:
             return CallProof(log, Shown.LATER if ahead else Shown.NOT, due)
         found = self.logs.compare(eager, log, recorded.outside)
-        changed = site.eager.state.values.changed() if site.eager.state is not None else ()
+        changed = site.eager.values.changed() if site.eager.values is not None else []
         if found is not None and changed:
             raise NotWarm(values=changed)
         if found is not None:
@@ -291,8 +300,7 @@ class StepCapture:
         if site.cut_scalers:
             site.scaled |= made.scalers.stepped
             inside = [o for o in inside if id(o) not in site.scaled]
-        whole = site.with_objects(self._function)
-        scalers = [] if site.cut_scalers else scalers_of(whole)
+        scalers = [] if site.cut_scalers else recorded.scalers
         guards = Guards(
             tuple(NumbersGuard(o) for o in inside),
             (
@@ -334,11 +342,9 @@ class StepCapture:
 
     def look(self, site: Site) -> None:
         """After an eager call: note what must still be so when the step is recorded."""
-        placed = [(o, place(o, self._options.optimizer).inside) for o in site.touched.optimizers]
-        values = self._watch(site, [o for o, is_inside in placed if not is_inside])
+        inside = [o for o in site.touched.optimizers if place(o, self._options.optimizer).inside]
         parameters = tuple(map(ParametersGuard, site.touched.all_optimizers))
-        numbers = tuple(NumbersGuard(o) for o, is_inside in placed if is_inside)
-        site.eager.state = EagerState(self._model_guard(site), parameters, numbers, values)
+        site.eager.state = EagerState(self._model_guard(site), parameters, tuple(map(NumbersGuard, inside)))
 
     def _model_guard(self, site: Site, steady: Sequence[torch.Tensor] = ()) -> ModelGuard:
         touched = site.touched
@@ -362,25 +368,25 @@ class StepCapture:
         leaves: Sequence[Any],
         inside: Sequence[Optimizer],
         outside: Sequence[Optimizer],
+        objects: Sequence[Any],
     ) -> _Recording:
         recorder = ChainRecorder(self._session, self._options.generators)
         grads = GradCapture(
             site.touched.parameters, self._session.grads, recorder.recorded_anything, hold=site.hold_grads
         )
-        found = scalers_of(site.with_objects(self._function))
+        found = scalers_among(objects)
         imitate = site.effects.imitate
         scalers = ScalerCapture(found, inside, recorder.cut, imitate, whole=not site.cut_scalers)
         flags = flags_of(site, self._options, self._function)
         known = {id(o) for o in inside}
         read = ReadNumbers()
-        objects = [*outside, *reachable(site.with_objects(self._function))]
         with contextlib.ExitStack() as stack:
             stack.enter_context(surroundings(self._options.optimizer, self._session.backend))
             stack.enter_context(cut_at(outside, recorder.cut, flags.see_optimizer, imitate))
             stack.enter_context(scalers.recording())
             stack.enter_context(flags.at_optimizers())
             stack.enter_context(captured_inside(inside))
-            stack.enter_context(read.noting(objects, running=inside))
+            stack.enter_context(read.noting([*outside, *objects], running=inside))
             stack.enter_context(refusing_writes(inside))
             stack.enter_context(setting_apart())
             late = functools.partial(self._late, site)
@@ -478,7 +484,7 @@ def _refuse_own_change(step: str, changed: str | None) -> None:
         raise own_change(step, changed)
 
 
-def _own_tensors(site: Site, step: Callable[..., Any]) -> Iterator[tuple[str, torch.Tensor]]:
+def _own_tensors(site: Site, objects: Sequence[Any]) -> Iterator[tuple[str, torch.Tensor]]:
     """The step's own tensors, and how to call them: parameters, buffers, and what its closure holds."""
     for parameter in site.touched.parameters:
         yield f"`{site.touched.name(parameter)}`", parameter
@@ -487,7 +493,7 @@ def _own_tensors(site: Site, step: Callable[..., Any]) -> Iterator[tuple[str, to
     for path, module in site.touched.named_modules.items():
         for name, buffer in module.named_buffers(recurse=False):
             yield f"`{path}.{name}`", buffer
-    for value in reachable(step):
+    for value in objects:
         if isinstance(value, torch.Tensor):
             yield "a tensor that the step names itself", value
 

@@ -57,12 +57,11 @@ class Obstacle:
 
 @dataclass(frozen=True, slots=True)
 class EagerState:
-    """The model and the host values as an eager call has left them: a recording that finds others knows nothing."""
+    """The model as an eager call has left it: a recording that finds another one knows nothing."""
 
     model: ModelGuard
     parameters: tuple[ParametersGuard, ...]
     numbers: tuple[NumbersGuard, ...]
-    values: Watch
 
     def rebuilt(self) -> str | None:
         """What is another about the model, or about what optimizers step."""
@@ -78,6 +77,8 @@ class LastEager:
     def __init__(self) -> None:
         self.state: EagerState | None = None
         """What the last one went by."""
+        self.values: Watch | None = None
+        """The host values that it has found, but for those that it has changed itself."""
         self.results: dict[Hashable, tuple[object, list[object]]] = {}
         """The static part of the results of each kind of call."""
         self.logs = EagerLogs()
@@ -176,6 +177,7 @@ class Site:
         other.touched, other.keep_alive = self.touched, self.keep_alive
         other.hold_grads, other.cut_scalers, other.scaled = self.hold_grads, self.cut_scalers, set(self.scaled)
         other.obstacles, other.written, other.effects = dict(self.obstacles), self.written, self.effects
+        other.eager.values = self.eager.values
         other.eager.state, other.eager.results = self.eager.state, dict(self.eager.results)
         other._credit, other._watched = credit, self._watched
         return other
@@ -225,6 +227,10 @@ class Site:
     def may_give_way(self) -> bool:
         """Whether another signature may have its place: one that had a graph will have one again."""
         return self.is_warming and not self.was_captured and self.obstacle is None
+
+    def is_last_warm_call(self, warmup: int) -> bool:
+        """Whether the eager call that begins is the last one before the capture."""
+        return self._warm[self._mode()] + self._credit + 1 >= warmup
 
     def start_over(self, credit: int) -> None:
         """The model is another one: look at the step again, as if it had been called `credit` times."""

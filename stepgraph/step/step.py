@@ -20,6 +20,7 @@ from stepgraph.backends import Backend
 from stepgraph.buffers.static import detached, on_device
 from stepgraph.errors import ClosedError
 from stepgraph.frames import untraced, warn_user
+from stepgraph.observe.finder import reachable
 from stepgraph.observe.nonfinite import FlagReader
 from stepgraph.oplog import Difference, first_difference, is_logged
 from stepgraph.session.backend_choice import choose_backend, refuse_other_devices
@@ -201,6 +202,7 @@ class CapturedStep(Generic[P, R]):
             with interrupts_held() as raise_held:
                 recorded, has_new = self._capture.record_again(site, given, self._moved, raise_held)
                 found = first_difference(call.proof.log, recorded.made.log)
+                own = call.own_changes(changes)
                 if found is None:
                     self._capture.agree(site, call, recorded, changes)
                 elif has_new:
@@ -211,9 +213,14 @@ class CapturedStep(Generic[P, R]):
             site.drop_graphs()
             return self._not_captured(site, error, given)
         self._counts.audits += 1
-        if found is None:
-            return self._run(call, given.leaves)
-        return self._operations_changed(site, call, None if has_new else recorded, found, changes, given)
+        if found is not None:
+            result = self._operations_changed(site, call, None if has_new else recorded, found, changes, given)
+        else:
+            result = self._run(call, given.leaves)
+        if own and site.calls:  # the step does by now what no replay repeats: have it seen, and named
+            site.drop_graphs()
+            site.start_over(credit=self._options.warmup - 1)
+        return result
 
     def _operations_changed(
         self,
@@ -231,18 +238,18 @@ class CapturedStep(Generic[P, R]):
         told = "; ".join(map(str, changes)) if changes else str(found)
         names = [change.name for change in changes] or [str(found.where or found.operation)]
         site.changes, often = weigh_changes(site.changes, names, call.replays)
-        if recorded is not None and (self._options.strict or often):
+        if recorded is not None and self._options.strict:
             recorded.made.drop()
         self._raise_if_strict(site, told)
         warn_operations_changed(self._name, found, changes, call.replays - call.proof.agreed, stays_eager=bool(often))
-        if often:
-            site.drop_graphs()
-            site.obstacle = f"the operations keep changing: {', '.join(often)}"
-            return self._eager(site, site.obstacle, given)
+        site.obstacle = f"the operations keep changing: {', '.join(often)}" if often else None
         if not changes:
             self._capture.suspect()
         if recorded is None:
-            return self._start_over(site, told, given)
+            if site.obstacle is None:
+                return self._start_over(site, told, given)
+            site.drop_graphs()
+            return self._eager(site, site.obstacle, given)
         site.calls.remove(call)
         call.chain.free()
         self._counts.recapture_reasons[told] += 1
@@ -250,7 +257,10 @@ class CapturedStep(Generic[P, R]):
         proof = CallProof(recorded.made.log, call.proof.shown, next_audit(self._options.audit, 0))
         new = self._capture.keep(site, recorded, proof)
         site.calls.insert(0, new)
-        return self._run(new, given.leaves)
+        result = self._run(new, given.leaves)  # in any case: the step's Python has run for this call
+        if often:
+            site.drop_graphs()
+        return result
 
     def _run(self, call: CapturedCall, leaves: Sequence[Any]) -> Any:
         call.replay(leaves)
@@ -417,10 +427,11 @@ class CapturedStep(Generic[P, R]):
         """At the first call: choose the backend from what the step uses."""
         self._check_open()
         leaves, _ = flatten(call_tree)
-        self._session.settle(choose_backend(self._function, leaves, self._wanted, self._session))
+        objects = reachable(self._function)
+        self._session.settle(choose_backend(objects, leaves, self._wanted, self._session))
         self._backend = self._session.backend
         self._is_capturing = self._backend.capture_probe
-        refuse_other_devices(self._name, self._function, leaves, self._backend)
+        refuse_other_devices(self._name, objects, leaves, self._backend)
         self._settled = True
 
     def _check_open(self) -> None:

@@ -70,8 +70,9 @@ def warm_up(
     """Call the step once on these inputs and note what it touches; what ends with the call is let go of.
 
     `others` are the sites of the step's other signatures. Returns the result without its autograd graph, and the flags
-    of `nan_check`.
+    of `nan_check`. The last call before a capture is the one that counts: its operations are noted, and its values.
     """
+    is_last = site.is_last_warm_call(options.warmup)
     backend = session.backend
     leaves = given.leaves
     moved = on_device(leaves, backend)
@@ -83,7 +84,9 @@ def warm_up(
     whole = site.with_objects(step)
     flags = flags_of(site, options, step)
     eager = [o for o in site.touched.optimizers if not place(o, options.optimizer).inside]
-    values = Watch(whole, options.ignore, site.touched.named_modules, eager=eager, ran=site.touched.ran)
+    values = None
+    if is_last:
+        values = Watch(whole, options.ignore, site.touched.named_modules, eager=eager, ran=site.touched.ran)
     model = ModelState(site.touched.all_modules, site.touched.all_parameters)
     kind, optimizers = site.kind(), site.touched.optimizers
     states = num_states(optimizers)
@@ -100,8 +103,8 @@ def warm_up(
             numbers.end(optimizer)
 
     with (
-        site.touched.ran.noting(backwards_on=backend.device),
         discovering(site.touched, whole, {id(leaf) for leaf in (*leaves, *moved)}, see) as known,
+        contextlib.nullcontext() if site.touched.ran.is_known else site.touched.ran.noting(backwards_on=backend.device),
         session.workspace.warming_up(),
         _state_outside_the_pool(session.workspace),
         surroundings(options.optimizer, backend),
@@ -110,14 +113,17 @@ def warm_up(
         at_optimizer_steps(after=seen),
     ):
         args, kwargs = call = given.with_leaves(moved, own=options.goes_on_eagerly)
-        with logs.noting(moved, site.touched, backend.device, tensors_in(whole, options.ignore)) as log:
+        if is_last:
+            with logs.noting(moved, site.touched, backend.device, tensors_in(whole, options.ignore)) as log:
+                result = step(*args, **kwargs)
+                log.note_result(flatten(result)[0])
+        else:
             result = step(*args, **kwargs)
-            log.note_result(flatten(result)[0])
         found_flags = flags.finish(result, site.touched.parameters, zip(site.sign().names(), moved, strict=True))
     if site.seen <= 1 and not site.touched.differentiates:
         warn_detached_results(flatten(result)[0])
     result = detached(result)
-    if num_states(optimizers) == states:
+    if is_last and num_states(optimizers) == states:
         site.eager.logs.add(kind, log.finish())
     changed_numbers = numbers.finish()
     ended = _let_go(site, known, options.optimizer)
@@ -141,6 +147,20 @@ def warm_up(
     for key, changed in changed_numbers.items():
         if key not in ended and options.optimizer != "capturable":
             site.obstacles["host-value"] = Obstacle(f"the step itself changes {changed}")
+    if values is not None:
+        _note_values(site, values)
+    changed_model = model.changed(site.touched.name)
+    if changed_model is not None:
+        site.obstacles["own-change"] = Obstacle(f"the step itself {changed_model}")
+    for ddp, name in unrecordable.values():
+        if not _renewed(site, others, ddp, session):
+            site.obstacles["ddp-stream"] = Obstacle(f"DDP accumulates the gradient of `{name}` on the default stream")
+    note_result(site, kind, result)
+    return result, found_flags
+
+
+def _note_values(site: Site, values: Watch) -> None:
+    """After a call: which values it has changed itself; the others are what the recording has to find."""
     found = values.changed()
     site.eager.own_changes = {change.name for change in found if not change.is_users}
     changes = [change for change in found if change.is_users]
@@ -151,14 +171,8 @@ def warm_up(
     if sources := (*values.drawn(), *values.unseen()):
         told, names = ", ".join(map(str, sources)), tuple(source.name for source in sources)
         site.obstacles["iterator"] = Obstacle(f"the step draws from {told}", names)
-    changed_model = model.changed(site.touched.name)
-    if changed_model is not None:
-        site.obstacles["own-change"] = Obstacle(f"the step itself {changed_model}")
-    for ddp, name in unrecordable.values():
-        if not _renewed(site, others, ddp, session):
-            site.obstacles["ddp-stream"] = Obstacle(f"DDP accumulates the gradient of `{name}` on the default stream")
-    note_result(site, kind, result)
-    return result, found_flags
+    values.drop({change.name for change in found})
+    site.eager.values = values
 
 
 def _renewed(site: Site, others: Sequence[Site], ddp: DistributedDataParallel, session: Session) -> bool:

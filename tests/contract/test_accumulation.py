@@ -220,7 +220,7 @@ def test_accumulation_captured_and_eager_calls_in_turn(
         accumulate = stepgraph.capture(loop.accumulate, session=session)
         update = stepgraph.capture(loop.update, session=session)
         assert_same_history(expected, run(loop, accumulate, update), "captured differs from eager")
-        assert accumulate.report().replays > UPDATES
+        assert accumulate.report().replays >= UPDATES
         assert update.report().replays == UPDATES - 2 - 3  # two of them are the loop's own
 
 
@@ -497,7 +497,7 @@ def test_accumulation_into_gradients_of_other_strides_is_a_graph_of_its_own(devi
             assert model.weight.grad.stride() == expected.weight.grad.stride()
         report = step.report()
         assert report.graphs == 2
-        assert report.replays == 10
+        assert report.replays == 9  # two to warm up, and one with each other layout of the gradient
 
 
 @pytest.mark.parametrize("how", ["views of a flat buffer", "tensors"])

@@ -122,7 +122,7 @@ def test_compiled_caller_replays_and_equals_eager(entry: str, backend: str, devi
         replays = count() if graphed else 0
     assert all(map(same_bits, *losses))
     assert all(map(same_bits, *states))
-    assert replays == CALLS - (entry != "callables")
+    assert replays == CALLS - {"callables": 0, "modules": 1}.get(entry, 2)  # a whole step is compared with an eager one
 
 
 def test_compiled_caller_traces_nothing_of_the_step(device: torch.device) -> None:

@@ -241,8 +241,8 @@ def wrap(function: Callable[..., Any], device: torch.device, **options: Any) -> 
 @pytest.mark.parametrize("num_chunks", [1, 2])
 def test_wrapper_is_equal_to_eager(num_chunks: int, on_device: bool, device: torch.device) -> None:
     report = assert_wrapped_equals_eager(device, [TRAIN] * 6, num_chunks, on_device=on_device)
-    assert report.eager_reasons == {"warm-up": 1}
-    assert (report.graphs, report.captures, report.replays) == (1, 1, 5)
+    assert report.eager_reasons == {"warm-up": 2}  # what the second one runs is compared with the capture
+    assert (report.graphs, report.captures, report.replays) == (1, 1, 4)
     assert report.segments == 1
     assert report.optimizers == {}
 
@@ -269,7 +269,7 @@ def test_wrapper_validation_between_training_never_replays_the_training_graph(
     """Dropout is on in training and off in validation; each has a graph of its own, with the same shapes."""
     calls = [TRAIN, TRAIN, TRAIN, VALIDATE, VALIDATE, VALIDATE, TRAIN, VALIDATE, TRAIN, TRAIN]
     report = assert_wrapped_equals_eager(device, calls, num_chunks)
-    assert report.eager_reasons == {"warm-up": 2}
+    assert report.eager_reasons == {"warm-up": 4}
     assert report.graphs == 2
     assert sorted("forward_only=True" in signature for signature in report.signatures) == [False, True]
 
@@ -282,7 +282,7 @@ def test_wrapper_validation_in_inference_mode_shares_buffers_with_training(devic
 
         return call
 
-    calls = [VALIDATE, VALIDATE, VALIDATE, TRAIN, TRAIN, TRAIN, VALIDATE, TRAIN]
+    calls = [VALIDATE, VALIDATE, VALIDATE, TRAIN, TRAIN, TRAIN, TRAIN, VALIDATE, VALIDATE, TRAIN, TRAIN]
     expected = history_of(build(device), validating(forward_backward), calls, device)
     with stepgraph.FullCudaGraphWrapper(forward_backward) as wrapped:
         received = history_of(build(device), validating(wrapped), calls, device)
@@ -298,7 +298,7 @@ def test_wrapper_validation_in_inference_mode_shares_buffers_with_training(devic
 def test_wrapper_changed_num_microbatches_or_seq_length_is_another_graph(other: Call, device: torch.device) -> None:
     calls = [TRAIN, TRAIN, TRAIN, other, other, other, TRAIN, other, TRAIN]
     report = assert_wrapped_equals_eager(device, calls)
-    assert report.eager_reasons == {"warm-up": 2}
+    assert report.eager_reasons == {"warm-up": 4}
     assert report.graphs == report.captures == 2
     assert report.recaptures == 0
 
@@ -528,7 +528,7 @@ def test_wrapper_gradients_of_microbatches_reach_the_iterators_tensors(device: t
         for i in range(1, 6):
             wrapped(data_iterator=iter(leaves), **call)
             assert [leaf.grad.tolist() for leaf in leaves] == [[2.0 * i] * 2, [4.0 * i] * 2]
-        assert wrapped.report().replays == 4
+        assert wrapped.report().replays == 3
         with pytest.raises(stepgraph.CaptureError, match="outer-graph"):
             wrapped(data_iterator=iter([leaf * 1 for leaf in leaves]), **call)
 
@@ -681,7 +681,7 @@ def test_wrapper_method_as_forward_step_is_one_and_the_same_at_each_call(device:
 def test_wrapper_second_one_captures_and_deleting_one_leaves_the_other(device: torch.device) -> None:
     expected = history_of(build(device), forward_backward, [TRAIN] * 8, device)
     other, twin = stepgraph.FullCudaGraphWrapper(forward_backward), build(device)
-    for _ in range(4):
+    for _ in range(5):
         iterate(twin, other, TRAIN)
     wrapped, made = stepgraph.FullCudaGraphWrapper(forward_backward), build(device)
     torch.manual_seed(11)
@@ -695,12 +695,12 @@ def test_wrapper_second_one_captures_and_deleting_one_leaves_the_other(device: t
             del other
             gc.collect()
     assert_same_history(expected, received, "the wrapper that stays")
-    assert wrapped.report().replays == 7
+    assert wrapped.report().replays == 6
     wrapped.close()
 
 
 def test_wrapper_two_take_turns_on_one_model(device: torch.device) -> None:
-    calls = [TRAIN, TRAIN, TRAIN, VALIDATE, VALIDATE, TRAIN, VALIDATE, TRAIN]
+    calls = [TRAIN, TRAIN, TRAIN, VALIDATE, VALIDATE, TRAIN, VALIDATE, TRAIN, TRAIN]
     expected = history_of(build(device), forward_backward, calls, device)
     made = build(device)
     with (
@@ -730,7 +730,7 @@ def test_wrapper_reset_frees_graphs_and_static_buffers(device: torch.device) -> 
         return forward_backward(data_iterator=iter(microbatches), **rest)
 
     with stepgraph.FullCudaGraphWrapper(remembering, ignore=["buffers"]) as wrapped:
-        for call in (TRAIN, TRAIN, VALIDATE, VALIDATE):
+        for call in (TRAIN, TRAIN, TRAIN, VALIDATE, VALIDATE, VALIDATE):
             iterate(made, wrapped, call)
         report = wrapped.report()
         assert report.graphs == 2
@@ -743,7 +743,7 @@ def test_wrapper_reset_frees_graphs_and_static_buffers(device: torch.device) -> 
 
 
 def test_wrapper_reset_then_recapture_is_equal_to_eager(device: torch.device) -> None:
-    calls = [TRAIN, TRAIN, VALIDATE, VALIDATE, TRAIN]
+    calls = [TRAIN, TRAIN, TRAIN, VALIDATE, VALIDATE, VALIDATE, TRAIN]
     made = build(device)
     expected = history_of(made, forward_backward, calls, device) + history_of(made, forward_backward, calls, device)
     made = build(device)
@@ -754,7 +754,7 @@ def test_wrapper_reset_then_recapture_is_equal_to_eager(device: torch.device) ->
         assert_same_history(expected, received, "captured again")
         report = wrapped.report()
     assert (report.captures, report.graphs, report.recaptures) == (4, 2, 0)
-    assert report.eager_reasons == {"warm-up": 4}
+    assert report.eager_reasons == {"warm-up": 8}
 
 
 def test_wrapper_nan_check_works_as_in_a_captured_step(device: torch.device) -> None:
@@ -818,7 +818,8 @@ def test_wrapper_failed_capture_leaves_state_as_it_was_and_goes_on(device: torch
     made = build(device)
     step, switch = failing("capture")
     with stepgraph.FullCudaGraphWrapper(forward_backward, ignore=["switch[0]"]) as wrapped:
-        call_with(made, wrapped, step)
+        for _ in range(2):
+            call_with(made, wrapped, step)
         before = snapshot(made.program, device)
         switch[0] = True
         for _ in range(2):
@@ -878,7 +879,7 @@ def test_wrapper_on_error_eager_goes_on(device: torch.device) -> None:
     with stepgraph.FullCudaGraphWrapper(forward_backward, on_error="eager") as wrapped:
         with pytest.warns(stepgraph.StepgraphWarning, match="goes on in eager"):
             assert_same_history(expected, run(build(device), wrapped), "in eager")
-        assert wrapped.report().eager_reasons == {"warm-up": 1, "capture failed: [host-read]": 3}
+        assert wrapped.report().eager_reasons == {"warm-up": 2, "capture failed: [host-read]": 2}
 
 
 @pytest.mark.parametrize("num_chunks", [1, 2])
@@ -886,7 +887,7 @@ def test_wrapper_iterator_that_ends_early_is_named(num_chunks: int, device: torc
     made = build(device, num_chunks)
     function = function_for(num_chunks)
     with stepgraph.FullCudaGraphWrapper(function) as wrapped:
-        for _ in range(3):
+        for _ in range(4):
             iterate(made, wrapped, TRAIN)
         short = [*made.sources[:-1], itertools.islice(made.sources[-1], 2)]
         with pytest.raises(stepgraph.InvalidArgument, match="microbatches") as caught:
@@ -960,7 +961,8 @@ def test_wrapper_inside_a_captured_step_is_refused(device: torch.device) -> None
             return x + 1
 
         with stepgraph.capture(step, warmup=1, ignore=["made", "wrapped"]) as outer:
-            outer(torch.ones((), device=device))
+            for _ in range(2):
+                outer(torch.ones((), device=device))
             with pytest.raises(stepgraph.CaptureError, match="host-data"):
                 outer(torch.ones((), device=device))
         call_with(made, wrapped, forward_step)

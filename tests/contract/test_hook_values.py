@@ -138,7 +138,6 @@ def test_two_hooks_of_one_name_are_both_looked_into(device: torch.device) -> Non
 
 def test_number_of_a_hook_of_torch_is_noticed(device: torch.device) -> None:
     layer = nn.utils.spectral_norm(nn.Linear(3, 3)).to(device)
-    layer.eval()
     (norm,) = layer._forward_pre_hooks.values()
     x = torch.ones(2, 3, device=device)
     with stepgraph.capture(lambda x: layer(x)) as step, warnings.catch_warnings(record=True) as seen:

@@ -64,6 +64,22 @@ def test_kept_average_that_is_known_to_be_harmless_is_let_pass(device: torch.dev
     trainer = Trainer(device, in_place=False)
     x = torch.ones(4, 3, device=device)
     with stepgraph.capture(trainer.step, ignore=["self.shadow.kept"]) as step:
+        for _ in range(6):
+            step(x)
+        assert step.report().replays >= 2
+
+
+def test_kept_tensor_that_is_known_to_be_harmless_is_let_pass(device: torch.device) -> None:
+    trainer = Trainer(device)
+    seen: dict[str, torch.Tensor] = {}
+
+    def train(x: torch.Tensor) -> torch.Tensor:
+        loss = trainer.step(x)
+        seen["loss"] = loss.detach()
+        return loss
+
+    x = torch.ones(4, 3, device=device)
+    with stepgraph.capture(train, ignore=["seen", "seen['loss']"]) as step:
         for _ in range(5):
             step(x)
         assert step.report().replays == 2

@@ -232,10 +232,22 @@ def test_live_learning_rate_of_all_signatures(optimizer: str, device: torch.devi
         program.batches = [(torch.randn(size, 6, device=device),) for size in sizes]
         return program
 
-    report = assert_captured_equals_eager(two_sizes, device)
+    report = assert_captured_equals_eager(two_sizes, device, warmup=2)  # both are captured when it changes
     assert report.graphs == 2
     assert report.recaptures == (2 if OPTIMIZERS[optimizer][1] else 0)
-    assert report.eager_reasons == {"warm-up": 2 * WARM}
+    assert report.eager_reasons == {"warm-up": 2 * 2}
+
+
+@pytest.mark.parametrize("optimizer", ["adamw fused", "sgd momentum"])
+def test_live_learning_rate_changed_before_the_capture(optimizer: str, device: torch.device) -> None:
+    """After the last eager call: the optimizer leaves the graph at once, and nothing is captured twice."""
+
+    def build_one(device: torch.device) -> Program:
+        return build(device, optimizer, assigned("lr", lambda index: 0.1 / index))
+
+    report = assert_captured_equals_eager(build_one, device, warmup=6)
+    assert (report.captures, report.recaptures) == (1, 0)
+    assert ["its numbers change" in told for told in report.optimizers.values()] == [True]
 
 
 def test_live_learning_rate_is_no_change_under_strict(device: torch.device) -> None:

@@ -83,7 +83,6 @@ LONG_FUNCTIONS = {
     "stepgraph/callables/make_graphed.py:make_graphed_callables": 63,
     "stepgraph/pair/record.py:_forward": 63,
     "stepgraph/pair/runner.py:__init__": 73,
-    "stepgraph/step/record.py:run": 99,
     "stepgraph/step/warmup.py:warm_up": 92,
 }
 """Longer functions, with their lines: a list that only shrinks."""
@@ -97,9 +96,9 @@ LARGE_CLASSES = {
     "stepgraph/native/row.py:GuardRow": 18,
     "stepgraph/pair/runner.py:Runner": 40,
     "stepgraph/pipeline/manager.py:StageManager": 16,
-    "stepgraph/step/call.py:CapturedCall": 31,
+    "stepgraph/step/call.py:CapturedCall": 30,
     "stepgraph/step/report.py:Report": 19,
-    "stepgraph/step/site.py:Site": 23,
+    "stepgraph/step/site.py:Site": 22,
     "stepgraph/step/step.py:CapturedStep": 22,
 }
 """Classes with more attributes, with their number: a list that only shrinks."""

@@ -120,7 +120,7 @@ def error_calls() -> list[tuple[Path, ast.Call]]:
 
 
 def raised_rules() -> set[str]:
-    """The rules of the table, of `rule="..."`, of rows asked for by name, and of obstacles found in warm-up."""
+    """The rules of the table, of `rule="..."`, of rows asked for by name, of obstacles of warm-up, and of warnings."""
     found = {row.rule for row in ERROR_TABLE}
     for path in PACKAGE.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
@@ -130,6 +130,9 @@ def raised_rules() -> set[str]:
                 values = node.args
             elif isinstance(node, ast.Subscript) and getattr(node.value, "attr", "") == "obstacles":
                 values = [node.slice]
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found |= set(re.findall(r"\w   \[([a-z]+-[a-z-]+)\]", node.value))
+                continue
             else:
                 continue
             found |= {v.value for v in values if isinstance(v, ast.Constant) and isinstance(v.value, str)}

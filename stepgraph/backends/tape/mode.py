@@ -48,6 +48,9 @@ from stepgraph.frames import user_location
 from stepgraph.ran import Unnoted
 from stepgraph.signature import OwnMode
 
+_CHECKS = frozenset(("aten::aminmax", "aten::min", "aten::max", "aten::_local_scalar_dense"))
+"""What `F.one_hot` runs on the CPU to look at its values. It is 0 that it is told."""
+
 
 class RecordingMode(dispatch.TorchDispatchMode, OwnMode):
     """The dispatch mode that hands each operator to the graph being recorded."""
@@ -80,6 +83,8 @@ class RecordingMode(dispatch.TorchDispatchMode, OwnMode):
         with torch._C.DisableTorchFunction():
             if func._schema.name in ("aten::lift_fresh", "aten::lift_fresh_copy"):
                 return self._host_data(graph, func, args)
+            if self._guard.checking and func._schema.name in _CHECKS:
+                return 0 if func._schema.name == "aten::_local_scalar_dense" else func(*args, **kwargs)
             broken = refusal(func, args, kwargs, self._is_host_scalar)
             if broken is not None:
                 graph.refuse(CaptureRefused(*broken, user_location()))

@@ -98,7 +98,12 @@ class HostReadGuard(TorchFunctionMode, OwnMode):
     def __init__(self, refuse: Callable[[CaptureRefused], None]) -> None:
         super().__init__()
         self._refuse = refuse
-        self._assigning = 0
+        self._assigning = self._checking = 0
+
+    @property
+    def checking(self) -> bool:
+        """Whether `F.one_hot(x, n)` is under way, which reads the values on the CPU, to check them, and not on CUDA."""
+        return self._checking > 0
 
     @property
     def assigning(self) -> bool:
@@ -115,8 +120,12 @@ class HostReadGuard(TorchFunctionMode, OwnMode):
             self._refuse(CaptureRefused(entry("host-read"), "Tensor.cpu()", user_location()))
         if func is torch.tensor and args and isinstance(args[0], torch.Tensor):
             return args[0].detach().clone()
-        if name == "one_hot" and (len(args) > 1 or kwargs):
-            return _one_hot(*args, **(kwargs or {}))
+        if name == "one_hot" and max([*args[1:2], *(kwargs or {}).values()], default=-1) > 0:
+            self._checking += 1
+            try:
+                return func(*args, **(kwargs or {}))
+            finally:
+                self._checking -= 1
         if name not in _ASSIGNMENTS:
             return func(*args, **(kwargs or {}))
         self._assigning += 1
@@ -144,14 +153,6 @@ def unseen_by_modules(guard: HostReadGuard) -> Iterator[None]:
 
     with replaced(torch.overrides, "has_torch_function", has_torch_function):
         yield
-
-
-def _one_hot(tensor: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
-    """F.one_hot as it is on CUDA: on the CPU it also reads the values to check them."""
-    if num_classes <= 0:
-        return torch.nn.functional.one_hot(tensor, num_classes)
-    hot = torch.zeros(*tensor.shape, num_classes, dtype=torch.int64, device=tensor.device)
-    return hot.scatter_(-1, tensor.unsqueeze(-1), 1)
 
 
 def host_data_refusal() -> CaptureRefused | None:

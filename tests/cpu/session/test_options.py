@@ -121,6 +121,7 @@ def test_options_are_frozen_and_have_a_docstring_each() -> None:
         "generators",
         "ignore",
         "safe_hooks",
+        "audit",
         "nan_check",
         "buckets",
     }

@@ -1,0 +1,278 @@
+"""Audits: a captured step is recorded again now and then, and its operations are compared with those of the graph.
+
+What the step's Python reads may change where nothing watches it. The call that is audited shows it, and is right; no
+audit changes anything where nothing has changed.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import pathlib
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import stepgraph
+from tests.contract.programs import PROGRAMS
+from tests.harness import Program, assert_captured_equals_eager, different, snapshot
+
+Put = Callable[[float], object]
+VARIABLE = "STEPGRAPH_TEST_AUDIT"
+
+
+class Reading:
+    """A number that a step reads from where no watch looks: `read` it, `put` another one."""
+
+    def __init__(self, read: Callable[[], float], put: Put) -> None:
+        self.read, self.put = read, put
+
+
+def in_a_file(path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Reading:
+    file = path / "number"
+    return Reading(lambda: float(file.read_text()), lambda value: file.write_text(str(value)))
+
+
+def in_the_environment(path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Reading:
+    return Reading(lambda: float(os.environ.get(VARIABLE, "1")), lambda value: monkeypatch.setenv(VARIABLE, str(value)))
+
+
+def in_an_object_of_c(path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Reading:
+    numbers = functools.partial(dict, factor=1.0)
+
+    def put(value: float) -> None:
+        numbers.__setstate__((dict, (), {"factor": value}, None))
+
+    return Reading(lambda: float(numbers()["factor"]), put)
+
+
+HIDDEN = {"file": in_a_file, "environment": in_the_environment, "partial": in_an_object_of_c}
+
+
+@pytest.fixture(params=HIDDEN)
+def hidden(request: pytest.FixtureRequest, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Reading:
+    """A number out of the watch's reach, which is 1."""
+    reading = HIDDEN[request.param](tmp_path, monkeypatch)
+    reading.put(1.0)
+    return reading
+
+
+def scaled(device: torch.device, read: Callable[[], float]) -> Program:
+    """A training whose loss has a factor that it reads at each call."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.3)).to(device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = model(x).square().mean() * read()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    batches = [(torch.randn(3, 4, device=device),) for _ in range(12)]
+    return Program(step, batches, [model], [optimizer])
+
+
+@pytest.mark.filterwarnings("ignore::stepgraph.StepgraphWarning")
+def test_audit_at_each_replay_equals_eager_whatever_changes(hidden: Reading, device: torch.device) -> None:
+    def build(device: torch.device) -> Program:
+        program = scaled(device, hidden.read)
+        program.before_call = lambda index: hidden.put(1.0 if index < 6 else 2.0) and None
+        return program
+
+    report = assert_captured_equals_eager(build, device, audit=1)
+    assert sum(report.recapture_reasons.values()) == 1
+    assert report.eager_calls == 3
+
+
+def test_audit_finds_a_change_when_it_is_due(device: torch.device, tmp_path: pathlib.Path) -> None:
+    """Until then replays do what was captured, and the warning says how many."""
+    file = tmp_path / "number"
+    file.write_text("1")
+    x = torch.ones(2, device=device)
+    with stepgraph.capture(lambda x: x * int(file.read_text()), audit=4) as step:
+        for _ in range(3 + 4):
+            assert step(x).tolist() == [1, 1]
+        assert step(x).tolist() == [1, 1]  # audited, and the same
+        file.write_text("3")
+        found = []
+        for _ in range(3):
+            found.append(step(x)[0].item())
+        assert found == [1, 1, 1]
+        with pytest.warns(stepgraph.StepgraphWarning, match=r"changed-operations") as seen:
+            assert step(x).tolist() == [3, 3]
+        assert step(x).tolist() == [3, 3]
+        report = step.report()
+    assert "test_audit.py" in str(seen[0].message)
+    assert "1 -> 3" in str(seen[0].message)
+    assert "4 calls have run since" in str(seen[0].message)
+    assert (report.captures, report.recaptures, report.eager_calls) == (2, 1, 3)
+
+
+def test_audit_under_strict_raises_before_anything_runs(hidden: Reading, device: torch.device) -> None:
+    program = scaled(device, hidden.read)
+    with stepgraph.capture(program.step, audit=1, strict=True) as step:
+        for batch in program.batches[:5]:
+            step(*batch)
+        hidden.put(2.0)
+        before = snapshot(program, device)
+        for _ in range(2):
+            with pytest.raises(stepgraph.StateChanged):
+                step(*program.batches[5])
+            assert different(before, snapshot(program, device)) == []
+        hidden.put(1.0)
+        step(*program.batches[5])
+        assert step.report().replays == 3
+
+
+SLOW = ("small_gpt", "transformer_dropout", "changing_batch_size")
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] if n in SLOW else []) for n in PROGRAMS])
+def test_audit_of_every_call_changes_nothing(name: str, device: torch.device) -> None:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=r"[\s\S]*\[(changed-operations|other-path|host-value)\]")
+        report = assert_captured_equals_eager(PROGRAMS[name], device, audit=1)
+    assert report.recaptures == 0
+
+
+@pytest.mark.parametrize(
+    ("audit", "runs"),
+    [("auto", [4, 5, 6, 8, 12]), (3, [4, 7, 10, 13]), (1, list(range(4, 15))), (False, [4])],
+    ids=str,
+)
+def test_audit_runs_python_once_in_the_calls_that_are_due(audit: Any, runs: list[int], device: torch.device) -> None:
+    """The step is recorded in the fourth call; the audits of "auto" are after 1, 2, 4 and 8 replays."""
+    seen: list[int] = []
+    x = torch.ones(2, device=device)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        seen.append(1)
+        return x * 2
+
+    with stepgraph.capture(step, audit=audit, ignore=["seen"]) as captured:
+        counts = []
+        for _ in range(14):
+            before = len(seen)
+            assert captured(x).tolist() == [2, 2]
+            counts.append(len(seen) - before)
+        report = captured.report()
+    assert counts[:3] == [1, 1, 1]
+    assert [index + 1 for index, count in enumerate(counts) if count and index > 2] == runs
+    assert max(counts) == 1
+    assert (report.captures, report.recaptures, report.replays) == (1, 0, 11)
+
+
+@pytest.mark.parametrize("audit", ["often", 0, -1, 1.5, True, None])
+def test_audit_of_another_value_is_refused(audit: Any) -> None:
+    with pytest.raises(stepgraph.InvalidArgument, match="audit") as caught:
+        stepgraph.capture(lambda x: x, audit=audit)
+    assert caught.value.rule == "option"
+
+
+@pytest.mark.parametrize("on_error", ["raise", "eager"])
+def test_audit_whose_recording_fails(on_error: str, device: torch.device, tmp_path: pathlib.Path) -> None:
+    """The step reads a value on the host by now, which eager can and a graph cannot."""
+    flag = tmp_path / "flag"
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        return x * x.sum().item() if flag.exists() else x * 2
+
+    x = torch.ones(3, device=device)
+    with stepgraph.capture(step, audit=1, on_error=on_error) as captured:
+        for _ in range(5):
+            assert captured(x).tolist() == [2, 2, 2]
+        flag.touch()
+        if on_error == "raise":
+            with pytest.raises(stepgraph.CaptureError, match="host-read"):
+                captured(x)
+        else:
+            with pytest.warns(stepgraph.StepgraphWarning, match="goes on in eager"):
+                assert captured(x).tolist() == [3, 3, 3]
+            assert captured(x).tolist() == [3, 3, 3]
+            assert captured.report().eager_reasons["capture failed: [host-read]"] == 2
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_other_path_under_capture_is_told_with_its_line(strict: bool, device: torch.device) -> None:
+    def step(x: torch.Tensor) -> torch.Tensor:
+        if stepgraph.is_graph_capturing():
+            x = x + 0  # only here
+        return x * 2
+
+    x = torch.ones(2, device=device)
+    with stepgraph.capture(step, strict=strict) as captured:
+        outcome: Any = pytest.warns(stepgraph.StepgraphWarning, match=r"\[other-path\][\s\S]*only here")
+        if strict:
+            outcome = pytest.raises(stepgraph.CaptureError, match="only here")
+        with outcome as told:
+            for _ in range(9):
+                assert captured(x).tolist() == [2, 2]
+        if strict:
+            assert told.value.rule == "other-path"
+        else:
+            assert len(told) == 1
+            assert captured.report().replays > 0
+
+
+@pytest.mark.parametrize("hidden", ["file", "environment"], indirect=True)
+def test_varying_operations_are_refused(hidden: Reading, device: torch.device) -> None:
+    """A step that does something else at every other call, for a reason that no watch sees."""
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        return x * 2 if hidden.read() else x + 2
+
+    x = torch.ones(2, device=device)
+    with stepgraph.capture(step) as captured:
+        with pytest.raises(stepgraph.CaptureError, match="aten") as caught:
+            for index in range(12):
+                hidden.put(index % 2)
+                assert captured(x).tolist() == ([2, 2] if index % 2 else [3, 3])
+        assert captured.report().captures == 0
+    assert caught.value.rule == "varying-operations"
+
+
+def test_audit_of_a_step_that_begins_to_count_is_right_and_refused(device: torch.device) -> None:
+    """The call that shows it replays what was recorded for it; then the step is looked at, and the value named."""
+    state = {"on": False, "number": 1}
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        if state["on"]:
+            state["number"] += 1
+        return x * state["number"]
+
+    x = torch.ones(2, device=device)
+    with stepgraph.capture(step) as captured:
+        for _ in range(6):
+            assert captured(x).tolist() == [1, 1]
+        state["on"] = True
+        with pytest.warns(stepgraph.StepgraphWarning, match=r"state\['on'\]"):
+            assert captured(x).tolist() == [2, 2]
+        with pytest.raises(stepgraph.CaptureError, match="host-value") as caught:
+            for number in range(3, 9):
+                assert captured(x).tolist() == [number] * 2
+    assert "state['number']" in caught.value.what
+
+
+def test_varying_gradient_patterns_each_have_an_eager_call_first(device: torch.device) -> None:
+    """A kind of call is compared with an eager one of its own before it is replayed."""
+    model = nn.Linear(4, 2).to(device)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        loss = model(x).square().mean()
+        loss.backward()
+        return loss
+
+    x = torch.ones(3, 4, device=device)
+    with stepgraph.capture(step, warmup=1) as captured:
+        for index in range(12):
+            if index % 3 == 0:
+                model.zero_grad()
+            captured(x)
+        report = captured.report()
+    assert (report.graphs, report.replays) == (2, 9)
+    assert report.eager_reasons == {"warm-up": 3}
