@@ -166,14 +166,17 @@ def test_module_audit_is_an_error_under_strict(device: torch.device) -> None:
         model(x).sum().backward()
 
 
-def test_module_unused_value_makes_no_warning(device: torch.device) -> None:
+@pytest.mark.parametrize("single", [False, True])
+def test_module_unused_value_makes_no_warning(single: bool, device: torch.device) -> None:
+    """It is seen at the second layer, while a call of the first is under way."""
+
     def build(device: torch.device) -> Training:
-        training = training_of(lambda: Net(Scaled(Holder()), Layer()), device, steps=10)
-        training.before_step = lambda index: setattr(training.model.layers[0], "note", index)  # type: ignore[index]
+        training = training_of(lambda: Net(Layer(), Scaled(Holder())), device, steps=8)
+        training.before_step = lambda index: setattr(training.model.layers[1], "note", index)  # type: ignore[index]
         return training
 
     with quiet() as warned:
-        report = assert_graphed_equals_eager(build, device, warmup=2, audit=False)
+        report = assert_graphed_equals_eager(build, device, warmup=2, audit=False, single_mempool=single)
     assert not [w for w in warned if issubclass(w.category, stepgraph.StepgraphWarning)]
     assert report.recaptures == 0
     assert [row.eager_calls for row in report.rows] == [2, 2]
