@@ -116,12 +116,12 @@ def assert_equal_histories(expected: list[tuple[list[Any], State]], received: li
 
 
 def assert_graphed_equals_eager(
-    name: str, num_microbatches: int, *, steps: int = 6, warmup: int = 2, **options: Any
+    name: str, num_microbatches: int, *, steps: int = 6, warmup: int = 2, audit: str | int = "auto", **options: Any
 ) -> stepgraph.GraphedStages:
     """Train eagerly and graphed from one seed; the graphed pipeline's handle, still open."""
     expected = run(Pipeline(name, num_microbatches, **options), steps)
     pipeline = Pipeline(name, num_microbatches, **options)
-    handle = stepgraph.graph_stage(pipeline.stages, pipeline.schedule, warmup=warmup, strict=True)
+    handle = stepgraph.graph_stage(pipeline.stages, pipeline.schedule, warmup=warmup, strict=True, audit=audit)
     received = run(pipeline, steps)
     assert_equal_histories(expected, received)
     report = handle.report()

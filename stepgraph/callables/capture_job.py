@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from stepgraph.backends import Backend, backend_for, backend_named
 from stepgraph.buffers.boundary import ArgMetadata
 from stepgraph.callables.call_shape import CallShape
-from stepgraph.callables.graphed import GraphedCallable, GraphedSet, fitted, refuse_another_backward
+from stepgraph.callables.graphed import GraphedCallable, GraphedSet, SetAudits, fitted, refuse_another_backward
 from stepgraph.callables.request import Request
 from stepgraph.callables.sample_graphs import GraphCapture, SampleGraphs
 from stepgraph.callables.target import CaptureTarget
@@ -23,10 +23,12 @@ from stepgraph.callables.warm_up import CaptureTimeHooks, warm_up
 from stepgraph.errors import CaptureError, InvalidArgument
 from stepgraph.frames import warn_user
 from stepgraph.observe.finder import devices
+from stepgraph.oplog import first_difference
 from stepgraph.order import Kind, samples_of
 from stepgraph.pair.cached_casts import shared_cast
 from stepgraph.pair.call import call_from_samples
 from stepgraph.pair.lanes import PoolLane
+from stepgraph.pair.proof import EagerProof, NotWarm
 from stepgraph.pair.runner import Runner
 from stepgraph.pair.shared import PairSession
 from stepgraph.rng.tracker import tracker_for
@@ -65,6 +67,11 @@ class CaptureJob:
         # in a session of its own the capture takes the memory that warm-up leaves, which is in lane 0
         self._lane = PoolLane(0) if owns_session else self._shared.lanes.exclusive()
         self._capture: GraphCapture | None = None
+        self._kinds: dict[Hashable, tuple[list[SampleGraphs], EagerProof]] = {}
+        """The samples of each kind of call, and what its eager calls were like."""
+        for each in self.samples:
+            key = (each.index, each.shape.call.structure, each.shape.call.leaves)
+            self._kinds.setdefault(key, ([], EagerProof()))[0].append(each)
 
     def _sample(self, index: int) -> SampleGraphs:
         sample = self._request.samples[index]
@@ -97,17 +104,17 @@ class CaptureJob:
 
     def warm_up(self, iterations: int) -> None:
         """Call each callable once for each look of its samples."""
-        calls: dict[Hashable, Any] = {}
-        for sample, given in zip(self.samples, self._request.samples, strict=True):
+        calls = []
+        for samples, proof in self._kinds.values():
+            given = self._request.samples[samples[0].number]
             leaves, structure = flatten((given.args, given.kwargs))
-            key = (sample.index, sample.shape.call.structure, sample.shape.call.leaves)
-            calls.setdefault(key, (sample.target, sample.index, leaves, structure))
+            calls.append((samples[0].target, samples[0].index, leaves, structure, proof))
         session = self._shared.session
 
         def run() -> None:
             with session.workspace.warming_up():
                 warm_up(
-                    list(calls.values()),
+                    calls,
                     session.backend,
                     self._hooks,
                     iterations=iterations,
@@ -129,12 +136,30 @@ class CaptureJob:
             else:
                 self._capture.run()
         session.backend.synchronize()
+        self._prove()
         for target in self._targets:
             own = [sample for sample in self.samples if sample.target is target]
             names = own[0].runner.names if own else ()
             target.guard(names, own_hooks=with_order)
         for sample in self.samples:
             self._settle(sample, may_add=not (with_order and (shares or sample.has_split_weights)))
+
+    def _prove(self) -> None:
+        """Compare what was recorded with the last eager call; where it differs, have another one first."""
+        pending = list(self._kinds.values())
+        while pending:
+            cold = []
+            for samples, proof in pending:
+                eager = proof.latest
+                logs = [sample.log for sample in samples if sample.runner is not None]
+                other = [log for log in logs if eager is not None and first_difference(eager, log) is not None]
+                try:
+                    proof.compare(samples[0].target.name, eager, (other or logs)[0], whose="callable")
+                except NotWarm:
+                    cold.append((samples, proof))
+            pending = cold
+            if cold:
+                self.warm_up(1)
 
     def _settle(self, sample: SampleGraphs, *, may_add: bool) -> None:
         """Bring what comes to a backward to the one that is captured; say so where no other can be."""
@@ -152,7 +177,9 @@ class CaptureJob:
         if not may_add:
             runner.capture_backward = functools.partial(refuse_another_backward, sample.target.name)
 
-    def graphed(self, begun: float, *, clone_param_grads: bool, retain: bool) -> list[GraphedCallable]:
+    def graphed(
+        self, begun: float, *, clone_param_grads: bool, retain: bool, audit: str | int
+    ) -> list[GraphedCallable]:
         """The callables for the caller."""
         assert self._capture is not None
         buffers = self._capture.buffers.values()
@@ -163,6 +190,8 @@ class CaptureJob:
             static_bytes=sum(t.untyped_storage().nbytes() for b in buffers for t in b) + self._capture.pool.num_bytes,
             num_buffers=len(buffers),
             capture_seconds=time.perf_counter() - begun,
+            proofs=[proof for _, proof in self._kinds.values()],
+            audits=SetAudits(self.samples, self._hooks, audit),
             owns_session=self._owns_session,
         )
         if not clone_param_grads:

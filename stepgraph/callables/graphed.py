@@ -14,14 +14,17 @@ from stepgraph.buffers.borrowed import BorrowedTensor
 from stepgraph.callables.call_shape import same_modes
 from stepgraph.callables.handover import held_result, take_back, warn_held_result
 from stepgraph.callables.sample_graphs import SampleGraphs
+from stepgraph.callables.target import CaptureTarget
 from stepgraph.callables.turns import Turns
-from stepgraph.errors import CaptureError, ClosedError, InvalidArgument
+from stepgraph.callables.warm_up import CaptureTimeHooks
+from stepgraph.errors import CaptureError, ClosedError, InvalidArgument, StateChanged
 from stepgraph.frames import untraced
 from stepgraph.observe.ddp import in_ddp
-from stepgraph.oplog import is_logged
+from stepgraph.oplog import Difference, is_logged
 from stepgraph.order import Kind
 from stepgraph.pair.guard import global_hook, has_global_hooks
 from stepgraph.pair.in_flight import run_forward
+from stepgraph.pair.proof import AuditTurns, EagerProof, can_audit_now, equality
 from stepgraph.pair.runner import Runner, RunnerState
 from stepgraph.pair.shared import PairSession
 from stepgraph.rng.tracker import tracker_for
@@ -54,6 +57,10 @@ class CallablesReport:
 
     eager_reason: str | None = None
     """Why there are no graphs, where a configuration asks for none."""
+    audits: int = 0
+    """How often all callables were recorded again and compared."""
+    equality: str = ""
+    """What is known of equality with eager."""
 
     @property
     def graphs(self) -> int:
@@ -73,7 +80,47 @@ class CallablesReport:
             f"pool     {self.pool_bytes / 2**20:.1f} MiB\n"
             f"replays  {self.forwards} forwards, {self.backwards} backwards, {self.weight_grads} weight gradients"
             + (f"\neager    {self.eager_calls} calls" if self.eager_calls else "")
+            + f"\nequal    {self.equality}"
         )
+
+
+class SetAudits:
+    """Records samples again and compares, before the rounds that are due or where a value has changed."""
+
+    def __init__(self, samples: Sequence[SampleGraphs], hooks: CaptureTimeHooks, audit: str | int) -> None:
+        self._samples, self._hooks, self._turns = tuple(samples), hooks, AuditTurns(audit)
+
+    @property
+    def num(self) -> int:
+        """How many there were."""
+        return self._turns.audits
+
+    def begin_round(self) -> None:
+        """A round begins; raises `StateChanged` if it is audited and a callable would run other operations by now."""
+        if not self._turns.begin():
+            return
+        if not can_audit_now():
+            self._turns.put_off()
+            return
+        for target in {id(sample.target): sample.target for sample in self._samples}.values():
+            target.check(functools.partial(self.differs, target))
+            found = self.differs(target)
+            if found is not None:
+                raise StateChanged(
+                    f"{target.name}: the callable would run other operations by now than were captured",
+                    rule="changed-operations",
+                    details=[str(found), f"{self._turns.since} rounds have run since it was last compared"],
+                    why="the graphs go on with what they were captured with. Something that the callable's code reads "
+                    "has changed, and is out of reach of the watch (docs/equality.md).",
+                    fix="undo the change, pass the value as a tensor argument, or call .reset() and capture again.",
+                )
+            target.agree()
+        self._turns.end()
+
+    def differs(self, target: CaptureTarget) -> Difference | None:
+        """Where recordings of a callable would differ by now: of each kind of call, one is looked at."""
+        kinds = {s.shape.call.key: s for s in reversed(self._samples) if s.target is target and not s.runner.is_freed}
+        return next((found for s in kinds.values() if (found := s.differs(self._hooks)) is not None), None)
 
 
 class GraphedSet:
@@ -87,9 +134,12 @@ class GraphedSet:
         static_bytes: int,
         num_buffers: int,
         capture_seconds: float,
+        proofs: Sequence[EagerProof],
+        audits: SetAudits,
         *,
         owns_session: bool,
     ) -> None:
+        self._proofs, self.audits = tuple(proofs), audits
         self.shared, self.samples, self.turns = shared, tuple(samples), turns
         self._static_bytes, self._num_buffers, self._capture_seconds = static_bytes, num_buffers, capture_seconds
         self._owns_session = owns_session
@@ -138,6 +188,8 @@ class GraphedSet:
             backwards=sum(sample.runner.backward_runs for sample in live),
             weight_grads=sum(sample.weight_runs for sample in live),
             eager_calls=self._eager_calls,
+            audits=self.audits.num,
+            equality=equality([proof.shown for proof in self._proofs], self.audits.num),
         )
 
     def close(self) -> None:
@@ -233,7 +285,9 @@ class GraphedCallable:
         if turns is None and self._stays_eager():
             return self._target.original(*args, **kwargs)
         self._shape.check(leaves, structure, self._owner.shared.ambient.read())
-        self._target.check()
+        if turns.is_at_start if turns is not None else not self._runner.lane.is_busy:
+            self._owner.audits.begin_round()
+        self._target.check(self._differs)
         if in_ddp():
             raise self._inside_ddp()
         if self._random.active != self._sample.call.fork:
@@ -259,6 +313,9 @@ class GraphedCallable:
             return self._target.original(*args, **kwargs)
         sample.handovers.before_forward(leaves)
         return run_forward(self._runner, leaves)
+
+    def _differs(self) -> Difference | None:
+        return self._owner.audits.differs(self._target)
 
     def _otherwise(self, args: Any, kwargs: Any) -> Any:
         """Graphs that are gone, or a call inside something larger that is being captured or compiled."""

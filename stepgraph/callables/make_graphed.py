@@ -18,9 +18,11 @@ from stepgraph.backends import Backend
 from stepgraph.callables.capture_job import CaptureJob
 from stepgraph.callables.graphed import CallablesReport, GraphedCallable
 from stepgraph.callables.request import read_request
+from stepgraph.callables.sample_graphs import SampleGraphs
 from stepgraph.callables.warm_up import CaptureTimeHooks
 from stepgraph.errors import InvalidArgument
 from stepgraph.order.entries import is_count
+from stepgraph.session.options import check_audit
 from stepgraph.session.session import Session
 
 
@@ -44,6 +46,7 @@ def make_graphed_callables(
     pre_warmup_hook: Callable[[], Any] | None = None,
     post_warmup_hook: Callable[[], Any] | None = None,
     retain_graph_in_backward: bool = False,
+    audit: str | int = "auto",
     backend: Backend | str | None = None,
     **private: Any,
 ) -> Any:
@@ -58,11 +61,12 @@ def make_graphed_callables(
         >>> hidden = graphed[0](x)                          # layer l of microbatch m at m * 2 + l
 
     Without an order the callables come back, modules with their forward replaced. With one, a tuple of callables: layer
-    l of microbatch m in a chunk of n layers, with p layers in the chunks before, is at p*M + m*n + l.
+    l of microbatch m in a chunk of n layers, with p layers in the chunks before, is at p*M + m*n + l. Before the rounds
+    that `audit` names, all are recorded again and compared: one that would run other operations by now is an error.
     """
     order, num_layers_per_chunk = _read_private(order, num_layers_per_chunk, private)
     _refuse_fp8(fp8_enabled, fp8_recipe, fp8_group, fp8_weight_caching)
-    _check_options(num_warmup_iters, pool)
+    _check_options(num_warmup_iters, pool, audit)
     request = read_request(callables, sample_args, sample_kwargs, order, num_layers_per_chunk)
     hooks = CaptureTimeHooks(capture_time_hooks, len(request.callables))
     session = pool if pool is not None else Session()
@@ -78,15 +82,18 @@ def make_graphed_callables(
     except BaseException:
         job.give_up()
         raise
-    made = job.graphed(begun, clone_param_grads=clone_param_grads, retain=retain_graph_in_backward)
+    made = job.graphed(begun, clone_param_grads=clone_param_grads, retain=retain_graph_in_backward, audit=audit)
     if request.order is not None:
         return tuple(made)
-    found = []
-    for graphed, sample in zip(made, job.samples, strict=True):
-        if sample.target.is_module:
-            graphed.put_in_place()
-        found.append(sample.target.given if sample.target.is_module else graphed)
+    found = [_put_in_place(graphed, sample) for graphed, sample in zip(made, job.samples, strict=True)]
     return found[0] if request.is_single else tuple(found)
+
+
+def _put_in_place(graphed: GraphedCallable, sample: SampleGraphs) -> Any:
+    """Without an order: the module, with its forward replaced, or what stands for a function."""
+    if sample.target.is_module:
+        graphed.put_in_place()
+    return sample.target.given if sample.target.is_module else graphed
 
 
 def report(callables: Any) -> CallablesReport:
@@ -142,7 +149,8 @@ def _refuse_fp8(enabled: bool, recipe: Any, group: Any, weight_caching: bool) ->
             )
 
 
-def _check_options(num_warmup_iters: Any, pool: Any) -> None:
+def _check_options(num_warmup_iters: Any, pool: Any, audit: Any) -> None:
+    check_audit(audit)
     if not is_count(num_warmup_iters):
         raise InvalidArgument(
             f"num_warmup_iters={num_warmup_iters!r}",

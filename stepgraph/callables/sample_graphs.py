@@ -15,12 +15,13 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import TypeAlias, cast
 
 import torch
 
 from stepgraph.buffers.borrowed import BorrowedTensor
-from stepgraph.buffers.boundary import ArgMetadata
+from stepgraph.buffers.boundary import ArgMetadata, copied
 from stepgraph.buffers.reuse_pool import TensorReusePool
 from stepgraph.buffers.static_result import StaticResult
 from stepgraph.callables.call_shape import CallShape
@@ -30,6 +31,7 @@ from stepgraph.callables.target import CaptureTarget
 from stepgraph.callables.warm_up import CaptureTimeHooks
 from stepgraph.errors import CaptureError, InvalidArgument
 from stepgraph.observe.step_objects import leaves_behind
+from stepgraph.oplog import Difference, Log
 from stepgraph.order import Kind, plan_buffers, samples_of
 from stepgraph.pair.call import RecordedCall
 from stepgraph.pair.differentiate import is_reentrant
@@ -38,6 +40,7 @@ from stepgraph.pair.ordered import NO_AUTOCAST, WeightGraph
 from stepgraph.pair.runner import Runner
 from stepgraph.pair.split_backward import WeightPart
 from stepgraph.session.failure import capture_error
+from stepgraph.signature.ambient import changed_flags
 
 
 class SampleGraphs:
@@ -61,6 +64,22 @@ class SampleGraphs:
     @property
     def num_graphs(self) -> int:
         return 1 + len(self.runner.backwards) + (self.weights is not None)
+
+    @property
+    def log(self) -> Log:
+        """The operations of its forward, as recorded."""
+        return self.target.pair.log_of(self.runner)
+
+    def differs(self, hooks: CaptureTimeHooks) -> Difference | None:
+        """Where a recording would differ by now from the one that is replayed."""
+        if self.runner.is_freed or changed_flags(self.call.ambient):
+            return None
+
+        def around(backward: bool) -> AbstractContextManager[None]:
+            return hooks.around(self.index, self.target.given, backward=backward)
+
+        with _named(self.target.name):
+            return self.target.pair.differs(self.call, self.runner, around)
 
     def free(self) -> None:
         """Free its graphs."""
@@ -203,7 +222,7 @@ class GraphCapture:
         then = functools.partial(self._hand_result_on, sample, following) if following is not None else None
         with self._hooks.around(sample.index, target.given, backward=False), _named(target.name):
             sample.runner = target.pair.forward(sample.call, {}, {}, own, self._lane, then)
-        sample.call.values.clear()
+        sample.call.values = {i: copied(tensor) for i, tensor in sample.call.values.items()}  # the samples may go
         result = sample.runner.result
         result.copy(range(len(result.tensors)))
         sample.runner.copies_grads = True

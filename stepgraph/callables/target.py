@@ -18,15 +18,17 @@ from stepgraph.errors import StateChanged
 from stepgraph.guards.hooks import refuse_hooks, with_hooks
 from stepgraph.guards.model import ModelGuard
 from stepgraph.observe.finder import reachable
+from stepgraph.oplog import Difference
 from stepgraph.pair.guard import SiteGuard, is_hooked
 from stepgraph.pair.module_method import ModuleMethod
 from stepgraph.pair.ordered import OrderedPair
+from stepgraph.pair.proof import PairLogs
 from stepgraph.pair.record import with_modes
 from stepgraph.pair.shared import PairSession
 from stepgraph.ran import ExecutedCode
 from stepgraph.rng.tracker import NamesGuard
 from stepgraph.signature import argument_names
-from stepgraph.values.watch import Watch
+from stepgraph.values.watch import Change, Watch
 
 SET_OUTSIDE = ("current_microbatch", "is_first_microbatch")
 """Attributes that training loops set on layers before each call; no graph depends on them."""
@@ -95,16 +97,22 @@ class CaptureTarget:
         if self._pair is None:
             shared = self._shared
             self._pair = OrderedPair(
-                self.original,
+                self._original,
                 self.module,
                 shared.session,
                 shared.grads,
                 shared.in_flight_of(self.module),
                 (),
+                shared.logs,
                 need_backward=self._need_backward,
             )
             self._pair.returned = shared.returned
         return self._pair
+
+    @property
+    def logs(self) -> PairLogs:
+        """What keeps the logs of its calls."""
+        return self._shared.logs
 
     def release(self, graph: Graph) -> None:
         """Free one of its graphs."""
@@ -146,16 +154,30 @@ class CaptureTarget:
         if self._model_guard is not None:
             self._model_guard.admit_hooks(names)
 
-    def check(self) -> None:
-        """Raise `StateChanged` if something that the graphs have baked in is not as it was."""
+    def check(self, differs: Callable[[], Difference | None]) -> None:
+        """Raise `StateChanged` if something that the graphs have baked in is not as it was.
+
+        Of values that the code reads, `differs` tells whether they change what it does.
+        """
         changed = self._guard.changed() if self._guard is not None else None
-        if changed is not None:
-            raise StateChanged(
-                f"{self.name}: {changed.why}",
-                rule="state-changed",
-                why="the graphs go on with what they were captured with.",
-                fix="undo the change, or call .reset() and capture again after it.",
-            )
+        if changed is None:
+            return
+        found = differs() if changed.values else None
+        if changed.values and found is None:
+            self.agree(changed.values)
+            return
+        raise StateChanged(
+            f"{self.name}: {changed.why}",
+            rule="state-changed",
+            details=[f"at {found}"] if found is not None else (),
+            why="the graphs go on with what they were captured with.",
+            fix="undo the change, or call .reset() and capture again after it.",
+        )
+
+    def agree(self, changes: Sequence[Change] = ()) -> None:
+        """An audit has found the same operations, although these values have changed."""
+        if self._guard is not None:
+            self._guard.agree(changes)
 
 
 def _modules_of(function: Callable[..., Any]) -> list[torch.nn.Module]:

@@ -47,6 +47,11 @@ class Turns:
         """Samples whose backward will not come in this round."""
 
     @property
+    def is_at_start(self) -> bool:
+        """Whether a round begins."""
+        return self._next == 0
+
+    @property
     def expected(self) -> Turn:
         """What comes next."""
         return self._turns[self._next]

@@ -28,7 +28,9 @@ from stepgraph.observe.step_objects import leaves_behind
 from stepgraph.observe.warm_call import WarmCall
 from stepgraph.pair.differentiate import is_reentrant
 from stepgraph.pair.parameter_proxies import without_hooks
+from stepgraph.pair.proof import EagerProof, note_forward, noting
 from stepgraph.rng.tracker import tracker_for
+from stepgraph.signature import ambient_key
 from stepgraph.signature.ambient import under_autocast, without_saved_tensor_hooks
 from stepgraph.tree import Structure, flatten, unflatten
 
@@ -36,7 +38,7 @@ PHASES = ("forward_pre_hooks", "forward_hooks", "backward_pre_hooks", "backward_
 
 
 class CaptureTimeHooks:
-    """Functions that run around each forward and backward of warm-up and capture, and never at a replay."""
+    """Functions that run around each forward and backward of warm-up, capture and audits, and never at a replay."""
 
     def __init__(self, given: Any, num_callables: int) -> None:
         entries = [None] * num_callables if given is None else given
@@ -76,17 +78,21 @@ class _Warm:
     index: int
     leaves: list[Any]
     structure: Structure
+    proof: EagerProof
 
 
 def warm_up(
-    calls: Sequence[tuple[CaptureTarget, int, list[Any], Structure]],
+    calls: Sequence[tuple[CaptureTarget, int, list[Any], Structure, EagerProof]],
     backend: Backend,
     hooks: CaptureTimeHooks,
     *,
     iterations: int,
     trains: bool,
 ) -> None:
-    """Call each callable with its sample arguments, forward and backward; raises for what no replay could repeat."""
+    """Call each callable with its sample arguments, forward and backward; raises for what no replay could repeat.
+
+    What each forward does is logged.
+    """
     targets = list({id(call[0]): call[0] for call in calls}.values())
     with _as_before(targets, backend):
         for call in calls:
@@ -95,19 +101,21 @@ def warm_up(
                 is_last = count == iterations - 1 and iterations > 1  # a first call may fill caches
                 watched = _watch(warm.target, backend) if is_last else None
                 with warm.target.ran.noting(backwards_on=backend.device):
-                    _one_call(warm, hooks, trains=trains)
+                    _one_call(warm, hooks, backend.device, trains=trains)
                 finding = watched.finding() if watched is not None else None
                 if finding is not None:
                     raise CaptureError(
                         f"{warm.target.name}: {finding.what}", rule=finding.rule, why=finding.why, fix=finding.fix
                     )
+                if is_last and count > 1:
+                    warm.proof.refuse_varying(warm.target.name, "callable")
 
 
 def _watch(target: CaptureTarget, backend: Backend) -> WarmCall:
     return WarmCall(target.original, target.named_modules, SET_OUTSIDE, backend.device, target.ran)
 
 
-def _one_call(warm: _Warm, hooks: CaptureTimeHooks, *, trains: bool) -> None:
+def _one_call(warm: _Warm, hooks: CaptureTimeHooks, device: torch.device, *, trains: bool) -> None:
     """A forward and a backward on stand-ins."""
     target = warm.target
     proxies = target.pair.proxies
@@ -115,8 +123,12 @@ def _one_call(warm: _Warm, hooks: CaptureTimeHooks, *, trains: bool) -> None:
     args, kwargs = unflatten(warm.structure, leaves)
     mode = contextlib.nullcontext() if trains else torch.no_grad()
     around = hooks.around(warm.index, target.given, backward=False)
-    with around, proxies.in_place(), without_saved_tensor_hooks(), mode:
-        found = flatten(target.original(*args, **kwargs))[0]
+    log = target.logs.of_call(target.module, leaves, ambient_key(), device)
+    with around, proxies.in_place(), without_saved_tensor_hooks(), mode, noting(log):
+        result = target.original(*args, **kwargs)
+        note_forward(log, result, leaves)
+    warm.proof.add(log.finish())
+    found = flatten(result)[0]
     target.pair.note_returned(found, leaves)
     results = [t for t in found if isinstance(t, torch.Tensor) and t.grad_fn is not None]
     if not results:

@@ -29,6 +29,7 @@ def graph_modules(
     ignore: Sequence[str] = (),
     outputs: str = "guarded",
     generators: Sequence[torch.Generator] = (),
+    audit: str | int = "auto",
     single_mempool: bool = False,
     registry: ScopeRegistry | None = None,
     session: Session | None = None,
@@ -44,7 +45,8 @@ def graph_modules(
 
     A scope is any of the words `attn`, `mlp`, `moe`, `moe_router`, `moe_preprocess`, `mamba`, or paths and globs
     (`"layers.*.self_attn"`); without one, whole layers are graphed. Gradients flow as in eager. Dropping the handle
-    keeps the graphs; `close()` ends them.
+    keeps the graphs; `close()` ends them. Before the rounds that `audit` names, each kind of call is recorded again,
+    without effect, and compared: a module that would run other operations by now is captured anew, with a warning.
     """
     parts = (registry or ScopeRegistry()).resolve(model, read_scope(scope))
     options = ModuleOptions(
@@ -57,6 +59,7 @@ def graph_modules(
         outputs=outputs,
         generators=listed("generators", generators),
         single_mempool=single_mempool,
+        audit=audit,
     )
     return GraphedModules(ModuleSession(session, model), parts, options)
 

@@ -26,7 +26,7 @@ from stepgraph.modules.session import ModuleSession
 from stepgraph.modules.site import LastModuleCall, ModuleSite
 from stepgraph.observe.ddp import in_ddp
 from stepgraph.observe.warm_call import WarmCall
-from stepgraph.oplog import is_logged
+from stepgraph.oplog import Difference, is_logged
 from stepgraph.pair.guard import SiteGuard, global_hook, has_global_hooks
 from stepgraph.pair.in_flight import run_forward
 from stepgraph.pair.module_method import ModuleMethod
@@ -35,8 +35,8 @@ from stepgraph.pair.runner import Runner, RunnerState
 from stepgraph.rng.tracker import CudaRNGStatesTracker, tracker_for
 from stepgraph.session.backend_choice import refuse_elsewhere
 from stepgraph.session.failure import capture_error
-from stepgraph.session.limits import REPLAYS_THAT_PAY, weigh_changes
-from stepgraph.session.messages import PASS_IT, signature_mismatch, unsigned
+from stepgraph.session.limits import weigh_changes
+from stepgraph.session.messages import signature_mismatch, unsigned, warn_operations_changed
 from stepgraph.signature import (
     Signature,
     ambient_key,
@@ -45,9 +45,12 @@ from stepgraph.signature import (
     reason_for_eager,
     refuse_arguments,
 )
+from stepgraph.signature.ambient import changed_flags
 from stepgraph.tree import CallFlattener, Structure
-from stepgraph.values.watch import Watch
+from stepgraph.values.watch import Change, Watch
 
+_LONGEST_ROUND = 1000
+"""Calls after which a round is taken to begin although others are under way: their results may be kept for good."""
 _training = operator.itemgetter("training")
 
 
@@ -126,12 +129,15 @@ class CudaGraphManager:
         last = self._last
         if last is not None and not self.session.is_closed and not has_global_hooks():
             leaves = last.fast_match.leaves_of(args, kwargs)
-            if leaves is not None and last.around == self._around() and not self._is_capturing():
+            if leaves is not None and last.around == self._around() and not self._is_capturing() and not is_logged():
                 return self._replay(last.site, leaves, last.structure, (args, kwargs))
         return self._look_up(args, kwargs)
 
     def _replay(self, site: ModuleSite, leaves: list[Any], structure: Structure, given: tuple[Any, Any]) -> Any:
-        if site.runners and self._guard(site):
+        calls = self.session.lanes.calls
+        if site.runners and (not calls.num or calls.begun > _LONGEST_ROUND):
+            self.session.begin_round()
+        if site.runners and self.holds(site):
             runner = self._ready(site, leaves)
             if runner is not None:
                 return run_forward(runner, leaves)
@@ -253,37 +259,76 @@ class CudaGraphManager:
             self.eager_reasons["no further runner could be captured"] += 1
         return runner
 
-    def _guard(self, site: ModuleSite) -> bool:
-        """Whether nothing that the graphs have baked in has changed."""
+    def holds(self, site: ModuleSite, *, audited: bool = False) -> bool:
+        """Whether nothing that the graphs have baked in has changed; `audited`, by a new recording, too."""
         assert site.guard is not None
         if site.again is not None:
             why, site.again = site.again, None
             self._start_over(why)
             return False
+        if audited and site.recorded is not None and changed_flags(site.recorded.ambient):
+            return True  # no call of this kind comes before they are as they were
         changed = site.guard.changed()
         if changed is None:
+            return not audited or self._audit(site)
+        if changed.values:
+            return self._audit(site, changed.values)
+        self.raise_if_strict(changed.why)
+        self._recapture(site, changed.why, changed.names)
+        return False
+
+    def _audit(self, site: ModuleSite, changes: Sequence[Change] = ()) -> bool:
+        """Record calls of a kind again, and compare: in its turn, or because these values have changed.
+
+        Whether they are the same. If not, the module runs eagerly in this round, and is captured anew after it.
+        """
+        assert site.guard is not None
+        try:
+            found = self.differs(site)
+        except Exception as error:  # noqa: BLE001 (as in a capture: whatever it is, the graphs are of no use)
+            raised = capture_error(self.name, error)
+            if self.options.strict:
+                raise raised from (None if raised is error else error)
+            self._recapture(site, f"it can no longer be recorded as it was   [{raised.rule}]", [raised.rule])
+            return False
+        if found is None:
+            site.guard.agree(changes)
             return True
-        if changed.is_value:
-            warn_user(
-                f"{self.name}: a value that the module reads has changed since capture   [host-value]\n"
-                f"  {changed.why}\nIts graphs are captured again, up to twice for changes that come within "
-                f"{REPLAYS_THAT_PAY} replays.\nFix: {PASS_IT}, or, if nothing depends on it, "
-                f"ignore={list(changed.names)!r}."
-            )
+        told = "; ".join(map(str, changes)) if changes else str(found)
+        self.raise_if_strict(told)
+        since = self.session.turns.since
+        often = self._recapture(site, told, [c.name for c in changes] or [str(found.where or found.operation)])
+        warn_operations_changed(
+            *(self.name, found, changes, since), stays_eager=bool(often), whose="module", counted="rounds"
+        )
+        if not changes:
+            site.guard.suspect()
+        return False
+
+    def differs(self, site: ModuleSite) -> Difference | None:
+        """Where a recording of such a call would differ by now from the one that is replayed."""
+        assert site.recorded is not None
+        return self.pair().differs(site.recorded, site.runners[0])
+
+    def raise_if_strict(self, why: str) -> None:
+        """Under strict a change is an error, before anything runs."""
         if self.options.strict:
             raise StateChanged(
-                f"{self.name}: {changed.why}",
+                f"{self.name}: {why}",
                 rule="state-changed",
                 why="the captured graphs go on with what they were recorded with, and strict=True forbids else.",
                 fix="call handle.reset() after the change, or leave strict=False.",
             )
+
+    def _recapture(self, site: ModuleSite, why: str, names: Sequence[str]) -> list[str]:
+        """Drop the graphs, to be captured anew; those of these names that change too often for that."""
         replays = max(runner.forwards for runner in site.runners)
-        self._changes, often = weigh_changes(self._changes, changed.names, replays)
-        self.session.drop_changed(self, changed.why)
+        self._changes, often = weigh_changes(self._changes, names, replays)
+        self.session.drop_changed(self, why)
         if often:
             for other in self.sites.values():
                 other.obstacle = f"it keeps changing: {', '.join(often)}"
-        return False
+        return often
 
     def _new_site(
         self, key: Hashable, leaves: Sequence[Any], structure: Structure, keys: tuple[Hashable, ...]
@@ -325,7 +370,7 @@ class CudaGraphManager:
         device = self.session.session.backend.device
         watched = WarmCall(self.original, self._named(), self.options.ignore, device, site.ran)
         result = self.session.warming(lambda: self.session.recorder.run(site, leaves, structure, watched.noting(run)))
-        site.seen = watched.finding() or site.varies
+        site.seen = watched.finding() or site.results.varies
         return result
 
     def _is_blocked(self, site: ModuleSite) -> bool:
@@ -355,12 +400,13 @@ class CudaGraphManager:
         """What records this module's graphs, made when the first one is."""
         if self._pair is None:
             self._pair = PairCapture(
-                self.original,
+                self._method,
                 self.module,
                 self.session.session,
                 self.session.grads,
                 self.session.in_flight_of(self.module),
                 self.options.generators,
+                self.session.logs,
                 need_backward=self.need_backward,
             )
             self._pair.outside = self.session.outside_parameters(self)
@@ -395,7 +441,8 @@ class CudaGraphManager:
             hooked=[*self._called_inside(), *passed],
         )
         values = Watch(with_hooks(self.original, self._called_inside()), self.options.ignore, modules, ran=site.ran)
-        site.guard = SiteGuard(model, values, self.pair().inside(), runner.names, lambda p: names[id(p)])
+        inside = self.pair().inside()
+        site.guard = SiteGuard(model, values, inside, runner.names, lambda p: names[id(p)], before=site.guard)
 
     def failed(self, site: ModuleSite, error: Exception) -> None:
         """A capture failed: the module stays eager for these calls."""

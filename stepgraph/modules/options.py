@@ -9,6 +9,7 @@ import torch
 
 from stepgraph.errors import InvalidArgument
 from stepgraph.modules.megatron_settings import MegatronSettings
+from stepgraph.session.options import check_audit
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +33,8 @@ class ModuleOptions:
     generators: tuple[torch.Generator, ...] = ()
     single_mempool: bool = False
     """Share memory between calls by the order in which they were recorded, and check each replay against it."""
+    audit: str | int = "auto"
+    """Before which rounds all calls are recorded again and compared: "auto" (1, 2, 4, ...), each so many, or False."""
     eager_reason: str | None = None
     """Why nothing is captured at all: a configuration may say so."""
 
@@ -45,6 +48,7 @@ class ModuleOptions:
                     why="it counts, and there is at least one.",
                     fix=f"pass an integer of {least} or more.",
                 )
+        check_audit(self.audit)
         if self.outputs not in ("guarded", "static"):
             raise InvalidArgument(
                 f"outputs={self.outputs!r}",

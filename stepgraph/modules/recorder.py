@@ -19,12 +19,16 @@ from typing import Any
 
 import torch
 
+from stepgraph.backends import Backend
 from stepgraph.buffers.boundary import ArgMetadata, copied
 from stepgraph.buffers.static_result import StaticResult, leaf_results
 from stepgraph.modules.site import ModuleCall, ModuleSite
 from stepgraph.observe.ddp import in_ddp
+from stepgraph.oplog import Log, first_difference
 from stepgraph.pair.cached_casts import keeps_casts
 from stepgraph.pair.call import NotedArguments
+from stepgraph.pair.proof import PairLogs, note_forward, noting
+from stepgraph.session.proof import varying_operations
 from stepgraph.signature import ambient_key
 from stepgraph.tree import Structure
 
@@ -46,11 +50,45 @@ class _Outstanding:
         self.call, self.recorder = call, recorder
 
 
+class _EagerCalls:
+    """Runs eager calls and notes their operations."""
+
+    def __init__(self, backend: Callable[[], Backend], logs: PairLogs) -> None:
+        self._backend, self._logs = backend, logs
+        self._first: dict[int, Log] = {}
+        """The first log of each kind of call in the round under way, by the id of its site."""
+
+    @property
+    def needs_values(self) -> bool:
+        """Whether arguments are kept for the recording."""
+        return self._backend().runs_while_recording
+
+    def begin_round(self) -> None:
+        """Another round begins."""
+        self._first.clear()
+
+    def run(self, call: ModuleCall, leaves: Sequence[Any], run: Callable[[], Any]) -> Any:
+        """Run a call and note its operations: are they those of other calls of its kind in this round?"""
+        site = call.site
+        log = self._logs.of_call(site.manager.module, leaves, call.ambient, self._backend().device)
+        with noting(log):
+            result = run()
+            note_forward(log, result, leaves)
+        call.log = log.finish()
+        site.proof.add(call.log)
+        first = self._first.setdefault(id(site), call.log)
+        between = first_difference(first, call.log)
+        if first is call.log or between is not None:
+            wavers = None if between is None else varying_operations(site.manager.name, between, "module")
+            site.proof.wavers = wavers
+        return result
+
+
 class Recorder:
     """The order of one session's modules."""
 
-    def __init__(self, busy: Callable[[], set[int]], needs_values: Callable[[], bool]) -> None:
-        self._busy, self._needs_values = busy, needs_values
+    def __init__(self, busy: Callable[[], set[int]], backend: Callable[[], Backend], logs: PairLogs) -> None:
+        self._busy, self._eager = busy, _EagerCalls(backend, logs)
         self.events: list[Event] = []
         """What happened in the round under way."""
         self.round: list[Event] = []
@@ -95,6 +133,7 @@ class Recorder:
         self._before, self.round, self.events = self.round, self.events, []
         self._producers.clear()
         self._seen.clear()
+        self._eager.begin_round()
         for kind in {id(event.call.site) for event in self.round}:
             self.rounds[kind] += 1
         self._openers = {site}
@@ -120,6 +159,7 @@ class Recorder:
         self._outstanding.clear()
         self._producers.clear()
         self._seen.clear()
+        self._eager.begin_round()
         self.rounds.clear()
 
     def run(self, site: ModuleSite, leaves: Sequence[Any], structure: Structure, run: Callable[[], Any]) -> Any:
@@ -143,18 +183,18 @@ class Recorder:
         )
         for index, tensor in noted.tensors.items():
             self._trace(call, index, tensor)
-            if self._needs_values():
+            if self._eager.needs_values:
                 call.values[index] = copied(tensor)
         self.events.append(Event(call, backward=False))
         site.note_kept(slot)
-        result = run()
+        result = self._eager.run(call, leaves, run)
         given = set(map(id, noted.tensors.values()))
         returned = {i: t for i, t in leaf_results(result).items() if i not in given}
         if returned:
             site.manager.note_returned(list(returned.values()))
         made = StaticResult(result, noted.tensors, {**site.manager.state_by_id(), **returned})
         call.num_results = len(made.tensors)
-        site.note_result(made, slot)
+        site.results.note(made, slot)
         call.is_differentiable = any(made.differentiable)
         if keeps_casts(call.ambient):
             site.casts.follow(made.tensors, noted.tensors.values())

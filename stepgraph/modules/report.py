@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from stepgraph.modules.session import ModuleSession
+from stepgraph.pair.proof import equality
 from stepgraph.pair.runner import Runner
 
 
@@ -44,6 +45,10 @@ class ModuleReport:
     pool_bytes: int
     fixed_order: int = 0
     """How many forwards and backwards share memory by the order they come in; 0 where any order is right."""
+    audits: int = 0
+    """How often all kinds of calls were recorded again and compared."""
+    equality: str = ""
+    """What is known of equality with eager."""
 
     @property
     def graphs(self) -> int:
@@ -74,6 +79,8 @@ class ModuleReport:
             "capture_seconds": self.capture_seconds,
             "pool_bytes": self.pool_bytes,
             "fixed_order": self.fixed_order,
+            "audits": self.audits,
+            "equality": self.equality,
             "modules": [asdict(row) for row in self.rows],
         }
 
@@ -99,6 +106,7 @@ class ModuleReport:
             )
             table.add_row(*map(Text, cells))
         yield table
+        yield Text(f"equal to eager: {self.equality}")
 
     def __str__(self) -> str:
         text = io.StringIO()
@@ -128,7 +136,12 @@ def report_on(shared: ModuleSession) -> ModuleReport:
         )
     backend = shared.session.backend.name if shared.session.has_backend else "not chosen yet"
     order = 0 if shared.order is None else len(shared.order)
-    return ModuleReport(backend, tuple(rows), shared.capture_seconds, shared.session.pool_bytes(), order)
+    shown = [site.proof.shown for manager in shared.managers for site in manager.sites.values() if site.runners]
+    audits = shared.turns.audits
+    return ModuleReport(
+        *(backend, tuple(rows), shared.capture_seconds, shared.session.pool_bytes(), order),
+        *(audits, equality(shown, audits)),
+    )
 
 
 def _nodes(runner: Runner) -> list[int | None]:

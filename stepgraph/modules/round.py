@@ -15,7 +15,8 @@ from stepgraph.buffers.borrowed import BorrowedTensor
 from stepgraph.buffers.boundary import ArgMetadata, SharedBuffer
 from stepgraph.modules.memory_plan import MemoryPlan
 from stepgraph.modules.recorder import Event
-from stepgraph.modules.site import ModuleCall
+from stepgraph.modules.site import ModuleCall, ModuleSite
+from stepgraph.pair.proof import NotWarm
 from stepgraph.pair.runner import Runner
 from stepgraph.signature import AMBIENT_NAMES
 from stepgraph.signature.ambient import changed_flags
@@ -38,24 +39,32 @@ class RoundCapture:
         self._grads: dict[Hashable, dict[int, tuple[torch.Tensor, BorrowedTensor]]] = {}
         self._shared = _shared_tensors(events)
         self._buffers: dict[tuple[int, int], SharedBuffer] = {}
+        self._cold: set[ModuleSite] = set()
+        """Kinds of calls that run eagerly in this round once more, and are captured at the next."""
 
     def run(self, give_up: Callable[[ModuleCall, Exception], None]) -> None:
         """Capture all that is not captured yet."""
         for event in self._events:
             call, key = event.call, self._memory_plan.key(event.call)
-            if call.site.obstacle is not None:
+            if call.site.obstacle is not None or call.site in self._cold:
                 continue
             try:
                 if not event.backward and key not in self.runners and self._memory_plan.has_room(call):
                     self.runners[key] = self._forward(call)
                 elif event.backward and key in self.runners and not self.runners[key].backwards:
                     self._backward(call, key)
+            except NotWarm:
+                self._drop(call)
+                self._cold.add(call.site)
             except Exception as error:  # noqa: BLE001 (whatever broke it, the module stays eager)
-                for runner in call.site.runners:
-                    runner.free()
-                self.runners = {k: r for k, r in self.runners.items() if r not in call.site.runners}
-                call.site.runners = []
+                self._drop(call)
                 give_up(call, error)
+
+    def _drop(self, call: ModuleCall) -> None:
+        for runner in call.site.runners:
+            runner.free()
+        self.runners = {k: r for k, r in self.runners.items() if r not in call.site.runners}
+        call.site.runners = []
 
     def _forward(self, call: ModuleCall) -> Runner:
         site = call.site
@@ -66,10 +75,12 @@ class RoundCapture:
         given, shared = self._given(call), self._shared_buffers(call)
         metas = {i: leaf for i, leaf in enumerate(call.leaves) if isinstance(leaf, ArgMetadata)}
         own = self._memory_plan.arguments(call, {i: m for i, m in metas.items() if i not in given and i not in shared})
-        runner = site.manager.pair().forward(call, given, shared, own, self._memory_plan.lane(call))
-        if not site.runners:
-            site.manager.guard(site, runner)
+        pair, options = site.manager.pair(), site.manager.options
+        runner = pair.forward(call, given, shared, own, self._memory_plan.lane(call))
         site.add(runner)
+        site.proof.compare(site.manager.name, call.log, pair.log_of(runner), strict=options.strict)
+        if len(site.runners) == 1:
+            site.manager.guard(site, runner)
         site.recorded = call
         return runner
 

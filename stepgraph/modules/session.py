@@ -11,13 +11,16 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from stepgraph.backends import Backend, is_capturing
 from stepgraph.buffers.reuse_pool import TensorReusePool
+from stepgraph.frames import warn_user
 from stepgraph.modules.memory_plan import AnyOrder, FixedOrder
 from stepgraph.modules.recorder import Event, Recorder
 from stepgraph.modules.replay_order import FixedRound
 from stepgraph.modules.round import RoundCapture, backward_autocast
 from stepgraph.modules.site import ModuleCall, ModuleSite, SiteOwner
 from stepgraph.observe.finder import devices
+from stepgraph.oplog import first_difference
 from stepgraph.pair.guard import is_hooked
+from stepgraph.pair.proof import AuditTurns, can_audit_now
 from stepgraph.pair.runner import Runner
 from stepgraph.pair.shared import PairSession, live_sessions
 from stepgraph.session.backend_choice import backend_of
@@ -30,15 +33,18 @@ class ModuleSession(PairSession):
     def __init__(self, session: Session | None = None, model: torch.nn.Module | None = None) -> None:
         super().__init__(session)
         self.model = model
-        self.recorder = Recorder(self.lanes.busy, lambda: self.session.backend.runs_while_recording)
+        self.recorder = Recorder(self.lanes.busy, lambda: self.session.backend, self.logs)
         self.managers: list[SiteOwner] = []
         self.order: FixedRound | None = None
         """The calls that share memory by their order, where that is asked for."""
         self.capture_seconds = 0.0
+        self.turns = AuditTurns("auto")
         self.session.when_dropped(self._dropped)
 
     def add(self, manager: SiteOwner) -> None:
         """Take a manager in."""
+        if not self.managers:
+            self.turns = AuditTurns(manager.options.audit)
         self.managers.append(manager)
 
     def backend_for(self, module: torch.nn.Module, leaves: Iterable[Any]) -> Backend:
@@ -51,6 +57,22 @@ class ModuleSession(PairSession):
     def is_warming(self) -> bool:
         """Whether a call runs eagerly to warm up, or waits for the backward of such a run."""
         return self._warming > 0 or self.recorder.is_waiting
+
+    # -- auditing
+
+    def begin_round(self) -> None:
+        """A replay comes when no other is under way: if it is time, all kinds of calls are compared first."""
+        self.lanes.calls.begun = 0
+        if not self.turns.begin():
+            return
+        if not can_audit_now():
+            self.turns.put_off()
+            return
+        for manager in self.managers:
+            for site in list(manager.sites.values()):
+                if site.runners:
+                    manager.holds(site, audited=True)
+        self.turns.end()
 
     # -- capturing
 
@@ -91,6 +113,8 @@ class ModuleSession(PairSession):
         with self.session.workspace.capturing():
             captured.run(lambda call, error: call.site.manager.failed(call.site, error))
         self.session.backend.synchronize()
+        if captured.runners:
+            self.turns.restart()
 
     def _is_fixed(self, call: ModuleCall) -> bool:
         """Whether a call is to share memory by the order; one order at a time can be fixed, and none of evaluations."""
@@ -111,6 +135,12 @@ class ModuleSession(PairSession):
             with self.session.workspace.capturing():
                 pair = site.manager.pair()
                 runner = pair.forward(call, {}, {}, {}, self.lanes.spare())
+                found = first_difference(pair.log_of(site.runners[0]), pair.log_of(runner))
+                if found is not None:
+                    runner.free()
+                    site.again = f"it would run other operations by now   [changed-operations]\n  {found}"
+                    warn_user(f"{site.manager.name}: {site.again}\nIts calls warm up again.")
+                    return None
                 if any(meta is not None for meta in call.metas) and call.backward_ambient is not None:
                     pair.backward(runner, call.metas, {}, {}, backward_autocast(call))
         except Exception as error:  # noqa: BLE001 (the call goes on eagerly)

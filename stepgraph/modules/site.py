@@ -19,9 +19,11 @@ from stepgraph.buffers.static_result import StaticResult, another_leaf
 from stepgraph.errors import CaptureError
 from stepgraph.frames import warn_user
 from stepgraph.modules.options import ModuleOptions
+from stepgraph.oplog import Log
 from stepgraph.pair.cached_casts import CastWatch, shared_cast
 from stepgraph.pair.call import RecordedCall
 from stepgraph.pair.guard import SiteGuard
+from stepgraph.pair.proof import EagerProof
 from stepgraph.pair.record import PairCapture
 from stepgraph.pair.runner import Runner
 from stepgraph.ran import ExecutedCode
@@ -51,6 +53,9 @@ class SiteOwner(Protocol):
 
     def guard(self, site: ModuleSite, runner: Runner) -> None:
         """Note what the graphs of a site have baked in."""
+
+    def holds(self, site: ModuleSite, *, audited: bool = False) -> bool:
+        """Whether nothing that the graphs have baked in has changed; if it has, they are dropped."""
 
     def check_capturable(self) -> None:
         """Raise for what would not run at replays."""
@@ -92,6 +97,8 @@ class ModuleCall(RecordedCall):
     backward_ambient: tuple[Hashable, ...] | None = None
     num_results: int = 0
     is_differentiable: bool = False
+    log: Log | None = None
+    """The operations of its forward."""
 
     @property
     def metas(self) -> list[ArgMetadata | None]:
@@ -130,11 +137,9 @@ class ModuleSite:
         """Whether a backward of the warm-up came to several calls of the module."""
         self.again: str | None = None
         """Why calls have to warm up again."""
-        self.varies: CaptureError | None = None
-        """How its result was unlike that of the call before."""
+        self.results = EagerResults()
+        self.proof = EagerProof()
         self.guard: SiteGuard | None = None
-        self._result: tuple[Structure, list[Any]] | None = None
-        self._handed_out: dict[int, list[weakref.ref[torch.UntypedStorage]]] = {}
         self.copied: set[int] = set()
         """Results that callers were found to hold, so that they are handed out as copies."""
         self._copies_grads = False
@@ -146,7 +151,7 @@ class ModuleSite:
     @property
     def finding(self) -> CaptureError | None:
         """What its eager calls did that no replay could repeat."""
-        return self.seen or self.casts.found()
+        return self.seen or self.proof.wavers or self.casts.found()
 
     @property
     def is_open(self) -> bool:
@@ -192,11 +197,24 @@ class ModuleSite:
 
     def note_kept(self, slot: int) -> None:
         """Before an eager call: results of the last one in its place that are still held are handed out as copies."""
-        for index, storage in enumerate(self._handed_out.pop(slot, ())):
-            if storage() is not None and self.manager.options.outputs == "guarded":
-                self.copied.add(index)
+        if self.manager.options.outputs == "guarded":
+            self.copied |= self.results.kept(slot)
 
-    def note_result(self, result: StaticResult, slot: int) -> None:
+
+class EagerResults:
+    """Compares the results of eager calls, and tells which of them are held."""
+
+    def __init__(self) -> None:
+        self.varies: CaptureError | None = None
+        """How the latest was unlike that of the call before."""
+        self._result: tuple[Structure, list[Any]] | None = None
+        self._handed_out: dict[int, list[weakref.ref[torch.UntypedStorage]]] = {}
+
+    def kept(self, slot: int) -> set[int]:
+        """The results of the last call in this place that are still held."""
+        return {index for index, storage in enumerate(self._handed_out.pop(slot, ())) if storage() is not None}
+
+    def note(self, result: StaticResult, slot: int) -> None:
         """Compare what no replay computes again with the call before."""
         self._handed_out[slot] = [weakref.ref(tensor.untyped_storage()) for tensor in result.tensors]
         now = (result.structure, result.plain_values)

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from stepgraph.frames import is_own
 from stepgraph.signature import is_plain
 
 
@@ -27,10 +28,12 @@ class ModuleAttributes:
             yield module, module._buffers, buffers
 
     def changed(self, name: Callable[[torch.nn.Module], str]) -> list[str]:
-        """The attributes that are something else by now."""
+        """The attributes that are something else by now, but for plain ones of a library's module: its own counts."""
         found = []
         for module, now, before in self._places():
             keys = [k for k in {*now, *before} if not _same(now.get(k, _MISSING), before.get(k, _MISSING))]
+            if not is_own(type(module)):
+                keys = [k for k in keys if not (is_plain(now.get(k)) and is_plain(before.get(k)))]
             found += [f"{name(module)}.{key}" for key in sorted(keys)]
         return found
 

@@ -76,6 +76,7 @@ class Vocabulary:
         """Of each memory by its number: in which log it was seen first, as which there, and whether it lives."""
         self._logs = itertools.count()
         self._kinds: dict[types.CodeType, int] = {}
+        self._casts: dict[int, tuple[weakref.ref[torch.UntypedStorage], Hashable]] = {}
 
     def number(self, part: Hashable) -> int:
         """The number of a part, which is a new one for a new part."""
@@ -101,6 +102,16 @@ class Vocabulary:
         """As which memory without a name a log has seen this one first, where it has and the memory ended with it."""
         first, order, alive = self._seen[number]
         return order if first == log and alive() is None else None
+
+    def name_cast(self, storage: torch.UntypedStorage, name: Hashable) -> None:
+        """This memory has the cast of a tensor with a name, which autocast keeps for later calls."""
+        key = storage._cdata
+        self._casts[key] = (weakref.ref(storage, lambda _: self._casts.pop(key, None)), name)
+
+    def cast(self, storage: torch.UntypedStorage) -> Hashable | None:
+        """The name of the cast in this memory."""
+        found = self._casts.get(storage._cdata)
+        return found[1] if found is not None and found[0]() is storage else None
 
     def kind_of(self, code: types.CodeType) -> int:
         """Whose code it is."""
@@ -188,6 +199,8 @@ class OpLog(dispatch.TorchDispatchMode):
 
     `roles` are names for tensors that were there before. `device` is that of the step, where work on the host is not
     its own. A graph that is called meanwhile could not be seen into: what has one runs its own code (`current_log`).
+    `keeps_casts`: autocast keeps the casts of weights, for this call and for others of its region, so that which call
+    makes one says nothing. A cast then has a name, and is not noted.
 
     Example:
         >>> with OpLog(vocabulary, [x]) as log:
@@ -208,8 +221,11 @@ class OpLog(dispatch.TorchDispatchMode):
         arguments: Iterable[Any] = (),
         roles: Roles | None = None,
         device: torch.device | None = None,
+        *,
+        keeps_casts: bool = False,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._keeps_casts = keeps_casts
         self._vocabulary, self._roles = vocabulary, roles or Roles()
         self._device = device.type if device is not None and device.type != "cpu" else None
         self._serial = vocabulary.new_log()
@@ -231,6 +247,13 @@ class OpLog(dispatch.TorchDispatchMode):
     def finish(self) -> Log:
         """The notes so far."""
         return Log(self._vocabulary, self._notes, tuple(self._sections), self._serial, self._shared)
+
+    def followed_by(self, roles: Roles | None = None) -> OpLog:
+        """A log for what comes after what this one has seen, whose results it can name: a backward of a forward."""
+        made = OpLog(self._vocabulary, (), roles or self._roles, keeps_casts=self._keeps_casts)
+        made._device, made._given, made._shared = self._device, self._given, self._shared
+        made._births, made._lines = self._births.copy(), self._lines
+        return made
 
     # -- what is told
 
@@ -280,6 +303,10 @@ class OpLog(dispatch.TorchDispatchMode):
             return func(*args, **kwargs)
         if kinds and any(kind.__torch_dispatch__ is not _TENSORS_OWN for kind in kinds):
             return NotImplemented  # a wrapper around other tensors: let it take itself apart first
+        if self._keeps_casts and func is _CAST and (cast := self._role(args[0])) is not None:
+            out = func(*args, **kwargs)
+            self._vocabulary.name_cast(out.untyped_storage(), f"{cast} as {out.dtype}")
+            return out
         if self._hidden:
             line, scope = 0, "left out"
         else:
@@ -368,6 +395,9 @@ class OpLog(dispatch.TorchDispatchMode):
         made = self._births.name(storage)
         if made is not None:
             return made, 0
+        cast = self._vocabulary.cast(storage) if self._keeps_casts else None
+        if cast is not None:
+            return ("role", cast), 0
         given = self._given.find(storage, offset)
         if given is not None:
             return ("argument", given[0]), given[1]
@@ -376,6 +406,12 @@ class OpLog(dispatch.TorchDispatchMode):
             return ("role", role[0]), role[1]
         number = self._vocabulary.memory(storage, self._serial, lambda: next(self._nameless))
         return ("outside", number), 0
+
+    def _role(self, tensor: torch.Tensor) -> Hashable | None:
+        """The name of a tensor that was there before the call and is no argument of it."""
+        storage = storage_of(tensor)
+        which, _ = (("without memory",), 0) if storage is None else self._which(storage, int(tensor.storage_offset()))
+        return which[1] if which[0] == "role" else None
 
     def _line(self) -> tuple[int, bool]:
         """The user's line, and whether what has called is left out: a GradScaler, the tape."""
@@ -415,6 +451,12 @@ class _Births:
     def add(self, storage: torch.UntypedStorage, scope: str) -> None:
         self._counts[scope] += 1
         self._born[storage._cdata] = (weakref.ref(storage), scope, self._counts[scope])
+
+    def copy(self) -> _Births:
+        """The same births, to go on from."""
+        made = _Births()
+        made._born, made._counts = dict(self._born), Counter(self._counts)
+        return made
 
     def rename(self, old: torch.UntypedStorage, new: torch.UntypedStorage) -> None:
         found = self._born.get(old._cdata)
@@ -457,6 +499,7 @@ def left_out() -> Iterator[None]:
 
 _LIFTS = frozenset((torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default))
 """What makes a tensor of a number that is written in Python."""
+_CAST = torch.ops.aten._to_copy.default
 _TENSORS_OWN = torch.Tensor.__torch_dispatch__
 
 

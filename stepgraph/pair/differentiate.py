@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from stepgraph.errors import CaptureError
+from stepgraph.oplog import left_out
 
 
 class AccumulatesByItself(Exception):
@@ -48,14 +49,16 @@ def differentiate(
 ) -> Found:
     """Compute all gradients, then add those of the parameters inside to their memory."""
     sources = [*edges, *(entry.leaf for entry in inside)]
+    before = [leaf.grad for leaf in sources]  # a parameter that is not the module's own may have one
     grads = torch.autograd.grad(results, sources, incoming, retain_graph=True, allow_unused=True) if sources else ()
-    if any(leaf.grad is not None for leaf in sources):
-        _clear(sources)
+    if any(leaf.grad is not grad for leaf, grad in zip(sources, before, strict=True)):
+        for leaf, grad in zip(sources, before, strict=True):
+            leaf.grad = grad
         raise AccumulatesByItself
     _check_dense(grads)
     own = {tensor.untyped_storage()._cdata for tensor in incoming}
     found = [(entry, grad) for entry, grad in zip(inside, grads[len(edges) :], strict=True) if grad is not None]
-    with torch.no_grad():
+    with torch.no_grad(), left_out():
         if found:
             torch._foreach_add_([entry.memory for entry, _ in found], [grad for _, grad in found])
         out = [copy_if_aliased(grad, own) for grad in grads[: len(edges)]]
@@ -84,7 +87,7 @@ def accumulate(
             handle.remove()
     _check_dense(grads)
     own = {tensor.untyped_storage()._cdata for tensor in incoming}
-    with torch.no_grad():
+    with torch.no_grad(), left_out():
         out = [copy_if_aliased(grad, own) for grad in grads]
     return out, [entry.parameter for entry in inside if id(entry.leaf) in reached]
 

@@ -16,8 +16,9 @@ from torch.utils.hooks import RemovableHandle
 
 from stepgraph.backends.threads import entries
 from stepgraph.guards.model import ModelGuard
+from stepgraph.oplog import Difference
 from stepgraph.rng.tracker import NamesGuard
-from stepgraph.values.watch import Watch
+from stepgraph.values.watch import Change, Watch
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,8 +28,10 @@ class Changed:
     why: str
     names: tuple[str, ...]
     """What to count it under: something that keeps changing is given up on."""
-    is_value: bool = False
-    """Whether it is a value that the module's code reads."""
+    values: tuple[Change, ...] = ()
+    """The values among what the module's code can name: whether it does otherwise for them, an audit tells."""
+    found: Difference | None = None
+    """What an audit has found."""
 
 
 class SiteGuard:
@@ -41,8 +44,15 @@ class SiteGuard:
         inside: Sequence[torch.Tensor],
         names: Sequence[NamesGuard],
         spell: Callable[[Any], str],
+        before: SiteGuard | None = None,
     ) -> None:
+        """`before` is the guard of graphs that are gone, which knows what may change without effect."""
         self._model, self._values, self._names, self._spell = model, values, tuple(names), spell
+        self._unwatched: set[str] = set() if before is None else before._unwatched
+        """Values that have changed without effect on the operations, by name: they are watched no more."""
+        self._suspects: set[str] = set() if before is None else before._suspects
+        """Those of them that are watched again, for an audit has found a change that nothing else explains."""
+        values.drop(self._unwatched)
         self._inside = list(inside)
         """Parameters whose gradients the graphs accumulate by themselves."""
         self._handles_seen = RemovableHandle.next_id
@@ -58,8 +68,23 @@ class SiteGuard:
             return Changed(why, (why,))
         changes = self._values.changed()
         if changes:
-            return Changed("; ".join(map(str, changes)), tuple(change.name for change in changes), is_value=True)
+            return Changed("; ".join(map(str, changes)), tuple(c.name for c in changes), tuple(changes))
         return None
+
+    def agree(self, changes: Sequence[Change] = ()) -> None:
+        """An audit has found the same operations although these values have changed: watch them no more.
+
+        The module's code has run once more, so what is expected from now on is what is there now.
+        """
+        self._unwatched |= {change.name for change in changes} - self._suspects
+        self._values.drop(self._unwatched)
+        if self._values.changed():
+            self._values.renew()
+
+    def suspect(self) -> None:
+        """The operations have changed, and no watched value has: watch again what was dropped, for good."""
+        self._suspects |= self._unwatched
+        self._unwatched.clear()
 
     def _new_hook(self) -> str | None:
         self._handles_seen = RemovableHandle.next_id

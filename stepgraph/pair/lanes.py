@@ -47,12 +47,22 @@ class Tenant(Protocol):
 T = TypeVar("T", bound=Tenant)
 
 
+class CallCount:
+    """How many calls are under way in all lanes, and how many have begun since a round has."""
+
+    __slots__ = ("begun", "num")
+
+    def __init__(self) -> None:
+        self.num = self.begun = 0
+
+
 class PoolLane(Generic[T]):
     """One part of the pool, the calls under way in it, and those whose results may still be held."""
 
-    def __init__(self, number: int) -> None:
+    def __init__(self, number: int, calls: CallCount | None = None) -> None:
         self.number = number
         """Which part of the session's pool it is."""
+        self._calls = calls if calls is not None else CallCount()
         self._captured = 0
         self._under_way: list[T] = []  # by the order of the capture, since no other order is admitted
         self._first_backward: float = math.inf
@@ -94,14 +104,18 @@ class PoolLane(Generic[T]):
     def begin(self, runner: T) -> None:
         """A call is under way."""
         self._under_way.append(runner)
+        self._calls.num += 1
+        self._calls.begun += 1
         self._first_backward = min(self._first_backward, runner.backward_at)
 
     def end(self, runner: T) -> None:
         """A call is over; its results may still be held."""
         if self._under_way and self._under_way[-1] is runner:
             self._under_way.pop()
+            self._calls.num -= 1
         elif runner in self._under_way:
             self._under_way.remove(runner)
+            self._calls.num -= 1
         self._ended[runner] = None
         if runner.is_freed:
             self.forget(runner)
@@ -135,13 +149,14 @@ class PoolLanes(Generic[T]):
 
     def __init__(self, new_number: Iterator[int]) -> None:
         self._new_number = new_number
+        self.calls = CallCount()
         self._lanes: list[PoolLane[T]] = []
         self._exclusive: PoolLane[T] | None = None
 
     def at(self, index: int) -> PoolLane[T]:
         """The lane for calls that find so many others under way."""
         while len(self._lanes) <= index:
-            self._lanes.append(PoolLane(next(self._new_number)))
+            self._lanes.append(PoolLane(next(self._new_number), self.calls))
         return self._lanes[index]
 
     def spare(self) -> PoolLane[T]:
@@ -152,7 +167,7 @@ class PoolLanes(Generic[T]):
     def exclusive(self) -> PoolLane[T]:
         """An empty lane that is none of the others, for graphs that ask for no admission."""
         if self._exclusive is None or not self._exclusive.is_empty:
-            self._exclusive = PoolLane(next(self._new_number))
+            self._exclusive = PoolLane(next(self._new_number), self.calls)
         return self._exclusive
 
     def busy(self) -> set[int]:

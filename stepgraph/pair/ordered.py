@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -18,10 +19,12 @@ from stepgraph.buffers.borrowed import BorrowedTensor, lend_by_address, lend_out
 from stepgraph.buffers.boundary import ArgMetadata, Boundary
 from stepgraph.errors import CaptureError
 from stepgraph.grads.param_grads import GradPart
+from stepgraph.oplog import Difference, Log, OpLog, first_difference
 from stepgraph.pair.differentiate import copy_if_aliased, is_reentrant
 from stepgraph.pair.parameter_proxies import without_hooks
+from stepgraph.pair.proof import noting
 from stepgraph.pair.record import PairCapture
-from stepgraph.pair.runner import Runner
+from stepgraph.pair.runner import BackwardGraph, Runner
 from stepgraph.pair.split_backward import WeightPart, input_gradients
 from stepgraph.signature.ambient import under_autocast
 
@@ -77,6 +80,10 @@ class OrderedPair(PairCapture):
         super().__init__(*args, **kwargs)
         self._late: dict[int, tuple[torch.Tensor, ...]] = {}
         """Parameters, by id of the runner, that autograd gives the gradients of the W part to."""
+        self._input_logs: WeakKeyDictionary[Runner, OpLog] = WeakKeyDictionary()
+        """The logs of I parts whose W part is still to come."""
+        self._weight_logs: WeakKeyDictionary[Runner, tuple[Log, bool]] = WeakKeyDictionary()
+        """Of each runner with a W part: its log, and whether it is replayed by one who knows the random origin."""
 
     def input_part(
         self,
@@ -96,14 +103,17 @@ class OrderedPair(PairCapture):
         segment = self._random.begin_segment(runner.segment)
         inputs = [runner.boundary.tensors[i] for i in runner.flows]
         own = {t.untyped_storage()._cdata for t in given.values()}
+        log = self._backward_log(runner, given, (), ())
         with self._around(runner, autocast), self._recording(runner.lane, segment) as graph:
-            found, weights = input_gradients(results, list(given.values()), inputs, self._weights(runner))
+            with noting(log):
+                found, weights = input_gradients(results, list(given.values()), inputs, self._weights(runner))
             with torch.no_grad():
                 out = [copy_if_aliased(grad, own) for grad in found]
             if then is not None:
                 then(out)
         key = (*(None if meta is None else meta.layout for meta in metas), *autocast, self._random.active)
-        self._keep(runner, key, graph, segment, Boundary(given), out, parameters=[])
+        self._keep(runner, key, graph, segment, Boundary(given), out, [], log.finish())
+        self._input_logs[runner] = log
         self._late[id(runner)], runner.outside = runner.outside, ()  # not even None comes to them in this part
         return weights
 
@@ -126,8 +136,10 @@ class OrderedPair(PairCapture):
         routed = {id(p) for p in late}
         chosen = [p for p in self.proxies.parameters if id(p) not in routed]
         memory = self._grads.part(chosen).memory  # it must not be born in the graph
+        log = self._input_logs.pop(runner).followed_by()
         with self._around(runner, autocast, late), self._recording(runner.lane, segment) as graph:
-            grads = weights.gradients(retain_graph=keeps_saved)
+            with noting(log):
+                grads = weights.gradients(retain_graph=keeps_saved)
             pairs = [(to, grad) for to, grad in zip(memory, grads[: len(chosen)], strict=True) if grad is not None]
             if pairs:
                 with torch.no_grad():
@@ -146,7 +158,23 @@ class OrderedPair(PairCapture):
         reached = [p for p, grad in zip(chosen, grads, strict=False) if grad is not None]
         outside = zip(late, grads[len(chosen) :], strict=True)
         through = [(parameter, grad) for parameter, grad in outside if grad is not None]
+        self._weight_logs[runner] = (log.finish(), knows_origin)
         return WeightGraph(graph, self._grads.part(reached, id(self._module)), through, rewinds=rewinds)
+
+    def _backward_differs(
+        self, again: Runner, runner: Runner, key: tuple[Any, ...], backward: BackwardGraph
+    ) -> Difference | None:
+        """The same for a backward that is split: both parts are recorded again, and compared."""
+        if runner not in self._weight_logs:
+            return super()._backward_differs(again, runner, key, backward)
+        metas, given, autocast = self._as_before(again, key, backward)
+        given = given or {i: meta.empty(self._session.backend.device) for i, meta in enumerate(metas) if meta}
+        part = self.input_part(again, metas, given, "the module", autocast)
+        log, knows_origin = self._weight_logs[runner]
+        weights = self.weight_part(again, part, autocast, knows_origin=knows_origin)
+        self._session.release(weights.graph)
+        found = first_difference(backward.log, next(iter(again.backwards.values())).log)
+        return found or first_difference(log, self._weight_logs[again][0])
 
     def _weights(self, runner: Runner) -> list[torch.Tensor]:
         """The leaves that the W part computes gradients for: those inside, then those outside."""

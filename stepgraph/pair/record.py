@@ -2,7 +2,8 @@
 
 Nothing runs while they are recorded, so no values are needed: arguments are buffers of the right geometry, and a
 backward can be recorded at any time after its forward, whose autograd graph is kept. Both are transactions: a recording
-that fails is dropped, with the module, its parameters and their gradients as before.
+that fails is dropped, with the module, its parameters and their gradients as before. So a call can be recorded once
+more at any time, to see whether it still runs the operations that were recorded (`differs`).
 """
 
 from __future__ import annotations
@@ -10,7 +11,9 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -23,6 +26,7 @@ from stepgraph.errors import CaptureError
 from stepgraph.grads.param_grads import ParamGrads
 from stepgraph.observe.module_attributes import ModuleAttributes
 from stepgraph.observe.step_objects import leaves_behind
+from stepgraph.oplog import Difference, Log, OpLog, first_difference
 from stepgraph.pair.cached_casts import casts_behind, casts_twice, keeps_casts
 from stepgraph.pair.call import RecordedCall, SameTensor
 from stepgraph.pair.differentiate import (
@@ -37,6 +41,7 @@ from stepgraph.pair.differentiate import (
 )
 from stepgraph.pair.lanes import PoolLane
 from stepgraph.pair.parameter_proxies import ParameterProxies, without_hooks
+from stepgraph.pair.proof import PairLogs, note_forward, noting
 from stepgraph.pair.runner import BackwardGraph, InFlightSet, Runner
 from stepgraph.rng.recompute import state_of_another_graph
 from stepgraph.rng.tracker import NamesGuard, Segment, tracker_for
@@ -53,20 +58,24 @@ class _CastsTwice(Exception):
 
 
 class PairCapture:
-    """Records the graphs of one module, or of one of its methods."""
+    """Records the graphs of one module, or of one of its methods: of what `original` gives at the time."""
 
     def __init__(
         self,
-        function: Callable[..., Any],
+        original: Callable[[], Callable[..., Any]],
         module: torch.nn.Module,
         session: Session,
         grads: ParamGrads,
         in_flight: InFlightSet,
         generators: Sequence[torch.Generator],
+        logs: PairLogs,
         *,
         need_backward: bool,
     ) -> None:
-        self._function, self._module, self._session = function, module, session
+        self._logs = logs
+        self._recorded: WeakKeyDictionary[Runner, OpLog] = WeakKeyDictionary()
+        """The log of each forward."""
+        self._original, self._module, self._session = original, module, session
         self._random = tracker_for(session.backend)
         self._generators = tuple(generators)
         self._need_backward = need_backward
@@ -114,21 +123,19 @@ class PairCapture:
         """Record a forward, with or without autocast's cache."""
         buffers = {**own, **{i: b.tensor for i, b in shared.items()}, **{i: t for i, (_, t) in given.items()}}
         tensors = self._arguments(call, buffers)
-        if call.values:
-            Boundary({i: tensors[i] for i in call.values}).load(call.values)
         versions = {i: _version(t) for i, t in tensors.items()}
         leaves = [_filled(i, leaf, tensors) for i, leaf in enumerate(call.leaves)]
         args, kwargs = unflatten(call.structure, leaves)
-        mode = contextlib.nullcontext() if self._need_backward else torch.no_grad()
         names = NamesGuard(self._random)
+        log = self._logs.of_call(self._module, leaves, call.ambient, self._session.backend.device)
         with contextlib.ExitStack() as stack:
             stack.enter_context(self._random.moved_to(call.fork))
             stack.enter_context(self._surroundings(call.training))
             stack.enter_context(as_called(call.ambient, cache=cache))
-            stack.enter_context(mode)
+            stack.enter_context(contextlib.nullcontext() if self._need_backward else torch.no_grad())
             segment = self._random.begin_segment()
             with self._recording(lane) as graph:
-                result = self._result(self._function(*args, **kwargs), tensors)
+                result = self._result(self._logged(log, args, kwargs, leaves), tensors)
                 mutated = [i for i, t in tensors.items() if _version(t) != versions[i]]
                 if not cache and keeps_casts(call.ambient) and casts_twice(result.tensors):
                     raise _CastsTwice
@@ -159,10 +166,17 @@ class PairCapture:
             names=names.if_needed(),
             release_graph=self._session.release,
         )
-        runner.capture_backward = self.backward_now
+        runner.capture_backward, self._recorded[runner] = self.backward_now, log
         runner.uses_up_saved = uses_up_saved(result.tensors)
         runner.keeps_casts = keeps_casts(call.ambient) and bool(casts_behind(result.tensors))
         return runner
+
+    def _logged(self, log: OpLog, args: Any, kwargs: Any, leaves: Sequence[Any]) -> Any:
+        """Call the module, and note its operations."""
+        with noting(log):
+            made = self._original()(*args, **kwargs)
+            note_forward(log, made, leaves)
+        return made
 
     def note_returned(self, made: Any, arguments: Sequence[Any]) -> None:
         """Remember the parameters and other leaves that an eager call on stand-ins has returned as such."""
@@ -192,6 +206,8 @@ class PairCapture:
                 found[index] = leaf.empty(self._session.backend.device)
         for index, tensor in found.items():
             put_on(tensor, call.signature.leaves[index])
+        if call.values:
+            Boundary({i: found[i] for i in call.values}).load(call.values)
         return found
 
     def _refuse(
@@ -272,16 +288,14 @@ class PairCapture:
         before = [dict(p.__dict__) for p in self.proxies.leaves]
         segment = self._random.begin_segment(runner.segment)
         self._accumulates = self._accumulates or is_reentrant(results)
-        record = functools.partial(
-            self._record_backward, runner, results, list(incoming.values()), autocast, segment, then
-        )
+        record = functools.partial(self._record_backward, runner, results, incoming, autocast, segment, then)
         try:
-            graph, edges, parameters = record()
+            graph, edges, parameters, log = record()
         except AccumulatesByItself:
             self._accumulates = True
-            graph, edges, parameters = record()
+            graph, edges, parameters, log = record()
         key = (*(None if meta is None else meta.layout for meta in metas), *autocast, self._random.active)
-        return self._keep(runner, key, graph, segment, boundary, edges, parameters, self._marks(before))
+        return self._keep(runner, key, graph, segment, boundary, edges, parameters, log, self._marks(before))
 
     def _keep(
         self,
@@ -292,6 +306,7 @@ class PairCapture:
         boundary: Boundary,
         edges: Sequence[torch.Tensor | None],
         parameters: Sequence[torch.Tensor],
+        log: Log,
         marks: Sequence[tuple[torch.Tensor, dict[str, Any]]] = (),
     ) -> BackwardGraph:
         """Let a runner know a recorded backward."""
@@ -304,6 +319,7 @@ class PairCapture:
             *(graph, boundary, edges, self._grads.part(parameters, id(self._module)), marks),
             captured_at=runner.lane.next_number(),
             rewinds=rewinds,
+            log=log,
         )
         runner.add_backward(key, made)
         return made
@@ -312,11 +328,11 @@ class PairCapture:
         self,
         runner: Runner,
         results: Sequence[torch.Tensor],
-        incoming: Sequence[torch.Tensor],
+        incoming: Mapping[int, torch.Tensor],
         autocast: tuple[Any, Any],
         segment: Segment,
         then: Callable[[Sequence[torch.Tensor | None]], None] | None,
-    ) -> tuple[Graph, list[torch.Tensor | None], list[torch.Tensor]]:
+    ) -> tuple[Graph, list[torch.Tensor | None], list[torch.Tensor], Log]:
         proxies = dict(zip(map(id, self.proxies.parameters), self.proxies.leaves, strict=True))
         foreign = [p for p in runner.outside if id(p) not in proxies]
         if foreign and self._accumulates:
@@ -336,11 +352,25 @@ class PairCapture:
         inside = [Inside(p, proxies[id(p)], m) for p, m in zip(chosen, memory, strict=True)]
         run = accumulate if self._accumulates else differentiate
         around = (self._surroundings(runner.training), under_autocast(*autocast), without_hooks(foreign))
+        log = self._backward_log(runner, incoming, chosen, memory)
         with around[0], around[1], around[2], self._recording(runner.lane, segment) as graph:
-            found, parameters = run(results, incoming, edges, inside)
+            with noting(log):
+                found, parameters = run(results, list(incoming.values()), edges, inside)
             if then is not None:
                 then(found)
-        return graph, found, parameters
+        return graph, found, parameters, log.finish()
+
+    def _backward_log(
+        self,
+        runner: Runner,
+        incoming: Mapping[int, torch.Tensor],
+        parameters: Sequence[torch.Tensor],
+        memory: Sequence[torch.Tensor],
+    ) -> OpLog:
+        """A log for a backward that adds to the gradients of these parameters, in this memory."""
+        names = {id(parameter): name for name, parameter in self._module.named_parameters()}
+        added = {names.get(id(p), f"parameter {i}"): m for i, (p, m) in enumerate(zip(parameters, memory, strict=True))}
+        return self._logs.of_backward(self._recorded[runner], self._module, incoming, added)
 
     def _rewinds(self, runner: Runner, graph: Graph, segment: Segment) -> bool:
         """Whether a backward repeats draws of its forward; refused where a replay could not."""
@@ -365,6 +395,50 @@ class PairCapture:
             if new:
                 found.append((parameter, new))
         return found
+
+    # -- auditing
+
+    def log_of(self, runner: Runner) -> Log:
+        """What was noted of a runner's forward."""
+        return self._recorded[runner].finish()
+
+    def differs(
+        self,
+        call: RecordedCall,
+        runner: Runner,
+        around: Callable[[bool], AbstractContextManager[None]] = lambda backward: contextlib.nullcontext(),
+    ) -> Difference | None:
+        """Record a call again, with the backwards that its runner has, and compare. Nothing takes effect.
+
+        `around` is entered around a forward, and around a backward.
+        """
+        with torch.inference_mode(False), self._session.workspace.capturing():
+            with around(False):
+                again = self.forward(call, {}, {}, {} if call.values else runner.boundary.tensors, runner.lane)
+            try:
+                found = first_difference(self.log_of(runner), self.log_of(again))
+                for key, backward in runner.backwards.items():
+                    if found is None and isinstance(key, tuple):
+                        with around(True), self._random.moved_to(key[-1]):
+                            found = self._backward_differs(again, runner, key, backward)
+            finally:
+                again.free()
+        return found
+
+    def _backward_differs(
+        self, again: Runner, runner: Runner, key: tuple[Any, ...], backward: BackwardGraph
+    ) -> Difference | None:
+        metas, given, autocast = self._as_before(again, key, backward)
+        return first_difference(backward.log, self.backward(again, metas, given, {}, autocast).log)
+
+    def _as_before(
+        self, again: Runner, key: tuple[Any, ...], backward: BackwardGraph
+    ) -> tuple[list[ArgMetadata | None], dict[int, torch.Tensor], tuple[Any, Any]]:
+        """What a backward was recorded for: gradients of which results, in which memory, and how autocast was."""
+        tensors = backward.grads_in.tensors
+        metas = [ArgMetadata.of(t) if (t := tensors.get(i)) is not None else None for i in range(len(key) - 3)]
+        given = {} if self._session.backend.runs_while_recording else dict(tensors)
+        return metas, given, (key[-3], key[-2])
 
     # -- recording
 

@@ -22,6 +22,7 @@ from stepgraph.buffers.borrowed import BorrowedTensor, any_held, lend_by_address
 from stepgraph.buffers.boundary import ArgMetadata, Boundary
 from stepgraph.buffers.static_result import StaticResult
 from stepgraph.grads.param_grads import GradPart
+from stepgraph.oplog import Log
 from stepgraph.pair.lanes import PoolLane
 from stepgraph.rng.tracker import CudaRNGStatesTracker, NamesGuard, Segment
 from stepgraph.signature.fast_match import geometry_check
@@ -78,8 +79,9 @@ class BackwardGraph:
         marks: Sequence[tuple[torch.Tensor, dict[str, Any]]],
         captured_at: int,
         rewinds: bool,
+        log: Log,
     ) -> None:
-        self.graph, self.grads_in, self.accumulated = graph, grads_in, accumulated
+        self.graph, self.grads_in, self.accumulated, self.log = graph, grads_in, accumulated, log
         self.launch = graph.launch
         grads_in.note_loaded = graph.note_loaded
         self.captured_at = captured_at

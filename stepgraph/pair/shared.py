@@ -12,6 +12,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from stepgraph.grads.param_grads import ParamGrads
 from stepgraph.guards.registration import RegistrationEvents
 from stepgraph.pair.lanes import PoolLanes
+from stepgraph.pair.proof import PairLogs
 from stepgraph.pair.runner import InFlightSet, Runner
 from stepgraph.session.session import Session
 from stepgraph.signature import AmbientReader
@@ -35,6 +36,7 @@ class PairSession:
         self.events = RegistrationEvents()
         self.ambient = AmbientReader()
         self.grads = ParamGrads()
+        self.logs = PairLogs()
         self._in_flight: dict[int, InFlightSet] = {}
         self.returned = WeakTensorKeyDictionary()
         """Parameters and other leaves that calls were seen to return as such."""

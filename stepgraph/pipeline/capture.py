@@ -21,6 +21,7 @@ from stepgraph.modules.round import backward_autocast
 from stepgraph.order import plan_buffers
 from stepgraph.order.entries import Entry, Kind, Order
 from stepgraph.pair.lanes import PoolLane
+from stepgraph.pair.proof import NotWarm
 from stepgraph.pair.runner import Runner
 from stepgraph.pair.split_backward import WeightPart
 from stepgraph.pipeline.manager import StageCall, StageManager
@@ -40,6 +41,7 @@ class StageCapture:
         self._arguments: dict[tuple[int, int], torch.Tensor] = {}
         self._taken: dict[tuple[int, int], list[torch.Tensor]] = {}
         self._weights: dict[tuple[int, int], WeightPart] = {}
+        self._is_cold = False
 
     @property
     def num_buffers(self) -> int:
@@ -64,13 +66,15 @@ class StageCapture:
         return found
 
     def run(self, entries: Sequence[Entry], lane: PoolLane[Runner]) -> None:
-        """Capture these, in their order."""
+        """Capture these, in their order. Raises `NotWarm` if there should be another eager step before."""
         for entry in entries:
             manager = self._managers[entry.chunk]
             try:
                 self._capture(manager, entry, lane)
             except Exception as error:
                 raise CaptureFailed(manager, manager.calls[entry.microbatch], error) from error
+        if self._is_cold:
+            raise NotWarm
 
     def _capture(self, manager: StageManager, entry: Entry, lane: PoolLane[Runner]) -> None:
         microbatch, call = entry.microbatch, manager.calls[entry.microbatch]
@@ -112,6 +116,11 @@ class StageCapture:
         runner = manager.pair().forward(call.recorded, {}, {}, own, lane)
         runner.copies_grads = True
         call.site.runners = [runner]
+        log, eager = manager.pair().log_of(runner), call.recorded.log
+        try:
+            call.site.proof.compare(manager.name, eager, log, strict=manager.options.strict)
+        except NotWarm:
+            self._is_cold = True  # all calls are looked at before there is another eager step
         if not manager.runners:
             manager.guard(call.site, runner)
         manager.runners[microbatch] = runner

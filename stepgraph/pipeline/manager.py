@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import enum
 from collections.abc import Hashable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -25,14 +25,16 @@ from stepgraph.modules.options import ModuleOptions
 from stepgraph.modules.session import ModuleSession
 from stepgraph.modules.site import ModuleCall, ModuleSite
 from stepgraph.observe.warm_call import WarmCall
+from stepgraph.oplog import Difference
 from stepgraph.order.entries import Kind
-from stepgraph.pair.guard import is_hooked
+from stepgraph.pair.guard import Changed, is_hooked
 from stepgraph.pair.in_flight import run_forward
 from stepgraph.pair.ordered import OrderedPair, WeightGraph
 from stepgraph.pair.runner import Runner
 from stepgraph.pipeline.turn import StageTurn
 from stepgraph.rng.tracker import tracker_for
 from stepgraph.session.backend_choice import refuse_elsewhere
+from stepgraph.session.failure import capture_error
 from stepgraph.signature import (
     Signature,
     ambient_key,
@@ -199,7 +201,7 @@ class StageManager(CudaGraphManager):
             site,
             (site.call.structure, keys, site.call.ambient),
             recorded,
-            refusal or watched.finding() or site.varies,
+            refusal or watched.finding() or site.results.varies,
         )
         self.eager_reasons["warm-up"] += 1
         return result
@@ -217,12 +219,13 @@ class StageManager(CudaGraphManager):
         """What records the stage's graphs."""
         if not isinstance(self._pair, OrderedPair):
             self._pair = OrderedPair(
-                self.original,
+                self._method,
                 self.module,
                 self.session.session,
                 self.session.grads,
                 self.session.in_flight_of(self.module),
                 self.options.generators,
+                self.session.logs,
                 need_backward=True,
             )
             # each backward of a stage is one of its own, so that nothing else adds to a parameter in it
@@ -230,11 +233,36 @@ class StageManager(CudaGraphManager):
             self._pair.returned = self.session.returned
         return self._pair
 
-    def changed(self) -> str | None:
-        """What the graphs have baked in, and is no longer so."""
-        guards = [call.site.guard for call in self.calls.values() if call.site.guard is not None]
-        change = guards[0].changed()
-        return None if change is None else change.why
+    def changed(self, *, audited: bool) -> Changed | None:
+        """What the graphs have baked in, and is no longer so; `audited`, by a new recording, too."""
+        guard = next(call.site.guard for call in self.calls.values() if call.site.guard is not None)
+        change = guard.changed()
+        if change is None and not audited:
+            return None
+        if change is not None and not change.values:
+            return change
+        try:
+            found = self._differs_anywhere()
+        except Exception as error:  # noqa: BLE001 (as in a capture: whatever it is, the graphs are of no use)
+            rule = capture_error(self.name, error).rule
+            return Changed(f"it can no longer be recorded as it was   [{rule}]", (rule,))
+        if found is None:
+            guard.agree(change.values if change is not None else ())
+            return None
+        if change is None:
+            guard.suspect()
+            change = Changed(str(found), (str(found.where or found.operation),))
+        self.raise_if_strict(change.why)
+        return replace(change, found=found)
+
+    def _differs_anywhere(self) -> Difference | None:
+        """Where a recording would differ by now: of microbatches alike, one is looked at."""
+        kinds = {call.key: microbatch for microbatch, call in reversed(self.calls.items())}
+        for microbatch in kinds.values():
+            found = self.pair().differs(self.calls[microbatch].recorded, self.runners[microbatch])
+            if found is not None:
+                return found
+        return None
 
     def has_its_gradients(self) -> bool:
         """Whether the graphs can add to the parameters' gradients; if not, they must be captured for other memory."""

@@ -40,6 +40,10 @@ class StageReport:
     """Memory at the graphs' edges: arguments and incoming gradients."""
     pool_bytes: int
     capture_seconds: float
+    audits: int = 0
+    """How often the stages were recorded again and compared."""
+    equality: str = ""
+    """What is known of equality with eager."""
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, ready for JSON."""
@@ -58,4 +62,5 @@ class StageReport:
             )
         lines += [f"  steps: {', '.join(f'{why} {n}' for why, n in self.steps.items()) or 'none yet'}"]
         lines += [f"  captured again for {why}: {n}" for why, n in self.recaptures.items()]
+        lines += [f"  equal to eager: {self.equality}"]
         return "\n".join(lines)

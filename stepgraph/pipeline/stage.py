@@ -25,13 +25,15 @@ import torch
 from stepgraph.modules.options import ModuleOptions
 from stepgraph.modules.session import ModuleSession
 from stepgraph.order import order_from_pipelining, read_order
-from stepgraph.pair.guard import global_hook, has_global_hooks
+from stepgraph.pair.guard import Changed, global_hook, has_global_hooks
+from stepgraph.pair.proof import NotWarm, can_audit_now, equality
 from stepgraph.pipeline.capture import CaptureFailed, StageCapture
 from stepgraph.pipeline.manager import Mode, StageManager
 from stepgraph.pipeline.report import StageReport, StageRow
 from stepgraph.pipeline.torch_stage import check, chunks_of, has_forward_context, own_methods
 from stepgraph.pipeline.turn import StageTurn
 from stepgraph.session.limits import weigh_changes
+from stepgraph.session.messages import warn_operations_changed
 from stepgraph.session.options import listed
 from stepgraph.session.session import Session
 from stepgraph.signature import reason_for_eager
@@ -46,6 +48,7 @@ def graph_stage(
     safe_hooks: Sequence[Any] = (),
     ignore: Sequence[str] = (),
     generators: Sequence[torch.Generator] = (),
+    audit: str | int = "auto",
     session: Session | None = None,
 ) -> GraphedStages:
     """Graph a stage of this rank, or several, of a `torch.distributed.pipelining` schedule.
@@ -58,7 +61,9 @@ def graph_stage(
 
     `warmup` steps run eagerly, then `step()` replays. The stages of one rank are given in one call, as a list, so that
     they share memory by the order of the schedule; those that are left out stay eager. Results and gradients are bit
-    for bit those of the eager pipeline. `eval()` stays eager.
+    for bit those of the eager pipeline. `eval()` stays eager. Before the steps that `audit` names the stages of this
+    rank are recorded again, without effect, and compared: if they would run other operations by now they are captured
+    anew, with a warning.
     """
     stages = list(stage) if isinstance(stage, Sequence) else [stage]
     check(stages, schedule)
@@ -68,6 +73,7 @@ def graph_stage(
         safe_hooks=listed("safe_hooks", safe_hooks),
         ignore=listed("ignore", ignore),
         generators=listed("generators", generators),
+        audit=audit,
     )
     return GraphedStages(stages, schedule, options, session)
 
@@ -155,19 +161,37 @@ class GraphedStages:
 
     def _look(self) -> None:
         """Before a replay: whether the graphs still hold."""
-        changes = [why for manager in self.managers if (why := manager.changed()) is not None]
+        changes = self._changed()
         if changes:
-            self.recaptures[changes[0]] += 1
+            manager, changed = changes[0]
+            self.recaptures[changed.why] += 1
             replays = max(runner.forwards for manager in self.managers for runner in manager.runners.values())
-            self._changes, often = weigh_changes(self._changes, changes[:1], replays)
+            self._changes, often = weigh_changes(self._changes, [changed.why], replays)
             if often:
-                self._obstacle = f"it keeps changing: {changes[0]}"
+                self._obstacle = f"it keeps changing: {changed.why}"
+            if changed.found is not None:
+                warn_operations_changed(
+                    *(manager.name, changed.found, changed.values, self._shared.turns.since),
+                    stays_eager=bool(often),
+                    whose="stage",
+                    counted="steps",
+                )
             self._shared.drop_graphs()
         elif [manager for manager in self.managers if not manager.has_its_gradients()]:
             self.recaptures["gradients of an earlier step are held on to"] += 1
             for manager in self.managers:
                 manager.forget_graphs()
             self._capture()
+
+    def _changed(self) -> list[tuple[StageManager, Changed]]:
+        """The stages that have changed; in an audited step all are recorded again and compared."""
+        turns = self._shared.turns
+        is_due = turns.begin()
+        audited = is_due and can_audit_now()
+        found = [(m, changed) for m in self.managers if (changed := m.changed(audited=audited)) is not None]
+        if is_due:
+            (turns.end if audited else turns.put_off)()
+        return found
 
     # -- capturing
 
@@ -183,11 +207,17 @@ class GraphedStages:
         try:
             with self._shared.session.workspace.capturing():
                 captured.run(self.turn.entries, self._shared.lanes.exclusive())
+        except NotWarm:
+            for manager in self.managers:
+                manager.forget_graphs()
+            return
         except CaptureFailed as failed:
             self._give_up(failed.manager, failed.call.site, failed.error)
             return
         self._shared.session.backend.synchronize()
         self.captured = captured
+        self._shared.turns.restart()
+        self._shared.turns.begin()
         self._shared.capture_seconds += time.perf_counter() - begun
 
     def _give_up(self, manager: StageManager, site: Any, error: Exception) -> None:
@@ -275,4 +305,9 @@ def _report_on(stages: GraphedStages, shared: ModuleSession) -> StageReport:
         static_bytes=0 if captured is None else captured.static_bytes,
         pool_bytes=shared.session.pool_bytes(),
         capture_seconds=shared.capture_seconds,
+        audits=shared.turns.audits,
+        equality=equality(
+            [call.site.proof.shown for manager in stages.managers for call in manager.calls.values() if captured],
+            shared.turns.audits,
+        ),
     )

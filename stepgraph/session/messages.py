@@ -47,24 +47,31 @@ def warn_values_changed(step: str, changes: Sequence[Change], *, is_captured: bo
 
 
 def warn_operations_changed(
-    step: str, found: OperationDifference, changes: Sequence[Change], replays: int, *, stays_eager: bool
+    step: str,
+    found: OperationDifference,
+    changes: Sequence[Change],
+    replays: int,
+    *,
+    stays_eager: bool,
+    whose: str = "step",
+    counted: str = "calls",
 ) -> None:
-    """An audit has found that the step would run other operations by now."""
-    outcome = "Calls like this one stay eager from now on." if stays_eager else "The step is captured again."
+    """An audit has found that the step, or a module, would run other operations by now."""
+    outcome = "Calls like this one stay eager from now on." if stays_eager else f"The {whose} is captured again."
     if changes:
         names = [change.name for change in changes]
         warn_user(
-            f"{step}: a value that the step reads has changed since capture   [host-value]\n  "
+            f"{step}: a value that the {whose} reads has changed since capture   [host-value]\n  "
             + "\n  ".join(map(str, changes))
             + f"\n  at {found}\n{outcome}\nFix: {PASS_IT}, or, if nothing depends on it, {to_ignore(names)}."
         )
     else:
         warn_user(
-            f"{step}: the step would run other operations by now than those that were captured   [changed-operations]"
-            f"\n  {found}\n{outcome} {replays} calls have run since it was last compared, and this is the first that "
-            "shows it: they may have run what was captured.\nWhy: a replay runs no Python. Something that the step's "
-            "code reads has changed, and it is out of reach of the watch (docs/equality.md).\n"
-            f"Fix: {PASS_IT}, or hold it where the step can name it."
+            f"{step}: the {whose} would run other operations by now than were captured   [changed-operations]"
+            f"\n  {found}\n{outcome} {replays} {counted} have run since it was last compared, and this is the "
+            "first that shows it: they may have run what was captured.\nWhy: a replay runs no Python. Something that "
+            "its code reads has changed, and it is out of reach of the watch (docs/equality.md).\n"
+            f"Fix: {PASS_IT}, or hold it where the {whose} can name it."
         )
 
 

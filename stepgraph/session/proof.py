@@ -126,27 +126,35 @@ class StepLogs:
         left_out = [id(optimizer) for optimizer in outside]
         between = first_difference(*(log.without(left_out) for log in eager[-2:]))
         if between is not None:
-            raise CaptureError(
-                f"{self._name}: the step runs other operations at each call",
-                rule="varying-operations",
-                details=[str(between)],
-                why="a graph replays one sequence of operations. Two eager calls alike had different ones: something "
-                "that changes from call to call decides (data read on the host, Python's randomness, time).",
-                fix="decide on the device (torch.where), outside the step, or by an argument; or graph the parts that "
-                "stay the same: stepgraph.graph_modules.",
-            )
-        if strict:
-            raise CaptureError(
-                f"{self._name}: the step takes another path while it is captured",
-                rule="other-path",
-                details=[str(found)],
-                why=_OTHER_PATH,
-                fix=_SAME_PATH,
-            )
-        warn_user(
-            f"{self._name}: the step takes another path while it is captured   [other-path]\n  {found}\n"
-            f"Why: {_OTHER_PATH}\nFix: {_SAME_PATH}"
-        )
+            raise varying_operations(self._name, between)
+        tell_other_path(self._name, found, strict=strict)
+
+
+def varying_operations(name: str, between: Difference, whose: str = "step") -> CaptureError:
+    """Two eager calls alike have run different operations: nothing stands for both."""
+    instead = "; or graph the parts that stay the same: stepgraph.graph_modules" if whose == "step" else ""
+    return CaptureError(
+        f"{name}: the {whose} runs other operations at each call",
+        rule="varying-operations",
+        details=[str(between)],
+        why="a graph replays one sequence of operations. Two eager calls alike had different ones: something that "
+        "changes from call to call decides (data read on the host, Python's randomness, time).",
+        fix=f"decide on the device (torch.where), outside the {whose}, or by an argument{instead}.",
+    )
+
+
+def tell_other_path(name: str, found: Difference, whose: str = "step", *, strict: bool) -> None:
+    """Eager calls agree, and the recording differs: warn, or raise under strict."""
+    error = CaptureError(
+        f"{name}: the {whose} takes another path while it is captured",
+        rule="other-path",
+        details=[str(found)],
+        why=_OTHER_PATH,
+        fix=_SAME_PATH,
+    )
+    if strict:
+        raise error
+    warn_user(str(error))
 
 
 _OTHER_PATH = (

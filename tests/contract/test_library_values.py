@@ -61,6 +61,13 @@ class Layer(torch.nn.Module):
     def forward(self, x):
         return Scaled.apply(x)
 
+class Counting(torch.nn.Module):
+    seen = 0
+    def forward(self, x):
+        monitor.seen = getattr(monitor, "seen", 0) + 1
+        self.seen = self.seen + 1
+        return x * scale
+
 class Scaling(torch.nn.Module):
     def forward(self, x):
         return scaled(x)
@@ -122,6 +129,19 @@ def assert_module_notices(library: Any, layer: torch.nn.Module, device: torch.de
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", stepgraph.StepgraphWarning)
         assert torch.equal(grad_of(model, x), before * 2.0)
+
+
+def test_module_of_a_library_that_counts_is_graphed(library: Any, device: torch.device) -> None:
+    x = torch.ones(2, 2, device=device, requires_grad=True)
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), library.Counting(), library.Counting()).to(device)
+    with stepgraph.graph_modules(model, ["1", "2"], strict=True) as handle:
+        for _ in range(8):
+            model(x).sum().backward()
+        assert [row.eager_calls for row in handle.report().rows] == [3, 3]
+    layer = stepgraph.make_graphed_callables(library.Counting(), (x,))
+    for _ in range(4):
+        layer(x).sum().backward()
+    assert stepgraph.callables.report(layer).forwards == 4
 
 
 def test_value_that_running_code_of_a_library_reads_is_never_frozen(library: Any, device: torch.device) -> None:
