@@ -62,6 +62,8 @@ class CallProof:
     shown: Shown
     due: int
     """At how many replays it is audited next."""
+    other_path: Difference | None = None
+    """Where the recording left the path of eager calls, until that was told."""
     agreed: int = 0
     """After how many replays it last was."""
 
@@ -86,8 +88,7 @@ class EagerLogs:
 class StepLogs:
     """Keeps the logs of one step's calls, which share a vocabulary."""
 
-    def __init__(self, name: str) -> None:
-        self._name = name
+    def __init__(self) -> None:
         self._vocabulary = Vocabulary()
 
     @contextlib.contextmanager
@@ -121,13 +122,10 @@ class StepLogs:
         left_out = [id(optimizer) for optimizer in outside]
         return first_difference(eager[-1].without(left_out), recording.without(left_out))
 
-    def judge(self, eager: Sequence[Log], found: Difference, outside: Iterable[Optimizer], *, strict: bool) -> None:
-        """A recording differs from eager calls: refuse it if these differ from each other, else say so."""
+    def between(self, eager: Sequence[Log], outside: Iterable[Optimizer]) -> Difference | None:
+        """Where the last two of these eager calls differ."""
         left_out = [id(optimizer) for optimizer in outside]
-        between = first_difference(*(log.without(left_out) for log in eager[-2:]))
-        if between is not None:
-            raise varying_operations(self._name, between)
-        tell_other_path(self._name, found, strict=strict)
+        return first_difference(*(log.without(left_out) for log in eager[-2:]))
 
 
 def varying_operations(name: str, between: Difference, whose: str = "step") -> CaptureError:
@@ -143,15 +141,20 @@ def varying_operations(name: str, between: Difference, whose: str = "step") -> C
     )
 
 
-def tell_other_path(name: str, found: Difference, whose: str = "step", *, strict: bool) -> None:
-    """Eager calls agree, and the recording differs: warn, or raise under strict."""
-    error = CaptureError(
+def other_path(name: str, found: Difference, whose: str = "step") -> CaptureError:
+    """Eager calls agree, and the recording differs."""
+    return CaptureError(
         f"{name}: the {whose} takes another path while it is captured",
         rule="other-path",
         details=[str(found)],
         why=_OTHER_PATH,
         fix=_SAME_PATH,
     )
+
+
+def tell_other_path(name: str, found: Difference, whose: str = "step", *, strict: bool) -> None:
+    """Eager calls agree, and the recording differs: warn, or raise under strict."""
+    error = other_path(name, found, whose)
     if strict:
         raise error
     warn_user(str(error))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Container, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -44,7 +44,7 @@ from stepgraph.rng.host_random import refuse_rewound
 from stepgraph.rng.tracker import NamesGuard, tracker_for
 from stepgraph.session.failure import refuse_changed_container
 from stepgraph.session.options import Options
-from stepgraph.session.proof import CallProof, Shown, StepLogs, next_audit
+from stepgraph.session.proof import CallProof, Shown, StepLogs, next_audit, other_path, varying_operations
 from stepgraph.session.session import Session
 from stepgraph.signature import Signature
 from stepgraph.signature.attributes import changed_attributes
@@ -118,7 +118,7 @@ class StepCapture:
         self._name, self._function = name, function
         self._session, self._options = session, options
         self._events = RegistrationEvents()
-        self.logs = StepLogs(name)
+        self.logs = StepLogs()
         self.unwatched: set[str] = set()
         """Values that have changed without effect on the operations, by name: they are watched no more."""
         self.suspects: frozenset[str] = frozenset()
@@ -251,15 +251,15 @@ class StepCapture:
 
         `looks_on`: which code runs may have changed.
         """
-        found, known = _WithGradients(), site.touched.known()
+        known = site.touched.known()
+        found = _WithGradients(known)
         whole = site.with_objects(self._function)
         try:
             with discovering(found, whole, (), lambda optimizer: None):
                 recorded = self.record(site, given.leaves, given.structure, moved, raise_held, looks_on=looks_on)
         finally:
-            for parameter, grad in reversed(found.grads):  # of those that it knows, the recording has taken care
-                if id(parameter) not in known:
-                    parameter.grad = grad
+            for parameter, grad in found.grads:  # of those that it knows, the recording has taken care
+                parameter.grad = grad
         found.grads.clear()
         found.let_go(known)  # what the recording has made itself is no news
         inputs = {id(leaf) for leaf in (*given.leaves, *recorded.inputs.leaves)}
@@ -292,11 +292,15 @@ class StepCapture:
         if found is not None and changed:
             raise NotWarm(values=changed)
         if found is not None:
-            if site.may_be_surprised() or len(eager) < 2:
+            if len(eager) < 2:
                 raise NotWarm
-            self.logs.judge(eager, found, recorded.outside, strict=self._options.strict)
+            between = self.logs.between(eager, recorded.outside)
+            if between is not None:
+                self._surprised(site, varying_operations(self._name, between))
+            if self._options.strict:
+                raise other_path(self._name, found)
         self.unwatched.update(change.name for change in changed)
-        return CallProof(log, Shown.EQUAL if found is None else Shown.OTHER_PATH, due)
+        return CallProof(log, Shown.EQUAL if found is None else Shown.OTHER_PATH, due, found)
 
     def keep(self, site: Site, recorded: Recorded, proof: CallProof, *, ahead: bool = False) -> CapturedCall:
         """Make a recording the step's. `ahead`: it is for a later call, and every `.grad` stays as it is."""
@@ -469,14 +473,16 @@ class StepCapture:
 
 
 class _WithGradients(StepObjects):
-    """What a call touches, and which gradient each parameter had when it came to it."""
+    """What a call touches, and which gradient each parameter that was not `known` had when it came to it."""
 
-    def __init__(self) -> None:
+    def __init__(self, known: Container[int]) -> None:
         super().__init__()
         self.grads: Attachment = []
+        self._known = known
 
     def add_parameter(self, parameter: torch.Tensor, name: str = "") -> None:
-        self.grads.append((parameter, parameter.grad))
+        if id(parameter) not in self._known and not any(parameter is seen for seen, _ in self.grads):
+            self.grads.append((parameter, parameter.grad))
         super().add_parameter(parameter, name)
 
 

@@ -29,7 +29,7 @@ from stepgraph.session.interrupt import interrupts_held
 from stepgraph.session.limits import weigh_changes
 from stepgraph.session.messages import state_changed, warn_operations_changed, warn_values_changed
 from stepgraph.session.options import Options
-from stepgraph.session.proof import CallProof, Shown, next_audit
+from stepgraph.session.proof import CallProof, Shown, next_audit, tell_other_path
 from stepgraph.session.session import Session
 from stepgraph.signature import AmbientReader, Signature, argument_names, leaf_keys, reason_for_eager, refuse_opaque
 from stepgraph.signature.attributes import refuse_unlike_buffers
@@ -395,6 +395,8 @@ class CapturedStep(Generic[P, R]):
             site.calls.insert(0, call)
             self._session.backend.synchronize()
             self._counts.capture_seconds += time.perf_counter() - begun
+            if call.proof.other_path is not None:
+                tell_other_path(self._name, call.proof.other_path, strict=False)
             return self._run(call, given.leaves)
 
     def _not_captured(self, site: Site, error: Exception, given: CallArgs) -> Any:

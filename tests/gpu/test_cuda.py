@@ -169,7 +169,7 @@ def test_many_signatures_share_one_set_of_gradients() -> None:
         optimizer.step()
         return loss
 
-    with stepgraph.capture(step, warmup=1) as captured:
+    with stepgraph.capture(step, warmup=2, audit=False) as captured:
         sizes = [64, 56, 48, 40, 32, 24, 16, 8]
         for size in sizes[:1] * 3:
             captured(torch.randn(size, 1024, device="cuda"))
