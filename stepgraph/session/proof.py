@@ -28,7 +28,7 @@ from stepgraph.observe.step_objects import StepObjects, numbered
 from stepgraph.oplog import Difference, Log, OpLog, Roles, Vocabulary, first_difference, noting_unseen
 from stepgraph.optim.steps import at_optimizer_steps
 
-_LONGEST_PERIOD = 8192
+_LONGEST_PERIOD = 50_000
 """Replays between two audits, at most: they must cost next to nothing beside the steps."""
 NEVER = -1
 
