@@ -283,6 +283,7 @@ class CudaGraphManager:
         Whether they are the same. If not, the module runs eagerly in this round, and is captured anew after it.
         """
         assert site.guard is not None
+        self.session.turns.audits += bool(changes)  # those in their turn are counted by the round
         try:
             found = self.differs(site)
         except Exception as error:  # noqa: BLE001 (as in a capture: whatever it is, the graphs are of no use)

@@ -193,6 +193,11 @@ def blocking_wait(environment: Mapping[str, str]) -> str | None:
     return name if name is not None and environment[name].lower() in ("y", "yes", "1", "t", "true") else None
 
 
+def flags_of_replicas(modules: Iterable[torch.nn.Module]) -> tuple[bool, ...]:
+    """What the DDP modules among these are to do: in `no_sync` or not, after such a step or not."""
+    return tuple(vars(ddp)[flag] for ddp in replicas(modules) for flag in _FLAGS)
+
+
 class Replicas:
     """The DDP modules of one captured step: what they were before and after it was recorded."""
 

@@ -95,8 +95,10 @@ def _is_same(before: Log, now: Log, one: tuple[Any, ...], two: tuple[Any, ...]) 
 
 def _are_same_tensors(before: Log, now: Log, one: tuple[Any, ...], two: tuple[Any, ...]) -> bool:
     (kind, *which), (other, *as_other) = one[0], two[0]
-    if kind != other or len(one) != 3 or len(two) != 3 or one[1] != two[1]:
+    if len(one) != 3 or len(two) != 3 or one[1] != two[1]:
         return False
+    if kind != other:  # seen to be made, though not noted, in one thread, and made in another that no log sees
+        return one[2] == two[2] and _is_unseen(before, one[0]) and _is_unseen(now, two[0])
     if kind == "outside" and one[2] == two[2]:
         number = before.vocabulary.made_in(which[0], before.serial)
         return number is not None and number == now.vocabulary.made_in(as_other[0], now.serial)
@@ -105,6 +107,13 @@ def _are_same_tensors(before: Log, now: Log, one: tuple[Any, ...], two: tuple[An
         group = groups.get(which[0])
         return group is not None and group == groups.get(as_other[0])
     return False
+
+
+def _is_unseen(log: Log, which: tuple[Any, ...]) -> bool:
+    """Whether memory was made in the call by what is not noted."""
+    if which[0] == "outside":
+        return log.vocabulary.made_in(which[1], log.serial) is not None
+    return which[:2] == ("made", "left out")
 
 
 def _difference(index: int, before: tuple[Any, ...], now: tuple[Any, ...]) -> Difference:

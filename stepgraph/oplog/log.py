@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
 import sys
 import types
 import weakref
@@ -46,7 +47,7 @@ TENSOR = "tensor"
 """Stands for a tensor among the plain arguments."""
 _UNSEEN = frozenset({"profiler"})
 """Namespaces of operations that compute nothing."""
-_NOBODY, _USER, _BACKWARD, _LEFT_OUT, _FUTURE = range(5)
+_NOBODY, _USER, _BACKWARD, _LEFT_OUT, _COLLECTIVE = range(5)
 _BACKWARD_FILE = torch.autograd.graph.__file__
 """Where Python enters autograd's engine: frames above it have called backward."""
 _LEFT_OUT_FILES = frozenset(
@@ -55,6 +56,8 @@ _LEFT_OUT_FILES = frozenset(
     if file is not None
 )
 """Whose operations are in no log: GradScaler's, and what the tape does about random states."""
+_COLLECTIVES_FILE = os.path.join("torch", "distributed", "distributed_c10d.py")
+"""What a collective does besides itself, while it is waited for, is the process group's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,8 +126,8 @@ class Vocabulary:
                 found = _BACKWARD
             elif file in _LEFT_OUT_FILES:
                 found = _LEFT_OUT
-            elif file == torch.futures.__file__:
-                found = _FUTURE
+            elif file.endswith(_COLLECTIVES_FILE):
+                found = _COLLECTIVE
             self._kinds[code] = found
         return found
 
@@ -134,6 +137,7 @@ class Roles:
 
     def __init__(self) -> None:
         self._names: dict[int, tuple[weakref.ref[torch.UntypedStorage], list[tuple[int, int, Hashable]]]] = {}
+        self._wholes: dict[int, tuple[weakref.ref[torch.UntypedStorage], Hashable]] = {}
 
     def add(self, name: Hashable, tensor: torch.Tensor) -> None:
         """A name for a tensor; of two for the same place the first counts."""
@@ -144,13 +148,26 @@ class Roles:
             span = (start, start + max(int(last), 0) + 1, name)
             self._names.setdefault(storage._cdata, (weakref.ref(storage), []))[1].append(span)
 
+    def add_all(self, name: Hashable, tensor: torch.Tensor) -> None:
+        """One name for all that lies in a tensor's memory, wherever it begins."""
+        storage = storage_of(tensor)
+        if storage is not None:
+            self._wholes[storage._cdata] = (weakref.ref(storage), name)
+
     def has(self, storage: torch.UntypedStorage) -> bool:
         """Whether it is memory that something here lies in; another may have the place of one that is gone."""
         found = self._names.get(storage._cdata)
-        return found is not None and found[0]() is storage
+        return (found is not None and found[0]() is storage) or self._whole(storage) is not None
+
+    def _whole(self, storage: torch.UntypedStorage) -> Hashable | None:
+        found = self._wholes.get(storage._cdata)
+        return found[1] if found is not None and found[0]() is storage else None
 
     def find(self, storage: torch.UntypedStorage, offset: int) -> tuple[Hashable, int] | None:
         """The name of what lies there, and where it begins."""
+        whole = self._whole(storage)
+        if whole is not None:
+            return whole, offset
         if not self.has(storage):
             return None
         found = [span for span in self._names[storage._cdata][1] if span[0] <= offset < span[1]]
@@ -310,7 +327,7 @@ class OpLog(dispatch.TorchDispatchMode):
         if self._hidden:
             line, scope = 0, "left out"
         else:
-            line, left_out = self._line()
+            line, left_out = self._line(is_collective=func.namespace != "aten")
             scope = "left out" if left_out else self._scope
         known: set[int] = set()
         """The memory of the arguments: what else the results lie in has come into being."""
@@ -413,8 +430,8 @@ class OpLog(dispatch.TorchDispatchMode):
         which, _ = (("without memory",), 0) if storage is None else self._which(storage, int(tensor.storage_offset()))
         return which[1] if which[0] == "role" else None
 
-    def _line(self) -> tuple[int, bool]:
-        """The user's line, and whether what has called is left out: a GradScaler, the tape."""
+    def _line(self, *, is_collective: bool = True) -> tuple[int, bool]:
+        """The user's line, and whether what has called is left out: a GradScaler, the tape, a process group."""
         node: Any = torch._C._current_autograd_node()
         number, kind_of = self._vocabulary.number, self._vocabulary.kind_of
         frame: types.FrameType | None = sys._getframe(2)
@@ -423,14 +440,11 @@ class OpLog(dispatch.TorchDispatchMode):
         while frame is not None:
             kind = kind_of(frame.f_code)
             if kind == _USER:
-                is_left_out = is_left_out or (
-                    frame.f_back is not None and kind_of(frame.f_back.f_code) == _FUTURE
-                )  # a future calls back in whichever thread it is done, and mostly in one that no log sees
                 line = number((frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name))
                 break
             if kind == _BACKWARD and node is not None:
                 break
-            is_left_out = is_left_out or kind == _LEFT_OUT
+            is_left_out = is_left_out or kind == _LEFT_OUT or (kind == _COLLECTIVE and not is_collective)
             frame = frame.f_back
         if node is None:
             line = number(None) if line is None else line

@@ -3,7 +3,7 @@
 A call of compiled code is noted by the key that the compiler has for it, which is a hash of the code and of what it was
 compiled for, and by its arguments. What runs within is not noted: it is the compiler's, and some of it cannot be seen.
 A launch of a Triton kernel is noted by the kernel and its arguments, the grid among them. Kernels of other extensions
-that are launched past the dispatcher are not seen.
+that are launched past the dispatcher are not seen, nor is what futures call when they are done.
 """
 
 from __future__ import annotations
@@ -13,8 +13,10 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
+
 from stepgraph.backends.threads import replaced
-from stepgraph.oplog.log import current_log
+from stepgraph.oplog.log import current_log, left_out
 
 
 @contextlib.contextmanager
@@ -27,7 +29,19 @@ def noting_unseen() -> Iterator[None]:
         kernel = getattr(sys.modules.get("triton.runtime.jit"), "JITFunction", None)
         if kernel is not None:
             stack.enter_context(replaced(kernel, "run", _launched))
+        for method in ("then", "add_done_callback"):
+            stack.enter_context(replaced(torch._C.Future, method, _called_back))
         yield
+
+
+def _called_back(register: Callable[..., Any], future: Any, callback: Callable[..., Any]) -> Any:
+    """A future calls back in whichever thread it is done, mostly in one that no log sees: so none notes it."""
+
+    def called(done: Any) -> Any:
+        with left_out():
+            return callback(done)
+
+    return register(future, called)
 
 
 def _compiled(call: Callable[..., Any], graph: Any, inputs: Any) -> Any:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import weakref
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -167,6 +168,9 @@ _OTHER_PATH = (
 _SAME_PATH = "let the code at this line do the same in both cases, or compare the results yourself (docs/equality.md)."
 
 
+_BUCKETS = "DDP's gradients"
+
+
 def roles_of(touched: StepObjects) -> Roles:
     """Names for the parameters, gradients and buffers of a step, and for the state of its optimizers."""
     roles = Roles()
@@ -174,13 +178,20 @@ def roles_of(touched: StepObjects) -> Roles:
     taken: set[str] = set()
     replicas = (m for m in touched.all_modules if isinstance(m, DistributedDataParallel) and m.gradient_as_bucket_view)
     in_buckets = {id(p) for ddp in replicas for p in ddp.parameters()}
-    """Whose gradients lie in DDP's memory, which it writes to whatever `.grad` is."""
+    """Whose gradients lie in DDP's memory: it is one tensor to DDP and many to the step, in a recording elsewhere."""
     for parameter in touched.all_parameters:
         name = names[id(parameter)] = numbered(touched.name(parameter), taken)
         taken.add(name)
         roles.add(name, parameter)
-        if parameter.grad is not None and id(parameter) not in in_buckets:
+        if parameter.grad is not None and id(parameter) in in_buckets:
+            touched.buckets.append(weakref.ref(parameter.grad))
+            roles.add_all(_BUCKETS, parameter.grad)
+        elif parameter.grad is not None:
             roles.add(f"{name}.grad", parameter.grad)
+    touched.buckets = [ref for ref in touched.buckets if ref() is not None]
+    for grad in (ref() for ref in touched.buckets):
+        if grad is not None:
+            roles.add_all(_BUCKETS, grad)
     for module in touched.all_modules:
         for key, buffer in module._buffers.items():
             if buffer is not None:

@@ -22,6 +22,7 @@ from stepgraph.frames import is_users
 from stepgraph.guards.hooks import with_hooks
 from stepgraph.guards.model import ModelGuard
 from stepgraph.guards.optimizer import NumbersGuard, ParametersGuard
+from stepgraph.observe.ddp import flags_of_replicas
 from stepgraph.observe.step_objects import StepObjects, numbered
 from stepgraph.optim.effects import OptimizerEffects
 from stepgraph.session.proof import EagerLogs
@@ -137,9 +138,9 @@ class Site:
         )
 
     def kind(self) -> Hashable:
-        """What tells calls here apart: the modes, and which parameters have gradients."""
+        """What tells calls here apart: the modes, which parameters have gradients, and what DDP is to do."""
         signature = self.sign()
-        return signature.training, signature.no_grad
+        return signature.training, signature.no_grad, flags_of_replicas(self.touched.all_modules)
 
     def may_be_surprised(self) -> bool:
         """Count that a recording has shown what no eager call has: one that does so each time never gets warm."""

@@ -286,10 +286,72 @@ def training(build: Callable[[], Program], reset_at: int) -> None:
         assert step.report().captures == 2 - dist.get_rank()
 
 
+class AllReduce(torch.autograd.Function):
+    """A sum over the ranks, and of their gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        y = x.clone()
+        dist.all_reduce(y)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+        total = grads[0].clone()
+        dist.all_reduce(total)
+        return total
+
+
+class Reduced(nn.Module):
+    """A layer with a collective in its forward, and a setting that it reads to no effect."""
+
+    def __init__(self, settings: dict[str, float]) -> None:
+        super().__init__()
+        self.layer, self.settings = nn.Linear(8, 4), settings
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scale = 2.0 if self.settings["threshold"] < 100 else 3.0
+        return AllReduce.apply(self.layer(x) * scale)
+
+
+def audits() -> None:
+    """A value that rank 0 alone reads anew makes an audit there, of a step and of a module; nobody waits for it."""
+    for way in ("eager", "step", "module"):
+        torch.manual_seed(7)
+        settings = {"threshold": 1.0}
+        model = nn.Sequential(Reduced(settings))
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+
+        def train(x: torch.Tensor, model: nn.Module = model, optimizer: Any = optimizer) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = model(x).pow(2).mean()
+            loss.backward()
+            optimizer.step()
+            return loss.detach()
+
+        handle: Any = None
+        if way == "step":
+            handle = train = stepgraph.capture(train, audit=False)
+        elif way == "module":
+            handle = stepgraph.graph_modules(model, ["0"], audit=False)
+        losses = []
+        for index, (x,) in enumerate(batches(12)):
+            if index == 8 and dist.get_rank() == 0:
+                settings["threshold"] = 2.0
+            losses.append(train(x))
+        if handle is None:
+            expected = losses
+        else:
+            assert all(map(torch.equal, expected, losses)), way
+            assert handle.report().audits == 1 - dist.get_rank(), way
+            assert handle.report().replays > 6, way
+
+
 SCENARIOS: dict[str, Callable[[], None]] = {
     "collectives": collectives,
     "reduced loss": lambda: training(with_reduced_loss, 6),
     "ddp": lambda: training(with_ddp, 16),
+    "audits": audits,
 }
 
 if __name__ == "__main__":

@@ -12,6 +12,6 @@ def test_collectives_in_a_captured_step_equal_eager(tmp_path: Path) -> None:
 
 
 def test_rank_that_records_alone_communicates_nothing(tmp_path: Path) -> None:
-    """Every collective of gloo, a loss that is reduced, and DDP: rank 0 captures again while rank 1 replays."""
-    ranks = run_ranks("one_recorder_worker", 2, tmp_path / "store", "collectives", "reduced loss", "ddp")
+    """Every collective of gloo, a loss that is reduced, DDP: rank 0 captures again, or audits, and rank 1 replays."""
+    ranks = run_ranks("one_recorder_worker", 2, tmp_path / "store", "collectives", "reduced loss", "ddp", "audits")
     assert last_lines(ranks) == ["done", "done"]
