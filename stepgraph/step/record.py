@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import weakref
 from collections.abc import Callable, Container, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -13,7 +14,7 @@ from torch.optim.optimizer import Optimizer
 
 from stepgraph.buffers.static import StaticInputs, StaticOutputs
 from stepgraph.errors import CaptureError
-from stepgraph.grads.step_grads import Attachment, GradCapture
+from stepgraph.grads.step_grads import GradCapture
 from stepgraph.guards.hooks import refuse_hooks
 from stepgraph.guards.model import ModelGuard
 from stepgraph.guards.optimizer import NumbersGuard, ParametersGuard, StateGuard
@@ -258,9 +259,7 @@ class StepCapture:
             with discovering(found, whole, (), lambda optimizer: None):
                 recorded = self.record(site, given.leaves, given.structure, moved, raise_held, looks_on=looks_on)
         finally:
-            for parameter, grad in found.grads:  # of those that it knows, the recording has taken care
-                parameter.grad = grad
-        found.grads.clear()
+            found.put_back()
         found.let_go(known)  # what the recording has made itself is no news
         inputs = {id(leaf) for leaf in (*given.leaves, *recorded.inputs.leaves)}
         return recorded, bool(found.known() - known - inputs)
@@ -477,13 +476,22 @@ class _WithGradients(StepObjects):
 
     def __init__(self, known: Container[int]) -> None:
         super().__init__()
-        self.grads: Attachment = []
+        self._found: dict[int, tuple[weakref.ref[torch.Tensor], torch.Tensor | None]] = {}
+        """What the recording itself has made is not held."""
         self._known = known
 
     def add_parameter(self, parameter: torch.Tensor, name: str = "") -> None:
-        if id(parameter) not in self._known and not any(parameter is seen for seen, _ in self.grads):
-            self.grads.append((parameter, parameter.grad))
+        if id(parameter) not in self._known:
+            self._found.setdefault(id(parameter), (weakref.ref(parameter), parameter.grad))
         super().add_parameter(parameter, name)
+
+    def put_back(self) -> None:
+        """After a recording, which takes care of those only that it knows."""
+        for alive, grad in self._found.values():
+            parameter = alive()
+            if parameter is not None:
+                parameter.grad = grad
+        self._found.clear()
 
 
 def _kept_tensor(step: str, place: Place) -> CaptureError:

@@ -22,7 +22,7 @@ CALLS, LAYERS, HIDDEN = 6, 2, 32
 
 
 @pytest.mark.parametrize("dropout", [False, True], ids=["no dropout", "dropout"])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [name for name in MODELS if name != "vit"])  # which takes no mask
 def test_hugging_face_step_equals_eager(name: str, device: torch.device, *, dropout: bool) -> None:
     program = program_of(name, CALLS, LAYERS, HIDDEN, dropout=dropout, masked=True)
     with warnings.catch_warnings():

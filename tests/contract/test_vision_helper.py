@@ -98,7 +98,7 @@ def test_vision_model_step_captured_equals_eager(device: torch.device) -> None:
 
     def build(device: torch.device) -> Program:
         training = make_training(device, microbatches=1)
-        batches = [(batch,) for batch in training.batches]
+        batches = [(batch,) for batch in training.batches] * 2
         return Program(lambda b: training.step(b, lambda *_: None), batches, [training.model], training.optimizers)
 
     report = assert_captured_equals_eager(build, device, warmup=1)
