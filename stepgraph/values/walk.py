@@ -26,7 +26,7 @@ import torch
 
 from stepgraph.frames import is_engines, is_installed, is_installed_module, is_own, is_users, is_users_code
 from stepgraph.frames import is_users_module as is_users_name
-from stepgraph.plain import MISSING, attributes_of, is_plain, items_of
+from stepgraph.plain import attributes_of, is_plain, items_of
 from stepgraph.ran import ExecutedCode, Running, functions_behind, globals_in
 from stepgraph.values.naming import Label, Labels
 from stepgraph.values.parts import Place, attribute_of, by_identity, default_of, defaults_of, in_slot, result_of
@@ -391,8 +391,8 @@ class Walk:
                 self._offer(facts if own else None, label, Place(label, places, key, value, own), key)
 
     def _context(self, label: Label, variable: Any, users: bool) -> None:
-        spelled, read = Label(f"{label.spelling}.get()", label.apart), functools.partial(variable.get, MISSING)
-        self._take(Place(spelled, read, None, read(), users, result_of))
+        spelled, read = Label(f"{label.spelling}.get()", label.apart), variable.get
+        self._take(Place(spelled, read, None, result_of(read, None), users, result_of))
 
     # -- containers
 

@@ -43,7 +43,7 @@ def test_around_the_step_trains_bit_equal_to_eager(tmp_path: Path, capsys: pytes
         assert run["evaluate"]["replays"] == 2
     assert plain["skipped_steps"] == 0
     assert scaled["skipped_steps"] == whole["skipped_steps"] > 0
-    assert [run["train_step"]["recaptures"] for run in record["training"]] == [0, 1, 0]
+    assert [run["train_step"]["recaptures"] for run in record["training"]] == [0, 0, 0]
     assert whole["train_step"]["segments"] == 1
 
 
@@ -58,7 +58,7 @@ def test_around_the_step_counts_what_differs() -> None:
 def test_around_the_step_measures_the_memory_of_signatures() -> None:
     record = load("around_the_step").measure_memory(torch.device("cpu"))
     assert record["largest_first"]["graphs"] == record["smallest_first"]["graphs"] == 8
-    assert 1.0 <= record["largest_first"]["pool_ratio"] <= min(1.3, record["smallest_first"]["pool_ratio"])
+    assert 1.0 <= record["largest_first"]["pool_ratio"] <= 1.3
 
 
 def test_modules_trains_every_way_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

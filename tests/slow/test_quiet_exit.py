@@ -17,7 +17,7 @@ def train(x):
     return loss
 session = stepgraph.Session()
 step = stepgraph.capture(train, session=session, warmup=1)
-for _ in range(3):
+for _ in range(4):
     step(torch.ones(2, 4))
 assert step.report().replays == 2
 """
