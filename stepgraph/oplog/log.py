@@ -257,6 +257,7 @@ class OpLog(dispatch.TorchDispatchMode):
         """The line of each forward operation that autograd has a node for, by the node's sequence number."""
         self._sections: list[tuple[int, int, Hashable]] = []
         self._section: tuple[int, str, Hashable] | None = None
+        self._depth = 0
         self._hidden = 0
         """In how many blocks the call is whose operations are not noted."""
         self._nameless = itertools.count()
@@ -275,14 +276,17 @@ class OpLog(dispatch.TorchDispatchMode):
     # -- what is told
 
     def begin_section(self, owner: Hashable, name: str) -> None:
-        """What follows is the step of an optimizer, until `end_section`."""
+        """What follows is the step of an optimizer, until `end_section`; a subclass's step calls its parent's."""
         if self._section is None:
             self._section = (len(self._notes) // FIELDS, name, owner)
+        self._depth += self._section[2] == owner
 
     def end_section(self, owner: Hashable) -> None:
         if self._section is not None and self._section[2] == owner:
-            self._sections.append((self._section[0], len(self._notes) // FIELDS, owner))
-            self._section = None
+            self._depth -= 1
+            if not self._depth:
+                self._sections.append((self._section[0], len(self._notes) // FIELDS, owner))
+                self._section = None
 
     def is_same(self, one: torch.Tensor, other: torch.Tensor) -> None:
         """The engine has put one tensor in the place of another, which the call has made."""

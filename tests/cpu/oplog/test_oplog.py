@@ -233,6 +233,23 @@ def test_lines_may_move_without_a_difference() -> None:
     assert first_difference(before, now) is None
 
 
+def test_section_lasts_until_the_outermost_step_ends() -> None:
+    def step(x: torch.Tensor) -> None:
+        log.begin_section("Adam", "Adam")
+        log.begin_section("Adam", "Adam")
+        y = x + 1
+        log.end_section("Adam")
+        y = y * 2
+        log.end_section("Adam")
+        y.sub(1)
+
+    with OpLog(Vocabulary(), [torch.ones(2)]) as log:
+        step(torch.ones(2))
+    whole = log.finish()
+    assert len(whole) == 3
+    assert [str(whole.without(["Adam"])[0][0])] == ["aten.sub.Tensor"]
+
+
 def test_operations_of_the_engine_are_left_out() -> None:
     def step(x: torch.Tensor) -> None:
         y = x + 1
