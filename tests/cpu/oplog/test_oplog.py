@@ -243,8 +243,9 @@ def test_section_lasts_until_the_outermost_step_ends() -> None:
         log.end_section("Adam")
         y.sub(1)
 
-    with OpLog(Vocabulary(), [torch.ones(2)]) as log:
-        step(torch.ones(2))
+    x = torch.ones(2)
+    with OpLog(Vocabulary(), [x]) as log:
+        step(x)
     whole = log.finish()
     assert len(whole) == 3
     assert [str(whole.without(["Adam"])[0][0])] == ["aten.sub.Tensor"]
