@@ -18,7 +18,11 @@ import stepgraph
 from tests.holders import CASES, HOLDERS, Net
 from tests.seeding import seed
 
-CALLS, CHANGED_AT = 26, 8
+CALLS, CHANGED_AT = 14, 8
+HELD = [
+    pytest.param(holder, depth, marks=[pytest.mark.slow] if depth in (2, 3) else [], id=f"{holder}, {depth} deep")
+    for holder, depth in CASES
+]
 
 
 def weights_of(
@@ -64,7 +68,7 @@ def wrong_calls(one: list[list[torch.Tensor]], other: list[list[torch.Tensor]]) 
 
 
 @pytest.mark.parametrize("api", ["capture", "graph_modules"])
-@pytest.mark.parametrize(("holder", "depth"), CASES)
+@pytest.mark.parametrize(("holder", "depth"), HELD)
 def test_changed_number_is_right_in_the_same_call(holder: str, depth: int, api: str, device: torch.device) -> None:
     expected = weights_of(holder, depth, device, "eager")
     with warnings.catch_warnings():
@@ -84,7 +88,7 @@ def test_number_out_of_reach_is_right_from_the_next_audit(api: str, device: torc
     assert len(wrong) < 4
 
 
-@pytest.mark.parametrize(("holder", "depth"), CASES)
+@pytest.mark.parametrize(("holder", "depth"), HELD)
 def test_callable_with_a_changed_number_refuses_the_call(holder: str, depth: int, device: torch.device) -> None:
     in_reach = HOLDERS[holder](depth, 2.0).in_reach
     with pytest.raises(stepgraph.StateChanged):
