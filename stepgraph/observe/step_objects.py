@@ -36,8 +36,8 @@ class StepObjects:
         self._names: dict[int, str] = {}
         self.objects: list[Any] | None = None
         """The models and compiled functions that it can name, from before its first call."""
-        self.buckets: list[weakref.ref[torch.Tensor]] = []
-        """Gradients that lie in DDP's memory."""
+        self.buckets: dict[int, weakref.ref[torch.Tensor]] = {}
+        """Gradients that lie in DDP's memory, by id."""
         self.differentiates = False
         """Whether a backward was seen."""
         self.ran = ExecutedCode()

@@ -184,12 +184,11 @@ def roles_of(touched: StepObjects) -> Roles:
         taken.add(name)
         roles.add(name, parameter)
         if parameter.grad is not None and id(parameter) in in_buckets:
-            touched.buckets.append(weakref.ref(parameter.grad))
-            roles.add_all(_BUCKETS, parameter.grad)
+            touched.buckets[id(parameter.grad)] = weakref.ref(parameter.grad)
         elif parameter.grad is not None:
             roles.add(f"{name}.grad", parameter.grad)
-    touched.buckets = [ref for ref in touched.buckets if ref() is not None]
-    for grad in (ref() for ref in touched.buckets):
+    touched.buckets = {key: ref for key, ref in touched.buckets.items() if ref() is not None}
+    for grad in (ref() for ref in touched.buckets.values()):
         if grad is not None:
             roles.add_all(_BUCKETS, grad)
     for module in touched.all_modules:

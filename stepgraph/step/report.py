@@ -20,7 +20,7 @@ from stepgraph.step.site import Site
 
 _NOT_COMPARED = "not known: no graph is left (docs/equality.md: how to compare your program)"
 _SHOWN = {
-    Shown.EQUAL: "{} graph{} with the operations of an eager call",
+    Shown.EQUAL: "{} graph{} with the operations of an eager call (kernels past torch's dispatcher are not seen)",
     Shown.OTHER_PATH: "{} graph{} of another path than eager calls take: compare the results (docs/equality.md)",
     Shown.LATER: "{} graph{} to be compared at the first call",
     Shown.NOT: "{} graph{} without an eager call to compare with (docs/equality.md)",
@@ -177,6 +177,7 @@ def _equality(sites: Sequence[Site], options: Options) -> str:
     """What is known about equality with eager, and by which check."""
     by_outcome = Counter(call.proof.shown for site in sites for call in site.calls)
     told = [_SHOWN[shown].format(count, "" if count == 1 else "s") for shown, count in by_outcome.items()]
+    told += sorted({call.guards.values.unlooked or "" for site in sites for call in site.calls} - {""})
     left = sorted({name for site in sites for name in site.eager.own_changes})
     if left:
         more = f" and {len(left) - _MAX_TOLD} more" if len(left) > _MAX_TOLD else ""

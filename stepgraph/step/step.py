@@ -186,7 +186,8 @@ class CapturedStep(Generic[P, R]):
 
     def _is_shown_now(self, site: Site, call: CapturedCall) -> bool:
         """Whether a graph that was recorded ahead may be used: an eager call of its kind was the same."""
-        outside = [o for o in site.touched.optimizers if not self._capture.placements(site, self._moved)[id(o)].inside]
+        placements = self._capture.placements(site, self._moved)
+        outside = [o for o in site.touched.optimizers if not placements[id(o)].inside]
         eager = site.eager.logs.of(site.kind())
         if eager and self._capture.logs.compare(eager, call.proof.log, outside) is None:
             call.proof.shown = Shown.EQUAL

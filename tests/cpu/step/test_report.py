@@ -1,12 +1,14 @@
 """The report: what it counts, as a dict and as a table."""
 
 import json
+import types
 
 import pytest
 import torch
 
 import stepgraph
 from stepgraph.step.report import Counts, Report
+from stepgraph.values import walk
 
 KEYS = {
     "step",
@@ -107,6 +109,16 @@ def test_report_claims_the_equality_that_was_checked(optimizer: str) -> None:
     assert report.equality is not None
     assert report.equality.startswith("1 graph with the operations of an eager call")
     assert ("capturable=True" in report.equality) is (optimizer == "capturable")
+
+
+def test_report_says_what_the_watch_has_not_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    many = [types.SimpleNamespace(w=1.0) for _ in range(50)]
+    for limit, is_told in ((20_000, False), (20, True)):
+        monkeypatch.setattr(walk, "MAX_OBJECTS", limit)
+        with stepgraph.capture(lambda x: x * sum(one.w for one in many), warmup=2) as step:
+            for _ in range(4):
+                step(torch.ones(2))
+            assert ("are not watched" in str(step.report().equality)) is is_told
 
 
 def test_report_prints_brackets_as_they_are() -> None:
