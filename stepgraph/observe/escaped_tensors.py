@@ -90,7 +90,8 @@ def kept_tensor(
         tensors = recorded([o for o in new if not wrapped(o)])
         if not tensors:
             return None
-        look = _Look({id(o) for o in young} | {id(young), id(tensors)}, spots_of(step), ignore)
+        look = _Look({id(o) for o in young}, spots_of(step), ignore)
+        look.ours.add(id(young))
         return look.holder(tensors, _DEPTH)
 
 
@@ -99,13 +100,17 @@ class _Look:
 
     def __init__(self, young: set[int], spots: Mapping[int, Spot], ignore: Collection[str]) -> None:
         self._young, self._spots, self._ignore = young, spots, ignore
+        self.ours: set[int] = set()
+        """Lists of the search itself, by id."""
 
     def holder(self, held: list[Any], depth: int) -> Place | None:
         """The first place that is not ignored and holds one of these, directly or through what is new itself."""
         ids = {id(value) for value in held}
-        new = []
-        for holder in gc.get_referrers(*held):
-            if holder is held or isinstance(holder, (types.FrameType, torch.Tensor)):
+        new: list[Any] = []
+        holders = gc.get_referrers(*held)
+        self.ours |= {id(held), id(holders), id(new)}
+        for holder in holders:
+            if id(holder) in self.ours or isinstance(holder, (types.FrameType, torch.Tensor)):
                 continue
             if id(holder) in self._young:
                 if not isinstance(holder, types.CellType):  # a variable of a call that is over, or of one under way
@@ -115,7 +120,6 @@ class _Look:
             place = _told(holder, ids) if spot is None else _spelled(spot, holder, ids)
             if place is not None and not place.is_in(self._ignore):
                 return place
-        self._young.add(id(new))
         return self.holder(new, depth - 1) if new and depth > 1 else None
 
 
