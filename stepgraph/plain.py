@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import functools
+import gc
 import sys
 import types
 from collections import deque
@@ -20,6 +21,8 @@ from typing import Any, Final
 
 import torch
 
+from stepgraph.frames import is_users
+
 _NUMBERS = (int, float, complex, str, bytes)
 _BY_EQUALITY = (torch.device, range)
 _BY_IDENTITY = (enum.Enum, torch.dtype, torch.layout, torch.memory_format, type(None), type(...))
@@ -27,6 +30,8 @@ _PLAIN = (*_NUMBERS, *_BY_EQUALITY, *_BY_IDENTITY)
 
 
 _SHORT = 80
+_MAX_CACHED = 64
+"""Results of a cache that are looked at; of a larger one none is."""
 _BRACKETS: dict[type, tuple[str, str]] = {
     tuple: ("(", ")"),
     list: ("[", "]"),
@@ -183,3 +188,23 @@ def _joined(left: str, items: Iterable[tuple[str, Any]], right: str) -> str | No
             return None
         parts.append(f"{before}{_written(value)}")
     return f"{left}{', '.join(parts)}{right}"
+
+
+def kept_by(cache: Any) -> dict[Any, Any]:
+    """What a function of `functools.lru_cache` keeps: its results, or links to them, by arguments."""
+    own = attributes_of(cache)
+    return next((one for one in gc.get_referents(cache) if type(one) is dict and one is not own), {})
+
+
+def results_of(cache: Any) -> list[Any]:
+    """The results that it keeps, and a few other objects: a bounded cache refers to them itself."""
+    kept, own = kept_by(cache), attributes_of(cache) or {}
+    found = (one for one in gc.get_referents(cache) if one is not kept and one is not own)
+    return [*(one for one in found if one is not own.get("__wrapped__")), *kept.values()]
+
+
+def cached_by(cache: Any) -> list[Any]:
+    """What a function with a cache has returned so far, as long as that is little; not its tensors and modules."""
+    results = [] if len(kept_by(cache)) > _MAX_CACHED else results_of(cache)
+    others = (torch.Tensor, torch.nn.Module, type)
+    return [v for v in results if type(v) in (dict, list) or (is_users(type(v)) and not issubclass(type(v), others))]

@@ -19,10 +19,10 @@ from stepgraph.callables.turns import Turns
 from stepgraph.callables.warm_up import CaptureTimeHooks
 from stepgraph.errors import CaptureError, ClosedError, InvalidArgument, StateChanged
 from stepgraph.frames import untraced
+from stepgraph.guards.hooks import global_hook, has_global_hooks
 from stepgraph.observe.ddp import in_ddp
 from stepgraph.oplog import Difference, is_logged
 from stepgraph.order import Kind
-from stepgraph.pair.guard import global_hook, has_global_hooks
 from stepgraph.pair.in_flight import run_forward
 from stepgraph.pair.proof import AuditTurns, EagerProof, can_audit_now, equality
 from stepgraph.pair.runner import Runner, RunnerState

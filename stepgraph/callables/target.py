@@ -15,20 +15,20 @@ import torch
 
 from stepgraph.backends import Graph
 from stepgraph.errors import StateChanged
-from stepgraph.guards.hooks import refuse_hooks, with_hooks
+from stepgraph.guards.hooks import is_hooked, refuse_hooks, with_hooks
 from stepgraph.guards.model import ModelGuard
+from stepgraph.guards.random_names import NamesGuard
 from stepgraph.observe.finder import reachable
 from stepgraph.oplog import Difference
-from stepgraph.pair.guard import SiteGuard, is_hooked
+from stepgraph.pair.guard import SiteGuard
 from stepgraph.pair.module_method import ModuleMethod
 from stepgraph.pair.ordered import OrderedPair
 from stepgraph.pair.proof import PairLogs
 from stepgraph.pair.record import with_modes
 from stepgraph.pair.shared import PairSession
 from stepgraph.ran import ExecutedCode
-from stepgraph.rng.tracker import NamesGuard
 from stepgraph.signature import argument_names
-from stepgraph.values.watch import Change, Watch
+from stepgraph.values.watch import Watch
 
 SET_OUTSIDE = ("current_microbatch", "is_first_microbatch")
 """Attributes that training loops set on layers before each call; no graph depends on them."""
@@ -159,25 +159,23 @@ class CaptureTarget:
 
         Of values that the code reads, `differs` tells whether they change what it does.
         """
-        changed = self._guard.changed() if self._guard is not None else None
-        if changed is None:
+        if self._guard is None or self._guard.holds():
             return
-        found = differs() if changed.values else None
-        if changed.values and found is None:
-            self.agree(changed.values)
+        found = self._guard.look(differs, audited=False)
+        if found is None:
             return
         raise StateChanged(
-            f"{self.name}: {changed.why}",
+            f"{self.name}: {found.why}",
             rule="state-changed",
-            details=[f"at {found}"] if found is not None else (),
+            details=[f"at {found.difference}"] if found.difference is not None else (),
             why="the graphs go on with what they were captured with.",
             fix="undo the change, or call .reset() and capture again after it.",
         )
 
-    def agree(self, changes: Sequence[Change] = ()) -> None:
-        """An audit has found the same operations, although these values have changed."""
+    def agree(self) -> None:
+        """An audit has found the same operations."""
         if self._guard is not None:
-            self._guard.agree(changes)
+            self._guard.agree()
 
 
 def _modules_of(function: Callable[..., Any]) -> list[torch.nn.Module]:

@@ -9,7 +9,7 @@ has fewer than it had tells that one is gone. Only then are all places looked th
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 from stepgraph.backends.threads import entries, is_own, origin_of
 from stepgraph.errors import CaptureError
+from stepgraph.guards.protocol import Change, Remedy
 from stepgraph.native.row import GuardRow
 
 _OF_MODULES = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
@@ -73,15 +74,15 @@ class HooksGuard:
         for hooks, count in zip(self._filled, self._counts, strict=True):
             row.length(hooks, count)
 
-    def changed(self) -> str | None:
-        """Which hook came or went."""
+    def difference(self) -> tuple[str, str] | None:
+        """The hook that came or went."""
         if self.is_quiet():
             return None
         now = self._read()
         for (owner, kind), one, two in zip(self._places, self._hooks, now, strict=True):
             if one != two:
                 whose = "all modules" if owner is torch_module else f"`{self._name(owner)}`"
-                return f"a hook of {whose} was added or removed ({kind.removeprefix('_global').strip('_')})"
+                return f"a hook of {whose}", f"was added or removed ({kind.removeprefix('_global').strip('_')})"
         self._handles_seen, self._counts = RemovableHandle.next_id, list(map(len, self._filled))
         return None
 
@@ -90,6 +91,47 @@ class HooksGuard:
 
     def _may_come_and_go(self, hook: Any) -> bool:
         return is_own(hook) or (bool(self._admitted) and spelled(hook) in self._admitted)
+
+
+class ParameterHooksGuard:
+    """Parameters whose gradients a graph accumulates by itself: a hook that is added later would never run."""
+
+    def __init__(self, parameters: Iterable[torch.Tensor], name: Callable[[Any], str]) -> None:
+        self._parameters, self._name = list(parameters), name
+        self._handles_seen = RemovableHandle.next_id
+
+    def changed(self) -> Sequence[Change]:
+        """The first parameter that has a hook by now."""
+        if RemovableHandle.next_id == self._handles_seen:
+            return ()
+        for parameter in self._parameters:
+            if is_hooked(parameter):
+                return (Change("a hook", "", f"was added to `{self._name(parameter)}`", Remedy.START_OVER),)
+        self._handles_seen = RemovableHandle.next_id
+        return ()
+
+    def expect(self, row: GuardRow) -> None:
+        """torch has handed out no hook since."""
+        row.attribute(RemovableHandle, "next_id", self._handles_seen)
+
+
+def is_hooked(parameter: torch.Tensor) -> bool:
+    """Whether something happens in Python when a parameter gets its gradient."""
+    hooks = (parameter._backward_hooks, getattr(parameter, "_post_accumulate_grad_hooks", None))
+    return any(hooks) or hasattr(parameter, "main_grad")
+
+
+has_global_hooks: Callable[[], bool] = torch_module._has_any_global_hook
+"""Whether there are hooks on all modules of the process."""
+
+
+def global_hook(safe: Collection[Any]) -> str | None:
+    """A hook on all modules of the process that is not listed as safe, by name."""
+    for place in places_of((), everywhere=True):
+        for _, hook in entries(_at(place)):
+            if hook not in safe and spelled(hook) not in safe:
+                return spelled(hook)
+    return None
 
 
 def _at(place: Place) -> dict[int, Any]:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 
 import torch
 
+from stepgraph.guards.protocol import Change, Remedy
 from stepgraph.native.row import GuardRow, Layout
 
 _data_ptr = torch.Tensor.data_ptr
@@ -87,6 +88,9 @@ class Layouts:
 
     def expect(self, row: GuardRow, seen: Collection[int] = ()) -> None:
         """What `hold` comes down to. `seen` are the tensors whose form the row asks for elsewhere, by id."""
+        if not seen:
+            row.layouts(self._layouts, [self._are_held])
+            return
         same_addresses = functools.partial(_same_addresses, self._tensors, self._addresses, self._indices)
         forms = (functools.partial(_has_form, layout) for layout in self._layouts if id(layout[0]) not in seen)
         row.layouts(self._layouts, [same_addresses, *forms])
@@ -98,6 +102,27 @@ class Layouts:
             and list(map(_form, self._tensors)) == self._forms
             and all(map(_has_form, self._complex))
         )
+
+
+class GradientLayoutGuard:
+    """The gradients that a graph reads or leaves, which must keep their addresses."""
+
+    def __init__(self, grads: Iterable[torch.Tensor], seen: Iterable[torch.Tensor | None]) -> None:
+        """`seen` are those that the row compares elsewhere."""
+        self._layouts = Layouts(layouts_of({id(grad): grad for grad in grads}.values()))
+        self._seen = set(map(id, seen))
+
+    def changed(self) -> Sequence[Change]:
+        """The first one that moved."""
+        moved = self._layouts.changed()
+        if moved is None:
+            return ()
+        name, what = f"a gradient of shape {list(moved[0].shape)}", f"{moved[1]} (`.grad.data = ...`)"
+        return (Change(name, "", what, Remedy.START_OVER),)
+
+    def expect(self, row: GuardRow) -> None:
+        """Their addresses."""
+        self._layouts.expect(row, self._seen)
 
 
 def _has_form(layout: Layout) -> bool:

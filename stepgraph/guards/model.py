@@ -18,6 +18,7 @@ import torch
 
 from stepgraph.guards.hooks import HooksGuard, places_of
 from stepgraph.guards.layout import Layouts, layouts_of
+from stepgraph.guards.protocol import Change, Remedy
 from stepgraph.guards.registration import RegistrationEvents
 from stepgraph.native.row import GuardRow
 
@@ -80,20 +81,20 @@ class ModelGuard:
         self._events_seen = events.count
         events.listen_to(modules)
 
-    def changed(self, *, flags_seen: bool = False) -> str | None:
-        """What is not as it was, by name; None in a few microseconds where all is.
+    def changed(self) -> Sequence[Change]:
+        """The first change, by name."""
+        found = self._difference()
+        return (Change(found[0], "", found[1], Remedy.START_OVER),) if found is not None else ()
 
-        `flags_seen`: the caller has just seen that `requires_grad` of the steady ones is as it was.
-        """
+    def _difference(self) -> tuple[str, str] | None:
         if self._slots and not all(map(operator.is_, [d.get(key) for d, key in self._slots], self._slot_values)):
             return self._replaced()
         moved = self._layouts.changed()
         if moved is not None:
-            return f"`{self._tensor_name(moved[0])}` {moved[1]}"
-        is_known = flags_seen and all(p.requires_grad is flag for p, flag in self._unsteady)
-        if not is_known and list(map(_requires_grad, self._parameters)) != self._flags:
+            return f"`{self._tensor_name(moved[0])}`", moved[1]
+        if list(map(_requires_grad, self._parameters)) != self._flags:
             return self._changed_flag()
-        return self._changed_layout() or self._hooks.changed()
+        return self._changed_layout() or self._hooks.difference()
 
     def expect(self, row: GuardRow) -> None:
         """What `changed` comes down to, but for the flags and the form of steady parameters."""
@@ -118,10 +119,11 @@ class ModelGuard:
     def _count_children(self) -> list[int]:
         return list(map(len, map(_children, self._parents)))
 
-    def _replaced(self) -> str:
+    def _replaced(self) -> tuple[str, str]:
         for owner, (where, key), value in zip(self._owners, self._slots, self._slot_values, strict=True):
             if where.get(key) is not value:
-                return f"`{self._name(owner)}.{key}` was {'replaced' if where.get(key) is not None else 'removed'}"
+                gone = where.get(key) is None
+                return f"`{self._name(owner)}.{key}`", "was removed" if gone else "was replaced"
         raise AssertionError("a tensor had been replaced")
 
     def _tensor_name(self, tensor: torch.Tensor) -> str:
@@ -133,10 +135,10 @@ class ModelGuard:
     def _hook_owner(self, owner: Any) -> str:
         return self._tensor_name(owner) if isinstance(owner, torch.Tensor) else self._name(owner)
 
-    def _changed_flag(self) -> str:
+    def _changed_flag(self) -> tuple[str, str]:
         for parameter, before in zip(self._parameters, self._flags, strict=True):
             if parameter.requires_grad != before:
-                return f"requires_grad of `{self._tensor_name(parameter)}` is {not before}"
+                return f"requires_grad of `{self._tensor_name(parameter)}`", f"is {not before}"
         raise AssertionError("a flag had changed")
 
     def _read_layout(self) -> list[list[tuple[str, int]]]:
@@ -146,7 +148,7 @@ class ModelGuard:
             for m in self._plain
         ]
 
-    def _changed_layout(self) -> str | None:
+    def _changed_layout(self) -> tuple[str, str] | None:
         """Look at modules, after an event."""
         is_same = all(map(operator.is_, map(_children, self._parents), self._children))
         is_same = is_same and all(len(d) == len(copy) for d, copy in self._contents)
@@ -154,9 +156,9 @@ class ModelGuard:
             return None
         for module, before, after in zip(self._plain, self._layout, self._read_layout(), strict=True):
             for key, _ in sorted(set(before) ^ set(after)):
-                return f"`{self._name(module)}.{key}` was added, replaced or removed"
+                return f"`{self._name(module)}.{key}`", "was added, replaced or removed"
             for (one, _), (two, _) in zip(before, after, strict=True):
                 if one != two:
-                    return f"`{self._name(module)}` has its parts in another order: `{two}` before `{one}`"
+                    return f"`{self._name(module)}`", f"has its parts in another order: `{two}` before `{one}`"
         self._events_seen = self._events.count
         return None

@@ -17,10 +17,12 @@ import torch
 from torch.optim.optimizer import Optimizer
 
 from stepgraph.guards.layout import change_of, layouts_of
+from stepgraph.guards.protocol import Change, Remedy
 from stepgraph.native.row import PLAIN_TENSORS, GuardRow, is_told_by_identity
 from stepgraph.optim.steps import STEP_HOOKS_OF_ALL, all_have_hooks, step_hooks, without_schedulers
 
 _CODE = ("step", "zero_grad")
+_SCALER_NUMBERS = ("growth_factor", "backoff_factor", "growth_interval", "enabled")
 
 
 class NumbersGuard:
@@ -48,16 +50,20 @@ class NumbersGuard:
             row.item(self._list, index, group.group)
             group.expect(row)
 
-    def changed(self) -> str | None:
-        """The first number that is not what it was, in words."""
+    def changed(self) -> Sequence[Change]:
+        """The first number that changed."""
         if self._row.holds():
-            return None
+            return ()
         groups, name = self.optimizer.param_groups, type(self.optimizer).__name__
         for index, (captured, group) in enumerate(zip(self._groups, groups, strict=False)):
             difference = captured.difference(group)
             if difference is not None:
-                return f"{name}.param_groups[{index}]{difference}"
-        return f"{name}: a step hook was added or removed" if self._count_hooks() != self._num_hooks else None
+                key, before, now = difference
+                where = f"{name}.param_groups[{index}]{key}"
+                return (Change(where, before, now, Remedy.MOVE_OUT, subject=self.optimizer),)
+        if self._count_hooks() == self._num_hooks:
+            return ()
+        return (Change(f"a step hook of {name}", "", "was added or removed", Remedy.MOVE_OUT, subject=self.optimizer),)
 
 
 class _GroupNumbers:
@@ -77,18 +83,18 @@ class _GroupNumbers:
         else:
             row.items(self.group, dict(zip(self._plain, self._values, strict=True)))
 
-    def difference(self, group: dict[str, Any]) -> str | None:
-        """The first difference, as it is written behind the group."""
+    def difference(self, group: dict[str, Any]) -> tuple[str, str, str] | None:
+        """The first difference: the key as it is written behind the group, before, now (see `Change`)."""
         for key, value, address in self._tensors:
             if group.get(key) is not value or _address(value) != address:
-                return f"[{key!r}] is another tensor"
+                return f"[{key!r}]", "", "is another tensor"
         now = [group.get(k) for k in self._plain]
         if _has_tensor(now):
-            return ": a number became a tensor"
+            return "", "", "has a tensor in the place of a number"
         if now == self._values:
             return None
         pairs = zip(self._plain, self._values, now, strict=True)
-        return next(f"[{key!r}] {one} -> {two}" for key, one, two in pairs if one != two)
+        return next((f"[{key!r}]", str(one), str(two)) for key, one, two in pairs if one != two)
 
 
 def _has_tensor(value: Any) -> bool:
@@ -115,16 +121,20 @@ class ParametersGuard:
             row.item(group, "params", group["params"])
             row.ask(functools.partial(_same_list(parameters), group["params"], parameters))
 
-    def changed(self) -> str | None:
+    def changed(self) -> Sequence[Change]:
         """The first group that has other parameters."""
-        groups, name = self._optimizer.param_groups, type(self._optimizer).__name__
+        found = self._difference()
+        return (Change(*found, Remedy.START_OVER),) if found is not None else ()
+
+    def _difference(self) -> tuple[str, str, str] | None:
+        groups, name = self._optimizer.param_groups, f"{type(self._optimizer).__name__}.param_groups"
         if len(groups) != len(self._groups):
-            return f"{name}.param_groups: a group was added or removed"
+            return f"a group of {name}", "", "was added or removed"
         for index, (group, (_, before)) in enumerate(zip(groups, self._groups, strict=True)):
             if len(group["params"]) != len(before):
-                return f"{name}.param_groups[{index}]['params']: a parameter was added or removed"
+                return f"a parameter of {name}[{index}]['params']", "", "was added or removed"
             if not _are_the_same(group["params"], before):
-                return f"{name}.param_groups[{index}]['params']: other parameters, or in another order"
+                return f"{name}[{index}]['params']", "", "has other parameters, or another order"
         return None
 
 
@@ -165,31 +175,65 @@ class StateGuard:
         for hooks in STEP_HOOKS_OF_ALL:
             row.length(hooks, len(hooks))  # with the entry that others of ours may have left
 
-    def changed(self) -> str | None:
-        """Whether the state was loaded or replaced, or the optimizer's code."""
+    def changed(self) -> Sequence[Change]:
+        """Report that the state was loaded or replaced, or the optimizer's code."""
+        found = self._difference()
+        return (Change(found[0], "", found[1], Remedy.RECAPTURE),) if found is not None else ()
+
+    def _difference(self) -> tuple[str, str] | None:
         name = type(self._optimizer).__name__
         if self._optimizer.state is not self._state or not _are_the_same(list(self._state.values()), self._kept):
-            return f"the state of {name}"
+            return f"the state of {name}", "was loaded or replaced"
         for kept, copy in self._copies:
             for key, value in copy.items():
                 if isinstance(value, torch.Tensor) and kept.get(key) is not value:
-                    return f"the state of {name}: {key!r} was replaced"
+                    return f"the state of {name}: {key!r}", "was replaced"
         for layout in self._layouts:
             what = change_of(layout)
             if what is not None:
-                return f"the state of {name}: a tensor {what}"
+                return f"the state of {name}: a tensor", what
         for attribute, before in zip(_CODE, self._code, strict=True):
             if without_schedulers(getattr(self._optimizer, attribute)) is not before:
-                return f"{name}.{attribute} was replaced"
+                return f"{name}.{attribute}", "was replaced"
         self._own_code, self._num_attributes = self._read_code(), len(vars(self._optimizer))
         self._copies, self._was_freed = self._read_copies(), False
-        return "a step hook of all optimizers was added" if all_have_hooks() else None
+        return ("a step hook of all optimizers", "was added") if all_have_hooks() else None
 
     def _read_copies(self) -> list[tuple[dict[str, Any], dict[str, Any]]]:
         return [(kept, dict(kept)) for kept in self._kept if isinstance(kept, dict)]
 
     def _read_code(self) -> list[Any]:
         return list(map(vars(self._optimizer).get, _CODE))
+
+
+class ScalerGuard:
+    """The numbers of a recorded GradScaler that its kernels have baked in."""
+
+    def __init__(self, scaler: torch.amp.GradScaler) -> None:
+        self._scaler = scaler
+        self._tensors = (scaler._scale, scaler._growth_tracker)
+        self._numbers = self._read()
+
+    def _read(self) -> tuple[Any, ...]:
+        return tuple(getattr(self._scaler, f"_{name}") for name in _SCALER_NUMBERS)
+
+    def expect(self, row: GuardRow) -> None:
+        """What `changed` comes down to."""
+        names = ("scale", "growth_tracker", *_SCALER_NUMBERS)
+        for name, value in zip(names, (*self._tensors, *self._numbers), strict=True):
+            row.attribute(self._scaler, f"_{name}", value)
+
+    def changed(self) -> Sequence[Change]:
+        """The first number that changed; the scale itself is live."""
+        scale, tracker = self._tensors
+        if self._scaler._scale is not scale or self._scaler._growth_tracker is not tracker:
+            return (Change("the state of GradScaler", "", "was loaded or replaced", Remedy.RECAPTURE),)
+        now = self._read()
+        if now == self._numbers:
+            return ()
+        pairs = zip(_SCALER_NUMBERS, self._numbers, now, strict=True)
+        name, one, two = next(pair for pair in pairs if pair[1] != pair[2])
+        return (Change(f"GradScaler {name}", str(one), str(two), Remedy.RECAPTURE),)
 
 
 def _holds_just(state: dict[Any, Any], kept: list[Any]) -> bool:

@@ -8,6 +8,7 @@ runner, up to `max_runners`; where nothing can be replayed, it runs eagerly, and
 from __future__ import annotations
 
 import contextlib
+import functools
 import operator
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
@@ -17,7 +18,7 @@ import torch
 
 from stepgraph.errors import CaptureError, InvalidArgument, StateChanged
 from stepgraph.frames import untraced, warn_user
-from stepgraph.guards.hooks import refuse_hooks, with_hooks
+from stepgraph.guards.hooks import global_hook, has_global_hooks, refuse_hooks, with_hooks
 from stepgraph.guards.model import ModelGuard
 from stepgraph.modules.options import options_from
 from stepgraph.modules.replay_order import FixedRound
@@ -27,7 +28,7 @@ from stepgraph.modules.site import LastModuleCall, ModuleSite
 from stepgraph.observe.ddp import in_ddp
 from stepgraph.observe.warm_call import WarmCall
 from stepgraph.oplog import Difference, is_logged
-from stepgraph.pair.guard import SiteGuard, global_hook, has_global_hooks
+from stepgraph.pair.guard import Finding, SiteGuard
 from stepgraph.pair.in_flight import run_forward
 from stepgraph.pair.module_method import ModuleMethod
 from stepgraph.pair.record import PairCapture, with_modes
@@ -47,7 +48,7 @@ from stepgraph.signature import (
 )
 from stepgraph.signature.ambient import changed_flags
 from stepgraph.tree import CallFlattener, Structure
-from stepgraph.values.watch import Change, Watch
+from stepgraph.values.watch import Watch
 
 _LONGEST_ROUND = 1000
 """Calls after which a round is taken to begin although others are under way: their results may be kept for good."""
@@ -268,47 +269,37 @@ class CudaGraphManager:
             return False
         if audited and site.recorded is not None and changed_flags(site.recorded.ambient):
             return True  # no call of this kind comes before they are as they were
-        changed = site.guard.changed()
-        if changed is None:
-            return not audited or self._audit(site)
-        if changed.values:
-            return self._audit(site, changed.values)
-        self.raise_if_strict(changed.why)
-        self._recapture(site, changed.why, changed.names)
+        if not audited and site.guard.holds():
+            return True
+        found = self.look(site.guard, functools.partial(self._differs, site, audited), audited=audited)
+        if found is None:
+            return True
+        self.raise_if_strict(found.why)
+        since = self.session.turns.since
+        often = self._recapture(site, found.why, found.names)  # eager in this round, and captured again after it
+        if found.difference is not None:
+            warn_operations_changed(
+                *(self.name, found.difference, found.changes, since),
+                stays_eager=bool(often),
+                whose="module",
+                counted="rounds",
+            )
         return False
 
-    def _audit(self, site: ModuleSite, changes: Sequence[Change] = ()) -> bool:
-        """Record calls of a kind again, and compare: in its turn, or because these values have changed.
-
-        Whether they are the same. If not, the module runs eagerly in this round, and is captured anew after it.
-        """
-        assert site.guard is not None
-        self.session.turns.audits += bool(changes)  # those in their turn are counted by the round
+    def look(self, guard: SiteGuard, differs: Callable[[], Difference | None], *, audited: bool) -> Finding | None:
+        """A reason not to replay the graphs that a guard belongs to."""
         try:
-            found = self.differs(site)
+            return guard.look(differs, audited=audited)
         except Exception as error:  # noqa: BLE001 (as in a capture: whatever it is, the graphs are of no use)
             raised = capture_error(self.name, error)
             if self.options.strict:
                 raise raised from (None if raised is error else error)
-            self._recapture(site, f"it can no longer be recorded as it was   [{raised.rule}]", [raised.rule])
-            return False
-        if found is None:
-            site.guard.agree(changes)
-            return True
-        told = "; ".join(map(str, changes)) if changes else str(found)
-        self.raise_if_strict(told)
-        since = self.session.turns.since
-        often = self._recapture(site, told, [c.name for c in changes] or [str(found.where or found.operation)])
-        warn_operations_changed(
-            *(self.name, found, changes, since), stays_eager=bool(often), whose="module", counted="rounds"
-        )
-        if not changes:
-            site.guard.suspect()
-        return False
+            return Finding(f"it can no longer be recorded as it was   [{raised.rule}]", (raised.rule,))
 
-    def differs(self, site: ModuleSite) -> Difference | None:
+    def _differs(self, site: ModuleSite, audited: bool) -> Difference | None:
         """Where a recording of such a call would differ by now from the one that is replayed."""
         assert site.recorded is not None
+        self.session.turns.audits += not audited  # those in their turn are counted by the round
         return self.pair().differs(site.recorded, site.runners[0])
 
     def raise_if_strict(self, why: str) -> None:

@@ -12,6 +12,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from stepgraph.backends import Backend, is_capturing
 from stepgraph.buffers.reuse_pool import TensorReusePool
 from stepgraph.frames import warn_user
+from stepgraph.guards.hooks import is_hooked
 from stepgraph.modules.memory_plan import AnyOrder, FixedOrder
 from stepgraph.modules.recorder import Event, Recorder
 from stepgraph.modules.replay_order import FixedRound
@@ -19,7 +20,6 @@ from stepgraph.modules.round import RoundCapture, backward_autocast
 from stepgraph.modules.site import ModuleCall, ModuleSite, SiteOwner
 from stepgraph.observe.finder import devices
 from stepgraph.oplog import first_difference
-from stepgraph.pair.guard import is_hooked
 from stepgraph.pair.proof import AuditTurns, can_audit_now
 from stepgraph.pair.runner import Runner
 from stepgraph.pair.shared import PairSession, live_sessions

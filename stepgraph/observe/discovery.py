@@ -17,6 +17,7 @@ import contextlib
 import sys
 import threading
 from collections.abc import Callable, Container, Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -30,20 +31,30 @@ from stepgraph.observe.step_objects import StepObjects
 from stepgraph.optim.steps import at_optimizer_steps
 
 
+@dataclass(frozen=True, slots=True)
+class Reached:
+    """What was found to be in reach of a function."""
+
+    function: Callable[..., Any]
+    objects: list[Any]
+
+
 @contextlib.contextmanager
 def discovering(
     touched: StepObjects,
     function: Callable[..., Any],
     inputs: Container[int],
     on_optimizer: Callable[[Optimizer], None],
+    found: Reached | None = None,
 ) -> Iterator[frozenset[int]]:
     """Note what a call touches, and give what is known before it, by id, for `StepObjects.let_go`.
 
-    `inputs` are its tensors by id; `on_optimizer` sees optimizers before they step.
+    `inputs` are its tensors by id; `on_optimizer` sees optimizers before they step. `found`: what the same call has
+    found to be in reach.
     """
     objects = touched.objects
     if objects is None:
-        objects = reachable(function)
+        objects = found.objects if found is not None and found.function is function else reachable(function)
         touched.objects = [v for v in objects if isinstance(v, torch.nn.Module) or is_compiled(v)]
     for value in objects:
         touched.add_reachable(value)

@@ -106,9 +106,8 @@ class OwnNumbers:
             self._guards[id(optimizer)] = NumbersGuard(optimizer)
 
     def _note(self, key: int) -> None:
-        changed = self._guards[key].changed()
-        if changed is not None:
-            self._changes.setdefault(key, changed)
+        for change in self._guards[key].changed():
+            self._changes.setdefault(key, str(change))
 
     def finish(self) -> dict[int, str]:
         """What the step has changed of each optimizer, by id, in words. No optimizer is held any more."""

@@ -26,12 +26,10 @@ import torch
 from torch.optim.optimizer import Optimizer
 
 from stepgraph.backends.threads import for_this_thread
-from stepgraph.native.row import GuardRow
 from stepgraph.optim.optimizer import Cut
 
 _CALLS = ("unscale_", "step", "update")
 _METHODS = ("scale", *_CALLS)
-_NUMBERS = ("growth_factor", "backoff_factor", "growth_interval", "enabled")
 
 
 _See: TypeAlias = Callable[[torch.amp.GradScaler], None]
@@ -211,32 +209,3 @@ def _keeping_attributes(optimizers: Sequence[Optimizer]) -> Iterator[None]:
                 vars(optimizer).pop(name, None)
             vars(optimizer).update(attributes)
         raise
-
-
-class ScalerGuard:
-    """The numbers of a recorded GradScaler that its kernels have baked in."""
-
-    def __init__(self, scaler: torch.amp.GradScaler) -> None:
-        self._scaler = scaler
-        self._tensors = (scaler._scale, scaler._growth_tracker)
-        self._numbers = self._read()
-
-    def _read(self) -> tuple[Any, ...]:
-        return tuple(getattr(self._scaler, f"_{name}") for name in _NUMBERS)
-
-    def expect(self, row: GuardRow) -> None:
-        """What `changed` comes down to."""
-        names = ("scale", "growth_tracker", *_NUMBERS)
-        for name, value in zip(names, (*self._tensors, *self._numbers), strict=True):
-            row.attribute(self._scaler, f"_{name}", value)
-
-    def changed(self) -> str | None:
-        """What is not as it was; the scale itself is live."""
-        scale, tracker = self._tensors
-        if self._scaler._scale is not scale or self._scaler._growth_tracker is not tracker:
-            return "the state of GradScaler"
-        now = self._read()
-        if now == self._numbers:
-            return None
-        pairs = zip(_NUMBERS, self._numbers, now, strict=True)
-        return next(f"GradScaler {name} {one} -> {two}" for name, one, two in pairs if one != two)

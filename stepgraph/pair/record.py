@@ -24,6 +24,7 @@ from stepgraph.buffers.boundary import ArgMetadata, Boundary, SharedBuffer
 from stepgraph.buffers.static_result import StaticResult, another_leaf, leaf_results
 from stepgraph.errors import CaptureError
 from stepgraph.grads.param_grads import ParamGrads
+from stepgraph.guards.random_names import NamesGuard
 from stepgraph.observe.module_attributes import ModuleAttributes
 from stepgraph.observe.step_objects import leaves_behind
 from stepgraph.oplog import Difference, Log, OpLog, first_difference
@@ -44,7 +45,7 @@ from stepgraph.pair.parameter_proxies import ParameterProxies, without_hooks
 from stepgraph.pair.proof import PairLogs, note_forward, noting
 from stepgraph.pair.runner import BackwardGraph, InFlightSet, Runner
 from stepgraph.rng.recompute import state_of_another_graph
-from stepgraph.rng.tracker import NamesGuard, Segment, tracker_for
+from stepgraph.rng.tracker import Segment, tracker_for
 from stepgraph.session.failure import refuse_changed_container
 from stepgraph.session.session import Session
 from stepgraph.signature import refuse_tensor_classes

@@ -22,9 +22,10 @@ from stepgraph.buffers.borrowed import BorrowedTensor, any_held, lend_by_address
 from stepgraph.buffers.boundary import ArgMetadata, Boundary
 from stepgraph.buffers.static_result import StaticResult
 from stepgraph.grads.param_grads import GradPart
+from stepgraph.guards.random_names import NamesGuard
 from stepgraph.oplog import Log
 from stepgraph.pair.lanes import PoolLane
-from stepgraph.rng.tracker import CudaRNGStatesTracker, NamesGuard, Segment
+from stepgraph.rng.tracker import CudaRNGStatesTracker, Segment
 from stepgraph.signature.fast_match import geometry_check
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import enum
 from collections.abc import Hashable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -20,6 +20,7 @@ import torch
 from stepgraph.errors import InvalidArgument, SignatureMismatch, StepgraphError
 from stepgraph.frames import untraced
 from stepgraph.grads.param_grads import GradPart
+from stepgraph.guards.hooks import is_hooked
 from stepgraph.modules.manager import CudaGraphManager
 from stepgraph.modules.options import ModuleOptions
 from stepgraph.modules.session import ModuleSession
@@ -27,14 +28,13 @@ from stepgraph.modules.site import ModuleCall, ModuleSite
 from stepgraph.observe.warm_call import WarmCall
 from stepgraph.oplog import Difference
 from stepgraph.order.entries import Kind
-from stepgraph.pair.guard import Changed, is_hooked
+from stepgraph.pair.guard import Finding
 from stepgraph.pair.in_flight import run_forward
 from stepgraph.pair.ordered import OrderedPair, WeightGraph
 from stepgraph.pair.runner import Runner
 from stepgraph.pipeline.turn import StageTurn
 from stepgraph.rng.tracker import tracker_for
 from stepgraph.session.backend_choice import refuse_elsewhere
-from stepgraph.session.failure import capture_error
 from stepgraph.signature import (
     Signature,
     ambient_key,
@@ -233,27 +233,15 @@ class StageManager(CudaGraphManager):
             self._pair.returned = self.session.returned
         return self._pair
 
-    def changed(self, *, audited: bool) -> Changed | None:
-        """What the graphs have baked in, and is no longer so; `audited`, by a new recording, too."""
+    def changed(self, *, audited: bool) -> Finding | None:
+        """A reason not to replay the stage's graphs; `audited`: they are recorded again and compared in any case."""
         guard = next(call.site.guard for call in self.calls.values() if call.site.guard is not None)
-        change = guard.changed()
-        if change is None and not audited:
+        if not audited and guard.holds():
             return None
-        if change is not None and not change.values:
-            return change
-        try:
-            found = self._differs_anywhere()
-        except Exception as error:  # noqa: BLE001 (as in a capture: whatever it is, the graphs are of no use)
-            rule = capture_error(self.name, error).rule
-            return Changed(f"it can no longer be recorded as it was   [{rule}]", (rule,))
-        if found is None:
-            guard.agree(change.values if change is not None else ())
-            return None
-        if change is None:
-            guard.suspect()
-            change = Changed(str(found), (str(found.where or found.operation),))
-        self.raise_if_strict(change.why)
-        return replace(change, found=found)
+        found = self.look(guard, self._differs_anywhere, audited=audited)
+        if found is not None and found.difference is not None:
+            self.raise_if_strict(found.why)
+        return found
 
     def _differs_anywhere(self) -> Difference | None:
         """Where a recording would differ by now: of microbatches alike, one is looked at."""

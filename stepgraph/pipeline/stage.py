@@ -22,10 +22,11 @@ from typing import Any
 
 import torch
 
+from stepgraph.guards.hooks import global_hook, has_global_hooks
 from stepgraph.modules.options import ModuleOptions
 from stepgraph.modules.session import ModuleSession
 from stepgraph.order import order_from_pipelining, read_order
-from stepgraph.pair.guard import Changed, global_hook, has_global_hooks
+from stepgraph.pair.guard import Finding
 from stepgraph.pair.proof import NotWarm, can_audit_now, equality
 from stepgraph.pipeline.capture import CaptureFailed, StageCapture
 from stepgraph.pipeline.manager import Mode, StageManager
@@ -169,9 +170,9 @@ class GraphedStages:
             self._changes, often = weigh_changes(self._changes, [changed.why], replays)
             if often:
                 self._obstacle = f"it keeps changing: {changed.why}"
-            if changed.found is not None:
+            if changed.difference is not None:
                 warn_operations_changed(
-                    *(manager.name, changed.found, changed.values, self._shared.turns.since),
+                    *(manager.name, changed.difference, changed.changes, self._shared.turns.since),
                     stays_eager=bool(often),
                     whose="stage",
                     counted="steps",
@@ -183,7 +184,7 @@ class GraphedStages:
                 manager.forget_graphs()
             self._capture()
 
-    def _changed(self) -> list[tuple[StageManager, Changed]]:
+    def _changed(self) -> list[tuple[StageManager, Finding]]:
         """The stages that have changed; in an audited step all are recorded again and compared."""
         turns = self._shared.turns
         is_due = turns.begin()

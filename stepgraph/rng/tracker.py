@@ -25,7 +25,6 @@ import torch
 from stepgraph.backends import Backend, backend_for
 from stepgraph.errors import InvalidArgument
 from stepgraph.frames import called_from_torch
-from stepgraph.native.row import GuardRow
 from stepgraph.rng.recompute import STEP_FIX, Forward, Moment, Recomputation, state_of_another_graph
 
 _TRACKERS: dict[torch.device, CudaRNGStatesTracker] = {}
@@ -302,42 +301,3 @@ class CudaRNGStatesTracker:
                 return call()
 
         return forked
-
-
-class NamesGuard:
-    """The names and the fork that a graph was captured with."""
-
-    def __init__(self, tracker: CudaRNGStatesTracker) -> None:
-        self._tracker = tracker
-        self._named = dict(zip(tracker.states, tracker.generators, strict=True))
-        self._generators, self._active = tracker.generators, tracker.active
-        self._asked = tracker.asked
-
-    def if_needed(self) -> tuple[NamesGuard, ...]:
-        """This guard, if the tracker was asked for anything since it was made."""
-        return (self,) if self._tracker.asked != self._asked else ()
-
-    def expect_fork(self, row: GuardRow) -> None:
-        """What `fits` comes down to."""
-        row.attribute(self._tracker, "active", self._active)
-
-    def expect(self, row: GuardRow) -> None:
-        """What `changed` comes down to."""
-        row.attribute(self._tracker, "generators", self._generators)
-
-    def fits(self) -> bool:
-        """Whether the step is called inside the same fork, or outside any, as it was."""
-        return self._tracker.active == self._active
-
-    def changed(self) -> str | None:
-        """What is other about the names than at capture."""
-        if self._tracker.generators is self._generators:
-            return None
-        now = self._tracker.states
-        for name in now:
-            if name not in self._named:
-                return f"random state `{name}` was added to the tracker"
-        for name in self._named:
-            if name not in now:
-                return f"random state `{name}` was removed from the tracker"
-        return "the tracker's random states were made anew"

@@ -8,9 +8,9 @@ import torch
 
 from stepgraph.errors import InvalidArgument, SignatureMismatch, StateChanged
 from stepgraph.frames import warn_user
+from stepgraph.guards.protocol import Change
 from stepgraph.oplog import Difference as OperationDifference
 from stepgraph.signature import Difference, Signature, find_differences
-from stepgraph.values.watch import Change
 
 _MANY = 4
 """Names past which a message spells the containers instead."""

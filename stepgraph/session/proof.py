@@ -25,6 +25,7 @@ from torch.optim.optimizer import Optimizer
 
 from stepgraph.errors import CaptureError
 from stepgraph.frames import warn_user
+from stepgraph.guards.protocol import Change
 from stepgraph.observe.step_objects import StepObjects, numbered
 from stepgraph.oplog import Difference, Log, OpLog, Roles, Vocabulary, first_difference, noting_unseen
 from stepgraph.optim.steps import at_optimizer_steps
@@ -67,6 +68,23 @@ class CallProof:
     """Where the recording left the path of eager calls, until that was told."""
     agreed: int = 0
     """After how many replays it last was."""
+
+
+class Harmless:
+    """Values that changed without effect on the operations, by name: they are not watched any longer."""
+
+    def __init__(self) -> None:
+        self.names: set[str] = set()
+        self._suspects: set[str] = set()
+
+    def add(self, changes: Iterable[Change]) -> None:
+        """These values have changed, and the operations have not."""
+        self.names |= {change.name for change in changes} - self._suspects
+
+    def suspect(self) -> None:
+        """The operations have changed, and no watched value has: watch all of them again, for good."""
+        self._suspects |= self.names
+        self.names.clear()
 
 
 class EagerLogs:

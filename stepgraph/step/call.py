@@ -5,9 +5,9 @@ eagerly for good runs on the caller's own containers, so that what the step puts
 capture. Warm-up does so only where an obstacle may lead there; else it is given new ones, as the recording will be, and
 a step that puts something into them is refused at the first call.
 
-`CapturedCall` replays a recorded step. Before each replay it checks that everything the recording rests on still holds
-(`Guards`): each kind of change has a remedy of its own. After a replay that found nothing changed, the checks are
-written down as one row of expected values, so that the next call needs one fast look.
+`CapturedCall` replays a recorded step. It fits a call that finds modules and gradients as they were before the capture;
+then its guards are asked (`guards.protocol`). After both have found nothing changed, they are written down as one row,
+so that the next call needs one fast check.
 """
 
 from __future__ import annotations
@@ -22,25 +22,19 @@ import torch
 from stepgraph.buffers.static import StaticInputs, StaticOutputs
 from stepgraph.grads.step_grads import Attachment, can_carry_in, carry_in, carry_out
 from stepgraph.guards.gradients import GradientGuard
-from stepgraph.guards.layout import Layouts, layouts_of
-from stepgraph.guards.model import ModelGuard
-from stepgraph.guards.optimizer import NumbersGuard, ParametersGuard, StateGuard
+from stepgraph.guards.layout import GradientLayoutGuard
+from stepgraph.guards.protocol import Change, FastCheck, Guard, GuardSet
+from stepgraph.guards.random_names import NamesGuard
 from stepgraph.native.row import GuardRow
 from stepgraph.observe.ddp import Replicas
 from stepgraph.observe.nonfinite import Flags
 from stepgraph.optim.optimizer import HostCounters
-from stepgraph.optim.scaler import ScalerGuard
-from stepgraph.rng.tracker import NamesGuard
 from stepgraph.session.proof import CallProof
 from stepgraph.signature import Signature
 from stepgraph.step.chain import Chain
 from stepgraph.tree import Structure, unflatten
-from stepgraph.values.watch import Change, Watch
+from stepgraph.values.watch import Watch
 
-_MAX_ROWS = 8
-"""How often what the guards come down to is written down anew in short succession."""
-_ROW_PAYS_AFTER = 16
-"""Replays after which it is worth it in any case."""
 _grad = operator.attrgetter("grad")
 _training = operator.itemgetter("training")
 
@@ -64,22 +58,18 @@ class CallArgs:
 
 @dataclass(frozen=True, slots=True)
 class Guards:
-    """What is asked before each replay, each kind with a remedy of its own."""
+    """The guards of a captured step, in the order of their remedies."""
 
-    numbers: tuple[NumbersGuard, ...]
-    """Optimizers inside the graph, whose numbers are baked in: one that changes leaves the graph."""
-    states: tuple[StateGuard | ScalerGuard | NamesGuard, ...]
-    """The same optimizers' state, and recorded GradScalers: loaded anew, the step is captured anew."""
-    parameters: tuple[ParametersGuard, ...]
-    """Which parameters all optimizers have that it can name: changed, the step is looked at and captured anew."""
-    model: ModelGuard
-    """Modules, parameters and buffers: the same."""
+    model: tuple[Guard, ...]
+    """Modules, parameters, buffers, gradients, and the parameters of all optimizers in reach."""
     values: Watch
-    """Host values that the step reads: changed, the step is captured anew, or stays eager if they keep changing."""
-    random: NamesGuard
-    """The named random state that the call is made under: each has a graph of its own."""
-    replicas: Replicas
-    """DDP modules, whose flags tell graphs apart, and are left by a replay as by the step."""
+    """Host values that the step reads."""
+    others: tuple[Guard, ...]
+    """State and numbers of optimizers inside the graph, recorded GradScalers, named random states."""
+
+    def as_set(self) -> GuardSet:
+        """All of them."""
+        return GuardSet((*self.model, self.values, *self.others))
 
 
 class _Modes:
@@ -116,6 +106,8 @@ class CapturedCall:
         carried_in: Attachment,
         added_to: Container[int],
         guards: Guards,
+        random: NamesGuard,
+        replicas: Replicas,
         counters: HostCounters,
         flags: Flags | None,
         modes_left: Sequence[tuple[torch.nn.Module, bool]],
@@ -129,7 +121,7 @@ class CapturedCall:
         self.inputs, self.chain, self.outputs = inputs, chain, outputs
         self.hand_out = hand_out
         """Gives the caller the results of a replay."""
-        self.guards = guards
+        self._random, self._replicas = random, replicas
         self._parameters = tuple(parameters)
         self._modes = _Modes(modules)
         self._no_grad = list(signature.no_grad)
@@ -143,13 +135,13 @@ class CapturedCall:
         self._finds_none = not self._may_be_steady and all(self._no_grad)
         """Whether the call begins without gradients, and leaves some: `zero_grad()` is called outside."""
         self._steady = GradientGuard(parameters, [None] * len(parameters) if self._finds_none else self._left)
-        grads = (grad for _, grad in (*chain.final, *carried_in) if grad is not None)
-        self._grads = Layouts(layouts_of({id(grad): grad for grad in grads}.values()))
-        self._row: Callable[[], bool] | None = None
-        self._rows_left, self._row_made_at = _MAX_ROWS, -_ROW_PAYS_AFTER
+        grads = GradientLayoutGuard((g for _, g in (*chain.final, *carried_in) if g is not None), self._left)
+        self._guards = replace(guards, model=(*guards.model, grads))
+        self.guards = self._guards.as_set()
+        self._fast = FastCheck()
         self._launch, self._follow = chain.single_launch, chain.follow
         self._is_steady = self._is_known = False
-        self._before_replay = [part.advance for part in (counters, guards.replicas) if part.is_needed]
+        self._before_replay = [part.advance for part in (counters, replicas) if part.is_needed]
         self._writes_back = inputs.writes_back
         self._modes_left = modes_left
         self.straight: Callable[[Sequence[Any]], Any] | None = None
@@ -160,10 +152,9 @@ class CapturedCall:
 
     def fits(self) -> bool:
         """Whether modules and gradients are as they were before the capture."""
-        guards = self.guards
-        if not self._modes.hold() or not guards.random.fits():
+        if not self._modes.hold() or not self._random.fits():
             return False
-        if guards.replicas.is_needed and not guards.replicas.fit():
+        if self._replicas.is_needed and not self._replicas.fit():
             return False
         self._is_known = (self._may_be_steady or self._finds_none) and self._steady.hold()
         self._is_steady = self._is_known and self._may_be_steady
@@ -177,52 +168,39 @@ class CapturedCall:
         What a library counts is its own business.
         """
         before = {str(change) for change in known}
-        return [change for change in self.guards.values.changed() if change.is_users and str(change) not in before]
+        return [change for change in self._guards.values.changed() if change.is_users and str(change) not in before]
+
+    @property
+    def unlooked(self) -> str | None:
+        """What the watch has not looked at, in a sentence."""
+        return self._guards.values.unlooked
 
     def watch(self, values: Watch) -> None:
         """Watch these host values from now on."""
-        self.guards = replace(self.guards, values=values)
-        self._row = None
+        self._guards = replace(self._guards, values=values)
+        self.guards = self._guards.as_set()
+        self._fast.drop()
 
     def write_row(self, replays: int) -> None:
-        """After `fits` and every guard have found nothing: write down what they come down to now.
-
-        `replays` are those of the step so far. What changes all the time is not worth a new row each time.
-        """
-        is_cheap = replays - self._row_made_at >= _ROW_PAYS_AFTER
-        if self._is_known and (is_cheap or self._rows_left):
-            self._rows_left -= not is_cheap
-            self._row, self._row_made_at = self._expectations(), replays
+        """After `fits` and all guards have found nothing changed: write the row. `replays` are the step's so far."""
+        if self._is_known:
+            self._fast.write(self._expect, replays)
 
     def is_untouched(self) -> bool:
-        """Whether a replay would find all as the last one left it: `fits` and every guard, in one row.
+        """One fast check of `fits` and all guards, for a call that looks like an earlier one; False is inconclusive.
 
-        It may say no where all is well, as it does before the first replay; what is not as it was is for `fits` and
-        the guards to tell. Asked of calls that look like an earlier one, gradients enabled.
+        Gradients are enabled in such a call.
         """
-        self._is_known = self._row is not None and self._row()
+        self._is_known = self._fast.holds()
         self._is_steady = self._is_known and self._may_be_steady
         return self._is_known
 
-    def _expectations(self) -> Callable[[], bool]:
-        row, guards = GuardRow(), self.guards
+    def _expect(self, row: GuardRow) -> None:
         self._modes.expect(row)
-        guards.random.expect_fork(row)
-        optimizers = (*guards.parameters, *guards.numbers, *guards.states)
-        for guard in (guards.replicas, self._steady, guards.model, *optimizers, guards.values):
-            guard.expect(row)
-        self._grads.expect(row, seen={id(grad) for grad in self._left})
-        return row.question()
-
-    def model_changed(self) -> str | None:
-        """What is another about the model than at capture, after `fits` has looked at the parameters."""
-        changed = self.guards.model.changed(flags_seen=self._is_known)
-        moved = self._grads.changed() if changed is None else None
-        if moved is not None:
-            changed = f"a gradient of shape {list(moved[0].shape)} {moved[1]} (`.grad.data = ...`)"
-        for guard in self.guards.parameters if changed is None else ():
-            changed = changed or guard.changed()
-        return changed
+        self._random.expect_fork(row)
+        self._replicas.expect(row)
+        self._steady.expect(row)
+        self.guards.expect(row)
 
     def replay(self, leaves: Sequence[object]) -> None:
         """Run the captured step once on these inputs, after `fits` or `is_untouched` has looked at the gradients."""

@@ -17,10 +17,12 @@ from stepgraph.errors import CaptureError
 from stepgraph.grads.step_grads import GradCapture
 from stepgraph.guards.hooks import refuse_hooks
 from stepgraph.guards.model import ModelGuard
-from stepgraph.guards.optimizer import NumbersGuard, ParametersGuard, StateGuard
+from stepgraph.guards.optimizer import NumbersGuard, ParametersGuard, ScalerGuard, StateGuard
+from stepgraph.guards.protocol import Change, GuardSet, told
+from stepgraph.guards.random_names import NamesGuard
 from stepgraph.guards.registration import RegistrationEvents
 from stepgraph.observe.ddp import Replicas, refuse_replicas
-from stepgraph.observe.discovery import discovering, scalers_among
+from stepgraph.observe.discovery import Reached, discovering, scalers_among
 from stepgraph.observe.escaped_tensors import Place, is_newborn, kept_tensor, setting_apart
 from stepgraph.observe.finder import reachable, tensors_in
 from stepgraph.observe.nonfinite import Flags
@@ -39,13 +41,13 @@ from stepgraph.optim.optimizer import (
     place,
 )
 from stepgraph.optim.read_numbers import ReadNumbers, Reads, refusing_writes
-from stepgraph.optim.scaler import ScalerCapture, ScalerGuard
+from stepgraph.optim.scaler import ScalerCapture
 from stepgraph.optim.steps import at_optimizer_steps
 from stepgraph.rng.host_random import refuse_rewound
-from stepgraph.rng.tracker import NamesGuard, tracker_for
+from stepgraph.rng.tracker import tracker_for
 from stepgraph.session.failure import refuse_changed_container
 from stepgraph.session.options import Options
-from stepgraph.session.proof import CallProof, Shown, StepLogs, next_audit, other_path, varying_operations
+from stepgraph.session.proof import CallProof, Harmless, Shown, StepLogs, next_audit, other_path, varying_operations
 from stepgraph.session.session import Session
 from stepgraph.signature import Signature
 from stepgraph.signature.attributes import changed_attributes
@@ -61,7 +63,7 @@ from stepgraph.step.warmup import (
     surroundings,
 )
 from stepgraph.tree import Structure, changed_containers, flatten, unflatten
-from stepgraph.values.watch import Change, Watch
+from stepgraph.values.watch import Watch
 
 
 class NotWarm(Exception):
@@ -120,10 +122,9 @@ class StepCapture:
         self._session, self._options = session, options
         self._events = RegistrationEvents()
         self.logs = StepLogs()
-        self.unwatched: set[str] = set()
-        """Values that have changed without effect on the operations, by name: they are watched no more."""
-        self.suspects: frozenset[str] = frozenset()
-        """Those of them that are watched again, for an audit has found a change that nothing else explains."""
+        self.harmless = Harmless()
+        self.reached: Reached | None = None
+        """What the first call has found in reach, until it runs."""
 
     def close(self) -> None:
         """Stop listening to the model."""
@@ -270,15 +271,14 @@ class StepCapture:
         An optimizer inside the graph whose numbers have changed since leaves it.
         """
         state = site.eager.state
-        rebuilt = state.rebuilt() if state is not None else None
-        if rebuilt is not None:
-            raise NotWarm(rebuilt)
+        rebuilt = state.model.changed() if state is not None else ()
+        if rebuilt:
+            raise NotWarm(told(rebuilt))
         if not ahead and not site.eager.logs.of(site.kind()) and site.may_be_surprised():
             raise NotWarm
         for guard in state.numbers if state is not None else ():
-            changed = guard.changed()
-            if changed is not None:
-                moved.setdefault(id(guard.optimizer), changed)
+            for change in guard.changed():
+                moved.setdefault(id(change.subject), str(change))
 
     def _prove(self, site: Site, recorded: Recorded, *, ahead: bool) -> CallProof:
         """Compare a recording with the eager calls of its kind. Values that changed without effect are dropped."""
@@ -298,7 +298,7 @@ class StepCapture:
                 self._surprised(site, varying_operations(self._name, between))
             if self._options.strict:
                 raise other_path(self._name, found)
-        self.unwatched.update(change.name for change in changed)
+        self.harmless.add(changed)
         return CallProof(log, Shown.EQUAL if found is None else Shown.OTHER_PATH, due, found)
 
     def keep(self, site: Site, recorded: Recorded, proof: CallProof, *, ahead: bool = False) -> CapturedCall:
@@ -315,21 +315,19 @@ class StepCapture:
             inside = [o for o in inside if id(o) not in site.scaled]
         scalers = [] if site.cut_scalers else recorded.scalers
         guards = Guards(
-            tuple(NumbersGuard(o) for o in inside),
+            (self._model_guard(site, steady=parameters), *map(ParametersGuard, site.touched.all_optimizers)),
+            self._watch(site, recorded.outside, made.read.found),
             (
                 *(StateGuard(o) for o in (*inside, *made.read.states.values())),
                 *(ScalerGuard(s) for s in scalers),
                 *recorded.random.if_needed(),
+                *(NumbersGuard(o) for o in inside),
             ),
-            tuple(map(ParametersGuard, site.touched.all_optimizers)),
-            self._model_guard(site, steady=parameters),
-            self._watch(site, recorded.outside, made.read.found),
-            recorded.random,
-            recorded.replicas,
         )
         return CapturedCall(
             *(recorded.signature, site.touched.all_modules, parameters, recorded.inputs, made.chain, made.outputs),
-            *(made.grads.carried_in, made.grads.added_to, guards, recorded.counters, made.flags, made.modes),
+            *(made.grads.carried_in, made.grads.added_to, guards, recorded.random, recorded.replicas),
+            *(recorded.counters, made.flags, made.modes),
             hand_out=made.outputs.copies if self._options.outputs == "copy" else lambda: made.outputs.tree,
             proof=proof,
         )
@@ -340,24 +338,20 @@ class StepCapture:
         The step's own code has run once more, so what the watch expects is what is there now.
         """
         recorded.made.drop()
-        self.unwatched.update(change.name for change in changes)
+        self.harmless.add(changes)
         call.watch(self._watch(site, recorded.outside, recorded.made.read.found))
         call.proof.agreed, call.proof.due = call.replays, next_audit(self._options.audit, call.replays)
 
-    def suspect(self) -> None:
-        """The operations have changed, and no watched value has: watch again what was dropped, for good."""
-        self.suspects |= self.unwatched
-
     def _watch(self, site: Site, outside: Sequence[Optimizer], read: Reads | None = None) -> Watch:
-        ignore = (*self._options.ignore, *(self.unwatched - self.suspects))
+        ignore = (*self._options.ignore, *self.harmless.names)
         whole, touched = site.with_objects(self._function), site.touched
         return Watch(whole, ignore, touched.named_modules, read, outside, touched.ran)
 
     def look(self, site: Site) -> None:
         """After an eager call: note what must still be so when the step is recorded."""
         inside = [o for o in site.touched.optimizers if place(o, self._options.optimizer).inside]
-        parameters = tuple(map(ParametersGuard, site.touched.all_optimizers))
-        site.eager.state = EagerState(self._model_guard(site), parameters, tuple(map(NumbersGuard, inside)))
+        model = GuardSet((self._model_guard(site), *map(ParametersGuard, site.touched.all_optimizers)))
+        site.eager.state = EagerState(model, tuple(map(NumbersGuard, inside)))
 
     def _model_guard(self, site: Site, steady: Sequence[torch.Tensor] = ()) -> ModelGuard:
         touched = site.touched

@@ -177,7 +177,7 @@ def _equality(sites: Sequence[Site], options: Options) -> str:
     """What is known about equality with eager, and by which check."""
     by_outcome = Counter(call.proof.shown for site in sites for call in site.calls)
     told = [_SHOWN[shown].format(count, "" if count == 1 else "s") for shown, count in by_outcome.items()]
-    told += sorted({call.guards.values.unlooked or "" for site in sites for call in site.calls} - {""})
+    told += sorted({call.unlooked or "" for site in sites for call in site.calls} - {""})
     left = sorted({name for site in sites for name in site.eager.own_changes})
     if left:
         more = f" and {len(left) - _MAX_TOLD} more" if len(left) > _MAX_TOLD else ""

@@ -20,8 +20,8 @@ import torch
 from stepgraph.buffers.static import is_copied_in
 from stepgraph.frames import is_users
 from stepgraph.guards.hooks import with_hooks
-from stepgraph.guards.model import ModelGuard
-from stepgraph.guards.optimizer import NumbersGuard, ParametersGuard
+from stepgraph.guards.optimizer import NumbersGuard
+from stepgraph.guards.protocol import GuardSet
 from stepgraph.observe.ddp import flags_of_replicas
 from stepgraph.observe.step_objects import StepObjects, numbered
 from stepgraph.optim.effects import OptimizerEffects
@@ -60,16 +60,8 @@ class Obstacle:
 class EagerState:
     """The model as an eager call has left it: a recording that finds another one knows nothing."""
 
-    model: ModelGuard
-    parameters: tuple[ParametersGuard, ...]
+    model: GuardSet
     numbers: tuple[NumbersGuard, ...]
-
-    def rebuilt(self) -> str | None:
-        """What is another about the model, or about what optimizers step."""
-        changed = self.model.changed()
-        for guard in self.parameters:
-            changed = changed or guard.changed()
-        return changed
 
 
 class LastEager:

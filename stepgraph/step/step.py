@@ -20,6 +20,8 @@ from stepgraph.backends import Backend
 from stepgraph.buffers.static import detached, on_device
 from stepgraph.errors import ClosedError
 from stepgraph.frames import untraced, warn_user
+from stepgraph.guards.protocol import Change, Remedy, told
+from stepgraph.observe.discovery import Reached
 from stepgraph.observe.finder import reachable
 from stepgraph.observe.nonfinite import FlagReader
 from stepgraph.oplog import Difference, first_difference, is_logged
@@ -42,7 +44,6 @@ from stepgraph.step.report import Counts, Report, report_of
 from stepgraph.step.site import LastCall, Site
 from stepgraph.step.warmup import flags_of, surroundings, warm_up
 from stepgraph.tree import CallFlattener, Structure, flatten
-from stepgraph.values.watch import Change
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -160,25 +161,21 @@ class CapturedStep(Generic[P, R]):
         return self._without_graph(site, given, keys, ambient)
 
     def _replay(self, site: Site, call: CapturedCall, given: CallArgs) -> Any:
-        rebuilt = call.model_changed()  # first what makes the step be looked at anew: it may do anything now
-        if rebuilt is not None:
-            return self._start_over(site, rebuilt, given)
+        changes = call.guards.changed()
+        remedy = changes[0].remedy if changes else None
+        if remedy is Remedy.START_OVER:
+            return self._start_over(site, told(changes), given)
         if call.proof.shown is Shown.LATER and not self._is_shown_now(site, call):
             return self._warm_up(site, "comparison", given)
-        guards = call.guards
-        changes = guards.values.changed()
-        if changes:
-            return self._audit(site, call, given, changes)
-        for state in guards.states:
-            loaded = state.changed()
-            if loaded is not None:
-                self._raise_if_strict(site, loaded)
-                return self._recapture(site, call, loaded, given)
-        for guard in guards.numbers:
-            moved = guard.changed()
-            if moved is not None:
-                self._moved[id(guard.optimizer)] = moved
-                return self._recapture(site, call, moved, given)
+        match remedy:
+            case Remedy.AUDIT:
+                return self._audit(site, call, given, changes)
+            case Remedy.RECAPTURE:
+                self._raise_if_strict(site, told(changes))
+                return self._recapture(site, call, told(changes), given)
+            case Remedy.MOVE_OUT:
+                self._moved.update((id(change.subject), str(change)) for change in changes)
+                return self._recapture(site, call, told(changes), given)
         if call.replays == call.proof.due:
             return self._audit(site, call, given)
         call.write_row(self._counts.replays)
@@ -237,24 +234,24 @@ class CapturedStep(Generic[P, R]):
 
         Without one the step has touched what no eager call has shown, and is looked at anew.
         """
-        told = "; ".join(map(str, changes)) if changes else str(found)
+        why = told(changes) or str(found)
         names = [change.name for change in changes] or [str(found.where or found.operation)]
         site.changes, often = weigh_changes(site.changes, names, call.replays)
         if recorded is not None and self._options.strict:
             recorded.made.drop()
-        self._raise_if_strict(site, told)
+        self._raise_if_strict(site, why)
         warn_operations_changed(self._name, found, changes, call.replays - call.proof.agreed, stays_eager=bool(often))
         site.obstacle = f"the operations keep changing: {', '.join(often)}" if often else None
         if not changes:
-            self._capture.suspect()
+            self._capture.harmless.suspect()
         if recorded is None:
             if site.obstacle is None:
-                return self._start_over(site, told, given)
+                return self._start_over(site, why, given)
             site.drop_graphs()
             return self._eager(site, site.obstacle, given)
         site.calls.remove(call)
         call.chain.free()
-        self._counts.recapture_reasons[told] += 1
+        self._counts.recapture_reasons[why] += 1
         self._counts.captures += 1
         proof = CallProof(recorded.made.log, call.proof.shown, next_audit(self._options.audit, 0))
         new = self._capture.keep(site, recorded, proof)
@@ -296,14 +293,13 @@ class CapturedStep(Generic[P, R]):
 
     def _values_changed(self, site: Site, changes: Sequence[Change], given: CallArgs) -> Any:
         """A host value that a graph has baked in, or would, changed: capture again, or give up if it is often."""
-        told = "; ".join(map(str, changes))
-        self._raise_if_strict(site, told)
+        self._raise_if_strict(site, told(changes))
         names = [change.name for change in changes]
         site.changes, often = weigh_changes(site.changes, names, site.most_replays)
         is_captured = bool(site.calls) or site.was_captured
         warn_values_changed(self._name, changes, is_captured=is_captured, stays_eager=bool(often))
         if not often:  # the step may touch other things now: look at it once more
-            return self._start_over(site, told, given)
+            return self._start_over(site, told(changes), given)
         site.drop_graphs()
         site.obstacle = f"host value keeps changing: {', '.join(often)}"
         return self._eager(site, site.obstacle, given)
@@ -339,8 +335,9 @@ class CapturedStep(Generic[P, R]):
         modes = site.modes()
         self._eviction.before_warm_up(given.leaves, self._sites.values())
         others = [other for other in self._sites.values() if other is not site]
-        logs = self._capture.logs
-        result, flags = warm_up(self._function, given, site, others, self._session, self._options, logs)
+        logs, reached = self._capture.logs, self._capture.reached
+        self._capture.reached = None
+        result, flags = warm_up(self._function, given, site, others, self._session, self._options, logs, reached)
         site.count_warm_call(modes)
         self._capture.look(site)
         self._counts.eager_reasons[reason] += 1
@@ -432,6 +429,7 @@ class CapturedStep(Generic[P, R]):
         self._check_open()
         leaves, _ = flatten(call_tree)
         objects = reachable(self._function)
+        self._capture.reached = Reached(self._function, objects)
         self._session.settle(choose_backend(objects, leaves, self._wanted, self._session))
         self._backend = self._session.backend
         self._is_capturing = self._backend.capture_probe

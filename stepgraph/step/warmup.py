@@ -20,7 +20,7 @@ from stepgraph.backends import Backend, Workspace
 from stepgraph.buffers.static import detached, is_copied_in, on_device, static_part
 from stepgraph.errors import CaptureError, entry
 from stepgraph.observe.ddp import finding_default_stream, renew_reducer
-from stepgraph.observe.discovery import discovering, scalers_of
+from stepgraph.observe.discovery import Reached, discovering, scalers_of
 from stepgraph.observe.finder import tensors_in
 from stepgraph.observe.nonfinite import FlagCollector, Flags
 from stepgraph.observe.own_changes import ModelState, OwnNumbers
@@ -66,11 +66,13 @@ def warm_up(
     session: Session,
     options: Options,
     logs: StepLogs,
+    found: Reached | None,
 ) -> tuple[Any, Flags | None]:
     """Call the step once on these inputs and note what it touches; what ends with the call is let go of.
 
-    `others` are the sites of the step's other signatures. Returns the result without its autograd graph, and the flags
-    of `nan_check`. The last call before a capture is the one that counts: its operations are noted, and its values.
+    `others` are the sites of the step's other signatures, `found` is what this call has found in reach. Returns the
+    result without its autograd graph, and the flags of `nan_check`. The last call before a capture is the one that
+    counts: its operations are noted, and its values.
     """
     is_last = site.is_last_warm_call(options.warmup)
     backend = session.backend
@@ -103,7 +105,7 @@ def warm_up(
             numbers.end(optimizer)
 
     with (
-        discovering(site.touched, whole, {id(leaf) for leaf in (*leaves, *moved)}, see) as known,
+        discovering(site.touched, whole, {id(leaf) for leaf in (*leaves, *moved)}, see, found) as known,
         contextlib.nullcontext() if site.touched.ran.is_known else site.touched.ran.noting(backwards_on=backend.device),
         session.workspace.warming_up(),
         _state_outside_the_pool(session.workspace),
@@ -128,11 +130,7 @@ def warm_up(
     changed_numbers = numbers.finish()
     ended = _let_go(site, known, options.optimizer)
     _note_arguments(site, given, moved, call, contents)
-    site.note_unmoved(generators.unmoved())
-    if generators.was_set():
-        site.obstacles["reseed"] = Obstacle("the step seeds a random generator, or sets its state")
-    for source in host_random.advanced():
-        site.obstacles["host-random"] = Obstacle(f"the step draws from {source}")
+    _note_random(site, generators, host_random)
     for key, changed in changed_numbers.items():
         if key not in ended and options.optimizer != "capturable":
             site.obstacles["host-value"] = Obstacle(f"the step itself changes {changed}")
@@ -146,6 +144,15 @@ def warm_up(
             site.obstacles["ddp-stream"] = Obstacle(f"DDP accumulates the gradient of `{name}` on the default stream")
     note_result(site, kind, result)
     return result, found_flags
+
+
+def _note_random(site: Site, generators: GeneratorWatch, host_random: HostRandomWatch) -> None:
+    """After a call: what it has done to random generators."""
+    site.note_unmoved(generators.unmoved())
+    if generators.was_set():
+        site.obstacles["reseed"] = Obstacle("the step seeds a random generator, or sets its state")
+    for source in host_random.advanced():
+        site.obstacles["host-random"] = Obstacle(f"the step draws from {source}")
 
 
 def _note_arguments(site: Site, given: CallArgs, moved: Sequence[Any], call: Any, contents: Contents) -> None:

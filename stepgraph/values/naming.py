@@ -9,21 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from stepgraph.guards.protocol import Change
 from stepgraph.plain import MISSING, told
-
-
-@dataclass(frozen=True, slots=True)
-class Change:
-    """A watched value that is not what it was."""
-
-    name: str
-    before: str
-    now: str
-    is_users: bool = True
-    """Whether it belongs to something of the user's own, not to an installed library."""
-
-    def __str__(self) -> str:
-        return f"{self.name}: {self.before} -> {self.now}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,4 +63,4 @@ def tell(name: str, before: Any, now: Any, is_users: bool = True) -> Change:
     two = "gone" if now is MISSING else told(now)
     if one == two and not one.startswith("a "):  # tensors are told apart by nothing that would help
         one, two = f"{one} at {id(before):#x}", f"{two} at {id(now):#x}"
-    return Change(name, one, two, is_users)
+    return Change(name, one, two, is_users=is_users)

@@ -20,16 +20,19 @@ import torch
 
 from stepgraph.frames import is_engines
 from stepgraph.guards.layout import Layouts, change_of, layout_of
+from stepgraph.guards.protocol import Change
+from stepgraph.native.library import native_row
 from stepgraph.native.row import GuardRow
-from stepgraph.plain import MISSING, attributes_of, items_of, same, token, told
-from stepgraph.values.naming import Change, Label, tell
+from stepgraph.plain import MISSING, attributes_of, items_of, kept_by, results_of, same, token, told
+from stepgraph.values.naming import Label, tell
 
 _MAX_SINGLE = 16
-"""Items of one container that are asked one by one; more are asked in one go."""
+"""Items of one container that are compared one by one in Python; more are compared together."""
 _DIRECT = (dict, list, types.MappingProxyType)
 """Containers whose own `[]` reads what is there."""
 _BASES: tuple[Any, ...] = (OrderedDict, dict, list, deque)
 _requires_grad = operator.attrgetter("requires_grad")
+_read_slot = types.MemberDescriptorType.__get__
 
 
 # -- readers: each is given where to read and a key, and gives MISSING where there is nothing
@@ -56,7 +59,7 @@ def by_identity(where: dict[Any, Any], key: Any) -> Any:
 def in_slot(where: Any, member: types.MemberDescriptorType) -> Any:
     """What an object holds in a slot."""
     try:
-        return types.MemberDescriptorType.__get__(member, where)
+        return _read_slot(member, where)
     except AttributeError:
         return MISSING
 
@@ -87,6 +90,11 @@ def result_of(read: Callable[..., Any], _: Any) -> Any:
         return read()
     except (LookupError, AttributeError, ValueError):
         return MISSING
+
+
+def results_in(cache: Any, results: frozenset[int]) -> Any:
+    """Whether a cache still keeps these results, by id."""
+    return "as captured" if results.issubset(map(id, results_of(cache))) else "other objects"
 
 
 def length_of(where: Any, _: Any) -> Any:
@@ -148,10 +156,10 @@ class Place:
             moved = change_of(self.value[0])
             if moved is None:
                 return tell(f"{name}.requires_grad", self.value[1], now[1], self.is_users)
-            return Change(name, "a tensor", f"the same tensor, which {moved}", self.is_users)
+            return Change(name, "a tensor", f"the same tensor, which {moved}", is_users=self.is_users)
         if self.read is bytes_of:
-            return Change(name, "an array", "the same array with other contents", self.is_users)
-        return tell(name, self.value, now, self.is_users)
+            return Change(name, "an array", "the same array with other contents", is_users=self.is_users)
+        return tell(name, self.value, now, is_users=self.is_users)
 
     def _is_told_elsewhere(self, now: Any) -> bool:
         """Whether it is for another place: an item is gone from a list, whose length tells it, or a key from a dict."""
@@ -188,6 +196,11 @@ def expect_places(found: Iterable[Place], row: GuardRow) -> None:
         elif read is class_of:
             for value, kind in zip(where, values, strict=True):
                 row.class_of(value, kind)
+        elif read is in_slot and all(value is not MISSING for value in values):
+            row.ask(functools.partial(_are_in_slots, [place.key for place in places], where, values))
+        elif read is results_in:
+            for kept in map(kept_by, where):
+                row.ask(functools.partial(_are_kept, kept, list(kept), list(map(id, kept.values()))))
         elif read is members_of:
             row.ask(functools.partial(_are_equal, _ids_of, where, list(map(_ids_of, values))))
         elif read is order_of:
@@ -200,7 +213,7 @@ def _expect_items(places: list[Place], row: GuardRow) -> None:
     where, values = places[0].where, {place.key: place.value for place in places}
     if type(where) not in _DIRECT:
         row.ask(functools.partial(_are_read, item_at, [where] * len(values), [*values], [*values.values()]))
-    elif len(values) <= _MAX_SINGLE:
+    elif len(values) <= _MAX_SINGLE or native_row() is not None:
         for key, value in values.items():
             row.item(where, key, value)
     elif type(where) is list and len(values) == len(where):
@@ -218,7 +231,16 @@ def _are_equal(read: Callable[[Any], Any], where: list[Any], values: list[Any]) 
 
 
 def _are_read(read: Callable[[Any, Any], Any], where: list[Any], keys: list[Any], values: list[Any]) -> bool:
-    return all(map(same, values, map(read, where, keys)))
+    found = list(map(read, where, keys))
+    return all(map(operator.is_, values, found)) or all(map(same, values, found))
+
+
+def _are_in_slots(members: list[Any], where: list[Any], values: list[Any]) -> bool:
+    return all(map(operator.is_, map(_read_slot, members, where), values))
+
+
+def _are_kept(kept: dict[Any, Any], keys: list[Any], values: list[int]) -> bool:
+    return len(kept) == len(keys) and all(map(operator.is_, kept, keys)) and list(map(id, kept.values())) == values
 
 
 def _ids_of(values: Any) -> frozenset[int]:
@@ -252,4 +274,4 @@ class Names:
             label = self.label.attribute(key) if type(key) is str else self.label.item(os.fsdecode(key))
             now = told(value)
             before = next((told(vars(kind)[key]) for kind in self.behind if key in vars(kind)), "absent")
-            yield Change(str(label), before if before != now else f"its class's {now}", now, self.is_users)
+            yield Change(str(label), before if before != now else f"its class's {now}", now, is_users=self.is_users)

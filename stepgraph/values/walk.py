@@ -26,7 +26,7 @@ import torch
 
 from stepgraph.frames import is_engines, is_installed, is_installed_module, is_own, is_users, is_users_code
 from stepgraph.frames import is_users_module as is_users_name
-from stepgraph.plain import attributes_of, is_plain, items_of
+from stepgraph.plain import attributes_of, cached_by, is_plain, items_of
 from stepgraph.ran import ExecutedCode, Running, functions_behind, globals_in
 from stepgraph.values.naming import Label, Labels
 from stepgraph.values.parts import Place, attribute_of, by_identity, default_of, defaults_of, in_slot, result_of
@@ -34,7 +34,7 @@ from stepgraph.values.parts import Place, attribute_of, by_identity, default_of,
 MAX_OBJECTS = 20_000
 MAX_ITEMS = 4096
 """A container with more items is data: its first ones stand for the rest."""
-_FIRST = _MAX_CACHED = 64
+_FIRST = 64
 _SIMPLE = frozenset((int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.device, torch.Size))
 _BOOKKEEPING = frozenset((*vars(torch.nn.Module()), "_compiled_call_impl", "_is_full_backward_hook"))
 """Attributes that each module has, which torch keeps and others guard."""
@@ -446,15 +446,3 @@ def _most(length: int) -> int:
 def _is_small(value: Any) -> bool:
     """Whether a value of a library's is watched: a plain one, or a container."""
     return is_plain(value) or type(value) in (dict, list, set)
-
-
-def cached_by(cache: Any) -> list[Any]:
-    """What a function with a cache has returned so far, as long as that is little; not its tensors and modules."""
-    own = attributes_of(cache) or {}
-    found = [value for value in gc.get_referents(cache) if value is not own and value is not own.get("__wrapped__")]
-    kept = next((value for value in found if type(value) is dict), {})
-    if len(kept) > _MAX_CACHED:
-        return []
-    results = [value for value in (*found, *kept.values()) if value is not kept]
-    others = (torch.Tensor, torch.nn.Module, type)
-    return [v for v in results if type(v) in (dict, list) or (is_users(type(v)) and not issubclass(type(v), others))]

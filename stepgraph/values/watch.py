@@ -21,16 +21,16 @@ from typing import Any
 
 import torch
 
+from stepgraph.guards.protocol import Change
 from stepgraph.native.row import GuardRow
-from stepgraph.plain import attributes_of, is_numpy
+from stepgraph.plain import attributes_of, cached_by, is_numpy
 from stepgraph.ran import ExecutedCode
 from stepgraph.rng.sources import Source, source_of
 from stepgraph.values import parts
-from stepgraph.values.naming import Change, Label
+from stepgraph.values.naming import Label
 from stepgraph.values.parts import Names, Place, expect_places
-from stepgraph.values.walk import MAX_ITEMS, MAX_OBJECTS, Walk, Wants, cached_by
+from stepgraph.values.walk import MAX_ITEMS, MAX_OBJECTS, Walk, Wants
 
-__all__ = ["Change", "Watch"]
 _CUT_SHORT = (
     f"the step can name more than {MAX_OBJECTS:,} objects: values in the others are not watched, and a change there is "
     "found at the next audit"
@@ -154,8 +154,8 @@ class _Notes:
         elif kind is bytearray or (is_numpy(kind, "ndarray") and value.size <= MAX_ITEMS):
             note(label, parts.bytes_of)
         elif kind is functools._lru_cache_wrapper:
-            holds = functools.partial(_holds, value, frozenset(map(id, cached_by(value))))
-            self._note(holds, is_users, Label(f"{label}()"), parts.result_of)
+            if results := frozenset(map(id, cached_by(value))):
+                self.put(Place(Label(f"{label}()"), value, results, "as captured", is_users, parts.results_in))
         elif wants is not None and kind not in (types.FunctionType, types.MethodType):
             is_class = issubclass(kind, type)
             own: Any = vars(value) if is_class else attributes_of(value)
@@ -197,8 +197,3 @@ def _look(
                 notes.put(Place(Label("os.environ").item(name), entries, key, value, True))
         notes.miss(Label("os.environ"), entries, lambda key: os.fsdecode(key) in spelled)
     return notes
-
-
-def _holds(cache: Any, results: frozenset[int]) -> str:
-    """Whether a cache still has these results, by id."""
-    return "as captured" if results.issubset(map(id, cached_by(cache))) else "other objects"

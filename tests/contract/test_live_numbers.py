@@ -160,7 +160,7 @@ def test_live_learning_rate_equals_eager(optimizer: str, schedule: str, device: 
     report = assert_live(optimizer, SCHEDULES[schedule], "lr", device)
     if schedule == "one group" and OPTIMIZERS[optimizer][1]:
         (reason,) = report.recapture_reasons
-        assert "param_groups[1]['lr'] 0.002 -> " in reason
+        assert "param_groups[1]['lr']: 0.002 -> " in reason
 
 
 @pytest.mark.parametrize("optimizer", ["adamw fused", "adamw foreach", "sgd momentum", "rmsprop", "custom"])
@@ -219,7 +219,7 @@ def test_live_betas_in_a_list_changed_in_place(device: torch.device) -> None:
         return dataclasses.replace(program, before_call=before_call)
 
     report = assert_captured_equals_eager(build_list, device)
-    assert report.recapture_reasons == {"AdamW.param_groups[1]['betas'] [0.9, 0.99] -> [0.1875, 0.99]": 1}
+    assert report.recapture_reasons == {"AdamW.param_groups[1]['betas']: [0.9, 0.99] -> [0.1875, 0.99]": 1}
 
 
 @pytest.mark.parametrize("optimizer", ["adamw fused", "adamw foreach", "sgd momentum"])

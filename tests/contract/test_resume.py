@@ -156,7 +156,7 @@ def test_resume_in_a_new_program_equals_an_uninterrupted_run(
 
 RECAPTURES: dict[str, dict[str, int]] = {
     "plain": {},
-    "fused": {"the state of AdamW": 1},
+    "fused": {"the state of AdamW was loaded or replaced": 1},
     "scheduled": {},
 }
 """What is captured again after a load: only what the graph holds by address, which is a captured optimizer's state."""

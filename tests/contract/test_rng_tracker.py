@@ -509,7 +509,7 @@ def test_names_made_anew_are_a_new_capture(device: torch.device) -> None:
         drawn = [step(x) for _ in range(4)]
         with_names(device)
         again = [step(x) for _ in range(4)]
-        assert step.report().recapture_reasons == {"the tracker's random states were made anew": 1}
+        assert step.report().recapture_reasons == {"the tracker's random states were made again": 1}
     assert all(same_bits(one, two) for one, two in zip(drawn, again, strict=True))
 
 

@@ -108,7 +108,7 @@ def test_recorded_scaler_captures_anew_when_its_numbers_change(device: torch.dev
         return program
 
     report = assert_captured_equals_eager(build, device)
-    assert report.recapture_reasons == {"GradScaler growth_factor 2.0 -> 4.0": 1}
+    assert report.recapture_reasons == {"GradScaler growth_factor: 2.0 -> 4.0": 1}
 
 
 def test_scaler_updated_outside_the_step_equals_eager(device: torch.device) -> None:

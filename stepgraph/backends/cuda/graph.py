@@ -26,7 +26,7 @@ from stepgraph.errors import CaptureRefused
 
 
 def _runtime() -> Any | None:
-    """The CUDA runtime's Python bindings, where they are installed."""
+    """The CUDA runtime's Python bindings, where they are installed: a tenth of a second, at the first graph."""
     try:
         from cuda.bindings import runtime
     except ImportError:
@@ -67,7 +67,7 @@ class CudaGraph(Graph):
     """One `torch.cuda.CUDAGraph` in a workspace's pool."""
 
     def __init__(self, workspace: CudaWorkspace, generators: Sequence[torch.Generator], lane: int) -> None:
-        self._workspace = workspace
+        self._workspace, self._runtime = workspace, _runtime()
         self._lane = lane
         self._generators = tuple(generators)
         self._graph = torch.cuda.CUDAGraph(keep_graph=True)
@@ -154,7 +154,7 @@ class CudaGraph(Graph):
 
     @property
     def recorded_anything(self) -> bool:
-        runtime = self._workspace.runtime
+        runtime = self._runtime
         if runtime is None:
             return True
         stream = runtime.cudaStream_t(self._workspace.stream_handle)
@@ -170,7 +170,7 @@ class CudaGraph(Graph):
         return self._nodes
 
     def _count_nodes(self) -> int | None:
-        runtime = self._workspace.runtime
+        runtime = self._runtime
         if runtime is None:
             return None
         error, _, count = runtime.cudaGraphGetNodes(runtime.cudaGraph_t(self._graph.raw_cuda_graph()), 0)
@@ -203,7 +203,6 @@ class CudaWorkspace(Workspace):
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self.device_index = device.index or 0
-        self.runtime = _runtime()
         self._stream = torch.cuda.Stream(device)
         self.order = StreamOrder(torch.device("cuda", self.device_index))
         self.draws = order_of_draws(device)

@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from stepgraph.guards.optimizer import NumbersGuard
+from stepgraph.guards.optimizer import NumbersGuard, ScalerGuard
 from stepgraph.native.row import GuardRow
-from stepgraph.optim.scaler import ScalerGuard
 
 
 def make_world() -> tuple[GuardRow, types.SimpleNamespace]:
