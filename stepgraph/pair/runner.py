@@ -175,7 +175,7 @@ class Runner:
         self._lent_grads: list[BorrowedTensor] = []
         """Gradients of all backwards, of those that are gone, too."""
         self.capture_backward: Callable[[Runner, Sequence[ArgMetadata | None]], BackwardGraph] | None = None
-        self.take_turn: Callable[[], None] | None = None
+        self.take_turn: Callable[[], object] | None = None
         """Where the order of replays is fixed: raises if the backward is not what comes next."""
         self.fit_grads: Callable[[Sequence[torch.Tensor | None]], Sequence[torch.Tensor | None]] | None = None
         """Where the order of replays is fixed: brings gradients to the geometry of the backward there is."""
