@@ -14,7 +14,7 @@ from dataclasses import replace
 
 import torch
 
-from stepgraph.buffers.boundary import ArgMetadata
+from stepgraph.buffers.inputs import ArgMetadata
 
 
 class TensorReusePool:

@@ -12,7 +12,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from stepgraph.backends import Backend, backend_for, backend_named
-from stepgraph.buffers.boundary import ArgMetadata
+from stepgraph.buffers.inputs import ArgMetadata
 from stepgraph.callables.call_shape import CallShape
 from stepgraph.callables.graphed import GraphedCallable, GraphedSet, SetAudits, fitted, refuse_another_backward
 from stepgraph.callables.request import Request

@@ -16,7 +16,7 @@ from collections.abc import Hashable, Mapping
 
 import torch
 
-from stepgraph.buffers.boundary import ArgMetadata
+from stepgraph.buffers.inputs import ArgMetadata
 from stepgraph.buffers.reuse_pool import TensorReusePool
 from stepgraph.modules.site import ModuleCall
 from stepgraph.pair.lanes import PoolLane, PoolLanes

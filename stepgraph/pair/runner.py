@@ -19,8 +19,8 @@ import torch
 
 from stepgraph.backends import Graph
 from stepgraph.buffers.borrowed import BorrowedTensor, any_held, lend_by_address, lend_out
-from stepgraph.buffers.boundary import ArgMetadata, Boundary
-from stepgraph.buffers.static_result import StaticResult
+from stepgraph.buffers.inputs import ArgMetadata, StaticInputs
+from stepgraph.buffers.outputs import StaticOutputs
 from stepgraph.grads.param_grads import GradPart
 from stepgraph.oplog import Log
 from stepgraph.pair.lanes import PoolLane
@@ -73,7 +73,7 @@ class BackwardGraph:
     def __init__(
         self,
         graph: Graph,
-        grads_in: Boundary,
+        grads_in: StaticInputs,
         grads_out: Sequence[torch.Tensor | None],
         accumulated: GradPart,
         marks: Sequence[tuple[torch.Tensor, dict[str, Any]]],
@@ -139,8 +139,8 @@ class Runner:
     def __init__(
         self,
         graph: Graph,
-        boundary: Boundary,
-        result: StaticResult,
+        boundary: StaticInputs,
+        result: StaticOutputs,
         mutated: Sequence[int],
         flows: Sequence[int],
         outside: Sequence[torch.Tensor],
