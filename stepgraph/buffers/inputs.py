@@ -53,6 +53,17 @@ def buffer_like(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     return as_given(torch.empty_like(tensor, device=device), tensor).requires_grad_(tensor.requires_grad)
 
 
+def is_copied_in(leaf: Any) -> bool:
+    """Whether a leaf of a call is data, to be copied in. A parameter passed as an argument is the thing itself."""
+    return isinstance(leaf, torch.Tensor) and not isinstance(leaf, torch.nn.Parameter)
+
+
+def tensors_among(leaves: Sequence[Any]) -> dict[int, torch.Tensor]:
+    """The tensors of a call that are copied in, by the index of the first leaf that each is."""
+    found = {id(leaf): index for index, leaf in reversed(list(enumerate(leaves))) if is_copied_in(leaf)}
+    return {index: leaves[index] for index in sorted(found.values())}
+
+
 class SharedBuffer:
     """A static tensor that several graphs read, and what it holds."""
 

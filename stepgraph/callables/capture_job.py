@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from stepgraph.backends import Backend, backend_for, backend_named
 from stepgraph.buffers.inputs import ArgMetadata
 from stepgraph.callables.call_shape import CallShape
-from stepgraph.callables.graphed import GraphedCallable, GraphedSet, SetAudits, fitted, refuse_another_backward
+from stepgraph.callables.graphed import GraphedCallable, GraphedSet, SetAudits, fit_grads, refuse_another_backward
 from stepgraph.callables.request import Request
 from stepgraph.callables.sample_graphs import GraphCapture, SampleGraphs
 from stepgraph.callables.target import CaptureTarget
@@ -26,13 +26,14 @@ from stepgraph.oplog import first_difference
 from stepgraph.order import Kind, samples_of
 from stepgraph.order.cursor import Cursor, Turn
 from stepgraph.pair.cached_casts import shared_cast
-from stepgraph.pair.call import call_from_samples
+from stepgraph.pair.call import NotedArguments, RecordedCall
 from stepgraph.pair.lanes import PoolLane
 from stepgraph.pair.proof import EagerProof, NotWarm
 from stepgraph.pair.runner import Runner
 from stepgraph.pair.shared import PairSession
 from stepgraph.rng.tracker import tracker_for
 from stepgraph.session.session import Session
+from stepgraph.signature import ambient_key
 from stepgraph.tree import flatten
 
 
@@ -81,13 +82,17 @@ class CaptureJob:
         needs_backward = self._request.order is not None and self._request.trains
         shape = CallShape(target.name, leaves, structure, target.arguments, needs_backward=needs_backward)
         backend = self._shared.session.backend
-        call = call_from_samples(
+        noted = NotedArguments.of(leaves)
+        call = RecordedCall(  # that nobody has made: with the flags that are set now
             shape.call,
-            leaves,
             structure,
+            leaves=noted.leaves,
+            ambient=ambient_key(),
             training=target.training,
+            in_ddp=False,
             fork=tracker_for(backend).active,
-            needs_values=backend.runs_while_recording,
+            aliased=noted.aliased,
+            values=dict(noted.tensors) if backend.runs_while_recording else {},
         )
         return SampleGraphs(index, sample.callable_index, target, shape, call)
 
@@ -172,7 +177,7 @@ class CaptureJob:
         metas: list[ArgMetadata | None] = [None] * len(runner.result.differentiable)
         for index, tensor in recorded.grads_in.tensors.items():
             metas[index] = ArgMetadata.of(tensor)
-        runner.fit_grads = fitted(metas, self._shared.session.backend.device)
+        runner.fit_grads = functools.partial(fit_grads, metas, self._shared.session.backend.device)
         runner.receive_grads = functools.partial(sample.handovers.before_backward, sample.target.name)
         if not may_add:
             runner.capture_backward = functools.partial(refuse_another_backward, sample.target.name)

@@ -426,12 +426,10 @@ class _Reset:
         return _Reset, ()
 
 
-def fitted(metas: Sequence[Any], device: torch.device) -> Callable[[Sequence[Any]], list[torch.Tensor | None]]:
-    """Brings gradients to the geometry that a backward was recorded for: other strides are copied, None is zeros."""
-    return functools.partial(_fit, tuple(metas), device)
-
-
-def _fit(metas: Sequence[Any], device: torch.device, grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+def fit_grads(
+    metas: Sequence[Any], device: torch.device, grads: Sequence[torch.Tensor | None]
+) -> list[torch.Tensor | None]:
+    """Bring gradients to the geometry that a backward was recorded for: other strides are copied, None is zeros."""
     found: list[torch.Tensor | None] = []
     for meta, grad in zip(metas, grads, strict=True):
         if meta is None:

@@ -80,7 +80,7 @@ class RoundCapture:
             raise RuntimeError(f"flags of the process have changed since the call: {', '.join(different)}")
         given, shared = self._given(call), self._shared_buffers(call)
         metas = {i: leaf for i, leaf in enumerate(call.leaves) if isinstance(leaf, ArgMetadata)}
-        own = self._memory_plan.arguments(call, {i: m for i, m in metas.items() if i not in given and i not in shared})
+        own = self._memory_plan.buffers(call, {i: m for i, m in metas.items() if i not in given and i not in shared})
         pair, options = site.manager.pair(), site.manager.options
         runner = pair.forward(call, given, shared, own, self._memory_plan.lane(call))
         site.add(runner)
@@ -118,7 +118,7 @@ class RoundCapture:
         offered = self._grads.get(key, {})
         chained = {i: g for i, g in offered.items() if i in present and _fits(g[0], present[i])}
         given = {i: grad for i, (grad, _) in chained.items()}
-        given |= self._memory_plan.gradients(call, {i: m for i, m in present.items() if i not in given})
+        given |= self._memory_plan.buffers(call, {i: m for i, m in present.items() if i not in given})
         lent = {i: lent for i, (_, lent) in chained.items()}
         recorded = call.site.manager.pair().backward(runner, metas, given, lent, backward_autocast(call))
         for index, grad, lent_grad in zip(runner.flows, recorded.grads_out, recorded.lent, strict=False):

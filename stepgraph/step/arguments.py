@@ -14,16 +14,11 @@ from typing import Any
 import torch
 
 from stepgraph.backends import Backend
-from stepgraph.buffers.inputs import StaticInputs, buffer_like
+from stepgraph.buffers.inputs import StaticInputs, buffer_like, is_copied_in, tensors_among
 from stepgraph.errors import CaptureError
 from stepgraph.signature import has_gradient_hooks
 from stepgraph.signature.attributes import as_given
 from stepgraph.signature.memory import geometry, memory_of, overlap, version_of
-
-
-def is_copied_in(leaf: Any) -> bool:
-    """Whether a leaf of a call is data, to be copied in. A parameter passed as an argument is the thing itself."""
-    return isinstance(leaf, torch.Tensor) and not isinstance(leaf, torch.nn.Parameter)
 
 
 def on_device(leaves: Sequence[Any], backend: Backend) -> list[Any]:
@@ -40,19 +35,15 @@ class StepArguments:
     """The arguments of a recorded step."""
 
     def __init__(self, leaves: Sequence[Any], backend: Backend) -> None:
-        self.leaves = list(leaves)
-        """The call's leaves, with buffers in the place of tensors."""
-        first: dict[int, int] = {}
-        for i, leaf in enumerate(leaves):
-            if is_copied_in(leaf):
-                first.setdefault(id(leaf), i)
-        self._indices = list(first.values())
+        tensors = tensors_among(leaves)
+        self._indices = list(tensors)
         with torch.inference_mode(False), torch.no_grad():
-            buffers = {i: buffer_like(leaves[i], backend.device) for i in self._indices}
+            buffers = {i: buffer_like(tensor, backend.device) for i, tensor in tensors.items()}
             self._inputs = StaticInputs(buffers)
-        for i, leaf in enumerate(leaves):  # a tensor that is passed twice stays one
-            self.leaves[i] = buffers.get(first.get(id(leaf), -1), leaf)
-        self._needs_no_grad = any(leaves[i].requires_grad for i in self._indices)
+        placed = {id(tensor): buffers[i] for i, tensor in tensors.items()}
+        self.leaves = [placed.get(id(leaf), leaf) for leaf in leaves]
+        """The call's leaves, with buffers in the place of tensors."""
+        self._needs_no_grad = any(tensor.requires_grad for tensor in tensors.values())
         self.only: tuple[int, Callable[[Any], Any]] | None = None
         """Which leaf is copied, and how, where a load is one plain copy."""
         if len(buffers) == 1 and not self._inputs.has_repeated and not self._needs_no_grad:

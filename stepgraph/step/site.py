@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from stepgraph.buffers.inputs import is_copied_in
 from stepgraph.frames import is_users
 from stepgraph.guards.hooks import with_hooks
 from stepgraph.guards.model import ModelGuard
@@ -28,7 +29,6 @@ from stepgraph.session.proof import EagerLogs
 from stepgraph.signature import Signature
 from stepgraph.signature.fast_match import FastMatch
 from stepgraph.signature.memory import keys_apart
-from stepgraph.step.arguments import is_copied_in
 from stepgraph.step.call import CapturedCall
 from stepgraph.tree import Structure
 from stepgraph.values.watch import Watch

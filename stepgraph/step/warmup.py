@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import Optimizer
 
 from stepgraph.backends import Backend, Workspace
+from stepgraph.buffers.inputs import is_copied_in
 from stepgraph.buffers.outputs import StaticOutputs, detached
 from stepgraph.errors import CaptureError, entry
 from stepgraph.observe.ddp import finding_default_stream, renew_reducer
@@ -36,7 +37,7 @@ from stepgraph.session.session import Session
 from stepgraph.signature import is_plain
 from stepgraph.signature.attributes import changed_attributes
 from stepgraph.signature.memory import Contents
-from stepgraph.step.arguments import is_copied_in, on_device
+from stepgraph.step.arguments import on_device
 from stepgraph.step.call import CallArgs
 from stepgraph.step.site import Obstacle, Site
 from stepgraph.tree import Structure, changed_containers, flatten, paths

@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 from torch.testing._internal.two_tensor import TwoTensor
 
 from stepgraph.backends import backend_for
+from stepgraph.buffers.inputs import is_copied_in
 from stepgraph.errors import CaptureError
-from stepgraph.step.arguments import StepArguments, is_copied_in, on_device
+from stepgraph.step.arguments import StepArguments, on_device
 
 BACKEND = backend_for("cpu")
 
