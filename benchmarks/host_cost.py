@@ -114,7 +114,7 @@ def measure(num_parameters: int, calls: int) -> dict[str, Any]:
             "host values": call.guards.values.changed,
             **{f"all guards, {way}": row for way, row in rows.items()},
             "copy in": lambda: call.inputs.load(leaves),
-            "copy out": call.outputs.copies,
+            "copy out": call.hand_out,
         }
         return {
             "parameters": num_parameters,

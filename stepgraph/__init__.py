@@ -2,7 +2,7 @@
 
 from stepgraph import order
 from stepgraph.backends import Backend, backend_for
-from stepgraph.buffers.boundary import ArgMetadata
+from stepgraph.buffers.inputs import ArgMetadata
 from stepgraph.callables.graphed import CallablesReport
 from stepgraph.callables.make_graphed import make_graphed_callables
 from stepgraph.errors import (

@@ -12,27 +12,28 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from stepgraph.backends import Backend, backend_for, backend_named
-from stepgraph.buffers.boundary import ArgMetadata
+from stepgraph.buffers.inputs import ArgMetadata
 from stepgraph.callables.call_shape import CallShape
-from stepgraph.callables.graphed import GraphedCallable, GraphedSet, SetAudits, fitted, refuse_another_backward
+from stepgraph.callables.graphed import GraphedCallable, GraphedSet, SetAudits, fit_grads, refuse_another_backward
 from stepgraph.callables.request import Request
 from stepgraph.callables.sample_graphs import GraphCapture, SampleGraphs
 from stepgraph.callables.target import CaptureTarget
-from stepgraph.callables.turns import Turn, Turns
 from stepgraph.callables.warm_up import CaptureTimeHooks, warm_up
 from stepgraph.errors import CaptureError, InvalidArgument
 from stepgraph.frames import warn_user
 from stepgraph.observe.finder import devices
 from stepgraph.oplog import first_difference
 from stepgraph.order import Kind, samples_of
+from stepgraph.order.cursor import Cursor, Turn
 from stepgraph.pair.cached_casts import shared_cast
-from stepgraph.pair.call import call_from_samples
+from stepgraph.pair.call import NotedArguments, RecordedCall
 from stepgraph.pair.lanes import PoolLane
 from stepgraph.pair.proof import EagerProof, NotWarm
 from stepgraph.pair.runner import Runner
 from stepgraph.pair.shared import PairSession
 from stepgraph.rng.tracker import tracker_for
 from stepgraph.session.session import Session
+from stepgraph.signature import ambient_key
 from stepgraph.tree import flatten
 
 
@@ -81,13 +82,17 @@ class CaptureJob:
         needs_backward = self._request.order is not None and self._request.trains
         shape = CallShape(target.name, leaves, structure, target.arguments, needs_backward=needs_backward)
         backend = self._shared.session.backend
-        call = call_from_samples(
+        noted = NotedArguments.of(leaves)
+        call = RecordedCall(  # that nobody has made: with the flags that are set now
             shape.call,
-            leaves,
             structure,
+            leaves=noted.leaves,
+            ambient=ambient_key(),
             training=target.training,
+            in_ddp=False,
             fork=tracker_for(backend).active,
-            needs_values=backend.runs_while_recording,
+            aliased=noted.aliased,
+            values=dict(noted.tensors) if backend.runs_while_recording else {},
         )
         return SampleGraphs(index, sample.callable_index, target, shape, call)
 
@@ -172,7 +177,7 @@ class CaptureJob:
         metas: list[ArgMetadata | None] = [None] * len(runner.result.differentiable)
         for index, tensor in recorded.grads_in.tensors.items():
             metas[index] = ArgMetadata.of(tensor)
-        runner.fit_grads = fitted(metas, self._shared.session.backend.device)
+        runner.fit_grads = functools.partial(fit_grads, metas, self._shared.session.backend.device)
         runner.receive_grads = functools.partial(sample.handovers.before_backward, sample.target.name)
         if not may_add:
             runner.capture_backward = functools.partial(refuse_another_backward, sample.target.name)
@@ -186,7 +191,7 @@ class CaptureJob:
         owner = GraphedSet(
             self._shared,
             self.samples,
-            self._turns(retain=retain),
+            self._cursor(retain=retain),
             static_bytes=sum(t.untyped_storage().nbytes() for b in buffers for t in b) + self._capture.pool.num_bytes,
             num_buffers=len(buffers),
             capture_seconds=time.perf_counter() - begun,
@@ -199,26 +204,30 @@ class CaptureJob:
                 owner.lend(sample)
         return [GraphedCallable(owner, sample) for sample in self.samples]
 
-    def _turns(self, *, retain: bool) -> Turns | None:
+    def _cursor(self, *, retain: bool) -> Cursor | None:
+        """Checks replays against the order: of a chunk layer by layer, in a backward from the last to the first."""
         request = self._request
         if request.order is None:
             return None
         turns = []
-        for place, entry in enumerate(request.entries):
+        backwards = []
+        for index, entry in enumerate(request.entries):
             numbers = list(samples_of(entry, request.num_layers_per_chunk, request.num_microbatches))
             layers = list(enumerate(numbers))
             for layer, number in layers if entry.kind is Kind.FORWARD else reversed(layers):
-                sample = self.samples[number]
-                if entry.kind in (Kind.BACKWARD, Kind.INPUT_GRAD) and not sample.runner.backwards:
-                    continue  # autograd will not come there
-                turns.append(Turn(place, entry, layer, number, sample.target.name))
+                sample, key = self.samples[number], (entry.kind, number)
+                name = f"{entry}, layer {layer} (sample {number}: {sample.target.name})"
+                if entry.kind not in (Kind.BACKWARD, Kind.INPUT_GRAD):
+                    turns.append(Turn(key, name, index, any_order=entry.kind is Kind.WEIGHT_GRAD))
+                elif sample.runner.backwards:  # else autograd will not come there
+                    turns.append(Turn(key, name, index, repeats=retain))
+                    backwards.append((sample.runner, key))
+        fix = "call the graphed callables in that order, or capture them with the order that you run."
         lane = self._lane  # not `self`, which has the samples
-        made = Turns(request.order, turns, lambda: lane.is_busy, repeats=retain)
-        for turn in turns:
-            if turn.entry.kind in (Kind.BACKWARD, Kind.INPUT_GRAD):
-                runner = self.samples[turn.sample].runner
-                runner.take_turn = functools.partial(made.take, turn.entry.kind, turn.sample)
-        return made
+        cursor = Cursor(turns, fix, request.order, lambda: lane.is_busy)
+        for runner, key in backwards:
+            runner.take_turn = functools.partial(cursor.take, key)
+        return cursor
 
     def give_up(self) -> None:
         """It failed: free what there is."""

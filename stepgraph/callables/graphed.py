@@ -15,7 +15,6 @@ from stepgraph.callables.call_shape import same_modes
 from stepgraph.callables.handover import held_result, take_back, warn_held_result
 from stepgraph.callables.sample_graphs import SampleGraphs
 from stepgraph.callables.target import CaptureTarget
-from stepgraph.callables.turns import Turns
 from stepgraph.callables.warm_up import CaptureTimeHooks
 from stepgraph.errors import CaptureError, ClosedError, InvalidArgument, StateChanged
 from stepgraph.frames import untraced
@@ -23,6 +22,7 @@ from stepgraph.guards.hooks import global_hook, has_global_hooks
 from stepgraph.observe.ddp import in_ddp
 from stepgraph.oplog import Difference, is_logged
 from stepgraph.order import Kind
+from stepgraph.order.cursor import Cursor
 from stepgraph.pair.in_flight import run_forward
 from stepgraph.pair.proof import AuditTurns, EagerProof, can_audit_now, equality
 from stepgraph.pair.runner import Runner, RunnerState
@@ -130,7 +130,7 @@ class GraphedSet:
         self,
         shared: PairSession,
         samples: Sequence[SampleGraphs],
-        turns: Turns | None,
+        cursor: Cursor | None,
         static_bytes: int,
         num_buffers: int,
         capture_seconds: float,
@@ -140,7 +140,7 @@ class GraphedSet:
         owns_session: bool,
     ) -> None:
         self._proofs, self.audits = tuple(proofs), audits
-        self.shared, self.samples, self.turns = shared, tuple(samples), turns
+        self.shared, self.samples, self.cursor = shared, tuple(samples), cursor
         self._static_bytes, self._num_buffers, self._capture_seconds = static_bytes, num_buffers, capture_seconds
         self._owns_session = owns_session
         self.callables: list[GraphedCallable] = []
@@ -157,7 +157,7 @@ class GraphedSet:
         if runner.backwards:
             runner.take_turn = functools.partial(self._before_backward, runner.take_turn, sample.target.name)
 
-    def _before_backward(self, take_turn: Callable[[], None] | None, name: str) -> None:
+    def _before_backward(self, take_turn: Callable[[], object] | None, name: str) -> None:
         self.check_lent(name)
         if take_turn is not None:
             take_turn()
@@ -276,16 +276,16 @@ class GraphedCallable:
     @untraced
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Replay the forward; the backward is replayed where autograd comes to it."""
-        turns = self._owner.turns
+        cursor = self._owner.cursor
         if self.is_closed or torch.compiler.is_compiling() or self._is_capturing() or is_logged():
             return self._otherwise(args, kwargs)
         if not same_modes(self._modes, self._training):
             return self._target.original(*args, **kwargs)  # as both contracts have it
         leaves, structure = self._flatten(args, kwargs)
-        if turns is None and self._stays_eager():
+        if cursor is None and self._stays_eager():
             return self._target.original(*args, **kwargs)
         self._shape.check(leaves, structure, self._owner.shared.ambient.read())
-        if turns.is_at_start if turns is not None else not self._runner.lane.is_busy:
+        if cursor.is_at_start if cursor is not None else not self._runner.lane.is_busy:
             self._owner.audits.begin_round()
         self._target.check(self._differs)
         if in_ddp():
@@ -293,7 +293,7 @@ class GraphedCallable:
         if self._random.active != self._sample.call.fork:
             raise self._in_another_fork()
         if has_global_hooks() and (hook := global_hook(())) is not None:
-            if turns is None:
+            if cursor is None:
                 return self._target.original(*args, **kwargs)
             raise self._hook_on_all(hook)
         self._owner.check_lent(self.name)
@@ -303,13 +303,13 @@ class GraphedCallable:
             take_back(held)
             if sample.has_split_weights:
                 raise held_result(self.name)
-        if turns is not None:
-            turns.take(Kind.FORWARD, sample.number)
+        if cursor is not None:
+            cursor.take((Kind.FORWARD, sample.number))
         elif not self._runner.can_take(leaves):
             raise self._in_flight()
-        if held and turns is not None:  # nothing of this call is replayed
+        if held and cursor is not None:  # nothing of this call is replayed
             self._owner.count_eager(self.name)
-            turns.pass_over(sample.number)
+            cursor.pass_over((Kind.BACKWARD, sample.number))
             return self._target.original(*args, **kwargs)
         sample.handovers.before_forward(leaves)
         return run_forward(self._runner, leaves)
@@ -319,7 +319,7 @@ class GraphedCallable:
 
     def _otherwise(self, args: Any, kwargs: Any) -> Any:
         """Graphs that are gone, or a call inside something larger that is being captured or compiled."""
-        if self.is_closed and self._owner.turns is not None:
+        if self.is_closed and self._owner.cursor is not None:
             raise ClosedError(
                 f"{self.name}, sample {self._sample.number}, was reset",
                 rule="closed",
@@ -377,10 +377,10 @@ class GraphedCallable:
 
     def backward_dw(self) -> None:
         """Replay the weight gradient that was split off from the backward (`-c.5` in the order)."""
-        sample, turns = self._sample, self._owner.turns
+        sample, cursor = self._sample, self._owner.cursor
         if self.is_closed:
             self._otherwise((), {})
-        if turns is None or not sample.has_split_weights:
+        if cursor is None or not sample.has_split_weights:
             raise InvalidArgument(
                 f"{self.name}, sample {sample.number}, has no weight gradient of its own",
                 rule="replay-order",
@@ -388,7 +388,7 @@ class GraphedCallable:
                 fix="split it off in the order: an entry -c.5 after -c for each backward of chunk c.",
             )
         self._owner.check_lent(self.name)
-        turns.take(Kind.WEIGHT_GRAD, sample.number)
+        cursor.take((Kind.WEIGHT_GRAD, sample.number))
         if sample.weights is not None and not sample.weights.run():
             raise held_gradient(self.name)
         sample.weight_runs += 1
@@ -405,7 +405,7 @@ class GraphedCallable:
 
     def reset(self) -> None:
         """Free graphs and buffers, and restore the module's forward. With an order all of the order's are freed."""
-        if self._owner.turns is not None:
+        if self._owner.cursor is not None:
             self._owner.close()
         elif not self.is_closed:
             self.put_back()
@@ -426,12 +426,10 @@ class _Reset:
         return _Reset, ()
 
 
-def fitted(metas: Sequence[Any], device: torch.device) -> Callable[[Sequence[Any]], list[torch.Tensor | None]]:
-    """Brings gradients to the geometry that a backward was recorded for: other strides are copied, None is zeros."""
-    return functools.partial(_fit, tuple(metas), device)
-
-
-def _fit(metas: Sequence[Any], device: torch.device, grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+def fit_grads(
+    metas: Sequence[Any], device: torch.device, grads: Sequence[torch.Tensor | None]
+) -> list[torch.Tensor | None]:
+    """Bring gradients to the geometry that a backward was recorded for: other strides are copied, None is zeros."""
     found: list[torch.Tensor | None] = []
     for meta, grad in zip(metas, grads, strict=True):
         if meta is None:

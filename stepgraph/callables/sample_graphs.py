@@ -21,9 +21,9 @@ from typing import TypeAlias, cast
 import torch
 
 from stepgraph.buffers.borrowed import BorrowedTensor
-from stepgraph.buffers.boundary import ArgMetadata, copied
+from stepgraph.buffers.inputs import ArgMetadata, copied
+from stepgraph.buffers.outputs import StaticOutputs
 from stepgraph.buffers.reuse_pool import TensorReusePool
-from stepgraph.buffers.static_result import StaticResult
 from stepgraph.callables.call_shape import CallShape
 from stepgraph.callables.handover import Handover, HandoverBuffers, SampleHandovers
 from stepgraph.callables.request import Request
@@ -229,7 +229,7 @@ class GraphCapture:
         if self._request.trains and sample.shape.takes_gradients and not self.allow_unused:
             self._refuse_unused(sample)
 
-    def _hand_result_on(self, sample: SampleGraphs, following: Following, result: StaticResult) -> None:
+    def _hand_result_on(self, sample: SampleGraphs, following: Following, result: StaticOutputs) -> None:
         """In the recording of a forward: write results to arguments of the next sample that look the same."""
         following_sample, buffers = following
         metas = following_sample.metas
@@ -324,7 +324,7 @@ class GraphCapture:
             sample.kept = []
 
 
-def _is_lazy(result: StaticResult, index: int) -> bool:
+def _is_lazy(result: StaticOutputs, index: int) -> bool:
     """Whether a tensor's values are not those of its memory."""
     return result.tensors[index].is_conj() or result.tensors[index].is_neg()
 

@@ -21,8 +21,8 @@ from stepgraph.frames import untraced, warn_user
 from stepgraph.guards.hooks import global_hook, has_global_hooks, refuse_hooks, with_hooks
 from stepgraph.guards.model import ModelGuard
 from stepgraph.modules.options import options_from
-from stepgraph.modules.replay_order import FixedRound
 from stepgraph.modules.report import ModuleReport, report_on
+from stepgraph.modules.round import FixedRound
 from stepgraph.modules.session import ModuleSession
 from stepgraph.modules.site import LastModuleCall, ModuleSite
 from stepgraph.observe.ddp import in_ddp
@@ -210,7 +210,7 @@ class CudaGraphManager:
 
     def _in_turn(self, order: FixedRound, site: ModuleSite, leaves: Sequence[Any]) -> Runner | None:
         """The runner whose turn it is; raises if it is not this module's."""
-        runner = order.take_forward(self.name, site)
+        runner = order.take_forward(site)
         if not runner.boundary.is_free_for(leaves):
             self._start_over("an argument is no longer another module's result")
             return None

@@ -12,11 +12,12 @@ eager, at the price of graphs for each call and of a check before each replay.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import defaultdict
 from collections.abc import Hashable, Mapping
 
 import torch
 
-from stepgraph.buffers.boundary import ArgMetadata
+from stepgraph.buffers.inputs import ArgMetadata
 from stepgraph.buffers.reuse_pool import TensorReusePool
 from stepgraph.modules.site import ModuleCall
 from stepgraph.pair.lanes import PoolLane, PoolLanes
@@ -39,12 +40,8 @@ class MemoryPlan(ABC):
         """Whether its kind may have another runner."""
 
     @abstractmethod
-    def arguments(self, call: ModuleCall, metas: Mapping[int, ArgMetadata]) -> dict[int, torch.Tensor]:
-        """Buffers for the arguments of these indices; those left out are made anew."""
-
-    @abstractmethod
-    def gradients(self, call: ModuleCall, metas: Mapping[int, ArgMetadata]) -> dict[int, torch.Tensor]:
-        """Buffers for gradients of the results of these indices; those left out are made anew."""
+    def buffers(self, call: ModuleCall, metas: Mapping[int, ArgMetadata]) -> dict[int, torch.Tensor]:
+        """Buffers for arguments or for gradients of results, by index; those left out are made for this call."""
 
     @abstractmethod
     def captured(self, call: ModuleCall, runner: Runner, backward: BackwardGraph) -> None:
@@ -66,10 +63,7 @@ class AnyOrder(MemoryPlan):
     def has_room(self, call: ModuleCall) -> bool:
         return len(call.site.runners) < call.site.manager.options.max_runners
 
-    def arguments(self, call: ModuleCall, metas: Mapping[int, ArgMetadata]) -> dict[int, torch.Tensor]:
-        return {}
-
-    def gradients(self, call: ModuleCall, metas: Mapping[int, ArgMetadata]) -> dict[int, torch.Tensor]:
+    def buffers(self, call: ModuleCall, metas: Mapping[int, ArgMetadata]) -> dict[int, torch.Tensor]:
         return {}
 
     def captured(self, call: ModuleCall, runner: Runner, backward: BackwardGraph) -> None:
@@ -81,7 +75,7 @@ class FixedOrder(MemoryPlan):
 
     def __init__(self, lane: PoolLane[Runner], pool: TensorReusePool) -> None:
         self._lane, self._pool = lane, pool
-        self._needed: dict[int, list[torch.Tensor]] = {}
+        self._needed: dict[int, list[torch.Tensor]] = defaultdict(list)
 
     def key(self, call: ModuleCall) -> Hashable:
         return id(call)
@@ -92,14 +86,9 @@ class FixedOrder(MemoryPlan):
     def has_room(self, call: ModuleCall) -> bool:
         return True
 
-    def arguments(self, call: ModuleCall, metas: Mapping[int, ArgMetadata]) -> dict[int, torch.Tensor]:
+    def buffers(self, call: ModuleCall, metas: Mapping[int, ArgMetadata]) -> dict[int, torch.Tensor]:
         taken = {index: self._pool.get(meta) for index, meta in metas.items()}
-        self._needed[id(call)] = list(taken.values())
-        return taken
-
-    def gradients(self, call: ModuleCall, metas: Mapping[int, ArgMetadata]) -> dict[int, torch.Tensor]:
-        taken = {index: self._pool.get(meta) for index, meta in metas.items()}
-        self._needed.setdefault(id(call), []).extend(taken.values())
+        self._needed[id(call)].extend(taken.values())
         return taken
 
     def captured(self, call: ModuleCall, runner: Runner, backward: BackwardGraph) -> None:

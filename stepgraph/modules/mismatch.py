@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from stepgraph.buffers.boundary import ArgMetadata
+from stepgraph.buffers.inputs import ArgMetadata
 from stepgraph.signature import Signature, ambient_key, find_differences, leaf_key
 from stepgraph.tree import flatten
 

@@ -20,8 +20,8 @@ from typing import Any
 import torch
 
 from stepgraph.backends import Backend
-from stepgraph.buffers.boundary import ArgMetadata, copied
-from stepgraph.buffers.static_result import StaticResult, leaf_results
+from stepgraph.buffers.inputs import ArgMetadata, copied
+from stepgraph.buffers.outputs import StaticOutputs, leaf_results
 from stepgraph.modules.site import ModuleCall, ModuleSite
 from stepgraph.observe.ddp import in_ddp
 from stepgraph.oplog import Log, first_difference
@@ -192,7 +192,7 @@ class Recorder:
         returned = {i: t for i, t in leaf_results(result).items() if i not in given}
         if returned:
             site.manager.note_returned(list(returned.values()))
-        made = StaticResult(result, noted.tensors, {**site.manager.state_by_id(), **returned})
+        made = StaticOutputs(result, noted.tensors, {**site.manager.state_by_id(), **returned})
         call.num_results = len(made.tensors)
         site.results.note(made, slot)
         call.is_differentiable = any(made.differentiable)

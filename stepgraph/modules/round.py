@@ -3,19 +3,25 @@
 A result that is another call's argument is that argument: the second graph reads it where the first one writes it, and
 gradients go back the same way. A tensor that several calls were given has one buffer. A call that cannot be captured
 leaves its module eager, and the rest as it is.
+
+Where the calls of a round share memory by its order (`memory_plan.FixedOrder`), `FixedRound` hands out the runner whose
+turn it is. Calls in another order are refused.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
+import functools
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 
 import torch
 
 from stepgraph.buffers.borrowed import BorrowedTensor
-from stepgraph.buffers.boundary import ArgMetadata, SharedBuffer
+from stepgraph.buffers.inputs import ArgMetadata, SharedBuffer
 from stepgraph.modules.memory_plan import MemoryPlan
 from stepgraph.modules.recorder import Event
 from stepgraph.modules.site import ModuleCall, ModuleSite
+from stepgraph.order.cursor import Cursor, Turn
+from stepgraph.pair.lanes import PoolLane
 from stepgraph.pair.proof import NotWarm
 from stepgraph.pair.runner import Runner
 from stepgraph.signature import AMBIENT_NAMES
@@ -74,7 +80,7 @@ class RoundCapture:
             raise RuntimeError(f"flags of the process have changed since the call: {', '.join(different)}")
         given, shared = self._given(call), self._shared_buffers(call)
         metas = {i: leaf for i, leaf in enumerate(call.leaves) if isinstance(leaf, ArgMetadata)}
-        own = self._memory_plan.arguments(call, {i: m for i, m in metas.items() if i not in given and i not in shared})
+        own = self._memory_plan.buffers(call, {i: m for i, m in metas.items() if i not in given and i not in shared})
         pair, options = site.manager.pair(), site.manager.options
         runner = pair.forward(call, given, shared, own, self._memory_plan.lane(call))
         site.add(runner)
@@ -112,7 +118,7 @@ class RoundCapture:
         offered = self._grads.get(key, {})
         chained = {i: g for i, g in offered.items() if i in present and _fits(g[0], present[i])}
         given = {i: grad for i, (grad, _) in chained.items()}
-        given |= self._memory_plan.gradients(call, {i: m for i, m in present.items() if i not in given})
+        given |= self._memory_plan.buffers(call, {i: m for i, m in present.items() if i not in given})
         lent = {i: lent for i, (_, lent) in chained.items()}
         recorded = call.site.manager.pair().backward(runner, metas, given, lent, backward_autocast(call))
         for index, grad, lent_grad in zip(runner.flows, recorded.grads_out, recorded.lent, strict=False):
@@ -121,6 +127,48 @@ class RoundCapture:
                 if self._memory_plan.lane(producer) is self._memory_plan.lane(call):
                     self._grads.setdefault(self._memory_plan.key(producer), {})[result] = (grad, lent_grad)
         self._memory_plan.captured(call, runner, recorded)
+
+
+class FixedRound:
+    """The runners of a round, one for each call that was captured, by id of the recorded call."""
+
+    def __init__(self, events: Sequence[Event], runners: Mapping[Hashable, Runner], lane: PoolLane[Runner]) -> None:
+        calls: dict[Runner, int] = {}
+        turns: list[Turn] = []
+        self._runners: list[Runner] = []
+        """Of each turn."""
+        for event in events:
+            runner, site = runners.get(id(event.call)), event.call.site
+            if runner is None or (event.backward and not runner.backwards):
+                continue
+            name, number = site.manager.name, calls.setdefault(runner, len(calls))
+            if event.backward:
+                turns.append(Turn(number, f"backward of `{name}` (call {number})", len(turns)))
+            else:
+                turns.append(Turn(site, f"forward of `{name}`", len(turns)))
+            self._runners.append(runner)
+        self.kinds = {turn.key for turn in turns}
+        """The kinds of calls that have a turn; others are free."""
+        fix = (
+            "keep to that order, call handle.reset() where the order changes for good, or leave "
+            "cuda_graph_use_single_mempool=False: then any order is right."
+        )
+        self._cursor = Cursor(turns, fix, is_under_way=lambda: lane.is_busy)
+        for runner, number in calls.items():
+            if runner.backwards:
+                runner.take_turn = functools.partial(self._cursor.take, number)
+
+    def __len__(self) -> int:
+        return len(self._runners)
+
+    def take_forward(self, site: ModuleSite) -> Runner:
+        """The runner of the call whose turn it is; raises if that is another module's."""
+        return self._runners[self._cursor.take(site)]
+
+    def end(self) -> None:
+        """The graphs are dropped; backwards of calls under way still run."""
+        for runner in self._runners:
+            runner.take_turn = None
 
 
 def _fits(tensor: torch.Tensor, meta: ArgMetadata) -> bool:

@@ -15,8 +15,7 @@ from stepgraph.frames import warn_user
 from stepgraph.guards.hooks import is_hooked
 from stepgraph.modules.memory_plan import AnyOrder, FixedOrder
 from stepgraph.modules.recorder import Event, Recorder
-from stepgraph.modules.replay_order import FixedRound
-from stepgraph.modules.round import RoundCapture, backward_autocast
+from stepgraph.modules.round import FixedRound, RoundCapture, backward_autocast
 from stepgraph.modules.site import ModuleCall, ModuleSite, SiteOwner
 from stepgraph.observe.finder import devices
 from stepgraph.oplog import first_difference
@@ -122,11 +121,9 @@ class ModuleSession(PairSession):
 
     def _create_fixed(self, events: Sequence[Event]) -> None:
         device, lane = self.session.backend.device, self.lanes.exclusive()
-        memory_plan = FixedOrder(lane, TensorReusePool(device))
-        captured = RoundCapture(events, memory_plan, device)
+        captured = RoundCapture(events, FixedOrder(lane, TensorReusePool(device)), device)
         self._capture(captured)
-        runners = {id(e.call): captured.runners.get(memory_plan.key(e.call)) for e in events}
-        self.order = FixedRound(events, runners, lane)
+        self.order = FixedRound(events, captured.runners, lane)
 
     def capture_one(self, site: ModuleSite, call: ModuleCall) -> Runner | None:
         """One more runner for calls of a kind that is captured, with memory of its own."""

@@ -14,8 +14,8 @@ from typing import Any, Protocol
 
 import torch
 
-from stepgraph.buffers.boundary import ArgMetadata
-from stepgraph.buffers.static_result import StaticResult, another_leaf
+from stepgraph.buffers.inputs import ArgMetadata
+from stepgraph.buffers.outputs import StaticOutputs, another_leaf
 from stepgraph.errors import CaptureError
 from stepgraph.frames import warn_user
 from stepgraph.modules.options import ModuleOptions
@@ -214,7 +214,7 @@ class EagerResults:
         """The results of the last call in this place that are still held."""
         return {index for index, storage in enumerate(self._handed_out.pop(slot, ())) if storage() is not None}
 
-    def note(self, result: StaticResult, slot: int) -> None:
+    def note(self, result: StaticOutputs, slot: int) -> None:
         """Compare what no replay computes again with the call before."""
         self._handed_out[slot] = [weakref.ref(tensor.untyped_storage()) for tensor in result.tensors]
         now = (result.structure, result.plain_values)

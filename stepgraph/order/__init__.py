@@ -9,6 +9,7 @@ them and reads lifetimes off them. It is arithmetic on lists: nothing here impor
 - `overlap`: an order of chunks made into one of layers, forward and backward interleaved.
 - `pipelining`: orders of the schedules of `torch.distributed.pipelining`.
 - `validate`: malformed orders are errors that point at the entry.
+- `cursor`: whose turn it is in a round; any other call is refused.
 - `lifetimes`: order -> which static buffer each sample uses.
 """
 

@@ -11,7 +11,7 @@ import torch
 
 from stepgraph.errors import CaptureError
 from stepgraph.padding.buckets import Number
-from stepgraph.signature.memory import Contents, geometry
+from stepgraph.signature.memory import Contents, geometry, version_of
 
 
 def dense_strides(shape: Sequence[int], like: Sequence[int]) -> tuple[int, ...]:
@@ -91,8 +91,8 @@ class Made:
         self.index, self._name, self._source, self._tensor = index, name, source, tensor
         self._geometry: tuple[Hashable, ...] = geometry(tensor)
         self._grad = tensor.grad if tensor.is_leaf else None
-        self._grad_writes = 0 if self._grad is None else _version(self._grad)
-        self._writes = _version(tensor)
+        self._grad_writes = 0 if self._grad is None else version_of(self._grad)
+        self._writes = version_of(tensor)
         self._contents = Contents([(index, tensor)]) if look else None
 
     def was_written(self) -> bool:
@@ -105,7 +105,9 @@ class Made:
                 fix=f"write the values in place ({self._name}.copy_(new)), use forms without an underscore "
                 f"({self._name}.unsqueeze(0)), or return the new tensor.",
             )
-        return _version(self._tensor) != self._writes or (self._contents is not None and bool(self._contents.changed()))
+        return version_of(self._tensor) != self._writes or (
+            self._contents is not None and bool(self._contents.changed())
+        )
 
     def store(self) -> None:
         """Give the source what was written to its stand-in."""
@@ -119,7 +121,7 @@ class Made:
             return
         found = self._grad
         with torch.no_grad():
-            if found is not None and (made.grad is found or _version(found) != self._grad_writes):
+            if found is not None and (made.grad is found or version_of(found) != self._grad_writes):
                 assert source.grad is not None
                 source.grad.copy_(overlap(found, source.shape))
             if made.grad is None:
@@ -134,10 +136,6 @@ def overlap(tensor: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
         if size < tensor.shape[dim]:
             tensor = tensor.narrow(dim, 0, size)
     return tensor
-
-
-def _version(tensor: torch.Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
 
 
 def holds(dtype: torch.dtype, value: Number) -> bool:

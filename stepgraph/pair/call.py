@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from stepgraph.buffers.boundary import ArgMetadata
-from stepgraph.signature import Signature, ambient_key
+from stepgraph.buffers.inputs import ArgMetadata, tensors_among
+from stepgraph.signature import Signature
 from stepgraph.tree import Structure
 
 
@@ -34,11 +34,8 @@ class NotedArguments:
     @classmethod
     def of(cls, leaves: Sequence[Any]) -> NotedArguments:
         """Note what a call is given. Parameters are noted as the objects they are."""
-        first: dict[int, int] = {}
-        for index, leaf in enumerate(leaves):
-            if isinstance(leaf, torch.Tensor) and not isinstance(leaf, torch.nn.Parameter):
-                first.setdefault(id(leaf), index)
-        tensors = {index: leaves[index] for index in first.values()}
+        tensors = tensors_among(leaves)
+        first = {id(tensor): index for index, tensor in tensors.items()}
         storages = {index: tensor.untyped_storage()._cdata for index, tensor in tensors.items()}
         counts = Counter(storages.values())
         aliased = frozenset(index for index, storage in storages.items() if counts[storage] > 1)
@@ -71,27 +68,3 @@ class RecordedCall:
     """Arguments that share memory with another one, by leaf index."""
     values: dict[int, torch.Tensor] = field(default_factory=dict)
     """Copies of the tensors, by leaf index, where a recording needs values to work with."""
-
-
-def call_from_samples(
-    signature: Signature,
-    leaves: Sequence[Any],
-    structure: Structure,
-    *,
-    training: tuple[bool, ...],
-    fork: str | None,
-    needs_values: bool,
-) -> RecordedCall:
-    """A call that nobody has made: as it would look with these arguments, and with the flags that are set now."""
-    noted = NotedArguments.of(leaves)
-    return RecordedCall(
-        signature,
-        structure,
-        leaves=noted.leaves,
-        ambient=ambient_key(),
-        training=training,
-        in_ddp=False,
-        fork=fork,
-        aliased=noted.aliased,
-        values=dict(noted.tensors) if needs_values else {},
-    )

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from stepgraph.buffers.boundary import ArgMetadata
+from stepgraph.buffers.inputs import ArgMetadata
 from stepgraph.errors import CaptureError, StaleMemoryError
 from stepgraph.pair.differentiate import refuse_second_backward
 from stepgraph.pair.runner import BackwardGraph, Runner

@@ -16,7 +16,7 @@ import torch
 
 from stepgraph.backends import Graph
 from stepgraph.buffers.borrowed import BorrowedTensor, lend_by_address, lend_out
-from stepgraph.buffers.boundary import ArgMetadata, Boundary
+from stepgraph.buffers.inputs import ArgMetadata, StaticInputs
 from stepgraph.errors import CaptureError
 from stepgraph.grads.param_grads import GradPart
 from stepgraph.oplog import Difference, Log, OpLog, first_difference
@@ -112,7 +112,7 @@ class OrderedPair(PairCapture):
             if then is not None:
                 then(out)
         key = (*(None if meta is None else meta.layout for meta in metas), *autocast, self._random.active)
-        self._keep(runner, key, graph, segment, Boundary(given), out, [], log.finish())
+        self._keep(runner, key, graph, segment, StaticInputs(given), out, [], log.finish())
         self._input_logs[runner] = log
         self._late[id(runner)], runner.outside = runner.outside, ()  # not even None comes to them in this part
         return weights

@@ -20,8 +20,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from stepgraph.backends import Graph
 from stepgraph.buffers.borrowed import BorrowedTensor
-from stepgraph.buffers.boundary import ArgMetadata, Boundary, SharedBuffer
-from stepgraph.buffers.static_result import StaticResult, another_leaf, leaf_results
+from stepgraph.buffers.inputs import ArgMetadata, SharedBuffer, StaticInputs
+from stepgraph.buffers.outputs import StaticOutputs, another_leaf, leaf_results
 from stepgraph.errors import CaptureError
 from stepgraph.grads.param_grads import ParamGrads
 from stepgraph.guards.random_names import NamesGuard
@@ -51,6 +51,7 @@ from stepgraph.session.session import Session
 from stepgraph.signature import refuse_tensor_classes
 from stepgraph.signature.ambient import as_called, autocast_now, under_autocast, without_saved_tensor_hooks
 from stepgraph.signature.attributes import changed_attributes, put_on
+from stepgraph.signature.memory import version_of
 from stepgraph.tree import changed_containers, unflatten
 
 
@@ -98,7 +99,7 @@ class PairCapture:
         shared: Mapping[int, SharedBuffer],
         own: Mapping[int, torch.Tensor],
         lane: PoolLane[Runner],
-        then: Callable[[StaticResult], None] | None = None,
+        then: Callable[[StaticOutputs], None] | None = None,
     ) -> Runner:
         """Record a forward.
 
@@ -117,14 +118,14 @@ class PairCapture:
         shared: Mapping[int, SharedBuffer],
         own: Mapping[int, torch.Tensor],
         lane: PoolLane[Runner],
-        then: Callable[[StaticResult], None] | None,
+        then: Callable[[StaticOutputs], None] | None,
         *,
         cache: bool,
     ) -> Runner:
         """Record a forward, with or without autocast's cache."""
         buffers = {**own, **{i: b.tensor for i, b in shared.items()}, **{i: t for i, (_, t) in given.items()}}
         tensors = self._arguments(call, buffers)
-        versions = {i: _version(t) for i, t in tensors.items()}
+        versions = {i: version_of(t) for i, t in tensors.items()}
         leaves = [_filled(i, leaf, tensors) for i, leaf in enumerate(call.leaves)]
         args, kwargs = unflatten(call.structure, leaves)
         names = NamesGuard(self._random)
@@ -137,7 +138,7 @@ class PairCapture:
             segment = self._random.begin_segment()
             with self._recording(lane) as graph:
                 result = self._result(self._logged(log, args, kwargs, leaves), tensors)
-                mutated = [i for i, t in tensors.items() if _version(t) != versions[i]]
+                mutated = [i for i, t in tensors.items() if version_of(t) != versions[i]]
                 if not cache and keeps_casts(call.ambient) and casts_twice(result.tensors):
                     raise _CastsTwice
                 self._refuse(call, graph, tensors, mutated)
@@ -151,7 +152,7 @@ class PairCapture:
         self._known += [t for t in result.objects if t.requires_grad and all(t is not known for known in self._known)]
         runner = Runner(
             graph,
-            Boundary(tensors, shared, {i: producer.is_live for i, (producer, _) in given.items()}),
+            StaticInputs(tensors, shared, {i: producer.is_live for i, (producer, _) in given.items()}),
             result,
             mutated=mutated,
             flows=[i for i, t in tensors.items() if t.requires_grad] if differentiable else [],
@@ -186,7 +187,7 @@ class PairCapture:
             if index not in given:
                 self.returned[originals.get(index, leaf)] = None
 
-    def _result(self, made: Any, tensors: dict[int, torch.Tensor]) -> StaticResult:
+    def _result(self, made: Any, tensors: dict[int, torch.Tensor]) -> StaticOutputs:
         """The results, with the objects themselves where stand-ins or known leaves are returned as such."""
         objects = {id(leaf): leaf for leaf in self.returned} | self.proxies.originals
         given = set(map(id, tensors.values()))
@@ -195,7 +196,7 @@ class PairCapture:
             raise another_leaf()
         for index in leaves.keys() & objects.keys():
             self.returned[objects[index]] = None
-        return StaticResult(made, tensors, objects)
+        return StaticOutputs(made, tensors, objects)
 
     def _arguments(self, call: RecordedCall, buffers: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
         """A buffer for each tensor of a call, by leaf index."""
@@ -208,7 +209,7 @@ class PairCapture:
         for index, tensor in found.items():
             put_on(tensor, call.signature.leaves[index])
         if call.values:
-            Boundary({i: found[i] for i in call.values}).load(call.values)
+            StaticInputs({i: found[i] for i in call.values}).load(call.values)
         return found
 
     def _refuse(
@@ -235,7 +236,7 @@ class PairCapture:
             raise _rewinds_elsewhere()
 
     def _outside(
-        self, call: RecordedCall, result: StaticResult, tensors: Mapping[int, torch.Tensor]
+        self, call: RecordedCall, result: StaticOutputs, tensors: Mapping[int, torch.Tensor]
     ) -> list[torch.Tensor]:
         """The parameters whose gradients autograd accumulates: chosen ones, returned ones, those of other modules."""
         known = {id(t) for t in (*tensors.values(), *self.proxies.leaves)}
@@ -246,7 +247,7 @@ class PairCapture:
         routed = [p for p in self.proxies.parameters if call.in_ddp or id(p) in chosen]
         return [*routed, *{id(leaf): leaf for leaf in found if id(leaf) not in known}.values()]
 
-    def _reached(self, result: StaticResult) -> list[torch.Tensor]:
+    def _reached(self, result: StaticOutputs) -> list[torch.Tensor]:
         reached = {id(leaf) for leaf in leaves_behind([t for t in result.tensors if t.requires_grad])}
         pairs = zip(self.proxies.parameters, self.proxies.leaves, strict=True)
         return [parameter for parameter, leaf in pairs if id(leaf) in reached]
@@ -284,7 +285,7 @@ class PairCapture:
         device = self._session.backend.device
         present = {i: meta for i, meta in enumerate(metas) if meta is not None}
         incoming = {i: given[i] if i in given else meta.empty(device) for i, meta in present.items()}
-        boundary = Boundary(incoming, in_use={i: other.is_held for i, other in lent.items()})
+        boundary = StaticInputs(incoming, in_use={i: other.is_held for i, other in lent.items()})
         results = [runner.result.tensors[i] for i in present]
         before = [dict(p.__dict__) for p in self.proxies.leaves]
         segment = self._random.begin_segment(runner.segment)
@@ -304,7 +305,7 @@ class PairCapture:
         key: Hashable,
         graph: Graph,
         segment: Segment,
-        boundary: Boundary,
+        boundary: StaticInputs,
         edges: Sequence[torch.Tensor | None],
         parameters: Sequence[torch.Tensor],
         log: Log,
@@ -501,7 +502,3 @@ def _filled(index: int, leaf: Any, tensors: Mapping[int, torch.Tensor]) -> Any:
     if isinstance(leaf, SameTensor):
         return tensors[leaf.index]
     return tensors.get(index, leaf)
-
-
-def _version(tensor: torch.Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version

@@ -19,8 +19,8 @@ import torch
 
 from stepgraph.backends import Graph
 from stepgraph.buffers.borrowed import BorrowedTensor, any_held, lend_by_address, lend_out
-from stepgraph.buffers.boundary import ArgMetadata, Boundary
-from stepgraph.buffers.static_result import StaticResult
+from stepgraph.buffers.inputs import ArgMetadata, StaticInputs
+from stepgraph.buffers.outputs import StaticOutputs
 from stepgraph.grads.param_grads import GradPart
 from stepgraph.guards.random_names import NamesGuard
 from stepgraph.oplog import Log
@@ -74,7 +74,7 @@ class BackwardGraph:
     def __init__(
         self,
         graph: Graph,
-        grads_in: Boundary,
+        grads_in: StaticInputs,
         grads_out: Sequence[torch.Tensor | None],
         accumulated: GradPart,
         marks: Sequence[tuple[torch.Tensor, dict[str, Any]]],
@@ -140,8 +140,8 @@ class Runner:
     def __init__(
         self,
         graph: Graph,
-        boundary: Boundary,
-        result: StaticResult,
+        boundary: StaticInputs,
+        result: StaticOutputs,
         mutated: Sequence[int],
         flows: Sequence[int],
         outside: Sequence[torch.Tensor],
@@ -176,7 +176,7 @@ class Runner:
         self._lent_grads: list[BorrowedTensor] = []
         """Gradients of all backwards, of those that are gone, too."""
         self.capture_backward: Callable[[Runner, Sequence[ArgMetadata | None]], BackwardGraph] | None = None
-        self.take_turn: Callable[[], None] | None = None
+        self.take_turn: Callable[[], object] | None = None
         """Where the order of replays is fixed: raises if the backward is not what comes next."""
         self.fit_grads: Callable[[Sequence[torch.Tensor | None]], Sequence[torch.Tensor | None]] | None = None
         """Where the order of replays is fixed: brings gradients to the geometry of the backward there is."""

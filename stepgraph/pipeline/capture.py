@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from stepgraph.buffers.boundary import ArgMetadata
+from stepgraph.buffers.inputs import ArgMetadata
 from stepgraph.buffers.reuse_pool import TensorReusePool
 from stepgraph.errors import CaptureError
 from stepgraph.modules.round import backward_autocast

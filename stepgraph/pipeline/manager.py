@@ -27,12 +27,12 @@ from stepgraph.modules.session import ModuleSession
 from stepgraph.modules.site import ModuleCall, ModuleSite
 from stepgraph.observe.warm_call import WarmCall
 from stepgraph.oplog import Difference
-from stepgraph.order.entries import Kind
+from stepgraph.order.cursor import Cursor
+from stepgraph.order.entries import Entry, Kind
 from stepgraph.pair.guard import Finding
 from stepgraph.pair.in_flight import run_forward
 from stepgraph.pair.ordered import OrderedPair, WeightGraph
 from stepgraph.pair.runner import Runner
-from stepgraph.pipeline.turn import StageTurn
 from stepgraph.rng.tracker import tracker_for
 from stepgraph.session.backend_choice import refuse_elsewhere
 from stepgraph.signature import (
@@ -59,7 +59,7 @@ class StageOwner(Protocol):
     """What a stage asks of those of its rank."""
 
     mode: Mode
-    turn: StageTurn
+    cursor: Cursor
 
     def forget(self) -> None:
         """The graphs are gone: warm up anew."""
@@ -111,7 +111,7 @@ class StageManager(CudaGraphManager):
     def computing(self, kind: Kind, microbatch: int) -> Iterator[None]:
         """The schedule computes something of a microbatch."""
         if self._stages.mode is Mode.REPLAY:
-            self._stages.turn.take(kind, self.chunk, microbatch)
+            self._stages.cursor.take(Entry(kind, self.chunk, microbatch))
         self._microbatch = microbatch
         try:
             yield

@@ -16,7 +16,7 @@ import contextlib
 import functools
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -26,13 +26,14 @@ from stepgraph.guards.hooks import global_hook, has_global_hooks
 from stepgraph.modules.options import ModuleOptions
 from stepgraph.modules.session import ModuleSession
 from stepgraph.order import order_from_pipelining, read_order
+from stepgraph.order.cursor import Cursor, Turn
+from stepgraph.order.entries import Entry
 from stepgraph.pair.guard import Finding
 from stepgraph.pair.proof import NotWarm, can_audit_now, equality
 from stepgraph.pipeline.capture import CaptureFailed, StageCapture
 from stepgraph.pipeline.manager import Mode, StageManager
 from stepgraph.pipeline.report import StageReport, StageRow
 from stepgraph.pipeline.torch_stage import check, chunks_of, has_forward_context, own_methods
-from stepgraph.pipeline.turn import StageTurn
 from stepgraph.session.limits import weigh_changes
 from stepgraph.session.messages import warn_operations_changed
 from stepgraph.session.options import listed
@@ -86,11 +87,11 @@ class GraphedStages:
         self._schedule, self._options = schedule, options
         self._shared = ModuleSession(session)
         self._order = order_from_pipelining(schedule)
-        self._chunks = chunks_of(schedule)
-        of_stage = {index: chunk for chunk, index in self._chunks.items()}
+        chunks = chunks_of(schedule)
+        of_stage = {index: chunk for chunk, index in chunks.items()}
         graphed = {of_stage[stage.stage_index] for stage in stages}
-        entries = [entry for entry in read_order(self._order) if entry.chunk in graphed]
-        self.turn = StageTurn(entries, self._chunks)
+        self._entries = [entry for entry in read_order(self._order) if entry.chunk in graphed]
+        self.cursor = _cursor_of(self._entries, chunks)
         self.mode = Mode.EAGER
         self.captured: StageCapture | None = None
         self.steps: Counter[str] = Counter()
@@ -127,11 +128,11 @@ class GraphedStages:
     def _step(self) -> Iterator[None]:
         """One step of the schedule, in the mode that is due."""
         self.mode, reason = self._decide()
-        self.turn.begin()
+        self.cursor.begin()
         try:
             yield
             if self.mode is Mode.REPLAY:
-                self.turn.end()
+                self.cursor.take(_END)
             self._warm += self.mode is Mode.RECORD
             self.steps[reason] += 1
         finally:
@@ -203,11 +204,11 @@ class GraphedStages:
             if call.refusal is not None:
                 self._give_up(manager, call.site, call.refusal)
                 return
-        count = 1 + max(entry.microbatch for entry in self.turn.entries)
-        captured = StageCapture(self.managers, self._order, len(self._chunks), count)
+        count = 1 + max(entry.microbatch for entry in self._entries)
+        captured = StageCapture(self.managers, self._order, len(chunks_of(self._schedule)), count)
         try:
             with self._shared.session.workspace.capturing():
-                captured.run(self.turn.entries, self._shared.lanes.exclusive())
+                captured.run(self._entries, self._shared.lanes.exclusive())
         except NotWarm:
             for manager in self.managers:
                 manager.forget_graphs()
@@ -261,7 +262,19 @@ class GraphedStages:
         self.close()
 
 
+_END = "end of the step"
+"""The last turn: a step that does less than the order says does not come to it."""
 _MISSING = object()
+
+
+def _cursor_of(entries: Sequence[Entry], stages: Mapping[int, int]) -> Cursor:
+    """Checks the computations of a step against the order; `stages` has the index of the stage that a chunk is."""
+    turns = [
+        Turn(entry, f"{entry.kind.value} of stage {stages[entry.chunk]}, microbatch {entry.microbatch}", index)
+        for index, entry in enumerate(entries)
+    ]
+    fix = "call graph_stage when the schedule is as it will be run; after a change, close the handle and call it again."
+    return Cursor([*turns, Turn(_END, _END, None)], fix)
 
 
 def _put(owner: Any, name: str, value: Any) -> Callable[[], None]:
@@ -301,7 +314,7 @@ def _report_on(stages: GraphedStages, shared: ModuleSession) -> StageReport:
         rows=tuple(rows),
         steps=dict(stages.steps),
         recaptures=dict(stages.recaptures),
-        order=len(stages.turn.entries),
+        order=stages.cursor.num_entries,
         num_buffers=0 if captured is None else captured.num_buffers,
         static_bytes=0 if captured is None else captured.static_bytes,
         pool_bytes=shared.session.pool_bytes(),

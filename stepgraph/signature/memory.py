@@ -21,6 +21,11 @@ def memory_of(tensor: Any) -> int | None:
         return None
 
 
+def version_of(tensor: torch.Tensor) -> int:
+    """How often a tensor was written to, as far as torch counts; 0 of an inference tensor, which has no counter."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
 def overlap(one: Any, two: Any) -> bool:
     """Whether two tensors come to the same bytes, gaps between their elements aside."""
     memory = memory_of(one)

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from stepgraph.buffers.static import StaticInputs, StaticOutputs
+from stepgraph.buffers.outputs import StaticOutputs
 from stepgraph.grads.step_grads import Attachment, can_carry_in, carry_in, carry_out
 from stepgraph.guards.gradients import GradientGuard
 from stepgraph.guards.layout import GradientLayoutGuard
@@ -31,6 +31,7 @@ from stepgraph.observe.nonfinite import Flags
 from stepgraph.optim.optimizer import HostCounters
 from stepgraph.session.proof import CallProof
 from stepgraph.signature import Signature
+from stepgraph.step.arguments import StepArguments
 from stepgraph.step.chain import Chain
 from stepgraph.tree import Structure, unflatten
 from stepgraph.values.watch import Watch
@@ -100,7 +101,7 @@ class CapturedCall:
         signature: Signature,
         modules: Sequence[torch.nn.Module],
         parameters: Sequence[torch.Tensor],
-        inputs: StaticInputs,
+        inputs: StepArguments,
         chain: Chain,
         outputs: StaticOutputs,
         carried_in: Attachment,
@@ -224,7 +225,7 @@ class CapturedCall:
 
 
 def _straight(
-    inputs: StaticInputs,
+    inputs: StepArguments,
     follow: Callable[[], None] | None,
     launch: Callable[[], Any],
     hand_out: Callable[[], Any],

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 import torch
 from torch.optim.optimizer import Optimizer
 
-from stepgraph.buffers.static import StaticInputs, StaticOutputs
+from stepgraph.buffers.outputs import StaticOutputs, detached
 from stepgraph.errors import CaptureError
 from stepgraph.grads.step_grads import GradCapture
 from stepgraph.guards.hooks import refuse_hooks
@@ -51,6 +51,7 @@ from stepgraph.session.proof import CallProof, Harmless, Shown, StepLogs, next_a
 from stepgraph.session.session import Session
 from stepgraph.signature import Signature
 from stepgraph.signature.attributes import changed_attributes
+from stepgraph.step.arguments import StepArguments
 from stepgraph.step.call import CallArgs, CapturedCall, Guards
 from stepgraph.step.chain import Chain, ChainRecorder, GraphLink
 from stepgraph.step.site import EagerState, Site
@@ -104,7 +105,7 @@ class Recorded:
     signature: Signature
     kind: Hashable
     """The site's kind of call before it: the recording has left other gradients, and perhaps other modes."""
-    inputs: StaticInputs
+    inputs: StepArguments
     made: _Recording
     inside: tuple[Optimizer, ...]
     outside: tuple[Optimizer, ...]
@@ -199,7 +200,7 @@ class StepCapture:
         outside = [o for o in site.touched.optimizers if not placements[id(o)].inside]
         whole = site.with_objects(self._function)
         objects = reachable(whole, site.touched.ran)
-        inputs = StaticInputs(leaves, self._session.backend)
+        inputs = StepArguments(leaves, self._session.backend)
         inputs.hold_grads(leaves, signature.names())
         inputs.load(leaves)
         random = NamesGuard(tracker_for(self._session.backend))
@@ -232,7 +233,9 @@ class StepCapture:
         placed = (tuple(inside), tuple(outside), scalers)
         return Recorded(signature, kind, inputs, made, *placed, counters, random, replicas)
 
-    def _check(self, site: Site, kind: Hashable, leaves: Sequence[Any], inputs: StaticInputs, made: _Recording) -> None:
+    def _check(
+        self, site: Site, kind: Hashable, leaves: Sequence[Any], inputs: StepArguments, made: _Recording
+    ) -> None:
         """Refuse a recording that cannot be replayed."""
         names = site.sign().names()
         inputs.note_use(leaves, names, seen=site.written)
@@ -328,7 +331,7 @@ class StepCapture:
             *(recorded.signature, site.touched.all_modules, parameters, recorded.inputs, made.chain, made.outputs),
             *(made.grads.carried_in, made.grads.added_to, guards, recorded.random, recorded.replicas),
             *(recorded.counters, made.flags, made.modes),
-            hand_out=made.outputs.copies if self._options.outputs == "copy" else lambda: made.outputs.tree,
+            hand_out=made.outputs.copier() if self._options.outputs == "copy" else lambda: made.outputs.tree,
             proof=proof,
         )
 
@@ -408,7 +411,7 @@ class StepCapture:
                         args, kwargs = unflatten(structure, leaves)  # new for each recording, as for each eager call
                         recorder.begin(grads)
                         outputs, log = self._logged(site, leaves, args, kwargs, looks_on=looks_on)
-                        refuse_unknown_results(outputs.leaves)
+                        refuse_unknown_results(outputs.plain_values)
                         changed = changed_containers(structure, leaves, (args, kwargs), site.sign().arguments)
                         refuse_changed_container(changed or changed_attributes(site.with_keys(leaves)))
                         named = zip(site.sign().names(), leaves, strict=True)
@@ -436,7 +439,7 @@ class StepCapture:
         with looking_on, self.logs.noting(leaves, site.touched, device, ignored) as log:
             result = self._function(*args, **kwargs)
             log.note_result(flatten(result)[0])
-        return StaticOutputs(result), log.finish()
+        return StaticOutputs(detached(result)), log.finish()
 
     def _late(self, site: Site, optimizer: Optimizer) -> NoReturn:
         if any(optimizer is known for known in site.touched.optimizers):
@@ -459,10 +462,9 @@ class StepCapture:
         self, site: Site, outputs: StaticOutputs, flags: Sequence[torch.Tensor], found: Flags | None
     ) -> Place | None:
         grads = [p.grad for p in site.touched.parameters if p.grad is not None]
-        results = [leaf for leaf in outputs.leaves if isinstance(leaf, torch.Tensor)]
         ours = [*flags, found.bad] if found is not None else flags
         whole = site.with_objects(self._function)
-        return kept_tensor([*grads, *results, *ours], self._session.workspace.held, whole, self._options.ignore)
+        return kept_tensor([*grads, *outputs.tensors, *ours], self._session.workspace.held, whole, self._options.ignore)
 
 
 class _WithGradients(StepObjects):

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from stepgraph.buffers.static import is_copied_in
+from stepgraph.buffers.inputs import is_copied_in
 from stepgraph.frames import is_users
 from stepgraph.guards.hooks import with_hooks
 from stepgraph.guards.optimizer import NumbersGuard

@@ -19,11 +19,11 @@ from typing import Any, NamedTuple
 import torch
 
 from stepgraph.backends import Backend
-from stepgraph.buffers.static import StaticInputs
 from stepgraph.errors import CaptureError, InvalidArgument
 from stepgraph.session.session import Session
 from stepgraph.signature import Described, describe_leaf, is_plain, leaf_key, leaf_keys
 from stepgraph.signature.attributes import refuse_unlike_buffers
+from stepgraph.step.arguments import StepArguments
 from stepgraph.tree import Structure, flatten, paths, unflatten
 
 _READ_FIRST = "all microbatches of an iteration are read into static buffers before it runs."
@@ -35,7 +35,7 @@ class _Slot:
     def __init__(self, structure: Structure, leaves: Sequence[Any], prefix: str, backend: Backend) -> None:
         self._structure = structure
         self.names = paths(structure, prefix)
-        self.inputs = StaticInputs(leaves, backend)
+        self.inputs = StepArguments(leaves, backend)
         self.sources: Sequence[Any] = ()
 
     def fill(self, leaves: Sequence[Any]) -> None:

@@ -17,7 +17,7 @@ from types import TracebackType
 from typing import Any, Generic, ParamSpec, TypeVar, cast
 
 from stepgraph.backends import Backend
-from stepgraph.buffers.static import detached, on_device
+from stepgraph.buffers.outputs import detached
 from stepgraph.errors import ClosedError
 from stepgraph.frames import untraced, warn_user
 from stepgraph.guards.protocol import Change, Remedy, told
@@ -35,6 +35,7 @@ from stepgraph.session.proof import CallProof, Shown, next_audit, tell_other_pat
 from stepgraph.session.session import Session
 from stepgraph.signature import AmbientReader, Signature, argument_names, leaf_keys, reason_for_eager, refuse_opaque
 from stepgraph.signature.attributes import refuse_unlike_buffers
+from stepgraph.step.arguments import on_device
 from stepgraph.step.binding import BoundSteps, has_own_name, options_of_copy
 from stepgraph.step.bucketing import Bucketing, Example
 from stepgraph.step.call import CallArgs, CapturedCall

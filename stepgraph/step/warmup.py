@@ -17,7 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import Optimizer
 
 from stepgraph.backends import Backend, Workspace
-from stepgraph.buffers.static import detached, is_copied_in, on_device, static_part
+from stepgraph.buffers.inputs import is_copied_in
+from stepgraph.buffers.outputs import StaticOutputs, detached
 from stepgraph.errors import CaptureError, entry
 from stepgraph.observe.ddp import finding_default_stream, renew_reducer
 from stepgraph.observe.discovery import Reached, discovering, scalers_of
@@ -36,9 +37,10 @@ from stepgraph.session.session import Session
 from stepgraph.signature import is_plain
 from stepgraph.signature.attributes import changed_attributes
 from stepgraph.signature.memory import Contents
+from stepgraph.step.arguments import on_device
 from stepgraph.step.call import CallArgs
 from stepgraph.step.site import Obstacle, Site
-from stepgraph.tree import changed_containers, flatten, paths
+from stepgraph.tree import Structure, changed_containers, flatten, paths
 from stepgraph.values.watch import Watch
 
 _MAX_TOLD = 4
@@ -242,19 +244,25 @@ def _state_outside_the_pool(workspace: Workspace) -> Iterator[None]:
             yield
 
 
+def _static_part(result: Any) -> tuple[Structure, list[Any]]:
+    """The part of a result that no replay computes again."""
+    made = StaticOutputs(result)
+    return made.structure, made.plain_values
+
+
 def note_result(site: Site, kind: Hashable, result: Any) -> None:
     """Compare the static part of a result with that of the call before."""
     other = other_result(site, kind, result)
     if other is not None:
         site.obstacles["varying-output"] = Obstacle(other)
-    site.eager.results[kind] = static_part(result)
+    site.eager.results[kind] = _static_part(result)
 
 
 def other_result(site: Site, kind: Hashable, result: Any) -> str | None:
     """What is another in the static part of a result than in that of the last eager call of its kind, in words."""
     if kind not in site.eager.results:
         return None
-    (before, earlier), (structure, values) = site.eager.results[kind], static_part(result)
+    (before, earlier), (structure, values) = site.eager.results[kind], _static_part(result)
     if structure != before:
         return "the result's structure is another at each call"
     for path, one, two in zip(paths(structure, "result"), earlier, values, strict=True):

@@ -272,14 +272,14 @@ def test_a_replay_out_of_order_names_the_expected_entry(device: torch.device) ->
     assert error.details == (
         "order     1 1 -1 -1",
         "          ^",
-        "expected  entry 0 of 4: the forward of chunk 1, microbatch 0, layer 0 (sample 0: callables[0] (Layer))",
-        "received  the forward of chunk 1, microbatch 0, layer 1 (sample 1: callables[1] (Layer))",
+        "expected  entry 0 of 4: forward of chunk 1, microbatch 0, layer 0 (sample 0: callables[0] (Layer))",
+        "received  forward of chunk 1, microbatch 0, layer 1 (sample 1: callables[1] (Layer))",
     )
     first = graphed[1](graphed[0](x))
-    with pytest.raises(stepgraph.CaptureError, match="entry 1 of 4: the forward of chunk 1, microbatch 1, layer 0"):
+    with pytest.raises(stepgraph.CaptureError, match="entry 1 of 4: forward of chunk 1, microbatch 1, layer 0"):
         first.sum().backward()
     second = graphed[3](graphed[2](x))
-    with pytest.raises(stepgraph.CaptureError, match="entry 2 of 4: the backward of chunk 1, microbatch 0, layer 1"):
+    with pytest.raises(stepgraph.CaptureError, match="entry 2 of 4: backward of chunk 1, microbatch 0, layer 1"):
         second.sum().backward()
     refusal(lambda: graphed[0](x), "replay-order")
 

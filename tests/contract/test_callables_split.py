@@ -97,16 +97,16 @@ def test_a_weight_gradient_out_of_order_is_refused(device: torch.device) -> None
     first, second = graphed[0](x), graphed[1](x)
     error = refusal(graphed[0].backward_dw)
     assert error.rule == "replay-order"
-    assert "entry 2 of 9: the input gradient of chunk 1, microbatch 0, layer 0" in str(error)
+    assert "entry 2 of 9: input gradient of chunk 1, microbatch 0, layer 0" in str(error)
     first.sum().backward()
     error = refusal(graphed[0].backward_dw)
-    assert "entry 3 of 9: the forward of chunk 1, microbatch 2" in str(error)
+    assert "entry 3 of 9: forward of chunk 1, microbatch 2" in str(error)
     graphed[2](x)
     error = refusal(lambda: graphed[0](x))
-    assert "received  the forward of chunk 1, microbatch 0" in str(error)
+    assert "received  forward of chunk 1, microbatch 0" in str(error)
     second.sum().backward()
     error = refusal(graphed[1].backward_dw)
-    assert "entry 5 of 9: the weight gradient of chunk 1, microbatch 0" in str(error)
+    assert "entry 5 of 9: weight gradient of chunk 1, microbatch 0" in str(error)
     graphed[0].backward_dw()
 
 

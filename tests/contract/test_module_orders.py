@@ -417,7 +417,7 @@ def test_fixed_order_names_the_expected_entry(device: torch.device) -> None:
             play(training, [order("F0 F1 B1 B0")], device)
         assert caught.value.rule == "replay-order"
         assert "expected  entry 6 of 12: backward of `layers.2` (call 2)" in str(caught.value)
-        with pytest.raises(stepgraph.CaptureError, match=r"a forward of `layers\.0` is out of order") as caught:
+        with pytest.raises(stepgraph.CaptureError, match=r"the forward of `layers\.0` is out of order") as caught:
             play(training, [order("F0 F1 F2")], device)
         assert "expected  entry 6 of 12: backward of `layers.2` (call 2)" in str(caught.value)
         del caught  # and with it the frames that hold the losses

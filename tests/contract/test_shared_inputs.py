@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import stepgraph
-from stepgraph.buffers.static import StaticInputs
+from stepgraph.step.arguments import StepArguments
 
 
 def noted(
@@ -21,7 +21,7 @@ def noted(
     rewritten: tuple[torch.Tensor, ...] = (),
 ) -> None:
     """What a recording does with its inputs."""
-    inputs = StaticInputs(arguments, stepgraph.backend_for(arguments[0].device))
+    inputs = StepArguments(arguments, stepgraph.backend_for(arguments[0].device))
     inputs.load(arguments)
     inputs.watch()
     inputs.watch_state(arguments, [(f"`{name}`", tensor) for name, tensor in state.items()])

@@ -1,8 +1,9 @@
-"""The boundary of a module's graph brings a caller's tensors to static ones.
+"""A graph reads its inputs from static tensors, at the addresses of its capture; a caller's tensors are brought there.
 
-A tensor that is already at its place, because the graph before wrote it there, is not copied. Neither is one that
-several graphs share and that was brought to its buffer for the first of them: a shared buffer remembers which tensor,
-at which version, it holds. What remains goes in with one fused copy, unless the place holds what others still need.
+What goes in goes in with one fused copy. For a whole step these are all tensors of a call (`copy_all`). For one graph
+of several that follow each other (`load`), a tensor is not copied if it is at its place already, because the graph
+before wrote it there, or if several graphs share it and it was brought to its buffer for the first of them: a shared
+buffer remembers which tensor, at which version, it holds.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 
 import torch
 
+from stepgraph.signature.attributes import as_given
 from stepgraph.tree import Leaf
 
 
@@ -44,6 +46,24 @@ class ArgMetadata(Leaf):
             return made.requires_grad_(self.requires_grad)
 
 
+def buffer_like(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A buffer for a tensor: of its class, with its strides, or from the host with those of `.to(device)`."""
+    if type(tensor) is torch.Tensor and tensor.device == device:
+        return as_given(ArgMetadata.of(tensor).empty(device), tensor)
+    return as_given(torch.empty_like(tensor, device=device), tensor).requires_grad_(tensor.requires_grad)
+
+
+def is_copied_in(leaf: Any) -> bool:
+    """Whether a leaf of a call is data, to be copied in. A parameter passed as an argument is the thing itself."""
+    return isinstance(leaf, torch.Tensor) and not isinstance(leaf, torch.nn.Parameter)
+
+
+def tensors_among(leaves: Sequence[Any]) -> dict[int, torch.Tensor]:
+    """The tensors of a call that are copied in, by the index of the first leaf that each is."""
+    found = {id(leaf): index for index, leaf in reversed(list(enumerate(leaves))) if is_copied_in(leaf)}
+    return {index: leaves[index] for index in sorted(found.values())}
+
+
 class SharedBuffer:
     """A static tensor that several graphs read, and what it holds."""
 
@@ -69,8 +89,8 @@ class SharedBuffer:
         self.fills += 1
 
 
-class Boundary:
-    """Static tensors on one side of a graph, by their index among the leaves of a call."""
+class StaticInputs:
+    """Static tensors that a graph reads, by their index among the leaves of a call."""
 
     def __init__(
         self,
@@ -85,18 +105,20 @@ class Boundary:
         self._used = dict.fromkeys(self._shared, 0)
         """Which filling of a shared buffer was used last: each is good for one call, since not every change is told."""
         self.note_loaded: Callable[[torch.Tensor], None] | None = None
+        self.targets: list[torch.Tensor] = []
+        """What is copied into: autograd does not see it."""
         self._edges = []
         for index, tensor in self.tensors.items():
-            repeated = tuple(d for d, s in enumerate(tensor.stride()) if s == 0 and tensor.shape[d] > 1)
-            target = _once(tensor.data, repeated)  # autograd is not to see what is copied in
-            self._edges.append((index, target, target.data_ptr(), repeated, self._shared.get(index)))
+            target = _once(tensor.data)
+            view = (target.shape, target.stride()) if target.shape != tensor.shape else None
+            self.targets.append(target)
+            self._edges.append((index, target, target.data_ptr(), view, self._shared.get(index)))
+        self.has_repeated = any(view is not None for _, _, _, view, _ in self._edges)
+        """Whether a tensor has repetitions, so that one of them is copied."""
         self.has_shared = bool(self._shared)
         self.has_conditions = bool(self._shared or self._in_use)
         """Whether `is_free_for` has anything to ask."""
-        self._only: tuple[int, torch.Tensor, int, tuple[torch.Size, tuple[int, ...]] | None] | None = None
-        if len(self._edges) == 1 and not self.has_shared:
-            index, target, address, repeated, _ = self._edges[0]
-            self._only = (index, target, address, (target.shape, target.stride()) if repeated else None)
+        self._only = self._edges[0] if len(self._edges) == 1 and not self.has_shared else None
 
     @property
     def num_bytes(self) -> int:
@@ -120,20 +142,31 @@ class Boundary:
         for buffer in self._shared.values():
             buffer.num_holders -= 1
 
+    def copy_all(self, leaves: Sequence[Any]) -> None:
+        """Copy a call's tensors here, wherever they are; under no_grad if one requires a gradient."""
+        sources = [leaves[index] for index in self.tensors]
+        if self.has_repeated:
+            views = [view for _, _, _, view, _ in self._edges]
+            sources = [s if v is None else s.as_strided(*v) for s, v in zip(sources, views, strict=True)]
+        if len(sources) == 1:
+            self.targets[0].copy_(sources[0], non_blocking=True)
+        elif sources:
+            torch._foreach_copy_(self.targets, sources, non_blocking=True)
+
     def load(self, leaves: Sequence[Any] | Mapping[int, Any]) -> None:
-        """Bring a call's tensors here."""
+        """Bring a call's tensors here, those that are not here already."""
         if self._only is not None:
-            index, target, address, geometry = self._only
+            index, target, address, view, _ = self._only
             source = leaves[index]
             if source.data_ptr() != address:
                 if self.note_loaded is not None:
                     self.note_loaded(target)
                 if source.requires_grad and torch.is_grad_enabled():
                     source = source.detach()  # costs less than a no_grad block around the copy
-                target.copy_(source.as_strided(*geometry) if geometry is not None else source)
+                target.copy_(source.as_strided(*view) if view is not None else source)
             return
         targets, sources = [], []
-        for index, target, address, repeated, shared in self._edges:
+        for index, target, address, view, shared in self._edges:
             source = leaves[index]
             if source.data_ptr() == address:
                 continue
@@ -147,7 +180,7 @@ class Boundary:
             if source.requires_grad and torch.is_grad_enabled():
                 source = source.detach()
             targets.append(target)
-            sources.append(source.as_strided(target.shape, target.stride()) if repeated else source)
+            sources.append(source.as_strided(*view) if view is not None else source)
         if targets:
             if self.note_loaded is not None:
                 for target in targets:
@@ -158,15 +191,16 @@ class Boundary:
                 torch._foreach_copy_(targets, sources)
 
 
-def _once(tensor: torch.Tensor, repeated: Sequence[int]) -> torch.Tensor:
+def _once(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor without the repetitions that expand() made, which cannot be copied into."""
-    for dim in repeated:
-        tensor = tensor.narrow(dim, 0, 1)
+    for dim, stride in enumerate(tensor.stride()):
+        if stride == 0 and tensor.shape[dim] > 1:
+            tensor = tensor.narrow(dim, 0, 1)
     return tensor
 
 
 def copied(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor of the same geometry with the same values."""
     made = replace(ArgMetadata.of(tensor), requires_grad=False).empty(tensor.device)
-    Boundary({0: made}).load([tensor])
+    StaticInputs({0: made}).load([tensor])
     return made

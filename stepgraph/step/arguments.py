@@ -1,8 +1,8 @@
-"""A step's graph reads its inputs from static buffers, and leaves its results in static tensors.
+"""`StepArguments` holds a step's arguments in static buffers, and gives the caller what the step writes to them.
 
-A graph reads its inputs at the addresses of its capture. `StaticInputs` holds one buffer for each tensor of a call,
-with the same strides, and loads a new call's tensors into all of them with one fused copy. `StaticOutputs` holds the
-tensors that the step returned during capture; they are overwritten by every replay, so what the user gets are copies.
+Eager code writes to the caller's own tensors, leaves gradients on them and may make them require one. A replay does all
+of that to buffers. Recording the step shows what it does; after each replay the caller's tensors are given the same.
+What cannot be given back, because tensors share memory, is refused.
 """
 
 from __future__ import annotations
@@ -14,16 +14,11 @@ from typing import Any
 import torch
 
 from stepgraph.backends import Backend
+from stepgraph.buffers.inputs import StaticInputs, buffer_like, is_copied_in, tensors_among
 from stepgraph.errors import CaptureError
 from stepgraph.signature import has_gradient_hooks
 from stepgraph.signature.attributes import as_given
-from stepgraph.signature.memory import geometry, memory_of, overlap
-from stepgraph.tree import Structure, flatten, unflatten
-
-
-def is_copied_in(leaf: Any) -> bool:
-    """Whether a leaf of a call is data, to be copied in. A parameter passed as an argument is the thing itself."""
-    return isinstance(leaf, torch.Tensor) and not isinstance(leaf, torch.nn.Parameter)
+from stepgraph.signature.memory import geometry, memory_of, overlap, version_of
 
 
 def on_device(leaves: Sequence[Any], backend: Backend) -> list[Any]:
@@ -36,34 +31,23 @@ def on_device(leaves: Sequence[Any], backend: Backend) -> list[Any]:
     ]
 
 
-class StaticInputs:
-    """The buffers that a graph reads a call's tensors from."""
+class StepArguments:
+    """The arguments of a recorded step."""
 
     def __init__(self, leaves: Sequence[Any], backend: Backend) -> None:
-        self.leaves = list(leaves)
-        """The call's leaves, with buffers in the place of tensors."""
-        first: dict[int, int] = {}
-        for i, leaf in enumerate(leaves):
-            if is_copied_in(leaf):
-                first.setdefault(id(leaf), i)
-        self._indices = list(first.values())
-        self._targets: list[torch.Tensor] = []
-        self._repeated: list[tuple[int, ...]] = []
+        tensors = tensors_among(leaves)
+        self._indices = list(tensors)
         with torch.inference_mode(False), torch.no_grad():
-            for i in self._indices:
-                buffer = _buffer_like(leaves[i], backend.device)
-                self.leaves[i] = buffer
-                repeated = tuple(d for d, s in enumerate(buffer.stride()) if s == 0 and buffer.shape[d] > 1)
-                self._repeated.append(repeated)
-                self._targets.append(_once(buffer.detach(), repeated))
-        for i, leaf in enumerate(leaves):  # a tensor that is passed twice stays one
-            self.leaves[i] = self.leaves[first.get(id(leaf), i)]
-        self._any_repeated = any(self._repeated)
-        self._needs_no_grad = any(leaves[i].requires_grad for i in self._indices)
+            buffers = {i: buffer_like(tensor, backend.device) for i, tensor in tensors.items()}
+            self._inputs = StaticInputs(buffers)
+        placed = {id(tensor): buffers[i] for i, tensor in tensors.items()}
+        self.leaves = [placed.get(id(leaf), leaf) for leaf in leaves]
+        """The call's leaves, with buffers in the place of tensors."""
+        self._needs_no_grad = any(tensor.requires_grad for tensor in tensors.values())
         self.only: tuple[int, Callable[[Any], Any]] | None = None
         """Which leaf is copied, and how, where a load is one plain copy."""
-        if len(self._indices) == 1 and not self._any_repeated and not self._needs_no_grad:
-            self.only = (self._indices[0], functools.partial(self._targets[0].copy_, non_blocking=True))
+        if len(buffers) == 1 and not self._inputs.has_repeated and not self._needs_no_grad:
+            self.only = (self._indices[0], functools.partial(self._inputs.targets[0].copy_, non_blocking=True))
         self._versions: list[int] = []
         self._places: list[Hashable] = []
         self._state: list[tuple[str, torch.Tensor, int]] = []
@@ -81,8 +65,7 @@ class StaticInputs:
     @property
     def num_bytes(self) -> int:
         """The buffers' memory."""
-        buffers = (*(self.leaves[i] for i in self._indices), *self._grads.values())
-        return sum(buffer.untyped_storage().nbytes() for buffer in buffers)
+        return self._inputs.num_bytes + sum(grad.untyped_storage().nbytes() for grad in self._grads.values())
 
     @property
     def written(self) -> frozenset[int]:
@@ -92,7 +75,7 @@ class StaticInputs:
     def written_now(self) -> frozenset[int]:
         """Which inputs were written to since `watch`, by Python or while recording: a replay does not count."""
         pairs = zip(self._indices, self._versions, strict=True)
-        return frozenset(i for i, before in pairs if _version(self.leaves[i]) != before)
+        return frozenset(i for i, before in pairs if version_of(self.leaves[i]) != before)
 
     @property
     def writes_back(self) -> bool:
@@ -121,39 +104,27 @@ class StaticInputs:
                     fix=f"make it dense: {names[i]}.grad = {names[i]}.grad.to_dense().",
                 )
             with torch.inference_mode(False), torch.no_grad():
-                self._grads[i] = _buffer_like(grad.detach(), self.leaves[i].device)
+                self._grads[i] = buffer_like(grad.detach(), self.leaves[i].device)
 
     def load(self, leaves: Sequence[Any]) -> None:
         """Copy a call's tensors in."""
         if self.only is not None:
             index, copy = self.only
             copy(leaves[index])
-            return
-        if not self._indices:
-            return
-        sources = [leaves[i] for i in self._indices]
-        if self._any_repeated:
-            sources = [_once(s, dims) for s, dims in zip(sources, self._repeated, strict=True)]
-        if self._needs_no_grad:
+        elif self._needs_no_grad:
             with torch.no_grad():
-                self._copy(sources)
+                self._inputs.copy_all(leaves)
                 for i, held in self._grads.items():
                     held.copy_(leaves[i].grad, non_blocking=True)
         else:
-            self._copy(sources)
-
-    def _copy(self, sources: list[torch.Tensor]) -> None:
-        if len(sources) == 1:
-            self._targets[0].copy_(sources[0], non_blocking=True)
-        else:
-            torch._foreach_copy_(self._targets, sources, non_blocking=True)
+            self._inputs.copy_all(leaves)
 
     def watch(self) -> None:
         """Before a recording: the buffers as a new call's tensors would be."""
         for i in self._indices:
             if self.leaves[i].is_leaf:
                 self.leaves[i].grad = self._grads.get(i)
-        self._versions = [_version(self.leaves[i]) for i in self._indices]
+        self._versions = [version_of(self.leaves[i]) for i in self._indices]
         self._places = [geometry(self.leaves[i]) for i in self._indices]
         self._grad_versions = {i: held._version for i, held in self._grads.items()}
 
@@ -161,7 +132,7 @@ class StaticInputs:
         """After a recording: raise if the step has given an argument other memory, or another shape."""
         for i, place in zip(self._indices, self._places, strict=True):
             if geometry(self.leaves[i]) != place:
-                raise rebound(names[i])
+                raise _rebound(names[i])
 
     def note_use(
         self,
@@ -213,7 +184,7 @@ class StaticInputs:
     def watch_state(self, leaves: Sequence[Any], state: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Before a recording: which of the step's own tensors lie in an argument's memory; names are for messages."""
         own = {memory_of(leaves[i]) for i in self._indices} - {None}
-        self._state = [(name, tensor, _version(tensor)) for name, tensor in state if memory_of(tensor) in own]
+        self._state = [(name, tensor, version_of(tensor)) for name, tensor in state if memory_of(tensor) in own]
 
     def refuse_shared_state(
         self, leaves: Sequence[Any], names: Sequence[str], rewritten: Container[int] = frozenset()
@@ -224,7 +195,7 @@ class StaticInputs:
         """
         mutated = self.written_now() | self._mutated
         for name, tensor, before in self._state:
-            written = _version(tensor) != before or id(tensor) in rewritten
+            written = version_of(tensor) != before or id(tensor) in rewritten
             for i in self._indices:
                 if (written or i in mutated) and overlap(leaves[i], tensor):
                     by = "that one" if written else f"argument `{names[i]}`"
@@ -260,8 +231,7 @@ class StaticInputs:
                         leaves[i].grad = grad.detach().to(leaves[i].device, copy=True)
 
 
-def rebound(name: str) -> CaptureError:
-    """The error for a step that gives an argument other memory, or another shape."""
+def _rebound(name: str) -> CaptureError:
     return CaptureError(
         f"the step gives argument `{name}` other memory or another shape",
         rule="argument-changed",
@@ -289,54 +259,3 @@ def _shared(written: str, other: str) -> CaptureError:
         why="each argument is copied into a buffer of its own, where the write would not be seen.",
         fix=f"pass the whole tensor once and take the views inside the step, or pass {other}.clone().",
     )
-
-
-def _version(tensor: torch.Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
-
-
-def _once(tensor: torch.Tensor, repeated: Sequence[int]) -> torch.Tensor:
-    """The tensor without the repetitions that expand() made, which cannot be copied into."""
-    for dim in repeated:
-        tensor = tensor.narrow(dim, 0, 1)
-    return tensor
-
-
-def _buffer_like(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    if type(tensor) is not torch.Tensor or tensor.device != device:  # from the host: with the strides of .to(device)
-        buffer = torch.empty_like(tensor, device=device)
-    else:
-        buffer = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
-    return as_given(buffer, tensor).requires_grad_(tensor.requires_grad)
-
-
-class StaticOutputs:
-    """What the step returned during capture, detached; copies of it are handed out."""
-
-    def __init__(self, tree: Any) -> None:
-        leaves, structure = flatten(tree)
-        self.structure = structure
-        self.leaves = [leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-        is_single = self.structure.kind is None and isinstance(self.leaves[0], torch.Tensor)
-        self.copies: Callable[[], Any] = self.leaves[0].clone if is_single else self._copies
-        """Makes copies of the results, safe to keep."""
-
-    @property
-    def tree(self) -> Any:
-        """The static tensors themselves, overwritten by the next call."""
-        return unflatten(self.structure, self.leaves)
-
-    def _copies(self) -> Any:
-        return unflatten(self.structure, [t.clone() if isinstance(t, torch.Tensor) else t for t in self.leaves])
-
-
-def detached(tree: Any) -> Any:
-    """An eager call's results without their autograd graph."""
-    leaves, structure = flatten(tree)
-    return unflatten(structure, [leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves])
-
-
-def static_part(tree: Any) -> tuple[Structure, list[Any]]:
-    """The part of a result that no replay computes again: its structure and its plain values."""
-    leaves, structure = flatten(tree)
-    return structure, ["tensor" if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]

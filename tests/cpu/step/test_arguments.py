@@ -1,7 +1,5 @@
-"""Static memory: inputs arrive with their geometry, results leave as copies."""
+"""A step's arguments: they arrive in buffers of their geometry, and what is written to them comes back."""
 
-import dataclasses
-import weakref
 from typing import Any
 
 import pytest
@@ -11,21 +9,22 @@ from hypothesis import strategies as st
 from torch.testing._internal.two_tensor import TwoTensor
 
 from stepgraph.backends import backend_for
-from stepgraph.buffers.static import StaticInputs, StaticOutputs, detached, is_copied_in, on_device, static_part
+from stepgraph.buffers.inputs import is_copied_in
 from stepgraph.errors import CaptureError
+from stepgraph.step.arguments import StepArguments, on_device
 
 BACKEND = backend_for("cpu")
 
 
-def static_inputs(*leaves: Any) -> StaticInputs:
+def static_inputs(*leaves: Any) -> StepArguments:
     """Static inputs made and loaded as a capture does."""
-    inputs = StaticInputs(leaves, BACKEND)
+    inputs = StepArguments(leaves, BACKEND)
     inputs.load(leaves)
     inputs.watch()
     return inputs
 
 
-def note_use(inputs: StaticInputs, *leaves: Any) -> None:
+def note_use(inputs: StepArguments, *leaves: Any) -> None:
     """What a capture does once it has recorded the step."""
     inputs.note_use(leaves, [f"x{i}" for i in range(len(leaves))])
 
@@ -224,86 +223,3 @@ def test_copied_in_is_data_not_parameters(leaf: Any, expected: bool) -> None:
 def test_on_device_leaves_the_devices_own_tensors_alone() -> None:
     leaves = [torch.ones(2), 3, torch.nn.Parameter(torch.ones(1))]
     assert all(a is b for a, b in zip(on_device(leaves, BACKEND), leaves, strict=True))
-
-
-# -- outputs
-
-
-@dataclasses.dataclass
-class Result:
-    loss: Any
-    name: str = "train"
-
-
-def test_outputs_are_copied_and_do_not_alias() -> None:
-    loss, logits = torch.ones(()), torch.ones(2, 3).t()
-    outputs = StaticOutputs({"loss": loss, "rest": [logits, 3, None]})
-    first, second = outputs.copies(), outputs.copies()
-    loss.fill_(9)
-    logits.fill_(9)
-    for copy in (first, second):
-        assert copy["loss"].item() == 1.0
-        assert torch.equal(copy["rest"][0], torch.ones(3, 2))
-        assert copy["rest"][1:] == [3, None]
-    assert first["loss"].data_ptr() != second["loss"].data_ptr()
-    assert first["rest"][0].stride() == logits.stride()
-
-
-def test_outputs_of_a_lone_tensor_and_of_none() -> None:
-    tensor = torch.ones(2)
-    copy = StaticOutputs(tensor).copies()
-    tensor.zero_()
-    assert copy.tolist() == [1.0, 1.0]
-    assert StaticOutputs(None).copies() is None
-    assert StaticOutputs(3).copies() == 3
-
-
-def test_outputs_tree_is_the_static_memory_itself() -> None:
-    tensor = torch.ones(2)
-    tree = StaticOutputs([tensor]).tree
-    assert tree[0].data_ptr() == tensor.data_ptr()
-
-
-def test_outputs_are_detached() -> None:
-    x = torch.ones(2, requires_grad=True)
-    outputs = StaticOutputs(Result(x * 2))
-    assert not outputs.copies().loss.requires_grad
-    assert not outputs.tree.loss.requires_grad
-    assert outputs.copies().name == "train"
-
-
-def test_outputs_that_alias_each_other_are_separate_copies_of_equal_value() -> None:
-    base = torch.arange(4.0)
-    whole, part = StaticOutputs((base, base[1:])).copies()
-    assert torch.equal(whole[1:], part)
-
-
-@pytest.mark.parametrize("wrap", [lambda t: t, lambda t: [t], lambda t: Result(t)], ids=["tensor", "list", "dataclass"])
-def test_outputs_do_not_hold_the_autograd_graph(wrap: Any) -> None:
-    class Watched(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-            saved = x.clone()
-            ctx.kept = saved
-            watch.append(weakref.ref(saved))
-            return x * 2
-
-    watch: list[weakref.ref[torch.Tensor]] = []
-    outputs = StaticOutputs(wrap(Watched.apply(torch.ones(2, requires_grad=True))))
-    assert outputs.leaves[0].tolist() == [2.0, 2.0]
-    assert watch[0]() is None, "a step's activations live on behind its result"
-
-
-def test_detached_keeps_structure_and_values() -> None:
-    x = torch.ones(2, requires_grad=True)
-    result = detached({"loss": x * 2, "n": 3})
-    assert result["loss"].tolist() == [2.0, 2.0]
-    assert not result["loss"].requires_grad
-    assert result["n"] == 3
-
-
-def test_static_part_is_all_but_the_tensors() -> None:
-    one, two = static_part([torch.ones(1), 3, "a"]), static_part([torch.zeros(5), 3, "a"])
-    assert one == two
-    assert static_part([torch.ones(1), 4, "a"]) != one
-    assert static_part((torch.ones(1), 3, "a")) != one

@@ -1,8 +1,9 @@
-"""A static result holds all that a module's graph returns: static tensors, inputs, parameters, plain values.
+"""A graph leaves its results in static tensors, which every replay overwrites; callers get copies, or borrow them.
 
-A tensor is handed out as it lies, without a copy, because mostly the next graph reads it there. If a caller still
-holds it, or a view of it, when a graph is to run that writes there, it would change under their eyes. So that is looked
-at before (`BorrowedTensor`), and a tensor that was found to be kept is copied from then on.
+Of a whole step the caller gets copies (or, if they ask for that, the static tensors themselves). A tensor of a module
+is lent, without a copy, because mostly the next graph reads it where it is. If a caller still holds it, or a view of
+it, before a graph runs that writes there, it would change under their eyes. So that is looked at before
+(`BorrowedTensor`), and a tensor that was found to be kept is copied from then on.
 
 A parameter or buffer of the module that is returned as such is handed out as the object that it is. The graph has no
 part in it: autograd gives a parameter the gradients of its uses outside, as in eager.
@@ -11,8 +12,7 @@ part in it: autograd gives a parameter the gradients of its uses outside, as in 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,28 +22,7 @@ from stepgraph.errors import CaptureError
 from stepgraph.tree import flatten, unflatten
 
 
-@dataclass(frozen=True, slots=True)
-class _Passed:
-    """A result that is an argument of the call, by its index among the leaves."""
-
-    index: int
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Object:
-    """A result that is a parameter, a buffer or another leaf: the object itself."""
-
-    tensor: torch.Tensor
-
-
-@dataclass(frozen=True, slots=True)
-class _Tensor:
-    """A result that the graph computes, by its index among the result's tensors."""
-
-    index: int
-
-
-class StaticResult:
+class StaticOutputs:
     """The results of a recorded call.
 
     `inputs` are its tensor arguments by leaf index. `objects` are tensors, by the id of what the call has returned,
@@ -51,37 +30,65 @@ class StaticResult:
     """
 
     def __init__(
-        self, tree: Any, inputs: dict[int, torch.Tensor], objects: Mapping[int, torch.Tensor] | None = None
+        self,
+        tree: Any,
+        inputs: Mapping[int, torch.Tensor] | None = None,
+        objects: Mapping[int, torch.Tensor] | None = None,
     ) -> None:
-        leaves, structure = flatten(tree)
-        self.structure = structure
+        leaves, self.structure = flatten(tree)
         self.tensors: list[torch.Tensor] = []
         """The tensors that the graph computes, each once, with their autograd history."""
-        passed = {id(tensor): index for index, tensor in inputs.items()}
-        known = objects or {}
+        self._inputs, known = list((inputs or {}).values()), objects or {}
+        passed = {id(tensor): index for index, tensor in (inputs or {}).items()}
         found: dict[int, int] = {}
-        self._leaves: list[Any] = []
-        for leaf in leaves:
+        self._filled = list(leaves)
+        """The leaves, with "tensor" in the place of those that each call fills in."""
+        self._computed: list[tuple[int, int]] = []
+        """The leaves that are results of the graph, each with its index among `tensors`."""
+        self._passed: list[tuple[int, int]] = []
+        """The leaves that are arguments of the call, each with its index among those."""
+        self._objects: dict[int, torch.Tensor] = {}
+        """The leaves that are parameters, buffers or other leaves of autograd: handed out themselves."""
+        for position, leaf in enumerate(leaves):
             if not isinstance(leaf, torch.Tensor):
-                self._leaves.append(leaf)
-            elif id(leaf) in passed:
-                self._leaves.append(_Passed(passed[id(leaf)]))
+                continue
+            self._filled[position] = "tensor"
+            if id(leaf) in passed:
+                self._passed.append((position, passed[id(leaf)]))
             elif id(leaf) in known and leaf.grad_fn is None:
-                self._leaves.append(_Object(known[id(leaf)]))
+                self._filled[position] = self._objects[position] = known[id(leaf)]
             else:
                 if id(leaf) not in found:
                     found[id(leaf)] = len(self.tensors)
                     self.tensors.append(leaf)
-                self._leaves.append(_Tensor(found[id(leaf)]))
+                self._computed.append((position, found[id(leaf)]))
         self._lent: list[BorrowedTensor] = []
         self._watched: dict[int, BorrowedTensor] = {}
-        self._inputs = list(inputs.values())
         self.copied = [False] * len(self.tensors)
         """Which tensors are handed out as copies."""
         self.differentiable = [tensor.grad_fn is not None for tensor in self.tensors]
         self.constant = [i for i, differentiable in enumerate(self.differentiable) if not differentiable]
         """Which tensors no gradient comes back to."""
-        self._single = len(self._leaves) == 1 and self.structure.kind is None and isinstance(self._leaves[0], _Tensor)
+        self._single = self.structure.kind is None and bool(self._computed)
+
+    # -- whole steps: the static tensors themselves, or copies of all
+
+    @property
+    def tree(self) -> Any:
+        """The result with the static tensors themselves, overwritten by the next call."""
+        return self.build(self.tensors, ())
+
+    def copier(self) -> Callable[[], Any]:
+        """What makes the result with copies, safe to keep."""
+        return self.tensors[0].clone if self._single else self._copies
+
+    def _copies(self) -> Any:
+        filled = self._filled.copy()
+        for position, index in self._computed:
+            filled[position] = self.tensors[index].clone()
+        return unflatten(self.structure, filled)
+
+    # -- modules: lent, and looked after
 
     def settle(self, state: Sequence[torch.Tensor]) -> None:
         """The recording has ended: get the tensors ready to be handed out.
@@ -94,14 +101,13 @@ class StaticResult:
         self._inputs = []
         self._lent = lend_out(self.tensors)
         kept = {tensor.untyped_storage()._cdata for tensor in state}
-        self._watched = {i: lent for i, lent in enumerate(self._lent) if self._storage(i) not in kept}
+        self._watched = {
+            i: lent for i, lent in enumerate(self._lent) if self.tensors[i].untyped_storage()._cdata not in kept
+        }
 
     def is_own(self, index: int) -> bool:
         """Whether a tensor lies in memory of the graph's own and is handed out as it lies."""
         return not self.copied[index] and index in self._watched
-
-    def _storage(self, index: int) -> int:
-        return int(self.tensors[index].untyped_storage()._cdata)
 
     def held(self) -> list[int]:
         """The tensors, or views of them, that a caller still holds."""
@@ -144,31 +150,34 @@ class StaticResult:
         """The result around these tensors, for a call with these arguments."""
         if self._single:
             return tensors[0]
-        return unflatten(self.structure, [_fill(leaf, tensors, leaves) for leaf in self._leaves])
+        filled = self._filled.copy()
+        for position, index in self._computed:
+            filled[position] = tensors[index]
+        for position, index in self._passed:
+            filled[position] = leaves[index]
+        return unflatten(self.structure, filled)
 
     @property
     def passed(self) -> list[int]:
         """The arguments that are results, by leaf index."""
-        return [leaf.index for leaf in self._leaves if isinstance(leaf, _Passed)]
+        return [index for _, index in self._passed]
 
     @property
     def objects(self) -> list[torch.Tensor]:
         """The results that are parameters, buffers or other leaves, each once."""
-        return list({id(leaf.tensor): leaf.tensor for leaf in self._leaves if isinstance(leaf, _Object)}.values())
+        return list({id(tensor): tensor for tensor in self._objects.values()}.values())
 
     @property
     def plain_values(self) -> list[Any]:
         """What no replay computes again; for a parameter the one weak reference to it."""
-        values = ["tensor" if isinstance(leaf, (_Passed, _Tensor)) else leaf for leaf in self._leaves]
-        return [weakref.ref(value.tensor) if isinstance(value, _Object) else value for value in values]
+        weak = {position: weakref.ref(tensor) for position, tensor in self._objects.items()}
+        return [weak.get(position, value) for position, value in enumerate(self._filled)]
 
 
-def _fill(leaf: Any, tensors: Sequence[torch.Tensor], leaves: Sequence[Any]) -> Any:
-    if isinstance(leaf, _Tensor):
-        return tensors[leaf.index]
-    if isinstance(leaf, _Object):
-        return leaf.tensor
-    return leaves[leaf.index] if isinstance(leaf, _Passed) else leaf
+def detached(tree: Any) -> Any:
+    """A call's results without their autograd graph."""
+    leaves, structure = flatten(tree)
+    return unflatten(structure, [leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves])
 
 
 def leaf_results(tree: Any) -> dict[int, torch.Tensor]:
