@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import runpy
+import tomllib
 import warnings
 from pathlib import Path
 from typing import Any
@@ -11,11 +13,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import stepgraph
 from stepgraph.errors import ERROR_TABLE
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-LINKING_PAGES = [*PAGES, ROOT / "CHANGELOG.md", *sorted((ROOT / "benchmarks").glob("*.md"))]
+LINKING_PAGES = [
+    *PAGES,
+    *(ROOT / name for name in ("CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")),
+    *sorted((ROOT / "benchmarks").glob("*.md")),
+]
 FENCE = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```[ \t]*$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\[[^\]\n]*\]\(([^)\s]+)\)")
 
@@ -28,6 +35,30 @@ def _python_blocks(page: Path) -> list[tuple[int, str]]:
     """Each python block of a page, with the number of lines before it."""
     text = page.read_text()
     return [(text.count("\n", 0, m.start(2)), m.group(2)) for m in FENCE.finditer(text) if m.group(1) == "python"]
+
+
+README_BEFORE = """\
+import torch
+import torch.nn.functional as F
+import stepgraph
+
+model = torch.nn.Linear(32, 1)
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+batches = [(torch.randn(16, 32), torch.randn(16, 1)) for _ in range(10)]
+
+"""
+"""What README's loop takes for granted."""
+
+
+def _readme_block(language: str) -> str:
+    """README's only block of a language."""
+    (found,) = (m.group(2) for m in FENCE.finditer((ROOT / "README.md").read_text()) if m.group(1) == language)
+    return found
+
+
+def _readme_loop() -> str:
+    """README's loop as a program, with the lines that its diff adds."""
+    return README_BEFORE + re.sub(r"^[+ ]", "", _readme_block("diff"), flags=re.MULTILINE)
 
 
 def _prose(page: Path) -> str:
@@ -64,15 +95,53 @@ def test_page_snippets_run(page: Path, monkeypatch: pytest.MonkeyPatch, tmp_path
             dist.destroy_process_group()
 
 
-def test_readme_and_guides_have_snippets() -> None:
+def test_guides_have_snippets() -> None:
     without = {_name(page) for page in PAGES if not _python_blocks(page)}
-    assert without == {"docs/index.md"}
+    assert without == {"README.md", "docs/index.md", "docs/limits.md"}
 
 
-def test_readme_example_is_short() -> None:
-    """One screen: fifteen lines, not counting empty ones."""
-    ((_, code),) = _python_blocks(ROOT / "README.md")
-    assert len([line for line in code.splitlines() if line.strip()]) <= 15
+def test_readme_loop_replays_with_one_line_added() -> None:
+    added = [line for line in _readme_block("diff").splitlines() if line.startswith("+")]
+    assert added == ["+@stepgraph.capture"]
+    namespace: dict[str, Any] = {"__name__": "__docs__"}
+    exec(compile(_readme_loop(), "README.md", "exec"), namespace)
+    report = namespace["step"].report()
+    assert (report.eager_reasons, report.captures, report.replays) == ({"warm-up": 3}, 1, 7)
+
+
+def test_readme_refusal_is_the_real_message(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"  # a real file: the message quotes its line
+    read = "    if loss.item() > 100:\n        raise ValueError\n    loss.backward()\n"
+    script.write_text(_readme_loop().replace("    loss.backward()\n", read))
+    with pytest.raises(stepgraph.CaptureError) as caught:
+        exec(compile(script.read_text(), str(script), "exec"), {"__name__": "__docs__"})
+    shown = f"{type(caught.value).__name__}: {caught.value}".replace(f"{tmp_path}/", "")
+    at_line = re.compile(r"train\.py:\d+")
+    assert at_line.sub("train.py", shown).strip() == at_line.sub("train.py", _readme_block("text")).strip()
+
+
+def test_readme_chart_and_figures_match_the_results() -> None:
+    """`python benchmarks/chart.py` would change nothing."""
+    chart = runpy.run_path(str(ROOT / "benchmarks" / "chart.py"), run_name="chart")
+    path, result = chart["newest_result"]()
+    for image, text in chart["images"](result).items():
+        assert image.read_text() == text, f"{image.name}: run python benchmarks/chart.py"
+    readme = (ROOT / "README.md").read_text()
+    assert chart["readme_with"](readme, chart["table"](path, result)) == readme
+
+
+def test_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 120
+
+
+def test_citation_names_the_version_of_the_package() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert f"version: {project['version']}\n" in (ROOT / "CITATION.cff").read_text()
+
+
+def test_index_lists_every_page() -> None:
+    index = (ROOT / "docs" / "index.md").read_text()
+    assert [_name(p) for p in PAGES[1:] if p.name != "index.md" and f"]({p.name})" not in index] == []
 
 
 @pytest.mark.parametrize("page", LINKING_PAGES, ids=_name)
