@@ -181,6 +181,15 @@ class ExecutedCode:
         """What runs cannot be seen."""
         self._is_whole = False
 
+    def noted(self, call: Callable[[], Any]) -> Callable[[], Any]:
+        """The call, with what runs in it noted."""
+
+        def run() -> Any:
+            with self.noting():
+                return call()
+
+        return run
+
     @contextlib.contextmanager
     def noting(self, backwards_on: torch.device | None = None) -> Iterator[None]:
         """Note what runs in this block, in this thread, and in that of backwards on a device.

@@ -22,10 +22,10 @@ from stepgraph.backends import Backend
 from stepgraph.callables.call_shape import detached
 from stepgraph.callables.target import SET_OUTSIDE, CaptureTarget
 from stepgraph.collector import state_of
-from stepgraph.errors import CaptureError, InvalidArgument
+from stepgraph.errors import InvalidArgument
+from stepgraph.observe.eager_call import EagerCall
 from stepgraph.observe.module_attributes import ModuleAttributes
 from stepgraph.observe.step_objects import leaves_behind
-from stepgraph.observe.warm_call import WarmCall
 from stepgraph.pair.differentiate import is_reentrant
 from stepgraph.pair.parameter_proxies import without_hooks
 from stepgraph.pair.proof import EagerProof, note_forward, noting
@@ -102,17 +102,15 @@ def warm_up(
                 watched = _watch(warm.target, backend) if is_last else None
                 with warm.target.ran.noting(backwards_on=backend.device):
                     _one_call(warm, hooks, backend.device, trains=trains)
-                finding = watched.finding() if watched is not None else None
+                finding = watched.finding(warm.target.name) if watched is not None else None
                 if finding is not None:
-                    raise CaptureError(
-                        f"{warm.target.name}: {finding.what}", rule=finding.rule, why=finding.why, fix=finding.fix
-                    )
+                    raise finding
                 if is_last and count > 1:
                     warm.proof.refuse_varying(warm.target.name, "callable")
 
 
-def _watch(target: CaptureTarget, backend: Backend) -> WarmCall:
-    return WarmCall(target.original, target.named_modules, SET_OUTSIDE, backend.device, target.ran)
+def _watch(target: CaptureTarget, backend: Backend) -> EagerCall:
+    return EagerCall.of_module(target.original, target.named_modules, SET_OUTSIDE, backend.device, target.ran)
 
 
 def _one_call(warm: _Warm, hooks: CaptureTimeHooks, device: torch.device, *, trains: bool) -> None:
@@ -158,7 +156,7 @@ def _as_before(targets: Sequence[CaptureTarget], backend: Backend) -> Iterator[N
         if isinstance(main_grad, torch.Tensor):
             tensors[id(main_grad)] = main_grad
     kept = [(tensor, tensor.detach().clone()) for tensor in tensors.values()]
-    attributes = ModuleAttributes(modules)
+    attributes = ModuleAttributes({str(index): module for index, module in enumerate(modules)})
     with _random_as_before(backend):
         try:
             yield

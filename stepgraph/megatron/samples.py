@@ -176,7 +176,7 @@ def _as_before(layer: torch.nn.Module) -> Iterator[None]:
     backend = backend_of(tensor.device for tensor in tensors)
     tracker = tracker_for(backend)
     named = tracker.get_states()
-    attributes = ModuleAttributes(list(layer.modules()))
+    attributes = ModuleAttributes(dict(layer.named_modules()))
     buffers = [(buffer, buffer.detach().clone()) for buffer in layer.buffers()]
     devices = [backend.device] if backend.device.type == "cuda" else []
     with torch.random.fork_rng(devices):

@@ -26,7 +26,7 @@ from stepgraph.modules.round import FixedRound
 from stepgraph.modules.session import ModuleSession
 from stepgraph.modules.site import LastModuleCall, ModuleSite
 from stepgraph.observe.ddp import in_ddp
-from stepgraph.observe.warm_call import WarmCall
+from stepgraph.observe.eager_call import EagerCall
 from stepgraph.oplog import Difference, is_logged
 from stepgraph.pair.guard import Finding, SiteGuard
 from stepgraph.pair.in_flight import run_forward
@@ -360,9 +360,9 @@ class CudaGraphManager:
                 return run()
         self.eager_reasons["warm-up"] += 1
         device = self.session.session.backend.device
-        watched = WarmCall(self.original, self._named(), self.options.ignore, device, site.ran)
-        result = self.session.warming(lambda: self.session.recorder.run(site, leaves, structure, watched.noting(run)))
-        site.seen = watched.finding() or site.results.varies
+        watched = EagerCall.of_module(self.original, self._named(), self.options.ignore, device, site.ran)
+        result = self.session.warming(lambda: self.session.recorder.run(site, leaves, structure, site.ran.noted(run)))
+        site.seen = watched.finding(self.name) or site.results.varies
         return result
 
     def _is_blocked(self, site: ModuleSite) -> bool:

@@ -7,7 +7,7 @@ are part of the graph.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -19,27 +19,28 @@ from stepgraph.signature import is_plain
 class ModuleAttributes:
     """The attributes and buffers of modules, as they are now."""
 
-    def __init__(self, modules: Sequence[torch.nn.Module]) -> None:
-        self._kept = [(module, dict(vars(module)), dict(module._buffers)) for module in modules]
+    def __init__(self, modules: Mapping[str, torch.nn.Module]) -> None:
+        """`modules` by the names that messages call them by."""
+        self._kept = [(name, module, dict(vars(module)), dict(module._buffers)) for name, module in modules.items()]
 
-    def _places(self) -> Iterator[tuple[torch.nn.Module, dict[str, Any], dict[str, Any]]]:
-        for module, attributes, buffers in self._kept:
-            yield module, vars(module), attributes
-            yield module, module._buffers, buffers
+    def _places(self) -> Iterator[tuple[str, torch.nn.Module, dict[str, Any], dict[str, Any]]]:
+        for name, module, attributes, buffers in self._kept:
+            yield name, module, vars(module), attributes
+            yield name, module, module._buffers, buffers
 
-    def changed(self, name: Callable[[torch.nn.Module], str]) -> list[str]:
-        """The attributes that are something else by now, but for plain ones of a library's module: its own counts."""
+    def changed(self) -> list[str]:
+        """The attributes that have changed, but for plain ones of a library's module: its own counts."""
         found = []
-        for module, now, before in self._places():
+        for name, module, now, before in self._places():
             keys = [k for k in {*now, *before} if not _same(now.get(k, _MISSING), before.get(k, _MISSING))]
             if not is_own(type(module)):
                 keys = [k for k in keys if not (is_plain(now.get(k)) and is_plain(before.get(k)))]
-            found += [f"{name(module)}.{key}" for key in sorted(keys)]
+            found += [f"{name}.{key}" for key in sorted(keys)]
         return found
 
     def restore(self) -> None:
         """Make all as it was."""
-        for _, now, before in self._places():
+        for _, _, now, before in self._places():
             if len(now) != len(before) or any(now.get(key, _MISSING) is not value for key, value in before.items()):
                 now.clear()
                 now.update(before)

@@ -447,7 +447,7 @@ class PairCapture:
     @contextlib.contextmanager
     def _surroundings(self, training: Sequence[bool]) -> Iterator[None]:
         """The module as it was at the call, with stand-ins for its parameters."""
-        before = ModuleAttributes(list(self._module.modules()))
+        before = ModuleAttributes(dict(self._module.named_modules()))
         for module, flag in zip(with_modes(self._module), training, strict=True):
             module.training = flag  # an evaluation is captured while the model trains, and the other way round
         try:

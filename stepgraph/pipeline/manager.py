@@ -25,7 +25,7 @@ from stepgraph.modules.manager import CudaGraphManager
 from stepgraph.modules.options import ModuleOptions
 from stepgraph.modules.session import ModuleSession
 from stepgraph.modules.site import ModuleCall, ModuleSite
-from stepgraph.observe.warm_call import WarmCall
+from stepgraph.observe.eager_call import EagerCall
 from stepgraph.oplog import Difference
 from stepgraph.order.cursor import Cursor
 from stepgraph.order.entries import Entry, Kind
@@ -188,20 +188,20 @@ class StageManager(CudaGraphManager):
         site = self._site(microbatch, Signature(structure, keys, ambient_key(), self.modes(), (), self._names))
         site.keep_alive = [leaf for leaf in leaves if not isinstance(leaf, torch.Tensor)]
         device = shared.session.backend.device
-        watched = WarmCall(self.original, self._named(), self.options.ignore, device, site.ran)
+        watched = EagerCall.of_module(self.original, self._named(), self.options.ignore, device, site.ran)
 
         def run() -> Any:
             args, kwargs = unflatten(structure, leaves)
             return self.original(*args, **kwargs)
 
-        call = watched.noting(run)
+        call = site.ran.noted(run)
         result = shared.warming(lambda: shared.recorder.run(site, leaves, structure, call))
         recorded = shared.recorder.events[-1].call
         self.calls[microbatch] = StageCall(
             site,
             (site.call.structure, keys, site.call.ambient),
             recorded,
-            refusal or watched.finding() or site.results.varies,
+            refusal or watched.finding(self.name) or site.results.varies,
         )
         self.eager_reasons["warm-up"] += 1
         return result

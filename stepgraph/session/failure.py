@@ -11,16 +11,10 @@ from dataclasses import dataclass
 
 from stepgraph.errors import CaptureError, CaptureRefused, ErrorEntry, Location, StepgraphError, entry, lookup
 from stepgraph.frames import error_location, torch_function
+from stepgraph.observe.eager_call import CHANGED_CONTAINER
 
 _READS = re.compile(r"\.(tolist|item|cpu|numpy)\(|\.to\(\s*(device\s*=\s*)?[\"']cpu")
 _READ_WITHIN_TORCH = frozenset(("host-read", "host-data", "tape-limit"))
-
-CHANGED_CONTAINER = (
-    "arguments are built anew for a capture, and a replay runs no Python: the caller's own stays as it is.",
-    "return the new value, copy into the tensor that is there (state['h'].copy_(new)), or, if nobody else uses it, "
-    "change a copy (batch = dict(batch)).",
-)
-"""Why a container must not be changed by a call, and what to do instead."""
 
 
 def capture_error(step: str, error: Exception) -> StepgraphError:

@@ -9,11 +9,10 @@ import torch
 from stepgraph.errors import InvalidArgument, SignatureMismatch, StateChanged
 from stepgraph.frames import warn_user
 from stepgraph.guards.protocol import Change
+from stepgraph.observe.eager_call import to_ignore
 from stepgraph.oplog import Difference as OperationDifference
 from stepgraph.signature import Difference, Signature, find_differences
 
-_MANY = 4
-"""Names past which a message spells the containers instead."""
 _NUMBERS = (int, float, complex)
 
 PASS_IT = "pass it as a tensor argument (a plain number gets a graph for each value)"
@@ -73,13 +72,6 @@ def warn_operations_changed(
             "its code reads has changed, and it is out of reach of the watch (docs/equality.md).\n"
             f"Fix: {PASS_IT}, or hold it where the {whose} can name it."
         )
-
-
-def to_ignore(names: Sequence[str]) -> str:
-    """The option that makes these values nobody's business; of very many, it names what they are in."""
-    if len(names) > _MANY:
-        names = list(dict.fromkeys(name.partition("[")[0] for name in names))
-    return f"ignore={list(names)!r}"
 
 
 def warn_detached_results(leaves: Iterable[object]) -> None:

@@ -23,6 +23,7 @@ from stepgraph.guards.random_names import NamesGuard
 from stepgraph.guards.registration import RegistrationEvents
 from stepgraph.observe.ddp import Replicas, refuse_replicas
 from stepgraph.observe.discovery import Reached, discovering, scalers_among
+from stepgraph.observe.eager_call import Obstacle
 from stepgraph.observe.escaped_tensors import Place, is_newborn, kept_tensor, setting_apart
 from stepgraph.observe.finder import reachable, tensors_in
 from stepgraph.observe.nonfinite import Flags
@@ -57,10 +58,8 @@ from stepgraph.step.chain import Chain, ChainRecorder, GraphLink
 from stepgraph.step.site import EagerState, Site
 from stepgraph.step.warmup import (
     flags_of,
-    obstacle_error,
     other_result,
     own_change,
-    refuse_obstacles,
     surroundings,
 )
 from stepgraph.tree import Structure, changed_containers, flatten, unflatten
@@ -166,7 +165,8 @@ class StepCapture:
     ) -> CapturedCall:
         """Record the step for these inputs, and keep the recording. `ahead`: it is for a later call."""
         refuse_hooks(self._name, site.touched.modules, self._options.safe_hooks, site.touched.name, everywhere=True)
-        refuse_obstacles(self._name, site)
+        for obstacle in site.obstacles.values():
+            raise obstacle.error(self._name)
         self._check_warm(site, moved, ahead=ahead)
         recorded = self.record(site, leaves, structure, moved, raise_held)
         try:
@@ -245,7 +245,7 @@ class StepCapture:
         other = other_result(site, kind, made.outputs.tree)
         if other is not None:
             site.eager.results.pop(kind)
-            self._surprised(site, obstacle_error(self._name, "varying-output", other))
+            self._surprised(site, Obstacle("varying-output", other).error(self._name))
         if made.kept is not None:
             raise _kept_tensor(self._name, made.kept)
 

@@ -23,6 +23,7 @@ from stepgraph.guards.hooks import with_hooks
 from stepgraph.guards.optimizer import NumbersGuard
 from stepgraph.guards.protocol import GuardSet
 from stepgraph.observe.ddp import flags_of_replicas
+from stepgraph.observe.eager_call import Obstacle
 from stepgraph.observe.step_objects import StepObjects, numbered
 from stepgraph.optim.effects import OptimizerEffects
 from stepgraph.session.proof import EagerLogs
@@ -45,15 +46,6 @@ class LastCall:
     ambient: tuple[Hashable, ...]
     structure: Structure
     site: Site
-
-
-@dataclass(frozen=True, slots=True)
-class Obstacle:
-    """Something in a step that no replay could repeat."""
-
-    what: str
-    names: tuple[str, ...] = ()
-    """The values in question, as `ignore=` takes them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,6 +241,10 @@ class Site:
     def unmoved(self) -> list[torch.Generator]:
         """The generators that the last eager call with the modules in these modes has left where they were."""
         return self._unmoved.get(self._mode(), [])
+
+    def note_obstacle(self, rule: str, what: str) -> None:
+        """An eager call has shown what no replay could repeat."""
+        self.obstacles[rule] = Obstacle(rule, what)
 
     def note_unmoved(self, generators: list[torch.Generator]) -> None:
         self._unmoved[self._mode()] = generators

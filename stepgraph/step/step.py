@@ -43,7 +43,7 @@ from stepgraph.step.eviction import REASON, Action, PoolEviction, Sites
 from stepgraph.step.record import NotWarm, Recorded, StepCapture
 from stepgraph.step.report import Counts, Report, report_of
 from stepgraph.step.site import LastCall, Site
-from stepgraph.step.warmup import flags_of, surroundings, warm_up
+from stepgraph.step.warmup import WarmUp, flags_of, surroundings
 from stepgraph.tree import CallFlattener, Structure, flatten
 
 P = ParamSpec("P")
@@ -336,9 +336,9 @@ class CapturedStep(Generic[P, R]):
         modes = site.modes()
         self._eviction.before_warm_up(given.leaves, self._sites.values())
         others = [other for other in self._sites.values() if other is not site]
-        logs, reached = self._capture.logs, self._capture.reached
-        self._capture.reached = None
-        result, flags = warm_up(self._function, given, site, others, self._session, self._options, logs, reached)
+        reached, self._capture.reached = self._capture.reached, None
+        call = WarmUp(self._function, given, site, self._session, self._options)
+        result, flags = call.run(self._capture.logs, others, reached)
         site.count_warm_call(modes)
         self._capture.look(site)
         self._counts.eager_reasons[reason] += 1

@@ -19,18 +19,18 @@ from torch.optim.optimizer import Optimizer
 from stepgraph.backends import Backend, Workspace
 from stepgraph.buffers.inputs import is_copied_in
 from stepgraph.buffers.outputs import StaticOutputs, detached
-from stepgraph.errors import CaptureError, entry
+from stepgraph.errors import CaptureError
 from stepgraph.observe.ddp import finding_default_stream, renew_reducer
 from stepgraph.observe.discovery import Reached, discovering, scalers_of
+from stepgraph.observe.eager_call import EagerCall, Obstacle
 from stepgraph.observe.finder import tensors_in
 from stepgraph.observe.nonfinite import FlagCollector, Flags
 from stepgraph.observe.own_changes import ModelState, OwnNumbers
 from stepgraph.optim.effects import OptimizerEffects
 from stepgraph.optim.optimizer import capturable_on_cpu, make_capturable, place, place_made
 from stepgraph.optim.steps import at_optimizer_steps
-from stepgraph.rng.host_random import GeneratorWatch, HostRandomWatch
-from stepgraph.session.failure import CHANGED_CONTAINER, refuse_changed_container
-from stepgraph.session.messages import to_ignore, warn_detached_results
+from stepgraph.session.failure import refuse_changed_container
+from stepgraph.session.messages import warn_detached_results
 from stepgraph.session.options import Options
 from stepgraph.session.proof import StepLogs, num_states
 from stepgraph.session.session import Session
@@ -39,12 +39,9 @@ from stepgraph.signature.attributes import changed_attributes
 from stepgraph.signature.memory import Contents
 from stepgraph.step.arguments import on_device
 from stepgraph.step.call import CallArgs
-from stepgraph.step.site import Obstacle, Site
+from stepgraph.step.site import Site
 from stepgraph.tree import Structure, changed_containers, flatten, paths
 from stepgraph.values.watch import Watch
-
-_MAX_TOLD = 4
-"""Changed values that an error spells out."""
 
 
 @contextlib.contextmanager
@@ -60,101 +57,105 @@ def surroundings(optimizer_mode: str, backend: Backend) -> Iterator[None]:
         yield
 
 
-def warm_up(
-    step: Callable[..., Any],
-    given: CallArgs,
-    site: Site,
-    others: Sequence[Site],
-    session: Session,
-    options: Options,
-    logs: StepLogs,
-    found: Reached | None,
-) -> tuple[Any, Flags | None]:
-    """Call the step once on these inputs and note what it touches; what ends with the call is let go of.
+class WarmUp:
+    """One eager call of a step, and what it shows. The last call before a capture is the one that counts."""
 
-    `others` are the sites of the step's other signatures, `found` is what this call has found in reach. Returns the
-    result without its autograd graph, and the flags of `nan_check`. The last call before a capture is the one that
-    counts: its operations are noted, and its values.
-    """
-    is_last = site.is_last_warm_call(options.warmup)
-    backend = session.backend
-    leaves = given.leaves
-    moved = on_device(leaves, backend)
-    site.obstacles.clear()  # what only a first call does (lazy initialization) is in nobody's way
-    host_random = HostRandomWatch(backend.device)
-    generators = GeneratorWatch((backend.default_generator, *options.generators))
-    numbers = OwnNumbers(site.touched.optimizers, lambda o: place(o, options.optimizer).inside)
-    effects = site.effects = OptimizerEffects()
-    whole = site.with_objects(step)
-    flags = flags_of(site, options, step)
-    eager = [o for o in site.touched.optimizers if not place(o, options.optimizer).inside]
-    values = None
-    if is_last:
-        values = Watch(whole, options.ignore, site.touched.named_modules, eager=eager, ran=site.touched.ran)
-    model = ModelState(site.touched.all_modules, site.touched.all_parameters)
-    kind, optimizers = site.kind(), site.touched.optimizers
-    states = num_states(optimizers)
-    contents = Contents([(i, leaf) for i, leaf in enumerate(moved) if is_copied_in(leaf)])
+    def __init__(
+        self, step: Callable[..., Any], given: CallArgs, site: Site, session: Session, options: Options
+    ) -> None:
+        self._step, self._given, self._site, self._session, self._options = step, given, site, session, options
+        backend, touched = session.backend, site.touched
+        self._moved = on_device(given.leaves, backend)
+        self._kind = site.kind()
+        self._whole = site.with_objects(step)
+        self._values: Watch | None = None
+        if site.is_last_warm_call(options.warmup):
+            eager = [o for o in touched.optimizers if not self._is_inside(o)]
+            self._values = Watch(self._whole, options.ignore, touched.named_modules, eager=eager, ran=touched.ran)
+        self._watched = EagerCall(backend.device, self._values, (backend.default_generator, *options.generators))
+        self._numbers = OwnNumbers(touched.optimizers, self._is_inside)
+        self._model = ModelState(touched.all_modules, touched.all_parameters)
+        self._contents = Contents([(i, leaf) for i, leaf in enumerate(self._moved) if is_copied_in(leaf)])
+        site.obstacles.clear()  # what only a first call does (lazy initialization) is in nobody's way
+        site.effects = OptimizerEffects()
 
-    def see(optimizer: Optimizer) -> None:
-        if options.optimizer == "capturable" and not all(g.get("capturable") for g in optimizer.param_groups):
-            make_capturable(optimizer, backend.device)
-        if effects.begin(optimizer):
-            numbers.begin(optimizer)
+    def _is_inside(self, optimizer: Optimizer) -> bool:
+        return place(optimizer, self._options.optimizer).inside
 
-    def seen(optimizer: Optimizer, result: Any) -> None:
-        if effects.end(optimizer, result):
-            numbers.end(optimizer)
+    def run(self, logs: StepLogs, others: Sequence[Site], found: Reached | None) -> tuple[Any, Flags | None]:
+        """Call the step once and note what it touches; what ends with the call is let go of.
 
-    with (
-        discovering(site.touched, whole, {id(leaf) for leaf in (*leaves, *moved)}, see, found) as known,
-        contextlib.nullcontext() if site.touched.ran.is_known else site.touched.ran.noting(backwards_on=backend.device),
-        session.workspace.warming_up(),
-        _state_outside_the_pool(session.workspace),
-        surroundings(options.optimizer, backend),
-        finding_default_stream(site.touched, backend) as unrecordable,
-        flags.at_optimizers(),
-        at_optimizer_steps(after=seen),
-    ):
-        args, kwargs = call = given.with_leaves(moved, own=options.goes_on_eagerly)
-        if is_last:
-            with logs.noting(moved, site.touched, backend.device, tensors_in(whole, options.ignore)) as log:
-                result = step(*args, **kwargs)
-                log.note_result(flatten(result)[0])
-        else:
-            result = step(*args, **kwargs)
-        found_flags = flags.finish(result, site.touched.parameters, zip(site.sign().names(), moved, strict=True))
-    if site.seen <= 1 and not site.touched.differentiates:
-        warn_detached_results(flatten(result)[0])
-    result = detached(result)
-    if is_last and num_states(optimizers) == states:
-        site.eager.logs.add(kind, log.finish())
-    changed_numbers = numbers.finish()
-    ended = _let_go(site, known, options.optimizer)
-    _note_arguments(site, given, moved, call, contents)
-    _note_random(site, generators, host_random)
-    for key, changed in changed_numbers.items():
-        if key not in ended and options.optimizer != "capturable":
-            site.obstacles["host-value"] = Obstacle(f"the step itself changes {changed}")
-    if values is not None:
-        _note_values(site, values)
-    changed_model = model.changed(site.touched.name)
-    if changed_model is not None:
-        site.obstacles["own-change"] = Obstacle(f"the step itself {changed_model}")
-    for ddp, name in unrecordable.values():
-        if not _renewed(site, others, ddp, session):
-            site.obstacles["ddp-stream"] = Obstacle(f"DDP accumulates the gradient of `{name}` on the default stream")
-    note_result(site, kind, result)
-    return result, found_flags
+        `others` are the sites of the step's other signatures, `found` is what this call has found in reach. Returns the
+        result without its autograd graph, and the flags of `nan_check`.
+        """
+        site, session, options = self._site, self._session, self._options
+        backend, ran, inputs = session.backend, site.touched.ran, (*self._given.leaves, *self._moved)
+        flags = flags_of(site, options, self._step)
+        with (
+            discovering(site.touched, self._whole, set(map(id, inputs)), self._before_step, found) as known,
+            contextlib.nullcontext() if ran.is_known else ran.noting(backwards_on=backend.device),
+            session.workspace.warming_up(),
+            _state_outside_the_pool(session.workspace),
+            surroundings(options.optimizer, backend),
+            finding_default_stream(site.touched, backend) as unrecordable,
+            flags.at_optimizers(),
+            at_optimizer_steps(after=self._after_step),
+        ):
+            call = self._given.with_leaves(self._moved, own=options.goes_on_eagerly)
+            result = self._logged(logs, call) if self._values is not None else self._step(*call[0], **call[1])
+            names = site.sign().names()
+            found_flags = flags.finish(result, site.touched.parameters, zip(names, self._moved, strict=True))
+        if site.seen <= 1 and not site.touched.differentiates:
+            warn_detached_results(flatten(result)[0])
+        result = detached(result)
+        self._note(known, call)
+        for ddp, name in unrecordable.values():
+            if not _renewed(site, others, ddp, session):
+                site.note_obstacle("ddp-stream", f"DDP accumulates the gradient of `{name}` on the default stream")
+        note_result(site, self._kind, result)
+        return result, found_flags
 
+    def _before_step(self, optimizer: Optimizer) -> None:
+        groups = optimizer.param_groups
+        if self._options.optimizer == "capturable" and not all(group.get("capturable") for group in groups):
+            make_capturable(optimizer, self._session.backend.device)
+        if self._site.effects.begin(optimizer):
+            self._numbers.begin(optimizer)
 
-def _note_random(site: Site, generators: GeneratorWatch, host_random: HostRandomWatch) -> None:
-    """After a call: what it has done to random generators."""
-    site.note_unmoved(generators.unmoved())
-    if generators.was_set():
-        site.obstacles["reseed"] = Obstacle("the step seeds a random generator, or sets its state")
-    for source in host_random.advanced():
-        site.obstacles["host-random"] = Obstacle(f"the step draws from {source}")
+    def _after_step(self, optimizer: Optimizer, result: Any) -> None:
+        if self._site.effects.end(optimizer, result):
+            self._numbers.end(optimizer)
+
+    def _logged(self, logs: StepLogs, call: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
+        """Call the step and note its operations; a call in which state is born is like no other, and not compared."""
+        site, optimizers = self._site, self._site.touched.optimizers
+        num_before, device = num_states(optimizers), self._session.backend.device
+        with logs.noting(self._moved, site.touched, device, tensors_in(self._whole, self._options.ignore)) as log:
+            result = self._step(*call[0], **call[1])
+            log.note_result(flatten(result)[0])
+        if num_states(optimizers) == num_before:
+            site.eager.logs.add(self._kind, log.finish())
+        return result
+
+    def _note(self, known: frozenset[int], call: tuple[tuple[Any, ...], dict[str, Any]]) -> None:
+        """Note what the call has changed or drawn from; the other values are what the recording has to find."""
+        site, watched = self._site, self._watched
+        numbers = self._numbers.finish()
+        ended = _let_go(site, known, self._options.optimizer)
+        _note_arguments(site, self._given, self._moved, call, self._contents)
+        for key, changed in numbers.items():
+            if key not in ended and self._options.optimizer != "capturable":
+                site.note_obstacle("host-value", f"the step itself changes {changed}")
+        site.note_unmoved(watched.generators.unmoved())
+        site.obstacles |= {obstacle.rule: obstacle for obstacle in watched.obstacles()}
+        if self._values is not None:
+            libraries = watched.changed_values(users=False)
+            site.eager.own_changes = {change.name for change in libraries}
+            self._values.drop({change.name for change in (*libraries, *watched.changed_values())})
+            site.eager.values = self._values
+        changed_model = self._model.changed(site.touched.name)
+        if changed_model is not None:
+            site.note_obstacle("own-change", f"the step itself {changed_model}")
 
 
 def _note_arguments(site: Site, given: CallArgs, moved: Sequence[Any], call: Any, contents: Contents) -> None:
@@ -164,7 +165,7 @@ def _note_arguments(site: Site, given: CallArgs, moved: Sequence[Any], call: Any
     container = changed_containers(given.structure, moved, call, site.sign().arguments)
     container = container or changed_attributes(site.with_keys(moved))
     if container is not None and is_own:
-        site.obstacles["argument-changed"] = Obstacle(f"the step changes a container that it was given: {container}")
+        site.note_obstacle("argument-changed", f"the step changes a container that it was given: {container}")
     else:
         refuse_changed_container(container)  # the caller's own has not seen it
     for index in contents.changed():  # not every write is counted by torch
@@ -172,22 +173,6 @@ def _note_arguments(site: Site, given: CallArgs, moved: Sequence[Any], call: Any
         if moved[index] is not leaves[index] and moved[index].shape == leaves[index].shape:
             with torch.no_grad():  # a copy on the device of a tensor on the host
                 leaves[index].copy_(moved[index])
-
-
-def _note_values(site: Site, values: Watch) -> None:
-    """After a call: which values it has changed itself; the others are what the recording has to find."""
-    found = values.changed()
-    site.eager.own_changes = {change.name for change in found if not change.is_users}
-    changes = [change for change in found if change.is_users]
-    if changes:
-        told = "; ".join(map(str, changes[:_MAX_TOLD])) + (" ..." if len(changes) > _MAX_TOLD else "")
-        names = tuple(change.name for change in changes)
-        site.obstacles["host-value"] = Obstacle(f"the step itself changes {told}", names)
-    if sources := (*values.drawn(), *values.unseen()):
-        told, names = ", ".join(map(str, sources)), tuple(source.name for source in sources)
-        site.obstacles["iterator"] = Obstacle(f"the step draws from {told}", names)
-    values.drop({change.name for change in found})
-    site.eager.values = values
 
 
 def _renewed(site: Site, others: Sequence[Site], ddp: DistributedDataParallel, session: Session) -> bool:
@@ -212,7 +197,7 @@ def _let_go(site: Site, known: frozenset[int], mode: str) -> set[int]:
     for name, placement in (new[key] for key in new.keys() & ended):
         if not placement.inside:
             what = f"the step makes an optimizer that cannot be recorded: {name}, {placement.reason}"
-            site.obstacles["inner-optimizer"] = Obstacle(what)
+            site.note_obstacle("inner-optimizer", what)
     return ended
 
 
@@ -254,7 +239,7 @@ def note_result(site: Site, kind: Hashable, result: Any) -> None:
     """Compare the static part of a result with that of the call before."""
     other = other_result(site, kind, result)
     if other is not None:
-        site.obstacles["varying-output"] = Obstacle(other)
+        site.note_obstacle("varying-output", other)
     site.eager.results[kind] = _static_part(result)
 
 
@@ -271,66 +256,6 @@ def other_result(site: Site, kind: Hashable, result: Any) -> str | None:
     return None
 
 
-_WHY = {
-    "argument-changed": CHANGED_CONTAINER,
-    "host-random": (
-        "it would be drawn once, at capture, and frozen.",
-        "draw on the step's device (torch.rand(..., device=x.device)), or draw outside and pass it as a "
-        "tensor argument (a plain number gets a graph for each value).",
-    ),
-    "host-value": (
-        "Python code runs only at capture, not at replay: the value would stand still.",
-        "change it outside the step (call scheduler.step() after it, count and append in the loop), make it a tensor "
-        "that is changed in place (of tensors: old.copy_(new), or pass it in and return the new one), or, if nothing "
-        "depends on it, name it in ignore=[...].",
-    ),
-    "inner-optimizer": (
-        "it is made anew at each call, so it has to run inside the graph.",
-        "use SGD, RMSprop or a fused optimizer there (torch.optim.Adam(..., fused=True)), or make it once, outside the "
-        "step.",
-    ),
-    "iterator": (
-        "a replay runs no Python and draws nothing: every step would train on what the capture drew.",
-        "draw outside the step and pass what was drawn as an argument, or, if nothing depends on it, name it in "
-        "ignore=[...].",
-    ),
-    "own-change": (
-        "a replay runs no Python: the model would stay as the capture left it.",
-        "change tensors in place (buffer.copy_(new), p.data.sub_(update)), and flags outside the step.",
-    ),
-    "ddp-stream": (
-        "its accumulators remember the stream that DDP was built on, and CUDA records nothing on the default one. New "
-        "ones could not be made: a loss of before is kept with its graph, or DDP has more than a reducer (mixed "
-        "precision, an optimizer in backward, a hook in C++).",
-        "drop or .detach() losses kept from before, or build DDP on the session's stream: `with session.stream(): "
-        "model = DistributedDataParallel(model)`, and stepgraph.capture(step, session=session).",
-    ),
-    "reseed": (entry("reseed").why, entry("reseed").fix),
-    "varying-output": (
-        "a replay computes tensors; a plain value in the result would be that of the capture for ever.",
-        "return a tensor (loss.detach(), not loss.item()), or compute the value outside the step.",
-    ),
-}
-
-
 def own_change(step: str, what: str) -> CaptureError:
     """The error for a step that changes its own model behind the graph's back."""
-    return obstacle_error(step, "own-change", f"the step itself {what}")
-
-
-def obstacle_error(step: str, rule: str, what: str) -> CaptureError:
-    """The error for what stands in the way of a replay."""
-    why, fix = _WHY[rule]
-    return CaptureError(f"{step}: {what}", rule=rule, why=why, fix=fix)
-
-
-def refuse_obstacles(step: str, site: Site) -> None:
-    """Raise for the first thing that warm-up found in the way of a replay."""
-    for rule, obstacle in site.obstacles.items():
-        why, fix = _WHY[rule]
-        ignoring = to_ignore(obstacle.names) if obstacle.names else None
-        if ignoring is None:
-            fix = fix.replace(", or, if nothing depends on it, name it in ignore=[...]", "")
-        else:
-            fix = fix.replace("name it in ignore=[...]", ignoring)
-        raise CaptureError(f"{step}: {obstacle.what}", rule=rule, why=why, fix=fix)
+    return Obstacle("own-change", f"the step itself {what}").error(step)
