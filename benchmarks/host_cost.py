@@ -91,7 +91,7 @@ def measure(num_parameters: int, calls: int) -> dict[str, Any]:
             step(x)
         (site,) = step._sites.values()
         (call,) = site.calls
-        recorded = call.chain.links[0].graph
+        recorded = call.parts.chain.links[0].graph
         graph = recorded._graph  # torch's own
         leaves, fast_match = [x], step._last.fast_match
 
@@ -113,7 +113,7 @@ def measure(num_parameters: int, calls: int) -> dict[str, Any]:
             "optimizer numbers": call.guards.numbers[0].changed,
             "host values": call.guards.values.changed,
             **{f"all guards, {way}": row for way, row in rows.items()},
-            "copy in": lambda: call.inputs.load(leaves),
+            "copy in": lambda: call.parts.inputs.load(leaves),
             "copy out": call.hand_out,
         }
         return {

@@ -28,7 +28,6 @@ from stepgraph.guards.random_names import NamesGuard
 from stepgraph.native.row import GuardRow
 from stepgraph.observe.ddp import Replicas
 from stepgraph.observe.nonfinite import Flags
-from stepgraph.optim.optimizer import HostCounters
 from stepgraph.session.proof import CallProof
 from stepgraph.signature import Signature
 from stepgraph.step.arguments import StepArguments
@@ -93,80 +92,139 @@ class _Modes:
             row.ask(self.hold)
 
 
-class CapturedCall:
-    """One captured signature: static inputs, the chain, static outputs, and what must hold for a replay."""
+@dataclass(frozen=True, slots=True)
+class Replay:
+    """A recorded step, ready to run."""
+
+    inputs: StepArguments
+    chain: Chain
+    outputs: StaticOutputs
+    hand_out: Callable[[], Any]
+    """Gives the caller the results."""
+    carried_in: Attachment
+    """Gradients that have to be where the graphs read them."""
+    added_to: Container[int]
+    before: tuple[Callable[[], None], ...]
+    """What counts on the host at each step."""
+    modes_left: Sequence[tuple[torch.nn.Module, bool]]
+    """Modules that the step leaves in another mode, and in which."""
+    flags: Flags | None
+    """What `nan_check` asks about."""
+
+    def run(self, leaves: Sequence[object], *, steady: bool) -> None:
+        """Run the step once on these inputs. `steady`: the gradients are those that the last replay left."""
+        chain = self.chain
+        if chain.follow is not None:
+            chain.follow()
+        self.inputs.load(leaves)
+        carried = None if steady else carry_in(self.carried_in, chain.note_loaded)
+        for advance in self.before:
+            advance()
+        if steady and chain.single_launch is not None:
+            chain.single_launch()
+        else:
+            chain.replay(steady=steady)
+        if carried is not None:
+            carry_out(carried, self.added_to, chain.note_loaded)
+        if self.inputs.writes_back:
+            self.inputs.store(leaves)
+        for module, mode in self.modes_left:
+            module.training = mode
+
+    def straight(self) -> Callable[[Sequence[Any]], Any] | None:
+        """One function from the inputs to the results of a steady replay, where there is no more to it."""
+        launch, only = self.chain.single_launch, self.inputs.only
+        if launch is None or only is None or self.before or self.modes_left or self.flags or self.inputs.writes_back:
+            return None
+        (index, copy), follow, hand_out = only, self.chain.follow, self.hand_out
+
+        def replay(leaves: Sequence[Any]) -> Any:
+            copy(leaves[index])
+            launch()
+            return hand_out()
+
+        def replay_in_order(leaves: Sequence[Any]) -> Any:
+            follow()  # type: ignore[misc]
+            copy(leaves[index])
+            launch()
+            return hand_out()
+
+        return replay if follow is None else replay_in_order
+
+
+class StartState:
+    """What a call finds when it begins: modes, gradients, the named random state, the flags of DDP modules."""
 
     def __init__(
         self,
         signature: Signature,
         modules: Sequence[torch.nn.Module],
         parameters: Sequence[torch.Tensor],
-        inputs: StepArguments,
-        chain: Chain,
-        outputs: StaticOutputs,
-        carried_in: Attachment,
-        added_to: Container[int],
-        guards: Guards,
+        replay: Replay,
         random: NamesGuard,
         replicas: Replicas,
-        counters: HostCounters,
-        flags: Flags | None,
-        modes_left: Sequence[tuple[torch.nn.Module, bool]],
-        hand_out: Callable[[], Any],
-        proof: CallProof,
     ) -> None:
-        self.signature = signature
-        self.replays = 0
-        self.proof = proof
-        self.flags = flags
-        self.inputs, self.chain, self.outputs = inputs, chain, outputs
-        self.hand_out = hand_out
-        """Gives the caller the results of a replay."""
-        self._random, self._replicas = random, replicas
-        self._parameters = tuple(parameters)
+        self._parameters, self._random, self._replicas = tuple(parameters), random, replicas
         self._modes = _Modes(modules)
         self._no_grad = list(signature.no_grad)
-        self._carried_in, self._added_to = carried_in, added_to
-        left = {id(p): grad for p, grad in chain.final}
-        self._left = [left.get(id(p)) for p in parameters]
+        self._carried_in = replay.carried_in
+        left = {id(p): grad for p, grad in replay.chain.final}
+        self.left = [left.get(id(p)) for p in parameters]
         """The gradients that a replay leaves; a call that finds just these needs no look at each one."""
-        self._may_be_steady = [grad is None for grad in self._left] == self._no_grad and all(
-            left.get(id(p)) is kept for p, kept in self._carried_in
+        self.may_be_steady = [grad is None for grad in self.left] == self._no_grad and all(
+            left.get(id(p)) is kept for p, kept in replay.carried_in
         )
-        self._finds_none = not self._may_be_steady and all(self._no_grad)
-        """Whether the call begins without gradients, and leaves some: `zero_grad()` is called outside."""
-        self._steady = GradientGuard(parameters, [None] * len(parameters) if self._finds_none else self._left)
-        grads = GradientLayoutGuard((g for _, g in (*chain.final, *carried_in) if g is not None), self._left)
-        self._guards = replace(guards, model=(*guards.model, grads))
-        self.guards = self._guards.as_set()
-        self._fast = FastCheck()
-        self._launch, self._follow = chain.single_launch, chain.follow
-        self._is_steady = self._is_known = False
-        self._before_replay = [part.advance for part in (counters, replicas) if part.is_needed]
-        self._writes_back = inputs.writes_back
-        self._modes_left = modes_left
-        self.straight: Callable[[Sequence[Any]], Any] | None = None
-        """From the inputs to the results in one go: the replay of an untouched call, where there is no more to it."""
-        is_all = flags is None and not self._before_replay and not self._writes_back and not modes_left
-        if self._launch is not None and is_all and self._may_be_steady:
-            self.straight = _straight(inputs, self._follow, self._launch, hand_out)
+        finds_none = not self.may_be_steady and all(self._no_grad)  # `zero_grad()` is called outside
+        self._may_be_known = self.may_be_steady or finds_none
+        self._steady = GradientGuard(parameters, [None] * len(parameters) if finds_none else self.left)
+        self.is_known = False
+        """Whether the gradients of this call are the very ones that it should find."""
 
     def fits(self) -> bool:
-        """Whether modules and gradients are as they were before the capture."""
+        """Whether all is as before the capture."""
         if not self._modes.hold() or not self._random.fits():
             return False
         if self._replicas.is_needed and not self._replicas.fit():
             return False
-        self._is_known = (self._may_be_steady or self._finds_none) and self._steady.hold()
-        self._is_steady = self._is_known and self._may_be_steady
-        return self._is_known or (
+        self.is_known = self._may_be_known and self._steady.hold()
+        return self.is_known or (
             [grad is None for grad in map(_grad, self._parameters)] == self._no_grad and can_carry_in(self._carried_in)
         )
 
-    def own_changes(self, known: Sequence[Change]) -> list[Change]:
-        """After the step's code has run once more: the user's values that it has changed, beside those that had been.
+    def expect(self, row: GuardRow) -> None:
+        """What `fits` comes down to in a call whose gradients are known."""
+        self._modes.expect(row)
+        self._random.expect_fork(row)
+        self._replicas.expect(row)
+        self._steady.expect(row)
 
-        What a library counts is its own business.
+    def take_steady(self) -> bool:
+        """Whether this call finds the gradients that the last replay left. Asked once."""
+        steady, self.is_known = self.is_known and self.may_be_steady, False
+        return steady
+
+
+class CapturedCall:
+    """One captured signature: its replay, what a call has to find, and the guards."""
+
+    def __init__(
+        self, signature: Signature, replay: Replay, start: StartState, guards: Guards, proof: CallProof
+    ) -> None:
+        self.signature, self.parts, self.start, self.proof = signature, replay, start, proof
+        self.replays = 0
+        self.flags, self.hand_out = replay.flags, replay.hand_out
+        pairs = (*replay.chain.final, *replay.carried_in)
+        grads = GradientLayoutGuard((grad for _, grad in pairs if grad is not None), start.left)
+        self._guards = replace(guards, model=(*guards.model, grads))
+        self.guards = self._guards.as_set()
+        self._fast = FastCheck()
+        self.straight = replay.straight() if start.may_be_steady else None
+        """From the inputs to the results in one go: the replay of an untouched call, where there is no more to it."""
+
+    def own_changes(self, known: Sequence[Change]) -> list[Change]:
+        """The user's values that the step's code has changed when it ran once more, beside those `known` before.
+
+        A library's own counts are no such change.
         """
         before = {str(change) for change in known}
         return [change for change in self._guards.values.changed() if change.is_users and str(change) not in before]
@@ -184,65 +242,21 @@ class CapturedCall:
 
     def write_row(self, replays: int) -> None:
         """After `fits` and all guards have found nothing changed: write the row. `replays` are the step's so far."""
-        if self._is_known:
+        if self.start.is_known:
             self._fast.write(self._expect, replays)
 
     def is_untouched(self) -> bool:
-        """One fast check of `fits` and all guards, for a call that looks like an earlier one; False is inconclusive.
+        """One fast check of the start and all guards, for a call that looks like an earlier one.
 
-        Gradients are enabled in such a call.
+        False is inconclusive. Gradients are enabled in such a call.
         """
-        self._is_known = self._fast.holds()
-        self._is_steady = self._is_known and self._may_be_steady
-        return self._is_known
+        self.start.is_known = found = self._fast.holds()
+        return found
 
     def _expect(self, row: GuardRow) -> None:
-        self._modes.expect(row)
-        self._random.expect_fork(row)
-        self._replicas.expect(row)
-        self._steady.expect(row)
+        self.start.expect(row)
         self.guards.expect(row)
 
     def replay(self, leaves: Sequence[object]) -> None:
         """Run the captured step once on these inputs, after `fits` or `is_untouched` has looked at the gradients."""
-        if self._follow is not None:
-            self._follow()
-        self.inputs.load(leaves)
-        steady, self._is_steady = self._is_steady, False
-        carried = carry_in(self._carried_in, self.chain.note_loaded) if not steady else None
-        for advance in self._before_replay:
-            advance()
-        if steady and self._launch is not None:
-            self._launch()
-        else:
-            self.chain.replay(steady=steady)
-        if carried is not None:
-            carry_out(carried, self._added_to, self.chain.note_loaded)
-        if self._writes_back:
-            self.inputs.store(leaves)
-        for module, mode in self._modes_left:
-            module.training = mode
-
-
-def _straight(
-    inputs: StepArguments,
-    follow: Callable[[], None] | None,
-    launch: Callable[[], Any],
-    hand_out: Callable[[], Any],
-) -> Callable[[Sequence[Any]], Any] | None:
-    if inputs.only is None:
-        return None
-    index, copy = inputs.only
-
-    def replay(leaves: Sequence[Any]) -> Any:
-        copy(leaves[index])
-        launch()
-        return hand_out()
-
-    def replay_in_order(leaves: Sequence[Any]) -> Any:
-        follow()  # type: ignore[misc]
-        copy(leaves[index])
-        launch()
-        return hand_out()
-
-    return replay if follow is None else replay_in_order
+        self.parts.run(leaves, steady=self.start.take_steady())

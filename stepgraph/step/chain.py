@@ -79,7 +79,7 @@ class Chain:
         last = changes(self.final)
         return [*plan, (last, _nothing)] if last else plan
 
-    @property
+    @functools.cached_property
     def single_launch(self) -> Callable[[], Any] | None:
         """What a steady replay comes down to where it is one graph and no gradient changes hands."""
         changes, run = self._in_turn[0] if len(self._in_turn) == 1 else ((), None)
@@ -92,12 +92,12 @@ class Chain:
                 attach(changes)
             run()
 
-    @property
+    @functools.cached_property
     def note_loaded(self) -> Callable[[torch.Tensor], None] | None:
         """What the pool wants to be told when eager code writes to memory of its graphs, if anything."""
         return next((link.graph.note_loaded for link in self.links if isinstance(link, GraphLink)), None)
 
-    @property
+    @functools.cached_property
     def follow(self) -> Callable[[], None] | None:
         """What is to be called first at each replay, if anything."""
         return next((link.graph.follow for link in self.links if isinstance(link, GraphLink)), None)

@@ -169,9 +169,9 @@ class PoolEviction:
     def before_capture(self, leaves: Sequence[Any], sites: Collection[Site]) -> int:
         """Before a capture for these leaves. Returns how many graphs have made room."""
         calls = [call for site in sites for call in site.calls]
-        size, largest = _bytes_of(leaves), max((_bytes_of(call.inputs.leaves) for call in calls), default=0)
+        size, largest = _bytes_of(leaves), max((_bytes_of(call.parts.inputs.leaves) for call in calls), default=0)
         is_largest, self._captured = size > max(largest, self._captured), max(size, self._captured)
-        graphs = sum(isinstance(link, GraphLink) for call in calls for link in call.chain.links)
+        graphs = sum(isinstance(link, GraphLink) for call in calls for link in call.parts.chain.links)
         if not (is_largest if calls else len(sites) > 1) or not self._is_worth_it(graphs=graphs):
             return 0
         for site in sites:

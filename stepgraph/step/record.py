@@ -53,7 +53,7 @@ from stepgraph.session.session import Session
 from stepgraph.signature import Signature
 from stepgraph.signature.attributes import changed_attributes
 from stepgraph.step.arguments import StepArguments
-from stepgraph.step.call import CallArgs, CapturedCall, Guards
+from stepgraph.step.call import CallArgs, CapturedCall, Guards, Replay, StartState
 from stepgraph.step.chain import Chain, ChainRecorder, GraphLink
 from stepgraph.step.site import EagerState, Site
 from stepgraph.step.warmup import (
@@ -327,13 +327,17 @@ class StepCapture:
                 *(NumbersGuard(o) for o in inside),
             ),
         )
-        return CapturedCall(
-            *(recorded.signature, site.touched.all_modules, parameters, recorded.inputs, made.chain, made.outputs),
-            *(made.grads.carried_in, made.grads.added_to, guards, recorded.random, recorded.replicas),
-            *(recorded.counters, made.flags, made.modes),
-            hand_out=made.outputs.copier() if self._options.outputs == "copy" else lambda: made.outputs.tree,
-            proof=proof,
+        counting = (recorded.counters, recorded.replicas)
+        replay = Replay(
+            *(recorded.inputs, made.chain, made.outputs),
+            made.outputs.copier() if self._options.outputs == "copy" else lambda: made.outputs.tree,
+            *(made.grads.carried_in, made.grads.added_to),
+            tuple(part.advance for part in counting if part.is_needed),
+            *(made.modes, made.flags),
         )
+        modules = site.touched.all_modules
+        start = StartState(recorded.signature, modules, parameters, replay, recorded.random, recorded.replicas)
+        return CapturedCall(recorded.signature, replay, start, guards, proof)
 
     def agree(self, site: Site, call: CapturedCall, recorded: Recorded, changes: Sequence[Change]) -> None:
         """A new recording is the same, and dropped; these values have changed without effect on it.

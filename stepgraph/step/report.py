@@ -148,13 +148,13 @@ def report_of(
 ) -> Report:
     """The report of a captured step at this moment."""
     calls = [call for site in sites for call in site.calls]
-    nodes = [call.chain.nodes for call in calls]
+    nodes = [call.parts.chain.nodes for call in calls]
     known_nodes = [n for n in nodes if n is not None]
     return Report(
         step=step,
         backend=session.backend.name if session.has_backend else "not chosen yet",
         graphs=len(calls),
-        segments=sum(len(call.chain.links) for call in calls),
+        segments=sum(len(call.parts.chain.links) for call in calls),
         nodes=sum(known_nodes) if len(known_nodes) == len(nodes) else None,
         captures=counts.captures,
         audits=counts.audits,
@@ -164,9 +164,9 @@ def report_of(
         eager_reasons=dict(counts.eager_reasons),
         capture_seconds=counts.capture_seconds,
         pool_bytes=session.pool_bytes(),
-        static_bytes=sum(call.inputs.num_bytes for call in calls),
+        static_bytes=sum(call.parts.inputs.num_bytes for call in calls),
         signatures=tuple(call.signature.describe() for call in calls),
-        chains=tuple(call.chain.describe() for call in calls),
+        chains=tuple(call.parts.chain.describe() for call in calls),
         optimizers=optimizers,
         equality=_equality(sites, options) if calls else _NOT_COMPARED if counts.replays else None,
         guards="Python" if native_row() is None else "C++",

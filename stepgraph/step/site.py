@@ -182,7 +182,7 @@ class Site:
     def find(self) -> CapturedCall | None:
         """The graph for the state of this moment."""
         for call in self.calls:
-            if call.fits():
+            if call.start.fits():
                 return call
         return None
 
@@ -234,7 +234,7 @@ class Site:
         """Give all graphs back."""
         self.was_captured = self.was_captured or bool(self.calls)
         for call in self.calls:
-            call.chain.free()
+            call.parts.chain.free()
         self.calls.clear()
 
     @property

@@ -192,7 +192,7 @@ class CapturedStep(Generic[P, R]):
             return True
         if eager:  # it is captured anew, as any other
             site.calls.remove(call)
-            call.chain.free()
+            call.parts.chain.free()
         return False
 
     def _audit(self, site: Site, call: CapturedCall, given: CallArgs, changes: Sequence[Change] = ()) -> Any:
@@ -251,7 +251,7 @@ class CapturedStep(Generic[P, R]):
             site.drop_graphs()
             return self._eager(site, site.obstacle, given)
         site.calls.remove(call)
-        call.chain.free()
+        call.parts.chain.free()
         self._counts.recapture_reasons[why] += 1
         self._counts.captures += 1
         proof = CallProof(recorded.made.log, call.proof.shown, next_audit(self._options.audit, 0))
@@ -280,7 +280,7 @@ class CapturedStep(Generic[P, R]):
     def _recapture(self, site: Site, call: CapturedCall, why: str, given: CallArgs) -> Any:
         """Record the same call again; what it touches is known."""
         site.calls.remove(call)
-        call.chain.free()
+        call.parts.chain.free()
         self._counts.recapture_reasons[why] += 1
         return self._capture_and_replay(site, given)
 
@@ -370,7 +370,7 @@ class CapturedStep(Generic[P, R]):
             self._sites.add(place, other)
             self._counts.captures += 1
         if other.calls and self._bucketing is not None:
-            self._bucketing.note(structure, choice, leaves, other.calls[0].outputs.tree)
+            self._bucketing.note(structure, choice, leaves, other.calls[0].parts.outputs.tree)
 
     def _capture_one(self, site: Site, given: CallArgs) -> Any:
         begun = time.perf_counter()

@@ -17,7 +17,7 @@ from torch import nn
 
 import stepgraph
 from stepgraph import CapturedStep
-from stepgraph.step.call import CapturedCall
+from stepgraph.step.call import CapturedCall, StartState
 
 RATE, MOMENTUM, SCALE = 0.1, 0.9, 1.5
 X = torch.ones(4, 4)
@@ -161,7 +161,7 @@ def test_untouched_is_denied_after_a_change(name: str) -> None:
 
 def tells_of_a_change(call: CapturedCall) -> bool:
     """What the long way would find."""
-    return not call.fits() or bool(call.guards.changed())
+    return not call.start.fits() or bool(call.guards.changed())
 
 
 def put_back(training: Training) -> None:
@@ -203,7 +203,7 @@ def test_untouched_numbers_in_a_list_are_looked_at_each_time() -> None:
 
 def test_untouched_calls_do_not_look_at_the_guards_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     with captured() as (_, step, _):
-        monkeypatch.setattr(CapturedCall, "fits", lambda self: pytest.fail("the long way was taken"))
+        monkeypatch.setattr(StartState, "fits", lambda self: pytest.fail("the long way was taken"))
         before = step.report().replays
         step(X)
         assert step.report().replays == before + 1
