@@ -29,7 +29,7 @@ venv: $(DEV)
 $(DEMO): pyproject.toml constraints.txt
 	@echo "Installing torch and stepgraph into $(VENV) (once, about a minute) ..."
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@$(PIP) -e .
+	@$(PIP) -e ".[plot]"
 	@touch $@
 
 $(DEV): $(DEMO)

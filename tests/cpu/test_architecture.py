@@ -88,7 +88,6 @@ LONG_FUNCTIONS = {
 """Longer functions, with their lines: a list that only shrinks."""
 MAX_ATTRIBUTES = 15
 LARGE_CLASSES = {
-    "stepgraph/bench/demo.py:DemoResult": 19,
     "stepgraph/buffers/static.py:StaticInputs": 16,
     "stepgraph/guards/model.py:ModelGuard": 19,
     "stepgraph/modules/manager.py:CudaGraphManager": 21,
