@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -28,60 +27,44 @@ from stepgraph.pair.proof import AuditTurns, EagerProof, can_audit_now, equality
 from stepgraph.pair.runner import Runner, RunnerState
 from stepgraph.pair.shared import PairSession
 from stepgraph.rng.tracker import tracker_for
+from stepgraph.session.report import GraphReport, backend_name, quantities
 from stepgraph.signature.ambient import autocast_now
 from stepgraph.tree import CallFlattener
 
 
-@dataclass(frozen=True, slots=True)
-class CallablesReport:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallablesReport(GraphReport):
     """The graphs of one `make_graphed_callables`."""
 
-    num_samples: int
+    num_samples: int = 0
     """Layers times microbatches; without an order, callables."""
-    num_graphs: int
+    num_graphs: int = 0
     """Forwards, backwards and split weight gradients."""
-    num_buffers: int
+    num_buffers: int = 0
     """Sets of static arguments: `plan_buffers` says which samples share one."""
-    static_bytes: int
-    """Memory of static arguments and of static gradients of results."""
-    pool_bytes: int
-    """Memory of the graphs: activations, results, gradients and what lives inside a graph."""
-    capture_seconds: float
-    """Warm-up and capture."""
-    forwards: int
-    backwards: int
-    weight_grads: int
+    forwards: int = 0
+    backwards: int = 0
+    weight_grads: int = 0
     """Replays so far."""
     eager_calls: int = 0
     """Forwards, with their backwards, that were not replayed: somebody held what a replay would have overwritten."""
-
     eager_reason: str | None = None
     """Why there are no graphs, where a configuration asks for none."""
-    audits: int = 0
-    """How often all callables were recorded again and compared."""
-    equality: str = ""
-    """What is known of equality with eager."""
 
     @property
     def graphs(self) -> int:
         """The same as `num_graphs`, as other reports name it."""
         return self.num_graphs
 
-    def to_dict(self) -> dict[str, Any]:
-        """For machines."""
-        return dataclasses.asdict(self)
-
-    def __str__(self) -> str:
+    def tally(self) -> tuple[int, dict[str, int]]:
         if self.eager_reason is not None:
-            return f"no graphs, all calls run eagerly: {self.eager_reason}"
-        return (
-            f"{self.num_samples} samples, {self.num_graphs} graphs, captured in {self.capture_seconds:.2f} s\n"
-            f"static   {self.num_buffers} sets of arguments, {self.static_bytes / 2**20:.1f} MiB with gradients\n"
-            f"pool     {self.pool_bytes / 2**20:.1f} MiB\n"
-            f"replays  {self.forwards} forwards, {self.backwards} backwards, {self.weight_grads} weight gradients"
-            + (f"\neager    {self.eager_calls} calls" if self.eager_calls else "")
-            + f"\nequal    {self.equality}"
-        )
+            return 0, {self.eager_reason: 0}
+        return self.forwards, {"an earlier result was still held": self.eager_calls} if self.eager_calls else {}
+
+    def facts(self) -> tuple[str, list[tuple[str, str]]]:
+        kinds = {"samples": self.num_samples, "graphs": self.num_graphs, "argument_sets": self.num_buffers}
+        replays = {"forwards": self.forwards, "backwards": self.backwards, "weight_gradients": self.weight_grads}
+        return "graphed callables", [("graphs", quantities(**kinds)), ("replays", quantities(**replays))]
 
 
 class SetAudits:
@@ -176,17 +159,17 @@ class GraphedSet:
 
     def report(self) -> CallablesReport:
         """What was captured, and what was replayed."""
-        live = [] if self.is_closed else list(self.samples)
         return CallablesReport(
+            backend=backend_name(self.shared.session),
             num_samples=len(self.samples),
             num_graphs=0 if self.is_closed else self._num_graphs,
             num_buffers=0 if self.is_closed else self._num_buffers,
             static_bytes=0 if self.is_closed else self._static_bytes,
             pool_bytes=0 if self.is_closed else self.shared.session.pool_bytes(),
             capture_seconds=self._capture_seconds,
-            forwards=sum(sample.runner.forwards for sample in live),
-            backwards=sum(sample.runner.backward_runs for sample in live),
-            weight_grads=sum(sample.weight_runs for sample in live),
+            forwards=sum(sample.runner.forwards for sample in self.samples),
+            backwards=sum(sample.runner.backward_runs for sample in self.samples),
+            weight_grads=sum(sample.weight_runs for sample in self.samples),
             eager_calls=self._eager_calls,
             audits=self.audits.num,
             equality=equality([proof.shown for proof in self._proofs], self.audits.num),

@@ -141,7 +141,7 @@ class TECudaGraphHelper:
         """What was captured and replayed on this rank."""
         eager_reason = self._settings.reason_for_eager
         if not self.graphs_created() and eager_reason is not None:
-            return CallablesReport(0, 0, 0, 0, 0, 0.0, 0, 0, 0, eager_reason=eager_reason)
+            return CallablesReport(eager_reason=eager_reason)
         if not self.graphs_created():
             raise InvalidArgument(
                 "this rank has no graphs to report on",

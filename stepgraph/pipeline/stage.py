@@ -35,6 +35,7 @@ from stepgraph.pipeline.turn import StageTurn
 from stepgraph.session.limits import weigh_changes
 from stepgraph.session.messages import warn_operations_changed
 from stepgraph.session.options import listed
+from stepgraph.session.report import backend_name
 from stepgraph.session.session import Session
 from stepgraph.signature import reason_for_eager
 
@@ -296,7 +297,7 @@ def _report_on(stages: GraphedStages, shared: ModuleSession) -> StageReport:
         )
     captured = stages.captured
     return StageReport(
-        backend=shared.session.backend.name if shared.session.has_backend else "not chosen yet",
+        backend=backend_name(shared.session),
         rows=tuple(rows),
         steps=dict(stages.steps),
         recaptures=dict(stages.recaptures),

@@ -96,7 +96,6 @@ LARGE_CLASSES = {
     "stepgraph/pair/runner.py:Runner": 40,
     "stepgraph/pipeline/manager.py:StageManager": 16,
     "stepgraph/step/call.py:CapturedCall": 30,
-    "stepgraph/step/report.py:Report": 19,
     "stepgraph/step/site.py:Site": 22,
     "stepgraph/step/step.py:CapturedStep": 22,
 }
