@@ -27,7 +27,7 @@ from stepgraph.pair.proof import AuditTurns, EagerProof, can_audit_now, equality
 from stepgraph.pair.runner import Runner, RunnerState
 from stepgraph.pair.shared import PairSession
 from stepgraph.rng.tracker import tracker_for
-from stepgraph.session.report import GraphReport, backend_name, quantities
+from stepgraph.session.report import GraphReport, backend_name, outline, quantities
 from stepgraph.signature.ambient import autocast_now
 from stepgraph.tree import CallFlattener
 
@@ -218,7 +218,10 @@ class GraphedCallable:
         return self._target.name
 
     def __repr__(self) -> str:
-        return f"<graphed {self.name}, sample {self._sample.number}>"
+        forwards, what = self._runner.forwards, f"graphed {self.name}, sample {self._sample.number}"
+        return outline(
+            what, forwards, forwards, 0 if self.is_closed else self._sample.num_graphs, is_closed=self.is_closed
+        )
 
     def __reduce__(self) -> Any:
         """A copy of the module, by copy.deepcopy or by pickle, is a plain module."""

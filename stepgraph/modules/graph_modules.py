@@ -14,6 +14,7 @@ from stepgraph.modules.report import ModuleReport, report_on
 from stepgraph.modules.scopes import Part, ScopeRegistry, read_scope
 from stepgraph.modules.session import ModuleSession
 from stepgraph.session.options import listed
+from stepgraph.session.report import outline
 from stepgraph.session.session import Session
 
 
@@ -78,6 +79,11 @@ class GraphedModules:
             manager = CudaGraphManager(options, part.module, method, session=shared, name=part.path)
             part.module.__dict__[method] = manager
             self._places.append((part.module, method, manager, own))
+
+    def __repr__(self) -> str:
+        managers = self._shared.managers
+        sums = (sum(counts) for counts in zip((0, 0, 0), *(manager.tally() for manager in managers), strict=True))
+        return outline(f"{len(managers)} graphed modules", *sums, is_closed=self._shared.is_closed)
 
     @property
     def paths(self) -> list[str]:

@@ -37,6 +37,7 @@ from stepgraph.session.backend_choice import refuse_elsewhere
 from stepgraph.session.failure import capture_error
 from stepgraph.session.limits import weigh_changes
 from stepgraph.session.messages import signature_mismatch, unsigned, warn_operations_changed
+from stepgraph.session.report import outline
 from stepgraph.signature import (
     Signature,
     ambient_key,
@@ -118,6 +119,15 @@ class CudaGraphManager:
     def __reduce__(self) -> Any:
         """A copy of the module, by copy.deepcopy or by pickle, is a plain module."""
         return getattr, (self.module, self.function_name)
+
+    def tally(self) -> tuple[int, int, int]:
+        """How many calls, replayed forwards and runners there are."""
+        runners = [runner for site in self.sites.values() for runner in site.runners]
+        forwards = self.forwards + sum(runner.forwards for runner in runners)
+        return forwards + self.eager_reasons.total(), forwards, len(runners)
+
+    def __repr__(self) -> str:
+        return outline(f"graphed {self.name}", *self.tally(), is_closed=self.session.is_closed)
 
     # -- calling
 

@@ -35,7 +35,7 @@ from stepgraph.pipeline.turn import StageTurn
 from stepgraph.session.limits import weigh_changes
 from stepgraph.session.messages import warn_operations_changed
 from stepgraph.session.options import listed
-from stepgraph.session.report import backend_name
+from stepgraph.session.report import backend_name, outline
 from stepgraph.session.session import Session
 from stepgraph.signature import reason_for_eager
 
@@ -235,6 +235,11 @@ class GraphedStages:
         self.captured, self._warm = None, 0
 
     # -- for the user
+
+    def __repr__(self) -> str:
+        graphs = sum(row.graphs for row in self.report().rows)
+        what, replays = f"{len(self.managers)} graphed stages", self.steps["replay"]
+        return outline(what, self.steps.total(), replays, graphs, is_closed=self._shared.is_closed)
 
     def report(self) -> StageReport:
         """What happened so far, stage by stage."""

@@ -101,10 +101,19 @@ def with_counts(reasons: Mapping[str, int]) -> str:
     return ", ".join(f"{reason}: {count}" for reason, count in reasons.items())
 
 
+def outline(what: str, calls: int, replays: int, graphs: int, *, is_closed: bool) -> str:
+    """The `repr` of something graphed."""
+    counts = ", ".join((_named(calls, "calls"), _named(replays, "replays"), _named(graphs, "graphs")))
+    return f"<{what}: {counts}{', closed' if is_closed else ''}>"
+
+
 def quantities(**counts: int | None) -> str:
     """Counts with their names, which are given in the plural; nothing of those that are zero or unknown."""
-    named = [(count, name.replace("_", " ")) for name, count in counts.items() if count]
-    return ", ".join(f"{count} {name.removesuffix('s') if count == 1 else name}" for count, name in named)
+    return ", ".join(_named(count, name.replace("_", " ")) for name, count in counts.items() if count)
+
+
+def _named(count: int, name: str) -> str:
+    return f"{count} {name.removesuffix('s') if count == 1 else name}"
 
 
 def _size(count: int) -> str:

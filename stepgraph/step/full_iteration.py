@@ -75,6 +75,9 @@ class FullCudaGraphWrapper:
         self._loader: StaticBufferLoader | None = None
         self._closed = False
 
+    def __repr__(self) -> str:
+        return repr(self._step)
+
     @untraced
     def __call__(
         self,

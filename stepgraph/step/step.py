@@ -30,6 +30,7 @@ from stepgraph.session.limits import weigh_changes
 from stepgraph.session.messages import state_changed, warn_operations_changed, warn_values_changed
 from stepgraph.session.options import Options
 from stepgraph.session.proof import CallProof, Shown, next_audit, tell_other_path
+from stepgraph.session.report import outline
 from stepgraph.session.session import Session
 from stepgraph.signature import AmbientReader, Signature, argument_names, leaf_keys, reason_for_eager, refuse_opaque
 from stepgraph.signature.attributes import refuse_unlike_buffers
@@ -105,6 +106,11 @@ class CapturedStep(Generic[P, R]):
             return str(vars(self)["__qualname__"])
         wanted = self._wanted.name if isinstance(self._wanted, Backend) else self._wanted
         return _unpickled, (self._function, self._options, wanted)
+
+    def __repr__(self) -> str:
+        graphs = sum(len(site.calls) for site in self._sites.values())
+        counts, is_closed = self._counts, self._closed or self._session.closed
+        return outline(f"captured {self._name}", counts.calls, counts.replays, graphs, is_closed=is_closed)
 
     # -- calling
 
