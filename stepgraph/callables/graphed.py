@@ -16,7 +16,7 @@ from stepgraph.callables.sample_graphs import SampleGraphs
 from stepgraph.callables.target import CaptureTarget
 from stepgraph.callables.turns import Turns
 from stepgraph.callables.warm_up import CaptureTimeHooks
-from stepgraph.errors import CaptureError, ClosedError, InvalidArgument, StateChanged
+from stepgraph.errors import CaptureError, ClosedError, InvalidArgument, StateChanged, StepgraphError
 from stepgraph.frames import untraced
 from stepgraph.observe.ddp import in_ddp
 from stepgraph.oplog import Difference, is_logged
@@ -29,6 +29,7 @@ from stepgraph.pair.shared import PairSession
 from stepgraph.rng.tracker import tracker_for
 from stepgraph.session.report import GraphReport, backend_name, outline, quantities
 from stepgraph.signature.ambient import autocast_now
+from stepgraph.tracebacks import trim
 from stepgraph.tree import CallFlattener
 
 
@@ -262,43 +263,47 @@ class GraphedCallable:
     @untraced
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Replay the forward; the backward is replayed where autograd comes to it."""
-        turns = self._owner.turns
-        if self.is_closed or torch.compiler.is_compiling() or self._is_capturing() or is_logged():
-            return self._otherwise(args, kwargs)
-        if not same_modes(self._modes, self._training):
-            return self._target.original(*args, **kwargs)  # as both contracts have it
-        leaves, structure = self._flatten(args, kwargs)
-        if turns is None and self._stays_eager():
-            return self._target.original(*args, **kwargs)
-        self._shape.check(leaves, structure, self._owner.shared.ambient.read())
-        if turns.is_at_start if turns is not None else not self._runner.lane.is_busy:
-            self._owner.audits.begin_round()
-        self._target.check(self._differs)
-        if in_ddp():
-            raise self._inside_ddp()
-        if self._random.active != self._sample.call.fork:
-            raise self._in_another_fork()
-        if has_global_hooks() and (hook := global_hook(())) is not None:
-            if turns is None:
+        try:
+            turns = self._owner.turns
+            if self.is_closed or torch.compiler.is_compiling() or self._is_capturing() or is_logged():
+                return self._otherwise(args, kwargs)
+            if not same_modes(self._modes, self._training):
+                return self._target.original(*args, **kwargs)  # as both contracts have it
+            leaves, structure = self._flatten(args, kwargs)
+            if turns is None and self._stays_eager():
                 return self._target.original(*args, **kwargs)
-            raise self._hook_on_all(hook)
-        self._owner.check_lent(self.name)
-        sample = self._sample
-        held = sample.handovers.forward_held_up_by(leaves)
-        if held:
-            take_back(held)
-            if sample.has_split_weights:
-                raise held_result(self.name)
-        if turns is not None:
-            turns.take(Kind.FORWARD, sample.number)
-        elif not self._runner.can_take(leaves):
-            raise self._in_flight()
-        if held and turns is not None:  # nothing of this call is replayed
-            self._owner.count_eager(self.name)
-            turns.pass_over(sample.number)
-            return self._target.original(*args, **kwargs)
-        sample.handovers.before_forward(leaves)
-        return run_forward(self._runner, leaves)
+            self._shape.check(leaves, structure, self._owner.shared.ambient.read())
+            if turns.is_at_start if turns is not None else not self._runner.lane.is_busy:
+                self._owner.audits.begin_round()
+            self._target.check(self._differs)
+            if in_ddp():
+                raise self._inside_ddp()
+            if self._random.active != self._sample.call.fork:
+                raise self._in_another_fork()
+            if has_global_hooks() and (hook := global_hook(())) is not None:
+                if turns is None:
+                    return self._target.original(*args, **kwargs)
+                raise self._hook_on_all(hook)
+            self._owner.check_lent(self.name)
+            sample = self._sample
+            held = sample.handovers.forward_held_up_by(leaves)
+            if held:
+                take_back(held)
+                if sample.has_split_weights:
+                    raise held_result(self.name)
+            if turns is not None:
+                turns.take(Kind.FORWARD, sample.number)
+            elif not self._runner.can_take(leaves):
+                raise self._in_flight()
+            if held and turns is not None:  # nothing of this call is replayed
+                self._owner.count_eager(self.name)
+                turns.pass_over(sample.number)
+                return self._target.original(*args, **kwargs)
+            sample.handovers.before_forward(leaves)
+            return run_forward(self._runner, leaves)
+        except StepgraphError as error:
+            trim(error)
+            raise
 
     def _differs(self) -> Difference | None:
         return self._owner.audits.differs(self._target)
@@ -363,21 +368,25 @@ class GraphedCallable:
 
     def backward_dw(self) -> None:
         """Replay the weight gradient that was split off from the backward (`-c.5` in the order)."""
-        sample, turns = self._sample, self._owner.turns
-        if self.is_closed:
-            self._otherwise((), {})
-        if turns is None or not sample.has_split_weights:
-            raise InvalidArgument(
-                f"{self.name}, sample {sample.number}, has no weight gradient of its own",
-                rule="replay-order",
-                why="its backward computes all gradients at once.",
-                fix="split it off in the order: an entry -c.5 after -c for each backward of chunk c.",
-            )
-        self._owner.check_lent(self.name)
-        turns.take(Kind.WEIGHT_GRAD, sample.number)
-        if sample.weights is not None and not sample.weights.run():
-            raise held_gradient(self.name)
-        sample.weight_runs += 1
+        try:
+            sample, turns = self._sample, self._owner.turns
+            if self.is_closed:
+                self._otherwise((), {})
+            if turns is None or not sample.has_split_weights:
+                raise InvalidArgument(
+                    f"{self.name}, sample {sample.number}, has no weight gradient of its own",
+                    rule="replay-order",
+                    why="its backward computes all gradients at once.",
+                    fix="split it off in the order: an entry -c.5 after -c for each backward of chunk c.",
+                )
+            self._owner.check_lent(self.name)
+            turns.take(Kind.WEIGHT_GRAD, sample.number)
+            if sample.weights is not None and not sample.weights.run():
+                raise held_gradient(self.name)
+            sample.weight_runs += 1
+        except StepgraphError as error:
+            trim(error)
+            raise
 
     def admit_hooks(self, names: Sequence[str]) -> None:
         """Let hooks of functions of these names come and go on modules inside: whoever calls this one runs them."""

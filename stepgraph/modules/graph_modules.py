@@ -16,8 +16,10 @@ from stepgraph.modules.session import ModuleSession
 from stepgraph.session.options import listed
 from stepgraph.session.report import outline
 from stepgraph.session.session import Session
+from stepgraph.tracebacks import entry_point
 
 
+@entry_point
 def graph_modules(
     model: torch.nn.Module,
     scope: Sequence[str] | str = (),
@@ -94,6 +96,7 @@ class GraphedModules:
         """What happened so far, part by part."""
         return report_on(self._shared)
 
+    @entry_point
     def create_cudagraphs(self) -> None:
         """Capture now what the last round has recorded, without waiting for the warm-up to end."""
         self._shared.create_cudagraphs()

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from stepgraph.errors import CaptureError, InvalidArgument, StateChanged
+from stepgraph.errors import CaptureError, InvalidArgument, StateChanged, StepgraphError
 from stepgraph.frames import untraced, warn_user
 from stepgraph.guards.hooks import refuse_hooks, with_hooks
 from stepgraph.guards.model import ModelGuard
@@ -47,6 +47,7 @@ from stepgraph.signature import (
     refuse_arguments,
 )
 from stepgraph.signature.ambient import changed_flags
+from stepgraph.tracebacks import entry_point, trim
 from stepgraph.tree import CallFlattener, Structure
 from stepgraph.values.watch import Change, Watch
 
@@ -62,6 +63,7 @@ class CudaGraphManager:
         >>> layer.forward = CudaGraphManager(config, base_module=layer)
     """
 
+    @entry_point
     def __init__(
         self,
         config: Any = None,
@@ -134,14 +136,23 @@ class CudaGraphManager:
     @untraced
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module: by replay where a runner fits, eagerly where none does yet."""
-        if torch.compiler.is_compiling():
-            return self.original(*args, **kwargs)  # a part of a larger compiled region
-        last = self._last
-        if last is not None and not self.session.is_closed and not has_global_hooks():
-            leaves = last.fast_match.leaves_of(args, kwargs)
-            if leaves is not None and last.around == self._around() and not self._is_capturing() and not is_logged():
-                return self._replay(last.site, leaves, last.structure, (args, kwargs))
-        return self._look_up(args, kwargs)
+        try:
+            if torch.compiler.is_compiling():
+                return self.original(*args, **kwargs)  # a part of a larger compiled region
+            last = self._last
+            if last is not None and not self.session.is_closed and not has_global_hooks():
+                leaves = last.fast_match.leaves_of(args, kwargs)
+                if (
+                    leaves is not None
+                    and last.around == self._around()
+                    and not self._is_capturing()
+                    and not is_logged()
+                ):
+                    return self._replay(last.site, leaves, last.structure, (args, kwargs))
+            return self._look_up(args, kwargs)
+        except StepgraphError as error:
+            trim(error)
+            raise
 
     def _replay(self, site: ModuleSite, leaves: list[Any], structure: Structure, given: tuple[Any, Any]) -> Any:
         calls = self.session.lanes.calls

@@ -25,6 +25,7 @@ from stepgraph.pair.runner import Runner
 from stepgraph.pair.shared import PairSession, live_sessions
 from stepgraph.session.backend_choice import backend_of
 from stepgraph.session.session import Session
+from stepgraph.tracebacks import entry_point
 
 
 class ModuleSession(PairSession):
@@ -224,6 +225,7 @@ class ModuleSession(PairSession):
         super().close()
 
 
+@entry_point
 def create_cudagraphs() -> None:
     """Capture all forwards and backwards that were recorded and have no graphs yet, in the order of the last round."""
     for shared in live_sessions():

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from stepgraph.errors import StepgraphError
 from stepgraph.modules.options import ModuleOptions
 from stepgraph.modules.session import ModuleSession
 from stepgraph.order import order_from_pipelining, read_order
@@ -38,8 +39,10 @@ from stepgraph.session.options import listed
 from stepgraph.session.report import backend_name, outline
 from stepgraph.session.session import Session
 from stepgraph.signature import reason_for_eager
+from stepgraph.tracebacks import entry_point, trim
 
 
+@entry_point
 def graph_stage(
     stage: Any,
     schedule: Any,
@@ -118,8 +121,12 @@ class GraphedStages:
         def graphed_step(*args: Any, **kwargs: Any) -> Any:
             if self._shared.is_closed:  # another handle of the same schedule was put around this one
                 return step(*args, **kwargs)
-            with self._step():
-                return step(*args, **kwargs)
+            try:
+                with self._step():
+                    return step(*args, **kwargs)
+            except StepgraphError as error:
+                trim(error)
+                raise
 
         return graphed_step
 

@@ -21,6 +21,7 @@ PACKAGE = ROOT / "stepgraph"
 ROOMS = (
     "collector",
     "errors",
+    "tracebacks",
     "frames",
     "ran",
     "tree",
@@ -261,7 +262,7 @@ def test_orders_know_nothing_of_torch() -> None:
     assert len(paths) > 5
     for path in paths:
         assert "torch" not in {name.partition(".")[0] for name in imports_of(path)}, name_of(path)
-        assert rooms_imported(path) <= {"errors", "order"}, name_of(path)
+        assert rooms_imported(path) <= {"errors", "tracebacks", "order"}, name_of(path)
 
 
 def test_import_starts_no_cuda_and_no_optional_framework() -> None:
