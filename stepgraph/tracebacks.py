@@ -26,17 +26,16 @@ _PLATFORM = sys.stdlib_module_names | {"torch"}
 def trim(error: StepgraphError) -> None:
     """Leave only the user's frames in a refusal's traceback, to be raised again by a bare `raise`.
 
-    A capture that failed for a known cause ends at the line of the step that failed. An error that the step raised by
-    itself, and that became a refusal's `__cause__`, stays whole.
+    An error that the step raised by itself, and that became a refusal's `__cause__`, stays whole.
     """
     if os.environ.get("STEPGRAPH_FULL_TRACEBACK", "0") not in ("", "0"):
         return
-    trace, cause = error.__traceback__, error.__cause__
+    cause = error.__cause__
     if isinstance(cause, CaptureRefused):  # the tape's, which says nothing that the refusal does not
-        trace, error.__cause__ = cause.__traceback__, None
+        error.__cause__ = None
     elif cause is not None and isinstance(error, CaptureError) and error.entry is not None:
         cause.__traceback__ = _kept(cause.__traceback__, lambda module: not _is_engine(module))
-    error.__traceback__ = _kept(trace, _is_users)
+    error.__traceback__ = _kept(error.__traceback__, _is_users)
 
 
 def entry_point(function: _Function) -> _Function:

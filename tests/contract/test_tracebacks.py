@@ -41,6 +41,17 @@ def closed_step(x: torch.Tensor) -> None:
     step(x)
 
 
+def known_failure(x: torch.Tensor) -> None:
+    def step(x: torch.Tensor) -> torch.Tensor:
+        if stepgraph.is_graph_capturing():
+            raise RuntimeError("operation not permitted when stream is capturing")
+        return x * 2
+
+    captured = stepgraph.capture(step)
+    for _ in range(4):
+        captured(x)
+
+
 def host_reading_step(x: torch.Tensor) -> None:
     step = stepgraph.capture(host_read)
     for _ in range(4):
@@ -74,6 +85,7 @@ REFUSALS: list[tuple[Callable[[torch.Tensor], object], str]] = [
     (lambda x: stepgraph.backend_for("meta"), 'backend_for("meta")'),
     (closed_step, "step(x)"),
     (host_reading_step, "return x * x.sum().item()"),
+    (known_failure, "raise RuntimeError("),
     (another_shape, "graphed(x[:1])"),
     (backward_after_reset, "result.backward(x)"),
     (strict_module, "model(x[:1])"),
