@@ -8,8 +8,7 @@ from typing import Any
 
 from stepgraph.modules.session import ModuleSession
 from stepgraph.pair.proof import equality
-from stepgraph.pair.runner import Runner
-from stepgraph.session.report import GraphReport, backend_name, quantities, with_counts
+from stepgraph.session.report import GraphReport, backend_name, quantities, sum_known, with_counts
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,13 +86,13 @@ def report_on(shared: ModuleSession) -> ModuleReport:
     rows = []
     for manager in shared.managers:
         runners = [runner for site in manager.sites.values() for runner in site.runners]
-        counts = [n for runner in runners for n in _nodes(runner)]
+        graphs = [g for r in runners for g in (r.graph, *(backward.graph for backward in r.backwards.values()))]
         rows.append(
             ModuleRow(
                 path=manager.name,
                 signatures=sum(bool(site.runners) for site in manager.sites.values()),
                 runners=len(runners),
-                nodes=None if None in counts else sum(n for n in counts if n is not None),
+                nodes=sum_known([graph.nodes for graph in graphs]),
                 forwards=manager.forwards + sum(runner.forwards for runner in runners),
                 backwards=manager.backwards + sum(runner.backward_runs for runner in runners),
                 eager_calls=manager.eager_reasons.total(),
@@ -113,7 +112,3 @@ def report_on(shared: ModuleSession) -> ModuleReport:
         audits=shared.turns.audits,
         equality=equality(shown, shared.turns.audits),
     )
-
-
-def _nodes(runner: Runner) -> list[int | None]:
-    return [runner.graph.nodes, *(backward.graph.nodes for backward in runner.backwards.values())]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from stepgraph.session.report import GraphReport, quantities, with_counts
 
@@ -21,13 +21,6 @@ class StageRow:
     weight_grads: int
     """W parts of split backwards."""
     eager_calls: int
-
-    def describe(self) -> str:
-        """What happened to it, in one line."""
-        replays = quantities(forwards=self.forwards, backwards=self.backwards, weight_gradients=self.weight_grads)
-        return ", ".join(
-            filter(None, [quantities(graphs=self.graphs), replays, quantities(eager_calls=self.eager_calls)])
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +44,7 @@ class StageReport(GraphReport):
 
     def facts(self) -> tuple[str, list[tuple[str, str]]]:
         return "graphed stages", [
-            *((f"stage {row.stage}", row.describe()) for row in self.rows),
+            *((f"stage {row.stage}", quantities(**asdict(row) | {"stage": 0})) for row in self.rows),
             ("order", quantities(turns=self.order, argument_sets=self.num_buffers)),
             ("captured again", with_counts(self.recaptures)),
         ]

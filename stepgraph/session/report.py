@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
 
@@ -110,6 +110,12 @@ def outline(what: str, calls: int, replays: int, graphs: int, *, is_closed: bool
 def quantities(**counts: int | None) -> str:
     """Counts with their names, which are given in the plural; nothing of those that are zero or unknown."""
     return ", ".join(_named(count, name.replace("_", " ")) for name, count in counts.items() if count)
+
+
+def sum_known(counts: Sequence[int | None]) -> int | None:
+    """The sum of counts; None where one of them is not known."""
+    known = [count for count in counts if count is not None]
+    return sum(known) if len(known) == len(counts) else None
 
 
 def _named(count: int, name: str) -> str:

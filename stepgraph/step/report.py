@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from stepgraph.native.library import native_row
 from stepgraph.session.options import Options
 from stepgraph.session.proof import Shown
-from stepgraph.session.report import GraphReport, backend_name, quantities, with_counts
+from stepgraph.session.report import GraphReport, backend_name, quantities, sum_known, with_counts
 from stepgraph.session.session import Session
 from stepgraph.step.site import Site
 
@@ -93,14 +93,12 @@ def report_of(
 ) -> Report:
     """The report of a captured step at this moment."""
     calls = [call for site in sites for call in site.calls]
-    nodes = [call.chain.nodes for call in calls]
-    known_nodes = [n for n in nodes if n is not None]
     return Report(
         step=step,
         backend=backend_name(session),
         graphs=len(calls),
         segments=sum(len(call.chain.links) for call in calls),
-        nodes=sum(known_nodes) if len(known_nodes) == len(nodes) else None,
+        nodes=sum_known([call.chain.nodes for call in calls]),
         captures=counts.captures,
         audits=counts.audits,
         recapture_reasons=dict(counts.recapture_reasons),
