@@ -4,7 +4,9 @@ PYTHON ?= python3
 WORKERS ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
-STAMP := $(VENV)/.stepgraph-installed
+DEMO := $(VENV)/.stepgraph-installed
+DEV := $(VENV)/.stepgraph-dev-installed
+PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet -c constraints.txt
 
 FAST_SUITES := tests/cpu tests/contract
 SLOW_SUITES := tests/distributed tests/slow
@@ -20,31 +22,37 @@ help:
 	@echo "make format     rewrite the sources the way lint wants them"
 	@echo "make clean      remove the virtual environment and the caches"
 
-venv: $(STAMP)
+venv: $(DEV)
 
-# torch is pinned through constraints.txt in the same command as everything else,
-# so that pip settles on one build of it before it resolves what depends on it.
-$(STAMP): pyproject.toml constraints.txt
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --disable-pip-version-check --quiet -c constraints.txt -e ".[dev]"
-	touch $@
+# Two steps: what a demo needs, and the tools for tests and lint after it. Both are held to constraints.txt: a build of
+# torch that pip chose by itself could be several gigabytes larger.
+$(DEMO): pyproject.toml constraints.txt
+	@echo "Installing torch and stepgraph into $(VENV) (once, about a minute) ..."
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(PIP) -e ".[plot]"
+	@touch $@
 
-demo: $(STAMP)
+$(DEV): $(DEMO)
+	@echo "Installing the tools for tests and lint into $(VENV) (once, less than a minute) ..."
+	@$(PIP) -e ".[dev]"
+	@touch $@
+
+demo: $(DEMO)
 	$(BIN)/stepgraph demo
 
-test: $(STAMP)
+test: $(DEV)
 	$(BIN)/python -m pytest -n $(WORKERS) -m "not slow" $(FAST_SUITES)
 
-test-slow: $(STAMP)
+test-slow: $(DEV)
 	$(BIN)/python -m pytest -n $(WORKERS) $(SLOW_SUITES)
 	$(BIN)/python -m pytest -n $(WORKERS) -m slow $(FAST_SUITES)
 
-lint: $(STAMP)
+lint: $(DEV)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy --strict stepgraph
 
-format: $(STAMP)
+format: $(DEV)
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 

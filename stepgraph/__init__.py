@@ -1,44 +1,53 @@
-"""stepgraph: capture a PyTorch training step as CUDA graphs, replay it, and prove that nothing changed but the time."""
+"""stepgraph: capture a PyTorch training step as CUDA graphs, replay it, and prove that nothing changed but the time.
 
-from stepgraph import order
-from stepgraph.backends import Backend, backend_for
-from stepgraph.buffers.inputs import ArgMetadata
-from stepgraph.callables.graphed import CallablesReport
-from stepgraph.callables.make_graphed import make_graphed_callables
-from stepgraph.errors import (
-    BuildError,
-    CaptureError,
-    ClosedError,
-    InvalidArgument,
-    NonFinite,
-    SignatureMismatch,
-    StaleMemoryError,
-    StateChanged,
-    StepgraphError,
-    StepgraphWarning,
-)
-from stepgraph.megatron.layers_helper import TECudaGraphHelper
-from stepgraph.megatron.part_graphs import set_current_microbatch
-from stepgraph.megatron.vision_helper import VisionTECudaGraphHelper, get_vision_cuda_graph_seq_length
-from stepgraph.modules.graph_modules import GraphedModules, graph_modules
-from stepgraph.modules.manager import CudaGraphManager
-from stepgraph.modules.mismatch import get_mismatch_errors
-from stepgraph.modules.report import ModuleReport
-from stepgraph.modules.scopes import ScopeRegistry
-from stepgraph.modules.session import (
-    create_cudagraphs,
-    delete_cuda_graphs,
-    is_graph_capturing,
-    is_graph_warmup,
-)
-from stepgraph.pipeline.stage import GraphedStages, graph_stage
-from stepgraph.rng.tracker import CudaRNGStatesTracker, get_cuda_rng_tracker
-from stepgraph.session.session import Session
-from stepgraph.step.capture import capture
-from stepgraph.step.full_iteration import FullCudaGraphWrapper
-from stepgraph.step.report import Report
-from stepgraph.step.static_loader import StaticBufferLoader
-from stepgraph.step.step import CapturedStep
+The public names load on first use: `import stepgraph` and `stepgraph --help` do not import torch.
+"""
+
+import importlib
+import importlib.util
+import sys
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from stepgraph import order
+    from stepgraph.backends import Backend, backend_for
+    from stepgraph.buffers.inputs import ArgMetadata
+    from stepgraph.callables.graphed import CallablesReport
+    from stepgraph.callables.make_graphed import make_graphed_callables
+    from stepgraph.errors import (
+        BuildError,
+        CaptureError,
+        ClosedError,
+        InvalidArgument,
+        NonFinite,
+        SignatureMismatch,
+        StaleMemoryError,
+        StateChanged,
+        StepgraphError,
+        StepgraphWarning,
+    )
+    from stepgraph.megatron.layers_helper import TECudaGraphHelper
+    from stepgraph.megatron.part_graphs import set_current_microbatch
+    from stepgraph.megatron.vision_helper import VisionTECudaGraphHelper, get_vision_cuda_graph_seq_length
+    from stepgraph.modules.graph_modules import GraphedModules, graph_modules
+    from stepgraph.modules.manager import CudaGraphManager
+    from stepgraph.modules.mismatch import get_mismatch_errors
+    from stepgraph.modules.report import ModuleReport
+    from stepgraph.modules.scopes import ScopeRegistry
+    from stepgraph.modules.session import (
+        create_cudagraphs,
+        delete_cuda_graphs,
+        is_graph_capturing,
+        is_graph_warmup,
+    )
+    from stepgraph.pipeline.stage import GraphedStages, graph_stage
+    from stepgraph.rng.tracker import CudaRNGStatesTracker, get_cuda_rng_tracker
+    from stepgraph.session.session import Session
+    from stepgraph.step.capture import capture
+    from stepgraph.step.full_iteration import FullCudaGraphWrapper
+    from stepgraph.step.report import Report
+    from stepgraph.step.static_loader import StaticBufferLoader
+    from stepgraph.step.step import CapturedStep
 
 __version__ = "0.1.0"
 
@@ -84,3 +93,49 @@ __all__ = [
     "order",
     "set_current_microbatch",
 ]
+
+_HOMES = {
+    name: home
+    for home, names in {
+        "backends": "Backend backend_for",
+        "buffers.boundary": "ArgMetadata",
+        "callables.graphed": "CallablesReport",
+        "callables.make_graphed": "make_graphed_callables",
+        "errors": "BuildError CaptureError ClosedError InvalidArgument NonFinite "
+        "SignatureMismatch StaleMemoryError StateChanged StepgraphError StepgraphWarning",
+        "megatron.layers_helper": "TECudaGraphHelper",
+        "megatron.part_graphs": "set_current_microbatch",
+        "megatron.vision_helper": "VisionTECudaGraphHelper get_vision_cuda_graph_seq_length",
+        "modules.graph_modules": "GraphedModules graph_modules",
+        "modules.manager": "CudaGraphManager",
+        "modules.mismatch": "get_mismatch_errors",
+        "modules.report": "ModuleReport",
+        "modules.scopes": "ScopeRegistry",
+        "modules.session": "create_cudagraphs delete_cuda_graphs is_graph_capturing is_graph_warmup",
+        "pipeline.stage": "GraphedStages graph_stage",
+        "rng.tracker": "CudaRNGStatesTracker get_cuda_rng_tracker",
+        "session.session": "Session",
+        "step.capture": "capture",
+        "step.full_iteration": "FullCudaGraphWrapper",
+        "step.report": "Report",
+        "step.static_loader": "StaticBufferLoader",
+        "step.step": "CapturedStep",
+    }.items()
+    for name in names.split()
+}
+"""The module that defines each public name."""
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name, or a module of the package, when it is first asked for."""
+    if name in _HOMES:
+        value = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+        globals()[name] = value
+        return value
+    if not name.startswith("_") and importlib.util.find_spec(f"{__name__}.{name}") is not None:
+        return importlib.import_module(f"{__name__}.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}", name=name, obj=sys.modules[__name__])
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
 import json
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -41,13 +43,21 @@ def demo(
     seed: Annotated[int, typer.Option(help="Seed of the weights, the data and the dropout.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON and nothing else.")] = False,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N; auto takes a GPU if there is one.")] = "auto",
+    plot: Annotated[
+        str,
+        typer.Option(
+            metavar="PATH",
+            help="Picture of both runs (.png, .svg), or none; auto writes stepgraph-demo.png if matplotlib is there.",
+        ),
+    ] = "auto",
 ) -> None:
     """Train a small GPT eager and graphed from one seed and compare bit for bit; exit with 1 if they differ."""
     from rich.console import Console
 
     from stepgraph.bench.demo import resolve_device, run_demo
-    from stepgraph.bench.demo_view import demo_progress, render_demo
+    from stepgraph.bench.demo_view import demo_progress, draw_demo, render_demo
 
+    picture = _picture_path(plot, as_json)
     try:
         where = resolve_device(device)
     except ValueError as error:
@@ -60,7 +70,25 @@ def demo(
         with demo_progress(console, steps) as on_step:
             result = run_demo(steps, seed, where, on_step)
         console.print(render_demo(result))
+    if picture is not None:
+        draw_demo(result, picture)
+        typer.echo(f"Picture of both runs: {picture}", err=as_json)
     raise typer.Exit(0 if result.equal else 1)
+
+
+def _picture_path(plot: str, as_json: bool) -> Path | None:
+    """Where `stepgraph demo` draws its picture, or None; asked before the runs, so that a refusal comes at once."""
+    if plot == "none" or (plot == "auto" and as_json):
+        return None
+    has_matplotlib = importlib.util.find_spec("matplotlib") is not None
+    if plot == "auto":
+        return Path("stepgraph-demo.png") if has_matplotlib else None
+    if not has_matplotlib:
+        raise typer.BadParameter("needs matplotlib: pip install 'stepgraph[plot]'", param_hint="--plot")
+    path = Path(plot)
+    if path.suffix not in (".png", ".svg") or not path.parent.is_dir():
+        raise typer.BadParameter(f"`{plot}` is not a .png or .svg in a folder that is there", param_hint="--plot")
+    return path
 
 
 @app.command()

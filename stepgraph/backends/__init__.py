@@ -8,6 +8,7 @@ import torch
 
 from stepgraph.backends.base import Backend, CopyStream, Graph, Reading, Workspace
 from stepgraph.errors import InvalidArgument
+from stepgraph.tracebacks import entry_point
 
 __all__ = ["Backend", "CopyStream", "Graph", "Reading", "Workspace", "backend_for", "backend_named", "is_capturing"]
 
@@ -15,6 +16,7 @@ NAMES = {"cuda": "cuda", "tape": "cpu"}
 """Each backend's name and the type of device it records."""
 
 
+@entry_point
 def backend_for(device: torch.device | str) -> Backend:
     """The backend for a device: CUDA graphs for a GPU, the tape for the CPU. STEPGRAPH_BACKEND overrides.
 

@@ -14,7 +14,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from torch import Tensor
 import stepgraph
 from stepgraph.models import GPT, GPTConfig
 
-__all__ = ["MIN_STEPS", "DemoResult", "resolve_device", "run_demo"]
+__all__ = ["MIN_STEPS", "SETTLING_STEPS", "DemoResult", "DemoRun", "resolve_device", "run_demo"]
 
 Batch = dict[str, Tensor]
 OnStep = Callable[[str], None]
@@ -40,6 +40,25 @@ _CONFIG = replace(GPTConfig.tiny(), num_layers=4, hidden_size=128, ffn_size=344,
 
 
 @dataclass(frozen=True)
+class DemoRun:
+    """One training run: what it took."""
+
+    losses: tuple[float, ...]
+    """The loss of each step."""
+
+    times_ms: tuple[float, ...]
+    """The time of each step, warm-up and capture included."""
+
+    peak_bytes: int | None
+    """Peak memory; None where the backend has no figure."""
+
+    @property
+    def step_ms(self) -> float:
+        """Median time of a step once the run has settled."""
+        return statistics.median(self.times_ms[SETTLING_STEPS:])
+
+
+@dataclass(frozen=True)
 class DemoResult:
     """What the two runs took, and whether they are equal."""
 
@@ -52,53 +71,37 @@ class DemoResult:
     torch_version: str
     """The torch that ran both."""
 
-    steps: int
-    """Training steps in each run."""
-
     seed: int
     """The seed both runs start from."""
 
-    eager_step_ms: float
-    """Median time of an eager step."""
-
-    graphed_step_ms: float
-    """Median time of a replayed step."""
-
-    speedup: float | None
-    """Eager over graphed; None on the tape, whose time says nothing about a GPU's."""
-
-    eager_loss: float
-    """Loss of the eager run's last step."""
-
-    graphed_loss: float
-    """Loss of the graphed run's last step."""
-
-    loss_difference: float
-    """Largest difference between the runs' losses over all steps."""
+    eager: DemoRun
+    graphed: DemoRun
 
     differing_parameters: tuple[str, ...]
     """Names of the parameters that are not equal bit for bit after the last step."""
 
-    eager_peak_bytes: int | None
-    """Peak memory of the eager run; None where the backend has no figure."""
+    report: dict[str, Any]
+    """The report of the captured step, as `Report.to_dict` gives it."""
 
-    graphed_peak_bytes: int | None
-    """Peak memory of the graphed run; None where the backend has no figure."""
+    @property
+    def steps(self) -> int:
+        """Training steps in each run."""
+        return len(self.eager.losses)
 
-    graphs: int
-    """Graphs captured."""
+    @property
+    def replays(self) -> int:
+        """Steps that were replayed."""
+        return int(self.report["replays"])
 
-    segments: int
-    """Pieces the captured step was cut into, with eager code between them."""
+    @property
+    def speedup(self) -> float | None:
+        """Eager over graphed; None on the tape, whose time says nothing about a GPU's."""
+        return self.eager.step_ms / self.graphed.step_ms if self.backend == "cuda" else None
 
-    nodes: int | None
-    """Nodes in the graphs; None where the backend cannot count them."""
-
-    replays: int
-    """Steps that were replayed."""
-
-    capture_seconds: float
-    """Time spent capturing."""
+    @property
+    def loss_difference(self) -> float:
+        """Largest difference between the runs' losses over all steps."""
+        return max(abs(a - b) for a, b in zip(self.eager.losses, self.graphed.losses, strict=True))
 
     @property
     def parameters_equal(self) -> bool:
@@ -119,20 +122,17 @@ class DemoResult:
         return f"{compared} do not equal eager's" if self.replays else f"{compared}: nothing was replayed"
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the fields and the verdicts as plain values."""
-        verdicts = {"parameters_equal": self.parameters_equal, "equal": self.equal, "equality": self.equality}
-        return asdict(self) | verdicts
-
-
-@dataclass(frozen=True)
-class _Run:
-    """One training run: what it left behind and what it took."""
-
-    losses: list[float]
-    parameters: dict[str, Tensor]
-    step_ms: float
-    peak_bytes: int | None
-    report: dict[str, Any]
+        """Return the results and the verdicts as plain values."""
+        found: dict[str, Any] = {
+            name: getattr(self, name) for name in ("device", "backend", "torch_version", "steps", "seed", "speedup")
+        }
+        for phase, run in (("eager", self.eager), ("graphed", self.graphed)):
+            found |= {f"{phase}_step_ms": run.step_ms, f"{phase}_loss": run.losses[-1]}
+            found |= {f"{phase}_peak_bytes": run.peak_bytes}
+            found |= {f"{phase}_losses": list(run.losses), f"{phase}_times_ms": list(run.times_ms)}
+        found |= {name: self.report[name] for name in ("graphs", "segments", "nodes", "replays", "capture_seconds")}
+        found |= {"loss_difference": self.loss_difference, "differing_parameters": list(self.differing_parameters)}
+        return found | {"parameters_equal": self.parameters_equal, "equal": self.equal, "equality": self.equality}
 
 
 def resolve_device(name: str) -> torch.device:
@@ -159,36 +159,29 @@ def run_demo(steps: int, seed: int, device: torch.device, on_step: OnStep = lamb
         raise ValueError(f"run_demo, argument `steps`: {steps} leaves no step to time; use at least {MIN_STEPS}")
     with _reproducible(device):
         batches = _make_batches(steps, seed, device)
-        eager = _train(batches, seed, device, "eager", on_step)
-        graphed = _train(batches, seed, device, "graphed", on_step)
-    backend = stepgraph.backend_for(device).name
+        eager, parameters, _ = _train(batches, seed, device, "eager", on_step)
+        graphed, graphed_parameters, report = _train(batches, seed, device, "graphed", on_step)
     return DemoResult(
         device=torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu, 1 thread",
-        backend=backend,
+        backend=stepgraph.backend_for(device).name,
         torch_version=torch.__version__,
-        steps=steps,
         seed=seed,
-        eager_step_ms=eager.step_ms,
-        graphed_step_ms=graphed.step_ms,
-        speedup=eager.step_ms / graphed.step_ms if backend == "cuda" else None,
-        eager_loss=eager.losses[-1],
-        graphed_loss=graphed.losses[-1],
-        loss_difference=max(abs(a - b) for a, b in zip(eager.losses, graphed.losses, strict=True)),
+        eager=eager,
+        graphed=graphed,
         differing_parameters=tuple(
-            name for name, value in eager.parameters.items() if not _same_bits(value, graphed.parameters[name])
+            name for name, value in parameters.items() if not _same_bits(value, graphed_parameters[name])
         ),
-        eager_peak_bytes=eager.peak_bytes,
-        graphed_peak_bytes=graphed.peak_bytes,
-        graphs=graphed.report["graphs"],
-        segments=graphed.report["segments"],
-        nodes=graphed.report["nodes"],
-        replays=graphed.report["replays"],
-        capture_seconds=graphed.report["capture_seconds"],
+        report=report,
     )
 
 
-def _train(batches: list[Batch], seed: int, device: torch.device, phase: str, on_step: OnStep) -> _Run:
-    """Train a fresh model over `batches`; phase "graphed" does so through `stepgraph.capture`."""
+def _train(
+    batches: list[Batch], seed: int, device: torch.device, phase: str, on_step: OnStep
+) -> tuple[DemoRun, dict[str, Tensor], dict[str, Any]]:
+    """Train a fresh model over `batches`; phase "graphed" does so through `stepgraph.capture`.
+
+    Returns what the run took, the parameters it ended with, and the report of the captured step.
+    """
     backend = stepgraph.backend_for(device)
     gc.collect()
     if device.type == "cuda":
@@ -227,13 +220,12 @@ def _train(batches: list[Batch], seed: int, device: torch.device, phase: str, on
             report = step.report().to_dict()
     else:
         train_all(train_step)
-    return _Run(
-        losses=[loss.item() for loss in losses],
-        parameters={name: parameter.detach().cpu() for name, parameter in model.named_parameters()},
-        step_ms=1e3 * statistics.median(seconds[SETTLING_STEPS:]),
+    run = DemoRun(
+        losses=tuple(loss.item() for loss in losses),
+        times_ms=tuple(1e3 * taken for taken in seconds),
         peak_bytes=backend.peak_memory_bytes(),
-        report=report,
     )
+    return run, {name: parameter.detach().cpu() for name, parameter in model.named_parameters()}, report
 
 
 def _make_batches(steps: int, seed: int, device: torch.device) -> list[Batch]:

@@ -1,18 +1,26 @@
-"""How the demo looks in a terminal: a progress bar while it runs, one table and one sentence after."""
+"""How the demo looks: a progress bar while it runs; a table, a small chart and a sentence after, and a picture."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 
-from rich.console import Console, Group, RenderableType
+from rich.bar import Bar
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
-from stepgraph.bench.demo import DemoResult
+from stepgraph.bench.demo import SETTLING_STEPS, DemoResult
 
-__all__ = ["demo_progress", "render_demo"]
+__all__ = ["demo_progress", "draw_demo", "render_demo"]
+
+_COLORS = {"eager": "yellow", "graphed": "cyan"}
+_LEVELS = "▁▂▃▄▅▆▇█"
+_WIDTH = 40
+"""Columns of the chart in a terminal."""
+_TAPE_TIMES = "The CPU tape replays operation by operation from Python: its step times say nothing about a GPU's."
 
 
 @contextmanager
@@ -35,22 +43,78 @@ def render_demo(result: DemoResult) -> RenderableType:
     table.add_column("")
     table.add_column("eager", justify="right")
     table.add_column("graphed", justify="right")
-    table.add_row("step time (median)", f"{result.eager_step_ms:.2f} ms", f"{result.graphed_step_ms:.2f} ms")
+    table.add_row("step time (median)", f"{result.eager.step_ms:.2f} ms", f"{result.graphed.step_ms:.2f} ms")
     table.add_row("speed-up", "", "needs a GPU" if result.speedup is None else f"{result.speedup:.2f}x")
-    table.add_row("loss of the last step", f"{result.eager_loss:.6f}", f"{result.graphed_loss:.6f}")
+    table.add_row("loss of the last step", f"{result.eager.losses[-1]:.6f}", f"{result.graphed.losses[-1]:.6f}")
     table.add_row(
         "loss difference, all steps", "", _verdict(f"{result.loss_difference:g}", result.loss_difference == 0)
     )
     table.add_row("parameters equal (bitwise)", "", _verdict(_parameters(result), result.parameters_equal))
-    table.add_row("peak memory", _mebibytes(result.eager_peak_bytes), _mebibytes(result.graphed_peak_bytes))
+    peaks = [run.peak_bytes for run in (result.eager, result.graphed)]
+    if None not in peaks:
+        table.add_row("peak memory", *(f"{peak / 2**20:.1f} MiB" for peak in peaks if peak is not None))
     table.add_section()
-    table.add_row("steps replayed", "", str(result.replays))
-    table.add_row("graphs", "", str(result.graphs))
-    table.add_row("segments", "", str(result.segments))
-    table.add_row("nodes", "", "-" if result.nodes is None else str(result.nodes))
-    table.add_row("capture time", "", f"{result.capture_seconds:.3f} s")
+    table.add_row("steps replayed", "", f"{result.replays} of {result.steps}")
+    for name in ("graphs", "segments", "nodes"):
+        if result.report[name] is not None:
+            table.add_row(name, "", str(result.report[name]))
+    table.add_row("capture time", "", f"{result.report['capture_seconds']:.3f} s")
     table.caption = f"{result.device}, backend {result.backend}, torch {result.torch_version}"
-    return Group(table, _sentence(result))
+    return Group(table, _Chart(result), _sentence(result))
+
+
+class _Chart:
+    """The losses and the step times of both runs, in a line each; nothing where the terminal has no such letters."""
+
+    def __init__(self, result: DemoResult) -> None:
+        self._result = result
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        if options.ascii_only:
+            return
+        runs = {"eager": self._result.eager, "graphed": self._result.graphed}
+        slowest = max(run.step_ms for run in runs.values())
+        grid = Table.grid(padding=(0, 1))
+        for name, run in runs.items():
+            line = Text(_line(run.losses), style=_COLORS[name])
+            grid.add_row("loss" if name == "eager" else "", name, line, f"{run.losses[0]:.3f} to {run.losses[-1]:.3f}")
+        for name, run in runs.items():
+            bar = Bar(slowest, 0, run.step_ms, width=_WIDTH, color=_COLORS[name])
+            grid.add_row("step time" if name == "eager" else "", name, bar, f"{run.step_ms:.2f} ms")
+        yield ""
+        yield grid
+        yield ""
+
+
+def _line(values: Sequence[float]) -> str:
+    """A row of blocks, as high as the values are."""
+    width = min(_WIDTH, len(values))
+    parts = [values[i * len(values) // width : (i + 1) * len(values) // width] for i in range(width)]
+    heights = [sum(part) / len(part) for part in parts]
+    low, span = min(heights), max(heights) - min(heights)
+    return "".join(_LEVELS[round((h - low) / span * (len(_LEVELS) - 1)) if span > 0 else 0] for h in heights)
+
+
+def draw_demo(result: DemoResult, path: Path) -> None:
+    """Write a picture of the losses and the step times of both runs; needs matplotlib (the extra `plot`)."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 4), layout="constrained")
+    loss, time = figure.subplots(1, 2)
+    for name, run, style in (("eager", result.eager, "-"), ("graphed", result.graphed, "--")):
+        steps = range(1, result.steps + 1)
+        loss.plot(steps, run.losses, style, linewidth=4 if name == "eager" else 1.5, label=name)
+        time.plot(steps, run.times_ms, ".-", label=f"{name}, median {run.step_ms:.2f} ms")
+    loss.set(title="loss: equal at every step" if result.equal else "loss", xlabel="step")
+    time.set(title="step time (ms)", xlabel="step", yscale="log")
+    time.axvspan(1, SETTLING_STEPS, color="0.9", label="warm-up and capture")
+    loss.legend()
+    time.legend()
+    figure.suptitle(f"A small GPT on {result.device}, backend {result.backend}, torch {result.torch_version}")
+    notes = [f"Peaks of the graphed run: its capture, and {result.report['audits']} audits, which record it again."]
+    notes += [_TAPE_TIMES] if result.speedup is None else []
+    figure.supxlabel("\n".join(notes), fontsize="small")
+    figure.savefig(path)
 
 
 def _sentence(result: DemoResult) -> Text:
@@ -59,8 +123,8 @@ def _sentence(result: DemoResult) -> Text:
         return Text(f"Not equal: {why}.", style="bold red")
     if result.speedup is None:
         return Text(
-            "Without a GPU the step is recorded and replayed on the CPU tape, op by op: speed needs a GPU. "
-            "Equality is what this shows: every loss, and at the end every parameter, has the eager run's bits."
+            f"{_TAPE_TIMES} This run shows equality: every loss, and at the end every parameter, has the eager run's "
+            "bits. To see speed, run it on a GPU."
         )
     return Text(
         f"The graphed run is {result.speedup:.2f} times as fast; its losses and parameters have the eager run's bits."
@@ -75,7 +139,3 @@ def _parameters(result: DemoResult) -> str:
 
 def _verdict(text: str, is_good: bool) -> Text:
     return Text(text, style="green" if is_good else "bold red")
-
-
-def _mebibytes(count: int | None) -> str:
-    return "-" if count is None else f"{count / 2**20:.1f} MiB"

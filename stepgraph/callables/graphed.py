@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from stepgraph.callables.handover import held_result, take_back, warn_held_resul
 from stepgraph.callables.sample_graphs import SampleGraphs
 from stepgraph.callables.target import CaptureTarget
 from stepgraph.callables.warm_up import CaptureTimeHooks
-from stepgraph.errors import CaptureError, ClosedError, InvalidArgument, StateChanged
+from stepgraph.errors import CaptureError, ClosedError, InvalidArgument, StateChanged, StepgraphError
 from stepgraph.frames import untraced
 from stepgraph.guards.hooks import global_hook, has_global_hooks
 from stepgraph.observe.ddp import in_ddp
@@ -28,60 +27,45 @@ from stepgraph.pair.proof import AuditTurns, EagerProof, can_audit_now, equality
 from stepgraph.pair.runner import Runner, RunnerState
 from stepgraph.pair.shared import PairSession
 from stepgraph.rng.tracker import tracker_for
+from stepgraph.session.report import GraphReport, backend_name, outline, quantities
 from stepgraph.signature.ambient import autocast_now
+from stepgraph.tracebacks import trim
 from stepgraph.tree import CallFlattener
 
 
-@dataclass(frozen=True, slots=True)
-class CallablesReport:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallablesReport(GraphReport):
     """The graphs of one `make_graphed_callables`."""
 
-    num_samples: int
+    num_samples: int = 0
     """Layers times microbatches; without an order, callables."""
-    num_graphs: int
+    num_graphs: int = 0
     """Forwards, backwards and split weight gradients."""
-    num_buffers: int
+    num_buffers: int = 0
     """Sets of static arguments: `plan_buffers` says which samples share one."""
-    static_bytes: int
-    """Memory of static arguments and of static gradients of results."""
-    pool_bytes: int
-    """Memory of the graphs: activations, results, gradients and what lives inside a graph."""
-    capture_seconds: float
-    """Warm-up and capture."""
-    forwards: int
-    backwards: int
-    weight_grads: int
+    forwards: int = 0
+    backwards: int = 0
+    weight_grads: int = 0
     """Replays so far."""
     eager_calls: int = 0
     """Forwards, with their backwards, that were not replayed: somebody held what a replay would have overwritten."""
-
     eager_reason: str | None = None
     """Why there are no graphs, where a configuration asks for none."""
-    audits: int = 0
-    """How often all callables were recorded again and compared."""
-    equality: str = ""
-    """What is known of equality with eager."""
 
     @property
     def graphs(self) -> int:
         """The same as `num_graphs`, as other reports name it."""
         return self.num_graphs
 
-    def to_dict(self) -> dict[str, Any]:
-        """For machines."""
-        return dataclasses.asdict(self)
-
-    def __str__(self) -> str:
+    def tally(self) -> tuple[int, dict[str, int]]:
         if self.eager_reason is not None:
-            return f"no graphs, all calls run eagerly: {self.eager_reason}"
-        return (
-            f"{self.num_samples} samples, {self.num_graphs} graphs, captured in {self.capture_seconds:.2f} s\n"
-            f"static   {self.num_buffers} sets of arguments, {self.static_bytes / 2**20:.1f} MiB with gradients\n"
-            f"pool     {self.pool_bytes / 2**20:.1f} MiB\n"
-            f"replays  {self.forwards} forwards, {self.backwards} backwards, {self.weight_grads} weight gradients"
-            + (f"\neager    {self.eager_calls} calls" if self.eager_calls else "")
-            + f"\nequal    {self.equality}"
-        )
+            return 0, {self.eager_reason: 0}
+        return self.forwards, {"an earlier result was still held": self.eager_calls} if self.eager_calls else {}
+
+    def facts(self) -> tuple[str, list[tuple[str, str]]]:
+        kinds = {"samples": self.num_samples, "graphs": self.num_graphs, "argument_sets": self.num_buffers}
+        replays = {"forwards": self.forwards, "backwards": self.backwards, "weight_gradients": self.weight_grads}
+        return "graphed callables", [("graphs", quantities(**kinds)), ("replays", quantities(**replays))]
 
 
 class SetAudits:
@@ -176,17 +160,17 @@ class GraphedSet:
 
     def report(self) -> CallablesReport:
         """What was captured, and what was replayed."""
-        live = [] if self.is_closed else list(self.samples)
         return CallablesReport(
+            backend=backend_name(self.shared.session),
             num_samples=len(self.samples),
             num_graphs=0 if self.is_closed else self._num_graphs,
             num_buffers=0 if self.is_closed else self._num_buffers,
             static_bytes=0 if self.is_closed else self._static_bytes,
             pool_bytes=0 if self.is_closed else self.shared.session.pool_bytes(),
             capture_seconds=self._capture_seconds,
-            forwards=sum(sample.runner.forwards for sample in live),
-            backwards=sum(sample.runner.backward_runs for sample in live),
-            weight_grads=sum(sample.weight_runs for sample in live),
+            forwards=sum(sample.runner.forwards for sample in self.samples),
+            backwards=sum(sample.runner.backward_runs for sample in self.samples),
+            weight_grads=sum(sample.weight_runs for sample in self.samples),
             eager_calls=self._eager_calls,
             audits=self.audits.num,
             equality=equality([proof.shown for proof in self._proofs], self.audits.num),
@@ -235,7 +219,10 @@ class GraphedCallable:
         return self._target.name
 
     def __repr__(self) -> str:
-        return f"<graphed {self.name}, sample {self._sample.number}>"
+        forwards, what = self._runner.forwards, f"graphed {self.name}, sample {self._sample.number}"
+        return outline(
+            what, forwards, forwards, 0 if self.is_closed else self._sample.num_graphs, is_closed=self.is_closed
+        )
 
     def __reduce__(self) -> Any:
         """A copy of the module, by copy.deepcopy or by pickle, is a plain module."""
@@ -276,43 +263,47 @@ class GraphedCallable:
     @untraced
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Replay the forward; the backward is replayed where autograd comes to it."""
-        cursor = self._owner.cursor
-        if self.is_closed or torch.compiler.is_compiling() or self._is_capturing() or is_logged():
-            return self._otherwise(args, kwargs)
-        if not same_modes(self._modes, self._training):
-            return self._target.original(*args, **kwargs)  # as both contracts have it
-        leaves, structure = self._flatten(args, kwargs)
-        if cursor is None and self._stays_eager():
-            return self._target.original(*args, **kwargs)
-        self._shape.check(leaves, structure, self._owner.shared.ambient.read())
-        if cursor.is_at_start if cursor is not None else not self._runner.lane.is_busy:
-            self._owner.audits.begin_round()
-        self._target.check(self._differs)
-        if in_ddp():
-            raise self._inside_ddp()
-        if self._random.active != self._sample.call.fork:
-            raise self._in_another_fork()
-        if has_global_hooks() and (hook := global_hook(())) is not None:
-            if cursor is None:
+        try:
+            cursor = self._owner.cursor
+            if self.is_closed or torch.compiler.is_compiling() or self._is_capturing() or is_logged():
+                return self._otherwise(args, kwargs)
+            if not same_modes(self._modes, self._training):
+                return self._target.original(*args, **kwargs)  # as both contracts have it
+            leaves, structure = self._flatten(args, kwargs)
+            if cursor is None and self._stays_eager():
                 return self._target.original(*args, **kwargs)
-            raise self._hook_on_all(hook)
-        self._owner.check_lent(self.name)
-        sample = self._sample
-        held = sample.handovers.forward_held_up_by(leaves)
-        if held:
-            take_back(held)
-            if sample.has_split_weights:
-                raise held_result(self.name)
-        if cursor is not None:
-            cursor.take((Kind.FORWARD, sample.number))
-        elif not self._runner.can_take(leaves):
-            raise self._in_flight()
-        if held and cursor is not None:  # nothing of this call is replayed
-            self._owner.count_eager(self.name)
-            cursor.pass_over((Kind.BACKWARD, sample.number))
-            return self._target.original(*args, **kwargs)
-        sample.handovers.before_forward(leaves)
-        return run_forward(self._runner, leaves)
+            self._shape.check(leaves, structure, self._owner.shared.ambient.read())
+            if cursor.is_at_start if cursor is not None else not self._runner.lane.is_busy:
+                self._owner.audits.begin_round()
+            self._target.check(self._differs)
+            if in_ddp():
+                raise self._inside_ddp()
+            if self._random.active != self._sample.call.fork:
+                raise self._in_another_fork()
+            if has_global_hooks() and (hook := global_hook(())) is not None:
+                if cursor is None:
+                    return self._target.original(*args, **kwargs)
+                raise self._hook_on_all(hook)
+            self._owner.check_lent(self.name)
+            sample = self._sample
+            held = sample.handovers.forward_held_up_by(leaves)
+            if held:
+                take_back(held)
+                if sample.has_split_weights:
+                    raise held_result(self.name)
+            if cursor is not None:
+                cursor.take((Kind.FORWARD, sample.number))
+            elif not self._runner.can_take(leaves):
+                raise self._in_flight()
+            if held and cursor is not None:  # nothing of this call is replayed
+                self._owner.count_eager(self.name)
+                cursor.pass_over((Kind.BACKWARD, sample.number))
+                return self._target.original(*args, **kwargs)
+            sample.handovers.before_forward(leaves)
+            return run_forward(self._runner, leaves)
+        except StepgraphError as error:
+            trim(error)
+            raise
 
     def _differs(self) -> Difference | None:
         return self._owner.audits.differs(self._target)
@@ -377,21 +368,25 @@ class GraphedCallable:
 
     def backward_dw(self) -> None:
         """Replay the weight gradient that was split off from the backward (`-c.5` in the order)."""
-        sample, cursor = self._sample, self._owner.cursor
-        if self.is_closed:
-            self._otherwise((), {})
-        if cursor is None or not sample.has_split_weights:
-            raise InvalidArgument(
-                f"{self.name}, sample {sample.number}, has no weight gradient of its own",
-                rule="replay-order",
-                why="its backward computes all gradients at once.",
-                fix="split it off in the order: an entry -c.5 after -c for each backward of chunk c.",
-            )
-        self._owner.check_lent(self.name)
-        cursor.take((Kind.WEIGHT_GRAD, sample.number))
-        if sample.weights is not None and not sample.weights.run():
-            raise held_gradient(self.name)
-        sample.weight_runs += 1
+        try:
+            sample, cursor = self._sample, self._owner.cursor
+            if self.is_closed:
+                self._otherwise((), {})
+            if cursor is None or not sample.has_split_weights:
+                raise InvalidArgument(
+                    f"{self.name}, sample {sample.number}, has no weight gradient of its own",
+                    rule="replay-order",
+                    why="its backward computes all gradients at once.",
+                    fix="split it off in the order: an entry -c.5 after -c for each backward of chunk c.",
+                )
+            self._owner.check_lent(self.name)
+            cursor.take((Kind.WEIGHT_GRAD, sample.number))
+            if sample.weights is not None and not sample.weights.run():
+                raise held_gradient(self.name)
+            sample.weight_runs += 1
+        except StepgraphError as error:
+            trim(error)
+            raise
 
     def admit_hooks(self, names: Sequence[str]) -> None:
         """Let hooks of functions of these names come and go on modules inside: whoever calls this one runs them."""

@@ -24,8 +24,10 @@ from stepgraph.errors import InvalidArgument
 from stepgraph.order.entries import is_count
 from stepgraph.session.options import check_audit
 from stepgraph.session.session import Session
+from stepgraph.tracebacks import entry_point
 
 
+@entry_point
 def make_graphed_callables(
     callables: Any,
     sample_args: Any,
@@ -96,6 +98,7 @@ def _put_in_place(graphed: GraphedCallable, sample: SampleGraphs) -> Any:
     return sample.target.given if sample.target.is_module else graphed
 
 
+@entry_point
 def report(callables: Any) -> CallablesReport:
     """What was captured and replayed: of a graphed callable, a graphed module, or a tuple of them."""
     first = callables[0] if isinstance(callables, (tuple, list)) else callables

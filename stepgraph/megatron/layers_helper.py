@@ -38,6 +38,7 @@ from stepgraph.megatron.samples import Sizes
 from stepgraph.modules.megatron_settings import MegatronSettings
 from stepgraph.modules.scopes import Part, ScopeRegistry
 from stepgraph.order.entries import is_count
+from stepgraph.tracebacks import entry_point
 
 _log = logging.getLogger(__name__)
 
@@ -61,6 +62,7 @@ class TECudaGraphHelper:
         ...     model(tokens, targets).backward()
     """
 
+    @entry_point
     def __init__(
         self,
         model: torch.nn.Module | Sequence[torch.nn.Module],
@@ -109,6 +111,7 @@ class TECudaGraphHelper:
 
     # -- capturing
 
+    @entry_point
     def create_cudagraphs(self) -> None:
         """Capture the layers of this rank, all microbatches of them; those captured before are captured anew.
 
@@ -141,7 +144,7 @@ class TECudaGraphHelper:
         """What was captured and replayed on this rank."""
         eager_reason = self._settings.reason_for_eager
         if not self.graphs_created() and eager_reason is not None:
-            return CallablesReport(0, 0, 0, 0, 0, 0.0, 0, 0, 0, eager_reason=eager_reason)
+            return CallablesReport(eager_reason=eager_reason)
         if not self.graphs_created():
             raise InvalidArgument(
                 "this rank has no graphs to report on",

@@ -15,12 +15,13 @@ from typing import Any
 import torch
 
 from stepgraph.backends import is_capturing
-from stepgraph.errors import InvalidArgument
+from stepgraph.errors import InvalidArgument, StepgraphError
 from stepgraph.frames import untraced
 from stepgraph.megatron.samples import CallForm, Sample, place_of
 from stepgraph.modules.scopes import Part
 from stepgraph.order.entries import is_count
 from stepgraph.pair.module_method import ModuleMethod
+from stepgraph.tracebacks import trim
 
 _PARTS = "_parts_with_graphs"
 """The attribute of a model chunk that lists its graphed parts."""
@@ -52,15 +53,19 @@ class PartGraphs:
     @untraced
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the part: by replay, or as it was."""
-        if self._modes["training"] is not self._training or not torch.is_grad_enabled():
-            return self._eager()(*args, **kwargs)
-        graph = self._of(self.microbatch)
-        for hook in self.manual_hooks:
-            hook()
-        if len(args) != self._num_args or kwargs.keys() != self._names:
-            call = self._form(args, kwargs)
-            args, kwargs = call.args, call.kwargs
-        return graph(*args, **kwargs)
+        try:
+            if self._modes["training"] is not self._training or not torch.is_grad_enabled():
+                return self._eager()(*args, **kwargs)
+            graph = self._of(self.microbatch)
+            for hook in self.manual_hooks:
+                hook()
+            if len(args) != self._num_args or kwargs.keys() != self._names:
+                call = self._form(args, kwargs)
+                args, kwargs = call.args, call.kwargs
+            return graph(*args, **kwargs)
+        except StepgraphError as error:
+            trim(error)
+            raise
 
     def __reduce__(self) -> Any:
         """A copy of the module, by copy.deepcopy or by pickle, is a plain module."""
@@ -68,7 +73,11 @@ class PartGraphs:
 
     def backward_dw(self, microbatch: int) -> None:
         """Replay the weight gradients of a microbatch, where they are split off."""
-        self._of(microbatch).backward_dw()
+        try:
+            self._of(microbatch).backward_dw()
+        except StepgraphError as error:
+            trim(error)
+            raise
 
     def _of(self, microbatch: int | None) -> Any:
         """The graph of a microbatch."""

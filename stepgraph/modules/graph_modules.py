@@ -14,9 +14,12 @@ from stepgraph.modules.report import ModuleReport, report_on
 from stepgraph.modules.scopes import Part, ScopeRegistry, read_scope
 from stepgraph.modules.session import ModuleSession
 from stepgraph.session.options import listed
+from stepgraph.session.report import outline
 from stepgraph.session.session import Session
+from stepgraph.tracebacks import entry_point
 
 
+@entry_point
 def graph_modules(
     model: torch.nn.Module,
     scope: Sequence[str] | str = (),
@@ -79,6 +82,11 @@ class GraphedModules:
             part.module.__dict__[method] = manager
             self._places.append((part.module, method, manager, own))
 
+    def __repr__(self) -> str:
+        managers = self._shared.managers
+        sums = (sum(counts) for counts in zip((0, 0, 0), *(manager.tally() for manager in managers), strict=True))
+        return outline(f"{len(managers)} graphed modules", *sums, is_closed=self._shared.is_closed)
+
     @property
     def paths(self) -> list[str]:
         """The graphed parts."""
@@ -88,6 +96,7 @@ class GraphedModules:
         """What happened so far, part by part."""
         return report_on(self._shared)
 
+    @entry_point
     def create_cudagraphs(self) -> None:
         """Capture now what the last round has recorded, without waiting for the warm-up to end."""
         self._shared.create_cudagraphs()

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from stepgraph.errors import CaptureError, InvalidArgument, StateChanged
+from stepgraph.errors import CaptureError, InvalidArgument, StateChanged, StepgraphError
 from stepgraph.frames import untraced, warn_user
 from stepgraph.guards.hooks import global_hook, has_global_hooks, refuse_hooks, with_hooks
 from stepgraph.guards.model import ModelGuard
@@ -38,6 +38,7 @@ from stepgraph.session.backend_choice import refuse_elsewhere
 from stepgraph.session.failure import capture_error
 from stepgraph.session.limits import weigh_changes
 from stepgraph.session.messages import signature_mismatch, unsigned, warn_operations_changed
+from stepgraph.session.report import outline
 from stepgraph.signature import (
     Signature,
     ambient_key,
@@ -47,6 +48,7 @@ from stepgraph.signature import (
     refuse_arguments,
 )
 from stepgraph.signature.ambient import changed_flags
+from stepgraph.tracebacks import entry_point, trim
 from stepgraph.tree import CallFlattener, Structure
 from stepgraph.values.watch import Watch
 
@@ -62,6 +64,7 @@ class CudaGraphManager:
         >>> layer.forward = CudaGraphManager(config, base_module=layer)
     """
 
+    @entry_point
     def __init__(
         self,
         config: Any = None,
@@ -120,19 +123,37 @@ class CudaGraphManager:
         """A copy of the module, by copy.deepcopy or by pickle, is a plain module."""
         return getattr, (self.module, self.function_name)
 
+    def tally(self) -> tuple[int, int, int]:
+        """How many calls, replayed forwards and runners there are."""
+        runners = [runner for site in self.sites.values() for runner in site.runners]
+        forwards = self.forwards + sum(runner.forwards for runner in runners)
+        return forwards + self.eager_reasons.total(), forwards, len(runners)
+
+    def __repr__(self) -> str:
+        return outline(f"graphed {self.name}", *self.tally(), is_closed=self.session.is_closed)
+
     # -- calling
 
     @untraced
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module: by replay where a runner fits, eagerly where none does yet."""
-        if torch.compiler.is_compiling():
-            return self.original(*args, **kwargs)  # a part of a larger compiled region
-        last = self._last
-        if last is not None and not self.session.is_closed and not has_global_hooks():
-            leaves = last.fast_match.leaves_of(args, kwargs)
-            if leaves is not None and last.around == self._around() and not self._is_capturing() and not is_logged():
-                return self._replay(last.site, leaves, last.structure, (args, kwargs))
-        return self._look_up(args, kwargs)
+        try:
+            if torch.compiler.is_compiling():
+                return self.original(*args, **kwargs)  # a part of a larger compiled region
+            last = self._last
+            if last is not None and not self.session.is_closed and not has_global_hooks():
+                leaves = last.fast_match.leaves_of(args, kwargs)
+                if (
+                    leaves is not None
+                    and last.around == self._around()
+                    and not self._is_capturing()
+                    and not is_logged()
+                ):
+                    return self._replay(last.site, leaves, last.structure, (args, kwargs))
+            return self._look_up(args, kwargs)
+        except StepgraphError as error:
+            trim(error)
+            raise
 
     def _replay(self, site: ModuleSite, leaves: list[Any], structure: Structure, given: tuple[Any, Any]) -> Any:
         calls = self.session.lanes.calls

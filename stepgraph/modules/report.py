@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import io
-from dataclasses import asdict, dataclass
+from collections import Counter
+from dataclasses import dataclass
 from typing import Any
-
-from rich.console import Console, ConsoleOptions, RenderResult
-from rich.table import Table
-from rich.text import Text
 
 from stepgraph.modules.session import ModuleSession
 from stepgraph.pair.proof import equality
-from stepgraph.pair.runner import Runner
+from stepgraph.session.report import GraphReport, backend_name, quantities, sum_known, with_counts
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,21 +30,25 @@ class ModuleRow:
     static_bytes: int
     """Memory at the graphs' edges: arguments and gradients of results."""
 
+    def describe(self) -> str:
+        """What happened to it, in a few lines."""
+        lines = [
+            quantities(runners=self.runners, nodes=self.nodes, forwards=self.forwards, backwards=self.backwards),
+            f"eager: {with_counts(self.eager_reasons)}" if self.eager_reasons else "",
+            f"captured again: {with_counts(self.recapture_reasons)}" if self.recapture_reasons else "",
+        ]
+        return "\n".join(line for line in lines if line) or "no calls yet"
 
-@dataclass(frozen=True, slots=True)
-class ModuleReport:
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModuleReport(GraphReport):
     """The state of graphed modules. `print(report)` shows a table, `report.to_dict()` is for machines."""
 
-    backend: str
     rows: tuple[ModuleRow, ...]
-    capture_seconds: float
-    pool_bytes: int
     fixed_order: int = 0
     """How many forwards and backwards share memory by the order they come in; 0 where any order is right."""
-    audits: int = 0
-    """How often all kinds of calls were recorded again and compared."""
-    equality: str = ""
-    """What is known of equality with eager."""
+
+    derived = ("verdict", "graphs", "replays", "eager_calls", "recaptures")
 
     @property
     def graphs(self) -> int:
@@ -68,50 +68,17 @@ class ModuleReport:
     def recaptures(self) -> int:
         return sum(sum(row.recapture_reasons.values()) for row in self.rows)
 
+    def tally(self) -> tuple[int, Counter[str]]:
+        return self.replays, sum((Counter(row.eager_reasons) for row in self.rows), Counter())
+
+    def facts(self) -> tuple[str, list[tuple[str, str]]]:
+        parts = [(row.path or "(the model)", row.describe()) for row in self.rows]
+        return "graphed modules", [*parts, ("fixed order", quantities(forwards_and_backwards=self.fixed_order))]
+
     def to_dict(self) -> dict[str, Any]:
         """Plain values, ready for JSON."""
-        return {
-            "backend": self.backend,
-            "graphs": self.graphs,
-            "replays": self.replays,
-            "eager_calls": self.eager_calls,
-            "recaptures": self.recaptures,
-            "capture_seconds": self.capture_seconds,
-            "pool_bytes": self.pool_bytes,
-            "fixed_order": self.fixed_order,
-            "audits": self.audits,
-            "equality": self.equality,
-            "modules": [asdict(row) for row in self.rows],
-        }
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        title = (
-            f"graphed modules on {self.backend}: captured in {self.capture_seconds:.3f} s, "
-            f"pool {self.pool_bytes / 2**20:.1f} MiB"
-            + (f", a fixed order of {self.fixed_order}" if self.fixed_order else "")
-        )
-        table = Table(title=title, title_justify="left")
-        for name in ("module", "runners", "nodes", "forwards", "backwards", "eager calls"):
-            table.add_column(name, overflow="fold")
-        for row in self.rows:
-            reasons = ", ".join(f"{reason}: {count}" for reason, count in row.eager_reasons.items())
-            again = "".join(f"\ncaptured again for {why}: {n}" for why, n in row.recapture_reasons.items())
-            cells = (
-                row.path or "(the model)",
-                str(row.runners),
-                "?" if row.nodes is None else str(row.nodes),
-                str(row.forwards),
-                str(row.backwards),
-                f"{row.eager_calls}" + (f" ({reasons})" if reasons else "") + again,
-            )
-            table.add_row(*map(Text, cells))
-        yield table
-        yield Text(f"equal to eager: {self.equality}")
-
-    def __str__(self) -> str:
-        text = io.StringIO()
-        Console(file=text, width=120).print(self)
-        return text.getvalue().rstrip()
+        values = GraphReport.to_dict(self)
+        return values | {"modules": values.pop("rows")}
 
 
 def report_on(shared: ModuleSession) -> ModuleReport:
@@ -119,13 +86,13 @@ def report_on(shared: ModuleSession) -> ModuleReport:
     rows = []
     for manager in shared.managers:
         runners = [runner for site in manager.sites.values() for runner in site.runners]
-        counts = [n for runner in runners for n in _nodes(runner)]
+        graphs = [g for r in runners for g in (r.graph, *(backward.graph for backward in r.backwards.values()))]
         rows.append(
             ModuleRow(
                 path=manager.name,
                 signatures=sum(bool(site.runners) for site in manager.sites.values()),
                 runners=len(runners),
-                nodes=None if None in counts else sum(n for n in counts if n is not None),
+                nodes=sum_known([graph.nodes for graph in graphs]),
                 forwards=manager.forwards + sum(runner.forwards for runner in runners),
                 backwards=manager.backwards + sum(runner.backward_runs for runner in runners),
                 eager_calls=manager.eager_reasons.total(),
@@ -134,15 +101,14 @@ def report_on(shared: ModuleSession) -> ModuleReport:
                 static_bytes=sum(runner.static_bytes for runner in runners),
             )
         )
-    backend = shared.session.backend.name if shared.session.has_backend else "not chosen yet"
-    order = 0 if shared.order is None else len(shared.order)
     shown = [site.proof.shown for manager in shared.managers for site in manager.sites.values() if site.runners]
-    audits = shared.turns.audits
     return ModuleReport(
-        *(backend, tuple(rows), shared.capture_seconds, shared.session.pool_bytes(), order),
-        *(audits, equality(shown, audits)),
+        backend=backend_name(shared.session),
+        rows=tuple(rows),
+        capture_seconds=shared.capture_seconds,
+        pool_bytes=shared.session.pool_bytes(),
+        static_bytes=sum(row.static_bytes for row in rows),
+        fixed_order=0 if shared.order is None else len(shared.order),
+        audits=shared.turns.audits,
+        equality=equality(shown, shared.turns.audits),
     )
-
-
-def _nodes(runner: Runner) -> list[int | None]:
-    return [runner.graph.nodes, *(backward.graph.nodes for backward in runner.backwards.values())]

@@ -18,6 +18,7 @@ from types import MappingProxyType
 import torch
 
 from stepgraph.errors import InvalidArgument
+from stepgraph.tracebacks import entry_point
 
 WORDS = ("attn", "mlp", "moe", "moe_router", "moe_preprocess", "mamba")
 _LLAMA = MappingProxyType({"attn": ("self_attn",), "mlp": ("mlp",)})
@@ -78,6 +79,7 @@ class ScopeRegistry:
         self._layers: dict[type | str, Mapping[str, tuple[str, ...]]] = {}
         self._layers.update(_SHIPPED)
 
+    @entry_point
     def register(self, layer: type[torch.nn.Module], **words: str | Sequence[str]) -> ScopeRegistry:
         """Say which submodule or method of a class of layer each word stands for.
 

@@ -24,6 +24,7 @@ from stepgraph.pair.runner import Runner
 from stepgraph.pair.shared import PairSession, live_sessions
 from stepgraph.session.backend_choice import backend_of
 from stepgraph.session.session import Session
+from stepgraph.tracebacks import entry_point
 
 
 class ModuleSession(PairSession):
@@ -221,6 +222,7 @@ class ModuleSession(PairSession):
         super().close()
 
 
+@entry_point
 def create_cudagraphs() -> None:
     """Capture all forwards and backwards that were recorded and have no graphs yet, in the order of the last round."""
     for shared in live_sessions():

@@ -48,6 +48,9 @@ class SiteOwner(Protocol):
     def fork(self) -> str | None:
         """The named random state that is forked right now."""
 
+    def tally(self) -> tuple[int, int, int]:
+        """How many calls, replayed forwards and runners there are."""
+
     def pair(self) -> PairCapture:
         """What records the module's graphs."""
 

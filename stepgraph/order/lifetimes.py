@@ -22,6 +22,7 @@ from collections.abc import Hashable, Sequence
 from stepgraph.errors import InvalidArgument
 from stepgraph.order.entries import Entry, Kind
 from stepgraph.order.validate import count_microbatches, read_order
+from stepgraph.tracebacks import entry_point
 
 
 def samples_of(entry: Entry, num_layers_per_chunk: Sequence[int], num_microbatches: int) -> range:
@@ -31,6 +32,7 @@ def samples_of(entry: Entry, num_layers_per_chunk: Sequence[int], num_microbatch
     return range(first, first + layers)
 
 
+@entry_point
 def plan_buffers(
     order: Sequence[float], num_layers_per_chunk: Sequence[int], signatures: Sequence[Hashable] | None = None
 ) -> list[int]:

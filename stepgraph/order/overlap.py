@@ -23,8 +23,10 @@ from itertools import zip_longest
 from stepgraph.errors import InvalidArgument
 from stepgraph.order.entries import Entry, Kind
 from stepgraph.order.validate import point_at, read_order
+from stepgraph.tracebacks import entry_point
 
 
+@entry_point
 def get_overlap_moe_expert_parallel_comm_order(
     order: Sequence[float], num_layers_per_chunk: Sequence[int], capture_wgrad_graph: bool
 ) -> tuple[list[float], list[list[int] | None]]:

@@ -22,6 +22,7 @@ from stepgraph.errors import InvalidArgument
 from stepgraph.order.entries import Entry, Kind, Order
 from stepgraph.order.schedules import convert_schedule_table_to_order, get_schedule_table
 from stepgraph.order.validate import read_order, validate_order
+from stepgraph.tracebacks import entry_point
 
 _KINDS = (("F", Kind.FORWARD), ("B", Kind.BACKWARD), ("I", Kind.INPUT_GRAD), ("W", Kind.WEIGHT_GRAD))
 _OVERLAPPED = "OVERLAP_F_B"
@@ -31,6 +32,7 @@ _WAITS = ("WAIT_SEND_F", "WAIT_SEND_B", "WAIT_REDUCE_GRAD")
 _LOOPS = ("ScheduleGPipe", "Schedule1F1B", "_ScheduleForwardOnly")
 
 
+@entry_point
 def order_from_pipelining(schedule: Any, rank: int | None = None, *, forward_only: bool = False) -> Order:
     """The order in which a rank of the pipeline group runs a schedule's `step()`; without `rank`, this process.
 

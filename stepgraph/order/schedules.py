@@ -13,8 +13,10 @@ from collections.abc import Sequence
 
 from stepgraph.errors import InvalidArgument
 from stepgraph.order.entries import is_count
+from stepgraph.tracebacks import entry_point
 
 
+@entry_point
 def get_schedule_table(
     num_microbatches: int, num_model_chunks: int, microbatch_group_size: int
 ) -> list[tuple[int, int]]:
@@ -35,6 +37,7 @@ def get_schedule_table(
     ]
 
 
+@entry_point
 def num_warmup_microbatches(
     num_microbatches: int,
     num_model_chunks: int,
@@ -76,6 +79,7 @@ def num_warmup_microbatches(
     return min(warmup, num_microbatches * num_model_chunks)
 
 
+@entry_point
 def convert_schedule_table_to_order(
     num_warmup_microbatches: int, num_model_chunks: int, schedule_table: Sequence[tuple[int, int]]
 ) -> list[int]:

@@ -16,6 +16,7 @@ from typing import Any
 
 from stepgraph.errors import InvalidArgument
 from stepgraph.order.entries import Entry, Kind, Order, is_count
+from stepgraph.tracebacks import entry_point
 
 _SHOWN = 10
 """Entries shown on each side of the one that is pointed at."""
@@ -25,6 +26,7 @@ _BEFORE: Mapping[Kind, Kind] = MappingProxyType({Kind.BACKWARD: Kind.FORWARD, Ki
 _AFTER: Mapping[Kind, Kind] = MappingProxyType({before: after for after, before in _BEFORE.items()})
 
 
+@entry_point
 def validate_order(order: Sequence[float], num_layers_per_chunk: Sequence[int] | None = None) -> None:
     """Raise `InvalidArgument` if the order cannot be run, pointing at the entry; check it against the layers if given.
 
@@ -38,6 +40,7 @@ def validate_order(order: Sequence[float], num_layers_per_chunk: Sequence[int] |
     read_order(order, num_layers_per_chunk)
 
 
+@entry_point
 def read_order(order: Sequence[float], num_layers_per_chunk: Sequence[int] | None = None) -> tuple[Entry, ...]:
     """The entries of an order, each with its microbatch; `InvalidArgument` if it cannot be run.
 
@@ -73,6 +76,7 @@ def read_order(order: Sequence[float], num_layers_per_chunk: Sequence[int] | Non
     )
 
 
+@entry_point
 def count_microbatches(order: Sequence[float]) -> int:
     """How many microbatches each chunk runs; `InvalidArgument` if one runs fewer than another.
 

@@ -24,10 +24,11 @@ from typing import Any
 import torch
 
 from stepgraph.buffers.inputs import ArgMetadata
-from stepgraph.errors import CaptureError, StaleMemoryError
+from stepgraph.errors import CaptureError, StaleMemoryError, StepgraphError
 from stepgraph.pair.differentiate import refuse_second_backward
 from stepgraph.pair.runner import BackwardGraph, Runner
 from stepgraph.signature.ambient import autocast_now
+from stepgraph.tracebacks import trim
 
 
 class InFlightCall:
@@ -242,7 +243,11 @@ class ReplayNode(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        return (None, None, None, *ctx.use.backward(grads))
+        try:
+            return (None, None, None, *ctx.use.backward(grads))
+        except StepgraphError as error:
+            trim(error)
+            raise
 
 
 _apply: Callable[..., tuple[torch.Tensor, ...]] = super(torch.autograd.Function, ReplayNode).apply

@@ -265,6 +265,11 @@ class StageManager(CudaGraphManager):
         held = [part for part in self._parts if not part.attach()]  # each is asked, for what it brings along
         return not held
 
+    def tally(self) -> tuple[int, int, int]:
+        """How many calls, replayed forwards and runners there are."""
+        forwards = self.forwards + sum(runner.forwards for runner in self.runners.values())
+        return forwards + self.eager_reasons.total(), forwards, len(self.runners)
+
     def forget_graphs(self) -> None:
         """Free the graphs; what was noted of the calls stays."""
         for runner in self.runners.values():

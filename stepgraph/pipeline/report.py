@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import Any
+
+from stepgraph.session.report import GraphReport, quantities, with_counts
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,11 +23,10 @@ class StageRow:
     eager_calls: int
 
 
-@dataclass(frozen=True, slots=True)
-class StageReport:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageReport(GraphReport):
     """The state of a rank's graphed stages. `print(report)` shows it, `report.to_dict()` is for machines."""
 
-    backend: str
     rows: tuple[StageRow, ...]
     steps: dict[str, int]
     """Steps that were replayed, and those that were not, by reason."""
@@ -36,31 +36,15 @@ class StageReport:
     """Entries of the order that each replayed step is checked against."""
     num_buffers: int
     """Sets of static arguments, shared by all microbatches."""
-    static_bytes: int
-    """Memory at the graphs' edges: arguments and incoming gradients."""
-    pool_bytes: int
-    capture_seconds: float
-    audits: int = 0
-    """How often the stages were recorded again and compared."""
-    equality: str = ""
-    """What is known of equality with eager."""
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values, ready for JSON."""
-        return asdict(self)
+    counted = "steps"
 
-    def __str__(self) -> str:
-        lines = [
-            f"graphed stages on {self.backend}: captured in {self.capture_seconds:.3f} s, "
-            f"pool {self.pool_bytes / 2**20:.1f} MiB, {self.num_buffers} sets of static arguments, "
-            f"an order of {self.order}"
+    def tally(self) -> tuple[int, dict[str, int]]:
+        return self.steps.get("replay", 0), {why: count for why, count in self.steps.items() if why != "replay"}
+
+    def facts(self) -> tuple[str, list[tuple[str, str]]]:
+        return "graphed stages", [
+            *((f"stage {row.stage}", quantities(**asdict(row) | {"stage": 0})) for row in self.rows),
+            ("order", quantities(turns=self.order, argument_sets=self.num_buffers)),
+            ("captured again", with_counts(self.recaptures)),
         ]
-        for row in self.rows:
-            lines.append(
-                f"  stage {row.stage}: {row.graphs} graphs, {row.forwards} forwards, {row.backwards} backwards, "
-                f"{row.weight_grads} weight gradients, {row.eager_calls} eager calls"
-            )
-        lines += [f"  steps: {', '.join(f'{why} {n}' for why, n in self.steps.items()) or 'none yet'}"]
-        lines += [f"  captured again for {why}: {n}" for why, n in self.recaptures.items()]
-        lines += [f"  equal to eager: {self.equality}"]
-        return "\n".join(lines)

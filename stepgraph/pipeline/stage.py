@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from stepgraph.errors import StepgraphError
 from stepgraph.guards.hooks import global_hook, has_global_hooks
 from stepgraph.modules.options import ModuleOptions
 from stepgraph.modules.session import ModuleSession
@@ -37,10 +38,13 @@ from stepgraph.pipeline.torch_stage import check, chunks_of, has_forward_context
 from stepgraph.session.limits import weigh_changes
 from stepgraph.session.messages import warn_operations_changed
 from stepgraph.session.options import listed
+from stepgraph.session.report import backend_name, outline
 from stepgraph.session.session import Session
 from stepgraph.signature import reason_for_eager
+from stepgraph.tracebacks import entry_point, trim
 
 
+@entry_point
 def graph_stage(
     stage: Any,
     schedule: Any,
@@ -119,8 +123,12 @@ class GraphedStages:
         def graphed_step(*args: Any, **kwargs: Any) -> Any:
             if self._shared.is_closed:  # another handle of the same schedule was put around this one
                 return step(*args, **kwargs)
-            with self._step():
-                return step(*args, **kwargs)
+            try:
+                with self._step():
+                    return step(*args, **kwargs)
+            except StepgraphError as error:
+                trim(error)
+                raise
 
         return graphed_step
 
@@ -237,6 +245,11 @@ class GraphedStages:
 
     # -- for the user
 
+    def __repr__(self) -> str:
+        graphs = sum(row.graphs for row in self.report().rows)
+        what, replays = f"{len(self.managers)} graphed stages", self.steps["replay"]
+        return outline(what, self.steps.total(), replays, graphs, is_closed=self._shared.is_closed)
+
     def report(self) -> StageReport:
         """What happened so far, stage by stage."""
         return _report_on(self, self._shared)
@@ -310,7 +323,7 @@ def _report_on(stages: GraphedStages, shared: ModuleSession) -> StageReport:
         )
     captured = stages.captured
     return StageReport(
-        backend=shared.session.backend.name if shared.session.has_backend else "not chosen yet",
+        backend=backend_name(shared.session),
         rows=tuple(rows),
         steps=dict(stages.steps),
         recaptures=dict(stages.recaptures),

@@ -26,10 +26,12 @@ from stepgraph.backends import Backend, backend_for
 from stepgraph.errors import InvalidArgument
 from stepgraph.frames import called_from_torch
 from stepgraph.rng.recompute import STEP_FIX, Forward, Moment, Recomputation, state_of_another_graph
+from stepgraph.tracebacks import entry_point
 
 _TRACKERS: dict[torch.device, CudaRNGStatesTracker] = {}
 
 
+@entry_point
 def get_cuda_rng_tracker(device: torch.device | str | None = None) -> CudaRNGStatesTracker:
     """The process's tracker of named random states on a device: the current GPU, or the CPU where there is none.
 
@@ -101,6 +103,7 @@ class CudaRNGStatesTracker:
         """Whether there is any name."""
         return bool(self.states)
 
+    @entry_point
     def add(self, name: str, seed: int) -> None:
         """Add a state under a new name, seeded with a seed that no other name has."""
         self._refuse_while_in_use(f"`{name}` was about to be added")
@@ -116,6 +119,7 @@ class CudaRNGStatesTracker:
         self._seeds.add(seed)
         self._names_changed()
 
+    @entry_point
     def reset(self) -> None:
         """Forget all names."""
         self._refuse_while_in_use("the tracker was about to be reset")
@@ -178,6 +182,7 @@ class CudaRNGStatesTracker:
         self.asked += 1
         return {name: self._get(name) for name in self._named}
 
+    @entry_point
     def set_states(self, states: Mapping[str, torch.Tensor]) -> None:
         """Make the names and their states those of `get_states`; graphs go on with the new states."""
         before, renamed = self._named, set(states) != set(self._named)

@@ -18,14 +18,17 @@ _READ_WITHIN_TORCH = frozenset(("host-read", "host-data", "tape-limit"))
 
 
 def capture_error(step: str, error: Exception) -> StepgraphError:
-    """The error to raise for a capture of `step` that ended in `error`."""
+    """The error to raise for a capture of `step` that ended in `error`.
+
+    One with a known cause has the traceback of `error`, so that it ends at the line of the step that failed.
+    """
     if isinstance(error, StepgraphError):
         return error
     if isinstance(error, CaptureRefused):
         inside, fix = _reader_and_fix(error.row, error)
         return CaptureError.from_entry(
             step, error.row, operation=error.operation, where=error.where, inside=inside, fix=fix
-        )
+        ).with_traceback(error.__traceback__)
     raw = str(error).split("\n", 1)[0]
     where = error_location(error)
     row = lookup(str(error))
@@ -34,7 +37,8 @@ def capture_error(step: str, error: Exception) -> StepgraphError:
     if row is not None:
         inside, fix = _reader_and_fix(row, error)
         raw = f"{type(error).__name__}: {raw}"
-        return CaptureError.from_entry(step, row, where=where, inside=inside, raw=raw, fix=fix)
+        found = CaptureError.from_entry(step, row, where=where, inside=inside, raw=raw, fix=fix)
+        return found.with_traceback(error.__traceback__)
     return CaptureError(
         f"{step}: the step raised {type(error).__name__} while it was captured: {raw}",
         rule="step-raised",

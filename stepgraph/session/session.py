@@ -21,6 +21,7 @@ from stepgraph.backends import Backend, Graph, Workspace, backend_for, backend_n
 from stepgraph.errors import ClosedError, InvalidArgument
 from stepgraph.grads.step_grads import GradBuffers
 from stepgraph.session.teardown import BeforeGroupsEnd, is_distributed
+from stepgraph.tracebacks import entry_point
 
 
 class _Resources:
@@ -70,6 +71,7 @@ class Session:
         ...     evaluate = stepgraph.capture(eval_step, session=session)
     """
 
+    @entry_point
     def __init__(self, backend: Backend | str | None = None) -> None:
         self._backend = backend_named(backend) if isinstance(backend, str) else backend
         self._resources = _Resources()
@@ -123,6 +125,7 @@ class Session:
     def closed(self) -> bool:
         return self._closed
 
+    @entry_point
     def stream(self) -> AbstractContextManager[None]:
         """Run on the capture stream: build DDP and anything else that remembers its stream under it."""
         return self.workspace.stream()

@@ -12,6 +12,7 @@ from stepgraph.padding import Buckets
 from stepgraph.session.options import Options, listed
 from stepgraph.session.session import Session
 from stepgraph.step.step import CapturedStep
+from stepgraph.tracebacks import entry_point
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -21,7 +22,8 @@ R = TypeVar("R")
 def capture(step: Callable[P, R], /, **options: Any) -> CapturedStep[P, R]: ...
 @overload
 def capture(step: None = None, /, **options: Any) -> Callable[[Callable[P, R]], CapturedStep[P, R]]: ...
-def capture(  # type: ignore[misc]
+@entry_point  # type: ignore[misc]
+def capture(
     step: Callable[..., Any] | None = None,
     /,
     *,

@@ -17,7 +17,7 @@ from types import TracebackType
 from typing import Any
 
 from stepgraph.backends import Backend
-from stepgraph.errors import ClosedError, InvalidArgument
+from stepgraph.errors import ClosedError, InvalidArgument, StepgraphError
 from stepgraph.frames import untraced
 from stepgraph.observe.finder import reachable
 from stepgraph.session.backend_choice import choose_backend
@@ -25,6 +25,7 @@ from stepgraph.session.session import Session
 from stepgraph.step.capture import capture
 from stepgraph.step.report import Report
 from stepgraph.step.static_loader import StaticBufferLoader, StaticMicrobatches
+from stepgraph.tracebacks import entry_point, trim
 from stepgraph.tree import flatten
 
 
@@ -44,6 +45,7 @@ class FullCudaGraphWrapper:
     (the option `optimizer` of `stepgraph.capture`); further options are those of `stepgraph.capture`.
     """
 
+    @entry_point
     def __init__(
         self,
         forward_backward_func: Callable[..., Any],
@@ -75,6 +77,9 @@ class FullCudaGraphWrapper:
         self._loader: StaticBufferLoader | None = None
         self._closed = False
 
+    def __repr__(self) -> str:
+        return repr(self._step)
+
     @untraced
     def __call__(
         self,
@@ -86,21 +91,25 @@ class FullCudaGraphWrapper:
         **call: Any,
     ) -> Any:
         """Run one iteration, called as the forward_backward_func itself; further keywords are handed on to it."""
-        self._check_open()
-        call |= {"forward_step_func": forward_step_func, "model": model, "num_microbatches": num_microbatches}
-        call = dict(sorted(call.items()))  # the order in which keywords are written makes no other graph
-        if self._loader is None:
-            self._loader = self._make_loader(call)
-        loader = self._loader
-        microbatches = loader.load(data_iterator, num_microbatches)
         try:
-            results = self._step(microbatches, self._forward_backward_func, self._optimizer, **call)
-            results = microbatches.write_back(results)
-        except StopIteration as error:
-            raise _read_otherwise(f"more than {num_microbatches}", num_microbatches) from error
-        finally:
-            loader.release(microbatches)
-        return results
+            self._check_open()
+            call |= {"forward_step_func": forward_step_func, "model": model, "num_microbatches": num_microbatches}
+            call = dict(sorted(call.items()))  # the order in which keywords are written makes no other graph
+            if self._loader is None:
+                self._loader = self._make_loader(call)
+            loader = self._loader
+            microbatches = loader.load(data_iterator, num_microbatches)
+            try:
+                results = self._step(microbatches, self._forward_backward_func, self._optimizer, **call)
+                results = microbatches.write_back(results)
+            except StopIteration as error:
+                raise _read_otherwise(f"more than {num_microbatches}", num_microbatches) from error
+            finally:
+                loader.release(microbatches)
+            return results
+        except StepgraphError as error:
+            trim(error)
+            raise
 
     def _make_loader(self, call: dict[str, Any]) -> StaticBufferLoader:
         """At the first call: choose the backend from what the iteration uses."""

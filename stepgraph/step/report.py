@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import io
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
-
-from rich.console import Console, ConsoleOptions, RenderResult
-from rich.table import Table
-from rich.text import Text
 
 from stepgraph.native.library import native_row
 from stepgraph.session.options import Options
 from stepgraph.session.proof import Shown
+from stepgraph.session.report import GraphReport, backend_name, quantities, sum_known, with_counts
 from stepgraph.session.session import Session
 from stepgraph.step.site import Site
 
@@ -46,12 +41,11 @@ class Counts:
         return self.replays + self.eager_reasons.total()
 
 
-@dataclass(frozen=True, slots=True)
-class Report:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report(GraphReport):
     """The state of a captured step. `print(report)` shows a table, `report.to_dict()` is for machines."""
 
     step: str
-    backend: str
     graphs: int
     """Signatures that are captured, each as a chain of segments."""
     segments: int
@@ -59,88 +53,39 @@ class Report:
     nodes: int | None
     """Nodes of all graphs; None where they cannot be counted."""
     captures: int
-    audits: int
-    """How often a call was recorded again and compared with what is replayed."""
     recapture_reasons: dict[str, int]
-    """Why graphs were dropped and captured anew."""
+    """Why graphs were dropped and captured again."""
     replays: int
     eager_calls: int
     eager_reasons: dict[str, int]
-    capture_seconds: float
-    pool_bytes: int
-    static_bytes: int
     signatures: tuple[str, ...]
     chains: tuple[str, ...]
     """Each signature's segments in order."""
     optimizers: dict[str, str]
     """Where each optimizer runs, and why."""
-    equality: str | None
-    """What is known about equality with eager, and by which check; None where nothing was replayed."""
     guards: str
     """How it is asked before each replay whether all is as it was: in "C++" or in "Python"."""
+
+    derived = ("verdict", "recaptures")
 
     @property
     def recaptures(self) -> int:
         """How many captures took the place of earlier ones."""
         return sum(self.recapture_reasons.values())
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values, ready for JSON."""
-        return {
-            "step": self.step,
-            "backend": self.backend,
-            "graphs": self.graphs,
-            "segments": self.segments,
-            "nodes": self.nodes,
-            "captures": self.captures,
-            "audits": self.audits,
-            "recaptures": self.recaptures,
-            "recapture_reasons": dict(self.recapture_reasons),
-            "replays": self.replays,
-            "eager_calls": self.eager_calls,
-            "eager_reasons": dict(self.eager_reasons),
-            "capture_seconds": self.capture_seconds,
-            "pool_bytes": self.pool_bytes,
-            "static_bytes": self.static_bytes,
-            "signatures": list(self.signatures),
-            "chains": list(self.chains),
-            "optimizers": dict(self.optimizers),
-            "equality": self.equality,
-            "guards": self.guards,
-        }
+    def tally(self) -> tuple[int, dict[str, int]]:
+        return self.replays, self.eager_reasons
 
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        table = Table(title=f"{self.step} on {self.backend}", title_justify="left", show_header=False)
-        table.add_column(style="bold", no_wrap=True)
-        table.add_column(overflow="fold")
-        reasons = ", ".join(f"{reason}: {count}" for reason, count in self.eager_reasons.items())
-        rows = [
-            ("graphs", f"{self.graphs} ({self.captures} captures, {self.recaptures} recaptures)"),
-            ("audits", str(self.audits)),
-            *(("recaptured for", f"{reason}: {count}") for reason, count in self.recapture_reasons.items()),
-            ("segments", str(self.segments)),
-            ("nodes", "not counted" if self.nodes is None else str(self.nodes)),
-            ("replays", str(self.replays)),
-            ("eager calls", f"{self.eager_calls}" + (f" ({reasons})" if reasons else "")),
-            ("capture time", f"{self.capture_seconds:.3f} s"),
-            ("pool", f"{self.pool_bytes / 2**20:.1f} MiB"),
-            ("static inputs", f"{self.static_bytes / 2**20:.1f} MiB"),
+    def facts(self) -> tuple[str, list[tuple[str, str]]]:
+        counts = quantities(graphs=self.graphs, segments=self.segments, nodes=self.nodes, captures=self.captures)
+        cheaper = "in Python; `stepgraph native --build` makes them cheaper"
+        return self.step, [
+            ("graphs", counts + (", nodes not counted" if self.graphs and self.nodes is None else "")),
+            ("captured again", with_counts(self.recapture_reasons)),
             *(("signature", f"{s}\n{c}") for s, c in zip(self.signatures, self.chains, strict=True)),
             *self.optimizers.items(),
-            *([("equal to eager", self.equality)] if self.equality is not None else []),
-            (
-                "guards",
-                "in C++" if self.guards == "C++" else "in Python; `stepgraph native --build` makes them cheaper",
-            ),
+            ("guards", "" if not self.graphs else "in C++" if self.guards == "C++" else cheaper),
         ]
-        for name, value in rows:
-            table.add_row(Text(name), Text(value))  # as text: brackets are no markup here
-        yield table
-
-    def __str__(self) -> str:
-        text = io.StringIO()
-        Console(file=text, width=100).print(self)
-        return text.getvalue().rstrip()
 
 
 def report_of(
@@ -148,14 +93,12 @@ def report_of(
 ) -> Report:
     """The report of a captured step at this moment."""
     calls = [call for site in sites for call in site.calls]
-    nodes = [call.parts.chain.nodes for call in calls]
-    known_nodes = [n for n in nodes if n is not None]
     return Report(
         step=step,
-        backend=session.backend.name if session.has_backend else "not chosen yet",
+        backend=backend_name(session),
         graphs=len(calls),
         segments=sum(len(call.parts.chain.links) for call in calls),
-        nodes=sum(known_nodes) if len(known_nodes) == len(nodes) else None,
+        nodes=sum_known([call.parts.chain.nodes for call in calls]),
         captures=counts.captures,
         audits=counts.audits,
         recapture_reasons=dict(counts.recapture_reasons),

@@ -19,11 +19,12 @@ from typing import Any, NamedTuple
 import torch
 
 from stepgraph.backends import Backend
-from stepgraph.errors import CaptureError, InvalidArgument
+from stepgraph.errors import CaptureError, InvalidArgument, StepgraphError
 from stepgraph.session.session import Session
 from stepgraph.signature import Described, describe_leaf, is_plain, leaf_key, leaf_keys
 from stepgraph.signature.attributes import refuse_unlike_buffers
 from stepgraph.step.arguments import StepArguments
+from stepgraph.tracebacks import entry_point, trim
 from stepgraph.tree import Structure, flatten, paths, unflatten
 
 _READ_FIRST = "all microbatches of an iteration are read into static buffers before it runs."
@@ -150,6 +151,7 @@ class StaticBufferLoader:
     buffers that live as long as the caller holds the result.
     """
 
+    @entry_point
     def __init__(self, backend: Backend | Session | str | None = None, *, max_layouts: int = 8) -> None:
         session = backend if isinstance(backend, Session) else Session(backend)
         self._backend = session.backend
@@ -161,23 +163,27 @@ class StaticBufferLoader:
 
     def load(self, data_iterator: Any, num_microbatches: int) -> StaticMicrobatches:
         """Read that many microbatches from an iterator, or from each of a list of them with one a model chunk."""
-        self._check(num_microbatches)
-        one_a_chunk = isinstance(data_iterator, (list, tuple))
-        iterators = _checked(list(data_iterator) if one_a_chunk else [data_iterator])
-        made: dict[Hashable, _Slot] = {}
-        chunks: list[tuple[_Slot, ...] | None] = []
-        for chunk, iterator in enumerate(iterators):
-            prefix = f"microbatches[{chunk}]" if one_a_chunk else "microbatches"
-            slots: list[_Slot] = []
-            while iterator is not None and len(slots) < num_microbatches:
-                try:
-                    microbatch = next(iterator)
-                except StopIteration:
-                    raise _ended(chunk, len(slots), num_microbatches) from None
-                slots.append(self._fill(f"{prefix}[{len(slots)}]", microbatch, made))
-            chunks.append(None if iterator is None else tuple(slots))
-        self._all_use_is_marked = False
-        return self._layout((one_a_chunk, *chunks), made)
+        try:
+            self._check(num_microbatches)
+            one_a_chunk = isinstance(data_iterator, (list, tuple))
+            iterators = _checked(list(data_iterator) if one_a_chunk else [data_iterator])
+            made: dict[Hashable, _Slot] = {}
+            chunks: list[tuple[_Slot, ...] | None] = []
+            for chunk, iterator in enumerate(iterators):
+                prefix = f"microbatches[{chunk}]" if one_a_chunk else "microbatches"
+                slots: list[_Slot] = []
+                while iterator is not None and len(slots) < num_microbatches:
+                    try:
+                        microbatch = next(iterator)
+                    except StopIteration:
+                        raise _ended(chunk, len(slots), num_microbatches) from None
+                    slots.append(self._fill(f"{prefix}[{len(slots)}]", microbatch, made))
+                chunks.append(None if iterator is None else tuple(slots))
+            self._all_use_is_marked = False
+            return self._layout((one_a_chunk, *chunks), made)
+        except StepgraphError as error:
+            trim(error)
+            raise
 
     def _fill(self, place: str, microbatch: Any, made: dict[Hashable, _Slot]) -> _Slot:
         leaves, structure = flatten(microbatch)

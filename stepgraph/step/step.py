@@ -18,7 +18,7 @@ from typing import Any, Generic, ParamSpec, TypeVar, cast
 
 from stepgraph.backends import Backend
 from stepgraph.buffers.outputs import detached
-from stepgraph.errors import ClosedError
+from stepgraph.errors import ClosedError, StepgraphError
 from stepgraph.frames import untraced, warn_user
 from stepgraph.guards.protocol import Change, Remedy, told
 from stepgraph.observe.discovery import Reached
@@ -32,6 +32,7 @@ from stepgraph.session.limits import weigh_changes
 from stepgraph.session.messages import state_changed, warn_operations_changed, warn_values_changed
 from stepgraph.session.options import Options
 from stepgraph.session.proof import CallProof, Shown, next_audit, tell_other_path
+from stepgraph.session.report import outline
 from stepgraph.session.session import Session
 from stepgraph.signature import AmbientReader, Signature, argument_names, leaf_keys, reason_for_eager, refuse_opaque
 from stepgraph.signature.attributes import refuse_unlike_buffers
@@ -44,6 +45,7 @@ from stepgraph.step.record import NotWarm, Recorded, StepCapture
 from stepgraph.step.report import Counts, Report, report_of
 from stepgraph.step.site import LastCall, Site
 from stepgraph.step.warmup import WarmUp, flags_of, surroundings
+from stepgraph.tracebacks import entry_point, trim
 from stepgraph.tree import CallFlattener, Structure, flatten
 
 P = ParamSpec("P")
@@ -108,40 +110,49 @@ class CapturedStep(Generic[P, R]):
         wanted = self._wanted.name if isinstance(self._wanted, Backend) else self._wanted
         return _unpickled, (self._function, self._options, wanted)
 
+    def __repr__(self) -> str:
+        graphs = sum(len(site.calls) for site in self._sites.values())
+        counts, is_closed = self._counts, self._closed or self._session.closed
+        return outline(f"captured {self._name}", counts.calls, counts.replays, graphs, is_closed=is_closed)
+
     # -- calling
 
     @untraced
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Run the step once: by replay where a graph fits, eagerly where none does yet."""
-        last = self._last
-        if last is not None and not self._session.closed:
-            known = last.fast_match.leaves_of(args, kwargs)
-            if known is not None and self._ambient.read() is last.ambient and not self._is_capturing():
-                if self._flags.pending:
-                    self._flags.check()
-                result: R
-                for call in last.site.calls:
-                    if call.is_untouched():
-                        if call.replays != call.proof.due:
-                            result = self._run_untouched(call, known)
-                        else:
-                            result = self._audit(last.site, call, CallArgs(known, last.structure, (args, kwargs)))
+        try:
+            last = self._last
+            if last is not None and not self._session.closed:
+                known = last.fast_match.leaves_of(args, kwargs)
+                if known is not None and self._ambient.read() is last.ambient and not self._is_capturing():
+                    if self._flags.pending:
+                        self._flags.check()
+                    result: R
+                    for call in last.site.calls:
+                        if call.is_untouched():
+                            if call.replays != call.proof.due:
+                                result = self._run_untouched(call, known)
+                            else:
+                                result = self._audit(last.site, call, CallArgs(known, last.structure, (args, kwargs)))
+                            return result
+                    found = last.site.find()
+                    if found is not None:
+                        result = self._replay(last.site, found, CallArgs(known, last.structure, (args, kwargs)))
                         return result
-                found = last.site.find()
-                if found is not None:
-                    result = self._replay(last.site, found, CallArgs(known, last.structure, (args, kwargs)))
-                    return result
-        if self._session.closed or not self._settled:
-            self._settle((args, kwargs))
-        leaves, structure = self._flatten(args, kwargs)
-        if self._bucketing is None:
-            return cast(R, self._dispatch(CallArgs(leaves, structure, (args, kwargs))))
-        padded = self._bucketing.pad(leaves, structure)
-        whole = self._dispatch(CallArgs(padded.leaves, structure, None))
-        result = self._bucketing.cut(padded, structure, whole)
-        if self._options.nan_check == "device" and not self._is_capturing():
-            self._flags.post(self._counts.calls, self._bucketing.flags(whole, result), self._backend)
-        return result
+            if self._session.closed or not self._settled:
+                self._settle((args, kwargs))
+            leaves, structure = self._flatten(args, kwargs)
+            if self._bucketing is None:
+                return cast(R, self._dispatch(CallArgs(leaves, structure, (args, kwargs))))
+            padded = self._bucketing.pad(leaves, structure)
+            whole = self._dispatch(CallArgs(padded.leaves, structure, None))
+            result = self._bucketing.cut(padded, structure, whole)
+            if self._options.nan_check == "device" and not self._is_capturing():
+                self._flags.post(self._counts.calls, self._bucketing.flags(whole, result), self._backend)
+            return result
+        except StepgraphError as error:
+            trim(error)
+            raise
 
     def _dispatch(self, given: CallArgs) -> Any:
         leaves, structure = given.leaves, given.structure
@@ -466,6 +477,7 @@ class CapturedStep(Generic[P, R]):
         for site in self._sites.values():
             site.start_over(credit=0)
 
+    @entry_point
     def close(self) -> None:
         """Free the graphs, and the session if it is the step's own. Closing twice is fine."""
         self._end()

@@ -21,6 +21,7 @@ PACKAGE = ROOT / "stepgraph"
 ROOMS = (
     "collector",
     "errors",
+    "tracebacks",
     "frames",
     "ran",
     "tree",
@@ -87,14 +88,12 @@ LONG_FUNCTIONS = {
 """Longer functions, with their lines: a list that only shrinks."""
 MAX_ATTRIBUTES = 15
 LARGE_CLASSES = {
-    "stepgraph/bench/demo.py:DemoResult": 19,
     "stepgraph/guards/model.py:ModelGuard": 19,
     "stepgraph/modules/manager.py:CudaGraphManager": 21,
     "stepgraph/modules/site.py:ModuleSite": 20,
     "stepgraph/native/row.py:GuardRow": 18,
     "stepgraph/pair/runner.py:Runner": 40,
     "stepgraph/pipeline/manager.py:StageManager": 16,
-    "stepgraph/step/report.py:Report": 19,
     "stepgraph/step/site.py:Site": 22,
     "stepgraph/step/step.py:CapturedStep": 22,
 }
@@ -260,7 +259,7 @@ def test_orders_know_nothing_of_torch() -> None:
     assert len(paths) > 5
     for path in paths:
         assert "torch" not in {name.partition(".")[0] for name in imports_of(path)}, name_of(path)
-        assert rooms_imported(path) <= {"errors", "order"}, name_of(path)
+        assert rooms_imported(path) <= {"errors", "tracebacks", "order"}, name_of(path)
 
 
 def test_import_starts_no_cuda_and_no_optional_framework() -> None:
@@ -268,7 +267,7 @@ def test_import_starts_no_cuda_and_no_optional_framework() -> None:
         "import sys, torch\n"
         "def loaded(): return {name.partition('.')[0] for name in sys.modules}\n"
         "by_torch = loaded()\n"  # torch may load cuda-bindings by itself
-        "import stepgraph\n"
+        "from stepgraph import *\n"
         "print(torch.cuda.is_initialized(), 'torch._dynamo' in sys.modules)\n"
         "print(sorted(loaded() - by_torch))\n"
     )
@@ -316,15 +315,44 @@ def test_modules_hold_no_mutable_state() -> None:
 
 
 def test_public_names_are_what_the_package_imports() -> None:
-    imported = {
-        alias.asname or alias.name
-        for node in tree_of(PACKAGE / "__init__.py").body
+    """What type checkers read and what is loaded on first use are the same names from the same modules."""
+    block = next(node for node in tree_of(PACKAGE / "__init__.py").body if isinstance(node, ast.If))
+    typed = {
+        alias.name: (node.module or "").removeprefix("stepgraph").removeprefix(".")
+        for node in block.body
         if isinstance(node, ast.ImportFrom)
         for alias in node.names
     }
-    assert set(stepgraph.__all__) == imported
-    assert stepgraph.__all__ == sorted(stepgraph.__all__)
-    assert all(hasattr(stepgraph, name) for name in stepgraph.__all__)
+    assert typed == {"order": "", **stepgraph._HOMES}
+    assert stepgraph.__all__ == sorted(typed)
+    assert set(typed) <= set(dir(stepgraph))
+    assert all(hasattr(stepgraph, name) for name in typed)
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        "import stepgraph; dir(stepgraph); stepgraph.InvalidArgument; stepgraph.order",
+        "import runpy; sys.argv = ['stepgraph', '--help']; runpy.run_module('stepgraph')",
+        "import runpy; sys.argv = ['stepgraph', 'demo', '--help']; runpy.run_module('stepgraph')",
+    ],
+)
+def test_import_and_help_load_no_torch(program: str) -> None:
+    check = "import atexit, sys\natexit.register(lambda: print('torch loaded:', 'torch' in sys.modules))\n"
+    done = subprocess.run([sys.executable, "-c", check + program], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert "torch loaded: False" in done.stdout
+
+
+def test_modules_load_by_attribute_and_by_import() -> None:
+    program = (
+        "import stepgraph\n"
+        "assert stepgraph.errors.StepgraphError is stepgraph.StepgraphError\n"
+        "import stepgraph.step.record, stepgraph.modules.graph_modules, stepgraph.step.capture\n"
+        "assert all(callable(getattr(stepgraph, name)) for name in stepgraph.__all__ if name != 'order')\n"
+        "stepgraph.captur\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    assert "no attribute 'captur'. Did you mean: 'capture'?" in done.stderr
 
 
 def test_public_names_have_docstrings() -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from stepgraph.bench.demo import MIN_STEPS, run_demo
+from stepgraph.bench.demo import MIN_STEPS, DemoResult, DemoRun, run_demo
 from stepgraph.cli import app
 
 ROOT = Path(__file__).parents[2]
@@ -30,13 +30,34 @@ def test_demo_json_is_only_json_and_equal() -> None:
     assert values["graphs"] >= 1
     # The plain AdamW stays eager, so it cuts the step.
     assert values["segments"] >= 2
+    assert values["eager_losses"] == values["graphed_losses"]
+    assert len(values["graphed_times_ms"]) == 8
 
 
-def test_demo_table_says_what_it_shows_without_a_gpu() -> None:
-    result = runner.invoke(app, ["demo", "--steps", "6", "--device", "cpu"], env={"COLUMNS": "120"})
+def test_demo_shows_a_table_a_chart_and_what_tape_times_mean() -> None:
+    arguments = ["demo", "--steps", "6", "--device", "cpu", "--plot", "none"]
+    result = runner.invoke(app, arguments, env={"COLUMNS": "120"})
     assert result.exit_code == 0, result.output
-    for text in ("step time", "parameters equal", "segments", "capture time", "speed needs a GPU"):
+    for text in ("parameters equal", "segments", "capture time", "its step times say nothing about a GPU's"):
         assert text in result.stdout
+    lines = [line.split() for line in result.stdout.splitlines()]
+    (loss,) = (line for line in lines if line[:2] == ["loss", "eager"])
+    assert len(loss[2]) == 6, "a letter for each step"
+    (time,) = (line for line in lines if line[:3] == ["step", "time", "eager"])
+    assert time[3].startswith("█")
+    assert time[-1] == "ms"
+    assert "peak memory" not in result.stdout, "the tape has no figure"
+
+
+@pytest.mark.parametrize("name", ["runs.svg", "runs.png"])
+def test_demo_draws_a_picture_where_asked(tmp_path: Path, name: str) -> None:
+    pytest.importorskip("matplotlib")
+    from stepgraph.bench.demo_view import draw_demo
+
+    run = DemoRun(losses=(3.0, 2.0, 1.5, 1.2, 1.0, 0.9), times_ms=(9.0, 3.0, 3.0, 40.0, 2.0, 1.0), peak_bytes=None)
+    result = DemoResult("cpu", "tape", "2.13", 0, run, run, (), {"replays": 3, "audits": 1})
+    draw_demo(result, tmp_path / name)
+    assert (tmp_path / name).stat().st_size > 1000
 
 
 @pytest.mark.slow
@@ -53,7 +74,14 @@ def test_demo_leaves_torch_settings_as_they_were() -> None:
 
 @pytest.mark.parametrize(
     "arguments",
-    [["--device", "abacus"], ["--device", "meta"], ["--device", "cuda:99"], ["--steps", str(MIN_STEPS - 1)]],
+    [
+        ["--device", "abacus"],
+        ["--device", "meta"],
+        ["--device", "cuda:99"],
+        ["--steps", str(MIN_STEPS - 1)],
+        ["--plot", "runs.txt"],
+        ["--plot", "no/such/folder/runs.png"],
+    ],
 )
 def test_demo_refuses_what_it_cannot_run(arguments: list[str]) -> None:
     result = runner.invoke(app, ["demo", *arguments])

@@ -1,0 +1,126 @@
+"""The base of all reports: it forms the verdict, prints it first, and leaves out what is zero or empty."""
+
+from __future__ import annotations
+
+import io
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, ClassVar
+
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.table import Table
+from rich.text import Text
+
+from stepgraph.session.session import Session
+
+_NO_BACKEND = "not chosen yet"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GraphReport(ABC):
+    """The state of something graphed. `print(report)` shows a table, `report.to_dict()` is for machines."""
+
+    backend: str = _NO_BACKEND
+    capture_seconds: float = 0.0
+    """Time spent capturing."""
+    pool_bytes: int = 0
+    """Memory of the graphs: activations, results, gradients and what lives inside a graph."""
+    static_bytes: int = 0
+    """Memory at the graphs' edges: arguments, and gradients of results."""
+    audits: int = 0
+    """How often calls were recorded again and compared with what is replayed."""
+    equality: str | None = None
+    """What is known about equality with eager, and by which check; None where nothing was replayed."""
+
+    counted: ClassVar[str] = "calls"
+    derived: ClassVar[tuple[str, ...]] = ("verdict",)
+    """What the verdict counts, and the properties that `to_dict` holds beside the fields."""
+
+    @abstractmethod
+    def tally(self) -> tuple[int, Mapping[str, int]]:
+        """How many calls were replayed, and how many were not, by reason; a reason of 0 stands for all calls."""
+
+    @abstractmethod
+    def facts(self) -> tuple[str, list[tuple[str, str]]]:
+        """What the report is about, and rows of its table; those with an empty text are left out."""
+
+    @property
+    def verdict(self) -> str:
+        """How many of the calls were replayed, and the main reason why the others were not."""
+        replays, reasons = self.tally()
+        rest = sum(reasons.values())
+        if not replays + rest:
+            return next((f"no graphs, all calls run eagerly: {why}" for why in reasons), f"no {self.counted} yet")
+        told = f"{replays} of {replays + rest} {self.counted} replayed"
+        if not rest:
+            return told
+        why, count = max(reasons.items(), key=lambda item: (item[0] != "warm-up", item[1]))  # warm-up is expected
+        return f"{told}; {rest} ran eagerly" + (f": {why}" if count == rest else f", {count} of them: {why}")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, ready for JSON."""
+        values = asdict(self) | {name: getattr(self, name) for name in self.derived}
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        (_, reasons), (subject, facts) = self.tally(), self.facts()
+        memory = [f"{name} {_size(n)}" for name, n in (("pool", self.pool_bytes), ("static", self.static_bytes)) if n]
+        rows = [
+            ("ran eagerly", with_counts(reasons) if len(reasons) > 1 else ""),
+            *facts,
+            ("capture time", f"{self.capture_seconds:.3f} s" if self.capture_seconds else ""),
+            ("memory", ", ".join(memory)),
+            ("audits", str(self.audits or "")),
+            ("equal to eager", self.equality or ""),
+        ]
+        title = subject if self.backend == _NO_BACKEND else f"{subject} on {self.backend}"
+        table = Table(title=title, title_justify="left", show_header=False)
+        table.add_column(style="bold", no_wrap=True)
+        table.add_column(overflow="fold")
+        for name, text in rows:
+            if text:
+                table.add_row(Text(name), Text(text))  # as text: brackets are no markup here
+        yield Text(self.verdict, style="bold")
+        if table.row_count:
+            yield table
+
+    def __str__(self) -> str:
+        text = io.StringIO()
+        Console(file=text, width=100).print(self)
+        return text.getvalue().rstrip()
+
+
+def backend_name(session: Session) -> str:
+    """The name of a session's backend, for a report."""
+    return session.backend.name if session.has_backend else _NO_BACKEND
+
+
+def with_counts(reasons: Mapping[str, int]) -> str:
+    """Reasons with how often each was met."""
+    return ", ".join(f"{reason}: {count}" for reason, count in reasons.items())
+
+
+def outline(what: str, calls: int, replays: int, graphs: int, *, is_closed: bool) -> str:
+    """The `repr` of something graphed."""
+    counts = ", ".join((_named(calls, "calls"), _named(replays, "replays"), _named(graphs, "graphs")))
+    return f"<{what}: {counts}{', closed' if is_closed else ''}>"
+
+
+def quantities(**counts: int | None) -> str:
+    """Counts with their names, which are given in the plural; nothing of those that are zero or unknown."""
+    return ", ".join(_named(count, name.replace("_", " ")) for name, count in counts.items() if count)
+
+
+def sum_known(counts: Sequence[int | None]) -> int | None:
+    """The sum of counts; None where one of them is not known."""
+    known = [count for count in counts if count is not None]
+    return sum(known) if len(known) == len(counts) else None
+
+
+def _named(count: int, name: str) -> str:
+    return f"{count} {name.removesuffix('s') if count == 1 else name}"
+
+
+def _size(count: int) -> str:
+    return f"{count / 2**20:.1f} MiB" if count >= 2**17 else f"{count / 2**10:.1f} KiB"
