@@ -150,7 +150,7 @@ def test_accumulation_across_two_functions_equals_eager(
     assert set(reports[0].eager_reasons) == {"warm-up"}
 
 
-def test_accumulation_branch_as_an_argument_is_a_graph_of_its_own(device: torch.device) -> None:
+def test_accumulation_flag_argument_has_a_graph_for_each_value(device: torch.device) -> None:
     """`last` is part of the signature: each of its values has a graph, and neither is taken for the other."""
     loop = build(device)
     with stepgraph.capture(loop.accumulate) as accumulate:
@@ -312,7 +312,7 @@ def test_accumulation_number_of_microbatches_as_an_argument(device: torch.device
 
 @pytest.mark.parametrize("own_grads", [False, True], ids=["gradients of the step", "gradients of the loop"])
 @pytest.mark.parametrize("first", ["step", "zero_grad"])
-def test_accumulation_gradients_dropped_between_two_optimizer_steps(
+def test_accumulation_gradients_dropped_between_optimizer_steps(
     first: str, own_grads: bool, device: torch.device
 ) -> None:
     """Between two cuts nothing may be recorded at all, and yet `.grad` be another: the optimizer must find it so."""
@@ -351,9 +351,7 @@ def point_into(flat: torch.Tensor, model: nn.Module) -> None:
 
 @pytest.mark.parametrize("zero", ["in the step", "outside"])
 @pytest.mark.parametrize("fused", [False, True])
-def test_accumulation_into_views_of_a_flat_buffer_is_seen_through_it(
-    fused: bool, zero: str, device: torch.device
-) -> None:
+def test_accumulation_into_views_is_visible_in_the_flat_buffer(fused: bool, zero: str, device: torch.device) -> None:
     """After a graph that began without gradients has given them addresses of its own."""
 
     def build(device: torch.device) -> Program:
@@ -385,9 +383,7 @@ def test_accumulation_into_views_of_a_flat_buffer_is_seen_through_it(
 
 @pytest.mark.parametrize("turns", ["0000011111", "00000110021", "0000012121212"], ids=["once", "back", "in turn"])
 @pytest.mark.parametrize("zero", ["in the step", "outside", "never"])
-def test_accumulation_into_one_flat_buffer_and_then_another_changes_that_one_only(
-    zero: str, turns: str, device: torch.device
-) -> None:
+def test_accumulation_writes_only_the_current_flat_buffer(zero: str, turns: str, device: torch.device) -> None:
     """Pointed anew each time, as well where the memory is the same."""
 
     def build(device: torch.device) -> Program:
@@ -416,7 +412,7 @@ def test_accumulation_into_one_flat_buffer_and_then_another_changes_that_one_onl
     assert (report.captures, report.recaptures) == (1, 0)
 
 
-def test_accumulation_into_a_flat_buffer_leaves_it_alone_in_steps_that_make_gradients_anew(
+def test_accumulation_new_gradients_leave_the_flat_buffer_alone(
     device: torch.device,
 ) -> None:
     """Two steps of one session: what the first adds to is not where the second's gradients go."""
@@ -448,7 +444,7 @@ def test_accumulation_into_a_flat_buffer_leaves_it_alone_in_steps_that_make_grad
     assert all(torch.equal(one, two) for one, two in zip(run(True), run(False), strict=True))
 
 
-def test_accumulation_into_a_tensor_of_the_users_own_is_seen_through_it(device: torch.device) -> None:
+def test_accumulation_is_visible_in_the_users_own_gradients(device: torch.device) -> None:
     """Set as `.grad` after the capture, and held."""
 
     def build(device: torch.device) -> Program:
@@ -473,7 +469,7 @@ def test_accumulation_into_a_tensor_of_the_users_own_is_seen_through_it(device: 
 
 
 @pytest.mark.filterwarnings("ignore:grad and param do not obey the gradient layout contract")
-def test_accumulation_into_gradients_of_other_strides_is_a_graph_of_its_own(device: torch.device) -> None:
+def test_accumulation_other_gradient_strides_have_another_graph(device: torch.device) -> None:
     """A norm over other strides adds in another order: its last bits may differ."""
     torch.manual_seed(0)
     model = nn.Linear(300, 200, bias=False).to(device)
@@ -503,9 +499,7 @@ def test_accumulation_into_gradients_of_other_strides_is_a_graph_of_its_own(devi
 
 @pytest.mark.parametrize("how", ["views of a flat buffer", "tensors"])
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
-def test_accumulation_into_gradients_that_the_step_lets_go_of_is_seen_by_who_holds_them(
-    how: str, optimizer: str, device: torch.device
-) -> None:
+def test_accumulation_is_visible_in_gradients_the_step_drops(how: str, optimizer: str, device: torch.device) -> None:
     """They are new ones at each call, and the step ends with `zero_grad()`."""
 
     def run(captured: bool) -> list[torch.Tensor]:
@@ -535,7 +529,7 @@ def test_accumulation_into_gradients_that_the_step_lets_go_of_is_seen_by_who_hol
     assert all(torch.equal(one, two) for one, two in zip(run(True), run(False), strict=True))
 
 
-def test_accumulation_with_a_flat_buffer_now_and_then_reads_nothing_stale(device: torch.device) -> None:
+def test_accumulation_with_a_flat_buffer_at_times_is_not_stale(device: torch.device) -> None:
     """A call brings gradients to where its graph has them, and back: to memory that other graphs have used since."""
 
     def run(captured: bool) -> list[torch.Tensor | None]:

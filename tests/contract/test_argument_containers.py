@@ -31,9 +31,7 @@ def unpack(batch: dict[str, Any]) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("options", [{}, {"strict": True}, {"strict": True, "on_error": "eager"}], ids=str)
-def test_a_tensor_put_into_a_container_is_refused_at_the_first_call(
-    options: dict[str, Any], device: torch.device
-) -> None:
+def test_container_given_a_new_tensor_is_refused_at_first_call(options: dict[str, Any], device: torch.device) -> None:
     with stepgraph.capture(recur, **options) as step:
         with pytest.raises(stepgraph.CaptureError, match=r"changes a container .*`state\['h'\]` is another") as caught:
             step({"h": torch.ones(2, device=device)}, torch.ones(2, device=device))
@@ -110,7 +108,7 @@ def test_a_key_that_only_the_recording_adds_is_refused(device: torch.device) -> 
             captured({"x": torch.ones(2, device=device)})
 
 
-def test_a_step_that_may_stay_eager_changes_the_callers_own_container(device: torch.device) -> None:
+def test_container_of_the_caller_changes_if_the_step_stays_eager(device: torch.device) -> None:
     state, expected = {"h": torch.ones(2, device=device)}, {"h": torch.ones(2, device=device)}
     with stepgraph.capture(recur, on_error="eager", warmup=2) as step:
         for index in range(6):

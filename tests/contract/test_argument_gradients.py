@@ -125,7 +125,7 @@ def test_a_leaf_with_and_without_a_gradient_has_two_graphs(device: torch.device)
         assert step.report().graphs == 2
 
 
-def test_a_gradient_of_other_strides_is_added_to_where_it_lies(device: torch.device) -> None:
+def test_gradient_of_other_strides_is_added_to_in_place(device: torch.device) -> None:
     with stepgraph.capture(plain) as step:
         for index in range(10):
             leaf = torch.ones(2, 3, device=device, requires_grad=True)
@@ -137,7 +137,7 @@ def test_a_gradient_of_other_strides_is_added_to_where_it_lies(device: torch.dev
             assert held.eq(3).all()
 
 
-def test_a_leaf_that_the_step_makes_require_a_gradient_requires_one(device: torch.device) -> None:
+def test_leaf_keeps_requires_grad_that_the_step_sets(device: torch.device) -> None:
     def step(x: torch.Tensor) -> None:
         x.requires_grad_()
         (x * x).sum().backward()
@@ -192,7 +192,7 @@ def test_a_hook_that_comes_after_the_capture_is_noticed(kind: str, device: torch
         assert leaf.grad.tolist() == [4.0, 8.0, 12.0]
 
 
-def test_a_gradient_that_is_an_argument_too_and_written_to_is_refused(device: torch.device) -> None:
+def test_gradient_passed_as_an_argument_and_written_is_refused(device: torch.device) -> None:
     def step(d: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
         (d * d).sum().backward()
         return grad.sum()

@@ -66,7 +66,7 @@ def test_value_of_a_passed_object_is_never_frozen(use: str, how: str, device: to
         assert step.report().recaptures == 1
 
 
-def test_value_that_the_step_changes_on_a_passed_object_is_refused(device: torch.device) -> None:
+def test_value_on_a_passed_object_changed_by_the_step_is_refused(device: torch.device) -> None:
     class Counter:
         calls = 0
 
@@ -85,7 +85,7 @@ def test_value_that_the_step_changes_on_a_passed_object_is_refused(device: torch
             step(torch.ones((), device=device), counter)
 
 
-def test_bound_method_is_told_by_its_object(device: torch.device) -> None:
+def test_bound_method_is_compared_by_its_object(device: torch.device) -> None:
     """`scale.method` is a new object at each look-up, and one and the same method."""
     one, two = Scale(), Scale()
     two.factor = 3.0
@@ -96,7 +96,7 @@ def test_bound_method_is_told_by_its_object(device: torch.device) -> None:
         assert (step.report().graphs, step.report().replays) == (2, 4)
 
 
-def test_parameter_passed_as_an_argument_is_told_by_itself(device: torch.device) -> None:
+def test_parameter_passed_as_an_argument_is_compared_by_identity(device: torch.device) -> None:
     """Another parameter of the same shape, or the same one moved, is another graph: its address is baked in."""
     one, two = (torch.nn.Parameter(torch.full((4,), value, device=device)) for value in (1.0, 2.0))
 

@@ -335,7 +335,7 @@ class Touchy:
     __hash__ = None  # type: ignore[assignment]
 
 
-def test_leaves_are_told_by_identity() -> None:
+def test_leaves_are_compared_by_identity() -> None:
     one = Touchy()
     leaves, structure = flatten((([one],), {}))
     call = unflatten(structure, leaves)

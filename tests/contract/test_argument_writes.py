@@ -125,7 +125,7 @@ def rebinds() -> dict[str, Callable[[torch.Tensor], Any]]:
 
 
 @pytest.mark.parametrize("name", rebinds())
-def test_an_argument_that_is_given_other_memory_or_shape_is_refused(name: str, device: torch.device) -> None:
+def test_argument_given_other_memory_or_shape_is_refused(name: str, device: torch.device) -> None:
     with stepgraph.capture(rebinds()[name], warmup=1) as step:
         step(torch.ones(2, 3, device=device))
         x = torch.ones(2, 3, device=device)
@@ -143,7 +143,7 @@ def add_and_sum(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("as_dict", [False, True], ids=["plain", "in containers"])
-def test_arguments_that_begin_to_share_memory_are_told_apart(as_dict: bool, device: torch.device) -> None:
+def test_arguments_that_begin_to_share_memory_are_noticed(as_dict: bool, device: torch.device) -> None:
     def step(batch: dict[str, torch.Tensor]) -> torch.Tensor:
         return add_and_sum(batch["a"], batch["b"])
 
@@ -162,7 +162,7 @@ def test_arguments_that_begin_to_share_memory_are_told_apart(as_dict: bool, devi
         assert captured.report().replays == 4
 
 
-def test_arguments_that_go_on_sharing_memory_are_refused_in_the_end(device: torch.device) -> None:
+def test_arguments_that_keep_sharing_memory_are_refused(device: torch.device) -> None:
     with stepgraph.capture(add_and_sum, warmup=1) as step:
         for _ in range(3):
             step(torch.ones(4, device=device), torch.ones(4, device=device))
@@ -183,7 +183,7 @@ def test_pieces_of_one_memory_that_do_not_overlap_are_replayed(device: torch.dev
         assert step.report().replays == 3
 
 
-def test_a_gradient_that_the_step_adds_to_is_refused_as_an_argument(device: torch.device) -> None:
+def test_gradient_the_step_adds_to_is_refused_as_an_argument(device: torch.device) -> None:
     """The argument would be a copy of before the backward, and be written back over the new gradient."""
     weight = torch.nn.Parameter(torch.ones(3, device=device))
 
@@ -226,14 +226,14 @@ def test_a_padded_argument_that_is_only_read_is_not_written_back(device: torch.d
             assert x._version == 0
 
 
-def test_a_padded_argument_that_is_given_another_shape_is_refused(device: torch.device) -> None:
+def test_padded_argument_given_another_shape_is_refused(device: torch.device) -> None:
     with stepgraph.capture(lambda x: x.unsqueeze_(0).sum(), buckets={"x": {0: [4]}}) as step:
         with pytest.raises(stepgraph.CaptureError, match="argument `x`") as caught:
             step(torch.ones(3, device=device))
         assert caught.value.rule == "argument-changed"
 
 
-def test_a_bucket_result_refused_after_the_step_says_that_it_has_run(device: torch.device) -> None:
+def test_bucket_result_refusal_reports_that_the_step_has_run(device: torch.device) -> None:
     model = torch.nn.Linear(8, 4).to(device)
 
     def step(x: torch.Tensor) -> torch.Tensor:

@@ -198,7 +198,7 @@ def test_audit_whose_recording_fails(on_error: str, device: torch.device, tmp_pa
 
 
 @pytest.mark.parametrize("strict", [False, True])
-def test_other_path_under_capture_is_told_with_its_line(strict: bool, device: torch.device) -> None:
+def test_other_path_under_capture_is_reported_with_its_line(strict: bool, device: torch.device) -> None:
     def step(x: torch.Tensor) -> torch.Tensor:
         if stepgraph.is_graph_capturing():
             x = x + 0  # only here
@@ -236,7 +236,7 @@ def test_varying_operations_are_refused(hidden: Reading, device: torch.device) -
     assert caught.value.rule == "varying-operations"
 
 
-def test_audit_of_a_step_that_begins_to_count_is_right_and_refused(device: torch.device) -> None:
+def test_audit_step_that_starts_counting_is_right_then_refused(device: torch.device) -> None:
     """The call that shows it replays what was recorded for it; then the step is looked at, and the value named."""
     state = {"on": False, "number": 1}
 

@@ -122,7 +122,7 @@ def test_autocast_cache_shared_casts_have_eagers_bits(case: str, device: torch.d
     assert ("[autocast-cache]" in "".join(str(w.message) for w in seen)) is not is_graphed
 
 
-def test_autocast_cache_second_call_after_capture_is_told(device: torch.device) -> None:
+def test_autocast_cache_second_call_after_capture_is_reported(device: torch.device) -> None:
     model = a_model(device)
     once, twice = in_one_region("one"), in_one_region("one", "one")
     with quiet() as seen, stepgraph.graph_modules(model, "one") as handle:

@@ -39,7 +39,7 @@ CHANGES = {"assign": assign, "head": replace_head, "parameter": replace_paramete
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("at", [3, 4, 7])
 @pytest.mark.parametrize("zero", ["model", "optimizer"])
-def test_parameters_replaced_under_a_new_optimizer_outside_the_step(
+def test_parameters_replaced_with_an_optimizer_outside_the_step(
     change: str, at: int, zero: str, device: torch.device
 ) -> None:
     """The old parameters keep their gradients, so that the call looks like none before."""
@@ -70,7 +70,7 @@ def test_parameters_replaced_under_a_new_optimizer_outside_the_step(
     assert sum(count for reason, count in report.eager_reasons.items() if reason.startswith("changed: ")) == 1
 
 
-def test_strict_tells_of_parameters_replaced_when_no_graph_fits(device: torch.device) -> None:
+def test_strict_reports_replaced_parameters_when_no_graph_fits(device: torch.device) -> None:
     model = nn.Linear(4, 2).to(device)
 
     def step(x: torch.Tensor) -> torch.Tensor:
@@ -125,7 +125,7 @@ def test_a_new_optimizer_in_the_place_of_the_old_one(make: Any, at: int, device:
     assert_captured_equals_eager(build, device)
 
 
-def test_layers_unfrozen_under_a_new_optimizer_while_a_short_batch_warms_up(device: torch.device) -> None:
+def test_layers_unfrozen_with_a_new_optimizer_during_a_warm_up(device: torch.device) -> None:
     def build(device: torch.device) -> Program:
         model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2)).to(device)
         model[0].requires_grad_(False)
@@ -175,7 +175,7 @@ def test_a_flag_set_before_the_recording_hides_nothing(kind: str, device: torch.
                 captured(torch.ones(2, device=device))
 
 
-def test_a_value_that_changes_at_each_call_is_told_before_anything_is_recorded(device: torch.device) -> None:
+def test_value_changing_each_call_is_reported_before_recording(device: torch.device) -> None:
     weight = 1.0
 
     def step(x: torch.Tensor) -> torch.Tensor:
@@ -212,7 +212,7 @@ def test_a_result_that_a_recording_shows_to_vary_is_refused(
         assert caught.value.rule == "varying-output"
 
 
-def test_a_result_that_is_another_from_the_recording_on_is_recorded_as_it_is(
+def test_result_that_changes_at_the_recording_is_recorded_as_new(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def step(x: torch.Tensor) -> Any:

@@ -196,7 +196,7 @@ def test_buckets_results_of_one_name_may_have_two_meanings(by: str, device: torc
                 assert result.shape == ((4, 16) if wide else (4, length))
 
 
-def test_buckets_cut_no_dimension_that_only_happened_to_grow_with_them(device: torch.device) -> None:
+def test_buckets_cut_no_dimension_that_grew_with_them_by_chance(device: torch.device) -> None:
     """Eight rows in the bucket of 8 and sixteen in that of 16: nothing to compare."""
     with stepgraph.capture(lambda x: x * 2, buckets=EIGHT) as step:
         assert step(torch.ones(8, 8, device=device)).shape == (8, 8)

@@ -84,7 +84,7 @@ def test_gradients_that_pass_through_unchanged_equal_eager(way: str, device: tor
 
 
 @pytest.mark.parametrize("when", ["always", "later", "now and then"])
-def test_what_comes_transposed_is_not_taken_for_what_lies_there(when: str, device: torch.device) -> None:
+def test_handover_of_a_transpose_is_not_mistaken_for_the_buffer(when: str, device: torch.device) -> None:
     """A square result has the same address and shape as its transpose. (Sums are in another order: nearly equal.)"""
     order, layers = ORDERS["1f1b"]
 
@@ -113,7 +113,7 @@ def test_what_comes_transposed_is_not_taken_for_what_lies_there(when: str, devic
 
 
 @pytest.mark.parametrize("reuse", [True, False], ids=["shared", "apart"])
-def test_from_the_second_round_on_nothing_is_copied_between_layers(reuse: bool, device: torch.device) -> None:
+def test_handover_copies_nothing_from_the_second_round_on(reuse: bool, device: torch.device) -> None:
     """Seen by addresses: what a layer is called with is what its graph reads."""
     order, layers = ORDERS["interleaved"]
     rank = Rank(device, order, layers)
@@ -215,7 +215,7 @@ def running(device: torch.device, case: str, rounds: int) -> tuple[Rank, torch.T
     return rank, batch, [rank.run(batch) for _ in range(rounds)]
 
 
-def test_a_gradient_that_is_kept_in_a_later_round_is_an_error_before_it_is_overwritten(device: torch.device) -> None:
+def test_gradient_kept_in_a_later_round_raises_before_overwrite(device: torch.device) -> None:
     rank, batch, losses = running(device, "1f1b", rounds=3)
     kept: list[torch.Tensor] = []
     values: list[torch.Tensor] = []
@@ -234,7 +234,7 @@ def test_a_gradient_that_is_kept_in_a_later_round_is_an_error_before_it_is_overw
     assert same_bits(rank.run(batch), losses[0])
 
 
-def test_a_result_kept_later_is_an_error_where_weight_gradients_are_split_off(device: torch.device) -> None:
+def test_result_kept_in_a_later_round_raises_with_split_weights(device: torch.device) -> None:
     rank, batch, losses = running(device, "weights split off", rounds=2)
     kept: list[torch.Tensor] = []
     rank.between = lambda call, hidden: (kept.append(hidden), call(hidden))[1]
@@ -252,7 +252,7 @@ def test_a_result_kept_later_is_an_error_where_weight_gradients_are_split_off(de
 @pytest.mark.filterwarnings("ignore:.*held-result")
 @settings(max_examples=8, deadline=None)
 @given(st.lists(st.lists(st.sampled_from(sorted(WAYS)), min_size=8, max_size=8), min_size=4, max_size=4))
-def test_what_goes_from_layer_to_layer_may_change_from_call_to_call(ways: list[list[str]]) -> None:
+def test_handover_between_layers_may_change_from_call_to_call(ways: list[list[str]]) -> None:
     """Four rounds with a choice of their own for each layer and microbatch."""
     order, layers = ORDERS["1f1b"]
 

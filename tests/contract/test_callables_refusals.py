@@ -131,7 +131,7 @@ def test_a_graphed_module_is_not_graphed_twice(device: torch.device) -> None:
 # -- calls
 
 
-def test_calls_unlike_the_sample_are_refused_with_all_that_differs(device: torch.device) -> None:
+def test_calls_unlike_the_sample_are_refused_with_differences(device: torch.device) -> None:
     """Traps: a wrong shape is broadcast, a wrong dtype cast, an extra keyword argument ignored."""
     layer = Layer().to(device)
     mask = torch.ones(4, WIDTH, device=device)
@@ -284,7 +284,7 @@ def test_a_replay_out_of_order_names_the_expected_entry(device: torch.device) ->
     refusal(lambda: graphed[0](x), "replay-order")
 
 
-def test_a_round_that_is_given_up_may_begin_anew(device: torch.device) -> None:
+def test_round_that_is_given_up_may_begin_again(device: torch.device) -> None:
     rank = Rank(device, [1, 1, -1, -1], [2])
     graphed = rank.capture()
     x = x_on(device, requires_grad=True)
@@ -347,7 +347,7 @@ def test_a_backward_under_autocast_is_refused(device: torch.device) -> None:
         assert "autocast on" in str(refusal(loss.backward, "sample-mismatch"))
 
 
-def test_gradients_of_any_strides_are_brought_to_the_captured_ones(device: torch.device) -> None:
+def test_gradients_of_any_strides_get_the_captured_strides(device: torch.device) -> None:
     rank = Rank(device, [1, -1], [1], make=lambda: Layer(dropout=0.0))
     graphed = rank.capture()
     for form in (lambda y: y.sum(), lambda y: y.t().contiguous().pow(2).sum(), lambda y: y[:2].mean()):

@@ -51,12 +51,12 @@ def told(step: Step, device: torch.device) -> list[str]:
 
 
 @pytest.mark.parametrize("kind", QUIET)
-def test_result_that_nobody_would_differentiate_is_not_told(kind: str, device: torch.device) -> None:
+def test_result_that_needs_no_gradient_is_not_reported(kind: str, device: torch.device) -> None:
     assert told(QUIET[kind](nn.Linear(2, 2).to(device)), device) == []
 
 
 @pytest.mark.parametrize("wrap", [lambda y: y, lambda y: {"out": [y]}], ids=["plain", "in a dict"])
-def test_result_that_could_be_differentiated_is_told_once(wrap: Callable, device: torch.device) -> None:
+def test_result_that_could_be_differentiated_is_reported_once(wrap: Callable, device: torch.device) -> None:
     model = nn.Linear(2, 2).to(device)
     (message,) = told(lambda x: wrap(model(x)), device)
     assert "comes back detached" in message

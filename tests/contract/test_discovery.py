@@ -127,9 +127,7 @@ def test_discovery_sees_a_deep_model_beside_anything(name: str, device: torch.de
 @pytest.mark.parametrize(
     "make", [lambda: AttrDict(w=2.0), lambda: Addict(w=2.0), Slotted], ids=["Attr", "Add", "slots"]
 )
-def test_discovery_lets_a_step_read_an_object_that_makes_attributes_up(
-    make: Callable[[], Any], device: torch.device
-) -> None:
+def test_discovery_allows_objects_with_computed_attributes(make: Callable[[], Any], device: torch.device) -> None:
     config = make()
     with stepgraph.capture(lambda x: x * config.w) as step:
         for _ in range(6):
@@ -145,7 +143,7 @@ def test_discovery_runs_no_code_of_the_objects_it_finds() -> None:
     assert asked.names == []
 
 
-def test_compiled_code_is_told_by_its_marks() -> None:
+def test_compiled_code_is_recognised_by_its_marks() -> None:
     compiled = ("compiled function", "compiled lambda", "compiled module", "self-compiled module")
     assert [name for name, make in THINGS.items() if is_compiled(make())] == list(compiled)
     assert is_compiled(nn.Sequential(nn.Linear(4, 4), compiled_module()))
@@ -191,7 +189,7 @@ def compiled_programs(
 @pytest.mark.parametrize("before", [False, True], ids=["compiled meanwhile", "compiled before"])
 @pytest.mark.parametrize("how", ["function", "module", "in itself", "with a break", "whole"])
 @pytest.mark.parametrize("hooked", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["plain", "hooked"])
-def test_compiled_code_is_compiled_once_and_all_around_it_is_seen(how: str, before: bool, hooked: bool) -> None:
+def test_compiled_code_is_compiled_once_and_its_callers_are_seen(how: str, before: bool, hooked: bool) -> None:
     compilations: list[int] = []
 
     def counting(graph: torch.fx.GraphModule, _: Any) -> Any:

@@ -57,7 +57,7 @@ def test_larger_and_larger_signatures_equal_eager(sizes: list[int], fused: bool,
     assert report.recapture_reasons[REASON] >= 1
 
 
-def test_graphs_that_made_room_are_counted_and_come_back_without_warm_up(device: torch.device) -> None:
+def test_evicted_graphs_are_counted_and_return_without_warm_up(device: torch.device) -> None:
     training = program(device, [2] * 5 + [4] * 5 + [2, 4, 2, 4])
     with stepgraph.capture(training.step) as step:
         for (batch,) in training.batches:
@@ -68,7 +68,7 @@ def test_graphs_that_made_room_are_counted_and_come_back_without_warm_up(device:
     assert (report.graphs, report.captures, report.replays) == (2, 3, 8)
 
 
-def test_smaller_signatures_are_in_nobodys_way(device: torch.device) -> None:
+def test_smaller_signatures_evict_nothing(device: torch.device) -> None:
     training = program(device, [16] * 5 + [8] * 5 + [4] * 5 + [16, 8, 4])
     with stepgraph.capture(training.step) as step:
         for (batch,) in training.batches:
@@ -76,7 +76,7 @@ def test_smaller_signatures_are_in_nobodys_way(device: torch.device) -> None:
         assert (step.report().graphs, step.report().recaptures) == (3, 0)
 
 
-def test_largest_signature_that_is_captured_again_leaves_the_others(device: torch.device) -> None:
+def test_largest_signature_captured_again_keeps_the_others(device: torch.device) -> None:
     scale = [1.0]
 
     def step(x: torch.Tensor) -> torch.Tensor:
@@ -131,7 +131,7 @@ def test_graphs_of_other_modes_make_room_too(device: torch.device) -> None:
         assert step.report().recapture_reasons == {REASON: 2}
 
 
-def test_value_that_changes_after_a_graph_has_made_room_is_an_error_under_strict(device: torch.device) -> None:
+def test_value_changed_after_an_eviction_raises_under_strict(device: torch.device) -> None:
     scale = [1.0]
 
     def step(x: torch.Tensor) -> torch.Tensor:

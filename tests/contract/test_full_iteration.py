@@ -256,16 +256,14 @@ def test_wrapper_optimizer_inside_is_equal_to_eager(num_chunks: int, fused: bool
     assert [chain.count("AdamW.step") for chain in report.chains] == ([0, 0] if fused else [1, 0])
 
 
-def test_wrapper_warms_up_as_often_as_told(device: torch.device) -> None:
+def test_wrapper_warms_up_as_often_as_configured(device: torch.device) -> None:
     report = assert_wrapped_equals_eager(device, [TRAIN] * 6, cuda_graph_warmup_steps=3)
     assert report.eager_reasons == {"warm-up": 3}
     assert report.replays == 3
 
 
 @pytest.mark.parametrize("num_chunks", [1, 2])
-def test_wrapper_validation_between_training_never_replays_the_training_graph(
-    num_chunks: int, device: torch.device
-) -> None:
+def test_wrapper_validation_never_replays_the_training_graph(num_chunks: int, device: torch.device) -> None:
     """Dropout is on in training and off in validation; each has a graph of its own, with the same shapes."""
     calls = [TRAIN, TRAIN, TRAIN, VALIDATE, VALIDATE, VALIDATE, TRAIN, VALIDATE, TRAIN, TRAIN]
     report = assert_wrapped_equals_eager(device, calls, num_chunks)
@@ -274,7 +272,7 @@ def test_wrapper_validation_between_training_never_replays_the_training_graph(
     assert sorted("forward_only=True" in signature for signature in report.signatures) == [False, True]
 
 
-def test_wrapper_validation_in_inference_mode_shares_buffers_with_training(device: torch.device) -> None:
+def test_wrapper_inference_mode_shares_buffers_with_training(device: torch.device) -> None:
     def validating(function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*, forward_only: bool, **rest: Any) -> Any:
             with torch.inference_mode(forward_only):
@@ -295,7 +293,7 @@ def test_wrapper_validation_in_inference_mode_shares_buffers_with_training(devic
 @pytest.mark.parametrize(
     "other", [Call(num_microbatches=2), Call(seq_length=4)], ids=["num_microbatches", "seq_length"]
 )
-def test_wrapper_changed_num_microbatches_or_seq_length_is_another_graph(other: Call, device: torch.device) -> None:
+def test_wrapper_changed_sizes_are_captured_as_another_graph(other: Call, device: torch.device) -> None:
     calls = [TRAIN, TRAIN, TRAIN, other, other, other, TRAIN, other, TRAIN]
     report = assert_wrapped_equals_eager(device, calls)
     assert report.eager_reasons == {"warm-up": 4}
@@ -303,7 +301,7 @@ def test_wrapper_changed_num_microbatches_or_seq_length_is_another_graph(other: 
     assert report.recaptures == 0
 
 
-def test_wrapper_seq_length_that_only_the_caller_knows_is_another_graph(device: torch.device) -> None:
+def test_wrapper_changed_numbers_of_a_call_have_their_own_graph(device: torch.device) -> None:
     """The microbatches look the same; the number alone decides what is computed."""
 
     def scaled(*, data_iterator: Any, seq_length: int, micro_batch_size: int, **rest: Any) -> list[torch.Tensor]:
@@ -347,7 +345,7 @@ def test_wrapper_extra_keywords_belong_to_the_signature(device: torch.device) ->
 # -- chunks and their buffers
 
 
-def test_wrapper_later_chunks_do_not_overwrite_buffers_of_earlier_ones(device: torch.device) -> None:
+def test_wrapper_later_chunks_do_not_overwrite_earlier_buffers(device: torch.device) -> None:
     """All chunks' microbatches have one shape, and are alive at once."""
 
     def gather(*, data_iterator: list[Any], num_microbatches: int, **rest: Any) -> list[torch.Tensor]:
@@ -432,7 +430,7 @@ def test_wrapper_nested_microbatches_arrive_as_they_were(device: torch.device) -
         assert wrapped.report().replays == 3
 
 
-def test_wrapper_changed_host_number_in_a_microbatch_is_never_frozen(device: torch.device) -> None:
+def test_wrapper_host_number_in_a_microbatch_is_never_frozen(device: torch.device) -> None:
     def use(*, data_iterator: Any, **rest: Any) -> torch.Tensor:
         batch = next(data_iterator)
         return batch["x"].to(device) * batch["scale"]
@@ -501,7 +499,7 @@ def test_wrapper_results_that_are_microbatches_may_be_kept(device: torch.device)
     assert [result["double"][0].item() for result in kept] == [0, 2, 4, 6, 8]
 
 
-def test_wrapper_writes_to_microbatches_reach_the_iterators_tensors(device: torch.device) -> None:
+def test_wrapper_microbatch_writes_reach_the_callers_tensors(device: torch.device) -> None:
     def count_up(*, data_iterator: Any, num_microbatches: int, **rest: Any) -> torch.Tensor:
         return sum(next(data_iterator).add_(1).sum() for _ in range(num_microbatches))
 
@@ -517,7 +515,7 @@ def test_wrapper_writes_to_microbatches_reach_the_iterators_tensors(device: torc
             wrapped(forward_step_func=None, data_iterator=itertools.repeat(mine), model=None, num_microbatches=2)
 
 
-def test_wrapper_gradients_of_microbatches_reach_the_iterators_tensors(device: torch.device) -> None:
+def test_wrapper_microbatch_gradients_reach_the_callers_tensors(device: torch.device) -> None:
     def square(*, data_iterator: Any, num_microbatches: int, **rest: Any) -> None:
         for _ in range(num_microbatches):
             next(data_iterator).square().sum().backward()
@@ -533,7 +531,7 @@ def test_wrapper_gradients_of_microbatches_reach_the_iterators_tensors(device: t
             wrapped(data_iterator=iter([leaf * 1 for leaf in leaves]), **call)
 
 
-def test_wrapper_training_and_validation_leave_on_microbatches_what_each_of_them_does(device: torch.device) -> None:
+def test_wrapper_training_and_validation_keep_their_own_writes(device: torch.device) -> None:
     """They fill the same buffers: what one writes, and the gradients it leaves, is not the other's."""
 
     def iterate(*, data_iterator: Any, num_microbatches: int, forward_only: bool, **rest: Any) -> torch.Tensor:
@@ -568,7 +566,7 @@ def test_wrapper_training_and_validation_leave_on_microbatches_what_each_of_them
 # -- what is guarded
 
 
-def test_wrapper_host_values_of_the_forward_step_are_never_frozen(device: torch.device) -> None:
+def test_wrapper_host_values_of_forward_step_are_never_frozen(device: torch.device) -> None:
     """The functions come as arguments, and what they read is watched as in any captured step."""
     weight = 2.0
 
@@ -651,7 +649,7 @@ def test_wrapper_changed_learning_rate_inside_is_never_frozen(device: torch.devi
         assert_same_history(expected, scheduled(made, wrapped, steps_inside=True), "wrapped differs from eager")
 
 
-def test_wrapper_method_as_forward_step_is_one_and_the_same_at_each_call(device: torch.device) -> None:
+def test_wrapper_method_as_forward_step_is_the_same_at_each_call(device: torch.device) -> None:
     """`trainer.forward_step` is a new object at each look-up."""
 
     class Trainer:
@@ -678,7 +676,7 @@ def test_wrapper_method_as_forward_step_is_one_and_the_same_at_each_call(device:
 # -- several wrappers, and their end
 
 
-def test_wrapper_second_one_captures_and_deleting_one_leaves_the_other(device: torch.device) -> None:
+def test_wrapper_deletion_leaves_a_second_wrapper_working(device: torch.device) -> None:
     expected = history_of(build(device), forward_backward, [TRAIN] * 8, device)
     other, twin = stepgraph.FullCudaGraphWrapper(forward_backward), build(device)
     for _ in range(5):
@@ -813,7 +811,7 @@ def call_with(made: Training, function: Any, step: Any, **changes: Any) -> Any:
     return function(**(call | changes))
 
 
-def test_wrapper_failed_capture_leaves_state_as_it_was_and_goes_on(device: torch.device) -> None:
+def test_wrapper_failed_capture_keeps_the_state_and_continues(device: torch.device) -> None:
     """What the capture recorded has no effect, nothing is left in capture mode, the next call is captured."""
     made = build(device)
     step, switch = failing("capture")
@@ -983,7 +981,7 @@ def test_wrapper_refuses_bad_options(arguments: dict[str, Any], told: str) -> No
     assert caught.value.rule == "option"
 
 
-def test_wrapper_report_tells_what_each_graph_serves(device: torch.device) -> None:
+def test_wrapper_report_names_what_each_graph_serves(device: torch.device) -> None:
     made = build(device)
     with stepgraph.FullCudaGraphWrapper(forward_backward) as wrapped:
         assert wrapped.report().static_bytes == 0

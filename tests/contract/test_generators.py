@@ -137,7 +137,7 @@ def test_generator_watch_takes_each_generator_once(backend: Backend) -> None:
     assert GeneratorWatch([generator, generator]).unmoved() == [generator]
 
 
-def test_state_of_a_generator_that_is_gone_back_to_is_never_frozen(device: torch.device) -> None:
+def test_generator_state_restored_in_the_step_is_never_frozen(device: torch.device) -> None:
     """CUDA records it where the state was read in the same graph; the tape refuses."""
     generator = torch.Generator(device).manual_seed(SEED)
 

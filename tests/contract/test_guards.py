@@ -534,7 +534,7 @@ def test_watch_number_of_a_module_is_never_frozen(device: torch.device) -> None:
             assert captured(x).tolist() == [0.0] * 4
 
 
-def test_watch_module_that_counts_its_calls_is_refused_or_ignored(device: torch.device) -> None:
+def test_watch_module_counting_its_calls_is_refused_or_ignored(device: torch.device) -> None:
     class Counting(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -556,7 +556,7 @@ def test_watch_module_that_counts_its_calls_is_refused_or_ignored(device: torch.
         assert captured.report().replays == 3
 
 
-def test_watch_two_models_of_one_class_are_told_apart(device: torch.device) -> None:
+def test_watch_two_models_of_one_class_are_distinguished(device: torch.device) -> None:
     one, two = nn.Sequential(nn.Dropout(0.0)), nn.Sequential(nn.Dropout(0.0))
 
     def step(x: torch.Tensor) -> torch.Tensor:
@@ -571,7 +571,7 @@ def test_watch_two_models_of_one_class_are_told_apart(device: torch.device) -> N
             assert captured(x).tolist() == [1.0, 1.0]
 
 
-def test_guard_recapture_after_the_step_has_touched_more_replays_again(device: torch.device) -> None:
+def test_guard_recapture_after_touching_more_objects_replays(device: torch.device) -> None:
     """Eval mode calls a module that training does not: what was captured before must still be found after a change."""
 
     def build(device: torch.device) -> Program:

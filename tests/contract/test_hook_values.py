@@ -149,7 +149,7 @@ def test_number_of_a_hook_of_torch_is_noticed(device: torch.device) -> None:
     assert "hook SpectralNorm.n_power_iterations: 1 -> 5" in "".join(str(w.message) for w in seen)
 
 
-def test_hook_that_counts_and_is_not_admitted_is_refused_as_a_hook(device: torch.device) -> None:
+def test_hook_that_counts_is_refused_as_a_hook_unless_allowed(device: torch.device) -> None:
     model = nn.Sequential(nn.Linear(3, 3)).to(device)
     seen: list[torch.Tensor] = []
     model[0].register_forward_hook(lambda module, args, result: seen.append(result.detach().clone()))

@@ -53,9 +53,7 @@ def program(device: torch.device, in_call: dict[int, Callable[[], None]]) -> Pro
 
 
 @pytest.mark.parametrize("happens", [interrupt, interrupt_twice])
-def test_interrupt_in_a_capture_leaves_the_state_of_before_the_call(
-    device: torch.device, happens: Callable[[], None]
-) -> None:
+def test_interrupt_in_a_capture_restores_the_earlier_state(device: torch.device, happens: Callable[[], None]) -> None:
     torch.manual_seed(7)
     eager = program(device, {})
     torch.manual_seed(11)
@@ -117,7 +115,7 @@ class InterruptedSGD(torch.optim.SGD):
         super().step()
 
 
-def test_interrupt_in_the_replay_after_a_capture_waits_for_its_end(device: torch.device) -> None:
+def test_interrupt_in_the_replay_after_a_capture_is_raised_last(device: torch.device) -> None:
     def weights_after(calls: int, captured: bool) -> torch.Tensor:
         torch.manual_seed(7)
         model = nn.Linear(4, 2).to(device)

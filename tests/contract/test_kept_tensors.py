@@ -152,7 +152,7 @@ def told_of(
     return told.value
 
 
-def test_kept_tensor_in_a_container_of_a_variable_is_named_after_it(device: torch.device) -> None:
+def test_kept_tensor_in_a_container_is_named_after_its_variable(device: torch.device) -> None:
     """One name covers one container: a second one that the step needs is still refused."""
     history, needed = collections.defaultdict[str, list[Any]](list), collections.defaultdict[str, list[Any]](list)
 
@@ -167,7 +167,7 @@ def test_kept_tensor_in_a_container_of_a_variable_is_named_after_it(device: torc
     assert "needed['x']" in told_of(step, device, "host-value", ignore=["history", "a list"]).what
 
 
-def test_kept_tensor_in_the_state_of_an_optimizer_is_named_by_its_key(device: torch.device) -> None:
+def test_kept_tensor_in_optimizer_state_is_named_by_its_key(device: torch.device) -> None:
     class Sharp(torch.optim.SGD):
         def ascend(self) -> None:
             for group in self.param_groups:

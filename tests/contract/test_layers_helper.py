@@ -455,7 +455,7 @@ class Remembering(nn.Module):
         self.tracker["cleared"] = self.tracker.get("cleared", 0) + 1
 
 
-def test_helper_leaves_statistics_and_random_state_and_zeroes_gradients(device: torch.device) -> None:
+def test_helper_keeps_statistics_and_rng_and_zeroes_gradients(device: torch.device) -> None:
     tracker: dict[str, int] = {}
     losses = {"load": 1.0}
     model = nn.Sequential(Remembering(TINY.hidden_size, tracker)).to(device)
@@ -477,7 +477,7 @@ def test_helper_leaves_statistics_and_random_state_and_zeroes_gradients(device: 
     helper.delete_cuda_graphs()
 
 
-def test_helper_parts_of_layers_leave_statistics_and_random_state(device: torch.device) -> None:
+def test_helper_parts_of_layers_keep_statistics_and_random_state(device: torch.device) -> None:
     """A layer is run once to see what its parts are called with."""
     model = nn.Sequential(Remembering(TINY.hidden_size, {})).to(device)
     registry = stepgraph.ScopeRegistry().register(Remembering, mlp="linear")
@@ -717,7 +717,7 @@ def test_helper_wrong_geometry_is_an_error_that_names_it(device: torch.device) -
     helper.delete_cuda_graphs()
 
 
-def test_helper_delete_restores_the_layers_and_capture_works_again(device: torch.device) -> None:
+def test_helper_delete_restores_the_layers_for_another_capture(device: torch.device) -> None:
     training = gpt_training(TINY, device, steps=1)
     model = training.model
     before = [dict(vars(module)) for module in model.modules()]
@@ -733,7 +733,7 @@ def test_helper_delete_restores_the_layers_and_capture_works_again(device: torch
     helper.delete_cuda_graphs()
 
 
-def test_helper_capture_again_without_deleting_replaces_the_graphs(device: torch.device) -> None:
+def test_helper_second_capture_without_delete_replaces_graphs(device: torch.device) -> None:
     training = gpt_training(TINY, device, steps=1)
     helper = stepgraph.TECudaGraphHelper(training.model, TINY, SEQUENCE, BATCH)
     helper.create_cudagraphs()

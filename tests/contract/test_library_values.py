@@ -144,7 +144,7 @@ def test_module_of_a_library_that_counts_is_graphed(library: Any, device: torch.
     assert stepgraph.callables.report(layer).forwards == 4
 
 
-def test_value_that_running_code_of_a_library_reads_is_never_frozen(library: Any, device: torch.device) -> None:
+def test_value_read_by_executed_library_code_is_never_frozen(library: Any, device: torch.device) -> None:
     x = torch.ones(2, device=device)
     with stepgraph.capture(lambda x: library.scaled(x)) as step:
         warmed(step, x)
@@ -155,7 +155,7 @@ def test_value_that_running_code_of_a_library_reads_is_never_frozen(library: Any
         assert "1.0 -> 3.0" in message
 
 
-def test_flag_that_decides_which_code_of_a_library_runs_is_noticed(library: Any, device: torch.device) -> None:
+def test_flag_that_selects_library_code_is_noticed(library: Any, device: torch.device) -> None:
     x = torch.ones(2, device=device)
     with stepgraph.capture(lambda x: library.scaled(x)) as step:
         warmed(step, x)
@@ -165,9 +165,7 @@ def test_flag_that_decides_which_code_of_a_library_runs_is_noticed(library: Any,
         assert "woken" in told(step, x)[1]
 
 
-def test_value_that_only_resting_code_of_a_library_names_is_nobodys_business(
-    library: Any, device: torch.device
-) -> None:
+def test_value_named_only_by_unexecuted_library_code_is_ignored(library: Any, device: torch.device) -> None:
     x = torch.ones(2, device=device)
     with stepgraph.capture(lambda x: library.scaled(x), strict=True) as step:
         for index in range(8):
@@ -218,7 +216,7 @@ def test_backward_of_a_library_is_watched_in_a_graphed_module(library: Any, devi
     assert_module_notices(library, library.Layer(), device)
 
 
-def test_profiler_of_the_users_stays_in_place_and_everything_is_watched(library: Any, device: torch.device) -> None:
+def test_profiler_of_the_user_stays_and_everything_is_watched(library: Any, device: torch.device) -> None:
     x = torch.ones(2, device=device)
     calls: list[str] = []
 
@@ -313,7 +311,7 @@ def test_compiled_code_of_a_library_is_watched(how: str, library: Any, device: t
         assert "scale" in message
 
 
-def test_cached_function_of_a_library_that_has_run_before_is_watched(library: Any, device: torch.device) -> None:
+def test_cached_library_function_that_ran_before_is_watched(library: Any, device: torch.device) -> None:
     assert library.setting() == 1.0
     x = torch.ones(2, device=device)
     with stepgraph.capture(lambda x: x * library.setting()) as step:
@@ -325,7 +323,7 @@ def test_cached_function_of_a_library_that_has_run_before_is_watched(library: An
         assert "scale" in message
 
 
-def test_function_of_a_library_that_only_the_users_hook_calls_is_watched(library: Any, device: torch.device) -> None:
+def test_library_function_called_only_by_a_hook_is_watched(library: Any, device: torch.device) -> None:
     class Hooked(torch.nn.Linear):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             hidden = super().forward(x)

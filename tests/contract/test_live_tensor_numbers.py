@@ -37,7 +37,7 @@ def adamw_with_tensor_lr(device: torch.device, **kwargs: Any) -> tuple[Program, 
     return Program(step, batches, [model], [optimizer]), lr
 
 
-def test_live_tensor_learning_rate_changed_in_place_stays_in_the_graph(device: torch.device) -> None:
+def test_live_tensor_learning_rate_changed_in_place_is_replayed(device: torch.device) -> None:
     """The one way to a live learning rate inside a graph: a fused optimizer reads it from the device."""
 
     def build_tensor(device: torch.device) -> Program:
@@ -64,7 +64,7 @@ def test_live_tensor_learning_rate_replaced_is_noticed(device: torch.device) -> 
     assert report.recapture_reasons == {"AdamW.param_groups[0]['lr'] is another tensor": 1}
 
 
-def test_live_capturable_optimizer_takes_schedules_without_a_recapture(device: torch.device) -> None:
+def test_live_capturable_optimizer_follows_schedules_in_a_graph(device: torch.device) -> None:
     """Schedulers of torch change a learning rate that is a tensor in place, and the graph reads it."""
 
     def build_capturable(device: torch.device) -> Program:
@@ -81,7 +81,7 @@ def test_live_capturable_optimizer_takes_schedules_without_a_recapture(device: t
     assert (report.segments, report.recaptures, report.replays) == (1, 0, CALLS - WARM)
 
 
-def test_live_capturable_switch_keeps_a_tensor_learning_rate_live(device: torch.device) -> None:
+def test_live_capturable_option_keeps_a_tensor_rate_live(device: torch.device) -> None:
     """A plain AdamW switched by the option: a changed tensor acts at the next replay, with no recapture."""
     torch.manual_seed(7)
     model = nn.Linear(6, 3).to(device)

@@ -190,7 +190,7 @@ def test_number_of_a_module_that_the_step_copies_is_watched(device: torch.device
 
 @pytest.mark.parametrize("name", ["made with", "called with"])
 @pytest.mark.filterwarnings("ignore::stepgraph.StepgraphWarning")
-def test_numbers_that_a_module_made_in_the_step_reads_are_watched(
+def test_numbers_read_by_a_module_made_in_the_step_are_watched(
     name: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     x = torch.randn(2, 4, device=device)
@@ -217,7 +217,7 @@ def test_hook_of_a_module_that_the_step_copies_is_refused(device: torch.device) 
     assert refused.value.rule == "module-hook"
 
 
-def test_optimizer_made_in_the_step_that_counts_on_the_host_is_refused(device: torch.device) -> None:
+def test_optimizer_made_in_the_step_with_a_host_count_is_refused(device: torch.device) -> None:
     def step(x: torch.Tensor) -> torch.Tensor:
         weight = torch.ones(4, device=device, requires_grad=True)
         inner = torch.optim.Adam([weight])
@@ -233,7 +233,7 @@ def test_optimizer_made_in_the_step_that_counts_on_the_host_is_refused(device: t
     assert refused.value.rule == "inner-optimizer"
 
 
-def test_older_optimizer_is_not_taken_for_one_that_the_step_makes(device: torch.device, tmp_path: Path) -> None:
+def test_older_optimizer_is_not_mistaken_for_one_the_step_makes(device: torch.device, tmp_path: Path) -> None:
     weight = torch.ones(4, device=device, requires_grad=True)
     deep = {"in": {"here": torch.optim.SGD([weight], lr=0.1)}}
     flag = tmp_path / "steps"

@@ -31,7 +31,7 @@ def warned(step: Any, batches: Iterable[dict[str, Any]]) -> list[str]:
 
 
 @pytest.mark.filterwarnings("ignore::stepgraph.StepgraphWarning")
-def test_signature_that_keeps_coming_takes_the_place_of_one_seen_once(device: torch.device) -> None:
+def test_signature_that_repeats_takes_the_place_of_one_seen_once(device: torch.device) -> None:
     with stepgraph.capture(double, max_graphs=3) as step:
         call_with_sizes(step, [1, 2, 3, *[20] * 8], device)
         report = step.report()
@@ -49,7 +49,7 @@ def test_signatures_that_alternate_in_pairs_are_captured(device: torch.device) -
 
 
 @pytest.mark.filterwarnings("ignore::stepgraph.StepgraphWarning")
-def test_captured_signature_keeps_its_place_while_it_is_looked_at_anew(device: torch.device) -> None:
+def test_captured_signature_keeps_its_place_during_a_recheck(device: torch.device) -> None:
     layer = torch.nn.Linear(2, 2).to(device)
     with stepgraph.capture(lambda x: layer(x), max_graphs=1) as step:
         for size in (1, 1, 1, 1, 2, 2, 2, 2, 2):
@@ -61,7 +61,7 @@ def test_captured_signature_keeps_its_place_while_it_is_looked_at_anew(device: t
     assert (report.graphs, report.captures) == (1, 2)
 
 
-def test_stream_of_new_signatures_ends_in_eager_and_keeps_nothing(device: torch.device) -> None:
+def test_endless_new_signatures_end_in_eager_and_keep_nothing(device: torch.device) -> None:
     with stepgraph.capture(double, max_graphs=2) as step:
         told = warned(step, ({"x": torch.ones(2, device=device), "id": f"sample {i}"} for i in range(200)))
         report = step.report()
@@ -72,7 +72,7 @@ def test_stream_of_new_signatures_ends_in_eager_and_keeps_nothing(device: torch.
     assert len(told) == 1
 
 
-def test_limit_is_told_with_what_is_true_of_the_nearest_call(device: torch.device) -> None:
+def test_limit_is_reported_with_the_nearest_calls_difference(device: torch.device) -> None:
     x = torch.ones(2, device=device)
     with stepgraph.capture(double, max_graphs=1, warmup=1) as step:
         (warming,) = warned(step, [{"x": x, "file": "a.png"}, {"x": x, "file": "b.png"}])

@@ -198,7 +198,7 @@ def test_optimizer_change_is_noticed(name: str, device: torch.device) -> None:
     assert told in next(iter(report.recapture_reasons))
 
 
-def test_optimizer_state_whose_data_was_swapped_is_told_by_its_guard(device: torch.device) -> None:
+def test_optimizer_state_with_swapped_data_is_noticed_by_guard(device: torch.device) -> None:
     program = nested(device, lambda model, optimizer: None, fused=True)
     with stepgraph.capture(program.step) as step:
         for i in range(5):
@@ -274,7 +274,7 @@ def test_model_whose_method_is_called_is_guarded(change: Callable[[Named], None]
     assert assert_captured_equals_eager(build, device).recaptures == 1
 
 
-def test_model_with_a_buffer_that_has_no_memory_of_its_own_is_captured(device: torch.device) -> None:
+def test_model_with_a_sparse_buffer_is_captured(device: torch.device) -> None:
     model = nn.Linear(4, 4).to(device)
     model.register_buffer("adjacency", torch.eye(4, device=device).to_sparse())
     x = torch.ones(2, 4, device=device)
@@ -516,7 +516,7 @@ def test_own_flag_left_changed_is_refused(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("fused", [False, True])
-def test_own_write_of_an_optimizers_number_is_refused_even_if_it_is_the_same(fused: bool, device: torch.device) -> None:
+def test_optimizer_number_set_to_its_own_value_is_refused(fused: bool, device: torch.device) -> None:
     model = nn.Linear(3, 1).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=fused)
 
@@ -562,7 +562,7 @@ class Deciding(nn.Module):
         return (out * 2 if self.training else out).sum()
 
 
-def test_mode_of_a_model_that_is_named_and_not_called_is_another_graph(device: torch.device) -> None:
+def test_mode_of_a_model_that_is_not_called_selects_the_graph(device: torch.device) -> None:
     def build(device: torch.device) -> Program:
         model = Deciding().to(device)
 
@@ -599,7 +599,7 @@ def test_model_of_torchscript_is_captured(called: bool, device: torch.device) ->
     assert_captured_equals_eager(build, device)
 
 
-def test_state_that_the_step_makes_anew_each_time_is_refused_in_the_end(device: torch.device) -> None:
+def test_state_that_the_step_makes_again_each_time_is_refused(device: torch.device) -> None:
     weight = nn.Parameter(torch.ones(2, device=device))
     optimizer = torch.optim.SGD([weight], lr=0.1, momentum=0.9)
 
@@ -616,7 +616,7 @@ def test_state_that_the_step_makes_anew_each_time_is_refused_in_the_end(device: 
             captured(torch.ones(2, device=device))
 
 
-def test_value_that_only_the_first_call_changes_is_in_nobodys_way(device: torch.device) -> None:
+def test_value_changed_only_by_the_first_call_is_accepted(device: torch.device) -> None:
     cache: dict[str, torch.Tensor] = {}
 
     def step(x: torch.Tensor) -> torch.Tensor:
@@ -644,7 +644,7 @@ def test_default_replaced_goes_on_raising_under_strict(device: torch.device) -> 
                     step(torch.ones(2, device=device))
 
 
-def test_hook_of_several_taken_off_a_weight_goes_on_raising_under_strict(device: torch.device) -> None:
+def test_hook_removed_beside_others_keeps_raising_under_strict(device: torch.device) -> None:
     program = nested(device, lambda model, optimizer: None, fused=True)
     weight = program.modules[0].get_parameter("0.weight")
     weight.register_hook(lambda grad: grad * 2)

@@ -102,7 +102,7 @@ def test_model_with_bias_moves_it_in_every_replay(device: torch.device) -> None:
         assert step.report().replays == CALLS - 3
 
 
-def test_model_that_reads_counts_on_the_host_is_refused_at_its_line(device: torch.device) -> None:
+def test_model_reading_counts_on_the_host_is_refused_at_its_line(device: torch.device) -> None:
     program = moe(replace(TINY, experts="loop"))(device)
     with stepgraph.capture(program.step) as step:
         for batch in program.batches[:3]:
@@ -139,7 +139,7 @@ def test_experts_ways_agree_with_idle_experts(device: torch.device) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", ["grouped", "capacity", "loop", "mamba"])
-def test_model_layer_is_deterministic_without_being_told(kind: str, dtype: torch.dtype, device: torch.device) -> None:
+def test_model_layer_is_deterministic_by_default(kind: str, dtype: torch.dtype, device: torch.device) -> None:
     torch.use_deterministic_algorithms(False)
     if kind == "mamba":
         layer: torch.nn.Module = Mamba2(MambaConfig.tiny())

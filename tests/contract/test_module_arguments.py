@@ -138,14 +138,14 @@ def test_arguments_each_plain_value_has_graphs_of_its_own(device: torch.device) 
     assert row.eager_calls == 4 * 3
 
 
-def test_arguments_past_max_signatures_run_eagerly_and_are_counted(device: torch.device) -> None:
+def test_arguments_past_max_signatures_run_eager_and_are_counted(device: torch.device) -> None:
     report = assert_graphed_equals_eager(build_changing, device, "part", max_signatures=2)
     row = only_row(report, "part")
     assert row.signatures == 2
     assert row.eager_reasons["past max_signatures=2"] == 12
 
 
-def test_arguments_under_strict_a_new_signature_is_refused_with_every_difference(device: torch.device) -> None:
+def test_arguments_new_under_strict_are_refused_with_differences(device: torch.device) -> None:
     model = nn.ModuleDict({"layer": Layer()}).to(device)
     layer, x, mask = model["layer"], torch.randn(4, 8, device=device), torch.ones(4, 1, device=device)
     with stepgraph.graph_modules(model, "layer", strict=True, max_signatures=1, warmup=1):
@@ -163,7 +163,7 @@ def test_arguments_under_strict_a_new_signature_is_refused_with_every_difference
             layer(x)
 
 
-def test_arguments_of_another_shape_or_dtype_are_never_broadcast_or_cast(device: torch.device) -> None:
+def test_arguments_of_another_kind_are_never_broadcast_or_cast(device: torch.device) -> None:
     """Trap: what a copy into the static argument would accept is another call."""
     model = nn.ModuleDict({"layer": nn.LayerNorm(8)}).to(device)
     eager = nn.LayerNorm(8).to(device)
@@ -342,7 +342,7 @@ def test_arguments_that_a_module_changes_are_the_callers_own(kind: str, device: 
     assert report.rows[0].eager_reasons == {"warm-up": 3, "capture failed: [argument-changed]": 5}
 
 
-def test_arguments_parameters_and_modules_are_the_things_themselves(device: torch.device) -> None:
+def test_arguments_that_are_parameters_or_modules_are_not_copied(device: torch.device) -> None:
     """A parameter or a module that is passed in gets its gradients, and is noticed when it is replaced."""
 
     class Borrows(nn.Module):

@@ -57,7 +57,7 @@ def test_backward_a_second_time_without_retain_graph_is_refused(device: torch.de
             result.backward()
 
 
-def test_backward_after_the_module_was_called_again_is_right_with_retain_graph(device: torch.device) -> None:
+def test_backward_after_another_call_is_right_with_retain_graph(device: torch.device) -> None:
     """Activations that a second backward may need stay, whatever is called in between."""
 
     def build(device: torch.device) -> Training:
@@ -145,7 +145,7 @@ def test_results_dropped_without_a_backward_free_the_runner(device: torch.device
             del kept
 
 
-def test_backward_that_breaks_off_leaves_gradients_that_can_be_cleared(device: torch.device) -> None:
+def test_backward_failure_leaves_gradients_that_can_be_cleared(device: torch.device) -> None:
     """An error in the middle of a backward: after zero_grad() all is as in eager."""
 
     def build(device: torch.device) -> Training:

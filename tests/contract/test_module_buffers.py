@@ -94,7 +94,7 @@ def test_buffers_of_a_shared_argument_are_filled_once(device: torch.device) -> N
         assert count_copies(step, device) == 2, "the batch and the mask in one, and the gradient"
 
 
-def test_buffers_shared_by_layers_show_a_change_that_no_version_tells(device: torch.device) -> None:
+def test_buffers_shared_by_layers_follow_writes_to_data(device: torch.device) -> None:
     """A caller who writes to `.data`, of which autograd's version counter knows nothing."""
     mask = torch.ones(4, 1, device=device)
 

@@ -290,7 +290,7 @@ def test_gradients_are_added_to_those_that_a_leaf_has(hook: str, layout: str, de
     assert_graphed_equals_eager(build, device)
 
 
-def test_gradients_of_an_argument_used_inside_and_outside_differ_by_the_order_of_a_sum(device: torch.device) -> None:
+def test_gradients_of_an_argument_used_outside_too_nearly_equal(device: torch.device) -> None:
     """The one gradient that is only nearly eager's: a graph adds up the uses inside it first, autograd one by one."""
 
     def gradients(*, graphed: bool) -> list[torch.Tensor]:
@@ -324,9 +324,7 @@ class Shift(nn.Module):
 
 
 @pytest.mark.parametrize("where", [(0, 1, 2, 3), (1,), (2,)], ids=str)
-def test_gradients_seen_by_hooks_between_graphed_modules_are_safe_to_keep(
-    where: tuple[int, ...], device: torch.device
-) -> None:
+def test_gradients_in_hooks_between_modules_are_safe_to_keep(where: tuple[int, ...], device: torch.device) -> None:
     """A hook on what one graphed module hands to the next sees the gradient there, and may keep it."""
 
     def build(device: torch.device) -> Training:

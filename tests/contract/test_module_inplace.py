@@ -35,7 +35,7 @@ def test_arguments_written_to_are_the_callers(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("what", ["a computed tensor", "a view of another argument"])
-def test_arguments_written_to_where_no_copy_back_would_do_run_eagerly(what: str, device: torch.device) -> None:
+def test_arguments_written_where_copying_back_fails_run_eager(what: str, device: torch.device) -> None:
     """An in-place change that autograd has to know of, or that another argument shows, cannot be copied back."""
 
     class InPlace(nn.Module):

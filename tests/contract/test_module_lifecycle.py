@@ -166,7 +166,7 @@ class Asks(torch.autograd.Function):
         return grad, None
 
 
-def test_is_graph_capturing_and_warmup_are_told_in_backward_threads_too(device: torch.device) -> None:
+def test_graph_state_is_known_in_backward_threads_too(device: torch.device) -> None:
     seen: list[Any] = []
     model = Net(AsksWhetherCaptured(seen)).to(device)
     assert not stepgraph.is_graph_capturing()

@@ -105,7 +105,7 @@ def test_experts_without_host_reads_equal_eager(device: torch.device, experts: A
     [*(pytest.param(scope, marks=pytest.mark.slow) for scope in (["attn"], ["attn", "moe_router"])), PARTIAL],
     ids=str,
 )
-def test_partial_moe_with_experts_that_read_on_the_host_equals_eager(device: torch.device, scope: list[str]) -> None:
+def test_partial_moe_with_experts_reading_the_host_equals_eager(device: torch.device, scope: list[str]) -> None:
     report = assert_equal(lambda: MoEGPT(dataclasses.replace(ROUTED, experts="loop")), scope, device)
     assert not any("experts" in row.path for row in report.rows)
 

@@ -378,7 +378,7 @@ def test_second_backward_through_kept_graphs_equals_eager(device: torch.device) 
         assert [row.backwards for row in handle.report().rows] == [2 * 5] * 3
 
 
-def test_second_backward_after_a_call_of_the_same_modules_equals_eager(device: torch.device) -> None:
+def test_second_backward_after_another_call_equals_eager(device: torch.device) -> None:
     """A call whose graph is retained keeps its runner, so that others take other memory."""
     torch.manual_seed(7)
     expected, received = stack(device).model, stack(device).model
@@ -429,7 +429,7 @@ def test_fixed_order_names_the_expected_entry(device: torch.device) -> None:
         assert handle.report().fixed_order == 12
 
 
-def test_fixed_order_begins_anew_when_a_round_is_given_up(device: torch.device) -> None:
+def test_fixed_order_begins_again_when_a_round_is_given_up(device: torch.device) -> None:
     steps = [order("F0 F1 B0 B1")] * 6 + [order("F0 N1 D0 D1"), order("F0 F1 B0 B1")] * 4
     report = assert_orders_equal_eager(stack, steps, device, in_graphs(single_mempool=True))
     assert report.eager_calls == 3 * 2 * 3

@@ -241,7 +241,7 @@ def test_parameter_of_two_graphed_methods_of_one_module(zero: str, device: torch
     )
 
 
-def test_backward_that_breaks_off_between_two_uses_of_a_parameter(device: torch.device) -> None:
+def test_backward_that_fails_between_two_uses_of_a_parameter(device: torch.device) -> None:
     """The old gradient, put aside for the sum, is there again; eager would not have touched it either."""
     model = nn.ModuleDict({"layer": nn.Linear(4, 4)}).to(device)
     layer, x = model["layer"], torch.ones(2, 4, device=device)

@@ -231,7 +231,7 @@ def test_checkpointing_recomputes_with_the_forwards_numbers(
 
 
 @pytest.mark.parametrize("reentrant", [False, True], ids=["not reentrant", "reentrant"])
-def test_checkpointing_with_other_calls_between_forward_and_backward(reentrant: bool, device: torch.device) -> None:
+def test_checkpointing_with_calls_between_forward_and_backward(reentrant: bool, device: torch.device) -> None:
     """Several forwards, each from where the generator then is, before their backwards."""
 
     def build(device: torch.device) -> Training:
@@ -256,7 +256,7 @@ def test_checkpointing_with_other_calls_between_forward_and_backward(reentrant: 
     assert_graphed_equals_eager(build, device)
 
 
-def test_checkpointing_with_a_new_seed_between_forward_and_backward(device: torch.device) -> None:
+def test_checkpointing_with_a_new_seed_before_the_backward(device: torch.device) -> None:
     def build(device: torch.device) -> Training:
         training = training_of(lambda: Net(Checkpointed(reentrant=False)), device)
         optimizer, count = training.optimizers[0], [0]
@@ -277,7 +277,7 @@ def test_checkpointing_with_a_new_seed_between_forward_and_backward(device: torc
     assert_graphed_equals_eager(build, device)
 
 
-def test_checkpointing_that_draws_anew(device: torch.device) -> None:
+def test_checkpointing_that_draws_again(device: torch.device) -> None:
     """preserve_rng_state=False: the recomputation draws other numbers, in eager as here."""
     assert_graphed_equals_eager(
         lambda device: training_of(lambda: Net(Checkpointed(reentrant=False, preserve=False)), device, microbatches=2),

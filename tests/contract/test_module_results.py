@@ -237,7 +237,7 @@ class ShowsState(nn.Module):
         return hidden, self.total, self.inner.weight
 
 
-def test_results_that_are_the_modules_state_show_what_happens_to_it(device: torch.device) -> None:
+def test_results_that_are_module_state_show_its_later_changes(device: torch.device) -> None:
     """Kept over steps they go on changing, in eager as here; and a gradient through the parameter counts."""
 
     def build(device: torch.device) -> Training:
@@ -272,7 +272,7 @@ class ShowsMask(nn.Module):
         return self.layer(x, mask=mask), mask[1:]
 
 
-def test_results_that_are_views_of_a_shared_argument_never_change(device: torch.device) -> None:
+def test_results_that_view_a_shared_argument_never_change(device: torch.device) -> None:
     def build(device: torch.device) -> Training:
         training = training_of(lambda: Net(ShowsMask(), ShowsMask()), device, steps=16)
         model, optimizer = training.model, training.optimizers[0]

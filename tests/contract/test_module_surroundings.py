@@ -70,7 +70,7 @@ def test_autocast_around_the_call_and_around_its_backward(forward: str, backward
     assert all(row.signatures == (1 if forward == "always" else 2) for row in report.rows)
 
 
-def test_autocast_weights_are_cast_anew_at_each_replay(device: torch.device) -> None:
+def test_autocast_weights_are_cast_again_at_each_replay(device: torch.device) -> None:
     """The cache of casts of the caller's block is not baked in: weights change between its calls."""
 
     def build(device: torch.device) -> Training:
@@ -128,7 +128,7 @@ def reading(device: torch.device, change: Any, at: tuple[int, ...]) -> Training:
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_host_value_that_changes_is_told_and_captured_again(name: str, device: torch.device) -> None:
+def test_host_value_that_changes_is_reported_and_captured_again(name: str, device: torch.device) -> None:
     with quiet() as warned:
         report = assert_graphed_equals_eager(lambda device: reading(device, CHANGES[name], (5,)), device)
     assert [len(row.recapture_reasons) for row in report.rows] == [1, 0]
@@ -346,7 +346,7 @@ class HostBackward(torch.autograd.Function):
 
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
-def test_capture_that_fails_leaves_one_layer_eager_and_the_others_graphed(where: str, device: torch.device) -> None:
+def test_capture_failure_leaves_only_its_layer_eager(where: str, device: torch.device) -> None:
     """Right everywhere, reported by rule and line, with the random state and gradients of eager."""
     with quiet() as warned:
         report = assert_graphed_equals_eager(
@@ -364,7 +364,7 @@ def test_capture_that_fails_leaves_one_layer_eager_and_the_others_graphed(where:
     assert "test_module_surroundings.py" in message
 
 
-def test_capture_that_fails_under_strict_raises_and_leaves_everything_as_it_was(device: torch.device) -> None:
+def test_capture_failure_under_strict_raises_and_restores_all(device: torch.device) -> None:
     """Trap: a failed capture leaves gc off, gradients None, a flag set or a class patched."""
     model = Net(Layer(), ReadsOnHost("forward")).to(device)
     x = torch.randn(4, 8, device=device)

@@ -200,7 +200,7 @@ def test_nan_check_finds_a_scaler_by_its_calls(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("outputs", ["copy", "static"])
-def test_nan_check_looks_at_padded_results_as_they_are_handed_out(outputs: str, device: torch.device) -> None:
+def test_nan_check_reads_padded_results_as_returned(outputs: str, device: torch.device) -> None:
     model = nn.Linear(8, 4).to(device)
 
     @torch.no_grad()
@@ -225,7 +225,7 @@ def test_nan_check_looks_at_padded_results_as_they_are_handed_out(outputs: str, 
             call(step, 3, bad if spoiled == "scores" else None, one / 0 if spoiled == "mean" else one)
 
 
-def test_nan_check_at_the_end_of_a_session_waits_for_what_is_left(device: torch.device) -> None:
+def test_nan_check_waits_for_open_checks_at_the_sessions_end(device: torch.device) -> None:
     def train_all(session: stepgraph.Session) -> Any:
         step = stepgraph.capture(program(device).step, session=session, nan_check="device")
         for x in batches(device, bad_at=GOOD - 1):

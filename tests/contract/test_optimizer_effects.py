@@ -93,7 +93,7 @@ def test_gradients_that_an_optimizer_clears_are_gone_as_in_eager(
 
 
 @pytest.mark.parametrize("every", [2, 3])
-def test_gradients_that_an_optimizer_clears_now_and_then_are_as_in_eager(every: int, device: torch.device) -> None:
+def test_gradients_that_an_optimizer_clears_at_times_equal_eager(every: int, device: torch.device) -> None:
     def make(params: Any) -> Optimizer:
         calls = iter(range(1, 100))
         return Own(params, lambda self: clear(self) if next(calls) % every == 0 else None)
@@ -105,7 +105,7 @@ def test_gradients_that_an_optimizer_replaces_are_as_in_eager(device: torch.devi
     assert_captured_equals_eager(program(lambda p: Own(p, double)), device)
 
 
-def test_a_graph_does_not_go_on_with_gradients_that_an_optimizer_replaced(device: torch.device) -> None:
+def test_graph_refuses_gradients_replaced_by_an_optimizer(device: torch.device) -> None:
     built = program(lambda p: Own(p, double), gradients)(device)
     with stepgraph.capture(built.step, warmup=1) as step:
         with pytest.raises(stepgraph.StateChanged, match=r"Own\.step has put other gradients") as caught:
@@ -164,7 +164,7 @@ def test_no_closure_is_no_closure(call: Callable[[Any], Any], device: torch.devi
         assert captured.report().replays == 2
 
 
-def test_numbers_that_an_optimizer_between_graphs_changes_in_its_own_step_are_live(device: torch.device) -> None:
+def test_numbers_changed_by_an_optimizer_between_graphs_are_live(device: torch.device) -> None:
     assert_captured_equals_eager(program(lambda p: Own(p, count)), device)
 
 
@@ -222,7 +222,7 @@ def test_an_optimizer_around_another_is_captured(make: Callable[[Any], Optimizer
     assert_captured_equals_eager(build, device)
 
 
-def test_state_of_an_optimizer_between_graphs_that_the_step_reads_is_looked_at(device: torch.device) -> None:
+def test_state_of_an_optimizer_read_by_the_step_is_guarded(device: torch.device) -> None:
     def build(device: torch.device) -> Program:
         model = nn.Linear(4, 2).to(device)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -244,7 +244,7 @@ def test_state_of_an_optimizer_between_graphs_that_the_step_reads_is_looked_at(d
     assert report.recapture_reasons == {"the state of AdamW was loaded or replaced": 1}
 
 
-def test_a_stored_step_of_an_optimizer_between_graphs_is_refused_for_what_it_is(device: torch.device) -> None:
+def test_stored_step_of_an_optimizer_between_graphs_is_refused(device: torch.device) -> None:
     model = nn.Linear(3, 2).to(device)
     stored = torch.optim.AdamW(model.parameters()).step
 

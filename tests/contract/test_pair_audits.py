@@ -234,7 +234,7 @@ class Alternates(Layer):
         return super().forward(x, mask) * self.config.scale
 
 
-def test_module_that_asks_whether_it_is_captured_is_told(device: torch.device) -> None:
+def test_module_that_asks_whether_it_is_captured_is_reported(device: torch.device) -> None:
     build = functools.partial(training_of, lambda: Net(AsksWhetherCaptured(), Layer()))
     with quiet() as warned:
         report = assert_graphed_equals_eager(build, device, audit=1)
@@ -359,7 +359,7 @@ def test_callable_unused_value_is_no_error(device: torch.device) -> None:
         layer(x)
 
 
-def test_callable_paths_are_told_or_refused(device: torch.device) -> None:
+def test_callable_paths_are_reported_or_refused(device: torch.device) -> None:
     x = torch.ones(4, 8, device=device, requires_grad=True)
     with quiet() as warned:
         stepgraph.make_graphed_callables(AsksWhetherCaptured().to(device), (x,))
@@ -444,7 +444,7 @@ def test_stage_unused_value_makes_no_warning(device: torch.device) -> None:
 
 
 @pytest.mark.usefixtures("group")
-def test_stage_that_asks_whether_it_is_captured_is_told(device: torch.device) -> None:
+def test_stage_that_asks_whether_it_is_captured_is_reported(device: torch.device) -> None:
     pipeline = Pipeline("Schedule1F1B", 2, device, block=lambda index: AsksWhetherCaptured())
     with stepgraph.graph_stage(pipeline.stages, pipeline.schedule, warmup=2) as handle, quiet() as warned:
         run(pipeline, 5)

@@ -105,7 +105,7 @@ def test_trap_model_moved_away_and_back(fused: bool, device: torch.device) -> No
     assert report.captures == 2
 
 
-def test_trap_capture_itself_moves_no_statistic_and_no_random_state(device: torch.device) -> None:
+def test_trap_capture_changes_no_statistic_and_no_random_state(device: torch.device) -> None:
     """N calls are N steps, whatever warm-up, capture and a recording that was thrown away did in between."""
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5)).to(device)
     generator = torch.cuda.default_generators[device.index or 0] if device.type == "cuda" else torch.default_generator
@@ -144,9 +144,7 @@ class MatmulBackward(torch.autograd.Function):
 
 @pytest.mark.parametrize("inner", ["none", "forward"])
 @pytest.mark.parametrize("ambient", ["never", "every third call", "every other call", "nested and off"])
-def test_trap_backward_runs_under_the_autocast_that_eager_would_have(
-    ambient: str, inner: str, device: torch.device
-) -> None:
+def test_trap_backward_runs_under_the_autocast_of_eager(ambient: str, inner: str, device: torch.device) -> None:
     """Autocast around the forward only, or around the call in some calls: the backward never inherits another one."""
 
     def build(device: torch.device) -> Program:

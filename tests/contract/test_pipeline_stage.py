@@ -190,7 +190,7 @@ def test_static_memory_does_not_grow_with_the_microbatches(name: str, device: to
         assert many.pool_bytes == few.pool_bytes > 0
 
 
-def test_schedule_that_keeps_all_microbatches_has_a_buffer_for_each(device: torch.device) -> None:
+def test_schedule_keeping_all_microbatches_has_a_buffer_for_each(device: torch.device) -> None:
     pipeline, handle = graphed("ScheduleGPipe", device, 5)
     run(pipeline, 2)
     assert handle.report().num_buffers == 5
@@ -245,7 +245,7 @@ def test_anomaly_mode_is_eager_and_leaves_the_graphs(device: torch.device) -> No
     assert handle.report().steps == {"warm-up": 1, "replay": 5, "anomaly mode": 2}
 
 
-def test_loaded_checkpoint_is_replayed_and_a_replaced_parameter_captured_anew(device: torch.device) -> None:
+def test_loaded_checkpoint_replays_and_new_parameter_recaptures(device: torch.device) -> None:
     histories = []
     for graphs in (False, True):
         pipeline, handle = graphed(SPLIT, device) if graphs else (Pipeline(SPLIT, 4, device), None)
@@ -339,7 +339,7 @@ def test_reset_and_close(device: torch.device) -> None:
 # -- what is refused
 
 
-def test_schedule_that_runs_another_order_is_refused_with_the_entry(device: torch.device) -> None:
+def test_schedule_running_another_order_is_refused_by_entry(device: torch.device) -> None:
     pipeline, _ = graphed(SPLIT, device)
     run(pipeline, 2)
     actions = pipeline.schedule.pipeline_order_with_comms[0]

@@ -51,9 +51,7 @@ def test_live_number_that_the_step_itself_reads_is_never_frozen(
 
 
 @pytest.mark.parametrize("deep", [False, True])
-def test_live_number_read_from_a_list_of_groups_under_another_name_is_never_frozen(
-    deep: bool, device: torch.device
-) -> None:
+def test_live_number_read_through_aliased_groups_is_not_frozen(deep: bool, device: torch.device) -> None:
     def build_reading(device: torch.device) -> Program:
         program = build(device, "adamw foreach", assigned("lr", lambda index: 0.5 if index < 10 else 0.25))
         groups = program.optimizers[0].param_groups
@@ -81,7 +79,7 @@ def test_live_learning_rate_in_the_result_is_never_frozen(device: torch.device) 
             assert captured(*batch)[1] == program.optimizers[0].param_groups[0]["lr"]
 
 
-def test_live_schedule_does_not_disturb_a_step_that_goes_through_its_groups(device: torch.device) -> None:
+def test_live_schedule_keeps_the_graph_of_a_loop_over_groups(device: torch.device) -> None:
     """A step that reads no number of a group, only its parameters, is captured once."""
 
     def build_clipping(device: torch.device) -> Program:

@@ -400,7 +400,7 @@ def test_checkpoint_contexts_repeat_the_masks_of_the_forward(around: bool, devic
 # -- states between calls
 
 
-def test_set_states_between_replays_takes_effect_without_a_capture(device: torch.device) -> None:
+def test_set_states_between_replays_acts_without_a_capture(device: torch.device) -> None:
     tracker = with_names(device)
 
     def step(x: torch.Tensor) -> torch.Tensor:
@@ -502,7 +502,7 @@ def test_name_added_after_capture_raises_under_strict(device: torch.device) -> N
             step(torch.zeros(8, device=device))
 
 
-def test_names_made_anew_are_a_new_capture(device: torch.device) -> None:
+def test_names_made_again_are_a_new_capture(device: torch.device) -> None:
     tracker = with_names(device)
     x = torch.zeros(8, device=device)
     with stepgraph.capture(late(tracker, device), warmup=1) as step:
@@ -534,7 +534,7 @@ def test_name_that_the_step_does_not_ask_for_is_no_new_capture(device: torch.dev
         assert step.report().captures == 1
 
 
-def test_step_called_inside_and_outside_a_fork_has_a_graph_for_each(device: torch.device) -> None:
+def test_step_called_inside_and_outside_a_fork_has_two_graphs(device: torch.device) -> None:
     def run(capture_it: bool) -> tuple[list[torch.Tensor], dict[str, torch.Tensor], Any]:
         torch.manual_seed(4)
         tracker = with_names(device)
@@ -600,7 +600,7 @@ def test_fork_in_a_recomputation_that_knows_no_names_is_refused(reentrant: bool,
     assert tracker.active is None
 
 
-def test_checkpoint_in_a_fork_with_torchs_own_restoring_is_refused_under_capture(device: torch.device) -> None:
+def test_checkpoint_in_a_fork_restored_by_torch_is_refused(device: torch.device) -> None:
     """torch sets the named state's seed on the default generator, which no graph can replay."""
     tracker = with_names(device)
     weight = torch.ones(8, device=device, requires_grad=True)
@@ -620,7 +620,7 @@ def test_checkpoint_in_a_fork_with_torchs_own_restoring_is_refused_under_capture
 
 
 @pytest.mark.parametrize("named", [True, False], ids=["named state", "default state"])
-def test_recomputation_in_another_graph_than_its_forward_is_refused(named: bool, device: torch.device) -> None:
+def test_recomputation_in_another_graph_is_refused(named: bool, device: torch.device) -> None:
     tracker = with_names(device)
     options = {"preserve_rng_state": False, "context_fn": tracker.checkpoint_contexts} if named else {}
     model, other = nn.Linear(8, 8).to(device), nn.Linear(8, 8).to(device)
@@ -646,7 +646,7 @@ def test_recomputation_in_another_graph_than_its_forward_is_refused(named: bool,
             captured(torch.ones(2, 8, device=device))
 
 
-def test_default_state_of_before_the_capture_is_refused_inside_it(device: torch.device) -> None:
+def test_default_state_from_before_the_capture_is_refused_in_it(device: torch.device) -> None:
     module = torch.cuda if device.type == "cuda" else torch
     state = module.get_rng_state()
 
@@ -714,7 +714,7 @@ def test_tracker_of_ones_own_needs_its_generators_named(device: torch.device) ->
 # -- inference mode
 
 
-def test_names_made_forked_and_set_under_inference_mode_work_in_a_step(device: torch.device) -> None:
+def test_names_made_under_inference_mode_work_in_a_step(device: torch.device) -> None:
     def build(target: torch.device) -> Program:
         with torch.inference_mode():
             program = two_names(target)
@@ -734,7 +734,7 @@ def test_names_made_forked_and_set_under_inference_mode_work_in_a_step(device: t
     assert_captured_equals_eager(build, device)
 
 
-def test_step_captured_under_inference_mode_first_leaves_training_capturable(device: torch.device) -> None:
+def test_step_captured_first_in_inference_mode_can_train_later(device: torch.device) -> None:
     """Seed and offset of a generator live in tensors that its first graph makes."""
 
     def run(capture_it: bool) -> tuple[list[torch.Tensor], dict[str, Any]]:
@@ -762,7 +762,7 @@ def test_step_captured_under_inference_mode_first_leaves_training_capturable(dev
     assert different(state, new_state) == []
 
 
-def test_generator_of_ones_own_made_under_inference_mode_works_in_a_step(device: torch.device) -> None:
+def test_own_generator_made_under_inference_mode_works_in_a_step(device: torch.device) -> None:
     def build(target: torch.device) -> Program:
         with torch.inference_mode():
             generator = torch.Generator(target).manual_seed(3)

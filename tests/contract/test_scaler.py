@@ -93,7 +93,7 @@ def test_scaler_methods_are_as_before_after_a_capture(device: torch.device) -> N
         assert same_bits(torch.tensor(scaler.get_scale()), torch.tensor(512.0))
 
 
-def test_recorded_scaler_captures_anew_when_its_numbers_change(device: torch.device) -> None:
+def test_recorded_scaler_captures_again_when_its_numbers_change(device: torch.device) -> None:
     def build(device: torch.device) -> Program:
         program = scaled_program(device, clip=True, fused=True)
         scaler = program.extra["scaler"]
@@ -247,7 +247,7 @@ def test_scaler_begun_with_outside_the_step_equals_eager(
     step.close()
 
 
-def test_scaler_leaves_nothing_on_the_optimizer_when_its_step_fails_in_a_recording(
+def test_scaler_failure_in_a_recording_cleans_the_optimizer(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What `GradScaler.step` hangs on it would be multiplied into the next step's scale."""

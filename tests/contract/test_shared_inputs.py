@@ -32,7 +32,7 @@ def noted(
     inputs.refuse_shared_state(arguments, names, {id(tensor) for tensor in rewritten})
 
 
-def test_shared_state_that_the_step_writes_through_the_argument_is_refused(device: torch.device) -> None:
+def test_shared_state_written_through_the_argument_is_refused(device: torch.device) -> None:
     bank = torch.zeros(4, 8, device=device)
     with pytest.raises(stepgraph.CaptureError, match="`x0` shares memory with `bank`") as caught:
         noted([bank], {"bank": bank}, lambda rows: rows.add_(1))
@@ -47,13 +47,13 @@ def test_shared_state_that_the_step_writes_itself_is_refused(device: torch.devic
         noted([torch.ones(2, device=device), weight.detach()[1:]], {"weight": weight}, lambda a, b: weight.add_(1))
 
 
-def test_shared_state_that_an_optimizer_writes_between_graphs_is_refused(device: torch.device) -> None:
+def test_shared_state_written_by_an_optimizer_is_refused(device: torch.device) -> None:
     weight = torch.nn.Parameter(torch.zeros(4, 8, device=device))
     with pytest.raises(stepgraph.CaptureError, match="shares memory with `weight`, and the step writes to that one"):
         noted([weight.detach()], {"weight": weight}, lambda w: w.sum(), (weight,))
 
 
-def test_shared_state_that_nobody_writes_is_let_through(device: torch.device) -> None:
+def test_shared_state_that_is_never_written_is_let_through(device: torch.device) -> None:
     weight, other = torch.zeros(4, 8, device=device), torch.zeros(4, 8, device=device)
     noted([weight[1:], other.clone()], {"weight": weight, "other": other}, lambda w, o: other.add_(w.sum()))
 

@@ -49,7 +49,7 @@ def results_of(device: torch.device, *, captured: bool) -> list[torch.Tensor]:
     return kept
 
 
-def test_results_of_warm_up_calls_survive_replays_of_other_graphs(device: torch.device) -> None:
+def test_results_of_warm_up_survive_replays_of_other_graphs(device: torch.device) -> None:
     pairs = zip(results_of(device, captured=False), results_of(device, captured=True), strict=True)
     assert [i for i, (one, two) in enumerate(pairs) if not torch.equal(one, two)] == []
 
@@ -78,6 +78,6 @@ def gradients_of(device: torch.device, *, captured: bool) -> list[torch.Tensor |
     return [p.grad for p in model.parameters()]
 
 
-def test_gradients_of_warm_up_calls_survive_replays_of_other_graphs(device: torch.device) -> None:
+def test_gradients_of_warm_up_survive_replays_of_other_graphs(device: torch.device) -> None:
     pairs = zip(gradients_of(device, captured=False), gradients_of(device, captured=True), strict=True)
     assert all(one is not None and two is not None and torch.equal(one, two) for one, two in pairs)

@@ -200,7 +200,7 @@ def test_split_backward_computes_nothing_twice(name: str, device: torch.device) 
 
 
 @pytest.mark.parametrize("name", ["layers", "tied", "normed", "attention"])
-def test_split_backward_leaves_the_weights_products_to_the_second_part(name: str, device: torch.device) -> None:
+def test_split_backward_defers_the_weights_products(name: str, device: torch.device) -> None:
     model, x, y, dy = build(name, device)
     with Counting() as alone:
         torch.autograd.grad(y, [x], dy, retain_graph=True)
@@ -209,7 +209,7 @@ def test_split_backward_leaves_the_weights_products_to_the_second_part(name: str
     assert first.products() == alone.products()
 
 
-def test_split_backward_without_inputs_does_it_all_in_the_second_part(device: torch.device) -> None:
+def test_split_backward_without_inputs_runs_in_the_second_part(device: torch.device) -> None:
     model = MODELS["layers"]().to(device)
     x = torch.randn(4, WIDTH, device=device)
     y = model(x)

@@ -62,9 +62,7 @@ def test_loader_buffers_are_on_the_backends_device(device: torch.device) -> None
     assert [load is loads[0] for load in loads] == {"cpu": [True, True], "cuda": [True, False, True]}[device.type]
 
 
-def test_loader_host_data_has_the_strides_that_eager_would_give_it(
-    loader: stepgraph.StaticBufferLoader, device: torch.device
-) -> None:
+def test_loader_host_data_has_the_strides_of_eager(loader: stepgraph.StaticBufferLoader, device: torch.device) -> None:
     """`.to(device)` makes a copy dense where it copies; a kernel may depend on that."""
     whole = torch.arange(20.0).view(4, 5)
     for tensor in (whole[:, 1:], whole.t(), whole[0].expand(3, 5)):
@@ -87,7 +85,7 @@ def test_loader_host_data_has_the_strides_that_eager_would_give_it(
     ],
     ids=["shape", "dtype", "strides", "requires_grad", "tuple", "dict", "none", "number"],
 )
-def test_loader_microbatch_that_looks_different_has_other_buffers(
+def test_loader_different_microbatch_has_other_buffers(
     loader: stepgraph.StaticBufferLoader, other: Any, device: torch.device
 ) -> None:
     plain = torch.zeros(2, 4)
@@ -133,7 +131,7 @@ def test_loader_chunks_own_their_buffers(loader: stepgraph.StaticBufferLoader, d
     assert "; chunk 1: none; chunk 2: 2 x (" in repr(loaded)
 
 
-def test_loader_keeps_no_more_layouts_than_told(device: torch.device) -> None:
+def test_loader_keeps_no_more_layouts_than_allowed(device: torch.device) -> None:
     loader = stepgraph.StaticBufferLoader(stepgraph.backend_for(device), max_layouts=2)
     kept = [loader.load(source(device, width=width), 1) for width in (1, 2)]
     held = loader.num_bytes
@@ -181,7 +179,7 @@ def test_loader_lets_go_of_the_tensors_it_read(loader: stepgraph.StaticBufferLoa
     assert alive() is None
 
 
-def test_loader_released_buffers_keep_their_data_until_the_next_load(
+def test_loader_released_buffers_keep_data_until_the_next_load(
     loader: stepgraph.StaticBufferLoader, device: torch.device
 ) -> None:
     """The next load waits for the work that was queued before the release."""

@@ -99,7 +99,7 @@ def test_copy_of_a_step_is_that_of_its_object(copied: Callable[[Any], Any], devi
     assert step._function.__self__ is not trainer
 
 
-def test_session_that_was_given_stays_shared_in_a_copy_and_not_in_a_pickle(device: torch.device) -> None:
+def test_session_that_was_passed_is_shared_by_copy_not_by_pickle(device: torch.device) -> None:
     with stepgraph.Session() as session:
         trainer = Trainer(device)
         trainer.fast = stepgraph.capture(trainer._step, session=session)

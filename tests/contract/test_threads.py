@@ -166,7 +166,7 @@ def process_state() -> list[Any]:
     ]
 
 
-def test_threads_capture_inside_the_capture_of_another_on_the_tape(other: ThreadPoolExecutor) -> None:
+def test_threads_capture_inside_another_capture_on_the_tape(other: ThreadPoolExecutor) -> None:
     device, before = torch.device("cpu"), process_state()
     theirs, alone = (Training(device, 1, sgd) for _ in range(2))
     ours, eager = (Training(device, 2, sgd) for _ in range(2))
@@ -255,7 +255,7 @@ def test_threads_of_autograd_are_the_steps(other: ThreadPoolExecutor) -> None:
     assert not other.submit(is_ours).result(TIMEOUT)
 
 
-def test_threads_replacements_hold_for_their_own_thread_in_any_order(other: ThreadPoolExecutor) -> None:
+def test_threads_replacements_act_only_in_their_own_thread(other: ThreadPoolExecutor) -> None:
     owner = SimpleNamespace(ask=lambda: "torch's")
     original = owner.ask
     here = replaced(owner, "ask", lambda below: f"here over {below()}")

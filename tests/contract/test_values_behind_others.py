@@ -336,7 +336,7 @@ class Trainer:
         return loss
 
 
-def test_attribute_of_another_object_is_not_taken_for_the_trainers(device: torch.device) -> None:
+def test_attribute_of_another_object_is_not_read_as_the_trainers(device: torch.device) -> None:
     """`self.optimizer.step()` does not read `self.step`, in which the loop counts."""
     trainer = Trainer(device)
     with stepgraph.capture(trainer.train) as captured, warnings.catch_warnings():
@@ -348,7 +348,7 @@ def test_attribute_of_another_object_is_not_taken_for_the_trainers(device: torch
         assert captured.report().replays == 5
 
 
-def test_attribute_of_a_variable_is_not_taken_for_another_objects(device: torch.device) -> None:
+def test_attribute_of_a_variable_is_not_read_as_another_objects(device: torch.device) -> None:
     model = nn.Linear(2, 2).to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     state = types.SimpleNamespace(step=0, weight=1.0)
@@ -380,7 +380,7 @@ class Nested:
         self.inner = self
 
 
-def test_attribute_by_way_of_another_is_read_all_the_same(device: torch.device) -> None:
+def test_attribute_reached_through_another_is_read(device: torch.device) -> None:
     outer = Nested()
 
     def step(x: torch.Tensor) -> torch.Tensor:
@@ -395,7 +395,7 @@ def test_attribute_by_way_of_another_is_read_all_the_same(device: torch.device) 
             assert captured(x)[0] == 3.0
 
 
-def test_attribute_by_way_of_a_wrapper_is_read_all_the_same(device: torch.device) -> None:
+def test_attribute_reached_through_a_wrapper_is_read(device: torch.device) -> None:
     """A compiled module answers for the one inside."""
     model = Encoder()
     compiled = torch.compile(model, backend="eager")
@@ -412,7 +412,7 @@ class Item:
         self.inner = inner
 
 
-def test_attribute_by_way_of_a_local_variable_is_read_all_the_same(device: torch.device) -> None:
+def test_attribute_reached_through_a_local_variable_is_read(device: torch.device) -> None:
     """`item.inner` may be any object, whatever `other.inner` is."""
     state, other = types.SimpleNamespace(scale=1.0), Item(types.SimpleNamespace(scale=5.0))
     items = [[Item(state)]]
@@ -441,7 +441,7 @@ class Averaging(nn.Module):
         return x.mean(dim=0, keepdim=True)
 
 
-def test_method_that_did_not_run_is_not_followed_for_a_name_in_a_module(device: torch.device) -> None:
+def test_method_that_did_not_run_is_not_followed_in_a_module(device: torch.device) -> None:
     model, meter = Averaging(), Meter()
 
     def step(x: torch.Tensor) -> torch.Tensor:

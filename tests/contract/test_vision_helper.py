@@ -276,7 +276,7 @@ def test_vision_helper_on_a_rank_without_encoder_goes_on_quietly(device: torch.d
     helper.delete_cuda_graphs()
 
 
-def test_vision_input_longer_than_the_captured_length_is_an_error(device: torch.device) -> None:
+def test_vision_input_longer_than_captured_is_an_error(device: torch.device) -> None:
     training = make_training(device, steps=1)
     helper = vision_helper(training.model)
     helper.create_cudagraphs()

@@ -361,7 +361,7 @@ def test_watch_leaves_the_loops_own_records_alone(device: torch.device) -> None:
         assert captured.report().replays == 5
 
 
-def test_watch_leaves_the_rest_alone_where_code_asks_for_one_attribute_by_its_name(device: torch.device) -> None:
+def test_watch_of_getattr_by_name_ignores_other_attributes(device: torch.device) -> None:
     class Counted(Trainer):
         calls = 0
 
@@ -395,7 +395,7 @@ def test_watch_leaves_new_attributes_alone_that_no_code_names(device: torch.devi
         assert captured.report().replays == 5
 
 
-def test_watch_refuses_a_step_that_draws_from_a_generator_of_its_own(device: torch.device) -> None:
+def test_watch_refuses_a_step_drawing_from_its_own_generator(device: torch.device) -> None:
     generator = random.Random(0)
 
     def step(x: torch.Tensor) -> torch.Tensor:
@@ -448,7 +448,7 @@ def test_watch_refuses_a_module_that_counts(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
-def test_watch_optimizer_replaced_is_looked_at_anew(fused: bool, device: torch.device) -> None:
+def test_watch_replaced_optimizer_is_captured_again(fused: bool, device: torch.device) -> None:
     """Another optimizer over the same parameters: two eager calls show it, then the step is captured with it."""
 
     class Owner:

@@ -98,6 +98,7 @@ LARGE_CLASSES = {
     "stepgraph/step/step.py:CapturedStep": 22,
 }
 """Classes with more attributes, with their number: a list that only shrinks."""
+MAX_TEST_NAME = 60
 CONTAINERS = (
     *("list", "dict", "set", "defaultdict", "Counter", "OrderedDict", "deque"),
     *("WeakKeyDictionary", "WeakValueDictionary", "WeakSet"),
@@ -388,6 +389,21 @@ def assert_only_shrinks(found: Mapping[str, int], known: Mapping[str, int]) -> N
     """Every offender is listed with its size: a larger one is refused, and a smaller one is to be noted."""
     assert {name: size for name, size in found.items() if size > known.get(name, 0)} == {}
     assert {name: size for name, size in known.items() if size > found.get(name, 0)} == {}, "lower the list"
+
+
+def test_names_of_tests_are_short() -> None:
+    paths = sorted((ROOT / "tests").rglob("test_*.py"))
+    assert len(paths) > 100
+    long = re.compile(rf"def test\w{{{MAX_TEST_NAME + 1 - len('test')},}}")
+    found = [
+        f"{name_of(path)}:{node.lineno} {node.name}"
+        for path in paths
+        if long.search(path.read_text())  # parsing every file takes 30 times as long
+        for node in ast.walk(tree_of(path))
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and node.name.startswith("test")
+        if len(node.name) > MAX_TEST_NAME
+    ]
+    assert not found
 
 
 def test_files_catch_no_bare_except() -> None:

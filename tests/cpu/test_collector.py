@@ -91,7 +91,7 @@ print("done")
 
 
 @pytest.mark.slow
-def test_finalizer_that_asks_what_is_running_does_not_wait_for_ever() -> None:
+def test_finalizer_that_asks_what_is_running_does_not_hang() -> None:
     """Some Pythons hold a lock while they list frames, and collect garbage meanwhile (cpython#106883)."""
     done = subprocess.run([sys.executable, "-c", _ASKING_FINALIZERS], capture_output=True, text=True, timeout=60)
     assert done.stdout == "done\n", done.stderr

@@ -15,7 +15,7 @@ PACKAGE = Path(stepgraph.__file__).parent
 TORCH = Path(torch.__file__).parent
 
 
-def test_engine_is_the_package_without_what_knows_nothing_of_graphs() -> None:
+def test_engine_is_the_package_without_models_and_benchmarks() -> None:
     assert is_engine(str(PACKAGE / "capture" / "iteration.py"))
     assert is_engine(str(PACKAGE / "errors.py"))
     assert not is_engine(str(PACKAGE / "models" / "gpt.py"))
@@ -23,7 +23,7 @@ def test_engine_is_the_package_without_what_knows_nothing_of_graphs() -> None:
     assert not is_engine(__file__)
 
 
-def test_engine_is_told_by_its_whole_path() -> None:
+def test_engine_is_recognised_by_its_whole_path() -> None:
     assert not is_engine(str(PACKAGE.with_name("stepgraph_plugin") / "errors.py"))
     assert is_user(str(TORCH.with_name("torchvision") / "models.py"))
 
@@ -128,7 +128,7 @@ def test_error_location_of_an_error_never_raised_is_none() -> None:
     assert error_location(ValueError("not raised")) is None
 
 
-def test_called_from_torch_sees_a_file_of_torch_anywhere_on_the_stack() -> None:
+def test_called_from_torch_finds_a_torch_file_on_the_stack() -> None:
     seen: list[bool] = []
 
     def work(x: torch.Tensor) -> torch.Tensor:

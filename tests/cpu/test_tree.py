@@ -248,7 +248,7 @@ def test_structure_does_not_depend_on_leaves(tree: Any) -> None:
     ],
     ids=repr,
 )
-def test_structure_tells_containers_apart(one: Any, two: Any) -> None:
+def test_structure_distinguishes_containers(one: Any, two: Any) -> None:
     assert flatten(one)[1] != flatten(two)[1]
 
 
@@ -357,7 +357,7 @@ def test_attributes_are_part_of_the_tree(kind: str) -> None:
 @pytest.mark.parametrize(
     "kind", ["dataclass", "frozen", "dict", "OrderedDict", "OrderedDict's subclass", "namedtuple's subclass"]
 )
-def test_structure_tells_instances_with_other_attributes_apart(kind: str) -> None:
+def test_structure_distinguishes_instances_by_attributes(kind: str) -> None:
     tree, _ = HOLDERS[kind]
     structure = flatten(tree)[1]
     other = with_attributes(unflatten(structure, flatten(tree)[0]), one_more=1)

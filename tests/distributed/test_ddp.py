@@ -12,5 +12,5 @@ def test_captured_ddp_equals_eager_ddp(tmp_path: Path) -> None:
     assert last_lines(run_ranks("ddp_worker", 3, tmp_path / "store", "equality")) == ["done"] * 3
 
 
-def test_capture_that_fails_in_ddp_backward_leaves_a_ddp_that_goes_on(tmp_path: Path) -> None:
+def test_capture_failure_in_ddp_backward_leaves_a_working_ddp(tmp_path: Path) -> None:
     assert last_lines(run_ranks("ddp_worker", 2, tmp_path / "store", "broken")) == ["done"] * 2

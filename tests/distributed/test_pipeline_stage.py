@@ -8,7 +8,7 @@ from pathlib import Path
 from tests.distributed.ranks import last_lines, run_ranks
 
 
-def test_graphed_stages_of_every_schedule_equal_the_eager_pipeline(tmp_path: Path) -> None:
+def test_graphed_stages_of_every_schedule_equal_eager(tmp_path: Path) -> None:
     """1F1B, two virtual stages a rank interleaved, split backwards, and the rest: losses, gradients, all state."""
     assert last_lines(run_ranks("pipeline_stage_worker", 2, tmp_path / "store", "equality")) == ["done"] * 2
 
@@ -26,7 +26,7 @@ def test_rank_that_is_killed_ends_the_others_with_an_error(tmp_path: Path) -> No
     assert all("RuntimeError" in other.stderr for other in others)
 
 
-def test_rank_that_leaves_its_order_says_where_and_ends_the_others(tmp_path: Path) -> None:
+def test_rank_out_of_order_reports_it_and_ends_the_others(tmp_path: Path) -> None:
     first, second = run_ranks("pipeline_stage_worker", 2, tmp_path / "store", "out of order")
     assert (second.returncode, second.stdout) == (1, "")
     assert "weight gradient of stage 3, microbatch 0" in second.stderr

@@ -72,7 +72,7 @@ def test_caller_waits_for_the_copy(stream: CopyStream) -> None:
     assert (buffer + 1).tolist() == [3.0] * 4
 
 
-def test_loader_reads_on_the_callers_stream_and_copies_on_its_own() -> None:
+def test_loader_reads_on_the_callers_stream_copies_on_its_own() -> None:
     """An iterator that works on the GPU does so where it would in eager."""
     streams = []
 

@@ -38,7 +38,7 @@ def test_ddp_that_cannot_be_captured_is_refused(scenario: str, tmp_path: Path) -
     assert (done.returncode, done.stdout.split()[-1:]) == (0, ["done"]), done.stderr
 
 
-def test_default_stream_is_told_from_the_sessions() -> None:
+def test_default_stream_is_not_the_sessions() -> None:
     backend = stepgraph.backend_for("cuda")
     assert not backend.can_record_here()
     with stepgraph.Session(backend=backend) as session, session.stream():

@@ -29,6 +29,6 @@ def test_process_with_graphs_that_hold_communicators_ends(ending: str, tmp_path:
 
 
 @pytest.mark.parametrize("ending", ["exit", "error", "interrupt"])
-def test_process_with_communicators_that_is_cut_short_keeps_its_code(ending: str, tmp_path: Path) -> None:
+def test_process_with_communicators_keeps_its_code_if_cut_short(ending: str, tmp_path: Path) -> None:
     done = end_of("cuda", ending, str(tmp_path / "store"))
     assert (done.returncode, done.stdout.split()) == (code_of(ending, "cuda"), ["trained"]), done.stderr

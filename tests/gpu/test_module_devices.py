@@ -50,7 +50,7 @@ def test_model_on_two_devices_equals_eager(scope: list[str]) -> None:
         assert is_graphed or any("[backend]" in reason for reason in row.eager_reasons), row
 
 
-def test_model_that_is_moved_to_the_gpu_is_not_recorded_on_the_tape() -> None:
+def test_model_moved_to_the_gpu_is_not_recorded_on_the_tape() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.GELU())
     handle = stepgraph.graph_modules(model, ["0"])
     for _ in range(5):

@@ -43,7 +43,7 @@ def test_fork_leaves_the_cpu_generator() -> None:
         assert same_bits(torch.rand(3), expected)
 
 
-def test_step_is_captured_while_a_graph_made_under_inference_mode_lives() -> None:
+def test_step_is_captured_beside_a_live_inference_mode_graph() -> None:
     """That graph's tensors for seed and offset are inference tensors, and every graph of the generator has them."""
     x, stream = torch.ones(64, device="cuda"), torch.cuda.Stream()
     foreign = torch.cuda.CUDAGraph()

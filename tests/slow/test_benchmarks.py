@@ -118,9 +118,7 @@ def test_modules_report_holds_the_host_pair_against_torch(
     assert target.reached is reached
 
 
-def test_pipeline_trains_every_way_alike_in_memory_that_does_not_grow(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pipeline_trains_alike_every_way_in_constant_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = ["--device", "cpu", "--layers", "1", "--steps", "1", "--equality-steps", "2", "--out", str(tmp_path)]
     workloads = ["--workloads", "interleaved-8,interleaved-16"]
     assert imported("pipeline", monkeypatch).main([*sizes, *workloads]) == 0
@@ -154,7 +152,7 @@ def test_pipeline_report_plans_the_reference_buffers(monkeypatch: pytest.MonkeyP
     assert all(row["unique_bytes"] == 10 * row["unique"] for row in rows)
 
 
-def test_pipeline_report_tells_memory_that_grows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pipeline_report_notices_memory_that_grows(monkeypatch: pytest.MonkeyPatch) -> None:
     report = imported("pipeline_report", monkeypatch)
     workloads = ["interleaved-8", "interleaved-16"]
     for grown, reached in ((1000, True), (1100, False)):

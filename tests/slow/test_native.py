@@ -240,7 +240,7 @@ def test_suites_pass_with_the_library(folder: Path) -> None:
     subprocess.run([sys.executable, "-c", program], cwd=ROOT, env=environment, check=True, timeout=60)
 
 
-def test_library_that_cannot_be_loaded_is_told_and_done_without(
+def test_library_that_cannot_be_loaded_is_reported_and_not_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))

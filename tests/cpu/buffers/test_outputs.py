@@ -55,7 +55,7 @@ def test_outputs_are_detached() -> None:
     assert outputs.copier()().name == "train"
 
 
-def test_outputs_that_alias_each_other_are_separate_copies_of_equal_value() -> None:
+def test_outputs_that_share_memory_are_returned_as_equal_copies() -> None:
     base = torch.arange(4.0)
     whole, part = StaticOutputs((base, base[1:])).copier()()
     assert torch.equal(whole[1:], part)

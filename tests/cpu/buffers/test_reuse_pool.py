@@ -29,7 +29,7 @@ def test_tensor_given_back_is_taken_again(pool: TensorReusePool) -> None:
     assert pool.num_bytes == 2 * 4 * 2 * 4
 
 
-def test_tensor_is_found_by_geometry_whether_or_not_it_needs_a_gradient(pool: TensorReusePool) -> None:
+def test_tensor_is_found_by_geometry_whatever_its_requires_grad(pool: TensorReusePool) -> None:
     tensor = pool.get(meta(4, requires_grad=True))
     assert not tensor.requires_grad
     pool.insert(tensor.detach())
@@ -46,7 +46,7 @@ def test_strides_are_part_of_the_geometry(pool: TensorReusePool) -> None:
     assert pool.get(meta(3, 2)).data_ptr() != tensor.data_ptr()
 
 
-def test_empty_tensors_are_told_apart(pool: TensorReusePool) -> None:
+def test_empty_tensors_are_distinguished(pool: TensorReusePool) -> None:
     first, second = pool.get(meta(0)), pool.get(meta(0))
     pool.insert(first)
     pool.insert(second)

@@ -23,7 +23,7 @@ def go_round(place: HandoverBuffer, handover: Handover, *, arrives: bool = True)
     return tensor.data_ptr()
 
 
-def test_what_arrives_and_is_dropped_is_handed_out_as_it_lies() -> None:
+def test_handover_of_a_dropped_tensor_copies_nothing() -> None:
     buffer = torch.ones(3, 3)
     place, handover = place_of(buffer)
     assert go_round(place, handover) != buffer.data_ptr()
@@ -66,7 +66,7 @@ def test_what_is_held_holds_up_whoever_would_write_there() -> None:
     assert place.held_up_by() is None
 
 
-def test_a_conjugate_is_not_what_lies_there() -> None:
+def test_handover_of_a_conjugate_is_not_mistaken_for_the_buffer() -> None:
     place, handover = place_of(torch.ones(3, 3, dtype=torch.complex64))
     go_round(place, handover)
     place.clear()

@@ -30,7 +30,7 @@ def test_copies_have_bits_and_strides_of_the_originals(tensors: list[torch.Tenso
         assert torch.equal(copy, tensor)
 
 
-def test_copies_stay_when_the_originals_and_their_neighbours_change() -> None:
+def test_copies_on_host_are_independent_of_originals_and_others() -> None:
     tensors = [torch.full((3, 5), float(i)) for i in range(4)]
     copies = copies_on_host(tensors)
     for tensor in tensors:

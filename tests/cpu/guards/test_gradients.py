@@ -44,7 +44,7 @@ def _compiler_is_there() -> None:
 
 
 @given(st.lists(st.tuples(st.sampled_from(sorted(CHANGES)), st.integers(0, 5)), max_size=4))
-def test_parameters_hold_exactly_while_each_gradient_and_flag_is_the_same(changes: list[tuple[str, int]]) -> None:
+def test_parameters_hold_while_all_gradients_and_flags_are_equal(changes: list[tuple[str, int]]) -> None:
     held = parameters(6)
     grads, flags = [p.grad for p in held], [p.requires_grad for p in held]
     guard = GradientGuard(held, grads)
@@ -58,7 +58,7 @@ def test_parameters_hold_exactly_while_each_gradient_and_flag_is_the_same(change
             assert guard.hold() is unchanged
 
 
-def test_a_gradient_whose_place_in_memory_another_takes_is_not_mistaken_for_it() -> None:
+def test_gradient_at_a_reused_address_is_noticed() -> None:
     (parameter,) = parameters(1)
     guard = GradientGuard([parameter], [parameter.grad])
     assert [guard.hold(), guard.hold()] == [True, True]  # by looking at each, then by the guard

@@ -75,7 +75,7 @@ def test_registration_hooks_are_gone_once_closed_or_dropped(before: list[int]) -
 
 
 @pytest.mark.parametrize("way", ["collected", "closed"])
-def test_registration_survives_a_listener_that_ends_during_the_walk(way: str, before: list[int]) -> None:
+def test_registration_survives_a_listener_ending_during_the_walk(way: str, before: list[int]) -> None:
     """The garbage collector may run at any moment, also while torch walks through its hooks."""
     events: list[RegistrationEvents] = [RegistrationEvents()]
     events[0].listen_to([nn.Linear(2, 2)])
@@ -95,7 +95,7 @@ def test_registration_survives_a_listener_that_ends_during_the_walk(way: str, be
     assert counts() == before
 
 
-def test_registration_survives_a_captured_step_that_is_collected_meanwhile() -> None:
+def test_registration_survives_collection_of_a_captured_step() -> None:
     model = nn.Linear(4, 4)
 
     def forward(x: torch.Tensor) -> torch.Tensor:

@@ -198,7 +198,7 @@ def test_model_loss_ignores_padding_of_the_vision_length() -> None:
     torch.testing.assert_close(*losses, rtol=1e-6, atol=0)
 
 
-def test_model_gradients_are_deterministic_without_being_told() -> None:
+def test_model_gradients_are_deterministic_by_default() -> None:
     torch.use_deterministic_algorithms(False)
     tokens, targets, images = text_with_images([4, 2]), text_with_images([0, 0]), make_images((16, 16), (8, 16))
     runs = []
@@ -224,6 +224,6 @@ def test_model_refuses_longer_vision_input() -> None:
         make_model()(text_with_images([4]), make_images((32, 32), (32, 32)))
 
 
-def test_model_config_refuses_an_image_token_outside_the_vocabulary() -> None:
+def test_model_config_refuses_image_token_outside_the_vocabulary() -> None:
     with pytest.raises(ValueError, match="image_token"):
         replace(MODEL, image_token=256)

@@ -114,7 +114,7 @@ def test_settings_read_both_names_of_the_warm_up(fields: dict[str, Any], steps: 
         ({"cuda_graph_num_warmup_steps": 7}, "cuda_graph_warmup_steps=7"),
     ],
 )
-def test_settings_older_names_are_told_with_the_new_one(fields: dict[str, Any], new: str) -> None:
+def test_settings_older_names_are_reported_with_the_new_one(fields: dict[str, Any], new: str) -> None:
     with pytest.warns(stepgraph.StepgraphWarning, match=f"(?s){next(iter(fields))} is an older name.*{new}"):
         read(**fields)
 

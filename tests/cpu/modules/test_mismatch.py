@@ -50,7 +50,7 @@ def test_mismatch_of_a_tensor_names_what_changed(received: Any, told: str) -> No
     assert error.startswith(told)
 
 
-def test_mismatch_tells_every_difference_at_once() -> None:
+def test_mismatch_reports_every_difference_at_once() -> None:
     packed = Packed(torch.zeros(3, dtype=torch.int32), 4)
     other = Packed(torch.zeros(5, dtype=torch.int32), 6)
     errors = get_mismatch_errors(
@@ -85,12 +85,12 @@ def test_mismatch_takes_metadata_for_tensors_that_are_gone() -> None:
     assert get_mismatch_errors((X,), {}, (ArgMetadata.of(X[:1]),), {}, names=["x"]) != []
 
 
-def test_mismatch_does_not_tell_leaves_from_computed_tensors() -> None:
+def test_mismatch_treats_leaves_and_computed_tensors_alike() -> None:
     leaf = X.clone().requires_grad_()
     assert get_mismatch_errors((leaf,), {}, (leaf * 2,), {}) == []
 
 
-def test_mismatch_of_sparse_tensors_is_told() -> None:
+def test_mismatch_of_sparse_tensors_is_reported() -> None:
     (error,) = get_mismatch_errors((X,), {}, (X.to_sparse(),), {}, names=["x"])
     assert error.startswith("x: strides changed")
 

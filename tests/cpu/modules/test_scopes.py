@@ -202,7 +202,7 @@ def test_nested_parts_are_refused(moe: MoEGPT, scope: tuple[str, ...]) -> None:
     assert "covers" in error.fix
 
 
-def test_nested_parts_are_told_from_names_that_begin_alike() -> None:
+def test_nested_parts_are_not_mistaken_by_a_common_prefix() -> None:
     model = nn.ModuleDict({"a": nn.Linear(2, 2), "ab": nn.Linear(2, 2)})
     assert paths(model, "a", "ab") == ["a", "ab"]
 

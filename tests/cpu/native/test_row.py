@@ -49,7 +49,7 @@ def test_row_without_expectations_holds() -> None:
     assert GuardRow().holds()
 
 
-def test_row_knows_a_learning_rate_in_a_tensor_by_what_and_where_it_is() -> None:
+def test_row_compares_a_tensor_learning_rate_by_address() -> None:
     rate = torch.tensor(0.1)
     optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(2))], lr=rate, fused=True)
     row = GuardRow()

@@ -191,7 +191,7 @@ def test_ddp_that_cannot_be_renewed_is_refused() -> None:
     assert model.reducer is reducer
 
 
-def test_ddp_whose_gradients_accumulate_on_the_default_stream_is_refused() -> None:
+def test_ddp_accumulating_on_the_default_stream_is_refused() -> None:
     model, step = make()
     error = refused(step, eager_calls=2 + 11, backend=DefaultStreamTape())
     assert error.rule == "ddp-stream"
@@ -224,7 +224,7 @@ class ReadsInBackward(torch.autograd.Function):
         return grad
 
 
-def test_static_graph_lets_nobody_but_ddp_read_on_the_host() -> None:
+def test_static_graph_lets_only_ddp_read_on_the_host() -> None:
     model = DistributedDataParallel(nn.Linear(4, 2), static_graph=True)
 
     def step(x: torch.Tensor) -> None:

@@ -132,7 +132,7 @@ def test_operation_of_backward_has_the_line_of_its_forward() -> None:
     assert lines["aten.detach.default"] == ("backward", "torch::autograd::AccumulateGrad")
 
 
-def test_exchanged_tensor_is_told_by_identity() -> None:
+def test_exchanged_tensor_is_noticed_by_identity() -> None:
     nets = {"target": nn.Linear(3, 3)}
     found = difference(lambda x: nets["target"](x), lambda: nets.update(target=nn.Linear(3, 3)), torch.ones(2, 3))
     assert found is not None
@@ -140,7 +140,7 @@ def test_exchanged_tensor_is_told_by_identity() -> None:
     assert found.before != found.now
 
 
-def test_memory_that_died_is_not_taken_for_what_came_after() -> None:
+def test_memory_that_died_is_not_mistaken_for_a_later_one() -> None:
     vocabulary = Vocabulary()
     seen = set()
     for _ in range(20):
@@ -205,7 +205,7 @@ def test_other_operation_and_other_input_are_named() -> None:
     assert (found.before, found.now) == ("tensor 1 is argument 1", "tensor 1 is argument 0")
 
 
-def test_shorter_and_longer_calls_are_told() -> None:
+def test_shorter_and_longer_calls_are_reported() -> None:
     count = [2]
 
     def step(x: torch.Tensor) -> None:

@@ -50,7 +50,7 @@ def test_lane_admits_the_order_of_the_capture() -> None:
     assert lane.admits(first)
 
 
-def test_lane_refuses_an_earlier_forward_while_a_later_call_is_under_way() -> None:
+def test_lane_refuses_an_earlier_forward_during_a_later_call() -> None:
     lane, (first, second) = lane_of((1, 4), (2, 3))
     lane.begin(second)
     assert not lane.admits(first)
@@ -58,7 +58,7 @@ def test_lane_refuses_an_earlier_forward_while_a_later_call_is_under_way() -> No
     assert lane.admits(first)
 
 
-def test_lane_refuses_a_forward_that_a_backward_under_way_would_overwrite() -> None:
+def test_lane_refuses_a_forward_from_after_a_pending_backward() -> None:
     lane, (first, second) = lane_of((1, 2), (3, 4))  # one after the other in the capture
     lane.begin(first)
     assert not lane.admits(second)
@@ -74,7 +74,7 @@ def test_lane_knows_a_backward_that_was_captured_later() -> None:
     assert lane.admits(second)
 
 
-def test_gradients_may_be_read_in_place_only_behind_all_earlier_backwards() -> None:
+def test_gradients_are_read_in_place_after_all_earlier_backwards() -> None:
     lane, (first, second) = lane_of((1, 3), (2, 4))
     lane.begin(first)
     lane.begin(second)

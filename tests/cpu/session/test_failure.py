@@ -128,7 +128,7 @@ def run(step: Step, calls: int = 4) -> stepgraph.CaptureError | None:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
-def test_read_inside_torch_is_told_with_a_fix_that_works(case: Callable[[], Case]) -> None:
+def test_read_inside_torch_is_reported_with_a_fix_that_works(case: Callable[[], Case]) -> None:
     step, fixed, function, piece = case()
     error = run(step)
     assert error is not None
@@ -147,7 +147,7 @@ def test_read_by_the_users_own_line_names_no_function_of_torch() -> None:
         assert error.fix.startswith("return the tensor")
 
 
-def test_read_of_anomaly_mode_inside_the_step_is_told() -> None:
+def test_read_of_anomaly_mode_inside_the_step_is_reported() -> None:
     weight = nn.Parameter(torch.ones(8))
 
     def step(x: torch.Tensor) -> None:

@@ -51,7 +51,7 @@ def test_word_option_is_answered_with_the_nearest_word(name: str, value: str, me
 
 
 @pytest.mark.parametrize(("name", "value"), [("on_error", "zzz"), ("optimizer", None), ("outputs", 3)])
-def test_word_option_without_a_near_word_is_answered_with_the_default(name: str, value: Any) -> None:
+def test_word_option_without_a_near_word_suggests_the_default(name: str, value: Any) -> None:
     error = refused(**{name: value})
     default = {f.name: f.default for f in dataclasses.fields(Options)}[name]
     assert f"{name}={default!r}" in error.fix
@@ -100,7 +100,7 @@ def test_backend_variable_overrides_the_device(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what a machine without a GPU says")
-def test_cuda_backend_without_a_gpu_is_refused_with_the_tape_as_fix() -> None:
+def test_cuda_backend_without_a_gpu_suggests_the_tape() -> None:
     captured = stepgraph.capture(step, backend="cuda")
     with pytest.raises(InvalidArgument) as caught:
         captured(torch.ones(1))

@@ -100,7 +100,7 @@ def test_step_with_closes_also_after_an_exception() -> None:
         step(torch.ones(2))
 
 
-def test_step_reset_captures_anew() -> None:
+def test_step_reset_captures_again() -> None:
     with stepgraph.capture(plus_one, warmup=1) as step:
         called(step)
         step.reset()

@@ -142,12 +142,12 @@ def test_differences_of_a_conjugate_view() -> None:
     assert named(signature(plain), signature(plain.conj())) == [("batch", "conj bit changed")]
 
 
-def test_differences_tell_a_leaf_from_a_computed_tensor() -> None:
+def test_differences_separate_a_leaf_from_a_computed_tensor() -> None:
     leaf = torch.zeros(2, requires_grad=True)
     assert named(signature(leaf), signature(leaf * 1)) == [("batch", "requires_grad changed")]
 
 
-def test_signature_tells_conj_from_neg() -> None:
+def test_signature_separates_conj_from_neg() -> None:
     base = torch.zeros(2, dtype=torch.complex64)
     assert leaf_key(base.conj()) != leaf_key(torch._neg_view(base))
 
@@ -400,7 +400,7 @@ def test_ambient_reader_notices_each_flag(name: str) -> None:
     assert reader.read() == before == ambient_key()
 
 
-def test_ambient_modes_are_told_by_identity() -> None:
+def test_ambient_modes_are_compared_by_identity() -> None:
     one, two = SeesFunctions(), SeesFunctions()
     with one:
         first = signature(TENSOR)
@@ -411,7 +411,7 @@ def test_ambient_modes_are_told_by_identity() -> None:
         assert named(first, signature(TENSOR)) == []
 
 
-def test_ambient_mode_that_is_gone_is_not_taken_for_another() -> None:
+def test_ambient_mode_that_is_gone_is_not_mistaken_for_another() -> None:
     keys = []
     for _ in range(20):
         with SeesFunctions():
@@ -419,7 +419,7 @@ def test_ambient_mode_that_is_gone_is_not_taken_for_another() -> None:
     assert len(set(keys)) == 20
 
 
-def test_ambient_default_device_is_told_by_its_name() -> None:
+def test_ambient_default_device_is_compared_by_name() -> None:
     with torch.device("meta"):
         one = signature(TENSOR)
     with torch.device("meta"):
@@ -475,7 +475,7 @@ def test_differences_of_many_modules_are_one_line() -> None:
     assert found.path == "layers.0 and 8 more"
 
 
-def test_differences_of_other_objects_are_told() -> None:
+def test_differences_of_other_objects_are_reported() -> None:
     (found,) = find_differences(signature(training=(True,)), signature(training=(True, True)))
     assert found == Difference("training", "the step touches other objects", "1", "2")
 

@@ -98,7 +98,7 @@ def test_inputs_keep_any_permutation_and_expansion(shape: list[int], random: Any
     assert torch.equal(inputs.leaves[0], tensor + 1)
 
 
-def test_inputs_of_an_expanded_tensor_take_no_more_memory_than_it() -> None:
+def test_inputs_of_an_expanded_tensor_take_no_more_memory() -> None:
     assert static_inputs(torch.ones(3).expand(1000, 3)).num_bytes == 12
 
 
@@ -163,7 +163,7 @@ def test_inputs_written_by_the_step_are_stored_back() -> None:
     assert [t.tolist() for t in call] == [[7.0] * 3, [8.0] * 3, [5.0, 7.0, 7.0]]
 
 
-def test_inputs_written_by_the_step_are_stored_back_through_a_view() -> None:
+def test_inputs_written_by_the_step_are_stored_through_a_view() -> None:
     base = torch.zeros(3, 2)
     view = base.t()
     inputs = static_inputs(view)

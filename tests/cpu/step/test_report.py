@@ -110,7 +110,7 @@ def test_report_claims_the_equality_that_was_checked(optimizer: str) -> None:
     assert ("capturable=True" in report.equality) is (optimizer == "capturable")
 
 
-def test_report_says_what_the_watch_has_not_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_report_names_what_is_not_watched(monkeypatch: pytest.MonkeyPatch) -> None:
     many = [types.SimpleNamespace(w=1.0) for _ in range(50)]
     for limit, is_told in ((20_000, False), (20, True)):
         monkeypatch.setattr(walk, "MAX_OBJECTS", limit)
@@ -185,7 +185,7 @@ def test_report_of_a_closed_step_still_counts() -> None:
     assert (report.graphs, report.replays, report.pool_bytes) == (0, 2, 0)
 
 
-def test_report_tells_optimizers_of_one_class_apart() -> None:
+def test_report_distinguishes_optimizers_of_one_class() -> None:
     one, two = torch.nn.Linear(4, 1), torch.nn.Linear(4, 1)
     optimizers = [torch.optim.Adam(one.parameters(), fused=True), torch.optim.Adam(two.parameters())]
 

@@ -173,14 +173,14 @@ def put_back(training: Training) -> None:
 
 @settings(max_examples=20, deadline=None)
 @given(st.lists(st.sampled_from([*CHANGES.values(), put_back, put_back]), max_size=5))
-def test_untouched_is_never_said_where_a_guard_tells_of_a_change(changes: list[Callable[[Training], None]]) -> None:
+def test_untouched_is_never_true_when_a_guard_reports_a_change(changes: list[Callable[[Training], None]]) -> None:
     with captured() as (training, _, call):
         for change in changes:
             change(training)
             assert not (call.is_untouched() and tells_of_a_change(call))
 
 
-def test_untouched_is_said_again_once_a_number_is_back() -> None:
+def test_untouched_is_true_again_once_a_number_is_restored() -> None:
     with captured() as (training, step, call):
         training.optimizer.param_groups[0]["lr"] = 0.3
         assert not call.is_untouched()
@@ -190,7 +190,7 @@ def test_untouched_is_said_again_once_a_number_is_back() -> None:
         assert step.report().captures == 1
 
 
-def test_untouched_numbers_in_a_list_are_looked_at_each_time() -> None:
+def test_untouched_numbers_in_a_list_are_compared_each_time() -> None:
     model = nn.Sequential(nn.Linear(4, 2))
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     optimizer.param_groups[0]["betas"] = [0.9, 0.99]
@@ -209,7 +209,7 @@ def test_untouched_calls_do_not_look_at_the_guards_one_by_one(monkeypatch: pytes
         assert step.report().replays == before + 1
 
 
-def test_untouched_two_graphs_of_a_site_are_told_apart() -> None:
+def test_untouched_two_graphs_of_a_site_are_distinguished() -> None:
     """Train and eval in turn, gradients as they are: each call is replayed by the graph of its mode."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5))
 
@@ -227,7 +227,7 @@ def test_untouched_two_graphs_of_a_site_are_told_apart() -> None:
         assert (report.captures, report.recaptures) == (2, 0)
 
 
-def test_untouched_is_said_where_gradients_are_dropped_outside_each_time() -> None:
+def test_untouched_is_true_with_gradients_dropped_outside() -> None:
     training = make_training()
 
     def backward(x: torch.Tensor) -> torch.Tensor:
@@ -248,7 +248,7 @@ def test_untouched_is_said_where_gradients_are_dropped_outside_each_time() -> No
         assert all(p.grad is not None for p in training.model.parameters())
 
 
-def test_untouched_is_said_again_after_any_number_of_events_elsewhere() -> None:
+def test_untouched_is_true_again_after_any_events_elsewhere() -> None:
     with captured() as (_, step, call):
         for _ in range(12):
             nn.Linear(1, 1).register_forward_hook(lambda *_: None).remove()
@@ -259,7 +259,7 @@ def test_untouched_is_said_again_after_any_number_of_events_elsewhere() -> None:
         assert step.report().captures == 1
 
 
-def test_untouched_is_said_under_a_schedule_that_stands_still() -> None:
+def test_untouched_is_true_under_a_constant_schedule() -> None:
     model = nn.Sequential(nn.Linear(4, 2))
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, fused=True)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
@@ -272,7 +272,7 @@ def test_untouched_is_said_under_a_schedule_that_stands_still() -> None:
         assert not call.is_untouched()
 
 
-def test_cache_that_is_filled_anew_after_a_change_is_in_nobodys_way() -> None:
+def test_cache_refilled_after_a_change_does_not_stop_replays() -> None:
     class Masked(nn.Module):
         def __init__(self) -> None:
             super().__init__()

@@ -240,7 +240,7 @@ def test_walk_ends_where_a_decorated_function_did_not_run() -> None:
     assert Watch(step, ran=noted(step)).changed() == []
 
 
-def test_walk_that_is_cut_short_tells(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_walk_that_is_cut_short_reports_it(monkeypatch: pytest.MonkeyPatch) -> None:
     many = [types.SimpleNamespace(w=1.0) for _ in range(50)]
     step = lambda: sum(one.w for one in many)  # noqa: E731
     assert Watch(step).unlooked is None
@@ -287,7 +287,7 @@ def test_watch_drops_values_and_renews() -> None:
     assert row.holds()
 
 
-def test_watch_tells_the_users_values_from_a_librarys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_watch_separates_the_users_values_from_a_librarys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "site-packages"
     folder.mkdir()
     lines = ["LIMIT = 1.0", "class Config:", "    def __init__(self):", "        self.w, self.table = 1.0, {'k': 1.0}"]

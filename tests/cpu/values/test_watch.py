@@ -444,7 +444,7 @@ def factor() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
-def test_watch_tells_what_changed(case: Callable[[], Case]) -> None:
+def test_watch_reports_what_changed(case: Callable[[], Case]) -> None:
     step, change, told = case()
     assert told_of(step, change) == told
 
@@ -526,14 +526,14 @@ def test_watch_makes_no_key_in_a_defaultdict() -> None:
         (functools.partial(scaled, x=1), functools.partial(scaled, x=2), False),
     ],
 )
-def test_same_tells_constants_of_a_graph_apart(one: Any, two: Any, expected: bool) -> None:
+def test_same_distinguishes_constants_of_a_graph(one: Any, two: Any, expected: bool) -> None:
     assert same(one, two) is expected
 
 
 # -- names
 
 
-def test_watch_tells_two_of_the_same_name_apart() -> None:
+def test_watch_distinguishes_two_of_the_same_name() -> None:
     class Owner:
         def __init__(self) -> None:
             self.scale = 1.0
@@ -781,7 +781,7 @@ def test_code_is_the_users_wherever_they_typed_it(file: str, expected: bool) -> 
     assert is_users_code(compile("1", file, "eval")) is expected
 
 
-def test_globals_are_told_from_attributes() -> None:
+def test_globals_are_separated_from_attributes() -> None:
     names = [f"name_{i}" for i in range(300)]
     code = compile(
         f"def f(x):\n return x.attribute, [x.other for y in inner], ({', '.join(names)})", "<string>", "exec"
