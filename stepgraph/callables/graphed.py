@@ -6,7 +6,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, ParamSpec, TypeVar
 
 import torch
 
@@ -30,6 +30,9 @@ from stepgraph.pair.shared import PairSession
 from stepgraph.rng.tracker import tracker_for
 from stepgraph.signature.ambient import autocast_now
 from stepgraph.tree import CallFlattener
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +146,7 @@ class GraphedSet:
         self.shared, self.samples, self.turns = shared, tuple(samples), turns
         self._static_bytes, self._num_buffers, self._capture_seconds = static_bytes, num_buffers, capture_seconds
         self._owns_session = owns_session
-        self.callables: list[GraphedCallable] = []
+        self.callables: list[GraphedCallable[..., Any]] = []
         self._lent: list[BorrowedTensor] = []
         self._eager_calls = 0
         self.is_closed = False
@@ -214,7 +217,7 @@ class GraphedSet:
             self.close()
 
 
-class GraphedCallable:
+class GraphedCallable(Generic[P, R]):
     """Replays the graphs of one sample. Made by `make_graphed_callables`."""
 
     def __init__(self, owner: GraphedSet, sample: SampleGraphs) -> None:
@@ -274,16 +277,16 @@ class GraphedCallable:
     # -- calling
 
     @untraced
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Replay the forward; the backward is replayed where autograd comes to it."""
         turns = self._owner.turns
         if self.is_closed or torch.compiler.is_compiling() or self._is_capturing() or is_logged():
             return self._otherwise(args, kwargs)
         if not same_modes(self._modes, self._training):
-            return self._target.original(*args, **kwargs)  # as both contracts have it
+            return self._eagerly(args, kwargs)  # as both contracts have it
         leaves, structure = self._flatten(args, kwargs)
         if turns is None and self._stays_eager():
-            return self._target.original(*args, **kwargs)
+            return self._eagerly(args, kwargs)
         self._shape.check(leaves, structure, self._owner.shared.ambient.read())
         if turns.is_at_start if turns is not None else not self._runner.lane.is_busy:
             self._owner.audits.begin_round()
@@ -294,7 +297,7 @@ class GraphedCallable:
             raise self._in_another_fork()
         if has_global_hooks() and (hook := global_hook(())) is not None:
             if turns is None:
-                return self._target.original(*args, **kwargs)
+                return self._eagerly(args, kwargs)
             raise self._hook_on_all(hook)
         self._owner.check_lent(self.name)
         sample = self._sample
@@ -310,14 +313,15 @@ class GraphedCallable:
         if held and turns is not None:  # nothing of this call is replayed
             self._owner.count_eager(self.name)
             turns.pass_over(sample.number)
-            return self._target.original(*args, **kwargs)
+            return self._eagerly(args, kwargs)
         sample.handovers.before_forward(leaves)
-        return run_forward(self._runner, leaves)
+        result: R = run_forward(self._runner, leaves)
+        return result
 
     def _differs(self) -> Difference | None:
         return self._owner.audits.differs(self._target)
 
-    def _otherwise(self, args: Any, kwargs: Any) -> Any:
+    def _otherwise(self, args: Any, kwargs: Any) -> R:
         """Graphs that are gone, or a call inside something larger that is being captured or compiled."""
         if self.is_closed and self._owner.turns is not None:
             raise ClosedError(
@@ -326,7 +330,11 @@ class GraphedCallable:
                 why="its graphs and buffers are gone.",
                 fix="call the layer itself, or capture again with make_graphed_callables.",
             )
-        return self._target.original(*args, **kwargs)
+        return self._eagerly(args, kwargs)
+
+    def _eagerly(self, args: Any, kwargs: Any) -> R:
+        result: R = self._target.original(*args, **kwargs)
+        return result
 
     def _in_flight(self) -> CaptureError:
         if self._runner.state is RunnerState.BWD_READY:
@@ -415,7 +423,7 @@ class GraphedCallable:
 class _Reset:
     """`.reset()` of a module whose forward was replaced; a copy of the module has nothing to reset."""
 
-    def __init__(self, graphed: GraphedCallable | None = None) -> None:
+    def __init__(self, graphed: GraphedCallable[..., Any] | None = None) -> None:
         self._graphed = graphed
 
     def __call__(self) -> None:

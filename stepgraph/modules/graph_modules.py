@@ -8,28 +8,40 @@ from typing import Any
 
 import torch
 
+from stepgraph.frames import warn_user
 from stepgraph.modules.manager import CudaGraphManager
 from stepgraph.modules.options import ModuleOptions
 from stepgraph.modules.report import ModuleReport, report_on
 from stepgraph.modules.scopes import Part, ScopeRegistry, read_scope
 from stepgraph.modules.session import ModuleSession
-from stepgraph.session.options import listed
+from stepgraph.session.options import Audit, Hook, OnError, Outputs, reads_options, renamed
 from stepgraph.session.session import Session
 
 
+def _older_names(given: dict[str, Any]) -> None:
+    renamed(given, "max_signatures", "max_graphs")
+    if given.get("outputs") == "guarded":
+        warn_user("outputs='guarded' is an older name of outputs='copy'   [option]\nFix: outputs='copy'.")
+        given["outputs"] = "copy"
+
+
+@reads_options(
+    ModuleOptions, older=_older_names, registry="What the words of a scope mean for the classes of your layers."
+)
 def graph_modules(
     model: torch.nn.Module,
     scope: Sequence[str] | str = (),
     *,
     warmup: int = 3,
-    strict: bool = False,
+    max_graphs: int = 8,
     max_runners: int = 16,
-    max_signatures: int = 8,
-    safe_hooks: Sequence[Any] = (),
-    ignore: Sequence[str] = (),
-    outputs: str = "guarded",
+    strict: bool = False,
+    on_error: OnError = "eager",
+    outputs: Outputs = "copy",
     generators: Sequence[torch.Generator] = (),
-    audit: str | int = "auto",
+    ignore: Sequence[str] = (),
+    safe_hooks: Sequence[Hook] = (),
+    audit: Audit = "auto",
     single_mempool: bool = False,
     registry: ScopeRegistry | None = None,
     session: Session | None = None,
@@ -51,15 +63,16 @@ def graph_modules(
     parts = (registry or ScopeRegistry()).resolve(model, read_scope(scope))
     options = ModuleOptions(
         warmup=warmup,
-        strict=strict,
-        max_signatures=max_signatures,
+        max_graphs=max_graphs,
         max_runners=max_runners,
-        safe_hooks=listed("safe_hooks", safe_hooks),
-        ignore=listed("ignore", ignore),
+        strict=strict,
+        on_error=on_error,
         outputs=outputs,
-        generators=listed("generators", generators),
-        single_mempool=single_mempool,
+        generators=generators,
+        ignore=ignore,
+        safe_hooks=safe_hooks,
         audit=audit,
+        single_mempool=single_mempool,
     )
     return GraphedModules(ModuleSession(session, model), parts, options)
 

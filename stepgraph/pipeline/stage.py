@@ -34,21 +34,23 @@ from stepgraph.pipeline.torch_stage import check, chunks_of, has_forward_context
 from stepgraph.pipeline.turn import StageTurn
 from stepgraph.session.limits import weigh_changes
 from stepgraph.session.messages import warn_operations_changed
-from stepgraph.session.options import listed
+from stepgraph.session.options import Audit, Hook, OnError, reads_options
 from stepgraph.session.session import Session
 from stepgraph.signature import reason_for_eager
 
 
+@reads_options(ModuleOptions)
 def graph_stage(
     stage: Any,
     schedule: Any,
     *,
     warmup: int = 3,
     strict: bool = False,
-    safe_hooks: Sequence[Any] = (),
-    ignore: Sequence[str] = (),
+    on_error: OnError = "eager",
     generators: Sequence[torch.Generator] = (),
-    audit: str | int = "auto",
+    ignore: Sequence[str] = (),
+    safe_hooks: Sequence[Hook] = (),
+    audit: Audit = "auto",
     session: Session | None = None,
 ) -> GraphedStages:
     """Graph a stage of this rank, or several, of a `torch.distributed.pipelining` schedule.
@@ -70,9 +72,10 @@ def graph_stage(
     options = ModuleOptions(
         warmup=warmup,
         strict=strict,
-        safe_hooks=listed("safe_hooks", safe_hooks),
-        ignore=listed("ignore", ignore),
-        generators=listed("generators", generators),
+        on_error=on_error,
+        generators=generators,
+        ignore=ignore,
+        safe_hooks=safe_hooks,
         audit=audit,
     )
     return GraphedStages(stages, schedule, options, session)

@@ -141,5 +141,5 @@ def signature_mismatch(module: str, call: Signature, known: Iterable[Signature])
         rule="max-graphs",
         details=[str(d) for d in found[:8]],
         why="each kind of call has graphs of its own, and strict=True forbids running it eagerly.",
-        fix="pad inputs to a few shapes, or raise max_signatures.",
+        fix="pad inputs to a few shapes, or raise max_graphs.",
     )

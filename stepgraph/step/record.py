@@ -44,13 +44,13 @@ from stepgraph.optim.steps import at_optimizer_steps
 from stepgraph.rng.host_random import refuse_rewound
 from stepgraph.rng.tracker import NamesGuard, tracker_for
 from stepgraph.session.failure import refuse_changed_container
-from stepgraph.session.options import Options
 from stepgraph.session.proof import CallProof, Shown, StepLogs, next_audit, other_path, varying_operations
 from stepgraph.session.session import Session
 from stepgraph.signature import Signature
 from stepgraph.signature.attributes import changed_attributes
 from stepgraph.step.call import CallArgs, CapturedCall, Guards
 from stepgraph.step.chain import Chain, ChainRecorder, GraphLink
+from stepgraph.step.options import StepOptions
 from stepgraph.step.site import EagerState, Site
 from stepgraph.step.warmup import (
     flags_of,
@@ -115,7 +115,7 @@ class Recorded:
 class StepCapture:
     """Records one signature of a step."""
 
-    def __init__(self, name: str, function: Callable[..., Any], session: Session, options: Options) -> None:
+    def __init__(self, name: str, function: Callable[..., Any], session: Session, options: StepOptions) -> None:
         self._name, self._function = name, function
         self._session, self._options = session, options
         self._events = RegistrationEvents()

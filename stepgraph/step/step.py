@@ -14,7 +14,7 @@ import functools
 import time
 from collections.abc import Callable, Hashable, Sequence
 from types import TracebackType
-from typing import Any, Generic, ParamSpec, TypeVar, cast
+from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, cast, overload
 
 from stepgraph.backends import Backend
 from stepgraph.buffers.static import detached, on_device
@@ -28,7 +28,6 @@ from stepgraph.session.failure import capture_error
 from stepgraph.session.interrupt import interrupts_held
 from stepgraph.session.limits import weigh_changes
 from stepgraph.session.messages import state_changed, warn_operations_changed, warn_values_changed
-from stepgraph.session.options import Options
 from stepgraph.session.proof import CallProof, Shown, next_audit, tell_other_path
 from stepgraph.session.session import Session
 from stepgraph.signature import AmbientReader, Signature, argument_names, leaf_keys, reason_for_eager, refuse_opaque
@@ -37,6 +36,7 @@ from stepgraph.step.binding import BoundSteps, has_own_name, options_of_copy
 from stepgraph.step.bucketing import Bucketing, Example
 from stepgraph.step.call import CallArgs, CapturedCall
 from stepgraph.step.eviction import REASON, Action, PoolEviction, Sites
+from stepgraph.step.options import StepOptions
 from stepgraph.step.record import NotWarm, Recorded, StepCapture
 from stepgraph.step.report import Counts, Report, report_of
 from stepgraph.step.site import LastCall, Site
@@ -45,6 +45,7 @@ from stepgraph.tree import CallFlattener, Structure, flatten
 from stepgraph.values.watch import Change
 
 P = ParamSpec("P")
+Q = ParamSpec("Q")
 R = TypeVar("R")
 
 
@@ -52,7 +53,7 @@ class CapturedStep(Generic[P, R]):
     """A step that captures itself. Call it as you would the function; see `stepgraph.capture`."""
 
     def __init__(
-        self, function: Callable[P, R], options: Options, session: Session | None, backend: Backend | str | None
+        self, function: Callable[P, R], options: StepOptions, session: Session | None, backend: Backend | str | None
     ) -> None:
         functools.update_wrapper(self, function)
         self._function = function
@@ -79,6 +80,12 @@ class CapturedStep(Generic[P, R]):
         self._session.when_dropped(self._forget_graphs)
         self._session.when_closed(self._flags.drain)
 
+    @overload
+    def __get__(self, instance: None, owner: type | None = ...) -> CapturedStep[P, R]: ...
+    @overload
+    def __get__(
+        self: CapturedStep[Concatenate[Any, Q], R], instance: object, owner: type | None = ...
+    ) -> CapturedStep[Q, R]: ...
     @untraced
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         """On a method: each instance gets a captured step of its own."""
@@ -492,7 +499,7 @@ class CapturedStep(Generic[P, R]):
             self._end()  # the error under way is the one to see
 
 
-def _unpickled(function: Callable[..., Any], options: Options, backend: str | None) -> CapturedStep[..., Any]:
+def _unpickled(function: Callable[..., Any], options: StepOptions, backend: str | None) -> CapturedStep[..., Any]:
     if isinstance(function, CapturedStep):  # a captured method, pickled by its name
         return function
     return CapturedStep(function, options, None, backend)

@@ -30,13 +30,13 @@ from stepgraph.optim.steps import at_optimizer_steps
 from stepgraph.rng.host_random import GeneratorWatch, HostRandomWatch
 from stepgraph.session.failure import CHANGED_CONTAINER, refuse_changed_container
 from stepgraph.session.messages import to_ignore, warn_detached_results
-from stepgraph.session.options import Options
 from stepgraph.session.proof import StepLogs, num_states
 from stepgraph.session.session import Session
 from stepgraph.signature import is_plain
 from stepgraph.signature.attributes import changed_attributes
 from stepgraph.signature.memory import Contents
 from stepgraph.step.call import CallArgs
+from stepgraph.step.options import StepOptions
 from stepgraph.step.site import Obstacle, Site
 from stepgraph.tree import changed_containers, flatten, paths
 from stepgraph.values.watch import Watch
@@ -64,7 +64,7 @@ def warm_up(
     site: Site,
     others: Sequence[Site],
     session: Session,
-    options: Options,
+    options: StepOptions,
     logs: StepLogs,
 ) -> tuple[Any, Flags | None]:
     """Call the step once on these inputs and note what it touches; what ends with the call is let go of.
@@ -207,7 +207,7 @@ def _let_go(site: Site, known: frozenset[int], mode: str) -> set[int]:
     return ended
 
 
-def flags_of(site: Site, options: Options, step: Callable[..., Any]) -> FlagCollector:
+def flags_of(site: Site, options: StepOptions, step: Callable[..., Any]) -> FlagCollector:
     """What looks for NaN and inf in one call of the step."""
     wanted = options.nan_check == "device"
     scaled = wanted and bool(scalers_of(site.with_objects(step)))

@@ -85,7 +85,7 @@ def test_options_are_refused_by_name(device: torch.device) -> None:
     assert "pool is a tuple" in refusal(make(layer, (x_on(device),), pool=(0, 1)), "option").what
     both = {"order": [1, -1], "_order": [1, -1]}
     assert "both `order` and `_order`" in refusal(make(layer, ((x_on(device),),), **both), "option").what
-    with pytest.raises(TypeError, match="unexpected keyword argument '_odrer'"):
+    with pytest.raises(stepgraph.InvalidArgument, match="did you mean `_order`"):
         stepgraph.make_graphed_callables(layer, (x_on(device),), _odrer=[1, -1])
 
 

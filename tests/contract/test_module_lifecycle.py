@@ -131,7 +131,7 @@ def test_manager_without_backward_keeps_no_activations(device: torch.device) -> 
 
 
 @pytest.mark.parametrize(
-    "options", [{"warmup": 0}, {"max_runners": 0}, {"max_signatures": -1}, {"outputs": "copies"}], ids=str
+    "options", [{"warmup": 0}, {"max_runners": 0}, {"max_graphs": -1}, {"outputs": "copies"}], ids=str
 )
 def test_options_that_cannot_work_are_refused(options: dict[str, Any], device: torch.device) -> None:
     with pytest.raises(stepgraph.InvalidArgument, match=next(iter(options))) as raised:
