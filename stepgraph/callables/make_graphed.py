@@ -22,7 +22,7 @@ from stepgraph.callables.sample_graphs import SampleGraphs
 from stepgraph.callables.warm_up import CaptureTimeHooks
 from stepgraph.errors import InvalidArgument
 from stepgraph.order.entries import is_count
-from stepgraph.session.options import Audit, checked, reads_options
+from stepgraph.session.options import Audit, checked, reads_options, refuse_both
 from stepgraph.session.session import Session
 
 P = ParamSpec("P")
@@ -61,14 +61,8 @@ def _private_names(given: dict[str, Any]) -> None:
     """The spellings that Transformer Engine has for the order."""
     for name in ("order", "num_layers_per_chunk"):
         private = given.pop(f"_{name}", None)
-        if private is not None and given.get(name) is not None:
-            raise InvalidArgument(
-                f"both `{name}` and `_{name}` are given",
-                rule="option",
-                why="they are two spellings of one option.",
-                fix=f"pass `{name}`.",
-            )
         if private is not None:
+            refuse_both(given, f"_{name}", name)
             given[name] = private
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from stepgraph.errors import InvalidArgument
 from stepgraph.frames import warn_user
 from stepgraph.modules.manager import CudaGraphManager
 from stepgraph.modules.options import ModuleOptions
@@ -60,7 +61,9 @@ def graph_modules(
     keeps the graphs; `close()` ends them. Before the rounds that `audit` names, each kind of call is recorded again,
     without effect, and compared: a module that would run other operations by now is captured anew, with a warning.
     """
+    _check_model(model, registry)
     parts = (registry or ScopeRegistry()).resolve(model, read_scope(scope))
+    _refuse_graphed(parts)
     options = ModuleOptions(
         warmup=warmup,
         max_graphs=max_graphs,
@@ -77,6 +80,35 @@ def graph_modules(
     return GraphedModules(ModuleSession(session, model), parts, options)
 
 
+def _check_model(model: Any, registry: Any) -> None:
+    if not isinstance(model, torch.nn.Module):
+        raise InvalidArgument(
+            f"graph_modules was given {model!r}, a {type(model).__name__}, and it graphs parts of a torch.nn.Module",
+            rule="option",
+            why="a scope names modules inside a model.",
+            fix="graph_modules(model, scope). A function is captured by stepgraph.capture(function).",
+        )
+    if registry is not None and not isinstance(registry, ScopeRegistry):
+        raise InvalidArgument(
+            f"registry={registry!r} is no stepgraph.ScopeRegistry",
+            rule="option",
+            why="it says which submodules of your layers the words of a scope stand for.",
+            fix='registry=stepgraph.ScopeRegistry().register(MyLayer, attn="attention", mlp="ffn").',
+        )
+
+
+def _refuse_graphed(parts: Sequence[Part]) -> None:
+    for part in parts:
+        managers = [vars(part.module).get(name) for name in (part.method, _COMPILED)]
+        if any(isinstance(manager, CudaGraphManager) and not manager.session.is_closed for manager in managers):
+            raise InvalidArgument(
+                f"`{part.path or type(part.module).__name__}` is graphed already",
+                rule="scope",
+                why="a graph cannot be recorded inside of another one's recording.",
+                fix="close() the handle of the first graph_modules before, or leave this part out of the scope.",
+            )
+
+
 class GraphedModules:
     """The graphed parts of a model: look at them, drop their graphs, end them."""
 
@@ -86,7 +118,7 @@ class GraphedModules:
         for part in parts:
             method = part.method
             if method == "forward" and part.module._compiled_call_impl is not None:
-                method = "_compiled_call_impl"  # what is called instead, after module.compile()
+                method = _COMPILED  # what is called instead, after module.compile()
             own = part.module.__dict__.get(method, _MISSING)
             manager = CudaGraphManager(options, part.module, method, session=shared, name=part.path)
             part.module.__dict__[method] = manager
@@ -131,3 +163,4 @@ class GraphedModules:
 
 
 _MISSING = object()
+_COMPILED = "_compiled_call_impl"

@@ -287,7 +287,7 @@ class CudaGraphManager:
         try:
             found = self.differs(site)
         except Exception as error:  # noqa: BLE001 (as in a capture: whatever it is, the graphs are of no use)
-            raised = capture_error(self.name, error)
+            raised = capture_error(self.name, error, self.session.session.backend)
             if not self.options.goes_on_eagerly:
                 raise raised from (None if raised is error else error)
             self._recapture(site, f"it can no longer be recorded as it was   [{raised.rule}]", [raised.rule])
@@ -447,7 +447,7 @@ class CudaGraphManager:
 
     def failed(self, site: ModuleSite, error: Exception) -> None:
         """A capture failed: the module stays eager for these calls."""
-        raised = capture_error(self.name, error)
+        raised = capture_error(self.name, error, self.session.session.backend)
         site.obstacle = f"capture failed: [{raised.rule}]"
         if not self.options.goes_on_eagerly:
             raise raised from (None if raised is error else error)

@@ -71,6 +71,10 @@ class SiteGuard:
             return Changed("; ".join(map(str, changes)), tuple(c.name for c in changes), tuple(changes))
         return None
 
+    def misspelt(self, ignore: Sequence[str]) -> dict[str, str | None]:
+        """Names to ignore that nothing in reach has, with the nearest ones."""
+        return self._values.misspelt(ignore)
+
     def agree(self, changes: Sequence[Change] = ()) -> None:
         """An audit has found the same operations although these values have changed: watch them no more.
 

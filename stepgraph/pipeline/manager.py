@@ -244,7 +244,7 @@ class StageManager(CudaGraphManager):
         try:
             found = self._differs_anywhere()
         except Exception as error:  # noqa: BLE001 (as in a capture: whatever it is, the graphs are of no use)
-            rule = capture_error(self.name, error).rule
+            rule = capture_error(self.name, error, self.session.session.backend).rule
             return Changed(f"it can no longer be recorded as it was   [{rule}]", (rule,))
         if found is None:
             guard.agree(change.values if change is not None else ())

@@ -221,6 +221,8 @@ class GraphedStages:
         self.captured = captured
         self._shared.turns.restart()
         self._shared.turns.begin()
+        if not self._shared.capture_seconds:
+            self._shared.warn_misspelt()
         self._shared.capture_seconds += time.perf_counter() - begun
 
     def _give_up(self, manager: StageManager, site: Any, error: Exception) -> None:

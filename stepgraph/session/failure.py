@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from stepgraph.backends import Backend
 from stepgraph.errors import CaptureError, CaptureRefused, ErrorEntry, Location, StepgraphError, entry, lookup
 from stepgraph.frames import error_location, torch_function
 
@@ -23,8 +24,8 @@ CHANGED_CONTAINER = (
 """Why a container must not be changed by a call, and what to do instead."""
 
 
-def capture_error(step: str, error: Exception) -> StepgraphError:
-    """The error to raise for a capture of `step` that ended in `error`."""
+def capture_error(step: str, error: Exception, backend: Backend) -> StepgraphError:
+    """The error to raise for a capture of `step` that ended in `error`. On the tape it never advises the tape."""
     if isinstance(error, StepgraphError):
         return error
     if isinstance(error, CaptureRefused):
@@ -46,7 +47,8 @@ def capture_error(step: str, error: Exception) -> StepgraphError:
         rule="step-raised",
         where=where,
         why="it ran in warm-up; under capture tensors have no values yet, and code may look at whether it is captured.",
-        fix="see the original error above; run the step with backend='tape' on CPU tensors to find the line.",
+        fix="see the original error above"
+        + ("." if backend.name == "tape" else "; run the step with backend='tape' on CPU tensors to find the line."),
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
@@ -82,6 +82,20 @@ def to_ignore(names: Sequence[str]) -> str:
     return f"ignore={list(names)!r}"
 
 
+def warn_misspelt(of_each: Sequence[Mapping[str, str | None]]) -> None:
+    """Names to ignore that nothing in reach of any graph has, by graph, with the nearest name of something that is.
+
+    Where nothing is near, the name may be that of something that is out of the watch's reach and is found otherwise.
+    """
+    for name in of_each[0] if of_each else ():
+        near = next((found[name] for found in of_each if found.get(name) is not None), None)
+        if near is not None and all(name in found for found in of_each):
+            warn_user(
+                f"ignore={[name]!r} has no effect: nothing of that name is in reach   [option]\n"
+                f"Why: a value is ignored by the name that messages give it.\nFix: did you mean {near!r}?"
+            )
+
+
 def warn_detached_results(leaves: Iterable[object]) -> None:
     """A step's results, where it runs no backward: one that could be differentiated is not what it looks like."""
     if any(isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None for leaf in leaves):
@@ -121,7 +135,7 @@ def _fewer_signatures(found: Sequence[Difference]) -> str:
     """What the user can do about these differences."""
     values = [d for d in found if d.kind is not None and not issubclass(d.kind, torch.Tensor)]
     if not values:
-        return "pad inputs to a few shapes, pass changing values as tensors, or raise max_graphs."
+        return "pad inputs to a few shapes (buckets=), pass changing values as tensors, or raise max_graphs."
     unused = f"leave {', '.join(f'`{d.path}`' for d in values[:8])} out of the call if the step does not use it, "
     as_tensor = "pass it as a tensor if it does, " if any(d.kind in _NUMBERS for d in values) else ""
     return f"{unused}{as_tensor}or raise max_graphs."

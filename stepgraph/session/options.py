@@ -7,17 +7,16 @@ misspelt name is answered with the nearest one, and an older name is read with a
 
 from __future__ import annotations
 
-import difflib
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar, cast, get_args, get_origin, get_type_hints
 
 import torch
 
 from stepgraph.backends import Backend
-from stepgraph.errors import InvalidArgument
+from stepgraph.errors import InvalidArgument, nearest
 from stepgraph.frames import error_location, warn_user
 from stepgraph.session.session import Session
 
@@ -102,18 +101,28 @@ def _listed(name: str, value: Any, kind: Any) -> tuple[Any, ...]:
             fix=f"{name}=[{one}].",
         )
     items = tuple(value)
-    expected, why = _ITEMS[kind]
+    expected, listed, why = _ITEMS[kind]
     for item in items:
         if not (isinstance(item, kind) if isinstance(kind, type) else isinstance(item, str) or callable(item)):
             raise InvalidArgument(
-                f"{name}: {item!r} is no {expected}", rule="option", why=why, fix=f"pass a list of {expected}s."
+                f"{name}: {item!r} is not {expected}", rule="option", why=why, fix=f"pass a list of {listed}."
             )
     return items
 
 
-def nearest(word: str, known: Iterable[str]) -> str | None:
-    """The one of these words that a misspelt one may stand for."""
-    return next(iter(difflib.get_close_matches(word, [name for name in known if name != word], n=1)), None)
+def without_our_frames(function: _Function) -> _Function:
+    """End the traceback of a refusal at the user's line, but for one frame."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **given: Any) -> Any:
+        try:
+            return function(*args, **given)
+        except InvalidArgument as error:
+            if error_location(error) is not None:
+                raise
+            raise error.with_traceback(None) from None
+
+    return cast(_Function, call)
 
 
 def reads_options(
@@ -135,17 +144,13 @@ def reads_options(
         listed = [p for p in shown.parameters.values() if p.kind is inspect.Parameter.KEYWORD_ONLY]
         lines = [f"    {p.name} ({p.default!r}): {(known | sentences).get(p.name, '')}" for p in listed]
 
+        @without_our_frames
         @functools.wraps(function)
         def call(*args: Any, **given: Any) -> Any:
-            try:
-                older(given)
-                refuse_unknown(function.__qualname__.removesuffix(".__init__"), given, names)
-                _check_places(given.get("session"), given.get("backend"))
-                return function(*args, **given)
-            except InvalidArgument as error:
-                if error_location(error) is not None:
-                    raise
-                raise error.with_traceback(None) from None  # the user's line is the last one
+            older(given)
+            refuse_unknown(function.__qualname__.removesuffix(".__init__"), given, names)
+            _check_places(given.get("session"), given.get("backend"))
+            return function(*args, **given)
 
         cast(Any, call).__signature__ = shown
         call.__doc__ = "\n".join([inspect.cleandoc(function.__doc__ or ""), "", "Options:", *lines])
@@ -180,12 +185,24 @@ def refuse_unknown(function: str, given: Iterable[str], known: Sequence[str]) ->
             )
 
 
+def refuse_both(given: Mapping[str, Any], old: str, new: str) -> None:
+    """Refuse an option that is given by another name, and by its own."""
+    if given.get(new) is not None:
+        raise InvalidArgument(
+            f"both `{new}` and `{old}` are given",
+            rule="option",
+            why="they are two spellings of one option.",
+            fix=f"pass `{new}`.",
+        )
+
+
 def renamed(given: dict[str, Any], old: str, new: str) -> None:
     """Read an option that is given by an older name, with a warning."""
     if old in given:
+        refuse_both(given, old, new)
         value = given.pop(old)
         warn_user(f"`{old}` is an older name of `{new}`   [option]\nFix: {new}={value!r}.")
-        given.setdefault(new, value)
+        given[new] = value
 
 
 def _check_places(session: Any, backend: Any) -> None:
@@ -207,8 +224,11 @@ def _check_places(session: Any, backend: Any) -> None:
 
 
 _ITEMS = {
-    str: ("name", "a value is ignored by the name that the message gives it."),
-    torch.Generator: ("torch.Generator", "each is registered with every graph, so that replays advance it."),
-    Hook: ("function or name", "a hook is told by the function that it runs."),
+    str: ("a name", "names", "a value is ignored by the name that messages give it."),
+    torch.Generator: (
+        *("a torch.Generator", "torch.Generator objects"),
+        "each is registered with every graph, so that replays advance it.",
+    ),
+    Hook: ("a function or name", "functions or names", "a hook is told by the function that it runs."),
 }
-"""What an option lists: in words, and why."""
+"""What an option lists, one and several of it, and why."""

@@ -12,7 +12,7 @@ from stepgraph.backends import Backend
 from stepgraph.errors import InvalidArgument
 from stepgraph.optim.optimizer import OptimizerMode
 from stepgraph.padding import Buckets
-from stepgraph.session.options import Audit, Hook, OnError, Outputs, reads_options
+from stepgraph.session.options import Audit, Hook, OnError, Outputs, reads_options, without_our_frames
 from stepgraph.session.session import Session
 from stepgraph.step.options import NanCheck, StepOptions
 from stepgraph.step.step import CapturedStep
@@ -88,6 +88,7 @@ def capture(
     """
     read = StepOptions(buckets=Buckets.parse(buckets, pad_values), **options)
 
+    @without_our_frames
     def captured(function: Callable[P, R]) -> CapturedStep[P, R]:
         _refuse_no_step(function)
         return CapturedStep(function, read, session, backend)
@@ -103,8 +104,8 @@ def _refuse_no_step(step: Any) -> None:
         what = f"capture was given a module, {kind}, and it captures functions"
         why = "results of a captured step are detached: a backward outside of it would not reach the module."
         fix = (
-            "stepgraph.graph_modules(model) graphs a module's forward and backward. If its forward is the whole "
-            "training step: stepgraph.capture(model.forward)."
+            "stepgraph.graph_modules(model) graphs a module's forward and backward. If it is a whole step, or runs "
+            "without gradients: stepgraph.capture(lambda batch: model(batch))."
         )
     elif isinstance(step, torch.optim.Optimizer):
         what, why = (

@@ -27,7 +27,7 @@ from stepgraph.session.backend_choice import choose_backend, refuse_other_device
 from stepgraph.session.failure import capture_error
 from stepgraph.session.interrupt import interrupts_held
 from stepgraph.session.limits import weigh_changes
-from stepgraph.session.messages import state_changed, warn_operations_changed, warn_values_changed
+from stepgraph.session.messages import state_changed, warn_misspelt, warn_operations_changed, warn_values_changed
 from stepgraph.session.proof import CallProof, Shown, next_audit, tell_other_path
 from stepgraph.session.session import Session
 from stepgraph.signature import AmbientReader, Signature, argument_names, leaf_keys, reason_for_eager, refuse_opaque
@@ -403,13 +403,15 @@ class CapturedStep(Generic[P, R]):
             site.calls.insert(0, call)
             self._session.backend.synchronize()
             self._counts.capture_seconds += time.perf_counter() - begun
+            if self._counts.captures == 1:
+                warn_misspelt([call.guards.values.misspelt(self._options.ignore)])
             if call.proof.other_path is not None:
                 tell_other_path(self._name, call.proof.other_path, strict=False)
             return self._run(call, given.leaves)
 
     def _not_captured(self, site: Site, error: Exception, given: CallArgs) -> Any:
         """A recording has failed, and left everything as it was."""
-        raised = capture_error(self._name, error)
+        raised = capture_error(self._name, error, self._session.backend)
         if not self._options.goes_on_eagerly:
             raise raised from (None if raised is error else error)
         site.obstacle = f"capture failed: [{raised.rule}]"

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 import types
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -21,6 +22,7 @@ from typing import Any
 
 import torch
 
+from stepgraph.errors import nearest
 from stepgraph.native.row import GuardRow
 from stepgraph.plain import attributes_of, is_numpy
 from stepgraph.ran import ExecutedCode
@@ -94,6 +96,15 @@ class Watch:
         self._notes = self._look()
         self.drop(())
 
+    def misspelt(self, ignore: Iterable[str]) -> dict[str, str | None]:
+        """Names to ignore that nothing in reach has, each with the nearest name of something that is in reach.
+
+        A value may have several names (`layers.0.scale`, `self.scale`), so that the last part of a name decides.
+        """
+        known = {_last_part(label) for label in self._notes.labels}
+        absent = [name for name in ignore if _last_part(name) not in known]
+        return {name: nearest(name, self._notes.labels, likeness=0.8) for name in absent}
+
     @property
     def unlooked(self) -> str | None:
         """What was not looked at, in a sentence."""
@@ -122,10 +133,14 @@ class _Notes:
         self.names: list[Names] = []
         self.sources: list[Source] = []
         self.is_cut_short = False
+        self.labels: set[str] = set()
+        """How all that was found is spelled, where names are to be ignored."""
 
     def put(self, place: Place) -> bool:
-        if self._ignore and str(place.label) in self._ignore:
-            return False
+        if self._ignore:
+            self.labels.add(str(place.label))
+            if str(place.label) in self._ignore:
+                return False
         self.places.append(place)
         return True
 
@@ -137,6 +152,8 @@ class _Notes:
 
     def enter(self, label: Label, value: Any, owner: Any, is_users: bool, wants: Wants | None) -> None:
         kind, source = type(value), source_of(str(label), value)
+        if self._ignore:
+            self.labels.add(str(label))
         note = functools.partial(self._note, value, is_users)
         if source is not None:
             is_live = source.generator is not None and not self._is_on_gpu  # the tape sees to it
@@ -197,6 +214,11 @@ def _look(
                 notes.put(Place(Label("os.environ").item(name), entries, key, value, True))
         notes.miss(Label("os.environ"), entries, lambda key: os.fsdecode(key) in spelled)
     return notes
+
+
+def _last_part(name: str) -> str:
+    """`scale` of `self.scale` and of `len(self.scale)`, `'a'` of `table['a']`."""
+    return re.split(r"[.\[]", name.partition(" (")[0].rstrip("])"))[-1]
 
 
 def _holds(cache: Any, results: frozenset[int]) -> str:
