@@ -128,7 +128,7 @@ def make_graphed_callables(
     l of microbatch m in a chunk of n layers, with p layers in the chunks before, is at p*M + m*n + l.
     """
     _refuse_fp8(fp8_enabled, fp8_recipe, fp8_group, fp8_weight_caching)
-    _check_options(num_warmup_iters, pool, audit)
+    _check_options(num_warmup_iters, audit)
     request = read_request(callables, sample_args, sample_kwargs, order, num_layers_per_chunk)
     hooks = CaptureTimeHooks(capture_time_hooks, len(request.callables))
     session = pool if pool is not None else Session()
@@ -192,7 +192,7 @@ def _refuse_fp8(enabled: bool, recipe: Any, group: Any, weight_caching: bool) ->
             )
 
 
-def _check_options(num_warmup_iters: Any, pool: Any, audit: Any) -> None:
+def _check_options(num_warmup_iters: Any, audit: Any) -> None:
     checked("audit", audit, Audit)
     if not is_count(num_warmup_iters):
         raise InvalidArgument(
@@ -200,11 +200,4 @@ def _check_options(num_warmup_iters: Any, pool: Any, audit: Any) -> None:
             rule="option",
             why="it counts eager calls before the capture.",
             fix="pass an integer of 0 or more; 3 is enough for most, 11 with NCCL's DDP.",
-        )
-    if pool is not None and not isinstance(pool, Session):
-        raise InvalidArgument(
-            f"pool is a {type(pool).__name__}",
-            rule="option",
-            why="graphs that share memory must share a stream and an owner, too, which a bare pool handle has not.",
-            fix="pass a stepgraph.Session, and the same one to whatever is to share its pool.",
         )

@@ -15,7 +15,7 @@ from stepgraph.modules.options import ModuleOptions
 from stepgraph.modules.report import ModuleReport, report_on
 from stepgraph.modules.scopes import Part, ScopeRegistry, read_scope
 from stepgraph.modules.session import ModuleSession
-from stepgraph.session.options import Audit, Hook, OnError, Outputs, reads_options, renamed
+from stepgraph.session.options import Audit, Hook, OnError, Outputs, expect, reads_options, renamed
 from stepgraph.session.session import Session
 
 
@@ -61,7 +61,15 @@ def graph_modules(
     keeps the graphs; `close()` ends them. Before the rounds that `audit` names, each kind of call is recorded again,
     without effect, and compared: a module that would run other operations by now is captured anew, with a warning.
     """
-    _check_model(model, registry)
+    if not isinstance(model, torch.nn.Module):
+        raise InvalidArgument(
+            f"graph_modules was given {model!r}, a {type(model).__name__}, and it graphs parts of a torch.nn.Module",
+            rule="option",
+            why="a scope names modules inside a model.",
+            fix="graph_modules(model, scope). A function is captured by stepgraph.capture(function).",
+        )
+    why = "it says which submodules of your layers the words of a scope stand for."
+    expect("registry", registry, (ScopeRegistry,), why, "ScopeRegistry().register(MyLayer, attn='attention').")
     parts = (registry or ScopeRegistry()).resolve(model, read_scope(scope))
     _refuse_graphed(parts)
     options = ModuleOptions(
@@ -78,23 +86,6 @@ def graph_modules(
         single_mempool=single_mempool,
     )
     return GraphedModules(ModuleSession(session, model), parts, options)
-
-
-def _check_model(model: Any, registry: Any) -> None:
-    if not isinstance(model, torch.nn.Module):
-        raise InvalidArgument(
-            f"graph_modules was given {model!r}, a {type(model).__name__}, and it graphs parts of a torch.nn.Module",
-            rule="option",
-            why="a scope names modules inside a model.",
-            fix="graph_modules(model, scope). A function is captured by stepgraph.capture(function).",
-        )
-    if registry is not None and not isinstance(registry, ScopeRegistry):
-        raise InvalidArgument(
-            f"registry={registry!r} is no stepgraph.ScopeRegistry",
-            rule="option",
-            why="it says which submodules of your layers the words of a scope stand for.",
-            fix='registry=stepgraph.ScopeRegistry().register(MyLayer, attn="attention", mlp="ffn").',
-        )
 
 
 def _refuse_graphed(parts: Sequence[Part]) -> None:

@@ -39,18 +39,14 @@ class Options:
 
     warmup: Annotated[int, "Eager calls (of modules rounds, of stages steps) before the capture, at least 1."] = 3
     max_graphs: Annotated[int, "Signatures that get graphs, of each module or step; further ones run eagerly."] = 8
-    strict: Annotated[bool, "Raise wherever a call would run eagerly, warm-up aside, also for a failed capture."] = (
-        False
-    )
-    on_error: Annotated[OnError, 'A capture that fails: "raise", or "eager" to go on eagerly, with a warning.'] = (
-        "raise"
-    )
+    strict: Annotated[bool, "Raise wherever a call would run eagerly, warm-up aside; whatever `on_error` says."] = False
+    on_error: Annotated[OnError, 'If a capture fails: "raise", or "eager" to go on eagerly, with a warning.'] = "raise"
     outputs: Annotated[Outputs, 'Results: "copy" is safe to keep, "static" is overwritten by the next call.'] = "copy"
     generators: Annotated[Sequence[torch.Generator], "Random generators used besides the device's default one."] = ()
     ignore: Annotated[Sequence[str], 'Host values that may change without harm, by name: ["self.steps"].'] = ()
     safe_hooks: Annotated[Sequence[Hook], "Module hooks that may be recorded, as functions or names."] = ()
     audit: Annotated[
-        Audit, 'When calls are recorded again and compared: "auto" (after 1, 2, 4, ...), each so many, or False.'
+        Audit, 'When to record again and compare: "auto" (after 1, 2, 4, ...), each so many, or False.'
     ] = "auto"
 
     def __post_init__(self) -> None:
@@ -73,7 +69,7 @@ def checked(name: str, value: Any, hint: Any) -> Any:
         fix = "audit='auto' is the default; audit=1000 does it each thousand replays, audit=False never."
     elif hint is int and not is_count:
         expected = "a whole number of at least 1"
-        why, fix = "the first eager call shows what the step touches, and at least one graph must fit.", f"{name}=3."
+        why, fix = "it counts, and there is at least one.", f"{name}=3, for example."
     elif hint is bool and not isinstance(value, bool):
         expected = "True or False"
         why, fix = "any other text counts as true in Python, also 'no'.", f"{name}=True, or leave it out."
@@ -149,7 +145,8 @@ def reads_options(
         def call(*args: Any, **given: Any) -> Any:
             older(given)
             refuse_unknown(function.__qualname__.removesuffix(".__init__"), given, names)
-            _check_places(given.get("session"), given.get("backend"))
+            for name in _PLACES.keys() & given.keys():
+                expect(name, given[name], *_PLACES[name])
             return function(*args, **given)
 
         cast(Any, call).__signature__ = shown
@@ -205,24 +202,28 @@ def renamed(given: dict[str, Any], old: str, new: str) -> None:
         given[new] = value
 
 
-def _check_places(session: Any, backend: Any) -> None:
-    """Refuse a session and a backend that are none."""
-    if session is not None and not isinstance(session, Session):
-        raise InvalidArgument(
-            f"session={session!r} is no stepgraph.Session",
-            rule="option",
-            why="a session owns the pool and the stream that captures share.",
-            fix="with stepgraph.Session() as session: ..., and pass session=session.",
-        )
-    if backend is not None and not isinstance(backend, (str, Backend)):
-        raise InvalidArgument(
-            f"backend={backend!r} is no backend",
-            rule="backend",
-            why="it is named, or an object that stepgraph.backend_for has returned.",
-            fix="backend='cuda' or backend='tape', or leave it out.",
-        )
+def expect(name: str, value: Any, kinds: tuple[type, ...], why: str, fix: str) -> None:
+    """Refuse an option that is given and is of no such class."""
+    if value is not None and not isinstance(value, kinds):
+        told = " or ".join(kind.__name__ for kind in kinds)
+        raise InvalidArgument(f"{name}={value!r} is no {told}", rule="option", why=why, fix=fix)
 
 
+_PLACES: dict[str, tuple[tuple[type, ...], str, str]] = {
+    "session": (
+        *((Session,), "a session owns the pool and the stream that captures share."),
+        "with stepgraph.Session() as session: ..., and pass session=session.",
+    ),
+    "pool": (
+        *((Session,), "graphs that share memory must share a stream and an owner, too, which a pool's handle has not."),
+        "pass a stepgraph.Session, and the same one to whatever is to share its pool.",
+    ),
+    "backend": (
+        *((str, Backend), "it is named, or an object that stepgraph.backend_for has returned."),
+        "backend='cuda' or backend='tape', or leave it out.",
+    ),
+}
+"""Keywords that are no fields: their classes, why, and what to pass."""
 _ITEMS = {
     str: ("a name", "names", "a value is ignored by the name that messages give it."),
     torch.Generator: (

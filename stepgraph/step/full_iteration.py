@@ -24,7 +24,7 @@ from stepgraph.frames import untraced, warn_user
 from stepgraph.observe.finder import reachable
 from stepgraph.optim.optimizer import OptimizerMode
 from stepgraph.session.backend_choice import choose_backend
-from stepgraph.session.options import Audit, Hook, OnError, Outputs, reads_options
+from stepgraph.session.options import Audit, Hook, OnError, Outputs, checked, reads_options
 from stepgraph.session.session import Session
 from stepgraph.step.capture import capture
 from stepgraph.step.options import NanCheck, StepOptions
@@ -243,13 +243,7 @@ def _check(forward_backward_func: Any, warmup_steps: Any, optimizers: Any) -> No
             why="it is the function that runs all microbatches of an iteration.",
             fix="FullCudaGraphWrapper(get_forward_backward_func(), ...), with the call's brackets.",
         )
-    if not isinstance(warmup_steps, int) or isinstance(warmup_steps, bool) or warmup_steps < 1:
-        raise InvalidArgument(
-            f"cuda_graph_warmup_steps={warmup_steps!r} is not a whole number of at least 1",
-            rule="option",
-            why="the first eager iteration shows what it touches.",
-            fix="cuda_graph_warmup_steps=1.",
-        )
+    checked("cuda_graph_warmup_steps", warmup_steps, int)
     for optimizer in optimizers if isinstance(optimizers, (list, tuple)) else [optimizers]:
         if not isinstance(optimizers, (list, tuple)) or not _can_step(optimizer):
             raise InvalidArgument(
