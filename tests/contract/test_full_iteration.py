@@ -651,6 +651,28 @@ def test_wrapper_changed_learning_rate_inside_is_never_frozen(device: torch.devi
         assert_same_history(expected, scheduled(made, wrapped, steps_inside=True), "wrapped differs from eager")
 
 
+def test_wrapper_steps_several_optimizers(device: torch.device) -> None:
+    def trained(wraps: bool) -> list[torch.Tensor]:
+        made = build(device)
+        parameters = list(made.chunks[0].parameters())
+        optimizers = [torch.optim.SGD(parameters[:1], lr=0.1), torch.optim.SGD(parameters[1:], lr=0.01)]
+        if wraps:
+            with stepgraph.FullCudaGraphWrapper(forward_backward, optimizers=optimizers) as wrapped:
+                for _ in range(4):
+                    iterate(made, wrapped, TRAIN, steps_inside=True)
+                assert wrapped.report().replays > 0
+            return parameters
+        for _ in range(4):
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            iterate(made, forward_backward, TRAIN, steps_inside=True)
+            for optimizer in optimizers:
+                optimizer.step()
+        return parameters
+
+    assert all(map(torch.equal, trained(wraps=True), trained(wraps=False)))
+
+
 def test_wrapper_method_as_forward_step_is_one_and_the_same_at_each_call(device: torch.device) -> None:
     """`trainer.forward_step` is a new object at each look-up."""
 
