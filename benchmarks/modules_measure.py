@@ -162,7 +162,7 @@ def measure_pair(setting: Setting, calls: int) -> Record:
     if setting.is_on_gpu:
         ways["torch"] = torch.cuda.make_graphed_callables(small_module(device), (x.detach().clone().requires_grad_(),))
     handles = {}
-    for way, outputs in (("ours", "guarded"), ("ours, outputs='static'", "static")):
+    for way, outputs in (("ours", "copy"), ("ours, outputs='static'", "static")):
         holder = nn.ModuleDict({"layers": small_module(device)})
         handles[way] = stepgraph.graph_modules(holder, scope=["layers"], outputs=outputs)
         ways[way] = holder["layers"]

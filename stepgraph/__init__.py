@@ -98,7 +98,7 @@ _HOMES = {
     name: home
     for home, names in {
         "backends": "Backend backend_for",
-        "buffers.boundary": "ArgMetadata",
+        "buffers.inputs": "ArgMetadata",
         "callables.graphed": "CallablesReport",
         "callables.make_graphed": "make_graphed_callables",
         "errors": "BuildError CaptureError ClosedError InvalidArgument NonFinite "

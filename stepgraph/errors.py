@@ -8,9 +8,17 @@ tape's refusals and the docs page all read it.
 
 from __future__ import annotations
 
+import difflib
 import linecache
 from collections.abc import Iterable
 from dataclasses import dataclass
+
+
+def nearest(word: str, known: Iterable[str], likeness: float = 0.6) -> str | None:
+    """The one of these names that a misspelt one may stand for."""
+    others = [name for name in known if name != word]
+    longer = [name for name in others if word and name.startswith(word)]
+    return next(iter(longer if len(longer) == 1 else difflib.get_close_matches(word, others, 1, likeness)), None)
 
 
 class StepgraphWarning(UserWarning):
@@ -131,8 +139,7 @@ ERROR_TABLE: tuple[ErrorEntry, ...] = (
         "the capture was broken by an earlier call",
         "a call that CUDA forbids during capture ran before this point, in the step (its error may have been caught "
         "there) or in code that shares its thread.",
-        "look for a try/except in the step around a host read; run the step with backend='tape' on CPU tensors to "
-        "get the line.",
+        "look for a try/except in the step around a host read; on a GPU, run the step on CPU tensors to get the line.",
     ),
     ErrorEntry(
         "capture-merge",

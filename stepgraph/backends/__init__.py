@@ -24,15 +24,22 @@ def backend_for(device: torch.device | str) -> Backend:
         >>> stepgraph.backend_for("cpu").name
         'tape'
     """
-    device = torch.device(device)
+    try:
+        device = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise _no_backend(device) from error
     forced = os.environ.get("STEPGRAPH_BACKEND")
     if forced:
         return backend_named(forced, device)
     for name, kind in NAMES.items():
         if kind == device.type:
             return backend_named(name, device)
-    raise InvalidArgument(
-        f"no backend records work on {device.type!r} devices",
+    raise _no_backend(device.type)
+
+
+def _no_backend(device: object) -> InvalidArgument:
+    return InvalidArgument(
+        f"no backend records work on {device!r} devices",
         rule="backend",
         why="there are two: cuda (CUDA graphs) and tape (the CPU).",
         fix="move the model and the batch to 'cuda' or 'cpu'.",

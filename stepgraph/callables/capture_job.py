@@ -184,7 +184,7 @@ class CaptureJob:
 
     def graphed(
         self, begun: float, *, clone_param_grads: bool, retain: bool, audit: str | int
-    ) -> list[GraphedCallable]:
+    ) -> list[GraphedCallable[..., Any]]:
         """The callables for the caller."""
         assert self._capture is not None
         buffers = self._capture.buffers.values()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, ParamSpec, TypeVar
 
 import torch
 
@@ -31,6 +31,9 @@ from stepgraph.session.report import GraphReport, backend_name, outline, quantit
 from stepgraph.signature.ambient import autocast_now
 from stepgraph.tracebacks import trim
 from stepgraph.tree import CallFlattener
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,7 +130,7 @@ class GraphedSet:
         self.shared, self.samples, self.cursor = shared, tuple(samples), cursor
         self._static_bytes, self._num_buffers, self._capture_seconds = static_bytes, num_buffers, capture_seconds
         self._owns_session = owns_session
-        self.callables: list[GraphedCallable] = []
+        self.callables: list[GraphedCallable[..., Any]] = []
         self._lent: list[BorrowedTensor] = []
         self._eager_calls = 0
         self.is_closed = False
@@ -198,7 +201,7 @@ class GraphedSet:
             self.close()
 
 
-class GraphedCallable:
+class GraphedCallable(Generic[P, R]):
     """Replays the graphs of one sample. Made by `make_graphed_callables`."""
 
     def __init__(self, owner: GraphedSet, sample: SampleGraphs) -> None:
@@ -261,17 +264,17 @@ class GraphedCallable:
     # -- calling
 
     @untraced
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Replay the forward; the backward is replayed where autograd comes to it."""
         try:
             cursor = self._owner.cursor
             if self.is_closed or torch.compiler.is_compiling() or self._is_capturing() or is_logged():
                 return self._otherwise(args, kwargs)
             if not same_modes(self._modes, self._training):
-                return self._target.original(*args, **kwargs)  # as both contracts have it
+                return self._eagerly(args, kwargs)  # as both contracts have it
             leaves, structure = self._flatten(args, kwargs)
             if cursor is None and self._stays_eager():
-                return self._target.original(*args, **kwargs)
+                return self._eagerly(args, kwargs)
             self._shape.check(leaves, structure, self._owner.shared.ambient.read())
             if cursor.is_at_start if cursor is not None else not self._runner.lane.is_busy:
                 self._owner.audits.begin_round()
@@ -282,7 +285,7 @@ class GraphedCallable:
                 raise self._in_another_fork()
             if has_global_hooks() and (hook := global_hook(())) is not None:
                 if cursor is None:
-                    return self._target.original(*args, **kwargs)
+                    return self._eagerly(args, kwargs)
                 raise self._hook_on_all(hook)
             self._owner.check_lent(self.name)
             sample = self._sample
@@ -298,9 +301,10 @@ class GraphedCallable:
             if held and cursor is not None:  # nothing of this call is replayed
                 self._owner.count_eager(self.name)
                 cursor.pass_over((Kind.BACKWARD, sample.number))
-                return self._target.original(*args, **kwargs)
+                return self._eagerly(args, kwargs)
             sample.handovers.before_forward(leaves)
-            return run_forward(self._runner, leaves)
+            result: R = run_forward(self._runner, leaves)
+            return result
         except StepgraphError as error:
             trim(error)
             raise
@@ -308,7 +312,7 @@ class GraphedCallable:
     def _differs(self) -> Difference | None:
         return self._owner.audits.differs(self._target)
 
-    def _otherwise(self, args: Any, kwargs: Any) -> Any:
+    def _otherwise(self, args: Any, kwargs: Any) -> R:
         """Graphs that are gone, or a call inside something larger that is being captured or compiled."""
         if self.is_closed and self._owner.cursor is not None:
             raise ClosedError(
@@ -317,7 +321,11 @@ class GraphedCallable:
                 why="its graphs and buffers are gone.",
                 fix="call the layer itself, or capture again with make_graphed_callables.",
             )
-        return self._target.original(*args, **kwargs)
+        return self._eagerly(args, kwargs)
+
+    def _eagerly(self, args: Any, kwargs: Any) -> R:
+        result: R = self._target.original(*args, **kwargs)
+        return result
 
     def _in_flight(self) -> CaptureError:
         if self._runner.state is RunnerState.BWD_READY:
@@ -410,7 +418,7 @@ class GraphedCallable:
 class _Reset:
     """`.reset()` of a module whose forward was replaced; a copy of the module has nothing to reset."""
 
-    def __init__(self, graphed: GraphedCallable | None = None) -> None:
+    def __init__(self, graphed: GraphedCallable[..., Any] | None = None) -> None:
         self._graphed = graphed
 
     def __call__(self) -> None:

@@ -9,8 +9,8 @@ lifetime; the caller calls what is returned, in that order, and each call is che
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any, ParamSpec, TypedDict, TypeVar, Unpack, overload
 
 import torch
 
@@ -22,12 +22,74 @@ from stepgraph.callables.sample_graphs import SampleGraphs
 from stepgraph.callables.warm_up import CaptureTimeHooks
 from stepgraph.errors import InvalidArgument
 from stepgraph.order.entries import is_count
-from stepgraph.session.options import check_audit
+from stepgraph.session.options import Audit, checked, reads_options, refuse_both
 from stepgraph.session.session import Session
 from stepgraph.tracebacks import entry_point
 
+P = ParamSpec("P")
+R = TypeVar("R")
+M = TypeVar("M", bound=torch.nn.Module)
 
-@entry_point
+
+class _Fp8Keywords(TypedDict, total=False):
+    fp8_enabled: Annotated[bool, "Refused, as the other options of FP8: it is not captured yet."]
+    fp8_recipe: Annotated[Any, "As `fp8_enabled`."]
+    fp8_group: Annotated[Any, "As `fp8_enabled`."]
+    fp8_weight_caching: Annotated[bool, "As `fp8_enabled`."]
+
+
+class _Keywords(_Fp8Keywords, total=False):
+    """The keywords of `make_graphed_callables` besides `order`, for type checkers and `help()`."""
+
+    sample_kwargs: Annotated[Any, "Keyword arguments of the sample calls: one dict for all, or one for each."]
+    num_warmup_iters: Annotated[int, "Eager calls before the capture, 0 or more."]
+    allow_unused_input: Annotated[bool, "Allow arguments that a callable does not use."]
+    num_layers_per_chunk: Annotated[int | Sequence[int] | None, "With an order: callables of each chunk."]
+    pool: Annotated[Session | None, "The `stepgraph.Session` to share memory with."]
+    reuse_buffers: Annotated[bool, "With an order: share static arguments between microbatches by lifetime."]
+    clone_param_grads: Annotated[bool, "Hand out parameters' gradients as copies, which are safe to keep."]
+    capture_time_hooks: Annotated[Any, "Hooks that run around each capture, one entry for each callable."]
+    pre_warmup_hook: Annotated[Callable[[], Any] | None, "Called before the warm-up."]
+    post_warmup_hook: Annotated[Callable[[], Any] | None, "Called after the warm-up."]
+    retain_graph_in_backward: Annotated[bool, "Keep what a backward needs, so that it may run again."]
+    audit: Annotated[Audit, 'Before which rounds all are compared: "auto" (1, 2, 4, ...), each so many, or False.']
+    backend: Backend | str | None
+    _order: Annotated[Sequence[float] | None, "Transformer Engine's name of `order`."]
+    _num_layers_per_chunk: Annotated[int | Sequence[int] | None, "The same of `num_layers_per_chunk`."]
+
+
+def _private_names(given: dict[str, Any]) -> None:
+    """The spellings that Transformer Engine has for the order."""
+    for name in ("order", "num_layers_per_chunk"):
+        private = given.pop(f"_{name}", None)
+        if private is not None:
+            refuse_both(given, f"_{name}", name)
+            given[name] = private
+
+
+@overload
+def make_graphed_callables(
+    callables: Callable[..., Any] | Sequence[Callable[..., Any]],
+    sample_args: Any,
+    *,
+    order: Sequence[float],
+    **options: Unpack[_Keywords],
+) -> tuple[GraphedCallable[..., Any], ...]: ...
+@overload
+def make_graphed_callables(callables: M, sample_args: Any, *, order: None = ..., **options: Unpack[_Keywords]) -> M: ...
+@overload
+def make_graphed_callables(
+    callables: Callable[P, R], sample_args: Any, *, order: None = ..., **options: Unpack[_Keywords]
+) -> GraphedCallable[P, R]: ...
+@overload
+def make_graphed_callables(
+    callables: Sequence[Callable[..., Any]], sample_args: Any, *, order: None = ..., **options: Unpack[_Keywords]
+) -> tuple[Any, ...]: ...
+@reads_options(
+    _Keywords,
+    older=_private_names,
+    order="Forwards and backwards of a pipeline rank, in order, as numbers of chunks: [1, 1, -1, -1].",
+)
 def make_graphed_callables(
     callables: Any,
     sample_args: Any,
@@ -48,9 +110,10 @@ def make_graphed_callables(
     pre_warmup_hook: Callable[[], Any] | None = None,
     post_warmup_hook: Callable[[], Any] | None = None,
     retain_graph_in_backward: bool = False,
-    audit: str | int = "auto",
+    audit: Audit = "auto",
     backend: Backend | str | None = None,
-    **private: Any,
+    _order: Sequence[float] | None = None,
+    _num_layers_per_chunk: Any = None,
 ) -> Any:
     """Capture graphs of modules or functions from sample arguments, before training.
 
@@ -63,12 +126,10 @@ def make_graphed_callables(
         >>> hidden = graphed[0](x)                          # layer l of microbatch m at m * 2 + l
 
     Without an order the callables come back, modules with their forward replaced. With one, a tuple of callables: layer
-    l of microbatch m in a chunk of n layers, with p layers in the chunks before, is at p*M + m*n + l. Before the rounds
-    that `audit` names, all are recorded again and compared: one that would run other operations by now is an error.
+    l of microbatch m in a chunk of n layers, with p layers in the chunks before, is at p*M + m*n + l.
     """
-    order, num_layers_per_chunk = _read_private(order, num_layers_per_chunk, private)
     _refuse_fp8(fp8_enabled, fp8_recipe, fp8_group, fp8_weight_caching)
-    _check_options(num_warmup_iters, pool, audit)
+    _check_options(num_warmup_iters, audit)
     request = read_request(callables, sample_args, sample_kwargs, order, num_layers_per_chunk)
     hooks = CaptureTimeHooks(capture_time_hooks, len(request.callables))
     session = pool if pool is not None else Session()
@@ -91,7 +152,7 @@ def make_graphed_callables(
     return found[0] if request.is_single else tuple(found)
 
 
-def _put_in_place(graphed: GraphedCallable, sample: SampleGraphs) -> Any:
+def _put_in_place(graphed: GraphedCallable[..., Any], sample: SampleGraphs) -> Any:
     """Without an order: the module, with its forward replaced, or what stands for a function."""
     if sample.target.is_module:
         graphed.put_in_place()
@@ -115,25 +176,6 @@ def report(callables: Any) -> CallablesReport:
     return graphed.report()
 
 
-def _read_private(order: Any, num_layers_per_chunk: Any, private: Mapping[str, Any]) -> tuple[Any, Any]:
-    """The spellings that Transformer Engine has for the order."""
-    for name in private:
-        if name not in ("_order", "_num_layers_per_chunk"):
-            raise TypeError(f"make_graphed_callables() got an unexpected keyword argument {name!r}")
-    for name, given in (("order", order), ("num_layers_per_chunk", num_layers_per_chunk)):
-        if given is not None and private.get(f"_{name}") is not None:
-            raise InvalidArgument(
-                f"both `{name}` and `_{name}` are given",
-                rule="option",
-                why="they are two spellings of one option.",
-                fix=f"pass `{name}`.",
-            )
-    return (
-        order if order is not None else private.get("_order"),
-        num_layers_per_chunk if num_layers_per_chunk is not None else private.get("_num_layers_per_chunk"),
-    )
-
-
 def _refuse_fp8(enabled: bool, recipe: Any, group: Any, weight_caching: bool) -> None:
     given = {
         "fp8_enabled": enabled,
@@ -152,19 +194,12 @@ def _refuse_fp8(enabled: bool, recipe: Any, group: Any, weight_caching: bool) ->
             )
 
 
-def _check_options(num_warmup_iters: Any, pool: Any, audit: Any) -> None:
-    check_audit(audit)
+def _check_options(num_warmup_iters: Any, audit: Any) -> None:
+    checked("audit", audit, Audit)
     if not is_count(num_warmup_iters):
         raise InvalidArgument(
             f"num_warmup_iters={num_warmup_iters!r}",
             rule="option",
             why="it counts eager calls before the capture.",
             fix="pass an integer of 0 or more; 3 is enough for most, 11 with NCCL's DDP.",
-        )
-    if pool is not None and not isinstance(pool, Session):
-        raise InvalidArgument(
-            f"pool is a {type(pool).__name__}",
-            rule="option",
-            why="graphs that share memory must share a stream and an owner, too, which a bare pool handle has not.",
-            fix="pass a stepgraph.Session, and the same one to whatever is to share its pool.",
         )

@@ -78,7 +78,7 @@ class SampleGraphs:
         def around(backward: bool) -> AbstractContextManager[None]:
             return hooks.around(self.index, self.target.given, backward=backward)
 
-        with _named(self.target.name):
+        with _named(self.target):
             return self.target.pair.differs(self.call, self.runner, around)
 
     def free(self) -> None:
@@ -220,7 +220,7 @@ class GraphCapture:
     def _forward(self, sample: SampleGraphs, own: dict[int, torch.Tensor], following: Following | None = None) -> None:
         target = sample.target
         then = functools.partial(self._hand_result_on, sample, following) if following is not None else None
-        with self._hooks.around(sample.index, target.given, backward=False), _named(target.name):
+        with self._hooks.around(sample.index, target.given, backward=False), _named(target):
             sample.runner = target.pair.forward(sample.call, {}, {}, own, self._lane, then)
         sample.call.values = {i: copied(tensor) for i, tensor in sample.call.values.items()}  # the samples may go
         result = sample.runner.result
@@ -280,13 +280,13 @@ class GraphCapture:
     def _whole_backward(self, sample: SampleGraphs, before: SampleGraphs | None = None) -> None:
         metas, given = self._gradients(sample)
         then = self._then(sample, before)
-        with self._hooks.around(sample.index, sample.target.given, backward=True), _named(sample.target.name):
+        with self._hooks.around(sample.index, sample.target.given, backward=True), _named(sample.target):
             sample.target.pair.backward(sample.runner, metas, given, {}, NO_AUTOCAST, then)
 
     def _input_part(self, sample: SampleGraphs, before: SampleGraphs | None) -> WeightPart:
         metas, given = self._gradients(sample)
         then, name = self._then(sample, before), sample.target.name
-        with self._hooks.around(sample.index, sample.target.given, backward=True), _named(name):
+        with self._hooks.around(sample.index, sample.target.given, backward=True), _named(sample.target):
             return sample.target.pair.input_part(sample.runner, metas, given, name, then=then)
 
     def _then(
@@ -300,7 +300,7 @@ class GraphCapture:
     def _weight_part(self, sample: SampleGraphs, part: WeightPart | None) -> None:
         sample.has_split_weights = True
         if part is not None:
-            with _named(sample.target.name):
+            with _named(sample.target):
                 sample.kept = part.kept()
                 sample.weights = sample.target.pair.weight_part(sample.runner, part, keeps_saved=True)
 
@@ -336,12 +336,12 @@ def _dense(tensor: torch.Tensor) -> ArgMetadata:
 
 
 @contextlib.contextmanager
-def _named(name: str) -> Iterator[None]:
+def _named(target: CaptureTarget) -> Iterator[None]:
     """Name the callable in whatever breaks its capture."""
     try:
         yield
     except Exception as error:  # noqa: BLE001 (whatever broke it, the callable is named)
-        raised = capture_error(name, error)
+        name, raised = target.name, capture_error(target.name, error, target.backend)
         if isinstance(raised, CaptureError) and not raised.what.startswith(name):
             raised = CaptureError(
                 f"{name}: {raised.what}", rule=raised.rule, details=raised.details, why=raised.why, fix=raised.fix

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from stepgraph.backends import Graph
+from stepgraph.backends import Backend, Graph
 from stepgraph.errors import StateChanged
 from stepgraph.guards.hooks import is_hooked, refuse_hooks, with_hooks
 from stepgraph.guards.model import ModelGuard
@@ -76,6 +76,10 @@ class CaptureTarget:
     def original(self) -> Callable[..., Any]:
         """What the graphs stand in for."""
         return self._original()
+
+    @property
+    def backend(self) -> Backend:
+        return self._shared.session.backend
 
     @property
     def training(self) -> tuple[bool, ...]:

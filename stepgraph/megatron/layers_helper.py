@@ -37,7 +37,7 @@ from stepgraph.megatron.rank_order import RankOrder, order_of_rank, setting
 from stepgraph.megatron.samples import Sizes
 from stepgraph.modules.megatron_settings import MegatronSettings
 from stepgraph.modules.scopes import Part, ScopeRegistry
-from stepgraph.order.entries import is_count
+from stepgraph.session.options import checked
 from stepgraph.tracebacks import entry_point
 
 _log = logging.getLogger(__name__)
@@ -80,13 +80,7 @@ class TECudaGraphHelper:
         reuse_buffers: bool = True,
     ) -> None:
         for name, value in (("seq_length", seq_length), ("micro_batch_size", micro_batch_size)):
-            if not is_count(value, least=1):
-                raise InvalidArgument(
-                    f"{name} is {value!r}",
-                    rule="option",
-                    why="graphs are captured for one geometry.",
-                    fix=f"pass {name}=1 or more.",
-                )
+            checked(name, value, int)
         self.model = [model] if isinstance(model, torch.nn.Module) else list(model)
         self.config, self.optimizers = config, tuple(optimizers)
         self._settings = MegatronSettings.of(config)

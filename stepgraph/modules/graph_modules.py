@@ -8,31 +8,43 @@ from typing import Any
 
 import torch
 
+from stepgraph.errors import InvalidArgument
+from stepgraph.frames import warn_user
 from stepgraph.modules.manager import CudaGraphManager
 from stepgraph.modules.options import ModuleOptions
 from stepgraph.modules.report import ModuleReport, report_on
 from stepgraph.modules.scopes import Part, ScopeRegistry, read_scope
 from stepgraph.modules.session import ModuleSession
-from stepgraph.session.options import listed
+from stepgraph.session.options import Audit, Hook, OnError, Outputs, expect, reads_options, renamed
 from stepgraph.session.report import outline
 from stepgraph.session.session import Session
 from stepgraph.tracebacks import entry_point
 
 
-@entry_point
+def _older_names(given: dict[str, Any]) -> None:
+    renamed(given, "max_signatures", "max_graphs")
+    if given.get("outputs") == "guarded":
+        warn_user("outputs='guarded' is an older name of outputs='copy'   [option]\nFix: outputs='copy'.")
+        given["outputs"] = "copy"
+
+
+@reads_options(
+    ModuleOptions, older=_older_names, registry="What the words of a scope mean for the classes of your layers."
+)
 def graph_modules(
     model: torch.nn.Module,
     scope: Sequence[str] | str = (),
     *,
     warmup: int = 3,
-    strict: bool = False,
+    max_graphs: int = 8,
     max_runners: int = 16,
-    max_signatures: int = 8,
-    safe_hooks: Sequence[Any] = (),
-    ignore: Sequence[str] = (),
-    outputs: str = "guarded",
+    strict: bool = False,
+    on_error: OnError = "eager",
+    outputs: Outputs = "copy",
     generators: Sequence[torch.Generator] = (),
-    audit: str | int = "auto",
+    ignore: Sequence[str] = (),
+    safe_hooks: Sequence[Hook] = (),
+    audit: Audit = "auto",
     single_mempool: bool = False,
     registry: ScopeRegistry | None = None,
     session: Session | None = None,
@@ -51,20 +63,43 @@ def graph_modules(
     keeps the graphs; `close()` ends them. Before the rounds that `audit` names, each kind of call is recorded again,
     without effect, and compared: a module that would run other operations by now is captured anew, with a warning.
     """
+    if not isinstance(model, torch.nn.Module):
+        raise InvalidArgument(
+            f"graph_modules was given {model!r}, a {type(model).__name__}, and it graphs parts of a torch.nn.Module",
+            rule="option",
+            why="a scope names modules inside a model.",
+            fix="graph_modules(model, scope). A function is captured by stepgraph.capture(function).",
+        )
+    why = "it says which submodules of your layers the words of a scope stand for."
+    expect("registry", registry, (ScopeRegistry,), why, "ScopeRegistry().register(MyLayer, attn='attention').")
     parts = (registry or ScopeRegistry()).resolve(model, read_scope(scope))
+    _refuse_graphed(parts)
     options = ModuleOptions(
         warmup=warmup,
-        strict=strict,
-        max_signatures=max_signatures,
+        max_graphs=max_graphs,
         max_runners=max_runners,
-        safe_hooks=listed("safe_hooks", safe_hooks),
-        ignore=listed("ignore", ignore),
+        strict=strict,
+        on_error=on_error,
         outputs=outputs,
-        generators=listed("generators", generators),
-        single_mempool=single_mempool,
+        generators=generators,
+        ignore=ignore,
+        safe_hooks=safe_hooks,
         audit=audit,
+        single_mempool=single_mempool,
     )
     return GraphedModules(ModuleSession(session, model), parts, options)
+
+
+def _refuse_graphed(parts: Sequence[Part]) -> None:
+    for part in parts:
+        managers = [vars(part.module).get(name) for name in (part.method, _COMPILED)]
+        if any(isinstance(manager, CudaGraphManager) and not manager.session.is_closed for manager in managers):
+            raise InvalidArgument(
+                f"`{part.path or type(part.module).__name__}` is graphed already",
+                rule="scope",
+                why="a graph cannot be recorded inside of another one's recording.",
+                fix="close() the handle of the first graph_modules before, or leave this part out of the scope.",
+            )
 
 
 class GraphedModules:
@@ -76,7 +111,7 @@ class GraphedModules:
         for part in parts:
             method = part.method
             if method == "forward" and part.module._compiled_call_impl is not None:
-                method = "_compiled_call_impl"  # what is called instead, after module.compile()
+                method = _COMPILED  # what is called instead, after module.compile()
             own = part.module.__dict__.get(method, _MISSING)
             manager = CudaGraphManager(options, part.module, method, session=shared, name=part.path)
             part.module.__dict__[method] = manager
@@ -127,3 +162,4 @@ class GraphedModules:
 
 
 _MISSING = object()
+_COMPILED = "_compiled_call_impl"

@@ -206,7 +206,7 @@ class CudaGraphManager:
         order = self.session.order
         if order is not None and site in order.kinds:
             return self._in_turn(order, site, leaves)
-        guarded = self.options.outputs == "guarded"
+        guarded = self.options.outputs == "copy"
         refused: Runner | None = None
         for runner in site.runners:
             if runner.can_take(leaves):
@@ -235,7 +235,7 @@ class CudaGraphManager:
         if not runner.boundary.is_free_for(leaves):
             self._start_over("an argument is no longer another module's result")
             return None
-        held = runner.lane.held_results(runner) if self.options.outputs == "guarded" else []
+        held = runner.lane.held_results(runner) if self.options.outputs == "copy" else []
         if held:
             self.session.copy_results(held)
             self._start_over("results of earlier calls are held on to")
@@ -312,8 +312,8 @@ class CudaGraphManager:
         try:
             return guard.look(differs, audited=audited)
         except Exception as error:  # noqa: BLE001 (as in a capture: whatever it is, the graphs are of no use)
-            raised = capture_error(self.name, error)
-            if self.options.strict:
+            raised = capture_error(self.name, error, self.session.session.backend)
+            if not self.options.goes_on_eagerly:
                 raise raised from (None if raised is error else error)
             return Finding(f"it can no longer be recorded as it was   [{raised.rule}]", (raised.rule,))
 
@@ -354,10 +354,10 @@ class CudaGraphManager:
             refuse_elsewhere(self.module, leaves, self.session.session.backend)
         except InvalidArgument as error:
             site.obstacle = f"{error.what}   [{error.rule}]"
-        if len(self.sites) >= self.options.max_signatures:
+        if len(self.sites) >= self.options.max_graphs:
             if self.options.strict:
                 raise signature_mismatch(self.name, call, [known.call for known in self.sites.values()])
-            site.obstacle = f"past max_signatures={self.options.max_signatures}"
+            site.obstacle = f"past max_graphs={self.options.max_graphs}"
         else:
             self.sites[key] = site
         return site
@@ -459,9 +459,9 @@ class CudaGraphManager:
 
     def failed(self, site: ModuleSite, error: Exception) -> None:
         """A capture failed: the module stays eager for these calls."""
-        raised = capture_error(self.name, error)
+        raised = capture_error(self.name, error, self.session.session.backend)
         site.obstacle = f"capture failed: [{raised.rule}]"
-        if self.options.strict:
+        if not self.options.goes_on_eagerly:
             raise raised from (None if raised is error else error)
         whose = "" if raised.what.startswith(self.name) else f"{self.name}: "
         warn_user(f"{whose}{raised}\nThe module runs eagerly.")

@@ -24,7 +24,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from stepgraph.errors import InvalidArgument
+from stepgraph.errors import InvalidArgument, nearest
 from stepgraph.frames import warn_user
 from stepgraph.modules.scopes import read_scope
 
@@ -94,13 +94,13 @@ def _impl(config: Any) -> str | None:
     given = getattr(config, "cuda_graph_impl", None)
     impl = given.name if isinstance(given, enum.Enum) else given
     if impl is not None and impl not in IMPLEMENTATIONS:
-        near = difflib.get_close_matches(str(impl), IMPLEMENTATIONS, n=1)
+        near = nearest(str(impl), IMPLEMENTATIONS)
         listed = ", ".join(IMPLEMENTATIONS)
         raise InvalidArgument(
             f"cuda_graph_impl={given!r}",
             rule="option",
             why=f"the implementations are {listed}.",
-            fix=f"did you mean {near[0]!r}?" if near else f"use one of {listed}.",
+            fix=f"did you mean {near!r}?" if near else f"use one of {listed}.",
         )
     switches = {name: value for name in _SWITCHES if (value := getattr(config, name, None)) is not None}
     on = [name for name, value in switches.items() if value]

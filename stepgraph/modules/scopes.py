@@ -8,19 +8,20 @@ for one segment, or a part of one. A path may end in a method: `"layers.*.moe.ro
 
 from __future__ import annotations
 
-import difflib
 import enum
 import fnmatch
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Any
 
 import torch
 
-from stepgraph.errors import InvalidArgument
+from stepgraph.errors import InvalidArgument, nearest
 from stepgraph.tracebacks import entry_point
 
 WORDS = ("attn", "mlp", "moe", "moe_router", "moe_preprocess", "mamba")
+_FULL_ITERATION = "full_iteration"
 _LLAMA = MappingProxyType({"attn": ("self_attn",), "mlp": ("mlp",)})
 _ROUTED = {"attn": ("self_attn",), "moe": ("mlp",), "moe_router": ("mlp.gate",)}
 _SHIPPED: Mapping[str, Mapping[str, tuple[str, ...]]] = MappingProxyType(
@@ -59,7 +60,7 @@ class Part:
 
 def read_scope(scope: Sequence[str | enum.Enum] | str | enum.Enum) -> list[str]:
     """The entries of a scope that is given as a list, or as one string with commas or spaces between them."""
-    given = [scope] if isinstance(scope, (str, enum.Enum)) else list(scope)
+    given: list[Any] = [*scope] if isinstance(scope, Iterable) and not isinstance(scope, (str, enum.Enum)) else [scope]
     texts = [entry.name if isinstance(entry, enum.Enum) else entry for entry in given]
     for entry in texts:
         if not isinstance(entry, str):
@@ -106,6 +107,13 @@ class ScopeRegistry:
     def resolve(self, model: torch.nn.Module, scope: Sequence[str]) -> list[Part]:
         """The parts of a model that a scope names, each once, in the order of the model."""
         layers = {path: words for path, m in model.named_modules() if (words := self.words_of(m)) is not None}
+        if _FULL_ITERATION in scope:
+            raise InvalidArgument(
+                f"the scope {_FULL_ITERATION!r} names the whole iteration, and a scope names modules",
+                rule="scope",
+                why="the iteration is a function: its graph has the backward and the optimizer in it, too.",
+                fix="stepgraph.capture(train_step), or, of Megatron's loop, FullCudaGraphWrapper(...).",
+            )
         if not scope:
             if not layers:
                 raise _nothing("layers", model, layers)
@@ -198,9 +206,9 @@ def _nothing(
     kinds = sorted({type(model.get_submodule(path)).__name__ for path in layers})
     words = sorted({word for known in layers.values() for word in known})
     names = [path for path, _ in model.named_modules() if path]
-    near = difflib.get_close_matches(entry, [*words, *WORDS, *(name for name in names if name != entry)], n=1)
+    near = nearest(entry, [*words, *WORDS, *names])
     if entry in names:
-        near = [f"{entry}.*"]  # a container, which is never called
+        near = f"{entry}.*"  # a container, which is never called
     listed = ", ".join(names[:12]) + (", ..." if len(names) > 12 else "")
     return InvalidArgument(
         f"the scope {entry!r} matches nothing in {type(model).__name__}",
@@ -211,16 +219,16 @@ def _nothing(
             f"modules     {listed}",
         ],
         why="a scope is one of the words, for layers whose class is registered, or a path or glob from the model.",
-        fix=(f"did you mean {near[0]!r}? Or " if near else "")
+        fix=(f"did you mean {near!r}? Or " if near else "")
         + "give a path such as 'layers.*.attn', or register the layer's class: ScopeRegistry().register(...).",
     )
 
 
 def _unknown(word: str, allowed: Sequence[str], what: str) -> InvalidArgument:
-    near = difflib.get_close_matches(word, allowed, n=1)
+    near = nearest(word, allowed)
     return InvalidArgument(
         f"{word!r} is not {what}",
         rule="scope",
         why=f"the words are {', '.join(allowed)}.",
-        fix=f"did you mean {near[0]!r}?" if near else f"use one of {', '.join(allowed)}.",
+        fix=f"did you mean {near!r}?" if near else f"use one of {', '.join(allowed)}.",
     )

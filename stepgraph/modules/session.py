@@ -23,6 +23,7 @@ from stepgraph.pair.proof import AuditTurns, can_audit_now
 from stepgraph.pair.runner import Runner
 from stepgraph.pair.shared import PairSession, live_sessions
 from stepgraph.session.backend_choice import backend_of
+from stepgraph.session.messages import warn_misspelt
 from stepgraph.session.session import Session
 from stepgraph.tracebacks import entry_point
 
@@ -107,7 +108,15 @@ class ModuleSession(PairSession):
             events = [event for event in events if event not in in_order]
         if events:
             self._capture(RoundCapture(events, AnyOrder(self.lanes), self.session.backend.device))
+        if not self.capture_seconds:
+            self.warn_misspelt()
         self.capture_seconds += time.perf_counter() - begun
+
+    def warn_misspelt(self) -> None:
+        """After the first capture: names to ignore that nothing in reach of any module has."""
+        guards = [site.guard for manager in self.managers for site in manager.sites.values() if site.guard is not None]
+        if guards:
+            warn_misspelt(self.managers[0].options.ignore, set().union(*(guard.labels for guard in guards)))
 
     def _capture(self, captured: RoundCapture) -> None:
         with self.session.workspace.capturing():

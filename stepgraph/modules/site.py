@@ -200,7 +200,7 @@ class ModuleSite:
 
     def note_kept(self, slot: int) -> None:
         """Before an eager call: results of the last one in its place that are still held are handed out as copies."""
-        if self.manager.options.outputs == "guarded":
+        if self.manager.options.outputs == "copy":
             self.copied |= self.results.kept(slot)
 
 

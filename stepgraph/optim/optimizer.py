@@ -16,7 +16,7 @@ import importlib
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch.optim.optimizer import Optimizer
@@ -28,7 +28,7 @@ from stepgraph.optim.steps import all_have_hooks, has_other_step, step_hooks
 
 Cut: TypeAlias = Callable[[str, Callable[[], Any], Callable[[], Any] | None], Any]
 """Notes a call to make between two graphs, by name, and what to do in its place while recording."""
-MODES = ("auto", "inside", "outside", "capturable")
+OptimizerMode = Literal["auto", "inside", "outside", "capturable"]
 _FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
 _STEPLESS = (torch.optim.SGD, torch.optim.RMSprop)
 _HEALTH_CHECKS = ("_cuda_graph_capture_health_check", "_accelerator_graph_capture_health_check")

@@ -77,6 +77,11 @@ class SiteGuard:
             return Finding(str(found), (str(found.where or found.operation),), (), found)
         return Finding(told(changes), tuple(change.name for change in changes), changes, found)
 
+    @property
+    def labels(self) -> set[str]:
+        """The names of all values in reach."""
+        return self._values.labels
+
     def agree(self, changes: Sequence[Change] = ()) -> None:
         """A new recording was the same although these values have changed: stop watching them.
 

@@ -37,24 +37,25 @@ from stepgraph.pipeline.report import StageReport, StageRow
 from stepgraph.pipeline.torch_stage import check, chunks_of, has_forward_context, own_methods
 from stepgraph.session.limits import weigh_changes
 from stepgraph.session.messages import warn_operations_changed
-from stepgraph.session.options import listed
+from stepgraph.session.options import Audit, Hook, OnError, reads_options
 from stepgraph.session.report import backend_name, outline
 from stepgraph.session.session import Session
 from stepgraph.signature import reason_for_eager
-from stepgraph.tracebacks import entry_point, trim
+from stepgraph.tracebacks import trim
 
 
-@entry_point
+@reads_options(ModuleOptions)
 def graph_stage(
     stage: Any,
     schedule: Any,
     *,
     warmup: int = 3,
     strict: bool = False,
-    safe_hooks: Sequence[Any] = (),
-    ignore: Sequence[str] = (),
+    on_error: OnError = "eager",
     generators: Sequence[torch.Generator] = (),
-    audit: str | int = "auto",
+    ignore: Sequence[str] = (),
+    safe_hooks: Sequence[Hook] = (),
+    audit: Audit = "auto",
     session: Session | None = None,
 ) -> GraphedStages:
     """Graph a stage of this rank, or several, of a `torch.distributed.pipelining` schedule.
@@ -76,9 +77,10 @@ def graph_stage(
     options = ModuleOptions(
         warmup=warmup,
         strict=strict,
-        safe_hooks=listed("safe_hooks", safe_hooks),
-        ignore=listed("ignore", ignore),
-        generators=listed("generators", generators),
+        on_error=on_error,
+        generators=generators,
+        ignore=ignore,
+        safe_hooks=safe_hooks,
         audit=audit,
     )
     return GraphedStages(stages, schedule, options, session)
@@ -228,6 +230,8 @@ class GraphedStages:
         self.captured = captured
         self._shared.turns.restart()
         self._shared.turns.begin()
+        if not self._shared.capture_seconds:
+            self._shared.warn_misspelt()
         self._shared.capture_seconds += time.perf_counter() - begun
 
     def _give_up(self, manager: StageManager, site: Any, error: Exception) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from stepgraph.backends import Backend
 from stepgraph.errors import CaptureError, CaptureRefused, ErrorEntry, Location, StepgraphError, entry, lookup
 from stepgraph.frames import error_location, torch_function
 from stepgraph.observe.eager_call import CHANGED_CONTAINER
@@ -17,10 +18,11 @@ _READS = re.compile(r"\.(tolist|item|cpu|numpy)\(|\.to\(\s*(device\s*=\s*)?[\"']
 _READ_WITHIN_TORCH = frozenset(("host-read", "host-data", "tape-limit"))
 
 
-def capture_error(step: str, error: Exception) -> StepgraphError:
+def capture_error(step: str, error: Exception, backend: Backend) -> StepgraphError:
     """The error to raise for a capture of `step` that ended in `error`.
 
-    One with a known cause has the traceback of `error`, so that it ends at the line of the step that failed.
+    One with a known cause has the traceback of `error`, so that it ends at the line of the step that failed. On
+    the tape it never advises the tape.
     """
     if isinstance(error, StepgraphError):
         return error
@@ -44,7 +46,8 @@ def capture_error(step: str, error: Exception) -> StepgraphError:
         rule="step-raised",
         where=where,
         why="it ran in warm-up; under capture tensors have no values yet, and code may look at whether it is captured.",
-        fix="see the original error above; run the step with backend='tape' on CPU tensors to find the line.",
+        fix="see the original error above"
+        + ("." if backend.name == "tape" else "; run the step with backend='tape' on CPU tensors to find the line."),
     )
 
 

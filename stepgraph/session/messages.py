@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Collection, Iterable, Sequence
 
 import torch
 
-from stepgraph.errors import InvalidArgument, SignatureMismatch, StateChanged
+from stepgraph.errors import InvalidArgument, SignatureMismatch, StateChanged, nearest
 from stepgraph.frames import warn_user
 from stepgraph.guards.protocol import Change
 from stepgraph.observe.eager_call import to_ignore
@@ -74,6 +75,27 @@ def warn_operations_changed(
         )
 
 
+def warn_misspelt(ignore: Iterable[str], labels: Collection[str]) -> None:
+    """Warn of names to ignore that no value in reach has, if one has a similar name.
+
+    A value may have several names (`layers.0.scale`, `self.scale`), so the last part of a name decides. A name that is
+    like no other may be that of a value out of the watch's reach.
+    """
+    known = set(map(_last_part, labels))
+    for name in ignore:
+        near = nearest(name, labels, likeness=0.8) if _last_part(name) not in known else None
+        if near is not None:
+            warn_user(
+                f"ignore={[name]!r} has no effect: nothing of that name is in reach   [option]\n"
+                f"Why: a value is ignored by the name that messages give it.\nFix: did you mean {near!r}?"
+            )
+
+
+def _last_part(name: str) -> str:
+    """`scale` of `self.scale` and of `len(self.scale)`, `'a'` of `table['a']`."""
+    return re.split(r"[.\[]", name.partition(" (")[0].rstrip("])"))[-1]
+
+
 def warn_detached_results(leaves: Iterable[object]) -> None:
     """A step's results, where it runs no backward: one that could be differentiated is not what it looks like."""
     if any(isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None for leaf in leaves):
@@ -113,7 +135,7 @@ def _fewer_signatures(found: Sequence[Difference]) -> str:
     """What the user can do about these differences."""
     values = [d for d in found if d.kind is not None and not issubclass(d.kind, torch.Tensor)]
     if not values:
-        return "pad inputs to a few shapes, pass changing values as tensors, or raise max_graphs."
+        return "pad inputs to a few shapes (buckets=), pass changing values as tensors, or raise max_graphs."
     unused = f"leave {', '.join(f'`{d.path}`' for d in values[:8])} out of the call if the step does not use it, "
     as_tensor = "pass it as a tensor if it does, " if any(d.kind in _NUMBERS for d in values) else ""
     return f"{unused}{as_tensor}or raise max_graphs."
@@ -133,5 +155,5 @@ def signature_mismatch(module: str, call: Signature, known: Iterable[Signature])
         rule="max-graphs",
         details=[str(d) for d in found[:8]],
         why="each kind of call has graphs of its own, and strict=True forbids running it eagerly.",
-        fix="pad inputs to a few shapes, or raise max_signatures.",
+        fix="pad inputs to a few shapes, or raise max_graphs.",
     )

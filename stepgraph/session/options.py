@@ -1,124 +1,221 @@
-"""`Options` holds and checks the options of `stepgraph.capture`."""
+"""`Options` are the options that all ways to capture share; each entry point adds its own in a subclass.
+
+An option is declared once, as a field: its type, its default, and the sentence that `help()` shows. `checked` refuses
+a value that is not of that type. `reads_options` joins the options to a public function: `help()` lists them, a
+misspelt name is answered with the nearest one, and an older name is read with a warning.
+"""
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Iterable, Sequence
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, Literal, TypeVar, cast, get_args, get_origin, get_type_hints
 
 import torch
 
-from stepgraph.errors import InvalidArgument
-from stepgraph.optim.optimizer import MODES
-from stepgraph.padding import Buckets
+from stepgraph.backends import Backend
+from stepgraph.errors import InvalidArgument, nearest
+from stepgraph.frames import warn_user
+from stepgraph.session.session import Session
+from stepgraph.tracebacks import entry_point
+
+Audit = Literal["auto", False] | int
+OnError = Literal["raise", "eager"]
+Outputs = Literal["copy", "static"]
+Hook = Callable[..., Any] | str
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+_SHARED = {
+    "session": "The `stepgraph.Session` whose memory and stream are shared; without one, a session of its own.",
+    "backend": '"cuda" or "tape"; without one, by the device of the tensors that are used.',
+}
+"""What is said of keywords that are no fields."""
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """How a step is captured."""
+    """The options that `capture`, `graph_modules` and `graph_stage` share, with one meaning."""
 
-    warmup: int = 3
-    """Eager calls before a signature is captured; at least one, because the first shows what the step touches."""
-    max_graphs: int = 8
-    """Signatures that are captured; calls with further ones run eagerly and are counted."""
-    strict: bool = False
-    """Raise instead of running eagerly (warm-up aside)."""
-    on_error: str = "raise"
-    """A capture that fails: "raise", or "eager" to go on without graphs, with a warning."""
-    optimizer: str = "auto"
-    """Where optimizers run: "auto", "inside", "outside", or "capturable" to switch them to that form first."""
-    outputs: str = "copy"
-    """Results: "copy" is safe to keep, "static" is overwritten by the next call."""
-    generators: tuple[torch.Generator, ...] = ()
-    """Random generators that the step uses besides the device's default one."""
-    ignore: tuple[str, ...] = ()
-    """Host values that may change without harm, by the name that the warning gives them: "self.steps"."""
-    safe_hooks: tuple[Any, ...] = ()
-    """Module hooks that may be recorded (their tensor work replays, their Python does not): functions or names."""
+    warmup: Annotated[int, "Eager calls (of modules rounds, of stages steps) before the capture, at least 1."] = 3
+    max_graphs: Annotated[int, "Signatures that get graphs, of each module or step; further ones run eagerly."] = 8
+    strict: Annotated[bool, "Raise wherever a call would run eagerly, warm-up aside; whatever `on_error` says."] = False
+    on_error: Annotated[OnError, 'If a capture fails: "raise", or "eager" to go on eagerly, with a warning.'] = "raise"
+    outputs: Annotated[Outputs, 'Results: "copy" is safe to keep, "static" is overwritten by the next call.'] = "copy"
+    generators: Annotated[Sequence[torch.Generator], "Random generators used besides the device's default one."] = ()
+    ignore: Annotated[Sequence[str], 'Host values that may change without harm, by name: ["self.steps"].'] = ()
+    safe_hooks: Annotated[Sequence[Hook], "Module hooks that may be recorded, as functions or names."] = ()
+    audit: Annotated[
+        Audit, 'When to record again and compare: "auto" (after 1, 2, 4, ...), each so many, or False.'
+    ] = "auto"
 
-    audit: str | int = "auto"
-    """When the step is recorded again and compared: "auto" (replays 1, 2, 4, ...), each so many replays, or False."""
-
-    nan_check: str | bool = "off"
-    """Whether losses and gradients are watched for NaN and inf: "device" computes a flag in the graph, read later."""
-
-    buckets: Buckets | None = None
-    """Sizes that batches are padded to, each a graph."""
+    def __post_init__(self) -> None:
+        for name, hint in get_type_hints(type(self)).items():
+            object.__setattr__(self, name, checked(name, getattr(self, name), hint))
 
     @property
     def goes_on_eagerly(self) -> bool:
-        """Whether a step that cannot be captured stays eager; else that is an error."""
+        """Whether what cannot be captured stays eager; else that is an error."""
         return self.on_error == "eager" and not self.strict
 
-    def __post_init__(self) -> None:
-        _at_least_one("warmup", self.warmup)
-        _at_least_one("max_graphs", self.max_graphs)
-        _one_of("on_error", self.on_error, ("raise", "eager"))
-        _one_of("optimizer", self.optimizer, MODES)
-        _one_of("outputs", self.outputs, ("copy", "static"))
-        check_audit(self.audit)
-        if self.nan_check is True:
-            raise InvalidArgument(
-                "nan_check=True would read the loss on the host at each step",
-                rule="option",
-                why="a host read stops the queue and cannot be captured.",
-                fix="nan_check='device' keeps a flag on the device, which is read one call later.",
-            )
-        _one_of("nan_check", self.nan_check, ("off", "device"))
-        if self.buckets is not None:
-            self.buckets.check_limit(self.max_graphs)
-        for generator in self.generators:
-            if not isinstance(generator, torch.Generator):
-                raise InvalidArgument(
-                    f"generators: {generator!r} is no torch.Generator",
-                    rule="option",
-                    why="each is registered with every graph, so that replays advance it.",
-                    fix="pass a list of torch.Generator objects.",
-                )
+
+def checked(name: str, value: Any, hint: Any) -> Any:
+    """The value of an option of this type, a list as a tuple. Any other value is refused."""
+    is_count = isinstance(value, int) and not isinstance(value, bool) and value >= 1
+    expected = ""
+    if hint == Audit and not (is_count or value is False or value == "auto"):
+        expected = "'auto', a whole number of at least 1, or False"
+        why = "it says after how many replays the step is recorded again and compared."
+        fix = "audit='auto' is the default; audit=1000 does it each thousand replays, audit=False never."
+    elif hint is int and not is_count:
+        expected = "a whole number of at least 1"
+        why, fix = "it counts, and there is at least one.", f"{name}=3, for example."
+    elif hint is bool and not isinstance(value, bool):
+        expected = "True or False"
+        why, fix = "any other text counts as true in Python, also 'no'.", f"{name}=True, or leave it out."
+    elif get_origin(hint) is Literal and value not in get_args(hint):
+        words: tuple[str, ...] = get_args(hint)
+        expected, near = f"one of {', '.join(map(repr, words))}", nearest(str(value), words)
+        why = "a misspelt option must not be taken for another one."
+        fix = f"did you mean {near!r}?" if near else f"{name}={words[0]!r}, for example."
+    elif get_origin(hint) is Sequence:
+        return _listed(name, value, get_args(hint)[0])
+    if expected:
+        raise InvalidArgument(f"{name}={value!r} is not {expected}", rule="option", why=why, fix=fix)
+    return value
 
 
-def listed(name: str, value: Iterable[Any]) -> tuple[Any, ...]:
+def _listed(name: str, value: Any, kind: Any) -> tuple[Any, ...]:
     """What an option lists. A single name is no list: it would be taken for its letters."""
-    if not isinstance(value, (str, bytes)) and isinstance(value, Iterable):
-        return tuple(value)
-    name_of = str(getattr(value, "__name__", ""))
-    one = repr(value) if isinstance(value, (str, bytes)) else name_of if name_of.isidentifier() else "..."
-    raise InvalidArgument(
-        f"{name}={value!r} is not a list",
-        rule="option",
-        why="it takes any number of them, and a string by itself would be taken for a list of letters.",
-        fix=f"{name}=[{one}].",
-    )
-
-
-def check_audit(audit: str | int) -> None:
-    """Refuse what is no value of the option `audit`."""
-    if audit is not False and audit != "auto" and (not isinstance(audit, int) or isinstance(audit, bool) or audit < 1):
+    if isinstance(value, (str, bytes)) or not isinstance(value, Iterable):
+        called = str(getattr(value, "__name__", ""))
+        one = repr(value) if isinstance(value, (str, bytes)) else called if called.isidentifier() else "..."
         raise InvalidArgument(
-            f"audit={audit!r} is not 'auto', a whole number of at least 1, or False",
+            f"{name}={value!r} is not a list",
             rule="option",
-            why="it says after how many replays the step is recorded again and compared.",
-            fix="audit='auto' is the default; audit=1000 does it each thousand replays, audit=False never.",
+            why="it takes any number of them, and a string by itself would be taken for a list of letters.",
+            fix=f"{name}=[{one}].",
+        )
+    items = tuple(value)
+    expected, listed, why = _ITEMS[kind]
+    for item in items:
+        if not (isinstance(item, kind) if isinstance(kind, type) else isinstance(item, str) or callable(item)):
+            raise InvalidArgument(
+                f"{name}: {item!r} is not {expected}", rule="option", why=why, fix=f"pass a list of {listed}."
+            )
+    return items
+
+
+def reads_options(
+    options: type[Any],
+    *,
+    older: Callable[[dict[str, Any]], None] = lambda given: None,
+    **sentences: str,
+) -> Callable[[_Function], _Function]:
+    """A decorator for a public function with options, whose `help()` then lists them with a sentence each.
+
+    `options` declares them. `older` replaces older names in the given keywords; `sentences` are those of others.
+    """
+    types = get_type_hints(options, include_extras=True)
+    known = _SHARED | {name: hint.__metadata__[0] for name, hint in types.items() if get_origin(hint) is Annotated}
+
+    def decorate(function: _Function) -> _Function:
+        shown = _spelled_out(inspect.signature(function), options)
+        names = [p.name for p in shown.parameters.values() if p.kind is not inspect.Parameter.POSITIONAL_ONLY]
+        listed = [p for p in shown.parameters.values() if p.kind is inspect.Parameter.KEYWORD_ONLY]
+        lines = [f"    {p.name} ({p.default!r}): {(known | sentences).get(p.name, '')}" for p in listed]
+
+        @entry_point
+        @functools.wraps(function)
+        def call(*args: Any, **given: Any) -> Any:
+            older(given)
+            refuse_unknown(function.__qualname__.removesuffix(".__init__"), given, names)
+            for name in _PLACES.keys() & given.keys():
+                expect(name, given[name], *_PLACES[name])
+            return function(*args, **given)
+
+        cast(Any, call).__signature__ = shown
+        call.__doc__ = "\n".join([inspect.cleandoc(function.__doc__ or ""), "", "Options:", *lines])
+        return cast(_Function, call)
+
+    return decorate
+
+
+def _spelled_out(signature: inspect.Signature, options: type[Any]) -> inspect.Signature:
+    """A signature with `**options` replaced by the options themselves."""
+    own = [p for p in signature.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
+    if len(own) < len(signature.parameters):
+        taken = {p.name for p in own}
+        fields = [p for p in inspect.signature(options).parameters.values() if p.name not in taken]
+        types = get_type_hints(options)
+        fields = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY, annotation=types[p.name]) for p in fields]
+        first = [p for p in own if p.kind is not inspect.Parameter.KEYWORD_ONLY]
+        own = [*first, *fields, *own[len(first) :]]
+    return signature.replace(parameters=own)
+
+
+def refuse_unknown(function: str, given: Iterable[str], known: Sequence[str]) -> None:
+    """Refuse a keyword that a function does not have, with the nearest one that it has."""
+    for name in given:
+        if name not in known:
+            near = nearest(name, known)
+            raise InvalidArgument(
+                f"{function} has no option `{name}`",
+                rule="option",
+                why="a misspelt option would be left at its default, without a word.",
+                fix=f"did you mean `{near}`?" if near else f"its options are {', '.join(known)}.",
+            )
+
+
+def refuse_both(given: Mapping[str, Any], old: str, new: str) -> None:
+    """Refuse an option that is given by another name, and by its own."""
+    if given.get(new) is not None:
+        raise InvalidArgument(
+            f"both `{new}` and `{old}` are given",
+            rule="option",
+            why="they are two spellings of one option.",
+            fix=f"pass `{new}`.",
         )
 
 
-def _at_least_one(name: str, value: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise InvalidArgument(
-            f"{name}={value!r} is not a whole number of at least 1",
-            rule="option",
-            why="the first eager call shows what the step touches, and at least one graph must fit.",
-            fix=f"{name}=3, for example.",
-        )
+def renamed(given: dict[str, Any], old: str, new: str) -> None:
+    """Read an option that is given by an older name, with a warning."""
+    if old in given:
+        refuse_both(given, old, new)
+        value = given.pop(old)
+        warn_user(f"`{old}` is an older name of `{new}`   [option]\nFix: {new}={value!r}.")
+        given[new] = value
 
 
-def _one_of(name: str, value: str | bool, allowed: Sequence[str]) -> None:
-    if value not in allowed:
-        near = difflib.get_close_matches(str(value), allowed, n=1)
-        raise InvalidArgument(
-            f"{name}={value!r} is not one of {', '.join(map(repr, allowed))}",
-            rule="option",
-            why="a misspelt option must not be taken for another one.",
-            fix=f"did you mean {near[0]!r}?" if near else f"{name}={allowed[0]!r} is the default.",
-        )
+def expect(name: str, value: Any, kinds: tuple[type, ...], why: str, fix: str) -> None:
+    """Refuse an option that is given and is of no such class."""
+    if value is not None and not isinstance(value, kinds):
+        told = " or ".join(kind.__name__ for kind in kinds)
+        raise InvalidArgument(f"{name}={value!r} is no {told}", rule="option", why=why, fix=fix)
+
+
+_PLACES: dict[str, tuple[tuple[type, ...], str, str]] = {
+    "session": (
+        *((Session,), "a session owns the pool and the stream that captures share."),
+        "with stepgraph.Session() as session: ..., and pass session=session.",
+    ),
+    "pool": (
+        *((Session,), "graphs that share memory must share a stream and an owner, too, which a pool's handle has not."),
+        "pass a stepgraph.Session, and the same one to whatever is to share its pool.",
+    ),
+    "backend": (
+        *((str, Backend), "it is named, or an object that stepgraph.backend_for has returned."),
+        "backend='cuda' or backend='tape', or leave it out.",
+    ),
+}
+"""Keywords that are no fields: their classes, why, and what to pass."""
+_ITEMS = {
+    str: ("a name", "names", "a value is ignored by the name that messages give it."),
+    torch.Generator: (
+        *("a torch.Generator", "torch.Generator objects"),
+        "each is registered with every graph, so that replays advance it.",
+    ),
+    Hook: ("a function or name", "functions or names", "a hook is told by the function that it runs."),
+}
+"""What an option lists, one and several of it, and why."""

@@ -20,7 +20,7 @@ from dataclasses import replace
 from typing import Any
 
 from stepgraph.errors import InvalidArgument
-from stepgraph.session.options import Options
+from stepgraph.step.options import StepOptions
 
 
 class BoundSteps:
@@ -77,7 +77,7 @@ def has_own_name(step: Any) -> bool:
         return False
 
 
-def options_of_copy(options: Options, memo: dict[int, Any]) -> Options:
+def options_of_copy(options: StepOptions, memo: dict[int, Any]) -> StepOptions:
     """The options of a copy: generators and hooks of the object that is copied (`memo`) are those of the new one."""
     generators = tuple(memo.get(id(generator), generator) for generator in options.generators)
     return replace(

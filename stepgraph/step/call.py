@@ -234,6 +234,11 @@ class CapturedCall:
         """What the watch has not looked at, in a sentence."""
         return self._guards.values.unlooked
 
+    @property
+    def labels(self) -> set[str]:
+        """The names of all values in reach."""
+        return self._guards.values.labels
+
     def watch(self, values: Watch) -> None:
         """Watch these host values from now on."""
         self._guards = replace(self._guards, values=values)

@@ -32,9 +32,9 @@ import torch
 
 from stepgraph.observe.ddp import warmup_calls
 from stepgraph.session.messages import warn_past_limit
-from stepgraph.session.options import Options
 from stepgraph.session.session import Session
 from stepgraph.step.chain import GraphLink
+from stepgraph.step.options import StepOptions
 from stepgraph.step.site import Site
 
 REASON = "made room for a larger signature"
@@ -94,7 +94,7 @@ def decide(situation: Situation) -> Decision:
 class Sites:
     """The sites that have a place, by what their calls look like."""
 
-    def __init__(self, step: str, options: Options) -> None:
+    def __init__(self, step: str, options: StepOptions) -> None:
         self._step, self._options = step, options
         self._placed: dict[Hashable, Site] = {}
         self._counted: dict[Hashable, int] = {}

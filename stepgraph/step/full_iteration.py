@@ -12,21 +12,49 @@ from __future__ import annotations
 import dataclasses
 import functools
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any
 
+import torch
+
 from stepgraph.backends import Backend
 from stepgraph.errors import ClosedError, InvalidArgument, StepgraphError
-from stepgraph.frames import untraced
+from stepgraph.frames import untraced, warn_user
 from stepgraph.observe.finder import reachable
+from stepgraph.optim.optimizer import OptimizerMode
 from stepgraph.session.backend_choice import choose_backend
+from stepgraph.session.options import Audit, Hook, OnError, Outputs, checked, reads_options
 from stepgraph.session.session import Session
 from stepgraph.step.capture import capture
+from stepgraph.step.options import NanCheck, StepOptions
 from stepgraph.step.report import Report
 from stepgraph.step.static_loader import StaticBufferLoader, StaticMicrobatches
-from stepgraph.tracebacks import entry_point, trim
+from stepgraph.tracebacks import trim
 from stepgraph.tree import flatten
+
+
+def _older_names(given: dict[str, Any]) -> None:
+    """`optimizer` was the optimizer itself, and `optimizer_mode` where it runs. Refuse what makes no sense here."""
+    others = {
+        "warmup": "cuda_graph_warmup_steps= is the same.",
+        "buckets": "pad microbatches in the data iterator: its items have no names that sizes could be given for.",
+        "pad_values": "pad microbatches in the data iterator.",
+    }
+    for name in others.keys() & given.keys():
+        raise InvalidArgument(
+            f"{name}= is no option of FullCudaGraphWrapper",
+            rule="option",
+            why="the step that is captured here is the wrapper's own, with all microbatches in it.",
+            fix=others[name],
+        )
+    if "optimizer_mode" in given or not isinstance(given.get("optimizer", ""), str):
+        optimizer, mode = given.pop("optimizer", None), given.pop("optimizer_mode", "auto")
+        warn_user(
+            "`optimizer` and `optimizer_mode` are older names of `optimizers` and `optimizer`   [option]\n"
+            f"Fix: optimizers=[optimizer], optimizer={mode!r}."
+        )
+        given.update(optimizer=mode, **({} if optimizer is None else {"optimizers": [optimizer]}))
 
 
 class FullCudaGraphWrapper:
@@ -41,26 +69,32 @@ class FullCudaGraphWrapper:
     Each new kind of call (another number of microbatches, other shapes, `forward_only`, `seq_length`, ...) runs
     eagerly `cuda_graph_warmup_steps` times, is captured, and is replayed from then on; past `max_graphs` of them it
     stays eager, with a warning. The optimizer runs outside, in the caller's loop, unless it is given here: then a
-    training call is `optimizer.zero_grad()`, all microbatches, `optimizer.step()`. `optimizer_mode` is where it runs
-    (the option `optimizer` of `stepgraph.capture`); further options are those of `stepgraph.capture`.
+    training call is `zero_grad()` of all `optimizers`, all microbatches, and `step()` of all. The other options are
+    those of `stepgraph.capture`; `optimizer` is where optimizers run.
     """
 
-    @entry_point
+    @reads_options(StepOptions, older=_older_names, optimizers="Optimizers to zero and step in each training call.")
     def __init__(
         self,
         forward_backward_func: Callable[..., Any],
         cuda_graph_warmup_steps: int = 1,
         *,
-        optimizer: Any = None,
-        optimizer_mode: str = "auto",
+        optimizers: Sequence[Any] = (),
+        optimizer: OptimizerMode = "auto",
         max_graphs: int = 8,
+        strict: bool = False,
+        on_error: OnError = "raise",
+        outputs: Outputs = "copy",
+        generators: Sequence[torch.Generator] = (),
+        ignore: Sequence[str] = (),
+        safe_hooks: Sequence[Hook] = (),
+        audit: Audit = "auto",
+        nan_check: NanCheck = "off",
         session: Session | None = None,
         backend: Backend | str | None = None,
-        **options: Any,
     ) -> None:
-        _check(forward_backward_func, cuda_graph_warmup_steps, optimizer)
-        _check_options(options)
-        self._forward_backward_func, self._optimizer = forward_backward_func, optimizer
+        _check(forward_backward_func, cuda_graph_warmup_steps, optimizers)
+        self._forward_backward_func, self._optimizers = forward_backward_func, tuple(optimizers)
         self._name = getattr(forward_backward_func, "__name__", type(forward_backward_func).__name__)
         self._session = session if session is not None else Session()
         self._owns_session = session is None
@@ -69,10 +103,17 @@ class FullCudaGraphWrapper:
         self._step = capture(
             _iteration(self._name),
             warmup=cuda_graph_warmup_steps,
+            optimizer=optimizer,
             max_graphs=max_graphs,
-            optimizer=optimizer_mode,
+            strict=strict,
+            on_error=on_error,
+            outputs=outputs,
+            generators=generators,
+            ignore=ignore,
+            safe_hooks=safe_hooks,
+            audit=audit,
+            nan_check=nan_check,
             session=self._session,
-            **options,
         )
         self._loader: StaticBufferLoader | None = None
         self._closed = False
@@ -100,7 +141,7 @@ class FullCudaGraphWrapper:
             loader = self._loader
             microbatches = loader.load(data_iterator, num_microbatches)
             try:
-                results = self._step(microbatches, self._forward_backward_func, self._optimizer, **call)
+                results = self._step(microbatches, self._forward_backward_func, self._optimizers, **call)
                 results = microbatches.write_back(results)
             except StopIteration as error:
                 raise _read_otherwise(f"more than {num_microbatches}", num_microbatches) from error
@@ -113,7 +154,7 @@ class FullCudaGraphWrapper:
 
     def _make_loader(self, call: dict[str, Any]) -> StaticBufferLoader:
         """At the first call: choose the backend from what the iteration uses."""
-        leaves, _ = flatten((self._optimizer, call))
+        leaves, _ = flatten((self._optimizers, call))
         seen = functools.partial(self._forward_backward_func, *leaves)
         self._session.settle(choose_backend(reachable(seen), leaves, self._wanted, self._session))
         return StaticBufferLoader(self._session, max_layouts=self._max_graphs)
@@ -165,15 +206,19 @@ def _iteration(name: str) -> Callable[..., Any]:
     """The function that is captured. All it uses is passed to it, so that all of it is looked into and guarded."""
 
     def iteration(
-        microbatches: StaticMicrobatches, forward_backward_func: Callable[..., Any], optimizer: Any, /, **call: Any
+        microbatches: StaticMicrobatches,
+        forward_backward_func: Callable[..., Any],
+        optimizers: Sequence[Any],
+        /,
+        **call: Any,
     ) -> Any:
-        optimizer = None if call.get("forward_only", False) else optimizer
-        if optimizer is not None:
+        stepped = () if call.get("forward_only", False) else optimizers
+        for optimizer in stepped:
             optimizer.zero_grad()
         data_iterator = microbatches.data_iterator()
         results = forward_backward_func(data_iterator=data_iterator, **call)
         _check_read(data_iterator, call["num_microbatches"])
-        if optimizer is not None:
+        for optimizer in stepped:
             optimizer.step()
         return microbatches.noting_writes(microbatches.without_aliases(results))
 
@@ -198,7 +243,7 @@ def _read_otherwise(received: str, num_microbatches: int) -> InvalidArgument:
     )
 
 
-def _check(forward_backward_func: Any, warmup_steps: Any, optimizer: Any) -> None:
+def _check(forward_backward_func: Any, warmup_steps: Any, optimizers: Any) -> None:
     if not callable(forward_backward_func):
         raise InvalidArgument(
             f"forward_backward_func: a {type(forward_backward_func).__name__} cannot be called",
@@ -206,33 +251,16 @@ def _check(forward_backward_func: Any, warmup_steps: Any, optimizer: Any) -> Non
             why="it is the function that runs all microbatches of an iteration.",
             fix="FullCudaGraphWrapper(get_forward_backward_func(), ...), with the call's brackets.",
         )
-    if not isinstance(warmup_steps, int) or isinstance(warmup_steps, bool) or warmup_steps < 1:
-        raise InvalidArgument(
-            f"cuda_graph_warmup_steps={warmup_steps!r} is not a whole number of at least 1",
-            rule="option",
-            why="the first eager iteration shows what it touches.",
-            fix="cuda_graph_warmup_steps=1.",
-        )
-    if optimizer is not None and not all(callable(getattr(optimizer, name, None)) for name in ("zero_grad", "step")):
-        raise InvalidArgument(
-            f"optimizer: a {type(optimizer).__name__} has no zero_grad() and step()",
-            rule="option",
-            why="both are run inside each training iteration.",
-            fix="pass the optimizer itself; where it runs is optimizer_mode=.",
-        )
+    checked("cuda_graph_warmup_steps", warmup_steps, int)
+    for optimizer in optimizers if isinstance(optimizers, (list, tuple)) else [optimizers]:
+        if not isinstance(optimizers, (list, tuple)) or not _can_step(optimizer):
+            raise InvalidArgument(
+                f"optimizers: a {type(optimizer).__name__} is no list of objects with zero_grad() and step()",
+                rule="option",
+                why="both are run inside each training iteration.",
+                fix="optimizers=[optimizer], the optimizer itself; where it runs is optimizer=.",
+            )
 
 
-def _check_options(options: Mapping[str, Any]) -> None:
-    """Refuse options of `stepgraph.capture` that have another name here, or make no sense for microbatches."""
-    others = {
-        "warmup": "cuda_graph_warmup_steps= is the same.",
-        "buckets": "pad microbatches in the data iterator: its items have no names that sizes could be given for.",
-        "pad_values": "pad microbatches in the data iterator.",
-    }
-    for name in others.keys() & options.keys():
-        raise InvalidArgument(
-            f"{name}= is no option of FullCudaGraphWrapper",
-            rule="option",
-            why="the step that is captured here is the wrapper's own, with all microbatches in it.",
-            fix=others[name],
-        )
+def _can_step(optimizer: Any) -> bool:
+    return all(callable(getattr(optimizer, name, None)) for name in ("zero_grad", "step"))

@@ -47,7 +47,6 @@ from stepgraph.optim.steps import at_optimizer_steps
 from stepgraph.rng.host_random import refuse_rewound
 from stepgraph.rng.tracker import tracker_for
 from stepgraph.session.failure import refuse_changed_container
-from stepgraph.session.options import Options
 from stepgraph.session.proof import CallProof, Harmless, Shown, StepLogs, next_audit, other_path, varying_operations
 from stepgraph.session.session import Session
 from stepgraph.signature import Signature
@@ -55,6 +54,7 @@ from stepgraph.signature.attributes import changed_attributes
 from stepgraph.step.arguments import StepArguments
 from stepgraph.step.call import CallArgs, CapturedCall, Guards, Replay, StartState
 from stepgraph.step.chain import Chain, ChainRecorder, GraphLink
+from stepgraph.step.options import StepOptions
 from stepgraph.step.site import EagerState, Site
 from stepgraph.step.warmup import (
     flags_of,
@@ -117,7 +117,7 @@ class Recorded:
 class StepCapture:
     """Records one signature of a step."""
 
-    def __init__(self, name: str, function: Callable[..., Any], session: Session, options: Options) -> None:
+    def __init__(self, name: str, function: Callable[..., Any], session: Session, options: StepOptions) -> None:
         self._name, self._function = name, function
         self._session, self._options = session, options
         self._events = RegistrationEvents()

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from stepgraph.native.library import native_row
-from stepgraph.session.options import Options
 from stepgraph.session.proof import Shown
 from stepgraph.session.report import GraphReport, backend_name, quantities, sum_known, with_counts
 from stepgraph.session.session import Session
+from stepgraph.step.options import StepOptions
 from stepgraph.step.site import Site
 
 _NOT_COMPARED = "not known: no graph is left (docs/equality.md: how to compare your program)"
@@ -89,7 +89,7 @@ class Report(GraphReport):
 
 
 def report_of(
-    step: str, session: Session, sites: Sequence[Site], counts: Counts, optimizers: dict[str, str], options: Options
+    step: str, session: Session, sites: Sequence[Site], counts: Counts, optimizers: dict[str, str], options: StepOptions
 ) -> Report:
     """The report of a captured step at this moment."""
     calls = [call for site in sites for call in site.calls]
@@ -116,7 +116,7 @@ def report_of(
     )
 
 
-def _equality(sites: Sequence[Site], options: Options) -> str:
+def _equality(sites: Sequence[Site], options: StepOptions) -> str:
     """What is known about equality with eager, and by which check."""
     by_outcome = Counter(call.proof.shown for site in sites for call in site.calls)
     told = [_SHOWN[shown].format(count, "" if count == 1 else "s") for shown, count in by_outcome.items()]

@@ -14,7 +14,7 @@ import functools
 import time
 from collections.abc import Callable, Hashable, Sequence
 from types import TracebackType
-from typing import Any, Generic, ParamSpec, TypeVar, cast
+from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, cast, overload
 
 from stepgraph.backends import Backend
 from stepgraph.buffers.outputs import detached
@@ -29,8 +29,7 @@ from stepgraph.session.backend_choice import choose_backend, refuse_other_device
 from stepgraph.session.failure import capture_error
 from stepgraph.session.interrupt import interrupts_held
 from stepgraph.session.limits import weigh_changes
-from stepgraph.session.messages import state_changed, warn_operations_changed, warn_values_changed
-from stepgraph.session.options import Options
+from stepgraph.session.messages import state_changed, warn_misspelt, warn_operations_changed, warn_values_changed
 from stepgraph.session.proof import CallProof, Shown, next_audit, tell_other_path
 from stepgraph.session.report import outline
 from stepgraph.session.session import Session
@@ -41,6 +40,7 @@ from stepgraph.step.binding import BoundSteps, has_own_name, options_of_copy
 from stepgraph.step.bucketing import Bucketing, Example
 from stepgraph.step.call import CallArgs, CapturedCall
 from stepgraph.step.eviction import REASON, Action, PoolEviction, Sites
+from stepgraph.step.options import StepOptions
 from stepgraph.step.record import NotWarm, Recorded, StepCapture
 from stepgraph.step.report import Counts, Report, report_of
 from stepgraph.step.site import LastCall, Site
@@ -49,6 +49,7 @@ from stepgraph.tracebacks import entry_point, trim
 from stepgraph.tree import CallFlattener, Structure, flatten
 
 P = ParamSpec("P")
+Q = ParamSpec("Q")
 R = TypeVar("R")
 
 
@@ -56,7 +57,7 @@ class CapturedStep(Generic[P, R]):
     """A step that captures itself. Call it as you would the function; see `stepgraph.capture`."""
 
     def __init__(
-        self, function: Callable[P, R], options: Options, session: Session | None, backend: Backend | str | None
+        self, function: Callable[P, R], options: StepOptions, session: Session | None, backend: Backend | str | None
     ) -> None:
         functools.update_wrapper(self, function)
         self._function = function
@@ -83,6 +84,12 @@ class CapturedStep(Generic[P, R]):
         self._session.when_dropped(self._forget_graphs)
         self._session.when_closed(self._flags.drain)
 
+    @overload
+    def __get__(self, instance: None, owner: type | None = ...) -> CapturedStep[P, R]: ...
+    @overload
+    def __get__(
+        self: CapturedStep[Concatenate[Any, Q], R], instance: object, owner: type | None = ...
+    ) -> CapturedStep[Q, R]: ...
     @untraced
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         """On a method: each instance gets a captured step of its own."""
@@ -405,13 +412,15 @@ class CapturedStep(Generic[P, R]):
             site.calls.insert(0, call)
             self._session.backend.synchronize()
             self._counts.capture_seconds += time.perf_counter() - begun
+            if self._counts.captures == 1:
+                warn_misspelt(self._options.ignore, call.labels)
             if call.proof.other_path is not None:
                 tell_other_path(self._name, call.proof.other_path, strict=False)
             return self._run(call, given.leaves)
 
     def _not_captured(self, site: Site, error: Exception, given: CallArgs) -> Any:
         """A recording has failed, and left everything as it was."""
-        raised = capture_error(self._name, error)
+        raised = capture_error(self._name, error, self._session.backend)
         if not self._options.goes_on_eagerly:
             raise raised from (None if raised is error else error)
         site.obstacle = f"capture failed: [{raised.rule}]"
@@ -503,7 +512,7 @@ class CapturedStep(Generic[P, R]):
             self._end()  # the error under way is the one to see
 
 
-def _unpickled(function: Callable[..., Any], options: Options, backend: str | None) -> CapturedStep[..., Any]:
+def _unpickled(function: Callable[..., Any], options: StepOptions, backend: str | None) -> CapturedStep[..., Any]:
     if isinstance(function, CapturedStep):  # a captured method, pickled by its name
         return function
     return CapturedStep(function, options, None, backend)

@@ -31,7 +31,6 @@ from stepgraph.optim.optimizer import capturable_on_cpu, make_capturable, place,
 from stepgraph.optim.steps import at_optimizer_steps
 from stepgraph.session.failure import refuse_changed_container
 from stepgraph.session.messages import warn_detached_results
-from stepgraph.session.options import Options
 from stepgraph.session.proof import StepLogs, num_states
 from stepgraph.session.session import Session
 from stepgraph.signature import is_plain
@@ -39,6 +38,7 @@ from stepgraph.signature.attributes import changed_attributes
 from stepgraph.signature.memory import Contents
 from stepgraph.step.arguments import on_device
 from stepgraph.step.call import CallArgs
+from stepgraph.step.options import StepOptions
 from stepgraph.step.site import Site
 from stepgraph.tree import Structure, changed_containers, flatten, paths
 from stepgraph.values.watch import Watch
@@ -61,7 +61,7 @@ class WarmUp:
     """One eager call of a step, and what it shows. The last call before a capture is the one that counts."""
 
     def __init__(
-        self, step: Callable[..., Any], given: CallArgs, site: Site, session: Session, options: Options
+        self, step: Callable[..., Any], given: CallArgs, site: Site, session: Session, options: StepOptions
     ) -> None:
         self._step, self._given, self._site, self._session, self._options = step, given, site, session, options
         backend, touched = session.backend, site.touched
@@ -201,7 +201,7 @@ def _let_go(site: Site, known: frozenset[int], mode: str) -> set[int]:
     return ended
 
 
-def flags_of(site: Site, options: Options, step: Callable[..., Any]) -> FlagCollector:
+def flags_of(site: Site, options: StepOptions, step: Callable[..., Any]) -> FlagCollector:
     """What looks for NaN and inf in one call of the step."""
     wanted = options.nan_check == "device"
     scaled = wanted and bool(scalers_of(site.with_objects(step)))

@@ -95,6 +95,11 @@ class Watch:
         self.drop(())
 
     @property
+    def labels(self) -> set[str]:
+        """The names of all that it has come to."""
+        return self._notes.labels
+
+    @property
     def unlooked(self) -> str | None:
         """What was not looked at, in a sentence."""
         return _CUT_SHORT if self._notes.is_cut_short else None
@@ -122,10 +127,14 @@ class _Notes:
         self.names: list[Names] = []
         self.sources: list[Source] = []
         self.is_cut_short = False
+        self.labels: set[str] = set()
+        """How all that was found is spelled, where names are to be ignored."""
 
     def put(self, place: Place) -> bool:
-        if self._ignore and str(place.label) in self._ignore:
-            return False
+        if self._ignore:
+            self.labels.add(str(place.label))
+            if str(place.label) in self._ignore:
+                return False
         self.places.append(place)
         return True
 
@@ -137,6 +146,8 @@ class _Notes:
 
     def enter(self, label: Label, value: Any, owner: Any, is_users: bool, wants: Wants | None) -> None:
         kind, source = type(value), source_of(str(label), value)
+        if self._ignore:
+            self.labels.add(str(label))
         note = functools.partial(self._note, value, is_users)
         if source is not None:
             is_live = source.generator is not None and not self._is_on_gpu  # the tape sees to it

@@ -219,8 +219,8 @@ def assert_wrapped_equals_eager(
     function = function_for(num_chunks)
     expected = history_of(build(device, num_chunks, **kept), function, calls, device)
     made = build(device, num_chunks, **kept)
-    optimizer = made.optimizer if inside else None
-    with stepgraph.FullCudaGraphWrapper(function, optimizer=optimizer, **options) as wrapped:
+    optimizers = [made.optimizer] if inside else []
+    with stepgraph.FullCudaGraphWrapper(function, optimizers=optimizers, **options) as wrapped:
         received = history_of(made, wrapped, calls, device, steps_inside=inside)
         report = wrapped.report()
     assert_same_history(expected, received, "wrapped differs from eager")
@@ -645,8 +645,30 @@ def test_wrapper_changed_learning_rate_inside_is_never_frozen(device: torch.devi
 
     expected = scheduled(build(device, fused=True), forward_backward)
     made = build(device, fused=True)
-    with stepgraph.FullCudaGraphWrapper(forward_backward, optimizer=made.optimizer) as wrapped:
+    with stepgraph.FullCudaGraphWrapper(forward_backward, optimizers=[made.optimizer]) as wrapped:
         assert_same_history(expected, scheduled(made, wrapped, steps_inside=True), "wrapped differs from eager")
+
+
+def test_wrapper_steps_several_optimizers(device: torch.device) -> None:
+    def trained(wraps: bool) -> list[torch.Tensor]:
+        made = build(device)
+        parameters = list(made.chunks[0].parameters())
+        optimizers = [torch.optim.SGD(parameters[:1], lr=0.1), torch.optim.SGD(parameters[1:], lr=0.01)]
+        if wraps:
+            with stepgraph.FullCudaGraphWrapper(forward_backward, optimizers=optimizers) as wrapped:
+                for _ in range(4):
+                    iterate(made, wrapped, TRAIN, steps_inside=True)
+                assert wrapped.report().replays > 0
+            return parameters
+        for _ in range(4):
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            iterate(made, forward_backward, TRAIN, steps_inside=True)
+            for optimizer in optimizers:
+                optimizer.step()
+        return parameters
+
+    assert all(map(torch.equal, trained(wraps=True), trained(wraps=False)))
 
 
 def test_wrapper_method_as_forward_step_is_the_same_at_each_call(device: torch.device) -> None:
@@ -971,7 +993,8 @@ def test_wrapper_inside_a_captured_step_is_refused(device: torch.device) -> None
     [
         ({"forward_backward_func": 3}, "a int cannot be called"),
         ({"cuda_graph_warmup_steps": 0}, "cuda_graph_warmup_steps=0"),
-        ({"optimizer": "auto"}, "optimizer: a str"),
+        ({"optimizers": ["auto"]}, "optimizers: a str"),
+        ({"optimizer": "in"}, "optimizer='in'"),
         ({"on_error": "ignore"}, "on_error='ignore'"),
     ],
 )

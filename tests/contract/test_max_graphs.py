@@ -89,7 +89,11 @@ def test_limit_is_reported_with_the_nearest_calls_difference(device: torch.devic
     [
         (0, 1, "leave `batch['y']` out of the call if the step does not use it, pass it as a tensor if it does, or"),
         (object(), object(), "leave `batch['y']` out of the call if the step does not use it, or raise max_graphs."),
-        (torch.ones(1), torch.ones(2), "pad inputs to a few shapes, pass changing values as tensors, or raise"),
+        (
+            torch.ones(1),
+            torch.ones(2),
+            "pad inputs to a few shapes (buckets=), pass changing values as tensors, or raise",
+        ),
     ],
     ids=["a number", "an object", "a tensor"],
 )

@@ -438,7 +438,7 @@ def refused(step: Callable[..., Any], device: torch.device, **options: Any) -> s
 @pytest.mark.parametrize("warmup", [1, 3])
 def test_own_buffer_put_in_another_place_is_refused(warmup: int, device: torch.device) -> None:
     module = Averaging(in_place=False).to(device)
-    error = refused(module, device, warmup=warmup)
+    error = refused(module.forward, device, warmup=warmup)
     assert error.rule == "own-change"
     assert "`Averaging.mean`" in error.what
     assert "in place" in error.fix
@@ -449,7 +449,7 @@ def test_own_buffer_put_in_another_place_is_refused(warmup: int, device: torch.d
 def test_own_buffer_changed_in_place_is_captured(device: torch.device) -> None:
     def build(device: torch.device) -> Program:
         module = Averaging(in_place=True).to(device)
-        return Program(module, [(torch.randn(3, device=device),) for _ in range(8)], [module])
+        return Program(module.forward, [(torch.randn(3, device=device),) for _ in range(8)], [module])
 
     assert_captured_equals_eager(build, device)
 

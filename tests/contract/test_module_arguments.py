@@ -138,17 +138,17 @@ def test_arguments_each_plain_value_has_graphs_of_its_own(device: torch.device) 
     assert row.eager_calls == 4 * 3
 
 
-def test_arguments_past_max_signatures_run_eager_and_are_counted(device: torch.device) -> None:
-    report = assert_graphed_equals_eager(build_changing, device, "part", max_signatures=2)
+def test_arguments_past_max_graphs_run_eager_and_are_counted(device: torch.device) -> None:
+    report = assert_graphed_equals_eager(build_changing, device, "part", max_graphs=2)
     row = only_row(report, "part")
     assert row.signatures == 2
-    assert row.eager_reasons["past max_signatures=2"] == 12
+    assert row.eager_reasons["past max_graphs=2"] == 12
 
 
 def test_arguments_new_under_strict_are_refused_with_differences(device: torch.device) -> None:
     model = nn.ModuleDict({"layer": Layer()}).to(device)
     layer, x, mask = model["layer"], torch.randn(4, 8, device=device), torch.ones(4, 1, device=device)
-    with stepgraph.graph_modules(model, "layer", strict=True, max_signatures=1, warmup=1):
+    with stepgraph.graph_modules(model, "layer", strict=True, max_graphs=1, warmup=1):
         for _ in range(3):
             layer(x, mask=mask).sum().backward()
         with pytest.raises(stepgraph.SignatureMismatch) as raised:
@@ -167,7 +167,7 @@ def test_arguments_of_another_kind_are_never_broadcast_or_cast(device: torch.dev
     """Trap: what a copy into the static argument would accept is another call."""
     model = nn.ModuleDict({"layer": nn.LayerNorm(8)}).to(device)
     eager = nn.LayerNorm(8).to(device)
-    with stepgraph.graph_modules(model, "layer", warmup=1, max_signatures=2):
+    with stepgraph.graph_modules(model, "layer", warmup=1, max_graphs=2):
         for _ in range(3):
             model["layer"](torch.randn(4, 8, device=device)).sum().backward()
         for shape in [(1, 8), (8,), (2, 4, 8), (0, 8)]:

@@ -27,6 +27,7 @@ Traps of other ways to graph modules, each impossible here, or loud. This table 
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import threading
@@ -131,12 +132,36 @@ def test_manager_without_backward_keeps_no_activations(device: torch.device) -> 
 
 
 @pytest.mark.parametrize(
-    "options", [{"warmup": 0}, {"max_runners": 0}, {"max_signatures": -1}, {"outputs": "copies"}], ids=str
+    "options", [{"warmup": 0}, {"max_runners": 0}, {"max_graphs": -1}, {"outputs": "copies"}], ids=str
 )
 def test_options_that_cannot_work_are_refused(options: dict[str, Any], device: torch.device) -> None:
     with pytest.raises(stepgraph.InvalidArgument, match=next(iter(options))) as raised:
         stepgraph.graph_modules(Net(Layer()).to(device), "layers.*", **options)
     assert raised.value.rule == "option"
+
+
+class Reads(nn.Module):
+    """Reads a value on the host, which no capture can."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * 2 if x.sum().item() > 0 else x
+
+
+@pytest.mark.parametrize(
+    ("options", "raises"),
+    [({}, False), ({"on_error": "eager"}, False), ({"on_error": "raise"}, True), ({"strict": True}, True)],
+    ids=str,
+)
+def test_failed_capture_raises_or_stays_eager(options: dict[str, Any], raises: bool, device: torch.device) -> None:
+    x = torch.ones(2, 8, device=device)
+    model = Net(Reads()).to(device)
+    warned = contextlib.nullcontext() if raises else pytest.warns(stepgraph.StepgraphWarning, match="host-read")
+    refused = pytest.raises(stepgraph.CaptureError, match="host-read") if raises else contextlib.nullcontext()
+    with stepgraph.graph_modules(model, "layers.*", warmup=1, **options) as handle:
+        with warned, refused:
+            for _ in range(4):
+                model(x).sum().backward()
+        assert handle.report().replays == 0
 
 
 class AsksWhetherCaptured(nn.Module):

@@ -80,23 +80,23 @@ def built(kind: type[Model]) -> Model:
 
 def method_of_a_module_inside(_: torch.device) -> Built:
     model = built(Encoding)
-    return model, lambda: setattr(model.encoder, "temperature", 0.5), "encoder.temperature: 1.0 -> 0.5"
+    return model.forward, lambda: setattr(model.encoder, "temperature", 0.5), "encoder.temperature: 1.0 -> 0.5"
 
 
 def tensor_in_a_method_of_a_module_inside(device: torch.device) -> Built:
     model, ones = built(Encoding), torch.ones(2, device=device)
     model.encoder.shift = torch.zeros(2, device=device)
-    return model, lambda: setattr(model.encoder, "shift", ones), "encoder.shift: a tensor of shape [2]"
+    return model.forward, lambda: setattr(model.encoder, "shift", ones), "encoder.shift: a tensor of shape [2]"
 
 
 def property_of_a_module_inside(_: torch.device) -> Built:
     model = built(Scaling)
-    return model, lambda: setattr(model.encoder, "_scale", 2.0), "encoder._scale: 1.0 -> 2.0"
+    return model.forward, lambda: setattr(model.encoder, "_scale", 2.0), "encoder._scale: 1.0 -> 2.0"
 
 
 def default_of_a_class_hidden_on_a_module_inside(_: torch.device) -> Built:
     model = built(Gaining)
-    return model, lambda: setattr(model.encoder, "gain", 2.0), "encoder.gain: 1.0 -> 2.0"
+    return model.forward, lambda: setattr(model.encoder, "gain", 2.0), "encoder.gain: 1.0 -> 2.0"
 
 
 def spelled_by_the_step(_: torch.device) -> Built:

@@ -442,7 +442,7 @@ def test_watch_refuses_a_module_that_counts(device: torch.device) -> None:
             return x / self._calls
 
     model = Counting()
-    with stepgraph.capture(model) as captured, pytest.raises(stepgraph.CaptureError, match=r"\._calls: 2 -> 3"):
+    with stepgraph.capture(model.forward) as captured, pytest.raises(stepgraph.CaptureError, match=r"\._calls: 2 -> 3"):
         for _ in range(5):
             captured(torch.ones(2, device=device))
 

@@ -81,7 +81,6 @@ and process, and model code asks for the tracker that swaps its state by a funct
 call `create_cudagraphs()` without arguments too, so that the graphed models that are alive are known, weakly."""
 MAX_FUNCTION_LINES = 60
 LONG_FUNCTIONS = {
-    "stepgraph/callables/make_graphed.py:make_graphed_callables": 61,
     "stepgraph/pair/record.py:_forward": 61,
     "stepgraph/pair/runner.py:__init__": 73,
 }

@@ -119,6 +119,11 @@ def error_calls() -> list[tuple[Path, ast.Call]]:
     ]
 
 
+def called(node: ast.Call) -> str:
+    """The last name of what is called."""
+    return str(getattr(node.func, "attr", getattr(node.func, "id", "")))
+
+
 def raised_rules() -> set[str]:
     """The rules of the table, of `rule="..."`, of rows asked for by name, of obstacles of warm-up, and of warnings."""
     found = {row.rule for row in ERROR_TABLE}
@@ -128,8 +133,8 @@ def raised_rules() -> set[str]:
                 values: list[ast.expr] = [node.value]
             elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "entry":
                 values = node.args
-            elif isinstance(node, ast.Subscript) and getattr(node.value, "attr", "") == "obstacles":
-                values = [node.slice]
+            elif isinstance(node, ast.Call) and called(node) in ("Obstacle", "note_obstacle"):
+                values = node.args[:1]
             elif isinstance(node, ast.Constant) and isinstance(node.value, str):
                 found |= set(re.findall(r"\w   \[([a-z]+-[a-z-]+)\]", node.value))
                 continue

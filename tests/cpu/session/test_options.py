@@ -8,7 +8,7 @@ import torch
 
 import stepgraph
 from stepgraph.errors import InvalidArgument
-from stepgraph.session.options import Options
+from stepgraph.step.options import StepOptions
 
 
 def step(x: torch.Tensor) -> torch.Tensor:
@@ -53,7 +53,7 @@ def test_word_option_is_answered_with_the_nearest_word(name: str, value: str, me
 @pytest.mark.parametrize(("name", "value"), [("on_error", "zzz"), ("optimizer", None), ("outputs", 3)])
 def test_word_option_without_a_near_word_suggests_the_default(name: str, value: Any) -> None:
     error = refused(**{name: value})
-    default = {f.name: f.default for f in dataclasses.fields(Options)}[name]
+    default = {f.name: f.default for f in dataclasses.fields(StepOptions)}[name]
     assert f"{name}={default!r}" in error.fix
 
 
@@ -108,10 +108,10 @@ def test_cuda_backend_without_a_gpu_suggests_the_tape() -> None:
 
 
 def test_options_are_frozen_and_have_a_docstring_each() -> None:
-    options = Options()
+    options = StepOptions()
     with pytest.raises(dataclasses.FrozenInstanceError):
         options.warmup = 5  # type: ignore[misc]
-    assert {f.name for f in dataclasses.fields(Options)} == {
+    assert {f.name for f in dataclasses.fields(StepOptions)} == {
         "warmup",
         "max_graphs",
         "strict",

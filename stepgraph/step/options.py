@@ -1,0 +1,42 @@
+"""`StepOptions` are the options of `stepgraph.capture`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from stepgraph.errors import InvalidArgument
+from stepgraph.optim.optimizer import OptimizerMode
+from stepgraph.padding import Buckets
+from stepgraph.session.options import Options
+
+NanCheck = Literal["off", "device"]
+
+
+@dataclass(frozen=True, slots=True)
+class StepOptions(Options):
+    """How a whole step is captured."""
+
+    optimizer: Annotated[
+        OptimizerMode, 'Where optimizers run: "auto", "inside", "outside", or "capturable" to switch them to that form.'
+    ] = "auto"
+    nan_check: Annotated[NanCheck, '"device": watch losses and gradients for NaN and inf, without a host read.'] = "off"
+    buckets: Annotated[
+        Buckets | None, "Sizes that batches are padded to, each a graph: {'batch': {1: [128, 256]}}."
+    ] = None
+
+    def __post_init__(self) -> None:
+        _refuse_host_read(self.nan_check)
+        Options.__post_init__(self)
+        if self.buckets is not None:
+            self.buckets.check_limit(self.max_graphs)
+
+
+def _refuse_host_read(nan_check: object) -> None:
+    if nan_check is True:
+        raise InvalidArgument(
+            "nan_check=True would read the loss on the host at each step",
+            rule="option",
+            why="a host read stops the queue and cannot be captured.",
+            fix="nan_check='device' keeps a flag on the device, which is read one call later.",
+        )
