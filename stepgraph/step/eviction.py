@@ -11,8 +11,8 @@ signatures only, so that a stream takes no memory. `decide` is the rule, `Sites`
 **Memory.** Graphs of a session share one pool. A smaller graph fits into what a larger one has left free, but a larger
 one does not fit into what several smaller have left: torch's allocator does not join blocks of different segments, and
 eight sequence lengths, shortest first, would take nearly three times the longest. So when a signature comes that is
-larger than all before, the graphs of the step are dropped, and the pool with them (`PoolEviction`). The others are
-captured again when they come back, without warm-up, and use the memory of the larger one.
+larger than all before, the graphs of the step are dropped, and the pool with them (`Sites.before_capture`). The others
+are captured again when they come back, without warm-up, and use the memory of the larger one.
 
 Eager warm-up uses the pool, too, as long as there is no graph in it, and would leave the same there. torch frees what a
 pool has unused only when the pool goes, so that a step might run out of memory where eager code does not: there is a
@@ -24,7 +24,7 @@ Nothing is dropped from a small pool, or from one that holds graphs of others.
 from __future__ import annotations
 
 import enum
-from collections.abc import Collection, Hashable, Sequence, ValuesView
+from collections.abc import Hashable, Sequence, ValuesView
 from dataclasses import dataclass
 from typing import Any
 
@@ -94,12 +94,14 @@ def decide(situation: Situation) -> Decision:
 class Sites:
     """The sites that have a place, by what their calls look like."""
 
-    def __init__(self, step: str, options: StepOptions) -> None:
-        self._step, self._options = step, options
+    def __init__(self, step: str, options: StepOptions, session: Session) -> None:
+        self._step, self._options, self._session = step, options, session
         self._placed: dict[Hashable, Site] = {}
         self._counted: dict[Hashable, int] = {}
         """How often signatures without a place were seen, the latest last."""
         self._is_told = False
+        self._warmed = self._captured = 0
+        """The largest signatures, in bytes, that were warmed up with and captured for."""
 
     def get(self, key: Hashable) -> Site | None:
         return self._placed.get(key)
@@ -151,30 +153,24 @@ class Sites:
         known = [(other.sign(), bool(other.calls)) for other in self._placed.values()]
         warn_past_limit(self._step, reason, site.sign(), known, strict=self._options.strict)
 
+    # -- making room: memory is shaped by the largest signature that comes first
 
-class PoolEviction:
-    """Knows the largest signatures that a step has warmed up with and was captured for."""
-
-    def __init__(self, session: Session) -> None:
-        self._session = session
-        self._warmed = self._captured = 0
-
-    def before_warm_up(self, leaves: Sequence[Any], sites: Collection[Site]) -> None:
+    def before_warm_up(self, leaves: Sequence[Any]) -> None:
         """Before an eager call with these leaves, of one of several signatures."""
         size = _bytes_of(leaves)
         is_largest, self._warmed = size > self._warmed, max(size, self._warmed)
-        if is_largest and len(sites) > 1 and self._is_worth_it(graphs=0):
+        if is_largest and len(self._placed) > 1 and self._is_worth_it(graphs=0):
             self._session.workspace.renew()
 
-    def before_capture(self, leaves: Sequence[Any], sites: Collection[Site]) -> int:
+    def before_capture(self, leaves: Sequence[Any]) -> int:
         """Before a capture for these leaves. Returns how many graphs have made room."""
-        calls = [call for site in sites for call in site.calls]
+        calls = [call for site in self.values() for call in site.calls]
         size, largest = _bytes_of(leaves), max((_bytes_of(call.parts.inputs.leaves) for call in calls), default=0)
         is_largest, self._captured = size > max(largest, self._captured), max(size, self._captured)
         graphs = sum(isinstance(link, GraphLink) for call in calls for link in call.parts.chain.links)
-        if not (is_largest if calls else len(sites) > 1) or not self._is_worth_it(graphs=graphs):
+        if not (is_largest if calls else len(self._placed) > 1) or not self._is_worth_it(graphs=graphs):
             return 0
-        for site in sites:
+        for site in self.values():
             site.drop_graphs()
         self._session.workspace.renew()
         return len(calls)

@@ -118,11 +118,13 @@ class StepCapture:
     """Records one signature of a step."""
 
     def __init__(self, name: str, function: Callable[..., Any], session: Session, options: StepOptions) -> None:
-        self._name, self._function = name, function
+        self.name, self._function = name, function
         self._session, self._options = session, options
         self._events = RegistrationEvents()
         self.logs = StepLogs()
         self.harmless = Harmless()
+        self.moved: dict[int, str] = {}
+        """Why optimizers have left the graph, by id."""
         self.reached: Reached | None = None
         """What the first call has found in reach, until it runs."""
 
@@ -130,22 +132,22 @@ class StepCapture:
         """Stop listening to the model."""
         self._events.close()
 
-    def placements(self, site: Site, moved: dict[int, str]) -> dict[int, Placement]:
-        """Where each optimizer of the step runs. `moved` has the reasons of those that left the graph."""
+    def placements(self, site: Site) -> dict[int, Placement]:
+        """Where each optimizer of the step runs."""
         found = {}
         for optimizer in site.touched.optimizers:
-            if id(optimizer) in site.scaled:
+            if id(optimizer) in site.learnt.scaled:
                 found[id(optimizer)] = Placement(False, "a GradScaler steps it")
             else:
-                found[id(optimizer)] = place(optimizer, self._options.optimizer, moved.get(id(optimizer)))
+                found[id(optimizer)] = place(optimizer, self._options.optimizer, self.moved.get(id(optimizer)))
         return found
 
-    def describe_placements(self, sites: Sequence[Site], moved: dict[int, str]) -> dict[str, str]:
+    def describe_placements(self, sites: Sequence[Site]) -> dict[str, str]:
         """The same for all sites, in words, by the optimizers' classes: `Adam`, `Adam#2`."""
         names: dict[int, str] = {}
         found: dict[str, str] = {}
         for site in sites:
-            placements = self.placements(site, moved)
+            placements = self.placements(site)
             for optimizer in site.touched.optimizers:
                 name = names.setdefault(id(optimizer), numbered(type(optimizer).__name__, names.values()))
                 placement = placements[id(optimizer)]
@@ -153,22 +155,13 @@ class StepCapture:
                 found[name] = f"{where} ({placement.reason})"
         return found
 
-    def run(
-        self,
-        site: Site,
-        leaves: Sequence[Any],
-        structure: Structure,
-        moved: dict[int, str],
-        raise_held: Callable[[], None],
-        *,
-        ahead: bool = False,
-    ) -> CapturedCall:
+    def run(self, site: Site, given: CallArgs, raise_held: Callable[[], None], *, ahead: bool = False) -> CapturedCall:
         """Record the step for these inputs, and keep the recording. `ahead`: it is for a later call."""
-        refuse_hooks(self._name, site.touched.modules, self._options.safe_hooks, site.touched.name, everywhere=True)
+        refuse_hooks(self.name, site.touched.modules, self._options.safe_hooks, site.touched.name, everywhere=True)
         for obstacle in site.obstacles.values():
-            raise obstacle.error(self._name)
-        self._check_warm(site, moved, ahead=ahead)
-        recorded = self.record(site, leaves, structure, moved, raise_held)
+            raise obstacle.error(self.name)
+        self._check_warm(site, ahead=ahead)
+        recorded = self.record(site, given, raise_held)
         try:
             proof = self._prove(site, recorded, ahead=ahead)
         except BaseException:
@@ -176,24 +169,15 @@ class StepCapture:
             raise
         return self.keep(site, recorded, proof, ahead=ahead)
 
-    def record(
-        self,
-        site: Site,
-        leaves: Sequence[Any],
-        structure: Structure,
-        moved: dict[int, str],
-        raise_held: Callable[[], None],
-        *,
-        looks_on: bool = True,
-    ) -> Recorded:
+    def record(self, site: Site, given: CallArgs, raise_held: Callable[[], None], *, looks_on: bool = True) -> Recorded:
         """Record the step for these inputs. Nothing takes effect; on failure everything is as it was.
 
         `raise_held` is called when that is still so, and all is recorded.
         """
-        signature, kind = site.sign(), site.kind()
-        refuse_replicas(self._name, site.touched, self._options.safe_hooks, self._session.backend)
+        signature, kind, leaves = site.sign(), site.kind(), given.leaves
+        refuse_replicas(self.name, site.touched, self._options.safe_hooks, self._session.backend)
         replicas = Replicas(site.touched.modules)
-        placements = self.placements(site, moved)
+        placements = self.placements(site)
         for optimizer in site.touched.optimizers:
             check_forced(optimizer, self._options.optimizer, placements[id(optimizer)])
         inside = [o for o in site.touched.optimizers if placements[id(o)].inside]
@@ -210,17 +194,19 @@ class StepCapture:
             counters, born = HostCounters(inside, self._session.backend), BornState(inside)
             try:
                 with replicas.recording(self._session.drop_graphs):
-                    made = self._record(site, structure, inputs.leaves, inside, outside, objects, looks_on=looks_on)
+                    made = self._record(
+                        site, given.structure, inputs.leaves, inside, outside, objects, looks_on=looks_on
+                    )
             finally:
                 counters.rollback()
                 made_state = born.rollback()
             if made_state:
                 made.drop()
-                self._surprised(site, own_change(self._name, "makes new state of an optimizer at each call"))
+                self._surprised(site, own_change(self.name, "makes new state of an optimizer at each call"))
             if made.grads.entries_unused and made.scalers.is_sound:
                 break
-            site.hold_grads = site.hold_grads or not made.grads.entries_unused
-            site.cut_scalers = site.cut_scalers or not made.scalers.is_sound
+            site.learnt.hold_grads = site.learnt.hold_grads or not made.grads.entries_unused
+            site.learnt.cut_scalers = site.learnt.cut_scalers or not made.scalers.is_sound
             made.drop()
             inputs.refuse_rebound(signature.names())
         try:
@@ -238,19 +224,19 @@ class StepCapture:
     ) -> None:
         """Refuse a recording that cannot be replayed."""
         names = site.sign().names()
-        inputs.note_use(leaves, names, seen=site.written)
-        site.written |= inputs.written
+        inputs.note_use(leaves, names, seen=site.learnt.written)
+        site.learnt.written |= inputs.written
         refuse_rewound(site.unmoved, [link.graph for link in made.chain.links if isinstance(link, GraphLink)])
         inputs.refuse_shared_state(leaves, names, _stepped(site.touched.optimizers))
         other = other_result(site, kind, made.outputs.tree)
         if other is not None:
             site.eager.results.pop(kind)
-            self._surprised(site, Obstacle("varying-output", other).error(self._name))
+            self._surprised(site, Obstacle("varying-output", other).error(self.name))
         if made.kept is not None:
-            raise _kept_tensor(self._name, made.kept)
+            raise _kept_tensor(self.name, made.kept)
 
     def record_again(
-        self, site: Site, given: CallArgs, moved: dict[int, str], raise_held: Callable[[], None], *, looks_on: bool
+        self, site: Site, given: CallArgs, raise_held: Callable[[], None], *, looks_on: bool
     ) -> tuple[Recorded, bool]:
         """Record a call that is captured already, and say whether it touches modules, parameters or optimizers anew.
 
@@ -261,14 +247,14 @@ class StepCapture:
         whole = site.with_objects(self._function)
         try:
             with discovering(found, whole, (), lambda optimizer: None):
-                recorded = self.record(site, given.leaves, given.structure, moved, raise_held, looks_on=looks_on)
+                recorded = self.record(site, given, raise_held, looks_on=looks_on)
         finally:
             found.put_back()
         found.let_go(known)  # what the recording has made itself is no news
         inputs = {id(leaf) for leaf in (*given.leaves, *recorded.inputs.leaves)}
         return recorded, bool(found.known() - known - inputs)
 
-    def _check_warm(self, site: Site, moved: dict[int, str], *, ahead: bool) -> None:
+    def _check_warm(self, site: Site, *, ahead: bool) -> None:
         """Before a recording: raise `NotWarm` if the model is not that of the last eager call, or there was none.
 
         An optimizer inside the graph whose numbers have changed since leaves it.
@@ -277,11 +263,11 @@ class StepCapture:
         rebuilt = state.model.changed() if state is not None else ()
         if rebuilt:
             raise NotWarm(told(rebuilt))
-        if not ahead and not site.eager.logs.of(site.kind()) and site.may_be_surprised():
+        if not ahead and not site.eager.logs.of(site.kind()) and site.learnt.may_be_surprised():
             raise NotWarm
         for guard in state.numbers if state is not None else ():
             for change in guard.changed():
-                moved.setdefault(id(change.subject), str(change))
+                self.moved.setdefault(id(change.subject), str(change))
 
     def _prove(self, site: Site, recorded: Recorded, *, ahead: bool) -> CallProof:
         """Compare a recording with the eager calls of its kind. Values that changed without effect are dropped."""
@@ -298,25 +284,25 @@ class StepCapture:
                 raise NotWarm
             between = self.logs.between(eager, recorded.outside)
             if between is not None:
-                self._surprised(site, varying_operations(self._name, between))
+                self._surprised(site, varying_operations(self.name, between))
             if self._options.strict:
-                raise other_path(self._name, found)
+                raise other_path(self.name, found)
         self.harmless.add(changed)
         return CallProof(log, Shown.EQUAL if found is None else Shown.OTHER_PATH, due, found)
 
     def keep(self, site: Site, recorded: Recorded, proof: CallProof, *, ahead: bool = False) -> CapturedCall:
         """Make a recording the step's. `ahead`: it is for a later call, and every `.grad` stays as it is."""
         made = recorded.made
-        site.surprises = 0
+        site.learnt.surprises = 0
         (made.grads.commit_ahead if ahead else made.grads.commit)()
         if (note_loaded := made.chain.note_loaded) is not None:
             for buffer in made.grads.loaded:
                 note_loaded(buffer)
         parameters, inside = site.touched.parameters, list(recorded.inside)
-        if site.cut_scalers:
-            site.scaled |= made.scalers.stepped
-            inside = [o for o in inside if id(o) not in site.scaled]
-        scalers = [] if site.cut_scalers else recorded.scalers
+        if site.learnt.cut_scalers:
+            site.learnt.scaled |= made.scalers.stepped
+            inside = [o for o in inside if id(o) not in site.learnt.scaled]
+        scalers = [] if site.learnt.cut_scalers else recorded.scalers
         guards = Guards(
             (self._model_guard(site, steady=parameters), *map(ParametersGuard, site.touched.all_optimizers)),
             self._watch(site, recorded.outside, made.read.found),
@@ -371,7 +357,7 @@ class StepCapture:
 
     def _surprised(self, site: Site, error: CaptureError) -> NoReturn:
         """The recording has shown what no eager call has: have one more, or, if that goes on, refuse."""
-        if not site.may_be_surprised():
+        if not site.learnt.may_be_surprised():
             raise error
         raise NotWarm
 
@@ -388,11 +374,11 @@ class StepCapture:
     ) -> _Recording:
         recorder = ChainRecorder(self._session, self._options.generators)
         grads = GradCapture(
-            site.touched.parameters, self._session.grads, recorder.recorded_anything, hold=site.hold_grads
+            site.touched.parameters, self._session.grads, recorder.recorded_anything, hold=site.learnt.hold_grads
         )
         found = scalers_among(objects)
         imitate = site.effects.imitate
-        scalers = ScalerCapture(found, inside, recorder.cut, imitate, whole=not site.cut_scalers)
+        scalers = ScalerCapture(found, inside, recorder.cut, imitate, whole=not site.learnt.cut_scalers)
         flags = flags_of(site, self._options, self._function)
         known = {id(o) for o in inside}
         read = ReadNumbers()
@@ -420,7 +406,7 @@ class StepCapture:
                         refuse_changed_container(changed or changed_attributes(site.with_keys(leaves)))
                         named = zip(site.sign().names(), leaves, strict=True)
                         found_flags = flags.finish(outputs.tree, site.touched.parameters, named)
-                        _refuse_own_change(self._name, model.changed(site.touched.name))
+                        _refuse_own_change(self.name, model.changed(site.touched.name))
                         kept = self._kept(site, outputs, flags.tensors, found_flags)
                         chain = recorder.finish()
                         modes = model.take_modes()

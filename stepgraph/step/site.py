@@ -12,7 +12,7 @@ import functools
 import inspect
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -71,6 +71,44 @@ class LastEager:
         """Values of libraries that a call has changed itself: replays leave them."""
 
 
+@dataclass(slots=True)
+class Learnt:
+    """What calls and recordings have shown about a step, for the next recording."""
+
+    hold_grads: bool = False
+    """The step uses the gradients that it finds."""
+    cut_scalers: bool = False
+    """A GradScaler of the step cannot be recorded."""
+    scaled: set[int] = field(default_factory=set)
+    """Optimizers that a GradScaler steps, by id: they run with it, between graphs."""
+    written: set[int] = field(default_factory=set)
+    """Arguments that the step writes to, by leaf index."""
+    renewed: set[int] = field(default_factory=set)
+    """DDPs, by id, that were given new accumulators."""
+    surprises: int = 0
+    """Recordings in a row that have shown what no eager call has."""
+
+    def may_be_surprised(self) -> bool:
+        """Count that a recording has shown what no eager call has: one that does so each time never gets warm."""
+        self.surprises += 1
+        return self.surprises <= _MAX_SURPRISES
+
+
+@dataclass(slots=True)
+class Warmth:
+    """Eager calls by the modules that were in training, by id."""
+
+    calls: Counter[frozenset[int]] = field(default_factory=Counter)
+    credit: int = 0
+    """Calls that count in all modes."""
+    watched: int = 0
+    unmoved: dict[frozenset[int], list[torch.Generator]] = field(default_factory=dict)
+    """The generators that the last call has left where they were."""
+
+    def of(self, mode: frozenset[int]) -> int:
+        return self.calls[mode] + self.credit
+
+
 class Site:
     """The graphs and the warm-up of calls with the same arguments and flags."""
 
@@ -86,20 +124,8 @@ class Site:
         """Why calls here stay eager for good."""
         self.changes: Counter[str] = Counter()
         """How often a host value changed that soon after its capture that the capture was not worth it."""
-        self.hold_grads = False
-        """Whether a recording has shown that the step uses the gradients it finds."""
-        self.cut_scalers = False
-        """Whether a recording has shown that a GradScaler of the step cannot be recorded."""
-        self.scaled: set[int] = set()
-        """Optimizers that a GradScaler steps, by id: they run with it, between graphs."""
-        self.written: set[int] = set()
-        """Arguments that the step was seen to write to, by leaf index."""
-        self.renewed: set[int] = set()
-        """DDPs, by id, that were given new accumulators."""
-        self.surprises = 0
-        """How many recordings in a row have shown what no eager call has."""
+        self.learnt = Learnt()
         self.eager = LastEager()
-        self._unmoved: dict[frozenset[int], list[torch.Generator]] = {}
         self.effects = OptimizerEffects()
         """What optimizers did in the last eager call besides their update."""
         self.obstacles: dict[str, Obstacle] = {}
@@ -109,8 +135,7 @@ class Site:
 
         Of a tensor of another class than torch's, that class: the step may read its attributes.
         """
-        self._warm: Counter[frozenset[int]] = Counter()
-        self._credit = self._watched = 0
+        self._warmth = Warmth()
         self._fast_match: FastMatch | None = None
 
     def sign(self) -> Signature:
@@ -125,11 +150,6 @@ class Site:
         """What tells calls here apart: the modes, which parameters have gradients, and what DDP is to do."""
         signature = self.sign()
         return signature.training, signature.no_grad, flags_of_replicas(self.touched.all_modules)
-
-    def may_be_surprised(self) -> bool:
-        """Count that a recording has shown what no eager call has: one that does so each time never gets warm."""
-        self.surprises += 1
-        return self.surprises <= _MAX_SURPRISES
 
     def with_keys(self, leaves: Sequence[Any]) -> Iterator[tuple[str, Any, Any]]:
         """The leaves of a call here, each with its name before it and its key after it."""
@@ -160,11 +180,11 @@ class Site:
         """A site for calls of another shape that touch the same things, warm as this one is."""
         other = Site(call)
         other.touched, other.keep_alive = self.touched, self.keep_alive
-        other.hold_grads, other.cut_scalers, other.scaled = self.hold_grads, self.cut_scalers, set(self.scaled)
-        other.obstacles, other.written, other.effects = dict(self.obstacles), self.written, self.effects
+        other.learnt = replace(self.learnt, scaled=set(self.learnt.scaled), renewed=set(), surprises=0)
+        other.obstacles, other.effects = dict(self.obstacles), self.effects
         other.eager.values = self.eager.values
         other.eager.state, other.eager.results = self.eager.state, dict(self.eager.results)
-        other._credit, other._watched = credit, self._watched
+        other._warmth = Warmth(credit=credit, watched=self._warmth.watched)
         return other
 
     def last_call(
@@ -172,12 +192,12 @@ class Site:
     ) -> LastCall | None:
         """How a call of this site looks, or None where that cannot be told at once."""
         if self._fast_match is None:
-            self._fast_match = FastMatch.of(args, kwargs, written=self.written)
+            self._fast_match = FastMatch.of(args, kwargs, written=self.learnt.written)
         return None if self._fast_match is None else LastCall(self._fast_match, ambient, structure, self)
 
     def keys_apart(self, keys: tuple[Hashable, ...], leaves: Sequence[Any]) -> tuple[Hashable, ...] | None:
         """The keys of a call that no graph here fits, for one argument lies in the memory of one that is written to."""
-        return keys_apart(keys, leaves, self.written) if self.calls else None
+        return keys_apart(keys, leaves, self.learnt.written) if self.calls else None
 
     def find(self) -> CapturedCall | None:
         """The graph for the state of this moment."""
@@ -196,7 +216,7 @@ class Site:
         None counts as long as what was found in the only one that was watched is in the way: what just a first call
         does, such as filling a cache, is in nobody's.
         """
-        return 0 if self.obstacles and self._watched < 2 else self._warm[self._mode()] + self._credit
+        return 0 if self.obstacles and self._warmth.watched < 2 else self._warmth.of(self._mode())
 
     @property
     def is_warming(self) -> bool:
@@ -215,20 +235,19 @@ class Site:
 
     def is_last_warm_call(self, warmup: int) -> bool:
         """Whether the eager call that begins is the last one before the capture."""
-        return self._warm[self._mode()] + self._credit + 1 >= warmup
+        return self._warmth.of(self._mode()) + 1 >= warmup
 
     def start_over(self, credit: int) -> None:
         """The model is another one: look at the step again, as if it had been called `credit` times."""
         self.was_captured = self.was_captured or bool(self.calls)
-        self.touched, self.calls, self.hold_grads = StepObjects(), [], False
+        self.touched, self.calls, self.learnt.hold_grads = StepObjects(), [], False
         self.eager = LastEager()
-        self._warm.clear()
-        self._credit, self._watched = credit, 0
+        self._warmth = Warmth(credit=credit, unmoved=self._warmth.unmoved)
 
     def warm_up_again(self) -> None:
         """In an eager call: what it has warmed up is gone, and all calls after it count."""
-        self._warm.clear()
-        self._credit = -1
+        self._warmth.calls.clear()
+        self._warmth.credit = -1
 
     def drop_graphs(self) -> None:
         """Give all graphs back."""
@@ -240,14 +259,14 @@ class Site:
     @property
     def unmoved(self) -> list[torch.Generator]:
         """The generators that the last eager call with the modules in these modes has left where they were."""
-        return self._unmoved.get(self._mode(), [])
+        return self._warmth.unmoved.get(self._mode(), [])
 
     def note_obstacle(self, rule: str, what: str) -> None:
         """An eager call has shown what no replay could repeat."""
         self.obstacles[rule] = Obstacle(rule, what)
 
     def note_unmoved(self, generators: list[torch.Generator]) -> None:
-        self._unmoved[self._mode()] = generators
+        self._warmth.unmoved[self._mode()] = generators
 
     def modes(self) -> dict[int, bool]:
         """Which modules are in training, as far as they are known."""
@@ -255,5 +274,5 @@ class Site:
 
     def count_warm_call(self, before: dict[int, bool]) -> None:
         """Count an eager call that began in these modes."""
-        self._watched += 1
-        self._warm[frozenset(id(m) for m in self.touched.all_modules if before.get(id(m), m.training))] += 1
+        self._warmth.watched += 1
+        self._warmth.calls[frozenset(id(m) for m in self.touched.all_modules if before.get(id(m), m.training))] += 1

@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import enum
 import functools
 import time
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, cast, overload
 
@@ -39,7 +41,7 @@ from stepgraph.step.arguments import on_device
 from stepgraph.step.binding import BoundSteps, has_own_name, options_of_copy
 from stepgraph.step.bucketing import Bucketing, Example
 from stepgraph.step.call import CallArgs, CapturedCall
-from stepgraph.step.eviction import REASON, Action, PoolEviction, Sites
+from stepgraph.step.eviction import REASON, Action, Sites
 from stepgraph.step.options import StepOptions
 from stepgraph.step.record import NotWarm, Recorded, StepCapture
 from stepgraph.step.report import Counts, Report, report_of
@@ -53,6 +55,21 @@ Q = ParamSpec("Q")
 R = TypeVar("R")
 
 
+class _Life(enum.Enum):
+    NEW = "no call has come yet"
+    OPEN = "the backend is chosen"
+    CLOSED = "closed"
+
+
+@dataclass(frozen=True, slots=True)
+class _Origin:
+    """What a step was made with, for its copies."""
+
+    arguments: tuple[str, ...]
+    session: Session | None
+    backend: Backend | str | None
+
+
 class CapturedStep(Generic[P, R]):
     """A step that captures itself. Call it as you would the function; see `stepgraph.capture`."""
 
@@ -60,29 +77,32 @@ class CapturedStep(Generic[P, R]):
         self, function: Callable[P, R], options: StepOptions, session: Session | None, backend: Backend | str | None
     ) -> None:
         functools.update_wrapper(self, function)
-        self._function = function
-        self._name = getattr(function, "__name__", type(function).__name__)
-        self._arguments = argument_names(function)
-        self._options = options
+        name, arguments = getattr(function, "__name__", type(function).__name__), argument_names(function)
+        self._function, self._options = function, options
+        self._origin = _Origin(arguments, session, backend)
         self._session = session if session is not None else Session()
-        self._owns_session = session is None
-        self._wanted = backend
-        self._capture = StepCapture(self._name, function, self._session, options)
-        self._bound = BoundSteps(self._name)
-        self._sites = Sites(self._name, options)
-        self._eviction = PoolEviction(self._session)
+        self._capture = StepCapture(name, function, self._session, options)
+        self._bound = BoundSteps(name)
+        self._sites = Sites(name, options, self._session)
         self._last: LastCall | None = None
         """What the last replayed call looked like."""
         self._flatten = CallFlattener()
-        self._moved: dict[int, str] = {}
         self._counts = Counts()
         self._ambient = AmbientReader(observers=True)
-        self._flags = FlagReader(self._name)
+        self._flags = FlagReader(name)
         buckets = options.buckets
-        self._bucketing = Bucketing(function, self._name, self._arguments, buckets) if buckets is not None else None
-        self._settled = self._closed = False
+        self._bucketing = Bucketing(function, name, arguments, buckets) if buckets is not None else None
+        self._life = _Life.NEW
         self._session.when_dropped(self._forget_graphs)
         self._session.when_closed(self._flags.drain)
+
+    @property
+    def _name(self) -> str:
+        return self._capture.name
+
+    @property
+    def _is_closed(self) -> bool:
+        return self._life is _Life.CLOSED or self._session.closed
 
     @overload
     def __get__(self, instance: None, owner: type | None = ...) -> CapturedStep[P, R]: ...
@@ -96,8 +116,8 @@ class CapturedStep(Generic[P, R]):
         return self if instance is None else self._bound.of(instance, functools.partial(self._bind, instance, owner))
 
     def _bind(self, instance: Any, owner: type | None) -> CapturedStep[..., Any]:
-        session = None if self._owns_session else self._session
-        return CapturedStep(self._function.__get__(instance, owner), self._options, session, self._wanted)
+        bound = self._function.__get__(instance, owner)
+        return CapturedStep(bound, self._options, self._origin.session, self._origin.backend)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CapturedStep[P, R]:
         """A step of the copied function, without graphs; a session that was given stays the same."""
@@ -105,21 +125,21 @@ class CapturedStep(Generic[P, R]):
             return self
         function = copy.deepcopy(self._function, memo)
         if id(self) not in memo:  # the function's object may hold this step
-            session = None if self._owns_session else self._session
             options = options_of_copy(self._options, memo)
-            memo[id(self)] = CapturedStep(function, options, session, self._wanted)
+            memo[id(self)] = CapturedStep(function, options, self._origin.session, self._origin.backend)
         return cast("CapturedStep[P, R]", memo[id(self)])
 
     def __reduce__(self) -> str | tuple[Any, ...]:
         """The same for pickles, with a session of its own."""
         if has_own_name(self):
             return str(vars(self)["__qualname__"])
-        wanted = self._wanted.name if isinstance(self._wanted, Backend) else self._wanted
+        backend = self._origin.backend
+        wanted = backend.name if isinstance(backend, Backend) else backend
         return _unpickled, (self._function, self._options, wanted)
 
     def __repr__(self) -> str:
         graphs = sum(len(site.calls) for site in self._sites.values())
-        counts, is_closed = self._counts, self._closed or self._session.closed
+        counts, is_closed = self._counts, self._is_closed
         return outline(f"captured {self._name}", counts.calls, counts.replays, graphs, is_closed=is_closed)
 
     # -- calling
@@ -146,7 +166,7 @@ class CapturedStep(Generic[P, R]):
                     if found is not None:
                         result = self._replay(last.site, found, CallArgs(known, last.structure, (args, kwargs)))
                         return result
-            if self._session.closed or not self._settled:
+            if self._session.closed or self._life is not _Life.OPEN:
                 self._settle((args, kwargs))
             leaves, structure = self._flatten(args, kwargs)
             if self._bucketing is None:
@@ -155,7 +175,7 @@ class CapturedStep(Generic[P, R]):
             whole = self._dispatch(CallArgs(padded.leaves, structure, None))
             result = self._bucketing.cut(padded, structure, whole)
             if self._options.nan_check == "device" and not self._is_capturing():
-                self._flags.post(self._counts.calls, self._bucketing.flags(whole, result), self._backend)
+                self._flags.post(self._counts.calls, self._bucketing.flags(whole, result), self._session.backend)
             return result
         except StepgraphError as error:
             trim(error)
@@ -170,7 +190,7 @@ class CapturedStep(Generic[P, R]):
         keys = leaf_keys(leaves, gradients=True)
         ambient = self._ambient.read()
         site = self._sites.get((structure, keys, ambient))
-        if site is not None and site.written and (apart := site.keys_apart(keys, leaves)) is not None:
+        if site is not None and site.learnt.written and (apart := site.keys_apart(keys, leaves)) is not None:
             keys, site = apart, self._sites.get((structure, apart, ambient))
         if site is not None:
             call = site.find()
@@ -193,7 +213,7 @@ class CapturedStep(Generic[P, R]):
                 self._raise_if_strict(site, told(changes))
                 return self._recapture(site, call, told(changes), given)
             case Remedy.MOVE_OUT:
-                self._moved.update((id(change.subject), str(change)) for change in changes)
+                self._capture.moved.update((id(change.subject), str(change)) for change in changes)
                 return self._recapture(site, call, told(changes), given)
         if call.replays == call.proof.due:
             return self._audit(site, call, given)
@@ -202,7 +222,7 @@ class CapturedStep(Generic[P, R]):
 
     def _is_shown_now(self, site: Site, call: CapturedCall) -> bool:
         """Whether a graph that was recorded ahead may be used: an eager call of its kind was the same."""
-        placements = self._capture.placements(site, self._moved)
+        placements = self._capture.placements(site)
         outside = [o for o in site.touched.optimizers if not placements[id(o)].inside]
         eager = site.eager.logs.of(site.kind())
         if eager and self._capture.logs.compare(eager, call.proof.log, outside) is None:
@@ -218,7 +238,7 @@ class CapturedStep(Generic[P, R]):
         try:
             with interrupts_held() as raise_held:
                 looks_on = bool(changes) or call.replays <= 1
-                recorded, has_new = self._capture.record_again(site, given, self._moved, raise_held, looks_on=looks_on)
+                recorded, has_new = self._capture.record_again(site, given, raise_held, looks_on=looks_on)
                 found = first_difference(call.proof.log, recorded.made.log)
                 own = call.own_changes(changes)
                 if found is None:
@@ -285,7 +305,7 @@ class CapturedStep(Generic[P, R]):
         call.replays += 1
         self._counts.replays += 1
         if call.flags is not None:
-            self._flags.post(self._counts.calls, call.flags, self._backend)
+            self._flags.post(self._counts.calls, call.flags, self._session.backend)
         return call.hand_out()
 
     def _run_untouched(self, call: CapturedCall, leaves: Sequence[Any]) -> Any:
@@ -338,7 +358,7 @@ class CapturedStep(Generic[P, R]):
         leaves, structure = given.leaves, given.structure
         if site is None:
             refuse_opaque(leaves)
-            call = Signature(structure, keys, ambient, arguments=self._arguments)
+            call = Signature(structure, keys, ambient, arguments=self._origin.arguments)
             refuse_unlike_buffers(leaves, call.names())
             site = Site(call)
             site.obstacle = reason_for_eager(ambient)
@@ -352,7 +372,7 @@ class CapturedStep(Generic[P, R]):
 
     def _warm_up(self, site: Site, reason: str, given: CallArgs) -> Any:
         modes = site.modes()
-        self._eviction.before_warm_up(given.leaves, self._sites.values())
+        self._sites.before_warm_up(given.leaves)
         others = [other for other in self._sites.values() if other is not site]
         reached, self._capture.reached = self._capture.reached, None
         call = WarmUp(self._function, given, site, self._session, self._options)
@@ -360,7 +380,7 @@ class CapturedStep(Generic[P, R]):
         site.count_warm_call(modes)
         self._capture.look(site)
         self._counts.eager_reasons[reason] += 1
-        self._flags.post(self._counts.calls, flags, self._backend)
+        self._flags.post(self._counts.calls, flags, self._session.backend)
         return result
 
     def _capture_and_replay(self, site: Site, given: CallArgs) -> Any:
@@ -383,7 +403,7 @@ class CapturedStep(Generic[P, R]):
         if other.find() is not None:
             return
         with contextlib.suppress(NotWarm, Exception), interrupts_held() as raise_held:
-            call = self._capture.run(other, leaves, structure, self._moved, raise_held, ahead=True)
+            call = self._capture.run(other, CallArgs(leaves, structure, None), raise_held, ahead=True)
             other.calls.insert(0, call)
             self._sites.add(place, other)
             self._counts.captures += 1
@@ -392,12 +412,12 @@ class CapturedStep(Generic[P, R]):
 
     def _capture_one(self, site: Site, given: CallArgs) -> Any:
         begun = time.perf_counter()
-        dropped = self._eviction.before_capture(given.leaves, self._sites.values())
+        dropped = self._sites.before_capture(given.leaves)
         self._counts.recapture_reasons.update({REASON: dropped} if dropped else {})
         with contextlib.ExitStack() as held:
             raise_held = held.enter_context(interrupts_held())
             try:
-                call = self._capture.run(site, given.leaves, given.structure, self._moved, raise_held)
+                call = self._capture.run(site, given, raise_held)
             except NotWarm as cold:
                 held.close()
                 if cold.values:
@@ -436,7 +456,7 @@ class CapturedStep(Generic[P, R]):
         with surroundings(self._options.optimizer, self._session.backend), flags.at_optimizers():
             result = self._call(given, moved)
             found = flags.finish(result, site.touched.parameters, zip(site.sign().names(), moved, strict=True))
-        self._flags.post(self._counts.calls, found, self._backend)
+        self._flags.post(self._counts.calls, found, self._session.backend)
         return detached(result)
 
     def _call(self, given: CallArgs, leaves: Sequence[Any]) -> Any:
@@ -451,14 +471,13 @@ class CapturedStep(Generic[P, R]):
         leaves, _ = flatten(call_tree)
         objects = reachable(self._function)
         self._capture.reached = Reached(self._function, objects)
-        self._session.settle(choose_backend(objects, leaves, self._wanted, self._session))
-        self._backend = self._session.backend
-        self._is_capturing = self._backend.capture_probe
-        refuse_other_devices(self._name, objects, leaves, self._backend)
-        self._settled = True
+        self._session.settle(choose_backend(objects, leaves, self._origin.backend, self._session))
+        self._is_capturing = self._session.backend.capture_probe
+        refuse_other_devices(self._name, objects, leaves, self._session.backend)
+        self._life = _Life.OPEN
 
     def _check_open(self) -> None:
-        if self._closed or self._session.closed:
+        if self._is_closed:
             raise ClosedError(
                 f"{self._name}: this captured step was closed",
                 rule="closed",
@@ -471,7 +490,7 @@ class CapturedStep(Generic[P, R]):
     def report(self) -> Report:
         """What happened so far: graphs, replays, eager calls with their reasons, time and memory."""
         sites = list(self._sites.values())
-        placements = self._capture.describe_placements(sites, self._moved)
+        placements = self._capture.describe_placements(sites)
         return report_of(self._name, self._session, sites, self._counts, placements, self._options)
 
     def reset(self) -> None:
@@ -493,11 +512,11 @@ class CapturedStep(Generic[P, R]):
         self._flags.check(wait=True)
 
     def _end(self) -> None:
-        if not self._closed:
+        if self._life is not _Life.CLOSED:
             self.reset()
-            self._closed = True
+            self._life = _Life.CLOSED
             self._capture.close()
-            if self._owns_session:
+            if self._origin.session is None:
                 self._session.close(tell=False)
 
     def __enter__(self) -> CapturedStep[P, R]:

@@ -169,7 +169,7 @@ def _note_arguments(site: Site, given: CallArgs, moved: Sequence[Any], call: Any
     else:
         refuse_changed_container(container)  # the caller's own has not seen it
     for index in contents.changed():  # not every write is counted by torch
-        site.written.add(index)
+        site.learnt.written.add(index)
         if moved[index] is not leaves[index] and moved[index].shape == leaves[index].shape:
             with torch.no_grad():  # a copy on the device of a tensor on the host
                 leaves[index].copy_(moved[index])
@@ -177,9 +177,9 @@ def _note_arguments(site: Site, given: CallArgs, moved: Sequence[Any], call: Any
 
 def _renewed(site: Site, others: Sequence[Site], ddp: DistributedDataParallel, session: Session) -> bool:
     """Let DDP accumulate on the capture stream, and begin to warm up again, in all signatures: once."""
-    if id(ddp) in site.renewed:
+    if id(ddp) in site.learnt.renewed:
         return False
-    site.renewed.add(id(ddp))
+    site.learnt.renewed.add(id(ddp))
     with session.stream():
         if not renew_reducer(ddp):
             return False
