@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from stepgraph.modules.options import ModuleOptions
 from stepgraph.modules.report import ModuleReport, report_on
 from stepgraph.modules.scopes import Part, ScopeRegistry, read_scope
 from stepgraph.modules.session import ModuleSession
+from stepgraph.pair.module_method import called_method, put_in_place
 from stepgraph.session.options import listed
 from stepgraph.session.session import Session
 
@@ -69,15 +70,11 @@ class GraphedModules:
 
     def __init__(self, shared: ModuleSession, parts: Sequence[Part], options: ModuleOptions) -> None:
         self._shared = shared
-        self._places: list[tuple[torch.nn.Module, str, CudaGraphManager, Any]] = []
+        self._restore = contextlib.ExitStack()
         for part in parts:
-            method = part.method
-            if method == "forward" and part.module._compiled_call_impl is not None:
-                method = "_compiled_call_impl"  # what is called instead, after module.compile()
-            own = part.module.__dict__.get(method, _MISSING)
+            method = called_method(part.module, part.method)
             manager = CudaGraphManager(options, part.module, method, session=shared, name=part.path)
-            part.module.__dict__[method] = manager
-            self._places.append((part.module, method, manager, own))
+            self._restore.callback(put_in_place(part.module, method, manager))
 
     @property
     def paths(self) -> list[str]:
@@ -99,22 +96,10 @@ class GraphedModules:
     def close(self) -> None:
         """End the graphs; the modules are as they were before. Closing twice is fine."""
         self._shared.close()
-        places, self._places = self._places, []
-        for module, name, manager, own in places:
-            if module.__dict__.get(name) is not manager:
-                continue  # somebody has put another one in its place
-            if own is _MISSING:
-                del module.__dict__[name]
-            else:
-                module.__dict__[name] = own
+        self._restore.close()
 
     def __enter__(self) -> GraphedModules:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
-
-
-_MISSING = object()
