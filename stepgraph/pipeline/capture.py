@@ -16,7 +16,7 @@ import torch
 from stepgraph.buffers.inputs import ArgMetadata
 from stepgraph.buffers.reuse_pool import TensorReusePool
 from stepgraph.errors import CaptureError
-from stepgraph.order import plan_buffers
+from stepgraph.order import plan_buffers, read_order
 from stepgraph.order.entries import Entry, Kind, Order
 from stepgraph.pair.kind import CallKind
 from stepgraph.pair.lanes import PoolLane
@@ -30,10 +30,12 @@ from stepgraph.pipeline.manager import StageCall, StageManager
 class StageCapture:
     """The graphs of one rank, and the static memory that they share."""
 
-    def __init__(self, managers: Sequence[StageManager], order: Order, num_chunks: int, num_microbatches: int) -> None:
+    def __init__(self, managers: Sequence[StageManager], order: Order) -> None:
         self._managers = {manager.chunk: manager for manager in managers}
-        places = [(chunk, m) for chunk in range(1, num_chunks + 1) for m in range(num_microbatches)]
-        plan = plan_buffers(order, [1] * num_chunks, [self._signature(*place) for place in places])
+        self._entries = [entry for entry in read_order(order) if entry.chunk in self._managers]
+        places = sorted({(entry.chunk, entry.microbatch) for entry in read_order(order)})
+        layers = [1] * places[-1][0]  # for each chunk
+        plan = plan_buffers(order, layers, [self._signature(*place) for place in places])
         self._numbers = dict(zip(places, plan, strict=True))
         """The buffer of each call, by chunk and microbatch."""
         self._device = managers[0].target.shared.session.backend.device
@@ -59,13 +61,13 @@ class StageCapture:
         manager = self._managers.get(chunk)
         return (chunk, microbatch) if manager is None else tuple(_geometry(manager.calls[microbatch]).items())
 
-    def run(self, entries: Sequence[Entry], lane: PoolLane[Runner]) -> None:
-        """Capture these, in their order. Raises `NotWarm` if there should be another eager step before."""
+    def run(self, lane: PoolLane[Runner]) -> None:
+        """Capture them, in the order of the schedule. Raises `NotWarm` if there should be another eager step before."""
         for manager in self._managers.values():
             for call in manager.calls.values():
                 if call.refusal is not None:
                     raise CaptureFailed(manager.target, call.kind, call.refusal)
-        for entry in entries:
+        for entry in self._entries:
             manager = self._managers[entry.chunk]
             try:
                 self._capture(manager, entry, lane)

@@ -92,8 +92,8 @@ class GraphedStages:
         chunks = chunks_of(schedule)
         of_stage = {index: chunk for chunk, index in chunks.items()}
         graphed = {of_stage[stage.stage_index] for stage in stages}
-        self._entries = [entry for entry in read_order(self._order) if entry.chunk in graphed]
-        self.step = CurrentStep(_cursor_of(self._entries, chunks))
+        entries = [entry for entry in read_order(self._order) if entry.chunk in graphed]
+        self.step = CurrentStep(_cursor_of(entries, chunks))
         self.captured: StageCapture | None = None
         self.steps: Counter[str] = Counter()
         """How many steps there were of each mode."""
@@ -196,11 +196,10 @@ class GraphedStages:
     def _capture(self) -> None:
         begun = time.perf_counter()
         self.captured = None
-        count = 1 + max(entry.microbatch for entry in self._entries)
-        captured = StageCapture(self.managers, self._order, len(chunks_of(self._schedule)), count)
+        captured = StageCapture(self.managers, self._order)
         try:
             with self._shared.session.workspace.capturing():
-                captured.run(self._entries, self._shared.lanes.exclusive())
+                captured.run(self._shared.lanes.exclusive())
         except NotWarm:
             self._forget_graphs()
             return
