@@ -25,6 +25,7 @@ from stepgraph.observe.ddp import in_ddp
 from stepgraph.oplog import is_logged
 from stepgraph.pair.in_flight import run_forward
 from stepgraph.pair.kind import CallKind
+from stepgraph.pair.record import PairCapture
 from stepgraph.pair.runner import Runner, RunnerState
 from stepgraph.pair.target import PairTarget
 from stepgraph.rng.tracker import tracker_for
@@ -68,9 +69,11 @@ class CudaGraphManager:
         self.session = session if session is not None else ModuleSession()
         self.need_backward = need_backward
         self._target = PairTarget(
-            *(base_module, self.function_name, self.name, self.options, self.session), need_backward=need_backward
+            *(PairCapture, base_module, self.function_name, self.name, self.options, self.session),
+            outside=self.session.outside_parameters,
+            need_backward=need_backward,
         )
-        self._managed = ManagedModule(self._target, self.options, self.session.outside_parameters)
+        self._managed = ManagedModule(self._target, self.options)
         self.sites, self.eager_reasons = self._managed.sites, self._managed.eager_reasons
         self._flatten = CallFlattener()
         self._is_capturing: Callable[[], bool] = bool  # until the backend is known, never

@@ -63,17 +63,17 @@ class RoundCapture:
         call.site.runners = []
 
     def _forward(self, call: ModuleCall) -> Runner:
-        site, manager, eager = call.site, call.site.manager, call.eager
-        manager.target.check_capturable(eager.ambient)
+        site, target, eager = call.site, call.site.manager.target, call.eager
+        target.check_capturable(eager.ambient)
         given, shared = self._given(call), self._shared_buffers(call)
         metas = {i: leaf for i, leaf in enumerate(eager.leaves) if isinstance(leaf, ArgMetadata)}
         own = self._memory_plan.buffers(call, {i: m for i, m in metas.items() if i not in given and i not in shared})
-        pair = manager.pair()
+        pair = target.pair()
         runner = pair.forward(eager, given, shared, own, self._memory_plan.lane(call))
         site.add(runner)
-        site.proof.compare(manager.name, eager.log, pair.log_of(runner), strict=manager.options.strict)
+        site.proof.compare(target.name, eager.log, pair.log_of(runner), strict=target.options.strict)
         if len(site.runners) == 1:
-            manager.target.guard(site.kind, runner, pair)
+            target.guard(site.kind, runner)
         site.recorded = eager
         return runner
 
@@ -107,7 +107,7 @@ class RoundCapture:
         given = {i: grad for i, (grad, _) in chained.items()}
         given |= self._memory_plan.buffers(call, {i: m for i, m in present.items() if i not in given})
         lent = {i: lent for i, (_, lent) in chained.items()}
-        recorded = call.site.manager.pair().backward(runner, metas, given, lent, call.eager.backward_autocast)
+        recorded = call.site.manager.target.pair().backward(runner, metas, given, lent, call.eager.backward_autocast)
         for index, grad, lent_grad in zip(runner.flows, recorded.grads_out, recorded.lent, strict=False):
             if grad is not None and lent_grad is not None and index in call.made_by:
                 producer, result = call.made_by[index]

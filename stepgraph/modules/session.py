@@ -92,7 +92,7 @@ class ModuleSession(PairSession):
         """Where a recording of such a call would differ by now from the one that is replayed."""
         assert site.recorded is not None
         self.turns.audits += not audited  # those in their turn are counted by the round
-        return site.manager.pair().differs(site.recorded, site.runners[0])
+        return site.manager.target.pair().differs(site.recorded, site.runners[0])
 
     def _recapture(self, site: ModuleSite, why: str, names: Sequence[str]) -> list[str]:
         """Drop a module's graphs, to be captured anew; those of these names that change too often for that.
@@ -173,7 +173,7 @@ class ModuleSession(PairSession):
         begun = time.perf_counter()
         try:
             with self.session.workspace.capturing():
-                pair = site.manager.pair()
+                pair = site.manager.target.pair()
                 runner = pair.forward(call, {}, {}, {}, self.lanes.spare())
                 found = first_difference(pair.log_of(site.runners[0]), pair.log_of(runner))
                 if found is not None:

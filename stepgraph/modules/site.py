@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,10 +31,7 @@ from stepgraph.tree import Structure
 class ManagedModule:
     """The sites of one module or method, and what happened to its calls."""
 
-    def __init__(
-        self, target: PairTarget, options: ModuleOptions, outside: Callable[[torch.nn.Module], set[int]]
-    ) -> None:
-        """`outside` finds the parameters whose gradients must pass through autograd."""
+    def __init__(self, target: PairTarget[PairCapture], options: ModuleOptions) -> None:
         self.target, self.options = target, options
         self.name, self.module = target.name, target.module
         self.sites: dict[Hashable, ModuleSite] = {}
@@ -46,14 +43,6 @@ class ManagedModule:
         """Replays of graphs that are gone."""
         self.changes: Counter[str] = Counter()
         """What changed soon after a capture, which was not worth it then."""
-        self._outside = outside
-        self._pair: PairCapture | None = None
-
-    def pair(self) -> PairCapture:
-        """What records this module's graphs, made when the first one is."""
-        if self._pair is None:
-            self._pair = self.target.new_pair(PairCapture, self._outside(self.module))
-        return self._pair
 
     def look_for_replays(self) -> None:
         """In the backward of an eager call: tell if it also comes to replayed calls, which share no casts with it."""
@@ -70,8 +59,7 @@ class ManagedModule:
                 self.backwards += runner.backward_runs
                 runner.retire()
             site.runners, site.recorded = [], None
-        self.target.drop_pair(self._pair)
-        self._pair = None
+        self.target.drop_pair()
 
     def forget(self) -> None:
         """Free this module's graphs, and forget what was in the way of others."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
@@ -28,7 +28,7 @@ from stepgraph.signature import argument_names
 from stepgraph.signature.ambient import changed_flags
 from stepgraph.values.watch import Watch
 
-P = TypeVar("P", bound=PairCapture)
+P = TypeVar("P", bound=PairCapture, covariant=True)
 _training = operator.itemgetter("training")
 
 
@@ -52,24 +52,29 @@ class PairOptions(Protocol):
         """Random generators that are used besides the device's default one."""
 
 
-class PairTarget:
+class PairTarget(Generic[P]):
     """One method of a module, which graphs stand in for."""
 
     def __init__(
         self,
+        kind: type[P],
         module: torch.nn.Module,
         method: str,
         name: str,
         options: PairOptions,
         shared: PairSession,
+        outside: Callable[[torch.nn.Module], set[int]],
         *,
         need_backward: bool = True,
     ) -> None:
+        """`kind` of pair records its graphs; `outside` finds the parameters that autograd gives their gradients to."""
         self.module, self.method, self.name = module, method, name
         self.options, self.shared, self.need_backward = options, shared, need_backward
         self.random: CudaRNGStatesTracker | None = None
         """Known when the backend is."""
         self._original = ModuleMethod(module, method)
+        self._kind, self._outside = kind, outside
+        self._pair: P | None = None
         self._look_at_modules()
 
     def _look_at_modules(self) -> None:
@@ -105,27 +110,29 @@ class PairTarget:
 
     # -- capturing
 
-    def new_pair(self, kind: type[P], outside: set[int]) -> P:
-        """What records graphs of the module; autograd accumulates the gradients of parameters `outside`, by id."""
-        shared = self.shared
-        pair = kind(
-            self._original,
-            self.module,
-            shared.session,
-            shared.grads,
-            shared.in_flight_of(self.module),
-            self.options.generators,
-            shared.logs,
-            need_backward=self.need_backward,
-        )
-        pair.outside, pair.returned = outside, shared.returned
-        return pair
+    def pair(self) -> P:
+        """What records its graphs, made when the first one is."""
+        if self._pair is None:
+            shared = self.shared
+            self._pair = self._kind(
+                self._original,
+                self.module,
+                shared.session,
+                shared.grads,
+                shared.in_flight_of(self.module),
+                self.options.generators,
+                shared.logs,
+                need_backward=self.need_backward,
+            )
+            self._pair.outside, self._pair.returned = self._outside(self.module), shared.returned
+        return self._pair
 
-    def drop_pair(self, pair: PairCapture | None) -> None:
-        """The graphs that a pair has recorded are gone: others may rest on other modules and gradients."""
+    def drop_pair(self) -> None:
+        """Its graphs are gone: others may rest on other modules and gradients."""
         self._look_at_modules()
-        if pair is not None:
-            self.shared.grads.forget(pair.proxies.parameters)
+        if self._pair is not None:
+            self.shared.grads.forget(self._pair.proxies.parameters)
+        self._pair = None
 
     def check_capturable(self, ambient: tuple[Hashable, ...]) -> None:
         """Raise for hooks on modules inside, which would not run at replays, and for flags unlike those of the call."""
@@ -146,9 +153,9 @@ class PairTarget:
 
     # -- guards
 
-    def guard(self, kind: CallKind, runner: Runner, pair: PairCapture) -> None:
+    def guard(self, kind: CallKind, runner: Runner) -> None:
         """Note what the graphs of a kind of call have baked in."""
-        modules = self.named_modules()
+        modules, pair = self.named_modules(), self.pair()
         names = {id(p): f"{self.name}.{path}" for path, p in self.module.named_parameters()}
         names |= {id(module): name for name, module in modules.items()}
         passed = [m for leaf in kind.keep_alive if isinstance(leaf, torch.nn.Module) for m in leaf.modules()]

@@ -20,6 +20,7 @@ from stepgraph.order import plan_buffers, read_order
 from stepgraph.order.entries import Entry, Kind, Order
 from stepgraph.pair.kind import CallKind
 from stepgraph.pair.lanes import PoolLane
+from stepgraph.pair.ordered import OrderedPair
 from stepgraph.pair.proof import NotWarm
 from stepgraph.pair.runner import Runner
 from stepgraph.pair.split_backward import WeightPart
@@ -83,7 +84,7 @@ class StageCapture:
             return
         if entry.kind is Kind.INPUT_GRAD and is_first:
             return  # the first stage leaves all to its W part
-        metas, runner, pair = _gradients(call), manager.runners[entry.microbatch], manager.pair()
+        metas, runner, pair = _gradients(call), manager.runners[entry.microbatch], manager.target.pair()
         autocast, place = call.recorded.backward_autocast, (entry.chunk, entry.microbatch)
         if entry.kind is Kind.INPUT_GRAD:
             _refuse_split(runner)
@@ -100,7 +101,7 @@ class StageCapture:
             self._gradients.insert(tensor)
 
     def _forward(self, manager: StageManager, microbatch: int, call: StageCall, lane: PoolLane[Runner]) -> None:
-        target, pair, eager = manager.target, manager.pair(), call.recorded
+        target, pair, eager = manager.target, manager.target.pair(), call.recorded
         target.check_capturable(eager.ambient)
         number = self._numbers[manager.chunk, microbatch]
         own = {}
@@ -115,7 +116,7 @@ class StageCapture:
         except NotWarm:
             self._is_cold = True  # all calls are looked at before there is another eager step
         if not manager.runners:
-            target.guard(call.kind, runner, pair)
+            target.guard(call.kind, runner)
         manager.runners[microbatch] = runner
 
     def _incoming(self, place: tuple[int, int], metas: Sequence[ArgMetadata | None]) -> dict[int, torch.Tensor]:
@@ -128,7 +129,7 @@ class StageCapture:
 class CaptureFailed(Exception):
     """Which stage's graph could not be captured."""
 
-    target: PairTarget
+    target: PairTarget[OrderedPair]
     kind: CallKind
     error: Exception
 

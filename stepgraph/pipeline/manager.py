@@ -21,7 +21,6 @@ import torch
 from stepgraph.errors import InvalidArgument, SignatureMismatch, StepgraphError
 from stepgraph.frames import untraced
 from stepgraph.grads.param_grads import GradPart
-from stepgraph.guards.hooks import is_hooked
 from stepgraph.oplog import Difference
 from stepgraph.order.cursor import Cursor
 from stepgraph.order.entries import Entry, Kind
@@ -72,7 +71,7 @@ class StageCall:
 class StageManager:
     """The graphs of one stage, one runner a microbatch."""
 
-    def __init__(self, stage: Any, chunk: int, target: PairTarget, step: CurrentStep) -> None:
+    def __init__(self, stage: Any, chunk: int, target: PairTarget[OrderedPair], step: CurrentStep) -> None:
         self.stage, self.chunk, self.target, self._step = stage, chunk, target, step
         self.calls: dict[int, StageCall] = {}
         """What was noted in the last recorded step, by microbatch."""
@@ -85,7 +84,6 @@ class StageManager:
         self.eager_reasons: Counter[str] = Counter()
         self._parts: list[GradPart] = []
         """The backwards' shares in the parameters' gradients, as many as know all of the memory."""
-        self._pair: OrderedPair | None = None
         self._microbatch: int | None = None
         self._flatten = CallFlattener()
 
@@ -195,14 +193,6 @@ class StageManager:
 
     # -- graphs
 
-    def pair(self) -> OrderedPair:
-        """What records the stage's graphs, made when the first one is."""
-        if self._pair is None:
-            # each backward of a stage is one of its own, so that nothing else adds to a parameter in it
-            outside = {id(p) for p in self.target.module.parameters() if is_hooked(p)}
-            self._pair = self.target.new_pair(OrderedPair, outside)
-        return self._pair
-
     def changed(self, *, audited: bool) -> Finding | None:
         """A reason not to replay the stage's graphs; `audited`: they are recorded again and compared in any case."""
         guard = next(call.kind.guard for call in self.calls.values() if call.kind.guard is not None)
@@ -217,7 +207,7 @@ class StageManager:
         """Where a recording would differ by now: of microbatches alike, one is looked at."""
         kinds = {call.key: microbatch for microbatch, call in reversed(self.calls.items())}
         for microbatch in kinds.values():
-            found = self.pair().differs(self.calls[microbatch].recorded, self.runners[microbatch])
+            found = self.target.pair().differs(self.calls[microbatch].recorded, self.runners[microbatch])
             if found is not None:
                 return found
         return None
@@ -248,6 +238,5 @@ class StageManager:
     def drop(self) -> None:
         """Free the graphs and what was noted; the stage warms up again."""
         self.forget_graphs()
-        self.target.drop_pair(self._pair)
-        self._pair = None
+        self.target.drop_pair()
         self.calls.clear()

@@ -21,11 +21,12 @@ from typing import Any
 
 import torch
 
-from stepgraph.guards.hooks import global_hook, has_global_hooks
+from stepgraph.guards.hooks import global_hook, has_global_hooks, is_hooked
 from stepgraph.order import order_from_pipelining, read_order
 from stepgraph.order.cursor import Cursor, Turn
 from stepgraph.order.entries import Entry
 from stepgraph.pair.module_method import called_method, put_in_place
+from stepgraph.pair.ordered import OrderedPair
 from stepgraph.pair.proof import AuditTurns, NotWarm, equality
 from stepgraph.pair.shared import PairSession
 from stepgraph.pair.target import PairTarget
@@ -106,7 +107,7 @@ class GraphedStages:
         self.managers: list[StageManager] = []
         for stage in stages:
             method, name = called_method(stage.submod), f"stage {stage.stage_index}"
-            target = PairTarget(stage.submod, method, name, options, self._shared)
+            target = PairTarget(OrderedPair, stage.submod, method, name, options, self._shared, _hooked_parameters)
             manager = StageManager(stage, of_stage[stage.stage_index], target, self.step)
             self.managers.append(manager)
             self._restore.callback(put_in_place(stage.submod, method, manager))
@@ -260,6 +261,11 @@ class GraphedStages:
 
 _END = "end of the step"
 """The last turn: a step that does less than the order says does not come to it."""
+
+
+def _hooked_parameters(module: torch.nn.Module) -> set[int]:
+    """Each backward of a stage is one of its own, so that nothing else adds to a parameter in it."""
+    return {id(parameter) for parameter in module.parameters() if is_hooked(parameter)}
 
 
 def _cursor_of(entries: Sequence[Entry], stages: Mapping[int, int]) -> Cursor:
