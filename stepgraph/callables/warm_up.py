@@ -23,7 +23,7 @@ from stepgraph.callables.call_shape import detached
 from stepgraph.callables.target import SET_OUTSIDE, CaptureTarget
 from stepgraph.collector import state_of
 from stepgraph.errors import InvalidArgument
-from stepgraph.observe.eager_call import EagerCall
+from stepgraph.observe.eager_call import CallObserver
 from stepgraph.observe.module_attributes import ModuleAttributes
 from stepgraph.observe.step_objects import leaves_behind
 from stepgraph.pair.differentiate import is_reentrant
@@ -109,8 +109,8 @@ def warm_up(
                     warm.proof.refuse_varying(warm.target.name, "callable")
 
 
-def _watch(target: CaptureTarget, backend: Backend) -> EagerCall:
-    return EagerCall.of_module(target.original, target.named_modules, SET_OUTSIDE, backend.device, target.ran)
+def _watch(target: CaptureTarget, backend: Backend) -> CallObserver:
+    return CallObserver.of_module(target.original, target.named_modules, SET_OUTSIDE, backend.device, target.ran)
 
 
 def _one_call(warm: _Warm, hooks: CaptureTimeHooks, device: torch.device, *, trains: bool) -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from stepgraph.modules.options import ModuleOptions
 from stepgraph.modules.report import ModuleReport, report_on
 from stepgraph.modules.scopes import Part, ScopeRegistry, read_scope
 from stepgraph.modules.session import ModuleSession
+from stepgraph.pair.module_method import called_method, put_in_place
 from stepgraph.session.options import Audit, Hook, OnError, Outputs, expect, reads_options, renamed
 from stepgraph.session.report import outline
 from stepgraph.session.session import Session
@@ -92,7 +93,7 @@ def graph_modules(
 
 def _refuse_graphed(parts: Sequence[Part]) -> None:
     for part in parts:
-        managers = [vars(part.module).get(name) for name in (part.method, _COMPILED)]
+        managers = [vars(part.module).get(name) for name in (part.method, "_compiled_call_impl")]
         if any(isinstance(manager, CudaGraphManager) and not manager.session.is_closed for manager in managers):
             raise InvalidArgument(
                 f"`{part.path or type(part.module).__name__}` is graphed already",
@@ -107,15 +108,11 @@ class GraphedModules:
 
     def __init__(self, shared: ModuleSession, parts: Sequence[Part], options: ModuleOptions) -> None:
         self._shared = shared
-        self._places: list[tuple[torch.nn.Module, str, CudaGraphManager, Any]] = []
+        self._restore = contextlib.ExitStack()
         for part in parts:
-            method = part.method
-            if method == "forward" and part.module._compiled_call_impl is not None:
-                method = _COMPILED  # what is called instead, after module.compile()
-            own = part.module.__dict__.get(method, _MISSING)
+            method = called_method(part.module, part.method)
             manager = CudaGraphManager(options, part.module, method, session=shared, name=part.path)
-            part.module.__dict__[method] = manager
-            self._places.append((part.module, method, manager, own))
+            self._restore.callback(put_in_place(part.module, method, manager))
 
     def __repr__(self) -> str:
         managers = self._shared.managers
@@ -143,23 +140,10 @@ class GraphedModules:
     def close(self) -> None:
         """End the graphs; the modules are as they were before. Closing twice is fine."""
         self._shared.close()
-        places, self._places = self._places, []
-        for module, name, manager, own in places:
-            if module.__dict__.get(name) is not manager:
-                continue  # somebody has put another one in its place
-            if own is _MISSING:
-                del module.__dict__[name]
-            else:
-                module.__dict__[name] = own
+        self._restore.close()
 
     def __enter__(self) -> GraphedModules:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
-
-
-_MISSING = object()
-_COMPILED = "_compiled_call_impl"

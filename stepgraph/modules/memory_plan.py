@@ -11,7 +11,6 @@ eager, at the price of graphs for each call and of a check before each replay.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Hashable, Mapping
 
@@ -24,57 +23,37 @@ from stepgraph.pair.lanes import PoolLane, PoolLanes
 from stepgraph.pair.runner import BackwardGraph, Runner
 
 
-class MemoryPlan(ABC):
-    """Decides which calls share a runner, and where graphs and their edges are."""
-
-    @abstractmethod
-    def key(self, call: ModuleCall) -> Hashable:
-        """Calls of one key have one runner."""
-
-    @abstractmethod
-    def lane(self, call: ModuleCall) -> PoolLane[Runner]:
-        """Where a call's graphs are."""
-
-    @abstractmethod
-    def has_room(self, call: ModuleCall) -> bool:
-        """Whether its kind may have another runner."""
-
-    @abstractmethod
-    def buffers(self, call: ModuleCall, metas: Mapping[int, ArgMetadata]) -> dict[int, torch.Tensor]:
-        """Buffers for arguments or for gradients of results, by index; those left out are made for this call."""
-
-    @abstractmethod
-    def captured(self, call: ModuleCall, runner: Runner, backward: BackwardGraph) -> None:
-        """The backward of a call is captured."""
-
-
-class AnyOrder(MemoryPlan):
+class AnyOrder:
     """A lane for each call under way at a time; every runner keeps its own."""
 
     def __init__(self, lanes: PoolLanes[Runner]) -> None:
         self._lanes = lanes
 
     def key(self, call: ModuleCall) -> Hashable:
+        """Calls of one key have one runner."""
         return (id(call.site), call.slot)
 
     def lane(self, call: ModuleCall) -> PoolLane[Runner]:
+        """Where a call's graphs are."""
         return self._lanes.at(call.slot)
 
     def has_room(self, call: ModuleCall) -> bool:
+        """Whether its kind may have another runner."""
         return len(call.site.runners) < call.site.manager.options.max_runners
 
     def buffers(self, call: ModuleCall, metas: Mapping[int, ArgMetadata]) -> dict[int, torch.Tensor]:
+        """Buffers for arguments or for gradients of results, by index; those left out are made for this call."""
         return {}
 
     def captured(self, call: ModuleCall, runner: Runner, backward: BackwardGraph) -> None:
-        return
+        """The backward of a call is captured."""
 
 
-class FixedOrder(MemoryPlan):
+class FixedOrder:
     """One lane, a runner for each call, and memory that goes from one call to the next."""
 
-    def __init__(self, lane: PoolLane[Runner], pool: TensorReusePool) -> None:
-        self._lane, self._pool = lane, pool
+    def __init__(self, lane: PoolLane[Runner], device: torch.device) -> None:
+        self._lane, self._pool = lane, TensorReusePool(device)
         self._needed: dict[int, list[torch.Tensor]] = defaultdict(list)
 
     def key(self, call: ModuleCall) -> Hashable:
@@ -99,3 +78,7 @@ class FixedOrder(MemoryPlan):
         for tensor in self._needed.pop(id(call), []):
             if tensor.untyped_storage()._cdata not in kept:
                 self._pool.insert(tensor)
+
+
+MemoryPlan = AnyOrder | FixedOrder
+"""Which calls share a runner, and where graphs and their edges are."""

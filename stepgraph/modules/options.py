@@ -6,16 +6,13 @@ from dataclasses import dataclass
 from typing import Annotated, Any
 
 from stepgraph.modules.megatron_settings import MegatronSettings
-from stepgraph.session.options import OnError, Options
+from stepgraph.session.options import PairOptions
 
 
 @dataclass(frozen=True, slots=True)
-class ModuleOptions(Options):
+class ModuleOptions(PairOptions):
     """How modules are graphed."""
 
-    on_error: Annotated[OnError, 'A capture that fails: "eager" to go on eagerly, with a warning, or "raise".'] = (
-        "eager"
-    )
     max_runners: Annotated[int, "Calls of one signature that may be under way at a time, waiting for backward."] = 16
     single_mempool: Annotated[bool, "Share memory between calls by their order, and check each replay against it."] = (
         False

@@ -9,27 +9,23 @@ tensors need not be copied from one graph to the next.
 
 from __future__ import annotations
 
-import functools
 import itertools
 import weakref
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from stepgraph.backends import Backend
-from stepgraph.buffers.inputs import ArgMetadata, copied
-from stepgraph.buffers.outputs import StaticOutputs, leaf_results
-from stepgraph.modules.site import ModuleCall, ModuleSite
-from stepgraph.observe.ddp import in_ddp
+from stepgraph.modules.site import ManagedModule, ModuleCall, ModuleSite
 from stepgraph.oplog import Log, first_difference
 from stepgraph.pair.cached_casts import keeps_casts
 from stepgraph.pair.call import NotedArguments
-from stepgraph.pair.proof import PairLogs, note_forward, noting
+from stepgraph.pair.eager import note_call, run_call
+from stepgraph.pair.shared import PairSession
+from stepgraph.pair.waiting import WaitingCall
 from stepgraph.session.proof import varying_operations
-from stepgraph.signature import ambient_key
 from stepgraph.tree import Structure
 
 
@@ -41,54 +37,12 @@ class Event:
     backward: bool
 
 
-class _Outstanding:
-    """A call whose backward has not run; gone with the autograd graph that holds it, if it never does."""
-
-    __slots__ = ("__weakref__", "call", "recorder")
-
-    def __init__(self, call: ModuleCall, recorder: Recorder) -> None:
-        self.call, self.recorder = call, recorder
-
-
-class _EagerCalls:
-    """Runs eager calls and notes their operations."""
-
-    def __init__(self, backend: Callable[[], Backend], logs: PairLogs) -> None:
-        self._backend, self._logs = backend, logs
-        self._first: dict[int, Log] = {}
-        """The first log of each kind of call in the round under way, by the id of its site."""
-
-    @property
-    def needs_values(self) -> bool:
-        """Whether arguments are kept for the recording."""
-        return self._backend().runs_while_recording
-
-    def begin_round(self) -> None:
-        """Another round begins."""
-        self._first.clear()
-
-    def run(self, call: ModuleCall, leaves: Sequence[Any], run: Callable[[], Any]) -> Any:
-        """Run a call and note its operations: are they those of other calls of its kind in this round?"""
-        site = call.site
-        log = self._logs.of_call(site.manager.module, leaves, call.ambient, self._backend().device)
-        with noting(log):
-            result = run()
-            note_forward(log, result, leaves)
-        call.log = log.finish()
-        site.proof.add(call.log)
-        first = self._first.setdefault(id(site), call.log)
-        between = first_difference(first, call.log)
-        if first is call.log or between is not None:
-            wavers = None if between is None else varying_operations(site.manager.name, between, "module")
-            site.proof.wavers = wavers
-        return result
-
-
 class Recorder:
     """The order of one session's modules."""
 
-    def __init__(self, busy: Callable[[], set[int]], backend: Callable[[], Backend], logs: PairLogs) -> None:
-        self._busy, self._eager = busy, _EagerCalls(backend, logs)
+    def __init__(self, session: PairSession, start_over: Callable[[ManagedModule, str], None]) -> None:
+        """`start_over` drops all graphs, for a reason that a module gives."""
+        self._session, self._start_over = session, start_over
         self.events: list[Event] = []
         """What happened in the round under way."""
         self.round: list[Event] = []
@@ -98,25 +52,18 @@ class Recorder:
         """In how many rounds each kind of call occurred, by the id of its site."""
         self.credit: dict[int, int] = {}
         """Rounds of before a change that count as warm-up of the next capture, by the id of the site."""
-        self._outstanding: weakref.WeakSet[_Outstanding] = weakref.WeakSet()
+        self._outstanding: weakref.WeakKeyDictionary[WaitingCall, ModuleCall] = weakref.WeakKeyDictionary()
         self._num_backwards = 0
-        self._task = -1
         self._in_task: dict[int, ModuleSite] = {}
         """The modules that the last backward came to, by id, and for which kind of call."""
+        self._task = -1
         self._openers: set[ModuleSite] = set()
-        self._producers: dict[int, tuple[weakref.ref[torch.Tensor], ModuleCall, int]] = {}
-        self._seen: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
-        self._numbers = itertools.count()
+        self._notes = _RoundNotes()
 
     @property
     def is_settled(self) -> bool:
         """Whether no recorded call waits for its backward."""
         return not self._outstanding
-
-    @property
-    def is_waiting(self) -> bool:
-        """Whether a recorded call waits for its backward, or the calling thread runs one that came to such a call."""
-        return not self.is_settled or (self._task != -1 and self._task == torch._C._current_graph_task_id())
 
     @property
     def repeats(self) -> bool:
@@ -131,9 +78,7 @@ class Recorder:
             self._openers.add(site)
             return False
         self._before, self.round, self.events = self.round, self.events, []
-        self._producers.clear()
-        self._seen.clear()
-        self._eager.begin_round()
+        self._notes = _RoundNotes()
         for kind in {id(event.call.site) for event in self.round}:
             self.rounds[kind] += 1
         self._openers = {site}
@@ -147,7 +92,7 @@ class Recorder:
         """
         if torch._C._current_graph_task_id() != -1:
             return True
-        for call in [waiting.call for waiting in self._outstanding]:
+        for call in list(self._outstanding.values()):
             call.site.is_passed_by |= call.born_at < self._num_backwards
             if call.site is site or call.site.had_backward or not call.site.is_passed_by:
                 return True
@@ -157,96 +102,91 @@ class Recorder:
         """Start over: the next call begins a round."""
         self.events, self.round, self._before, self._openers = [], [], [], set()
         self._outstanding.clear()
-        self._producers.clear()
-        self._seen.clear()
-        self._eager.begin_round()
+        self._session.waiting.clear()
+        self._notes = _RoundNotes()
         self.rounds.clear()
 
     def run(self, site: ModuleSite, leaves: Sequence[Any], structure: Structure, run: Callable[[], Any]) -> Any:
         """Call the module eagerly and note what goes in and what comes out."""
-        taken = {w.call.slot for w in self._outstanding if w.call.site.manager is site.manager} | self._busy()
+        manager, waiting = site.manager, list(self._outstanding.values())
+        taken = {w.slot for w in waiting if w.site.manager is manager} | self._session.lanes.busy()
         slot = next(number for number in itertools.count() if number not in taken)
-        site.most_under_way = max(site.most_under_way, 1 + sum(w.call.site is site for w in self._outstanding))
-        noted = NotedArguments.of(leaves)
-        call = ModuleCall(
-            site.call,
-            structure,
-            leaves=noted.leaves,
-            ambient=ambient_key(),
-            training=site.call.training,
-            in_ddp=in_ddp(),
-            fork=site.manager.fork,
-            aliased=noted.aliased,
-            site=site,
-            slot=slot,
-            born_at=self._num_backwards,
-        )
-        for index, tensor in noted.tensors.items():
-            self._trace(call, index, tensor)
-            if self._eager.needs_values:
-                call.values[index] = copied(tensor)
+        site.most_under_way = max(site.most_under_way, 1 + sum(w.site is site for w in waiting))
+        arguments = NotedArguments.of(leaves)
+        eager = note_call(manager.target, site.kind, arguments, structure)
+        call = ModuleCall(eager, site, slot, self._num_backwards)
+        self._notes.trace(call, arguments.tensors)
         self.events.append(Event(call, backward=False))
         site.note_kept(slot)
-        result = self._eager.run(call, leaves, run)
-        given = set(map(id, noted.tensors.values()))
-        returned = {i: t for i, t in leaf_results(result).items() if i not in given}
-        if returned:
-            site.manager.note_returned(list(returned.values()))
-        made = StaticOutputs(result, noted.tensors, {**site.manager.state_by_id(), **returned})
-        call.num_results = len(made.tensors)
-        site.results.note(made, slot)
-        call.is_differentiable = any(made.differentiable)
-        if keeps_casts(call.ambient):
-            site.casts.follow(made.tensors, noted.tensors.values())
-        waiting = _Outstanding(call, self) if call.is_differentiable else None
-        if waiting is not None:
-            self._outstanding.add(waiting)
-        for index, tensor in enumerate(made.tensors):
-            self._producers[id(tensor)] = (weakref.ref(tensor), call, index)
-            if waiting is not None and tensor.requires_grad and not tensor.is_leaf:
-                tensor.register_hook(functools.partial(_saw_grad, waiting, index))
-        return result
+        made = run_call(manager.target, site.kind, eager, leaves, arguments.tensors, run)
+        self._notes.compare(call)
+        if self._session.note_returned(made.returned):
+            self._start_over(manager, "a parameter whose gradient a graph accumulates is returned as a result")
+        results = made.outputs.tensors
+        site.note_handed_out(made.outputs, slot)
+        if keeps_casts(eager.ambient):
+            site.casts.follow(results, arguments.tensors.values())
+        self._notes.add(call, results)
+        if eager.is_differentiable:
+            self._outstanding[self._session.waiting.add(eager, results, self._saw_backward)] = call
+        return made.value
 
-    def _trace(self, call: ModuleCall, index: int, tensor: torch.Tensor) -> None:
-        producer = self._producers.get(id(tensor))
-        if producer is not None and producer[0]() is tensor:
-            call.made_by[index] = (producer[1], producer[2])
-            return
-        seen = self._seen.get(id(tensor))
-        if seen is None or seen[0]() is not tensor:
-            seen = self._seen[id(tensor)] = (weakref.ref(tensor), next(self._numbers))
-        call.shared[index] = seen[1]
-
-    def _note_task(self, site: ModuleSite, task: int) -> None:
-        """A backward has come to a call: whether it came to another one of the same module before."""
+    def _saw_backward(self, waiting: WaitingCall) -> None:
+        """A gradient has come back to a call, the first one."""
+        call = self._outstanding.pop(waiting)
+        site, task = call.site, torch._C._current_graph_task_id()
+        site.had_backward = True
+        self._num_backwards += 1
         if task != self._task:
             self._task, self._in_task = task, {}
         other = self._in_task.setdefault(id(site.manager.module), site)
-        if other is not site or self._in_task.get(id(site)) is site:
+        if other is not site or self._in_task.get(id(site)) is site:  # it came to another call of the module before
             site.knows_several = other.knows_several = True
         self._in_task[id(site)] = site
+        if keeps_casts(call.eager.ambient):
+            site.manager.look_for_replays()
+        self.events.append(Event(call, backward=True))
 
-    def saw_backward(self, waiting: _Outstanding, index: int, grad: torch.Tensor) -> None:
-        """A gradient has come back to a result."""
-        call = waiting.call
-        if waiting in self._outstanding:
-            self._outstanding.discard(waiting)
-            call.site.had_backward = True
-            self._num_backwards += 1
-            self._note_task(call.site, torch._C._current_graph_task_id())
-            if keeps_casts(call.ambient):
-                call.site.manager.look_for_replays()
-            call.backward_ambient = ambient_key()
-            self.events.append(Event(call, backward=True))
-        call.grads[index] = ArgMetadata.of(grad)
+
+class _RoundNotes:
+    """Where the arguments of a round's calls come from, and which operations its calls of each kind run."""
+
+    def __init__(self) -> None:
+        self._producers: dict[int, tuple[weakref.ref[torch.Tensor], ModuleCall, int]] = {}
+        self._seen: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
+        self._numbers = itertools.count()
+        self._first: dict[int, Log] = {}
+        """The first log of each kind of call, by the id of its site."""
+
+    def trace(self, call: ModuleCall, tensors: Mapping[int, torch.Tensor]) -> None:
+        """Note which arguments are results of other calls, and which are given to several."""
+        for index, tensor in tensors.items():
+            producer = self._producers.get(id(tensor))
+            if producer is not None and producer[0]() is tensor:
+                call.made_by[index] = (producer[1], producer[2])
+                continue
+            seen = self._seen.get(id(tensor))
+            if seen is None or seen[0]() is not tensor:
+                seen = self._seen[id(tensor)] = (weakref.ref(tensor), next(self._numbers))
+            call.shared[index] = seen[1]
+
+    def add(self, call: ModuleCall, results: Sequence[torch.Tensor]) -> None:
+        """A call has returned these."""
+        self._producers |= {id(tensor): (weakref.ref(tensor), call, index) for index, tensor in enumerate(results)}
+
+    def compare(self, call: ModuleCall) -> None:
+        """Are the operations of a call those of other calls of its kind?"""
+        site, log = call.site, call.eager.log
+        assert log is not None
+        first = self._first.setdefault(id(site), log)
+        between = first_difference(first, log)
+        if first is log or between is not None:
+            wavers = None if between is None else varying_operations(site.manager.name, between, "module")
+            site.proof.wavers = wavers
 
 
 def _sequence(events: Sequence[Event]) -> list[tuple[ModuleSite, int, bool]]:
     """The order of events: which kind of call, which one of the round, forward or backward."""
     calls: dict[int, int] = {}
-    training = [event for event in events if event.call.is_differentiable]
+    training = [event for event in events if event.call.eager.is_differentiable]
     return [(e.call.site, calls.setdefault(id(e.call), len(calls)), e.backward) for e in training]
-
-
-def _saw_grad(waiting: _Outstanding, index: int, grad: torch.Tensor) -> None:
-    waiting.recorder.saw_backward(waiting, index, grad)

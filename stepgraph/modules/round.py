@@ -11,7 +11,7 @@ turn it is. Calls in another order are refused.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 
 import torch
 
@@ -24,16 +24,6 @@ from stepgraph.order.cursor import Cursor, Turn
 from stepgraph.pair.lanes import PoolLane
 from stepgraph.pair.proof import NotWarm
 from stepgraph.pair.runner import Runner
-from stepgraph.signature import AMBIENT_NAMES
-from stepgraph.signature.ambient import changed_flags
-
-_CUDA, _CPU = AMBIENT_NAMES.index("autocast on cuda"), AMBIENT_NAMES.index("autocast on cpu")
-
-
-def backward_autocast(call: ModuleCall) -> tuple[Hashable, Hashable]:
-    """The state of autocast around a call's backward."""
-    assert call.backward_ambient is not None
-    return call.backward_ambient[_CUDA], call.backward_ambient[_CPU]
 
 
 class RoundCapture:
@@ -48,11 +38,11 @@ class RoundCapture:
         self._cold: set[ModuleSite] = set()
         """Kinds of calls that run eagerly in this round once more, and are captured at the next."""
 
-    def run(self, give_up: Callable[[ModuleCall, Exception], None]) -> None:
+    def run(self) -> None:
         """Capture all that is not captured yet."""
         for event in self._events:
             call, key = event.call, self._memory_plan.key(event.call)
-            if call.site.obstacle is not None or call.site in self._cold:
+            if call.site.kind.obstacle is not None or call.site in self._cold:
                 continue
             try:
                 if not event.backward and key not in self.runners and self._memory_plan.has_room(call):
@@ -64,7 +54,7 @@ class RoundCapture:
                 self._cold.add(call.site)
             except Exception as error:  # noqa: BLE001 (whatever broke it, the module stays eager)
                 self._drop(call)
-                give_up(call, error)
+                call.site.manager.target.failed(call.site.kind, error)
 
     def _drop(self, call: ModuleCall) -> None:
         for runner in call.site.runners:
@@ -73,21 +63,18 @@ class RoundCapture:
         call.site.runners = []
 
     def _forward(self, call: ModuleCall) -> Runner:
-        site = call.site
-        site.manager.check_capturable()
-        different = changed_flags(call.ambient)
-        if different:
-            raise RuntimeError(f"flags of the process have changed since the call: {', '.join(different)}")
+        site, target, eager = call.site, call.site.manager.target, call.eager
+        target.check_capturable(eager.ambient)
         given, shared = self._given(call), self._shared_buffers(call)
-        metas = {i: leaf for i, leaf in enumerate(call.leaves) if isinstance(leaf, ArgMetadata)}
+        metas = {i: leaf for i, leaf in enumerate(eager.leaves) if isinstance(leaf, ArgMetadata)}
         own = self._memory_plan.buffers(call, {i: m for i, m in metas.items() if i not in given and i not in shared})
-        pair, options = site.manager.pair(), site.manager.options
-        runner = pair.forward(call, given, shared, own, self._memory_plan.lane(call))
+        pair = target.pair()
+        runner = pair.forward(eager, given, shared, own, self._memory_plan.lane(call))
         site.add(runner)
-        site.proof.compare(site.manager.name, call.log, pair.log_of(runner), strict=options.strict)
+        site.proof.compare(target.name, eager.log, pair.log_of(runner), strict=target.options.strict)
         if len(site.runners) == 1:
-            site.manager.guard(site, runner)
-        site.recorded = call
+            target.guard(site.kind, runner)
+        site.recorded = eager
         return runner
 
     def _given(self, call: ModuleCall) -> dict[int, tuple[Runner, torch.Tensor]]:
@@ -97,14 +84,14 @@ class RoundCapture:
             runner = self.runners.get(self._memory_plan.key(producer))
             if runner is None or self._memory_plan.lane(producer) is not self._memory_plan.lane(call):
                 continue
-            if runner.result.is_own(result) and _fits(runner.result.tensors[result], call.leaves[index]):
+            if runner.result.is_own(result) and _fits(runner.result.tensors[result], call.eager.leaves[index]):
                 given[index] = runner, runner.result.tensors[result].data
         return given
 
     def _shared_buffers(self, call: ModuleCall) -> dict[int, SharedBuffer]:
         used = {}
         for index, number in call.shared.items():
-            meta = call.leaves[index]
+            meta = call.eager.leaves[index]
             if number in self._shared and not meta.requires_grad:
                 key = (self._memory_plan.lane(call).number, number)  # another microbatch may pass another tensor
                 if key not in self._buffers:
@@ -113,14 +100,14 @@ class RoundCapture:
         return used
 
     def _backward(self, call: ModuleCall, key: Hashable) -> None:
-        runner, metas = self.runners[key], call.metas
+        runner, metas = self.runners[key], call.eager.metas
         present = {i: meta for i, meta in enumerate(metas) if meta is not None}
         offered = self._grads.get(key, {})
         chained = {i: g for i, g in offered.items() if i in present and _fits(g[0], present[i])}
         given = {i: grad for i, (grad, _) in chained.items()}
         given |= self._memory_plan.buffers(call, {i: m for i, m in present.items() if i not in given})
         lent = {i: lent for i, (_, lent) in chained.items()}
-        recorded = call.site.manager.pair().backward(runner, metas, given, lent, backward_autocast(call))
+        recorded = call.site.manager.target.pair().backward(runner, metas, given, lent, call.eager.backward_autocast)
         for index, grad, lent_grad in zip(runner.flows, recorded.grads_out, recorded.lent, strict=False):
             if grad is not None and lent_grad is not None and index in call.made_by:
                 producer, result = call.made_by[index]

@@ -2,29 +2,28 @@
 
 from __future__ import annotations
 
+import functools
 import time
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Hashable, Iterable, Sequence
 
 import torch
-from torch.utils.weak import WeakTensorKeyDictionary
 
-from stepgraph.backends import Backend, is_capturing
-from stepgraph.buffers.reuse_pool import TensorReusePool
+from stepgraph.backends import is_capturing
 from stepgraph.frames import warn_user
 from stepgraph.guards.hooks import is_hooked
-from stepgraph.modules.memory_plan import AnyOrder, FixedOrder
+from stepgraph.modules.memory_plan import AnyOrder, FixedOrder, MemoryPlan
 from stepgraph.modules.recorder import Event, Recorder
-from stepgraph.modules.round import FixedRound, RoundCapture, backward_autocast
-from stepgraph.modules.site import ModuleCall, ModuleSite, SiteOwner
-from stepgraph.observe.finder import devices
-from stepgraph.oplog import first_difference
-from stepgraph.pair.proof import AuditTurns, can_audit_now
+from stepgraph.modules.round import FixedRound, RoundCapture
+from stepgraph.modules.site import ManagedModule, ModuleCall, ModuleSite
+from stepgraph.oplog import Difference, first_difference
+from stepgraph.pair.call import EagerCall
+from stepgraph.pair.proof import AuditTurns
 from stepgraph.pair.runner import Runner
 from stepgraph.pair.shared import PairSession, live_sessions
-from stepgraph.session.backend_choice import backend_of
-from stepgraph.session.messages import warn_misspelt
+from stepgraph.session.limits import weigh_changes
+from stepgraph.session.messages import warn_misspelt, warn_operations_changed
 from stepgraph.session.session import Session
+from stepgraph.signature.ambient import changed_flags
 from stepgraph.tracebacks import entry_point
 
 
@@ -32,48 +31,99 @@ class ModuleSession(PairSession):
     """The managers of one model, the order they run in, and the moment of capture."""
 
     def __init__(self, session: Session | None = None, model: torch.nn.Module | None = None) -> None:
-        super().__init__(session)
+        super().__init__(session, self._forget_graphs)
         self.model = model
-        self.recorder = Recorder(self.lanes.busy, lambda: self.session.backend, self.logs)
-        self.managers: list[SiteOwner] = []
+        self.recorder = Recorder(self, self.start_over)
+        self.managers: list[ManagedModule] = []
+        """What each manager knows of its module."""
         self.order: FixedRound | None = None
         """The calls that share memory by their order, where that is asked for."""
-        self.capture_seconds = 0.0
-        self.turns = AuditTurns("auto")
         self.session.when_dropped(self._dropped)
 
-    def add(self, manager: SiteOwner) -> None:
-        """Take a manager in."""
+    def add(self, manager: ManagedModule) -> None:
+        """Take a module in."""
         if not self.managers:
             self.turns = AuditTurns(manager.options.audit)
         self.managers.append(manager)
 
-    def backend_for(self, module: torch.nn.Module, leaves: Iterable[Any]) -> Backend:
-        """The backend, chosen by where the model's parameters are, or what the first call is given."""
-        if not self.session.has_backend:
-            self.session.settle(backend_of(devices(iter((self.model, module, *leaves)))))
-        return self.session.backend
-
     @property
-    def is_warming(self) -> bool:
-        """Whether a call runs eagerly to warm up, or waits for the backward of such a run."""
-        return self._warming > 0 or self.recorder.is_waiting
+    def _sites(self) -> list[ModuleSite]:
+        return [site for manager in self.managers for site in manager.sites.values()]
+
+    def _warn_misspelt(self) -> None:
+        """After the first capture: names to ignore that nothing in reach of any module has."""
+        guards = [site.kind.guard for site in self._sites if site.kind.guard is not None]
+        if guards:
+            warn_misspelt(self.managers[0].options.ignore, set().union(*(guard.labels for guard in guards)))
 
     # -- auditing
 
     def begin_round(self) -> None:
         """A replay comes when no other is under way: if it is time, all kinds of calls are compared first."""
         self.lanes.calls.begun = 0
-        if not self.turns.begin():
-            return
-        if not can_audit_now():
-            self.turns.put_off()
-            return
-        for manager in self.managers:
-            for site in list(manager.sites.values()):
+        if self.turns.begin():
+            for site in self._sites:
                 if site.runners:
-                    manager.holds(site, audited=True)
-        self.turns.end()
+                    self.holds(site, audited=True)
+            self.turns.end()
+
+    def holds(self, site: ModuleSite, *, audited: bool = False) -> bool:
+        """Whether nothing that the graphs have baked in has changed; `audited`, by a new recording, too."""
+        guard = site.kind.guard
+        assert guard is not None
+        if site.again is not None:
+            why, site.again = site.again, None
+            self.start_over(site.manager, why)
+            return False
+        if audited and site.recorded is not None and changed_flags(site.recorded.ambient):
+            return True  # no call of this kind comes before they are as they were
+        if not audited and guard.holds():
+            return True
+        target = site.manager.target
+        found = target.look(guard, functools.partial(self._differs, site, audited), audited=audited)
+        if found is None:
+            return True
+        target.raise_if_strict(found.why)
+        since = self.turns.since
+        often = self._recapture(site, found.why, found.names)  # eager in this round, and captured again after it
+        if found.difference is not None:
+            warn_operations_changed(
+                *(target.name, found.difference, found.changes, since),
+                stays_eager=bool(often),
+                whose="module",
+                counted="rounds",
+            )
+        return False
+
+    def _differs(self, site: ModuleSite, audited: bool) -> Difference | None:
+        """Where a recording of such a call would differ by now from the one that is replayed."""
+        assert site.recorded is not None
+        self.turns.audits += not audited  # those in their turn are counted by the round
+        return site.manager.target.pair().differs(site.recorded, site.runners[0])
+
+    def _recapture(self, site: ModuleSite, why: str, names: Sequence[str]) -> list[str]:
+        """Drop a module's graphs, to be captured anew; those of these names that change too often for that.
+
+        Calls that had graphs need only one whole round to warm up. Where calls share memory by their order, the graphs
+        of all modules go.
+        """
+        manager = site.manager
+        replays = max(runner.forwards for runner in site.runners)
+        manager.changes, often = weigh_changes(manager.changes, names, replays)
+        manager.recapture_reasons[why] += 1
+        in_order = self.order is not None
+        dropped = self._sites if in_order else manager.sites.values()
+        warm = {id(other): other.manager.options.warmup - 1 for other in dropped if other.runners}
+        if in_order:
+            self.drop_graphs()
+        else:
+            manager.drop()
+            self.recorder.forget()
+        self.recorder.credit.update(warm)
+        if often:
+            for other in manager.sites.values():
+                other.kind.obstacle = f"it keeps changing: {', '.join(often)}"
+        return often
 
     # -- capturing
 
@@ -88,11 +138,11 @@ class ModuleSession(PairSession):
     def _is_warm(self, site: ModuleSite) -> bool:
         rounds = self.recorder.rounds[id(site)]
         if site.finding is not None:
-            if site.obstacle is None and rounds >= max(2, site.manager.options.warmup):
-                site.manager.failed(site, site.finding)
+            if site.kind.obstacle is None and rounds >= max(2, site.manager.options.warmup):
+                site.manager.target.failed(site.kind, site.finding)
             return False
         warm = rounds + self.recorder.credit.get(id(site), 0)
-        return not site.runners and site.obstacle is None and warm >= site.manager.options.warmup
+        return not site.runners and site.kind.obstacle is None and warm >= site.manager.options.warmup
 
     def create_cudagraphs(self) -> None:
         """Capture all forwards and backwards of the last round, in its order, whatever the warm-up."""
@@ -104,43 +154,35 @@ class ModuleSession(PairSession):
         begun = time.perf_counter()
         in_order = [event for event in events if fixed and self._is_fixed(event.call)]
         if any(event.backward for event in in_order):
-            self._create_fixed(in_order)
+            lane = self.lanes.exclusive()
+            runners = self._capture(in_order, FixedOrder(lane, self.session.backend.device))
+            self.order = FixedRound(in_order, runners, lane)
             events = [event for event in events if event not in in_order]
         if events:
-            self._capture(RoundCapture(events, AnyOrder(self.lanes), self.session.backend.device))
+            self._capture(events, AnyOrder(self.lanes))
         if not self.capture_seconds:
-            self.warn_misspelt()
+            self._warn_misspelt()
         self.capture_seconds += time.perf_counter() - begun
 
-    def warn_misspelt(self) -> None:
-        """After the first capture: names to ignore that nothing in reach of any module has."""
-        guards = [site.guard for manager in self.managers for site in manager.sites.values() if site.guard is not None]
-        if guards:
-            warn_misspelt(self.managers[0].options.ignore, set().union(*(guard.labels for guard in guards)))
-
-    def _capture(self, captured: RoundCapture) -> None:
+    def _capture(self, events: Sequence[Event], plan: MemoryPlan) -> dict[Hashable, Runner]:
+        captured = RoundCapture(events, plan, self.session.backend.device)
         with self.session.workspace.capturing():
-            captured.run(lambda call, error: call.site.manager.failed(call.site, error))
+            captured.run()
         self.session.backend.synchronize()
         if captured.runners:
             self.turns.restart()
+        return captured.runners
 
     def _is_fixed(self, call: ModuleCall) -> bool:
         """Whether a call is to share memory by the order; one order at a time can be fixed, and none of evaluations."""
-        return self.order is None and call.is_differentiable and call.site.manager.options.single_mempool
+        return self.order is None and call.eager.is_differentiable and call.site.manager.options.single_mempool
 
-    def _create_fixed(self, events: Sequence[Event]) -> None:
-        device, lane = self.session.backend.device, self.lanes.exclusive()
-        captured = RoundCapture(events, FixedOrder(lane, TensorReusePool(device)), device)
-        self._capture(captured)
-        self.order = FixedRound(events, captured.runners, lane)
-
-    def capture_one(self, site: ModuleSite, call: ModuleCall) -> Runner | None:
+    def capture_one(self, site: ModuleSite, call: EagerCall) -> Runner | None:
         """One more runner for calls of a kind that is captured, with memory of its own."""
         begun = time.perf_counter()
         try:
             with self.session.workspace.capturing():
-                pair = site.manager.pair()
+                pair = site.manager.target.pair()
                 runner = pair.forward(call, {}, {}, {}, self.lanes.spare())
                 found = first_difference(pair.log_of(site.runners[0]), pair.log_of(runner))
                 if found is not None:
@@ -149,9 +191,9 @@ class ModuleSession(PairSession):
                     warn_user(f"{site.manager.name}: {site.again}\nIts calls warm up again.")
                     return None
                 if any(meta is not None for meta in call.metas) and call.backward_ambient is not None:
-                    pair.backward(runner, call.metas, {}, {}, backward_autocast(call))
+                    pair.backward(runner, call.metas, {}, {}, call.backward_autocast)
         except Exception as error:  # noqa: BLE001 (the call goes on eagerly)
-            site.manager.failed(site, error)
+            site.manager.target.failed(site.kind, error)
             return None
         site.add(runner)
         self.capture_seconds += time.perf_counter() - begun
@@ -159,54 +201,31 @@ class ModuleSession(PairSession):
 
     def copy_results(self, held: Iterable[Runner]) -> None:
         """Hand out copies of the results and gradients that callers hold on to, from now on."""
-        for site in [site for manager in self.managers for site in manager.sites.values()]:
-            holding = [runner for runner in site.runners if runner in held]
-            site.copy_results({index for runner in holding for index in runner.result.held()})
-            if any(runner.has_held_grads() for runner in holding):
-                site.copy_grads()
+        for site in self._sites:
+            site.copy_held(held)
 
-    def outside_parameters(self, manager: SiteOwner) -> set[int]:
+    def outside_parameters(self, graphed: torch.nn.Module) -> set[int]:
         """Parameters whose gradients must pass through autograd: hooks, `main_grad`, or a use outside the module."""
-        own = {id(m) for m in manager.module.modules()}
-        found = {id(p) for p in manager.module.parameters() if is_hooked(p)}
-        elsewhere = self.model.modules() if self.model is not None else _others(self.managers, manager)
-        for module in elsewhere:
-            if id(module) not in own:
-                found |= {id(p) for p in module._parameters.values() if p is not None}
+        own = {id(m) for m in graphed.modules()}
+        found = {id(p) for p in graphed.parameters() if is_hooked(p)}
+        for outer in [self.model] if self.model is not None else [manager.module for manager in self.managers]:
+            for module in outer.modules():
+                if id(module) not in own:
+                    found |= {id(p) for p in module._parameters.values() if p is not None}
         return found
-
-    def note_returned(self, tensors: Iterable[torch.Tensor]) -> bool:
-        """Remember leaves that a call has returned; whether a graph accumulates the gradient of one of them by itself.
-
-        Autograd accumulates it from now on, since it must add up all uses, inside and outside, in eager's order.
-        """
-        new = [tensor for tensor in tensors if tensor not in self.returned]
-        for tensor in new:
-            self.returned[tensor] = None
-        return any(self.grads.knows(tensor) for tensor in new)
 
     # -- ending
 
     def _dropped(self) -> None:
         """The session has freed all graphs at once."""
-        for runner in [r for manager in self.managers for site in manager.sites.values() for r in site.runners]:
+        for runner in [runner for site in self._sites for runner in site.runners]:
             runner.free()
         self.drop_graphs()
 
-    def drop_changed(self, manager: SiteOwner, why: str) -> None:
-        """Free the graphs of a module that has changed; calls that had graphs need only one whole round to warm up.
-
-        Where calls share memory by their order, the graphs of all modules go.
-        """
+    def start_over(self, manager: ManagedModule, why: str) -> None:
+        """Free all graphs, for a reason that one module gives."""
         manager.recapture_reasons[why] += 1
-        in_order = self.order is not None
-        known = [site for owner in (self.managers if in_order else [manager]) for site in owner.sites.values()]
-        warm = {id(site): site.manager.options.warmup - 1 for site in known if site.runners}
-        if in_order:
-            self.drop_graphs()
-        else:
-            manager.drop()
-        self.recorder.credit.update(warm)
+        self.drop_graphs()
 
     def drop_graphs(self) -> None:
         """Free all graphs; calls warm up and are captured anew, with what was learnt about them."""
@@ -215,20 +234,13 @@ class ModuleSession(PairSession):
             self.order = None
         for manager in self.managers:
             manager.drop()
+        self.recorder.forget()
 
-    def delete_cuda_graphs(self) -> None:
-        """Free all graphs; calls warm up and are captured anew, as if they had never been."""
+    def _forget_graphs(self) -> None:
         self.drop_graphs()
         self.recorder.credit.clear()
-        self.returned = WeakTensorKeyDictionary()
         for manager in self.managers:
             manager.forget()
-
-    def close(self) -> None:
-        """Free all graphs; the modules go on eagerly."""
-        if not self.is_closed:
-            self.delete_cuda_graphs()
-        super().close()
 
 
 @entry_point
@@ -242,8 +254,7 @@ def create_cudagraphs() -> None:
 def delete_cuda_graphs() -> None:
     """Free the graphs of all graphed modules; their calls warm up and are captured anew."""
     for shared in live_sessions():
-        if isinstance(shared, ModuleSession):
-            shared.delete_cuda_graphs()
+        shared.delete_cuda_graphs()
 
 
 def is_graph_capturing() -> bool:
@@ -254,7 +265,3 @@ def is_graph_capturing() -> bool:
 def is_graph_warmup() -> bool:
     """Whether a graphed module runs eagerly to warm up, or waits for the backward of such a run."""
     return any(shared.is_warming for shared in live_sessions() if not shared.is_closed)
-
-
-def _others(managers: Iterable[SiteOwner], manager: SiteOwner) -> Iterable[torch.nn.Module]:
-    return (module for other in managers if other is not manager for module in other.module.modules())

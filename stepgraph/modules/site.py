@@ -1,7 +1,6 @@
-"""A module's site holds all its calls that look alike: their runners, and what their warm-up has shown.
+"""A module's site holds all its calls that look alike: their runners, and what is known of them.
 
-Warm-up is watched for what no replay could repeat. What only a first call does (a cache that is filled, a lazy
-initialization) is in nobody's way, so the latest call decides.
+`ManagedModule` has the sites of one module, and counts what happened to its calls.
 """
 
 from __future__ import annotations
@@ -10,103 +9,86 @@ import weakref
 from collections import Counter
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
-from stepgraph.buffers.inputs import ArgMetadata
-from stepgraph.buffers.outputs import StaticOutputs, another_leaf
+from stepgraph.buffers.outputs import StaticOutputs
 from stepgraph.errors import CaptureError
 from stepgraph.frames import warn_user
 from stepgraph.modules.options import ModuleOptions
-from stepgraph.oplog import Log
 from stepgraph.pair.cached_casts import CastWatch, shared_cast
-from stepgraph.pair.call import RecordedCall
-from stepgraph.pair.guard import SiteGuard
+from stepgraph.pair.call import EagerCall
+from stepgraph.pair.kind import CallKind
 from stepgraph.pair.proof import EagerProof
 from stepgraph.pair.record import PairCapture
 from stepgraph.pair.runner import Runner
-from stepgraph.ran import ExecutedCode
-from stepgraph.signature import Signature, is_plain
+from stepgraph.pair.target import PairTarget
 from stepgraph.signature.fast_match import FastMatch
-from stepgraph.tree import Structure, paths
+from stepgraph.tree import Structure
 
 
-class SiteOwner(Protocol):
-    """What is asked of the manager that a site belongs to."""
+class ManagedModule:
+    """The sites of one module or method, and what happened to its calls."""
 
-    name: str
-    module: torch.nn.Module
-    options: ModuleOptions
-    sites: dict[Hashable, ModuleSite]
-    eager_reasons: Counter[str]
-    recapture_reasons: Counter[str]
-    forwards: int
-    backwards: int
-
-    @property
-    def fork(self) -> str | None:
-        """The named random state that is forked right now."""
+    def __init__(self, target: PairTarget[PairCapture], options: ModuleOptions) -> None:
+        self.target, self.options = target, options
+        self.name, self.module = target.name, target.module
+        self.sites: dict[Hashable, ModuleSite] = {}
+        self.last: LastModuleCall | None = None
+        """How the last call of a known kind looked."""
+        self.eager_reasons: Counter[str] = Counter()
+        self.recapture_reasons: Counter[str] = Counter()
+        self.forwards = self.backwards = 0
+        """Replays of graphs that are gone."""
+        self.changes: Counter[str] = Counter()
+        """What changed soon after a capture, which was not worth it then."""
 
     def tally(self) -> tuple[int, int, int]:
         """How many calls, replayed forwards and runners there are."""
-
-    def pair(self) -> PairCapture:
-        """What records the module's graphs."""
-
-    def guard(self, site: ModuleSite, runner: Runner) -> None:
-        """Note what the graphs of a site have baked in."""
-
-    def holds(self, site: ModuleSite, *, audited: bool = False) -> bool:
-        """Whether nothing that the graphs have baked in has changed; if it has, they are dropped."""
-
-    def check_capturable(self) -> None:
-        """Raise for what would not run at replays."""
-
-    def failed(self, site: ModuleSite, error: Exception) -> None:
-        """A capture failed: the module stays eager for these calls."""
-
-    def note_returned(self, leaves: list[torch.Tensor]) -> None:
-        """Calls return these parameters, or other leaves, as such."""
-
-    def state_by_id(self) -> dict[int, torch.Tensor]:
-        """The module's parameters and buffers, by id."""
+        runners = [runner for site in self.sites.values() for runner in site.runners]
+        forwards = self.forwards + sum(runner.forwards for runner in runners)
+        return forwards + self.eager_reasons.total(), forwards, len(runners)
 
     def look_for_replays(self) -> None:
-        """A backward came to an eager call under autocast with its cache."""
+        """In the backward of an eager call: tell if it also comes to replayed calls, which share no casts with it."""
+        if self.target.shared.in_flight_of(self.module).has_more_to_come():
+            for site in self.sites.values():
+                if any(runner.keeps_casts for runner in site.runners):
+                    site.tell_several()
 
     def drop(self) -> None:
-        """Free the module's graphs; its calls warm up again."""
+        """Free this module's graphs; its calls warm up again."""
+        for site in self.sites.values():
+            for runner in site.runners:
+                self.forwards += runner.forwards
+                self.backwards += runner.backward_runs
+                runner.retire()
+            site.runners, site.recorded = [], None
+        self.target.drop_pair()
 
     def forget(self) -> None:
-        """Free the module's graphs, and forget what was in the way of others."""
+        """Free this module's graphs, and forget what was in the way of others."""
+        self.drop()
+        self.last = None
+        self.sites.clear()
+        self.changes.clear()
 
 
 @dataclass(eq=False, slots=True)
-class ModuleCall(RecordedCall):
-    """One eager call of a module that is to be graphed, and its backward."""
+class ModuleCall:
+    """One eager call of a module that is to be graphed, and its place in a round."""
 
-    site: ModuleSite = field(kw_only=True)
-    slot: int = field(kw_only=True)
+    eager: EagerCall
+    site: ModuleSite
+    slot: int
     """The first lane that no other call of the module, and no replayed call, was under way in."""
-    born_at: int = 0
+    born_at: int
     """How many backwards there had been."""
     made_by: dict[int, tuple[ModuleCall, int]] = field(default_factory=dict)
     """Arguments that are another call's result: which call, which of its tensors."""
     shared: dict[int, int] = field(default_factory=dict)
     """Arguments that other calls were given too, by leaf index: a number for the tensor."""
-    grads: dict[int, ArgMetadata] = field(default_factory=dict)
-    """The results that gradients came back to."""
-    backward_ambient: tuple[Hashable, ...] | None = None
-    num_results: int = 0
-    is_differentiable: bool = False
-    log: Log | None = None
-    """The operations of its forward."""
-
-    @property
-    def metas(self) -> list[ArgMetadata | None]:
-        """The gradient's geometry for each result."""
-        return [self.grads.get(index) for index in range(self.num_results)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,43 +105,39 @@ class LastModuleCall:
 class ModuleSite:
     """All calls of one module that look alike, and their runners."""
 
-    def __init__(self, manager: SiteOwner, call: Signature) -> None:
-        self.manager, self.call = manager, call
+    def __init__(self, manager: ManagedModule, kind: CallKind) -> None:
+        self.manager, self.kind = manager, kind
         self.runners: list[Runner] = []
-        self.recorded: ModuleCall | None = None
+        self.recorded: EagerCall | None = None
         self.had_backward = self.is_passed_by = False
         """Whether a backward has come to one of its calls, and whether one has run while a call waited for it."""
         self.most_under_way = 0
         """Calls that were under way at a time in warm-up."""
-        self.obstacle: str | None = None
-        """Why calls here stay eager."""
-        self.seen: CaptureError | None = None
-        """What the latest eager call did that no replay could repeat."""
         self.casts = CastWatch()
         self.knows_several = False
         """Whether a backward of the warm-up came to several calls of the module."""
         self.again: str | None = None
         """Why calls have to warm up again."""
-        self.results = EagerResults()
-        self.proof = EagerProof()
-        self.guard: SiteGuard | None = None
-        self.copied: set[int] = set()
+        self._copied: set[int] = set()
         """Results that callers were found to hold, so that they are handed out as copies."""
         self._copies_grads = False
+        self._handed_out: dict[int, list[weakref.ref[torch.UntypedStorage]]] = {}
+        """The results of the last eager call in each slot."""
         self._last_call: LastModuleCall | None = None
-        self.keep_alive: list[Any] = []
-        self.ran = ExecutedCode()
-        """The code that calls here have run."""
+
+    @property
+    def proof(self) -> EagerProof:
+        return self.kind.proof
 
     @property
     def finding(self) -> CaptureError | None:
         """What its eager calls did that no replay could repeat."""
-        return self.seen or self.proof.wavers or self.casts.found()
+        return self.kind.seen or self.proof.wavers or self.casts.found()
 
     @property
     def is_open(self) -> bool:
         """Whether graphs could be captured now."""
-        return not self.runners and self.obstacle is None and self.finding is None
+        return not self.runners and self.kind.obstacle is None and self.finding is None
 
     def last_call(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], structure: Structure, around: tuple[Hashable, ...]
@@ -173,7 +151,7 @@ class ModuleSite:
 
     def add(self, runner: Runner) -> None:
         """Take a runner in."""
-        runner.result.copy(self.copied)
+        runner.result.copy(self._copied)
         runner.copies_grads = self._copies_grads
         if not self.knows_several:
             runner.tell_several = self.tell_several
@@ -186,58 +164,21 @@ class ModuleSite:
             self.knows_several = True
             warn_user(f"{self.manager.name}: {self.again}\n{shared_cast('it possibly')}\nIts calls warm up again.")
 
-    def copy_results(self, indices: Iterable[int]) -> None:
-        """Hand out copies of these results."""
-        self.copied.update(indices)
+    def copy_held(self, held: Iterable[Runner]) -> None:
+        """Hand out copies of what callers hold of these runners, from now on."""
+        holding = [runner for runner in self.runners if runner in held]
+        self._copied.update(index for runner in holding for index in runner.result.held())
+        self._copies_grads |= any(runner.has_held_grads() for runner in holding)
         for runner in self.runners:
-            runner.result.copy(self.copied)
-
-    def copy_grads(self) -> None:
-        """Hand out copies of all gradients."""
-        self._copies_grads = True
-        for runner in self.runners:
-            runner.copies_grads = True
+            runner.result.copy(self._copied)
+            runner.copies_grads |= self._copies_grads
 
     def note_kept(self, slot: int) -> None:
-        """Before an eager call: results of the last one in its place that are still held are handed out as copies."""
+        """Before an eager call: results of the last one in its slot that are still held are handed out as copies."""
+        before = self._handed_out.pop(slot, ())
         if self.manager.options.outputs == "copy":
-            self.copied |= self.results.kept(slot)
+            self._copied |= {index for index, storage in enumerate(before) if storage() is not None}
 
-
-class EagerResults:
-    """Compares the results of eager calls, and tells which of them are held."""
-
-    def __init__(self) -> None:
-        self.varies: CaptureError | None = None
-        """How the latest was unlike that of the call before."""
-        self._result: tuple[Structure, list[Any]] | None = None
-        self._handed_out: dict[int, list[weakref.ref[torch.UntypedStorage]]] = {}
-
-    def kept(self, slot: int) -> set[int]:
-        """The results of the last call in this place that are still held."""
-        return {index for index, storage in enumerate(self._handed_out.pop(slot, ())) if storage() is not None}
-
-    def note(self, result: StaticOutputs, slot: int) -> None:
-        """Compare what no replay computes again with the call before."""
+    def note_handed_out(self, result: StaticOutputs, slot: int) -> None:
+        """After an eager call: note its results."""
         self._handed_out[slot] = [weakref.ref(tensor.untyped_storage()) for tensor in result.tensors]
-        now = (result.structure, result.plain_values)
-        self.varies = None
-        if self._result is not None:
-            structure, values = self._result
-            if structure != now[0]:
-                self.varies = _varying("the structure of its result is another at each call")
-            else:
-                for path, one, two in zip(paths(structure, "result"), values, now[1], strict=True):
-                    if one is not two and (not is_plain(one) or one != two):
-                        is_leaf = isinstance(one, weakref.ref) and isinstance(two, weakref.ref)
-                        self.varies = another_leaf() if is_leaf else _varying(f"{path} was {one!r}, then {two!r}")
-        self._result = now
-
-
-def _varying(what: str) -> CaptureError:
-    return CaptureError(
-        what,
-        rule="varying-output",
-        why="a replay computes tensors; a plain value in the result would be that of the capture for ever.",
-        fix="return a tensor (count.detach(), not count.item()), or compute the value outside the module.",
-    )

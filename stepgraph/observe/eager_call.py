@@ -1,4 +1,4 @@
-"""An `EagerCall` observes one eager call for what no replay could repeat.
+"""An `CallObserver` observes one eager call for what no replay could repeat.
 
 A replay runs no Python. A call that draws from a random generator of the host or from an iterator, seeds a generator of
 the device, or changes a value that its own code reads would do so once, at capture. Each such thing is an `Obstacle`.
@@ -94,7 +94,7 @@ class Obstacle:
         return CaptureError(f"{name}: {self.what}", rule=self.rule, why=why, fix=fix.replace(_OR_IGNORE, ignoring))
 
 
-class EagerCall:
+class CallObserver:
     """Observes one eager call, from its construction on."""
 
     def __init__(
@@ -120,7 +120,7 @@ class EagerCall:
         ignore: Iterable[str],
         device: torch.device,
         ran: ExecutedCode,
-    ) -> EagerCall:
+    ) -> CallObserver:
         """Observe a call of a module, or of a function around modules."""
         values = Watch(function, frozenset(ignore), modules, ran=ran)
         return cls(device, values, (), ModuleAttributes(modules), ignore, whose="module")

@@ -1,4 +1,7 @@
-"""A `RecordedCall` describes a call that is to be recorded: its arguments without their data, and its surroundings."""
+"""A `RecordedCall` describes a call that is to be recorded: its arguments without their data, and its surroundings.
+
+An `EagerCall` was made by the user, and noted: its operations, its results, and the gradients that came back to them.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,8 @@ from typing import Any
 import torch
 
 from stepgraph.buffers.inputs import ArgMetadata, tensors_among
-from stepgraph.signature import Signature
+from stepgraph.oplog import Log
+from stepgraph.signature import AMBIENT_NAMES, Signature
 from stepgraph.tree import Structure
 
 
@@ -68,3 +72,30 @@ class RecordedCall:
     """Arguments that share memory with another one, by leaf index."""
     values: dict[int, torch.Tensor] = field(default_factory=dict)
     """Copies of the tensors, by leaf index, where a recording needs values to work with."""
+
+
+@dataclass(eq=False, slots=True)
+class EagerCall(RecordedCall):
+    """A call that was made eagerly, and its backward."""
+
+    num_results: int = 0
+    is_differentiable: bool = False
+    log: Log | None = None
+    """The operations of its forward."""
+    grads: dict[int, ArgMetadata] = field(default_factory=dict)
+    """The results that gradients came back to."""
+    backward_ambient: tuple[Hashable, ...] | None = None
+
+    @property
+    def metas(self) -> list[ArgMetadata | None]:
+        """The gradient's geometry for each result."""
+        return [self.grads.get(index) for index in range(self.num_results)]
+
+    @property
+    def backward_autocast(self) -> tuple[Hashable, Hashable]:
+        """The state of autocast around its backward."""
+        assert self.backward_ambient is not None
+        return self.backward_ambient[_CUDA], self.backward_ambient[_CPU]
+
+
+_CUDA, _CPU = AMBIENT_NAMES.index("autocast on cuda"), AMBIENT_NAMES.index("autocast on cpu")

@@ -33,4 +33,26 @@ class ModuleMethod:
         return next((owned[self._name] for owned in owners if self._name in owned), _MISSING)
 
 
+def called_method(module: torch.nn.Module, method: str = "forward") -> str:
+    """The attribute that is called for a method: after `module.compile()` another one than `forward`."""
+    compiled = method == "forward" and module._compiled_call_impl is not None
+    return "_compiled_call_impl" if compiled else method
+
+
+def put_in_place(owner: Any, name: str, value: Any) -> Callable[[], None]:
+    """Set an attribute of an object itself; the result takes it back, unless somebody has set it again since."""
+    before = vars(owner).get(name, _MISSING)
+    vars(owner)[name] = value
+
+    def take_back() -> None:
+        if vars(owner).get(name) is not value:
+            return
+        if before is _MISSING:
+            del vars(owner)[name]
+        else:
+            vars(owner)[name] = before
+
+    return take_back
+
+
 _MISSING = object()

@@ -150,9 +150,12 @@ class AuditTurns:
         self._rounds, self._agreed, self._due = 0, 0, next_audit(self._audit, 0)
 
     def begin(self) -> bool:
-        """A round begins; whether it is audited first. Then `end` or `put_off` follows, unless nothing is to run."""
+        """A round begins; whether it is audited first, and `end` follows. One that cannot be is put off."""
         if self._rounds == self._due:
-            return True
+            if can_audit_now():
+                return True
+            self.put_off()
+            return False
         self._rounds += 1
         return False
 

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from stepgraph.backends import Backend
 from stepgraph.grads.param_grads import ParamGrads
 from stepgraph.guards.registration import RegistrationEvents
+from stepgraph.observe.finder import devices
 from stepgraph.pair.lanes import PoolLanes
-from stepgraph.pair.proof import PairLogs
+from stepgraph.pair.proof import AuditTurns, PairLogs
 from stepgraph.pair.runner import InFlightSet, Runner
+from stepgraph.pair.waiting import WaitingCalls
+from stepgraph.session.backend_choice import backend_of
 from stepgraph.session.session import Session
 from stepgraph.signature import AmbientReader
 
@@ -29,7 +33,8 @@ def live_sessions() -> Iterator[PairSession]:
 class PairSession:
     """What pairs have in common, whoever captures them."""
 
-    def __init__(self, session: Session | None = None) -> None:
+    def __init__(self, session: Session | None = None, delete_graphs: Callable[[], None] | None = None) -> None:
+        """`delete_graphs` frees all of them, and forgets what was learnt for them."""
         self.session = session if session is not None else Session()
         self._owns_session = session is None
         self.lanes: PoolLanes[Runner] = PoolLanes(self.session.lane_numbers)
@@ -40,6 +45,10 @@ class PairSession:
         self._in_flight: dict[int, InFlightSet] = {}
         self.returned = WeakTensorKeyDictionary()
         """Parameters and other leaves that calls were seen to return as such."""
+        self.waiting = WaitingCalls()
+        self.turns = AuditTurns("auto")
+        self.capture_seconds = 0.0
+        self._delete_graphs = delete_graphs
         self._warming = 0
         self.is_closed = False
         _LIVE.add(self)
@@ -48,10 +57,26 @@ class PairSession:
         """The calls under way that may add to the gradients of a module's parameters, whichever method was called."""
         return self._in_flight.setdefault(id(module), InFlightSet())
 
+    def backend_for(self, *values: Any) -> Backend:
+        """The backend, chosen by where the first call's modules and tensors are."""
+        if not self.session.has_backend:
+            self.session.settle(backend_of(devices(values)))
+        return self.session.backend
+
+    def note_returned(self, tensors: Iterable[torch.Tensor]) -> bool:
+        """Remember leaves that a call has returned; whether a graph accumulates the gradient of one of them by itself.
+
+        Autograd accumulates it from now on, since it must add up all uses, inside and outside, in eager's order.
+        """
+        new = [tensor for tensor in tensors if tensor not in self.returned]
+        for tensor in new:
+            self.returned[tensor] = None
+        return any(self.grads.knows(tensor) for tensor in new)
+
     @property
     def is_warming(self) -> bool:
         """Whether a call runs eagerly to warm up, or waits for the backward of such a run."""
-        return self._warming > 0
+        return self._warming > 0 or bool(self.waiting)
 
     def warming(self, run: Callable[[], Any]) -> Any:
         """Run an eager call of the warm-up."""
@@ -61,9 +86,16 @@ class PairSession:
         finally:
             self._warming -= 1
 
+    def delete_cuda_graphs(self) -> None:
+        """Free all graphs; calls warm up and are captured again, as if they had never been."""
+        if self._delete_graphs is not None:
+            self._delete_graphs()
+            self.returned = WeakTensorKeyDictionary()
+
     def close(self) -> None:
-        """End it; what is graphed goes on eagerly."""
+        """Free all graphs; what was graphed goes on eagerly."""
         if not self.is_closed:
+            self.delete_cuda_graphs()
             self.is_closed = True
             self.events.close()
             if self._owns_session:

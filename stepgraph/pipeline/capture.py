@@ -9,35 +9,38 @@ activations of a microbatch are let go of at the same moment, and graphs that ar
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
 
 import torch
 
 from stepgraph.buffers.inputs import ArgMetadata
 from stepgraph.buffers.reuse_pool import TensorReusePool
 from stepgraph.errors import CaptureError
-from stepgraph.modules.round import backward_autocast
-from stepgraph.order import plan_buffers
+from stepgraph.order import plan_buffers, read_order
 from stepgraph.order.entries import Entry, Kind, Order
+from stepgraph.pair.kind import CallKind
 from stepgraph.pair.lanes import PoolLane
+from stepgraph.pair.ordered import OrderedPair
 from stepgraph.pair.proof import NotWarm
 from stepgraph.pair.runner import Runner
 from stepgraph.pair.split_backward import WeightPart
+from stepgraph.pair.target import PairTarget
 from stepgraph.pipeline.manager import StageCall, StageManager
-from stepgraph.signature.ambient import changed_flags
 
 
 class StageCapture:
     """The graphs of one rank, and the static memory that they share."""
 
-    def __init__(self, managers: Sequence[StageManager], order: Order, num_chunks: int, num_microbatches: int) -> None:
+    def __init__(self, managers: Sequence[StageManager], order: Order) -> None:
         self._managers = {manager.chunk: manager for manager in managers}
-        self._num_microbatches = num_microbatches
-        self.numbers = plan_buffers(order, [1] * num_chunks, self._signatures(num_chunks))
-        """The buffer of each call, chunk by chunk and in a chunk microbatch by microbatch."""
-        device = managers[0].session.session.backend.device
-        self._gradients = TensorReusePool(device)
+        self._entries = [entry for entry in read_order(order) if entry.chunk in self._managers]
+        places = sorted({(entry.chunk, entry.microbatch) for entry in read_order(order)})
+        layers = [1] * places[-1][0]  # for each chunk
+        plan = plan_buffers(order, layers, [self._signature(*place) for place in places])
+        self._numbers = dict(zip(places, plan, strict=True))
+        """The buffer of each call, by chunk and microbatch."""
+        self._device = managers[0].target.shared.session.backend.device
+        self._gradients = TensorReusePool(self._device)
         self._arguments: dict[tuple[int, int], torch.Tensor] = {}
         self._taken: dict[tuple[int, int], list[torch.Tensor]] = {}
         self._weights: dict[tuple[int, int], WeightPart] = {}
@@ -46,8 +49,7 @@ class StageCapture:
     @property
     def num_buffers(self) -> int:
         """How many calls at a time have static arguments."""
-        chunks = {chunk - 1 for chunk in self._managers}
-        return len({n for i, n in enumerate(self.numbers) if i // self._num_microbatches in chunks})
+        return len({number for (chunk, _), number in self._numbers.items() if chunk in self._managers})
 
     @property
     def static_bytes(self) -> int:
@@ -55,94 +57,81 @@ class StageCapture:
         arguments = sum(tensor.untyped_storage().nbytes() for tensor in self._arguments.values())
         return arguments + self._gradients.num_bytes
 
-    def _signatures(self, num_chunks: int) -> list[Hashable]:
-        """What each call looks like; those of a stage without graphs share with nobody."""
-        found: list[Hashable] = []
-        for chunk in range(1, num_chunks + 1):
-            for microbatch in range(self._num_microbatches):
-                manager = self._managers.get(chunk)
-                call = manager.calls[microbatch] if manager is not None else None
-                found.append((chunk, microbatch) if call is None else tuple(_geometry(call).items()))
-        return found
+    def _signature(self, chunk: int, microbatch: int) -> Hashable:
+        """What a call looks like; those of a stage without graphs share with nobody."""
+        manager = self._managers.get(chunk)
+        return (chunk, microbatch) if manager is None else tuple(_geometry(manager.calls[microbatch]).items())
 
-    def run(self, entries: Sequence[Entry], lane: PoolLane[Runner]) -> None:
-        """Capture these, in their order. Raises `NotWarm` if there should be another eager step before."""
-        for entry in entries:
+    def run(self, lane: PoolLane[Runner]) -> None:
+        """Capture them, in the order of the schedule. Raises `NotWarm` if there should be another eager step before."""
+        for manager in self._managers.values():
+            for call in manager.calls.values():
+                if call.refusal is not None:
+                    raise CaptureFailed(manager.target, call.kind, call.refusal)
+        for entry in self._entries:
             manager = self._managers[entry.chunk]
             try:
                 self._capture(manager, entry, lane)
             except Exception as error:
-                raise CaptureFailed(manager, manager.calls[entry.microbatch], error) from error
+                raise CaptureFailed(manager.target, manager.calls[entry.microbatch].kind, error) from error
         if self._is_cold:
             raise NotWarm
 
     def _capture(self, manager: StageManager, entry: Entry, lane: PoolLane[Runner]) -> None:
-        microbatch, call = entry.microbatch, manager.calls[entry.microbatch]
+        call, is_first = manager.calls[entry.microbatch], manager.stage.is_first
         if entry.kind is Kind.FORWARD:
-            self._forward(manager, microbatch, call, lane)
-        elif entry.kind is Kind.BACKWARD or (entry.kind is Kind.WEIGHT_GRAD and manager.stage.is_first):
-            manager.pair().backward(
-                *(manager.runners[microbatch], _gradients(call), self._incoming(entry, call), {}),
-                backward_autocast(call.recorded),
-            )
-            self._done(manager, entry)
-        elif entry.kind is Kind.INPUT_GRAD and not manager.stage.is_first:  # the first stage leaves all to its W part
-            runner = manager.runners[microbatch]
+            self._forward(manager, entry.microbatch, call, lane)
+            return
+        if entry.kind is Kind.INPUT_GRAD and is_first:
+            return  # the first stage leaves all to its W part
+        metas, runner, pair = _gradients(call), manager.runners[entry.microbatch], manager.target.pair()
+        autocast, place = call.recorded.backward_autocast, (entry.chunk, entry.microbatch)
+        if entry.kind is Kind.INPUT_GRAD:
             _refuse_split(runner)
-            self._weights[entry.chunk, microbatch] = manager.pair().input_part(
-                *(runner, _gradients(call), self._incoming(entry, call), manager.name),
-                backward_autocast(call.recorded),
-            )
-        elif entry.kind is Kind.WEIGHT_GRAD:
-            manager.weights[microbatch] = manager.pair().weight_part(
-                manager.runners[microbatch],
-                self._weights.pop((entry.chunk, microbatch)),
-                backward_autocast(call.recorded),
-                knows_origin=True,
-            )
-            self._done(manager, entry)
+            given = self._incoming(place, metas)
+            self._weights[place] = pair.input_part(runner, metas, given, manager.target.name, autocast)
+            return
+        if entry.kind is Kind.BACKWARD or is_first:
+            pair.backward(runner, metas, self._incoming(place, metas), {}, autocast)
+        else:
+            weights = self._weights.pop(place)
+            manager.weights[entry.microbatch] = pair.weight_part(runner, weights, autocast, knows_origin=True)
+        runner.give_up_memory()  # what its graphs hand out is copied at once
+        for tensor in self._taken.pop(place):
+            self._gradients.insert(tensor)
 
     def _forward(self, manager: StageManager, microbatch: int, call: StageCall, lane: PoolLane[Runner]) -> None:
-        manager.check_capturable()
-        different = changed_flags(call.recorded.ambient)
-        if different:
-            raise RuntimeError(f"flags of the process have changed since the call: {', '.join(different)}")
-        number = self.numbers[(manager.chunk - 1) * self._num_microbatches + microbatch]
+        target, pair, eager = manager.target, manager.target.pair(), call.recorded
+        target.check_capturable(eager.ambient)
+        number = self._numbers[manager.chunk, microbatch]
         own = {}
         for index, meta in _geometry(call).items():
             if (number, index) not in self._arguments:
-                self._arguments[number, index] = meta.empty(manager.session.session.backend.device)
+                self._arguments[number, index] = meta.empty(self._device)
             own[index] = self._arguments[number, index]
-        runner = manager.pair().forward(call.recorded, {}, {}, own, lane)
+        runner = pair.forward(eager, {}, {}, own, lane)
         runner.copies_grads = True
-        call.site.runners = [runner]
-        log, eager = manager.pair().log_of(runner), call.recorded.log
         try:
-            call.site.proof.compare(manager.name, eager, log, strict=manager.options.strict)
+            call.kind.proof.compare(target.name, eager.log, pair.log_of(runner), strict=target.options.strict)
         except NotWarm:
             self._is_cold = True  # all calls are looked at before there is another eager step
         if not manager.runners:
-            manager.guard(call.site, runner)
+            target.guard(call.kind, runner)
         manager.runners[microbatch] = runner
 
-    def _incoming(self, entry: Entry, call: StageCall) -> dict[int, torch.Tensor]:
-        taken = {i: self._gradients.get(meta) for i, meta in enumerate(_gradients(call)) if meta is not None}
-        self._taken[entry.chunk, entry.microbatch] = list(taken.values())
+    def _incoming(self, place: tuple[int, int], metas: Sequence[ArgMetadata | None]) -> dict[int, torch.Tensor]:
+        taken = {i: self._gradients.get(meta) for i, meta in enumerate(metas) if meta is not None}
+        self._taken[place] = list(taken.values())
         return taken
 
-    def _done(self, manager: StageManager, entry: Entry) -> None:
-        """Nothing of a microbatch is needed any more; what its graphs hand out is copied at once."""
-        manager.runners[entry.microbatch].give_up_memory()
-        for tensor in self._taken.pop((entry.chunk, entry.microbatch)):
-            self._gradients.insert(tensor)
 
-
+@dataclass(eq=False)
 class CaptureFailed(Exception):
     """Which stage's graph could not be captured."""
 
-    def __init__(self, manager: StageManager, call: StageCall, error: Exception) -> None:
-        super().__init__(str(error))
-        self.manager, self.call, self.error = manager, call, error
+    target: PairTarget[OrderedPair]
+    kind: CallKind
+    error: Exception
 
 
 def _geometry(call: StageCall) -> dict[int, ArgMetadata]:
@@ -153,7 +142,7 @@ def _geometry(call: StageCall) -> dict[int, ArgMetadata]:
 
 def _gradients(call: StageCall) -> list[ArgMetadata | None]:
     """The gradients that came back to a call's results."""
-    metas: list[Any] = call.recorded.metas
+    metas = call.recorded.metas
     if all(meta is None for meta in metas):
         raise CaptureError(
             "no gradient came back to the stage",

@@ -11,38 +11,30 @@ from __future__ import annotations
 
 import contextlib
 import enum
+from collections import Counter
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from stepgraph.errors import InvalidArgument, SignatureMismatch, StepgraphError
 from stepgraph.frames import untraced
 from stepgraph.grads.param_grads import GradPart
-from stepgraph.guards.hooks import is_hooked
-from stepgraph.modules.manager import CudaGraphManager
-from stepgraph.modules.options import ModuleOptions
-from stepgraph.modules.session import ModuleSession
-from stepgraph.modules.site import ModuleCall, ModuleSite
-from stepgraph.observe.eager_call import EagerCall
 from stepgraph.oplog import Difference
 from stepgraph.order.cursor import Cursor
 from stepgraph.order.entries import Entry, Kind
+from stepgraph.pair.call import EagerCall, NotedArguments
+from stepgraph.pair.eager import note_call, run_call
 from stepgraph.pair.guard import Finding
 from stepgraph.pair.in_flight import run_forward
+from stepgraph.pair.kind import CallKind
 from stepgraph.pair.ordered import OrderedPair, WeightGraph
 from stepgraph.pair.runner import Runner
+from stepgraph.pair.target import PairTarget
 from stepgraph.rng.tracker import tracker_for
 from stepgraph.session.backend_choice import refuse_elsewhere
-from stepgraph.signature import (
-    Signature,
-    ambient_key,
-    argument_names,
-    find_differences,
-    leaf_keys,
-    refuse_arguments,
-)
+from stepgraph.signature import Signature, ambient_key, find_differences, leaf_keys, refuse_arguments
 from stepgraph.tree import CallFlattener, Structure, unflatten
 
 
@@ -55,63 +47,53 @@ class Mode(enum.Enum):
     REPLAY = "replay"
 
 
-class StageOwner(Protocol):
-    """What a stage asks of those of its rank."""
+@dataclass(slots=True)
+class CurrentStep:
+    """The step that the schedule runs now, for all stages of a rank."""
 
-    mode: Mode
     cursor: Cursor
-
-    def forget(self) -> None:
-        """The graphs are gone: warm up anew."""
+    mode: Mode = Mode.EAGER
 
 
 @dataclass(slots=True)
 class StageCall:
     """What was noted of a stage's call for one microbatch."""
 
-    site: ModuleSite
+    kind: CallKind
     key: tuple[Hashable, ...]
-    recorded: ModuleCall
+    recorded: EagerCall
     refusal: StepgraphError | None
     """What no replay could repeat."""
+    origin: Any = None
+    """Where the random generators were before a forward that its W part repeats."""
 
 
-class StageManager(CudaGraphManager):
+class StageManager:
     """The graphs of one stage, one runner a microbatch."""
 
-    def __init__(
-        self,
-        stage: Any,
-        chunk: int,
-        options: ModuleOptions,
-        shared: ModuleSession,
-        stages: StageOwner,
-        method: str,
-    ) -> None:
-        super().__init__(options, stage.submod, method, session=shared, name=f"stage {stage.stage_index}")
-        self.stage, self.chunk = stage, chunk
+    def __init__(self, stage: Any, chunk: int, target: PairTarget[OrderedPair], step: CurrentStep) -> None:
+        self.stage, self.chunk, self.target, self._step = stage, chunk, target, step
         self.calls: dict[int, StageCall] = {}
         """What was noted in the last recorded step, by microbatch."""
         self.runners: dict[int, Runner] = {}
         self.weights: dict[int, WeightGraph] = {}
+        self.forwards = self.backwards = 0
+        """Replays of graphs that are gone."""
         self.weight_grads = 0
         """Replays of W parts."""
-        self._origins: dict[int, Any] = {}
-        """Where the random generators were before a forward that its W part repeats."""
+        self.eager_reasons: Counter[str] = Counter()
         self._parts: list[GradPart] = []
         """The backwards' shares in the parameters' gradients, as many as know all of the memory."""
-        self._stages = stages
         self._microbatch: int | None = None
-        self._flatten_call = CallFlattener()
-        self._names = argument_names(self.original)
+        self._flatten = CallFlattener()
 
     # -- what the schedule calls
 
     @contextlib.contextmanager
     def computing(self, kind: Kind, microbatch: int) -> Iterator[None]:
         """The schedule computes something of a microbatch."""
-        if self._stages.mode is Mode.REPLAY:
-            self._stages.cursor.take(Entry(kind, self.chunk, microbatch))
+        if self._step.mode is Mode.REPLAY:
+            self._step.cursor.take(Entry(kind, self.chunk, microbatch))
         self._microbatch = microbatch
         try:
             yield
@@ -125,29 +107,34 @@ class StageManager(CudaGraphManager):
     @untraced
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the stage's module: by replay, or eagerly, noted or not."""
-        mode, microbatch = self._stages.mode, self._microbatch
+        mode, microbatch = self._step.mode, self._microbatch
         if microbatch is None or mode is Mode.EAGER or torch.compiler.is_compiling():
-            return self.original(*args, **kwargs)
-        leaves, structure = self._flatten_call(args, kwargs)
+            return self.target.original(*args, **kwargs)
+        leaves, structure = self._flatten(args, kwargs)
         if mode is Mode.RECORD:
             return self._record(microbatch, leaves, structure)
-        key = (structure, leaf_keys(leaves), self.session.ambient.read())
+        key = (structure, leaf_keys(leaves), self.target.shared.ambient.read())
         known = self.calls[microbatch]
         if key != known.key:
-            received = Signature(structure, key[1], key[2], arguments=self._names)
-            raise self._unlike(known.site.call, received, microbatch)
+            raise self._unlike(known.kind.signature, Signature(*key, arguments=self.target.arguments), microbatch)
         runner, weights = self.runners[microbatch], self.weights.get(microbatch)
         if weights is not None and weights.rewinds:
-            self._origins[microbatch] = runner.graph.random_origin()
+            known.origin = runner.graph.random_origin()
         return run_forward(runner, leaves)
+
+    def __reduce__(self) -> Any:
+        """A copy of the module, by copy.deepcopy or by pickle, is a plain module."""
+        return getattr, (self.target.module, self.target.method)
 
     def backward(self, plain: Any, kind: str, values: dict[str, Any], last: bool) -> Any:
         """What torch's stage calls for a backward; `plain` is its own method."""
-        if self._stages.mode is not Mode.REPLAY or kind == "full":
+        if self._step.mode is not Mode.REPLAY or kind == "full":
             return plain(kind, values, last_backward=last)
         assert self._microbatch is not None
         if kind == "weight":
-            ran = self.weights[self._microbatch].run(self._origins.pop(self._microbatch, None))
+            call = self.calls[self._microbatch]
+            origin, call.origin = call.origin, None
+            ran = self.weights[self._microbatch].run(origin)
             assert ran, "where gradients lie was looked at before the step"
             self.weight_grads += 1
             return (), None
@@ -165,89 +152,62 @@ class StageManager(CudaGraphManager):
 
     def _unlike(self, captured: Signature, received: Signature, microbatch: int) -> SignatureMismatch:
         return SignatureMismatch(
-            f"{self.name}, microbatch {microbatch}: a call unlike the one that was captured",
+            f"{self.target.name}, microbatch {microbatch}: a call unlike the one that was captured",
             rule="pipeline-stage",
             details=[str(difference) for difference in find_differences(captured, received)[:8]],
             why="a graph replays fixed shapes and plain values, and other ranks wait for what it computes.",
             fix="pad the batch, or call handle.reset() on all ranks before a step with other arguments.",
         )
 
-    # -- noting
-
     def _record(self, microbatch: int, leaves: Sequence[Any], structure: Structure) -> Any:
         """Call the module eagerly and note the call."""
-        shared, refusal = self.session, None
-        if self.random is None:
-            self.random = tracker_for(shared.backend_for(self.module, leaves))
+        target, shared = self.target, self.target.shared
+        keys: tuple[Hashable, ...] = ()
+        refusal: StepgraphError | None = None
+        if target.random is None:
+            target.random = tracker_for(shared.backend_for(target.module, *leaves))
         try:
             keys = leaf_keys(leaves)
             refuse_arguments(leaves, [f"argument {index}" for index in range(len(leaves))])
-            refuse_elsewhere(self.module, leaves, shared.session.backend)
+            refuse_elsewhere(target.module, leaves, shared.session.backend)
         except InvalidArgument as error:
             keys, refusal = (), error
-        site = self._site(microbatch, Signature(structure, keys, ambient_key(), self.modes(), (), self._names))
-        site.keep_alive = [leaf for leaf in leaves if not isinstance(leaf, torch.Tensor)]
-        device = shared.session.backend.device
-        watched = EagerCall.of_module(self.original, self._named(), self.options.ignore, device, site.ran)
+        signature = Signature(structure, keys, ambient_key(), target.modes(), (), target.arguments)
+        known = self.calls.get(microbatch)
+        alike = known is not None and known.kind.signature.key == signature.key
+        kind = known.kind if known is not None and alike else CallKind(signature, leaves)
 
         def run() -> Any:
             args, kwargs = unflatten(structure, leaves)
-            return self.original(*args, **kwargs)
+            return target.original(*args, **kwargs)
 
-        call = site.ran.noted(run)
-        result = shared.warming(lambda: shared.recorder.run(site, leaves, structure, call))
-        recorded = shared.recorder.events[-1].call
-        self.calls[microbatch] = StageCall(
-            site,
-            (site.call.structure, keys, site.call.ambient),
-            recorded,
-            refusal or watched.finding(self.name) or site.results.varies,
-        )
+        arguments = NotedArguments.of(leaves)
+        call = note_call(target, kind, arguments, structure)
+        made = run_call(target, kind, call, leaves, arguments.tensors, run)
+        shared.note_returned(made.returned)
+        if call.is_differentiable:
+            shared.waiting.add(call, made.outputs.tensors)
+        self.calls[microbatch] = StageCall(kind, (structure, keys, signature.ambient), call, refusal or kind.seen)
         self.eager_reasons["warm-up"] += 1
-        return result
-
-    def _site(self, microbatch: int, call: Signature) -> ModuleSite:
-        """What is known of a microbatch's calls, as long as they look alike."""
-        site = self.sites.get(microbatch)
-        if site is None or site.call.key != call.key:
-            site = self.sites[microbatch] = ModuleSite(self, call)
-        return site
+        return made.value
 
     # -- graphs
 
-    def pair(self) -> OrderedPair:
-        """What records the stage's graphs."""
-        if not isinstance(self._pair, OrderedPair):
-            self._pair = OrderedPair(
-                self._method,
-                self.module,
-                self.session.session,
-                self.session.grads,
-                self.session.in_flight_of(self.module),
-                self.options.generators,
-                self.session.logs,
-                need_backward=True,
-            )
-            # each backward of a stage is one of its own, so that nothing else adds to a parameter in it
-            self._pair.outside = {id(p) for p in self.module.parameters() if is_hooked(p)}
-            self._pair.returned = self.session.returned
-        return self._pair
-
     def changed(self, *, audited: bool) -> Finding | None:
         """A reason not to replay the stage's graphs; `audited`: they are recorded again and compared in any case."""
-        guard = next(call.site.guard for call in self.calls.values() if call.site.guard is not None)
+        guard = next(call.kind.guard for call in self.calls.values() if call.kind.guard is not None)
         if not audited and guard.holds():
             return None
-        found = self.look(guard, self._differs_anywhere, audited=audited)
+        found = self.target.look(guard, self._differs, audited=audited)
         if found is not None and found.difference is not None:
-            self.raise_if_strict(found.why)
+            self.target.raise_if_strict(found.why)
         return found
 
-    def _differs_anywhere(self) -> Difference | None:
+    def _differs(self) -> Difference | None:
         """Where a recording would differ by now: of microbatches alike, one is looked at."""
         kinds = {call.key: microbatch for microbatch, call in reversed(self.calls.items())}
         for microbatch in kinds.values():
-            found = self.pair().differs(self.calls[microbatch].recorded, self.runners[microbatch])
+            found = self.target.pair().differs(self.calls[microbatch].recorded, self.runners[microbatch])
             if found is not None:
                 return found
         return None
@@ -265,11 +225,6 @@ class StageManager(CudaGraphManager):
         held = [part for part in self._parts if not part.attach()]  # each is asked, for what it brings along
         return not held
 
-    def tally(self) -> tuple[int, int, int]:
-        """How many calls, replayed forwards and runners there are."""
-        forwards = self.forwards + sum(runner.forwards for runner in self.runners.values())
-        return forwards + self.eager_reasons.total(), forwards, len(self.runners)
-
     def forget_graphs(self) -> None:
         """Free the graphs; what was noted of the calls stays."""
         for runner in self.runners.values():
@@ -277,15 +232,11 @@ class StageManager(CudaGraphManager):
             self.backwards += runner.backward_runs
             runner.retire()
         for weight in self.weights.values():
-            self.session.session.release(weight.graph)
+            self.target.shared.session.release(weight.graph)
         self.runners, self.weights, self._parts = {}, {}, []
-        for site in self.sites.values():
-            site.runners = []
 
     def drop(self) -> None:
         """Free the graphs and what was noted; the stage warms up again."""
         self.forget_graphs()
-        super().drop()
+        self.target.drop_pair()
         self.calls.clear()
-        self.sites.clear()
-        self._stages.forget()

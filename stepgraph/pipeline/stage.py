@@ -17,34 +17,34 @@ import functools
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import TracebackType
 from typing import Any
 
 import torch
 
 from stepgraph.errors import StepgraphError
-from stepgraph.guards.hooks import global_hook, has_global_hooks
-from stepgraph.modules.options import ModuleOptions
-from stepgraph.modules.session import ModuleSession
+from stepgraph.guards.hooks import global_hook, has_global_hooks, is_hooked
 from stepgraph.order import order_from_pipelining, read_order
 from stepgraph.order.cursor import Cursor, Turn
 from stepgraph.order.entries import Entry
-from stepgraph.pair.guard import Finding
-from stepgraph.pair.proof import NotWarm, can_audit_now, equality
+from stepgraph.pair.module_method import called_method, put_in_place
+from stepgraph.pair.ordered import OrderedPair
+from stepgraph.pair.proof import AuditTurns, NotWarm, equality
+from stepgraph.pair.shared import PairSession
+from stepgraph.pair.target import PairTarget
 from stepgraph.pipeline.capture import CaptureFailed, StageCapture
-from stepgraph.pipeline.manager import Mode, StageManager
+from stepgraph.pipeline.manager import CurrentStep, Mode, StageManager
 from stepgraph.pipeline.report import StageReport, StageRow
 from stepgraph.pipeline.torch_stage import check, chunks_of, has_forward_context, own_methods
 from stepgraph.session.limits import weigh_changes
-from stepgraph.session.messages import warn_operations_changed
-from stepgraph.session.options import Audit, Hook, OnError, reads_options
+from stepgraph.session.messages import warn_misspelt, warn_operations_changed
+from stepgraph.session.options import Audit, Hook, OnError, PairOptions, reads_options
 from stepgraph.session.report import backend_name, outline
 from stepgraph.session.session import Session
 from stepgraph.signature import reason_for_eager
 from stepgraph.tracebacks import trim
 
 
-@reads_options(ModuleOptions)
+@reads_options(PairOptions)
 def graph_stage(
     stage: Any,
     schedule: Any,
@@ -74,7 +74,7 @@ def graph_stage(
     """
     stages = list(stage) if isinstance(stage, Sequence) else [stage]
     check(stages, schedule)
-    options = ModuleOptions(
+    options = PairOptions(
         warmup=warmup,
         strict=strict,
         on_error=on_error,
@@ -89,16 +89,17 @@ def graph_stage(
 class GraphedStages:
     """The graphed stages of one rank: look at them, drop their graphs, end them."""
 
-    def __init__(self, stages: Sequence[Any], schedule: Any, options: ModuleOptions, session: Session | None) -> None:
+    def __init__(self, stages: Sequence[Any], schedule: Any, options: PairOptions, session: Session | None) -> None:
         self._schedule, self._options = schedule, options
-        self._shared = ModuleSession(session)
+        self._shared = PairSession(session, self._drop_graphs)
+        self._shared.turns = AuditTurns(options.audit)
+        self._shared.session.when_dropped(self._dropped)
         self._order = order_from_pipelining(schedule)
         chunks = chunks_of(schedule)
         of_stage = {index: chunk for chunk, index in chunks.items()}
         graphed = {of_stage[stage.stage_index] for stage in stages}
-        self._entries = [entry for entry in read_order(self._order) if entry.chunk in graphed]
-        self.cursor = _cursor_of(self._entries, chunks)
-        self.mode = Mode.EAGER
+        entries = [entry for entry in read_order(self._order) if entry.chunk in graphed]
+        self.step = CurrentStep(_cursor_of(entries, chunks))
         self.captured: StageCapture | None = None
         self.steps: Counter[str] = Counter()
         """How many steps there were of each mode."""
@@ -110,13 +111,14 @@ class GraphedStages:
         self._restore = contextlib.ExitStack()
         self.managers: list[StageManager] = []
         for stage in stages:
-            method = "forward" if stage.submod._compiled_call_impl is None else "_compiled_call_impl"
-            manager = StageManager(stage, of_stage[stage.stage_index], options, self._shared, self, method)
+            method, name = called_method(stage.submod), f"stage {stage.stage_index}"
+            target = PairTarget(OrderedPair, stage.submod, method, name, options, self._shared, _hooked_parameters)
+            manager = StageManager(stage, of_stage[stage.stage_index], target, self.step)
             self.managers.append(manager)
-            self._restore.callback(_put(stage.submod, method, manager))
+            self._restore.callback(put_in_place(stage.submod, method, manager))
             for name, replacement in own_methods(stage, manager):
-                self._restore.callback(_put(stage, name, replacement))
-        self._restore.callback(_put(schedule, "step", self._wrapped(schedule.step)))
+                self._restore.callback(put_in_place(stage, name, replacement))
+        self._restore.callback(put_in_place(schedule, "step", self._wrapped(schedule.step)))
 
     # -- steps
 
@@ -137,17 +139,18 @@ class GraphedStages:
     @contextlib.contextmanager
     def _step(self) -> Iterator[None]:
         """One step of the schedule, in the mode that is due."""
-        self.mode, reason = self._decide()
-        self.cursor.begin()
+        step = self.step
+        step.mode, reason = self._decide()
+        step.cursor.begin()
         try:
             yield
-            if self.mode is Mode.REPLAY:
-                self.cursor.take(_END)
-            self._warm += self.mode is Mode.RECORD
+            if step.mode is Mode.REPLAY:
+                step.cursor.take(_END)
+            self._warm += step.mode is Mode.RECORD
             self.steps[reason] += 1
         finally:
-            self.mode = Mode.EAGER
-            self._shared.recorder.forget()  # the calls are noted with their stages
+            step.mode = Mode.EAGER
+            self._shared.waiting.clear()
 
     def _decide(self) -> tuple[Mode, str]:
         """What to do with the step that begins, and why."""
@@ -172,80 +175,78 @@ class GraphedStages:
         return (Mode.RECORD, "warm-up") if self._obstacle is None else (Mode.EAGER, self._obstacle)
 
     def _look(self) -> None:
-        """Before a replay: whether the graphs still hold."""
-        changes = self._changed()
-        if changes:
-            manager, changed = changes[0]
+        """Before a replay: drop the graphs of a stage that has changed. In an audited step all are recorded again."""
+        turns = self._shared.turns
+        audited = turns.begin()
+        found = {m: changed for m in self.managers if (changed := m.changed(audited=audited)) is not None}
+        if audited:
+            turns.end()
+        if found:
+            manager, changed = next(iter(found.items()))
             self.recaptures[changed.why] += 1
-            replays = max(runner.forwards for manager in self.managers for runner in manager.runners.values())
+            replays = max(runner.forwards for m in self.managers for runner in m.runners.values())
             self._changes, often = weigh_changes(self._changes, [changed.why], replays)
             if often:
                 self._obstacle = f"it keeps changing: {changed.why}"
             if changed.difference is not None:
                 warn_operations_changed(
-                    *(manager.name, changed.difference, changed.changes, self._shared.turns.since),
+                    *(manager.target.name, changed.difference, changed.changes, turns.since),
                     stays_eager=bool(often),
                     whose="stage",
                     counted="steps",
                 )
-            self._shared.drop_graphs()
+            self._drop_graphs()
         elif [manager for manager in self.managers if not manager.has_its_gradients()]:
             self.recaptures["gradients of an earlier step are held on to"] += 1
-            for manager in self.managers:
-                manager.forget_graphs()
+            self._forget_graphs()
             self._capture()
-
-    def _changed(self) -> list[tuple[StageManager, Finding]]:
-        """The stages that have changed; in an audited step all are recorded again and compared."""
-        turns = self._shared.turns
-        is_due = turns.begin()
-        audited = is_due and can_audit_now()
-        found = [(m, changed) for m in self.managers if (changed := m.changed(audited=audited)) is not None]
-        if is_due:
-            (turns.end if audited else turns.put_off)()
-        return found
 
     # -- capturing
 
     def _capture(self) -> None:
         begun = time.perf_counter()
         self.captured = None
-        for manager, call in [(m, c) for m in self.managers for c in m.calls.values()]:
-            if call.refusal is not None:
-                self._give_up(manager, call.site, call.refusal)
-                return
-        count = 1 + max(entry.microbatch for entry in self._entries)
-        captured = StageCapture(self.managers, self._order, len(chunks_of(self._schedule)), count)
+        captured = StageCapture(self.managers, self._order)
         try:
             with self._shared.session.workspace.capturing():
-                captured.run(self._entries, self._shared.lanes.exclusive())
+                captured.run(self._shared.lanes.exclusive())
         except NotWarm:
-            for manager in self.managers:
-                manager.forget_graphs()
+            self._forget_graphs()
             return
         except CaptureFailed as failed:
-            self._give_up(failed.manager, failed.call.site, failed.error)
+            self._forget_graphs()
+            try:
+                failed.target.failed(failed.kind, failed.error)
+            finally:
+                self._obstacle = failed.kind.obstacle
             return
         self._shared.session.backend.synchronize()
         self.captured = captured
         self._shared.turns.restart()
         self._shared.turns.begin()
         if not self._shared.capture_seconds:
-            self._shared.warn_misspelt()
+            guards = [
+                call.kind.guard for m in self.managers for call in m.calls.values() if call.kind.guard is not None
+            ]
+            warn_misspelt(self._options.ignore, set().union(*(guard.labels for guard in guards)))
         self._shared.capture_seconds += time.perf_counter() - begun
 
-    def _give_up(self, manager: StageManager, site: Any, error: Exception) -> None:
-        """The stages of this rank stay eager."""
-        for other in self.managers:
-            other.forget_graphs()
-        try:
-            manager.failed(site, error)
-        finally:
-            self._obstacle = site.obstacle
+    def _forget_graphs(self) -> None:
+        """Free the graphs; what was noted of the calls stays."""
+        for manager in self.managers:
+            manager.forget_graphs()
 
-    def forget(self) -> None:
-        """The graphs are gone: warm up anew."""
+    def _drop_graphs(self) -> None:
+        """Free the graphs; the stages warm up again."""
         self.captured, self._warm = None, 0
+        for manager in self.managers:
+            manager.drop()
+
+    def _dropped(self) -> None:
+        """The session has freed all graphs at once."""
+        for runner in [runner for manager in self.managers for runner in manager.runners.values()]:
+            runner.free()
+        self._drop_graphs()
 
     # -- for the user
 
@@ -273,15 +274,17 @@ class GraphedStages:
     def __enter__(self) -> GraphedStages:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
 
 _END = "end of the step"
 """The last turn: a step that does less than the order says does not come to it."""
-_MISSING = object()
+
+
+def _hooked_parameters(module: torch.nn.Module) -> set[int]:
+    """Each backward of a stage is one of its own, so that nothing else adds to a parameter in it."""
+    return {id(parameter) for parameter in module.parameters() if is_hooked(parameter)}
 
 
 def _cursor_of(entries: Sequence[Entry], stages: Mapping[int, int]) -> Cursor:
@@ -294,23 +297,7 @@ def _cursor_of(entries: Sequence[Entry], stages: Mapping[int, int]) -> Cursor:
     return Cursor([*turns, Turn(_END, _END, None)], fix)
 
 
-def _put(owner: Any, name: str, value: Any) -> Callable[[], None]:
-    """Set an attribute of an object itself; how to take it back."""
-    before = owner.__dict__.get(name, _MISSING)
-    owner.__dict__[name] = value
-
-    def take_back() -> None:
-        if owner.__dict__.get(name) is not value:
-            return  # somebody has put something around it
-        if before is _MISSING:
-            owner.__dict__.pop(name, None)
-        else:
-            owner.__dict__[name] = before
-
-    return take_back
-
-
-def _report_on(stages: GraphedStages, shared: ModuleSession) -> StageReport:
+def _report_on(stages: GraphedStages, shared: PairSession) -> StageReport:
     """The report of a rank's stages at this moment."""
     rows = []
     for manager in stages.managers:
@@ -331,14 +318,14 @@ def _report_on(stages: GraphedStages, shared: ModuleSession) -> StageReport:
         rows=tuple(rows),
         steps=dict(stages.steps),
         recaptures=dict(stages.recaptures),
-        order=stages.cursor.num_entries,
+        order=stages.step.cursor.num_entries,
         num_buffers=0 if captured is None else captured.num_buffers,
         static_bytes=0 if captured is None else captured.static_bytes,
         pool_bytes=shared.session.pool_bytes(),
         capture_seconds=shared.capture_seconds,
         audits=shared.turns.audits,
         equality=equality(
-            [call.site.proof.shown for manager in stages.managers for call in manager.calls.values() if captured],
+            [call.kind.proof.shown for manager in stages.managers for call in manager.calls.values() if captured],
             shared.turns.audits,
         ),
     )

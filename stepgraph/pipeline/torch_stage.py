@@ -7,13 +7,13 @@ schedule calls on a stage are replaced on the object itself; nothing is changed 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any
 
 from torch.nn.parallel import DistributedDataParallel
 
 from stepgraph.errors import InvalidArgument
 from stepgraph.order.entries import Kind
+from stepgraph.pipeline.manager import StageManager
 
 _METHODS = (
     "forward_one_chunk",
@@ -97,17 +97,7 @@ def has_forward_context(stage: Any) -> bool:
     return bool(getattr(stage, "_forward_contexts", None))
 
 
-class StageMethods(Protocol):
-    """What stands beside a stage's own methods."""
-
-    def computing(self, kind: Kind, microbatch: int) -> AbstractContextManager[None]:
-        """The schedule computes something of a microbatch."""
-
-    def backward(self, plain: Any, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool) -> Any:
-        """Run a backward in the place of torch's own."""
-
-
-def own_methods(stage: Any, manager: StageMethods) -> Iterator[tuple[str, Any]]:
+def own_methods(stage: Any, manager: StageManager) -> Iterator[tuple[str, Any]]:
     """The methods of a stage with a manager beside them."""
     forward, backward, weight, plain = (getattr(stage, name) for name in _METHODS)
 

@@ -60,6 +60,13 @@ class Options:
         return self.on_error == "eager" and not self.strict
 
 
+@dataclass(frozen=True, slots=True)
+class PairOptions(Options):
+    """The options of what is captured as pairs of forward and backward."""
+
+    on_error: Annotated[OnError, 'If a capture fails: "eager" to go on eagerly, with a warning, or "raise".'] = "eager"
+
+
 def checked(name: str, value: Any, hint: Any) -> Any:
     """The value of an option of this type, a list as a tuple. Any other value is refused."""
     is_count = isinstance(value, int) and not isinstance(value, bool) and value >= 1

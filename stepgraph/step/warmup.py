@@ -22,7 +22,7 @@ from stepgraph.buffers.outputs import StaticOutputs, detached
 from stepgraph.errors import CaptureError
 from stepgraph.observe.ddp import finding_default_stream, renew_reducer
 from stepgraph.observe.discovery import Reached, discovering, scalers_of
-from stepgraph.observe.eager_call import EagerCall, Obstacle
+from stepgraph.observe.eager_call import CallObserver, Obstacle
 from stepgraph.observe.finder import tensors_in
 from stepgraph.observe.nonfinite import FlagCollector, Flags
 from stepgraph.observe.own_changes import ModelState, OwnNumbers
@@ -72,7 +72,7 @@ class WarmUp:
         if site.is_last_warm_call(options.warmup):
             eager = [o for o in touched.optimizers if not self._is_inside(o)]
             self._values = Watch(self._whole, options.ignore, touched.named_modules, eager=eager, ran=touched.ran)
-        self._watched = EagerCall(backend.device, self._values, (backend.default_generator, *options.generators))
+        self._watched = CallObserver(backend.device, self._values, (backend.default_generator, *options.generators))
         self._numbers = OwnNumbers(touched.optimizers, self._is_inside)
         self._model = ModelState(touched.all_modules, touched.all_parameters)
         self._contents = Contents([(i, leaf) for i, leaf in enumerate(self._moved) if is_copied_in(leaf)])

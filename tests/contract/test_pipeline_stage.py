@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import copy
+import inspect
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -337,6 +339,27 @@ def test_reset_and_close(device: torch.device) -> None:
 
 
 # -- what is refused
+
+
+def test_functions_without_arguments_reach_stages(device: torch.device) -> None:
+    """`is_graph_warmup()` up to the backward of a warm-up step, `delete_cuda_graphs()` after it."""
+    seen: list[bool] = []
+
+    def asking(y: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        seen.append(stepgraph.is_graph_warmup())  # between the forward of the last stage and its backward
+        return nn.functional.mse_loss(y, target)
+
+    pipeline = Pipeline(INTERLEAVED, 2, device, loss_fn=asking)
+    handle = stepgraph.graph_stage(pipeline.stages, pipeline.schedule, warmup=1)
+    run(pipeline, 3)
+    assert seen[-6:] == [True] * 2 + [False] * 4, "torch may have asked before, for shapes"
+    assert not stepgraph.is_graph_warmup()
+    assert inspect.ismethod(copy.deepcopy(pipeline.stages[0].submod).forward), "a copy of a stage is a plain module"
+    stepgraph.delete_cuda_graphs()
+    assert sum(row.graphs for row in handle.report().rows) == 0
+    run(pipeline, 2)
+    assert handle.report().steps == {"warm-up": 2, "replay": 3}
+    handle.close()
 
 
 def test_schedule_running_another_order_is_refused_by_entry(device: torch.device) -> None:

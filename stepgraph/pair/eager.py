@@ -1,0 +1,75 @@
+"""Eager calls of a module that is to be graphed are noted: what goes in, what runs, and what comes out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from stepgraph.buffers.inputs import copied
+from stepgraph.buffers.outputs import StaticOutputs, leaf_results
+from stepgraph.observe.ddp import in_ddp
+from stepgraph.observe.eager_call import CallObserver
+from stepgraph.pair.call import EagerCall, NotedArguments
+from stepgraph.pair.kind import CallKind
+from stepgraph.pair.proof import note_forward, noting
+from stepgraph.pair.record import PairCapture
+from stepgraph.pair.target import PairTarget
+from stepgraph.signature import ambient_key
+from stepgraph.tree import Structure
+
+
+@dataclass(frozen=True, slots=True)
+class EagerResult:
+    """What a call returned."""
+
+    value: Any
+    outputs: StaticOutputs
+    returned: list[torch.Tensor]
+    """Parameters, or other leaves, that it returned as such."""
+
+
+def note_call(
+    target: PairTarget[PairCapture], kind: CallKind, arguments: NotedArguments, structure: Structure
+) -> EagerCall:
+    """Describe a call that is about to be made."""
+    needs_values = target.shared.session.backend.runs_while_recording
+    return EagerCall(
+        kind.signature,
+        structure,
+        leaves=arguments.leaves,
+        ambient=ambient_key(),
+        training=kind.signature.training,
+        in_ddp=in_ddp(),
+        fork=target.fork,
+        aliased=arguments.aliased,
+        values={index: copied(tensor) for index, tensor in arguments.tensors.items()} if needs_values else {},
+    )
+
+
+def run_call(
+    target: PairTarget[PairCapture],
+    kind: CallKind,
+    call: EagerCall,
+    leaves: Sequence[Any],
+    tensors: dict[int, torch.Tensor],
+    run: Callable[[], Any],
+) -> EagerResult:
+    """Make the call, by `run`: note its operations, its results, and what no replay could repeat."""
+    shared, device = target.shared, target.shared.session.backend.device
+    watched = CallObserver.of_module(target.original, target.named_modules(), target.options.ignore, device, kind.ran)
+    log = shared.logs.of_call(target.module, leaves, call.ambient, device)
+    with noting(log):
+        value = shared.warming(kind.ran.noted(run))
+        note_forward(log, value, leaves)
+    call.log = log.finish()
+    kind.proof.add(call.log)
+    given = set(map(id, tensors.values()))
+    returned = {i: t for i, t in leaf_results(value).items() if i not in given}
+    outputs = StaticOutputs(value, tensors, {**target.state_by_id(), **returned})
+    call.num_results, call.is_differentiable = len(outputs.tensors), any(outputs.differentiable)
+    varies = kind.compare_result(outputs)
+    kind.seen = watched.finding(target.name) or varies
+    return EagerResult(value, outputs, list(returned.values()))

@@ -1,0 +1,172 @@
+"""A `PairTarget` is the method of a module that graphs stand in for, and what they take for granted about it.
+
+Graphed modules and pipeline stages share it. Each engine decides when to capture, and which graph a call replays.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Hashable
+from typing import Any, Generic, TypeVar
+
+import torch
+
+from stepgraph.errors import StateChanged
+from stepgraph.frames import warn_user
+from stepgraph.guards.hooks import refuse_hooks, with_hooks
+from stepgraph.guards.model import ModelGuard
+from stepgraph.oplog import Difference
+from stepgraph.pair.guard import Finding, SiteGuard
+from stepgraph.pair.kind import CallKind
+from stepgraph.pair.module_method import ModuleMethod
+from stepgraph.pair.record import PairCapture, with_modes
+from stepgraph.pair.runner import Runner
+from stepgraph.pair.shared import PairSession
+from stepgraph.rng.tracker import CudaRNGStatesTracker
+from stepgraph.session.failure import capture_error
+from stepgraph.session.options import PairOptions
+from stepgraph.signature import argument_names
+from stepgraph.signature.ambient import changed_flags
+from stepgraph.values.watch import Watch
+
+P = TypeVar("P", bound=PairCapture, covariant=True)
+_training = operator.itemgetter("training")
+
+
+class PairTarget(Generic[P]):
+    """One method of a module, which graphs stand in for."""
+
+    def __init__(
+        self,
+        kind: type[P],
+        module: torch.nn.Module,
+        method: str,
+        name: str,
+        options: PairOptions,
+        shared: PairSession,
+        outside: Callable[[torch.nn.Module], set[int]],
+        *,
+        need_backward: bool = True,
+    ) -> None:
+        """`kind` of pair records its graphs; `outside` finds the parameters that autograd gives their gradients to."""
+        self.module, self.method, self.name = module, method, name
+        self.options, self.shared, self.need_backward = options, shared, need_backward
+        self.random: CudaRNGStatesTracker | None = None
+        """Known when the backend is."""
+        self._original = ModuleMethod(module, method)
+        self._kind, self._outside = kind, outside
+        self._pair: P | None = None
+        self._look_at_modules()
+
+    def _look_at_modules(self) -> None:
+        self.arguments = argument_names(self.original)
+        self._modules = list(self.module.modules())
+        self._modes = [vars(module) for module in with_modes(self.module)]
+
+    @property
+    def original(self) -> Callable[..., Any]:
+        """What the graphs stand in for."""
+        return self._original()
+
+    def modes(self) -> tuple[bool, ...]:
+        """Train or eval, for each module."""
+        return tuple(map(_training, self._modes))
+
+    @property
+    def fork(self) -> str | None:
+        """The named random state that is forked right now."""
+        return self.random.active if self.random is not None else None
+
+    def named_modules(self) -> dict[str, torch.nn.Module]:
+        """The modules by their paths from the model."""
+        return {f"{self.name}.{path}" if path else self.name: module for path, module in self.module.named_modules()}
+
+    def state_by_id(self) -> dict[int, torch.Tensor]:
+        """The parameters and buffers of the module."""
+        return {id(tensor): tensor for tensor in (*self.module.parameters(), *self.module.buffers())}
+
+    def _called_inside(self) -> list[torch.nn.Module]:
+        """The modules whose hooks run inside what is recorded; this one's own run around its forward."""
+        return self._modules[1:] if self.method == "forward" else self._modules
+
+    # -- capturing
+
+    def pair(self) -> P:
+        """What records its graphs, made when the first one is."""
+        if self._pair is None:
+            shared = self.shared
+            self._pair = self._kind(
+                self._original,
+                self.module,
+                shared.session,
+                shared.grads,
+                shared.in_flight_of(self.module),
+                self.options.generators,
+                shared.logs,
+                need_backward=self.need_backward,
+            )
+            self._pair.outside, self._pair.returned = self._outside(self.module), shared.returned
+        return self._pair
+
+    def drop_pair(self) -> None:
+        """Its graphs are gone: others may rest on other modules and gradients."""
+        self._look_at_modules()
+        if self._pair is not None:
+            self.shared.grads.forget(self._pair.proxies.parameters)
+        self._pair = None
+
+    def check_capturable(self, ambient: tuple[Hashable, ...]) -> None:
+        """Raise for hooks on modules inside, which would not run at replays, and for flags unlike those of the call."""
+        names = {id(module): name for name, module in self.named_modules().items()}
+        refuse_hooks(self.name, self._called_inside(), self.options.safe_hooks, lambda m: names[id(m)])
+        different = changed_flags(ambient)
+        if different:
+            raise RuntimeError(f"flags of the process have changed since the call: {', '.join(different)}")
+
+    def failed(self, kind: CallKind, error: Exception) -> None:
+        """A capture failed: the module stays eager for these calls."""
+        raised = capture_error(self.name, error, self.shared.session.backend)
+        kind.obstacle = f"capture failed: [{raised.rule}]"
+        if not self.options.goes_on_eagerly:
+            raise raised from (None if raised is error else error)
+        whose = "" if raised.what.startswith(self.name) else f"{self.name}: "
+        warn_user(f"{whose}{raised}\nThe module runs eagerly.")
+
+    # -- guards
+
+    def guard(self, kind: CallKind, runner: Runner) -> None:
+        """Note what the graphs of a kind of call have baked in."""
+        modules, pair = self.named_modules(), self.pair()
+        names = {id(p): f"{self.name}.{path}" for path, p in self.module.named_parameters()}
+        names |= {id(module): name for name, module in modules.items()}
+        passed = [m for leaf in kind.keep_alive if isinstance(leaf, torch.nn.Module) for m in leaf.modules()]
+        own = self.module.parameters() if self.method == "forward" else pair.known_parameters()
+        model = ModelGuard(
+            [*self._modules, *passed],
+            [*own, *(p for m in passed for p in m._parameters.values() if p is not None)],
+            lambda v: names.get(id(v), type(v).__name__),
+            self.shared.events,
+            hooked=[*self._called_inside(), *passed],
+        )
+        values = Watch(with_hooks(self.original, self._called_inside()), self.options.ignore, modules, ran=kind.ran)
+        kind.guard = SiteGuard(model, values, pair.inside(), runner.names, lambda p: names[id(p)], before=kind.guard)
+
+    def look(self, guard: SiteGuard, differs: Callable[[], Difference | None], *, audited: bool) -> Finding | None:
+        """A reason not to replay the graphs that a guard belongs to."""
+        try:
+            return guard.look(differs, audited=audited)
+        except Exception as error:  # noqa: BLE001 (as in a capture: whatever it is, the graphs are of no use)
+            raised = capture_error(self.name, error, self.shared.session.backend)
+            if not self.options.goes_on_eagerly:
+                raise raised from (None if raised is error else error)
+            return Finding(f"it can no longer be recorded as it was   [{raised.rule}]", (raised.rule,))
+
+    def raise_if_strict(self, why: str) -> None:
+        """Under strict a change is an error, before anything runs."""
+        if self.options.strict:
+            raise StateChanged(
+                f"{self.name}: {why}",
+                rule="state-changed",
+                why="the captured graphs go on with what they were recorded with, and strict=True forbids else.",
+                fix="call handle.reset() after the change, or leave strict=False.",
+            )
