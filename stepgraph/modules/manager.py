@@ -28,6 +28,7 @@ from stepgraph.modules.site import LastModuleCall, ModuleSite
 from stepgraph.observe.ddp import in_ddp
 from stepgraph.observe.warm_call import WarmCall
 from stepgraph.oplog import Difference, is_logged
+from stepgraph.pair.audit import differs
 from stepgraph.pair.guard import Finding, SiteGuard
 from stepgraph.pair.in_flight import run_forward
 from stepgraph.pair.module_method import ModuleMethod
@@ -234,7 +235,7 @@ class CudaGraphManager:
         """In the backward of an eager call: tell if it also comes to replayed calls, which share no casts with it."""
         if self.session.in_flight_of(self.module).has_more_to_come():
             for site in self.sites.values():
-                if any(runner.keeps_casts for runner in site.runners):
+                if any(runner.edges.keeps_casts for runner in site.runners):
                     site.tell_several()
 
     def _start_over(self, why: str) -> None:
@@ -300,7 +301,7 @@ class CudaGraphManager:
         """Where a recording of such a call would differ by now from the one that is replayed."""
         assert site.recorded is not None
         self.session.turns.audits += not audited  # those in their turn are counted by the round
-        return self.pair().differs(site.recorded, site.runners[0])
+        return differs(self.pair(), site.recorded, site.runners[0])
 
     def raise_if_strict(self, why: str) -> None:
         """Under strict a change is an error, before anything runs."""
@@ -391,18 +392,11 @@ class CudaGraphManager:
     def pair(self) -> PairCapture:
         """What records this module's graphs, made when the first one is."""
         if self._pair is None:
+            outside = self.session.outside_parameters(self)
             self._pair = PairCapture(
-                self._method,
-                self.module,
-                self.session.session,
-                self.session.grads,
-                self.session.in_flight_of(self.module),
-                self.options.generators,
-                self.session.logs,
+                *(self._method, self.module, self.session, outside, self.options.generators),
                 need_backward=self.need_backward,
             )
-            self._pair.outside = self.session.outside_parameters(self)
-            self._pair.returned = self.session.returned
         return self._pair
 
     def _named(self) -> dict[str, torch.nn.Module]:
@@ -434,7 +428,7 @@ class CudaGraphManager:
         )
         values = Watch(with_hooks(self.original, self._called_inside()), self.options.ignore, modules, ran=site.ran)
         inside = self.pair().inside()
-        site.guard = SiteGuard(model, values, inside, runner.names, lambda p: names[id(p)], before=site.guard)
+        site.guard = SiteGuard(model, values, inside, runner.forward.names, lambda p: names[id(p)], before=site.guard)
 
     def failed(self, site: ModuleSite, error: Exception) -> None:
         """A capture failed: the module stays eager for these calls."""

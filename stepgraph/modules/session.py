@@ -131,15 +131,15 @@ class ModuleSession(PairSession):
         try:
             with self.session.workspace.capturing():
                 pair = site.manager.pair()
-                runner = pair.forward(call, {}, {}, {}, self.lanes.spare())
-                found = first_difference(pair.log_of(site.runners[0]), pair.log_of(runner))
+                runner = pair.forward(call, self.lanes.spare())
+                found = first_difference(site.runners[0].forward.log, runner.forward.log)
                 if found is not None:
                     runner.free()
                     site.again = f"it would run other operations by now   [changed-operations]\n  {found}"
                     warn_user(f"{site.manager.name}: {site.again}\nIts calls warm up again.")
                     return None
                 if any(meta is not None for meta in call.metas) and call.backward_ambient is not None:
-                    pair.backward(runner, call.metas, {}, {}, backward_autocast(call))
+                    pair.backward(runner, call.metas, {}, backward_autocast(call))
         except Exception as error:  # noqa: BLE001 (the call goes on eagerly)
             site.manager.failed(site, error)
             return None

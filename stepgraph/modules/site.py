@@ -171,7 +171,7 @@ class ModuleSite:
     def add(self, runner: Runner) -> None:
         """Take a runner in."""
         runner.result.copy(self.copied)
-        runner.copies_grads = self._copies_grads
+        runner.backwards.are_copied = self._copies_grads
         if not self.knows_several:
             runner.tell_several = self.tell_several
         self.runners.append(runner)
@@ -193,7 +193,7 @@ class ModuleSite:
         """Hand out copies of all gradients."""
         self._copies_grads = True
         for runner in self.runners:
-            runner.copies_grads = True
+            runner.backwards.are_copied = True
 
     def note_kept(self, slot: int) -> None:
         """Before an eager call: results of the last one in its place that are still held are handed out as copies."""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from stepgraph.buffers.inputs import ArgMetadata, tensors_among
+from stepgraph.buffers.inputs import ArgMetadata, SharedBuffer, tensors_among
+from stepgraph.pair.runner import Runner
 from stepgraph.signature import Signature
 from stepgraph.tree import Structure
 
@@ -68,3 +69,19 @@ class RecordedCall:
     """Arguments that share memory with another one, by leaf index."""
     values: dict[int, torch.Tensor] = field(default_factory=dict)
     """Copies of the tensors, by leaf index, where a recording needs values to work with."""
+
+
+@dataclass(frozen=True, slots=True)
+class CallBuffers:
+    """Static memory for arguments of a call, by leaf index; the others get memory of their own."""
+
+    own: Mapping[int, torch.Tensor] = field(default_factory=dict)
+    shared: Mapping[int, SharedBuffer] = field(default_factory=dict)
+    """Arguments that several calls are given."""
+    given: Mapping[int, tuple[Runner, torch.Tensor]] = field(default_factory=dict)
+    """Arguments that are another runner's results."""
+
+    def tensors(self) -> dict[int, torch.Tensor]:
+        """The memory."""
+        shared = {i: buffer.tensor for i, buffer in self.shared.items()}
+        return {**self.own, **shared, **{i: tensor for i, (_, tensor) in self.given.items()}}

@@ -20,10 +20,11 @@ from stepgraph.errors import CaptureError
 from stepgraph.modules.round import backward_autocast
 from stepgraph.order import plan_buffers
 from stepgraph.order.entries import Entry, Kind, Order
+from stepgraph.pair.call import CallBuffers
 from stepgraph.pair.lanes import PoolLane
+from stepgraph.pair.ordered import InputPart, record_input_part, record_weight_part
 from stepgraph.pair.proof import NotWarm
 from stepgraph.pair.runner import Runner
-from stepgraph.pair.split_backward import WeightPart
 from stepgraph.pipeline.manager import StageCall, StageManager
 from stepgraph.signature.ambient import changed_flags
 
@@ -40,7 +41,7 @@ class StageCapture:
         self._gradients = TensorReusePool(device)
         self._arguments: dict[tuple[int, int], torch.Tensor] = {}
         self._taken: dict[tuple[int, int], list[torch.Tensor]] = {}
-        self._weights: dict[tuple[int, int], WeightPart] = {}
+        self._weights: dict[tuple[int, int], InputPart] = {}
         self._is_cold = False
 
     @property
@@ -82,19 +83,20 @@ class StageCapture:
             self._forward(manager, microbatch, call, lane)
         elif entry.kind is Kind.BACKWARD or (entry.kind is Kind.WEIGHT_GRAD and manager.stage.is_first):
             manager.pair().backward(
-                *(manager.runners[microbatch], _gradients(call), self._incoming(entry, call), {}),
+                *(manager.runners[microbatch], _gradients(call), self._incoming(entry, call)),
                 backward_autocast(call.recorded),
             )
             self._done(manager, entry)
         elif entry.kind is Kind.INPUT_GRAD and not manager.stage.is_first:  # the first stage leaves all to its W part
             runner = manager.runners[microbatch]
             _refuse_split(runner)
-            self._weights[entry.chunk, microbatch] = manager.pair().input_part(
-                *(runner, _gradients(call), self._incoming(entry, call), manager.name),
+            self._weights[entry.chunk, microbatch] = record_input_part(
+                *(manager.pair(), runner, _gradients(call), self._incoming(entry, call), manager.name),
                 backward_autocast(call.recorded),
             )
         elif entry.kind is Kind.WEIGHT_GRAD:
-            manager.weights[microbatch] = manager.pair().weight_part(
+            manager.weights[microbatch] = record_weight_part(
+                manager.pair(),
                 manager.runners[microbatch],
                 self._weights.pop((entry.chunk, microbatch)),
                 backward_autocast(call.recorded),
@@ -113,10 +115,10 @@ class StageCapture:
             if (number, index) not in self._arguments:
                 self._arguments[number, index] = meta.empty(manager.session.session.backend.device)
             own[index] = self._arguments[number, index]
-        runner = manager.pair().forward(call.recorded, {}, {}, own, lane)
-        runner.copies_grads = True
+        runner = manager.pair().forward(call.recorded, lane, CallBuffers(own))
+        runner.backwards.are_copied = True
         call.site.runners = [runner]
-        log, eager = manager.pair().log_of(runner), call.recorded.log
+        log, eager = runner.forward.log, call.recorded.log
         try:
             call.site.proof.compare(manager.name, eager, log, strict=manager.options.strict)
         except NotWarm:
@@ -166,16 +168,16 @@ def _gradients(call: StageCall) -> list[ArgMetadata | None]:
 
 def _refuse_split(runner: Runner) -> None:
     """Refuse a split backward where torch's own computes nothing, or goes round what would happen in autograd."""
-    if not runner.flows:
+    if not runner.edges.flows:
         raise CaptureError(
             "the backward of a stage is split in two, and no gradient flows to the inputs of the stage",
             rule="pipeline-stage",
             why="torch looks for weights on the way to the inputs, and would find none of them.",
             fix="let the inputs of the stage require gradients, or take a schedule that splits no backward.",
         )
-    if runner.outside:
+    if runner.edges.outside:
         raise CaptureError(
-            f"the backward of a stage is split in two, and {len(runner.outside)} of its parameters have hooks, "
+            f"the backward of a stage is split in two, and {len(runner.edges.outside)} of its parameters have hooks, "
             "a `main_grad`, or are not its own",
             rule="pipeline-stage",
             why="torch adds to the gradients of the weights by itself where a backward is split, without hooks.",

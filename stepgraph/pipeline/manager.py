@@ -29,10 +29,11 @@ from stepgraph.observe.warm_call import WarmCall
 from stepgraph.oplog import Difference
 from stepgraph.order.cursor import Cursor
 from stepgraph.order.entries import Entry, Kind
+from stepgraph.pair.audit import differs
 from stepgraph.pair.guard import Finding
 from stepgraph.pair.in_flight import run_forward
-from stepgraph.pair.ordered import OrderedPair, WeightGraph
-from stepgraph.pair.runner import Runner
+from stepgraph.pair.record import PairCapture
+from stepgraph.pair.runner import Runner, WeightGraph
 from stepgraph.rng.tracker import tracker_for
 from stepgraph.session.backend_choice import refuse_elsewhere
 from stepgraph.signature import (
@@ -138,7 +139,7 @@ class StageManager(CudaGraphManager):
             raise self._unlike(known.site.call, received, microbatch)
         runner, weights = self.runners[microbatch], self.weights.get(microbatch)
         if weights is not None and weights.rewinds:
-            self._origins[microbatch] = runner.graph.random_origin()
+            self._origins[microbatch] = runner.forward.graph.random_origin()
         return run_forward(runner, leaves)
 
     def backward(self, plain: Any, kind: str, values: dict[str, Any], last: bool) -> Any:
@@ -215,22 +216,12 @@ class StageManager(CudaGraphManager):
 
     # -- graphs
 
-    def pair(self) -> OrderedPair:
+    def pair(self) -> PairCapture:
         """What records the stage's graphs."""
-        if not isinstance(self._pair, OrderedPair):
-            self._pair = OrderedPair(
-                self._method,
-                self.module,
-                self.session.session,
-                self.session.grads,
-                self.session.in_flight_of(self.module),
-                self.options.generators,
-                self.session.logs,
-                need_backward=True,
-            )
+        if self._pair is None:
             # each backward of a stage is one of its own, so that nothing else adds to a parameter in it
-            self._pair.outside = {id(p) for p in self.module.parameters() if is_hooked(p)}
-            self._pair.returned = self.session.returned
+            hooked = [id(p) for p in self.module.parameters() if is_hooked(p)]
+            self._pair = PairCapture(self._method, self.module, self.session, hooked, self.options.generators)
         return self._pair
 
     def changed(self, *, audited: bool) -> Finding | None:
@@ -247,7 +238,7 @@ class StageManager(CudaGraphManager):
         """Where a recording would differ by now: of microbatches alike, one is looked at."""
         kinds = {call.key: microbatch for microbatch, call in reversed(self.calls.items())}
         for microbatch in kinds.values():
-            found = self.pair().differs(self.calls[microbatch].recorded, self.runners[microbatch])
+            found = differs(self.pair(), self.calls[microbatch].recorded, self.runners[microbatch])
             if found is not None:
                 return found
         return None
