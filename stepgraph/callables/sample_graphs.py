@@ -37,8 +37,8 @@ from stepgraph.pair.audit import differs
 from stepgraph.pair.call import CallBuffers, RecordedCall
 from stepgraph.pair.differentiate import is_reentrant
 from stepgraph.pair.lanes import PoolLane
-from stepgraph.pair.ordered import NO_AUTOCAST, InputPart, record_input_part, record_weight_part
-from stepgraph.pair.runner import Runner, WeightGraph
+from stepgraph.pair.ordered import NO_AUTOCAST, InputPart, WeightGraph, record_input_part, record_weight_part
+from stepgraph.pair.runner import Runner
 from stepgraph.session.failure import capture_error
 from stepgraph.signature.ambient import changed_flags
 
@@ -86,7 +86,7 @@ class SampleGraphs:
         runner = self.runner
         if runner is not None and not runner.is_freed:
             if self.weights is not None:
-                self.target.release(self.weights.graph)
+                self.target.release(self.weights.recorded.graph)
                 self.weights = None
             runner.free()
 
@@ -320,7 +320,7 @@ class GraphCapture:
                 self.pool.insert(tensor)
         runner.give_up_memory()
         if sample.weights is not None:
-            sample.weights.give_up()
+            sample.weights.recorded.give_up()
             sample.kept = []
 
 

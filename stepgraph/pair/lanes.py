@@ -19,6 +19,8 @@ import weakref
 from collections.abc import Iterator
 from typing import Generic, Protocol, TypeVar
 
+from stepgraph.buffers.outputs import StaticOutputs
+
 
 class CaptureSpan:
     """When a runner's graphs were captured, by their numbers in the order of the lane."""
@@ -36,11 +38,6 @@ class CaptureSpan:
         self.last_at = max(self.last_at, captured_at)
 
 
-class _Holdable(Protocol):
-    def is_held(self) -> bool:
-        """Whether somebody holds it."""
-
-
 class Tenant(Protocol):
     """A runner, as far as a lane knows it."""
 
@@ -51,7 +48,7 @@ class Tenant(Protocol):
         """Whether its graphs are gone."""
 
     @property
-    def result(self) -> _Holdable:
+    def result(self) -> StaticOutputs:
         """What its forward hands out."""
 
     def has_held_grads(self) -> bool:

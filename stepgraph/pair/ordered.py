@@ -18,9 +18,9 @@ from stepgraph.backends import Graph
 from stepgraph.buffers.inputs import ArgMetadata, StaticInputs
 from stepgraph.errors import CaptureError
 from stepgraph.oplog import OpLog, left_out
-from stepgraph.pair.differentiate import copy_if_aliased, is_reentrant
+from stepgraph.pair.differentiate import is_reentrant, without_aliases
 from stepgraph.pair.record import PairCapture
-from stepgraph.pair.runner import BackwardGraph, Grads, Runner, WeightGraph
+from stepgraph.pair.runner import BackwardGraph, Grads, Runner
 from stepgraph.pair.split_backward import WeightPart, input_gradients
 
 NO_AUTOCAST = (False, False)
@@ -38,6 +38,34 @@ class InputPart:
     """Parameters whose gradients the W part accumulates."""
     late: tuple[torch.Tensor, ...]
     """Parameters that autograd gives the gradients of the W part to."""
+
+
+@dataclass(frozen=True, slots=True)
+class WeightGraph:
+    """A recorded W part."""
+
+    recorded: BackwardGraph
+    parameters: tuple[torch.Tensor, ...]
+    """Those that autograd gives the gradients to which the graph hands out."""
+
+    def run(self, origin: Any = None) -> bool:
+        """Replay it; False if the memory of a gradient is no longer the one it was recorded for.
+
+        `origin` is where the random generators were before the forward, if it goes back there.
+        """
+        recorded = self.recorded
+        if recorded.graph.follow is not None:
+            recorded.graph.follow()
+        if not recorded.accumulated.attach():
+            return False
+        if recorded.rewinds:
+            recorded.graph.replay_from(origin)
+        else:
+            recorded.launch()
+        recorded.accumulated.finish(last=True)
+        if self.parameters:
+            torch.autograd.backward(self.parameters, recorded.hand_out((), lends=False))
+        return True
 
 
 def record_input_part(
@@ -65,7 +93,6 @@ def record_input_part(
     inside = pair.accumulated_inside(late)
     inputs = [runner.boundary.tensors[i] for i in runner.edges.flows]
     leaves = [pair.proxies.of(p) for p in (*inside, *late)]
-    own = {t.untyped_storage()._cdata for t in given.values()}
 
     weights: list[WeightPart] = []
 
@@ -73,7 +100,7 @@ def record_input_part(
         grads, part = input_gradients(results, list(given.values()), inputs, leaves)
         weights.append(part)
         with torch.no_grad(), left_out():
-            out = [copy_if_aliased(grad, own) for grad in grads]
+            out = without_aliases(grads, list(given.values()))
             if then is not None:
                 then(out)
         return out, ()
@@ -121,13 +148,11 @@ def record_weight_part(
             why="the random state of the forward is not known where they are replayed.",
             fix="leave checkpointing with dropout out of the callable, or split no weight gradient off (no -c.5).",
         )
-    runner.span.last_at = max(runner.span.last_at, runner.lane.next_number())
     given = list(zip((*part.inside, *part.late), recording.made, strict=True))
     reached = [p for p, grad in given[: len(part.inside)] if grad is not None]
     through = [(p, grad) for p, grad in given[len(part.inside) :] if grad is not None]
-    part.backward.weights = WeightGraph(
-        *(recording.graph, notes.finish(), pair.grads.part(reached, id(pair.module)), through),
-        rewinds=rewinds,
-        knows_origin=knows_origin,
-    )
-    return part.backward.weights
+    grads = [grad for _, grad in through]
+    made = pair.backward_graph(runner, recording, StaticInputs({}), (grads, reached), rewinds)
+    runner.span.last_at = max(runner.span.last_at, made.captured_at)
+    part.backward.weights = made
+    return WeightGraph(made, tuple([p for p, _ in through]))

@@ -356,15 +356,24 @@ class PairCapture:
         except CaptureError:
             self.session.release(recording.graph)
             raise
-        grads, parameters = recording.made
-        made = BackwardGraph(
-            *(recording.graph, recording.notes.finish(), boundary, grads),
-            *(self.grads.part(parameters, id(self.module)), marks, runner.lane.next_number()),
-            rewinds=rewinds,
-        )
+        made = self.backward_graph(runner, recording, boundary, recording.made, rewinds, marks)
         key = (*(None if meta is None else meta.layout for meta in metas), *autocast, self.random.active)
         runner.add_backward(key, made)
         return made
+
+    def backward_graph(
+        self,
+        runner: Runner,
+        recording: Recording,
+        boundary: StaticInputs,
+        made: tuple[Grads, Sequence[torch.Tensor]],
+        rewinds: bool,
+        marks: Sequence[tuple[torch.Tensor, dict[str, Any]]] = (),
+    ) -> BackwardGraph:
+        """A recorded backward that has made gradients, and has added to those of parameters."""
+        accumulated, number = self.grads.part(made[1], id(self.module)), runner.lane.next_number()
+        log = recording.notes.finish()
+        return BackwardGraph(recording.graph, log, boundary, made[0], accumulated, marks, number, rewinds=rewinds)
 
     def accumulated_inside(self, outside: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The parameters whose gradients the graphs accumulate, if autograd accumulates these."""

@@ -174,8 +174,8 @@ class BackwardGraph:
         """Whether it recomputes a part of the forward with the forward's random numbers."""
         self.geometry: Callable[..., bool] | None = None
         self.fork: str | None = None
-        self.weights: WeightGraph | None = None
-        """The W part, where this is the I part of a split backward."""
+        self.weights: BackwardGraph | None = None
+        """The W part, where this is the I part of a split backward (`pair.ordered`)."""
 
     def is_ready_for(self, grads: Grads, fork: str | None) -> bool:
         """Whether it can be replayed for these gradients, which look like those of last time; False is inconclusive."""
@@ -210,49 +210,6 @@ class BackwardGraph:
             else:
                 found.append(lent.copy(goes_on=edge is True))
         return found
-
-
-class WeightGraph:
-    """A recorded W part: see `pair.ordered`."""
-
-    def __init__(
-        self,
-        graph: Graph,
-        log: Log,
-        accumulated: GradPart,
-        through_autograd: Sequence[tuple[torch.Tensor, torch.Tensor]],
-        *,
-        rewinds: bool,
-        knows_origin: bool,
-    ) -> None:
-        self.graph, self.log, self.accumulated = graph, log, accumulated
-        self.rewinds, self.knows_origin = rewinds, knows_origin
-        """Whether it recomputes a part of the forward, and whether those who replay it know the random origin."""
-        self._parameters = [parameter for parameter, _ in through_autograd]
-        self._grads = [grad for _, grad in through_autograd]
-        self._lent: list[BorrowedTensor] = lend_out(self._grads)
-
-    def give_up(self) -> None:
-        """Let graphs that are captured later have the memory of its gradients."""
-        self._lent, self._grads = lend_by_address(self._grads), []
-
-    def run(self, origin: Any = None) -> bool:
-        """Replay it; False if the memory of a gradient is no longer the one it was recorded for.
-
-        `origin` is where the random generators were before the forward, if it goes back there.
-        """
-        if self.graph.follow is not None:
-            self.graph.follow()
-        if not self.accumulated.attach():
-            return False
-        if self.rewinds:
-            self.graph.replay_from(origin)
-        else:
-            self.graph.replay()
-        self.accumulated.finish(last=True)
-        if self._parameters:
-            torch.autograd.backward(self._parameters, [lent.copy() for lent in self._lent])
-        return True
 
 
 class Backwards(dict[tuple[Any, ...], BackwardGraph]):

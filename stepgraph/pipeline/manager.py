@@ -32,8 +32,9 @@ from stepgraph.order.entries import Entry, Kind
 from stepgraph.pair.audit import differs
 from stepgraph.pair.guard import Finding
 from stepgraph.pair.in_flight import run_forward
+from stepgraph.pair.ordered import WeightGraph
 from stepgraph.pair.record import PairCapture
-from stepgraph.pair.runner import Runner, WeightGraph
+from stepgraph.pair.runner import Runner
 from stepgraph.rng.tracker import tracker_for
 from stepgraph.session.backend_choice import refuse_elsewhere
 from stepgraph.signature import (
@@ -138,7 +139,7 @@ class StageManager(CudaGraphManager):
             received = Signature(structure, key[1], key[2], arguments=self._names)
             raise self._unlike(known.site.call, received, microbatch)
         runner, weights = self.runners[microbatch], self.weights.get(microbatch)
-        if weights is not None and weights.rewinds:
+        if weights is not None and weights.recorded.rewinds:
             self._origins[microbatch] = runner.forward.graph.random_origin()
         return run_forward(runner, leaves)
 
@@ -247,7 +248,7 @@ class StageManager(CudaGraphManager):
         """Whether the graphs can add to the parameters' gradients; if not, they must be captured for other memory."""
         if not self._parts:
             parts = [b.accumulated for r in self.runners.values() for b in r.backwards.values()]
-            parts += [w.accumulated for w in self.weights.values()]
+            parts += [w.recorded.accumulated for w in self.weights.values()]
             known: set[int] = set()
             for part in parts:  # those of other microbatches know the same memory
                 fresh = {id(memory) for memory in part.memory} - known
@@ -263,7 +264,7 @@ class StageManager(CudaGraphManager):
             self.backwards += runner.backward_runs
             runner.retire()
         for weight in self.weights.values():
-            self.session.session.release(weight.graph)
+            self.session.session.release(weight.recorded.graph)
         self.runners, self.weights, self._parts = {}, {}, []
         for site in self.sites.values():
             site.runners = []
