@@ -155,7 +155,7 @@ class CaptureJob:
             cold = []
             for samples, proof in pending:
                 eager = proof.latest
-                logs = [sample.log for sample in samples if sample.runner is not None]
+                logs = [sample.log for sample in samples]
                 other = [log for log in logs if eager is not None and first_difference(eager, log) is not None]
                 try:
                     proof.compare(samples[0].target.name, eager, (other or logs)[0], whose="callable")

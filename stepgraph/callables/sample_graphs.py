@@ -16,7 +16,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import TypeAlias, cast
+from typing import TypeAlias
 
 import torch
 
@@ -48,13 +48,19 @@ class SampleGraphs:
 
     def __init__(self, number: int, index: int, target: CaptureTarget, shape: CallShape, call: RecordedCall) -> None:
         self.number, self.index, self.target, self.shape, self.call = number, index, target, shape, call
-        self.runner: Runner = cast(Runner, None)  # until its forward is captured
+        self.captured: Runner | None = None
         self.has_split_weights = False
         self.weights: WeightGraph | None = None
         self.kept: list[torch.Tensor] = []
         """What its weight gradient reads, for as long as no other graph may be given that memory."""
         self.weight_runs = 0
         self.handovers = SampleHandovers()
+
+    @property
+    def runner(self) -> Runner:
+        """What replays its graphs, once its forward is captured."""
+        assert self.captured is not None
+        return self.captured
 
     @property
     def metas(self) -> dict[int, ArgMetadata]:
@@ -83,7 +89,7 @@ class SampleGraphs:
 
     def free(self) -> None:
         """Free its graphs."""
-        runner = self.runner
+        runner = self.captured
         if runner is not None and not runner.is_freed:
             if self.weights is not None:
                 self.target.release(self.weights.recorded.graph)
@@ -205,8 +211,7 @@ class GraphCapture:
                 for sample in chosen:  # not before the whole entry is captured: its weight gradients have no order
                     self._give_up(sample)
         for sample in self._samples:
-            if sample.runner is not None:
-                sample.hand_on(self.places)
+            sample.hand_on(self.places)
 
     def _own_buffers(self, sample: SampleGraphs, number: int) -> dict[int, torch.Tensor]:
         """Static arguments, by leaf index."""
@@ -221,7 +226,7 @@ class GraphCapture:
         target = sample.target
         then = functools.partial(self._hand_result_on, sample, following) if following is not None else None
         with self._hooks.around(sample.index, target.given, backward=False), _named(target.name):
-            sample.runner = target.pair.forward(sample.call, self._lane, CallBuffers(own), then)
+            sample.captured = target.pair.forward(sample.call, self._lane, CallBuffers(own), then)
         sample.call.values = {i: copied(tensor) for i, tensor in sample.call.values.items()}  # the samples may go
         result = sample.runner.result
         result.copy(range(len(result.tensors)))

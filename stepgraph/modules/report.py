@@ -145,4 +145,4 @@ def report_on(shared: ModuleSession) -> ModuleReport:
 
 
 def _nodes(runner: Runner) -> list[int | None]:
-    return [runner.forward.graph.nodes, *(backward.graph.nodes for backward in runner.backwards.values())]
+    return [runner.forward.recording.graph.nodes, *(backward.graph.nodes for backward in runner.backwards.values())]

@@ -145,15 +145,6 @@ def recording_compiled_backwards() -> Iterator[None]:
         yield
 
 
-def refuse_second_backward() -> RuntimeError:
-    """The error of a backward that is to be run again."""
-    return RuntimeError(
-        "A backward with retain_graph=True reached a graphed module that is compiled. Compiled code uses up its "
-        "activations in the first backward. Call backward() without retain_graph, or set "
-        "torch._functorch.config.donated_buffer=False before the module is compiled."
-    )
-
-
 def without_aliases(
     grads: Sequence[torch.Tensor | None], incoming: Sequence[torch.Tensor]
 ) -> list[torch.Tensor | None]:

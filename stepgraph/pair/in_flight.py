@@ -25,7 +25,6 @@ import torch
 
 from stepgraph.buffers.inputs import ArgMetadata
 from stepgraph.errors import CaptureError, StaleMemoryError
-from stepgraph.pair.differentiate import refuse_second_backward
 from stepgraph.pair.runner import BackwardGraph, Grads, Runner, RunnerState
 from stepgraph.signature.ambient import autocast_now
 
@@ -76,7 +75,7 @@ class InFlightCall:
     def backward(self, grads: Grads) -> list[torch.Tensor | None]:
         """Replay the backward for these gradients of the results."""
         runner = self.runner
-        order, backwards, follow = runner.order, runner.backwards, runner.forward.graph.follow
+        order, backwards, follow = runner.order, runner.backwards, runner.forward.recording.graph.follow
         self._check()
         if follow is not None:
             follow()
@@ -154,7 +153,11 @@ class InFlightCall:
                 fix="call loss.backward() without inputs=, or leave this module out of the scope.",
             )
         if edges.uses_up_saved and torch._C._autograd._get_current_graph_task_keep_graph():
-            raise refuse_second_backward()
+            raise RuntimeError(
+                "A backward with retain_graph=True reached a graphed module that is compiled. Compiled code uses up "
+                "its activations in the first backward. Call backward() without retain_graph, or set "
+                "torch._functorch.config.donated_buffer=False before the module is compiled."
+            )
         if self._freed:
             raise RuntimeError(
                 "Trying to backward through a graphed module a second time. Specify retain_graph=True at the first "

@@ -140,7 +140,7 @@ def record_weight_part(
     recording = pair.record(runner.lane, notes, run, around, runner.forward)
     random = recording.graph.random
     rewinds = recording.segment.rewinds or bool(random.rewinds_to)
-    if random.draws or random.rewinds_to - {runner.forward.graph} or (rewinds and not knows_origin):
+    if random.draws or random.rewinds_to - {runner.forward.recording.graph} or (rewinds and not knows_origin):
         pair.session.release(recording.graph)
         raise CaptureError(
             "the weight gradients, which are split off, are computed with random numbers",
@@ -152,7 +152,8 @@ def record_weight_part(
     reached = [p for p, grad in given[: len(part.inside)] if grad is not None]
     through = [(p, grad) for p, grad in given[len(part.inside) :] if grad is not None]
     grads = [grad for _, grad in through]
-    made = pair.backward_graph(runner, recording, StaticInputs({}), (grads, reached), rewinds)
+    accumulated, number = pair.grads.part(reached, id(pair.module)), runner.lane.next_number()
+    made = BackwardGraph(recording, StaticInputs({}), grads, accumulated, number, rewinds)
     runner.span.last_at = max(runner.span.last_at, made.captured_at)
     part.backward.weights = made
     return WeightGraph(made, tuple([p for p, _ in through]))

@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -42,28 +41,16 @@ from stepgraph.pair.differentiate import (
 from stepgraph.pair.lanes import PoolLane
 from stepgraph.pair.parameter_proxies import ParameterProxies, without_hooks
 from stepgraph.pair.proof import note_forward, noting
-from stepgraph.pair.runner import AutogradEdges, BackwardGraph, Backwards, ForwardGraph, Grads, Runner
+from stepgraph.pair.runner import AutogradEdges, BackwardGraph, Backwards, ForwardGraph, Grads, Recording, Runner
 from stepgraph.pair.shared import PairSession
 from stepgraph.rng.recompute import state_of_another_graph
-from stepgraph.rng.tracker import Segment, tracker_for
+from stepgraph.rng.tracker import tracker_for
 from stepgraph.session.failure import refuse_changed_container
 from stepgraph.signature import refuse_tensor_classes
 from stepgraph.signature.ambient import as_called, autocast_now, under_autocast, without_saved_tensor_hooks
 from stepgraph.signature.attributes import changed_attributes, put_on
 from stepgraph.signature.memory import version_of
 from stepgraph.tree import changed_containers, unflatten
-
-
-@dataclass(frozen=True, slots=True)
-class Recording:
-    """One recorded graph and the notes of its operations."""
-
-    graph: Graph
-    notes: OpLog
-    segment: Segment
-    """The random states that it has read, or gone back to."""
-    made: Any
-    """What the recorded code has returned."""
 
 
 class _CastsTwice(Exception):
@@ -114,7 +101,7 @@ class PairCapture:
         with contextlib.ExitStack() as stack:
             for each in around:
                 stack.enter_context(each)
-            segment = self.random.begin_segment(None if forward is None else forward.segment)
+            segment = self.random.begin_segment(None if forward is None else forward.recording.segment)
             graph = self.session.workspace.graph(generators, lane.number)
             graph.begin()
             try:
@@ -127,7 +114,7 @@ class PairCapture:
                 graph.abort()
                 raise
             self.session.adopt(graph)
-        return Recording(graph, notes, segment, made)
+        return Recording(graph, graph.launch, notes, segment, made)
 
     @contextlib.contextmanager
     def _surroundings(self, training: Sequence[bool]) -> Iterator[None]:
@@ -191,10 +178,7 @@ class PairCapture:
         result.settle([*self.module.parameters(), *self.module.buffers()])
         in_use = {i: producer.is_live for i, (producer, _) in buffers.given.items()}
         boundary = StaticInputs(tensors, buffers.shared, in_use)
-        forward = ForwardGraph(
-            *(recording.graph, recording.graph.launch, boundary, result, mutated),
-            *(call.training, notes, recording.segment, names.if_needed()),
-        )
+        forward = ForwardGraph(recording, boundary, result, mutated, call.training, names.if_needed())
         backwards = Backwards(self._backward_now, self.random, self.session.release)
         edges = self._edges(call, result, tensors)
         return Runner(forward, edges, lane, self._shared.in_flight_of(self.module), backwards)
@@ -356,24 +340,12 @@ class PairCapture:
         except CaptureError:
             self.session.release(recording.graph)
             raise
-        made = self.backward_graph(runner, recording, boundary, recording.made, rewinds, marks)
+        grads, parameters = recording.made
+        accumulated, number = self.grads.part(parameters, id(self.module)), runner.lane.next_number()
+        made = BackwardGraph(recording, boundary, grads, accumulated, number, rewinds, marks)
         key = (*(None if meta is None else meta.layout for meta in metas), *autocast, self.random.active)
         runner.add_backward(key, made)
         return made
-
-    def backward_graph(
-        self,
-        runner: Runner,
-        recording: Recording,
-        boundary: StaticInputs,
-        made: tuple[Grads, Sequence[torch.Tensor]],
-        rewinds: bool,
-        marks: Sequence[tuple[torch.Tensor, dict[str, Any]]] = (),
-    ) -> BackwardGraph:
-        """A recorded backward that has made gradients, and has added to those of parameters."""
-        accumulated, number = self.grads.part(made[1], id(self.module)), runner.lane.next_number()
-        log = recording.notes.finish()
-        return BackwardGraph(recording.graph, log, boundary, made[0], accumulated, marks, number, rewinds=rewinds)
 
     def accumulated_inside(self, outside: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The parameters whose gradients the graphs accumulate, if autograd accumulates these."""
@@ -393,7 +365,7 @@ class PairCapture:
         """A log for a backward that adds to the gradients of these parameters."""
         names = {id(parameter): name for name, parameter in self.module.named_parameters()}
         added = {names.get(id(each.parameter), f"parameter {i}"): each.memory for i, each in enumerate(inside)}
-        return self._shared.logs.of_backward(runner.forward.notes, self.module, incoming, added)
+        return self._shared.logs.of_backward(runner.forward.recording.notes, self.module, incoming, added)
 
     def _marks(self, before: Sequence[dict[str, Any]]) -> list[tuple[torch.Tensor, dict[str, Any]]]:
         """Plain attributes that the backward has set on stand-ins, for the parameters they stand for."""
@@ -417,7 +389,7 @@ def _storage(tensor: torch.Tensor) -> Any:
 def _rewinds(runner: Runner, recording: Recording) -> bool:
     """Whether a backward repeats draws of its forward; refused where a replay could not."""
     random = recording.graph.random
-    if random.rewinds_to - {runner.forward.graph}:
+    if random.rewinds_to - {runner.forward.recording.graph}:
         raise _rewinds_elsewhere()
     rewinds = recording.segment.rewinds or bool(random.rewinds_to)
     if rewinds and random.draws:

@@ -100,27 +100,36 @@ class ReplayOrder(Protocol):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class ForwardGraph:
-    """A recorded forward."""
+class Recording:
+    """One recorded graph, and the notes of its operations."""
 
     graph: Graph
     launch: Callable[[], None]
+    notes: OpLog
+    segment: Segment
+    """The random states that it has read, or gone back to."""
+    made: Any
+    """What the recorded code has returned."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ForwardGraph:
+    """A recorded forward."""
+
+    recording: Recording
     boundary: StaticInputs
     result: StaticOutputs
     mutated: tuple[int, ...]
     """The arguments that it writes to, by leaf index."""
     training: tuple[bool, ...]
     """The modules' modes."""
-    notes: OpLog
-    segment: Segment
-    """The random states that it has read."""
     names: tuple[NamesGuard, ...]
     """The names of random states that it knew."""
 
     @property
     def log(self) -> Log:
         """Its operations."""
-        return self.notes.finish()
+        return self.recording.notes.finish()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -148,19 +157,17 @@ class BackwardGraph:
 
     def __init__(
         self,
-        graph: Graph,
-        log: Log,
+        recording: Recording,
         grads_in: StaticInputs,
         grads_out: Grads,
         accumulated: GradPart,
-        marks: Sequence[tuple[torch.Tensor, dict[str, Any]]],
         captured_at: int,
-        *,
         rewinds: bool,
+        marks: Sequence[tuple[torch.Tensor, dict[str, Any]]] = (),
     ) -> None:
-        self.graph, self.log, self.grads_in, self.accumulated = graph, log, grads_in, accumulated
-        self.launch = graph.launch
-        grads_in.note_loaded = graph.note_loaded
+        self.graph, self.launch, self.log = recording.graph, recording.launch, recording.notes.finish()
+        self.grads_in, self.accumulated = grads_in, accumulated
+        grads_in.note_loaded = self.graph.note_loaded
         self.captured_at = captured_at
         """Its place in the order of the lane."""
         self.grads_out = tuple(grads_out)
@@ -256,7 +263,7 @@ class Runner:
     ) -> None:
         self.forward, self.edges, self.lane, self.backwards = forward, edges, lane, backwards
         self.boundary, self.result = forward.boundary, forward.result
-        self.boundary.note_loaded = forward.graph.note_loaded
+        self.boundary.note_loaded = forward.recording.graph.note_loaded
         self.span = CaptureSpan(lane.next_number())
         self.in_flight = in_flight
         """Calls under way, of all runners that add to the same gradients."""
@@ -265,7 +272,7 @@ class Runner:
         self.forwards = self.backward_runs = 0
         self.tell_several: Callable[[], None] | None = None
         """Called where one backward comes to it and to another call of its module, and eager may share casts."""
-        self._notes_origin = forward.graph.random.reads or bool(forward.segment.states)
+        self._notes_origin = forward.recording.graph.random.reads or bool(forward.recording.segment.states)
         self.held_up: set[int] = set()
         """Runners, by id, that were found not to be able to run because results of this one are held."""
         lane.add(self)
@@ -309,14 +316,15 @@ class Runner:
 
     def replay(self, leaves: Sequence[Any]) -> Any:
         """Replay the forward; where the random generators were before, if anybody will ask."""
-        forward = self.forward
-        if forward.graph.follow is not None:
-            forward.graph.follow()
+        recording = self.forward.recording
+        follow = recording.graph.follow
+        if follow is not None:
+            follow()
         self.boundary.load(leaves)
-        origin = forward.graph.random_origin() if self._notes_origin else None
-        forward.launch()
+        origin = recording.graph.random_origin() if self._notes_origin else None
+        recording.launch()
         self.forwards += 1
-        for index in forward.mutated:
+        for index in self.forward.mutated:
             with torch.no_grad():
                 leaves[index].copy_(self.boundary.tensors[index])
         return origin
@@ -360,7 +368,7 @@ class Runner:
     def _move(self, state: RunnerState) -> None:
         before, self.state = self.state, state
         if state is RunnerState.FREED and before is not state:
-            for graph in (self.forward.graph, *(backward.graph for backward in self.backwards.values())):
+            for graph in (self.forward.recording.graph, *(backward.graph for backward in self.backwards.values())):
                 self.backwards.release(graph)
             self.backwards.clear()
             self.backwards.usual = None

@@ -140,7 +140,7 @@ class StageManager(CudaGraphManager):
             raise self._unlike(known.site.call, received, microbatch)
         runner, weights = self.runners[microbatch], self.weights.get(microbatch)
         if weights is not None and weights.recorded.rewinds:
-            self._origins[microbatch] = runner.forward.graph.random_origin()
+            self._origins[microbatch] = runner.forward.recording.graph.random_origin()
         return run_forward(runner, leaves)
 
     def backward(self, plain: Any, kind: str, values: dict[str, Any], last: bool) -> Any:
