@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from stepgraph.buffers.borrowed import BorrowedTensor
+from stepgraph.buffers.borrowed import BorrowedTensor, any_held
 from stepgraph.buffers.inputs import ArgMetadata
 from stepgraph.callables.call_shape import same_modes
 from stepgraph.callables.handover import held_result, take_back, warn_held_result
@@ -160,7 +160,8 @@ class SampleTurn:
 
     def take_turn(self, grads: Grads) -> None:
         """Raise if it is another one's turn, or if the replay would overwrite what somebody holds."""
-        _refuse_held(self._lent, self._name)
+        if self._lent and any_held(self._lent):
+            raise held_gradient(self._name)
         if self._cursor is not None:
             self._cursor.take(self._key)
             self._handovers.before_backward(self._name, grads)
@@ -209,7 +210,8 @@ class GraphedSet:
 
     def check_lent(self, name: str) -> None:
         """Raise if somebody holds a gradient that was lent, which the next replay may overwrite."""
-        _refuse_held(self._lent, name)
+        if self._lent and any_held(self._lent):
+            raise held_gradient(name)
 
     def count_eager(self, name: str) -> None:
         """A call runs eagerly; said once."""
@@ -467,12 +469,6 @@ class _Reset:
 
     def __reduce__(self) -> Any:
         return _Reset, ()
-
-
-def _refuse_held(lent: Sequence[BorrowedTensor], name: str) -> None:
-    for one in lent:
-        if one.is_held():
-            raise held_gradient(name)
 
 
 def refuse_another_backward(name: str, runner: Runner, metas: Sequence[Any]) -> Any:

@@ -352,25 +352,30 @@ class Runner:
         """The call is over: ready for the next one."""
         if self.boundary.has_shared:
             self.boundary.release()
-        self._move(_TRANSITIONS[self.state].ended)
-        self.lane.end(self)
-        if self.state is RunnerState.FREED:
+        after = _TRANSITIONS[self.state].ended
+        if after is not RunnerState.FREED:
+            self.state = after
+            self.lane.end(self)
+        else:
+            self.free()
+            self.lane.end(self)
             self.lane.forget(self)
 
     def retire(self) -> None:
         """Free the graphs, now or when the call under way is over."""
-        self._move(_TRANSITIONS[self.state].retired)
+        after = _TRANSITIONS[self.state].retired
+        if after is RunnerState.FREED:
+            self.free()
+        self.state = after
 
     def free(self) -> None:
         """Free the graphs, even if a call is under way."""
-        self._move(RunnerState.FREED)
-
-    def _move(self, state: RunnerState) -> None:
-        before, self.state = self.state, state
-        if state is RunnerState.FREED and before is not state:
-            for graph in (self.forward.recording.graph, *(backward.graph for backward in self.backwards.values())):
-                self.backwards.release(graph)
-            self.backwards.clear()
-            self.backwards.usual = None
-            self.result.let_go()
-            self.lane.forget(self)
+        if self.state is RunnerState.FREED:
+            return
+        self.state = RunnerState.FREED
+        for graph in (self.forward.recording.graph, *(backward.graph for backward in self.backwards.values())):
+            self.backwards.release(graph)
+        self.backwards.clear()
+        self.backwards.usual = None
+        self.result.let_go()
+        self.lane.forget(self)
