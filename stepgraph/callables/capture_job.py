@@ -12,9 +12,8 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from stepgraph.backends import Backend, backend_for, backend_named
-from stepgraph.buffers.inputs import ArgMetadata
 from stepgraph.callables.call_shape import CallShape
-from stepgraph.callables.graphed import GraphedCallable, GraphedSet, SetAudits, fit_grads, refuse_another_backward
+from stepgraph.callables.graphed import GraphedCallable, GraphedSet, SetAudits, refuse_another_backward
 from stepgraph.callables.request import Request
 from stepgraph.callables.sample_graphs import GraphCapture, SampleGraphs
 from stepgraph.callables.target import CaptureTarget
@@ -144,7 +143,7 @@ class CaptureJob:
         self._prove()
         for target in self._targets:
             own = [sample for sample in self.samples if sample.target is target]
-            names = own[0].runner.names if own else ()
+            names = own[0].runner.forward.names if own else ()
             target.guard(names, own_hooks=with_order)
         for sample in self.samples:
             self._settle(sample, may_add=not (with_order and (shares or sample.has_split_weights)))
@@ -156,7 +155,7 @@ class CaptureJob:
             cold = []
             for samples, proof in pending:
                 eager = proof.latest
-                logs = [sample.log for sample in samples if sample.runner is not None]
+                logs = [sample.log for sample in samples]
                 other = [log for log in logs if eager is not None and first_difference(eager, log) is not None]
                 try:
                     proof.compare(samples[0].target.name, eager, (other or logs)[0], whose="callable")
@@ -167,20 +166,11 @@ class CaptureJob:
                 self.warm_up(1)
 
     def _settle(self, sample: SampleGraphs, *, may_add: bool) -> None:
-        """Bring what comes to a backward to the one that is captured; say so where no other can be."""
-        runner = sample.runner
+        """Say where no backward can be added to those that are captured; others are recorded when they come."""
         runners = [each.runner for each in self.samples]  # not `self`, which has the samples
-        runner.tell_several = functools.partial(_tell_several, runners, sample.target.name)
-        if self._request.order is None or not runner.backwards:
-            return  # a backward for other gradients is recorded when it comes
-        recorded = next(iter(runner.backwards.values()))
-        metas: list[ArgMetadata | None] = [None] * len(runner.result.differentiable)
-        for index, tensor in recorded.grads_in.tensors.items():
-            metas[index] = ArgMetadata.of(tensor)
-        runner.fit_grads = functools.partial(fit_grads, metas, self._shared.session.backend.device)
-        runner.receive_grads = functools.partial(sample.handovers.before_backward, sample.target.name)
-        if not may_add:
-            runner.capture_backward = functools.partial(refuse_another_backward, sample.target.name)
+        sample.runner.tell_several = functools.partial(_tell_several, runners, sample.target.name)
+        if sample.runner.backwards and not may_add:
+            sample.runner.backwards.record = functools.partial(refuse_another_backward, sample.target.name)
 
     def graphed(
         self, begun: float, *, clone_param_grads: bool, retain: bool, audit: str | int
@@ -200,8 +190,7 @@ class CaptureJob:
             owns_session=self._owns_session,
         )
         if not clone_param_grads:
-            for sample in self.samples:
-                owner.lend(sample)
+            owner.lend_gradients()
         return [GraphedCallable(owner, sample) for sample in self.samples]
 
     def _cursor(self, *, retain: bool) -> Cursor | None:
@@ -210,7 +199,6 @@ class CaptureJob:
         if request.order is None:
             return None
         turns = []
-        backwards = []
         for index, entry in enumerate(request.entries):
             numbers = list(samples_of(entry, request.num_layers_per_chunk, request.num_microbatches))
             layers = list(enumerate(numbers))
@@ -221,13 +209,9 @@ class CaptureJob:
                     turns.append(Turn(key, name, index, any_order=entry.kind is Kind.WEIGHT_GRAD))
                 elif sample.runner.backwards:  # else autograd will not come there
                     turns.append(Turn(key, name, index, repeats=retain))
-                    backwards.append((sample.runner, key))
         fix = "call the graphed callables in that order, or capture them with the order that you run."
         lane = self._lane  # not `self`, which has the samples
-        cursor = Cursor(turns, fix, request.order, lambda: lane.is_busy)
-        for runner, key in backwards:
-            runner.take_turn = functools.partial(cursor.take, key)
-        return cursor
+        return Cursor(turns, fix, request.order, lambda: lane.is_busy)
 
     def give_up(self) -> None:
         """It failed: free what there is."""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, ParamSpec, TypeVar
 
 import torch
 
-from stepgraph.buffers.borrowed import BorrowedTensor
+from stepgraph.buffers.borrowed import BorrowedTensor, any_held
+from stepgraph.buffers.inputs import ArgMetadata
 from stepgraph.callables.call_shape import same_modes
 from stepgraph.callables.handover import held_result, take_back, warn_held_result
 from stepgraph.callables.sample_graphs import SampleGraphs
@@ -24,7 +25,7 @@ from stepgraph.order import Kind
 from stepgraph.order.cursor import Cursor
 from stepgraph.pair.in_flight import run_forward
 from stepgraph.pair.proof import AuditTurns, EagerProof, can_audit_now, equality
-from stepgraph.pair.runner import Runner, RunnerState
+from stepgraph.pair.runner import Grads, Runner, RunnerState
 from stepgraph.pair.shared import PairSession
 from stepgraph.rng.tracker import tracker_for
 from stepgraph.session.report import GraphReport, backend_name, outline, quantities
@@ -110,6 +111,49 @@ class SetAudits:
         return next((found for s in kinds.values() if (found := s.differs(self._hooks)) is not None), None)
 
 
+class SampleTurn:
+    """How the backward of a sample takes its turn: a `ReplayOrder`. It knows no sample, so that none is kept alive.
+
+    `lent` are gradients that nobody may hold then. Without a cursor backwards come in any order.
+    """
+
+    def __init__(
+        self, sample: SampleGraphs, cursor: Cursor | None, lent: list[BorrowedTensor], device: torch.device
+    ) -> None:
+        self._name, self._cursor, self._lent, self._device = sample.target.name, cursor, lent, device
+        self._key = (Kind.INPUT_GRAD if sample.has_split_weights else Kind.BACKWARD, sample.number)
+        self._handovers = sample.handovers
+        incoming = next(iter(sample.runner.backwards.values())).grads_in.tensors
+        self._metas = [
+            ArgMetadata.of(incoming[index]) if index in incoming else None
+            for index in range(len(sample.runner.result.differentiable))
+        ]
+
+    def fit_grads(self, grads: Grads) -> Grads:
+        """Bring gradients to the geometry that a backward was recorded for: other strides are copied, None is zeros."""
+        if self._cursor is None:
+            return grads  # a backward for other gradients is recorded
+        found: list[torch.Tensor | None] = []
+        for meta, grad in zip(self._metas, grads, strict=True):
+            if meta is None:
+                found.append(None)
+            elif grad is None:
+                found.append(meta.empty(self._device).zero_())
+            elif grad.stride() != meta.stride and grad.shape == meta.shape and grad.dtype == meta.dtype:
+                found.append(meta.empty(self._device).copy_(grad))
+            else:
+                found.append(grad)
+        return found
+
+    def take_turn(self, grads: Grads) -> None:
+        """Raise if it is another one's turn, or if the replay would overwrite what somebody holds."""
+        if self._lent and any_held(self._lent):
+            raise held_gradient(self._name)
+        if self._cursor is not None:
+            self._cursor.take(self._key)
+            self._handovers.before_backward(self._name, grads)
+
+
 class GraphedSet:
     """All graphs of one `make_graphed_callables`, and what they share."""
 
@@ -136,24 +180,25 @@ class GraphedSet:
         self.is_closed = False
         self._num_graphs = sum(sample.num_graphs for sample in samples)
         shared.session.when_dropped(self.close)
+        if cursor is not None:
+            self._take_turns()
 
-    def lend(self, sample: SampleGraphs) -> None:
+    def _take_turns(self) -> None:
+        device = self.shared.session.backend.device
+        for sample in self.samples:
+            if sample.runner.backwards:
+                sample.runner.order = SampleTurn(sample, self.cursor, self._lent, device)
+
+    def lend_gradients(self) -> None:
         """Hand out gradients that pass through autograd as they lie, and look before each replay who holds one."""
-        self._lent += sample.lend_outside_grads()
-        runner = sample.runner
-        if runner.backwards:
-            runner.take_turn = functools.partial(self._before_backward, runner.take_turn, sample.target.name)
-
-    def _before_backward(self, take_turn: Callable[[], object] | None, name: str) -> None:
-        self.check_lent(name)
-        if take_turn is not None:
-            take_turn()
+        for sample in self.samples:
+            self._lent += sample.lend_outside_grads()
+        self._take_turns()
 
     def check_lent(self, name: str) -> None:
         """Raise if somebody holds a gradient that was lent, which the next replay may overwrite."""
-        for lent in self._lent:
-            if lent.is_held():
-                raise held_gradient(name)
+        if self._lent and any_held(self._lent):
+            raise held_gradient(name)
 
     def count_eager(self, name: str) -> None:
         """A call runs eagerly; said once."""
@@ -429,26 +474,9 @@ class _Reset:
         return _Reset, ()
 
 
-def fit_grads(
-    metas: Sequence[Any], device: torch.device, grads: Sequence[torch.Tensor | None]
-) -> list[torch.Tensor | None]:
-    """Bring gradients to the geometry that a backward was recorded for: other strides are copied, None is zeros."""
-    found: list[torch.Tensor | None] = []
-    for meta, grad in zip(metas, grads, strict=True):
-        if meta is None:
-            found.append(None)
-        elif grad is None:
-            found.append(meta.empty(device).zero_())
-        elif grad.stride() != meta.stride and grad.shape == meta.shape and grad.dtype == meta.dtype:
-            found.append(meta.empty(device).copy_(grad))
-        else:
-            found.append(grad)
-    return found
-
-
 def refuse_another_backward(name: str, runner: Runner, metas: Sequence[Any]) -> Any:
     """No further backward can be recorded: say which one is missing, or what stands in the way of the one there is."""
-    known = {key[: len(metas)] for key in runner.backwards if isinstance(key, tuple)}
+    known = {key[: len(metas)] for key in runner.backwards}
     if tuple(None if meta is None else meta.layout for meta in metas) in known and not _is_autocast():
         raise held_gradient(name)
     raise CaptureError(

@@ -16,7 +16,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import TypeAlias, cast
+from typing import TypeAlias
 
 import torch
 
@@ -33,12 +33,12 @@ from stepgraph.errors import CaptureError, InvalidArgument
 from stepgraph.observe.step_objects import leaves_behind
 from stepgraph.oplog import Difference, Log
 from stepgraph.order import Kind, plan_buffers, samples_of
-from stepgraph.pair.call import RecordedCall
+from stepgraph.pair.audit import differs
+from stepgraph.pair.call import CallBuffers, RecordedCall
 from stepgraph.pair.differentiate import is_reentrant
 from stepgraph.pair.lanes import PoolLane
-from stepgraph.pair.ordered import NO_AUTOCAST, WeightGraph
+from stepgraph.pair.ordered import NO_AUTOCAST, InputPart, WeightGraph, record_input_part, record_weight_part
 from stepgraph.pair.runner import Runner
-from stepgraph.pair.split_backward import WeightPart
 from stepgraph.session.failure import capture_error
 from stepgraph.signature.ambient import changed_flags
 
@@ -48,13 +48,19 @@ class SampleGraphs:
 
     def __init__(self, number: int, index: int, target: CaptureTarget, shape: CallShape, call: RecordedCall) -> None:
         self.number, self.index, self.target, self.shape, self.call = number, index, target, shape, call
-        self.runner: Runner = cast(Runner, None)  # until its forward is captured
+        self.captured: Runner | None = None
         self.has_split_weights = False
         self.weights: WeightGraph | None = None
         self.kept: list[torch.Tensor] = []
         """What its weight gradient reads, for as long as no other graph may be given that memory."""
         self.weight_runs = 0
         self.handovers = SampleHandovers()
+
+    @property
+    def runner(self) -> Runner:
+        """What replays its graphs, once its forward is captured."""
+        assert self.captured is not None
+        return self.captured
 
     @property
     def metas(self) -> dict[int, ArgMetadata]:
@@ -68,7 +74,7 @@ class SampleGraphs:
     @property
     def log(self) -> Log:
         """The operations of its forward, as recorded."""
-        return self.target.pair.log_of(self.runner)
+        return self.runner.forward.log
 
     def differs(self, hooks: CaptureTimeHooks) -> Difference | None:
         """Where a recording would differ by now from the one that is replayed."""
@@ -79,21 +85,21 @@ class SampleGraphs:
             return hooks.around(self.index, self.target.given, backward=backward)
 
         with _named(self.target):
-            return self.target.pair.differs(self.call, self.runner, around)
+            return differs(self.target.pair, self.call, self.runner, around)
 
     def free(self) -> None:
         """Free its graphs."""
-        runner = self.runner
+        runner = self.captured
         if runner is not None and not runner.is_freed:
             if self.weights is not None:
-                self.target.release(self.weights.graph)
+                self.target.release(self.weights.recorded.graph)
                 self.weights = None
             runner.free()
 
     def lend_outside_grads(self) -> list[BorrowedTensor]:
         """Hand out the gradients that pass through autograd as they lie; what is handed out."""
         found: list[BorrowedTensor] = []
-        first = len(self.runner.flows)
+        first = len(self.runner.edges.flows)
         for backward in self.runner.backwards.values():
             if any(grad is not None for grad in backward.grads_out):
                 backward.give_up()  # nobody else looks whether they are held
@@ -171,7 +177,7 @@ class GraphCapture:
         for sample in self._samples:
             self._forward(sample, self._own_buffers(sample, sample.number))
         for sample in reversed(self._samples):
-            if sample.runner.anchor.requires_grad:
+            if sample.runner.edges.anchor.requires_grad:
                 self._whole_backward(sample)
 
     # -- with one
@@ -181,7 +187,7 @@ class GraphCapture:
         request = self._request
         shapes = [sample.shape.geometry for sample in self._samples]
         plan = plan_buffers(request.order or (), request.num_layers_per_chunk, shapes)
-        parts: dict[int, WeightPart] = {}
+        parts: dict[int, InputPart] = {}
         for entry in request.entries:
             numbers = samples_of(entry, request.num_layers_per_chunk, request.num_microbatches)
             chosen = [self._samples[n] for n in numbers]
@@ -195,9 +201,9 @@ class GraphCapture:
                 continue
             for layer, sample in reversed(list(enumerate(chosen))):
                 before = chosen[layer - 1] if layer else None
-                if entry.kind is Kind.BACKWARD and sample.runner.anchor.requires_grad:
+                if entry.kind is Kind.BACKWARD and sample.runner.edges.anchor.requires_grad:
                     self._whole_backward(sample, before)
-                elif entry.kind is Kind.INPUT_GRAD and sample.runner.anchor.requires_grad:
+                elif entry.kind is Kind.INPUT_GRAD and sample.runner.edges.anchor.requires_grad:
                     parts[sample.number] = self._input_part(sample, before)
                 elif entry.kind is Kind.WEIGHT_GRAD:
                     self._weight_part(sample, parts.pop(sample.number, None))
@@ -205,8 +211,7 @@ class GraphCapture:
                 for sample in chosen:  # not before the whole entry is captured: its weight gradients have no order
                     self._give_up(sample)
         for sample in self._samples:
-            if sample.runner is not None:
-                sample.hand_on(self.places)
+            sample.hand_on(self.places)
 
     def _own_buffers(self, sample: SampleGraphs, number: int) -> dict[int, torch.Tensor]:
         """Static arguments, by leaf index."""
@@ -221,11 +226,11 @@ class GraphCapture:
         target = sample.target
         then = functools.partial(self._hand_result_on, sample, following) if following is not None else None
         with self._hooks.around(sample.index, target.given, backward=False), _named(target):
-            sample.runner = target.pair.forward(sample.call, {}, {}, own, self._lane, then)
+            sample.captured = target.pair.forward(sample.call, self._lane, CallBuffers(own), then)
         sample.call.values = {i: copied(tensor) for i, tensor in sample.call.values.items()}  # the samples may go
         result = sample.runner.result
         result.copy(range(len(result.tensors)))
-        sample.runner.copies_grads = True
+        sample.runner.backwards.are_copied = True
         if self._request.trains and sample.shape.takes_gradients and not self.allow_unused:
             self._refuse_unused(sample)
 
@@ -244,9 +249,10 @@ class GraphCapture:
 
     def _hand_grads_on(self, sample: SampleGraphs, before: SampleGraphs, found: Sequence[torch.Tensor | None]) -> None:
         """In the recording of a backward: write gradients to where the sample before reads those of its results."""
+        flows = sample.runner.edges.flows
         for index, (leaf, _) in before.handovers.results.items():
             buffer = self._gradients(before)[1].get(index)
-            position = sample.runner.flows.index(leaf) if leaf in sample.runner.flows else len(found)
+            position = flows.index(leaf) if leaf in flows else len(found)
             grad = found[position] if position < len(found) else None
             if buffer is not None and grad is not None and ArgMetadata.of(grad).layout == ArgMetadata.of(buffer).layout:
                 with torch.no_grad():
@@ -263,10 +269,9 @@ class GraphCapture:
         reached |= {id(runner.boundary.tensors[i]) for i in runner.result.passed}
         names = sample.shape.call.names()
         inputs = {names[i]: t for i, t in runner.boundary.tensors.items() if t.requires_grad}
-        leaves = dict(zip(map(id, target.pair.proxies.parameters), target.pair.proxies.leaves, strict=True))
         returned = {id(t) for t in runner.result.objects}
         used_outside = {path for path, p in target.module.named_parameters() if id(p) in returned}
-        weights = {path: leaves[id(p)] for path, p in target.module.named_parameters() if id(p) in leaves}
+        weights = {path: target.pair.proxies.of(p) for path, p in target.module.named_parameters() if p.requires_grad}
         for kind, tensors in (("argument", inputs), ("parameter", weights)):
             for name, tensor in tensors.items():
                 if id(tensor) not in reached and name not in used_outside:
@@ -281,28 +286,28 @@ class GraphCapture:
         metas, given = self._gradients(sample)
         then = self._then(sample, before)
         with self._hooks.around(sample.index, sample.target.given, backward=True), _named(sample.target):
-            sample.target.pair.backward(sample.runner, metas, given, {}, NO_AUTOCAST, then)
+            sample.target.pair.backward(sample.runner, metas, given, NO_AUTOCAST, then=then)
 
-    def _input_part(self, sample: SampleGraphs, before: SampleGraphs | None) -> WeightPart:
+    def _input_part(self, sample: SampleGraphs, before: SampleGraphs | None) -> InputPart:
         metas, given = self._gradients(sample)
         then, name = self._then(sample, before), sample.target.name
         with self._hooks.around(sample.index, sample.target.given, backward=True), _named(sample.target):
-            return sample.target.pair.input_part(sample.runner, metas, given, name, then=then)
+            return record_input_part(sample.target.pair, sample.runner, metas, given, name, then=then)
 
     def _then(
         self, sample: SampleGraphs, before: SampleGraphs | None
     ) -> Callable[[Sequence[torch.Tensor | None]], None] | None:
-        if before is None or not before.runner.anchor.requires_grad:
+        if before is None or not before.runner.edges.anchor.requires_grad:
             return None
         self._gradients(before)  # no memory is taken for them while a graph is recorded
         return functools.partial(self._hand_grads_on, sample, before)
 
-    def _weight_part(self, sample: SampleGraphs, part: WeightPart | None) -> None:
+    def _weight_part(self, sample: SampleGraphs, part: InputPart | None) -> None:
         sample.has_split_weights = True
         if part is not None:
             with _named(sample.target):
-                sample.kept = part.kept()
-                sample.weights = sample.target.pair.weight_part(sample.runner, part, keeps_saved=True)
+                sample.kept = part.weights.kept()
+                sample.weights = record_weight_part(sample.target.pair, sample.runner, part, keeps_saved=True)
 
     def _gradients(self, sample: SampleGraphs) -> tuple[list[ArgMetadata | None], dict[int, torch.Tensor]]:
         """The geometry of the gradients of a sample's results, and static memory for them."""
@@ -320,7 +325,7 @@ class GraphCapture:
                 self.pool.insert(tensor)
         runner.give_up_memory()
         if sample.weights is not None:
-            sample.weights.give_up()
+            sample.weights.recorded.give_up()
             sample.kept = []
 
 

@@ -22,9 +22,8 @@ from stepgraph.observe.finder import reachable
 from stepgraph.oplog import Difference
 from stepgraph.pair.guard import SiteGuard
 from stepgraph.pair.module_method import ModuleMethod
-from stepgraph.pair.ordered import OrderedPair
 from stepgraph.pair.proof import PairLogs
-from stepgraph.pair.record import with_modes
+from stepgraph.pair.record import PairCapture, with_modes
 from stepgraph.pair.shared import PairSession
 from stepgraph.ran import ExecutedCode
 from stepgraph.signature import argument_names
@@ -66,7 +65,9 @@ class CaptureTarget:
         self.arguments = argument_names(self.original)
         self.modes = [vars(module) for module in with_modes(self.module)]
         self._shared, self._need_backward = shared, need_backward
-        self._pair: OrderedPair | None = None
+        self._pair: PairCapture | None = None
+        self._outside: frozenset[int] = frozenset()
+        """Parameters, by id, whose gradients pass through autograd."""
         self._guard: SiteGuard | None = None
         self.ran = ExecutedCode()
         """The code that its warm-up has run."""
@@ -96,21 +97,12 @@ class CaptureTarget:
         return {f"{self.name}.{path}" if path else self.name: m for path, m in self.module.named_modules()}
 
     @property
-    def pair(self) -> OrderedPair:
+    def pair(self) -> PairCapture:
         """What records its graphs."""
         if self._pair is None:
-            shared = self._shared
-            self._pair = OrderedPair(
-                self._original,
-                self.module,
-                shared.session,
-                shared.grads,
-                shared.in_flight_of(self.module),
-                (),
-                shared.logs,
-                need_backward=self._need_backward,
+            self._pair = PairCapture(
+                self._original, self.module, self._shared, self._outside, need_backward=self._need_backward
             )
-            self._pair.returned = shared.returned
         return self._pair
 
     @property
@@ -125,7 +117,7 @@ class CaptureTarget:
     def route(self, others: Sequence[CaptureTarget]) -> None:
         """Choose the parameters whose gradients pass through autograd: hooked ones, and those of several callables."""
         foreign = {id(p) for other in others if other.module is not self.module for p in other.module.parameters()}
-        self.pair.outside = {id(p) for p in self.parameters if is_hooked(p) or id(p) in foreign}
+        self._outside = frozenset(id(p) for p in self.parameters if is_hooked(p) or id(p) in foreign)
 
     def refuse_hooks(self, *, own: bool) -> None:
         """Refuse hooks on modules inside, which would not run at replays, and on the module itself if it is `own`."""

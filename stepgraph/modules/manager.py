@@ -25,7 +25,6 @@ from stepgraph.observe.ddp import in_ddp
 from stepgraph.oplog import is_logged
 from stepgraph.pair.in_flight import run_forward
 from stepgraph.pair.kind import CallKind
-from stepgraph.pair.record import PairCapture
 from stepgraph.pair.runner import Runner, RunnerState
 from stepgraph.pair.target import PairTarget
 from stepgraph.rng.tracker import tracker_for
@@ -72,7 +71,7 @@ class CudaGraphManager:
         self.session = session if session is not None else ModuleSession()
         self.need_backward = need_backward
         self._target = PairTarget(
-            *(PairCapture, base_module, self.function_name, self.name, self.options, self.session),
+            *(base_module, self.function_name, self.name, self.options, self.session),
             outside=self.session.outside_parameters,
             need_backward=need_backward,
         )

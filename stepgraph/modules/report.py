@@ -86,7 +86,8 @@ def report_on(shared: ModuleSession) -> ModuleReport:
     rows = []
     for manager in shared.managers:
         runners = [runner for site in manager.sites.values() for runner in site.runners]
-        graphs = [g for r in runners for g in (r.graph, *(backward.graph for backward in r.backwards.values()))]
+        graphs = [runner.forward.recording.graph for runner in runners]
+        graphs += [backward.graph for runner in runners for backward in runner.backwards.values()]
         rows.append(
             ModuleRow(
                 path=manager.name,

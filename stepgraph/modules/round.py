@@ -10,8 +10,8 @@ turn it is. Calls in another order are refused.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -21,9 +21,10 @@ from stepgraph.modules.memory_plan import MemoryPlan
 from stepgraph.modules.recorder import Event
 from stepgraph.modules.site import ModuleCall, ModuleSite
 from stepgraph.order.cursor import Cursor, Turn
+from stepgraph.pair.call import CallBuffers
 from stepgraph.pair.lanes import PoolLane
 from stepgraph.pair.proof import NotWarm
-from stepgraph.pair.runner import Runner
+from stepgraph.pair.runner import Grads, Runner
 
 
 class RoundCapture:
@@ -68,10 +69,10 @@ class RoundCapture:
         given, shared = self._given(call), self._shared_buffers(call)
         metas = {i: leaf for i, leaf in enumerate(eager.leaves) if isinstance(leaf, ArgMetadata)}
         own = self._memory_plan.buffers(call, {i: m for i, m in metas.items() if i not in given and i not in shared})
-        pair = target.pair()
-        runner = pair.forward(eager, given, shared, own, self._memory_plan.lane(call))
+        buffers = CallBuffers(own, shared, given)
+        runner = target.pair().forward(eager, self._memory_plan.lane(call), buffers)
         site.add(runner)
-        site.proof.compare(target.name, eager.log, pair.log_of(runner), strict=target.options.strict)
+        site.proof.compare(target.name, eager.log, runner.forward.log, strict=target.options.strict)
         if len(site.runners) == 1:
             target.guard(site.kind, runner)
         site.recorded = eager
@@ -107,13 +108,27 @@ class RoundCapture:
         given = {i: grad for i, (grad, _) in chained.items()}
         given |= self._memory_plan.buffers(call, {i: m for i, m in present.items() if i not in given})
         lent = {i: lent for i, (_, lent) in chained.items()}
-        recorded = call.site.manager.target.pair().backward(runner, metas, given, lent, call.eager.backward_autocast)
-        for index, grad, lent_grad in zip(runner.flows, recorded.grads_out, recorded.lent, strict=False):
+        recorded = call.site.manager.target.pair().backward(runner, metas, given, call.eager.backward_autocast, lent)
+        for index, grad, lent_grad in zip(runner.edges.flows, recorded.grads_out, recorded.lent, strict=False):
             if grad is not None and lent_grad is not None and index in call.made_by:
                 producer, result = call.made_by[index]
                 if self._memory_plan.lane(producer) is self._memory_plan.lane(call):
                     self._grads.setdefault(self._memory_plan.key(producer), {})[result] = (grad, lent_grad)
         self._memory_plan.captured(call, runner, recorded)
+
+
+@dataclass(frozen=True, slots=True)
+class _BackwardTurn:
+    """How the backward of one call takes its turn: a `ReplayOrder`."""
+
+    cursor: Cursor
+    number: int
+
+    def fit_grads(self, grads: Grads) -> Grads:
+        return grads
+
+    def take_turn(self, grads: Grads) -> None:
+        self.cursor.take(self.number)
 
 
 class FixedRound:
@@ -143,7 +158,7 @@ class FixedRound:
         self._cursor = Cursor(turns, fix, is_under_way=lambda: lane.is_busy)
         for runner, number in calls.items():
             if runner.backwards:
-                runner.take_turn = functools.partial(self._cursor.take, number)
+                runner.order = _BackwardTurn(self._cursor, number)
 
     def __len__(self) -> int:
         return len(self._runners)
@@ -155,7 +170,7 @@ class FixedRound:
     def end(self) -> None:
         """The graphs are dropped; backwards of calls under way still run."""
         for runner in self._runners:
-            runner.take_turn = None
+            runner.order = None
 
 
 def _fits(tensor: torch.Tensor, meta: ArgMetadata) -> bool:

@@ -16,6 +16,7 @@ from stepgraph.modules.recorder import Event, Recorder
 from stepgraph.modules.round import FixedRound, RoundCapture
 from stepgraph.modules.site import ManagedModule, ModuleCall, ModuleSite
 from stepgraph.oplog import Difference, first_difference
+from stepgraph.pair.audit import differs
 from stepgraph.pair.call import EagerCall
 from stepgraph.pair.proof import AuditTurns
 from stepgraph.pair.runner import Runner
@@ -99,7 +100,7 @@ class ModuleSession(PairSession):
         """Where a recording of such a call would differ by now from the one that is replayed."""
         assert site.recorded is not None
         self.turns.audits += not audited  # those in their turn are counted by the round
-        return site.manager.target.pair().differs(site.recorded, site.runners[0])
+        return differs(site.manager.target.pair(), site.recorded, site.runners[0])
 
     def _recapture(self, site: ModuleSite, why: str, names: Sequence[str]) -> list[str]:
         """Drop a module's graphs, to be captured anew; those of these names that change too often for that.
@@ -183,15 +184,15 @@ class ModuleSession(PairSession):
         try:
             with self.session.workspace.capturing():
                 pair = site.manager.target.pair()
-                runner = pair.forward(call, {}, {}, {}, self.lanes.spare())
-                found = first_difference(pair.log_of(site.runners[0]), pair.log_of(runner))
+                runner = pair.forward(call, self.lanes.spare())
+                found = first_difference(site.runners[0].forward.log, runner.forward.log)
                 if found is not None:
                     runner.free()
                     site.again = f"it would run other operations by now   [changed-operations]\n  {found}"
                     warn_user(f"{site.manager.name}: {site.again}\nIts calls warm up again.")
                     return None
                 if any(meta is not None for meta in call.metas) and call.backward_ambient is not None:
-                    pair.backward(runner, call.metas, {}, {}, call.backward_autocast)
+                    pair.backward(runner, call.metas, {}, call.backward_autocast)
         except Exception as error:  # noqa: BLE001 (the call goes on eagerly)
             site.manager.target.failed(site.kind, error)
             return None

@@ -21,7 +21,6 @@ from stepgraph.pair.cached_casts import CastWatch, shared_cast
 from stepgraph.pair.call import EagerCall
 from stepgraph.pair.kind import CallKind
 from stepgraph.pair.proof import EagerProof
-from stepgraph.pair.record import PairCapture
 from stepgraph.pair.runner import Runner
 from stepgraph.pair.target import PairTarget
 from stepgraph.signature.fast_match import FastMatch
@@ -31,7 +30,7 @@ from stepgraph.tree import Structure
 class ManagedModule:
     """The sites of one module or method, and what happened to its calls."""
 
-    def __init__(self, target: PairTarget[PairCapture], options: ModuleOptions) -> None:
+    def __init__(self, target: PairTarget, options: ModuleOptions) -> None:
         self.target, self.options = target, options
         self.name, self.module = target.name, target.module
         self.sites: dict[Hashable, ModuleSite] = {}
@@ -54,7 +53,7 @@ class ManagedModule:
         """In the backward of an eager call: tell if it also comes to replayed calls, which share no casts with it."""
         if self.target.shared.in_flight_of(self.module).has_more_to_come():
             for site in self.sites.values():
-                if any(runner.keeps_casts for runner in site.runners):
+                if any(runner.edges.keeps_casts for runner in site.runners):
                     site.tell_several()
 
     def drop(self) -> None:
@@ -152,7 +151,7 @@ class ModuleSite:
     def add(self, runner: Runner) -> None:
         """Take a runner in."""
         runner.result.copy(self._copied)
-        runner.copies_grads = self._copies_grads
+        runner.backwards.are_copied = self._copies_grads
         if not self.knows_several:
             runner.tell_several = self.tell_several
         self.runners.append(runner)
@@ -171,7 +170,7 @@ class ModuleSite:
         self._copies_grads |= any(runner.has_held_grads() for runner in holding)
         for runner in self.runners:
             runner.result.copy(self._copied)
-            runner.copies_grads |= self._copies_grads
+            runner.backwards.are_copied |= self._copies_grads
 
     def note_kept(self, slot: int) -> None:
         """Before an eager call: results of the last one in its slot that are still held are handed out as copies."""

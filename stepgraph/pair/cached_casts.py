@@ -20,10 +20,10 @@ from stepgraph.signature import AMBIENT_NAMES
 _AROUND = [AMBIENT_NAMES.index(name) for name in ("grad mode", "autocast cache", "autocast on cuda", "autocast on cpu")]
 
 
-def keeps_casts(ambient: Sequence[Hashable]) -> bool:
-    """Whether eager code under these flags shares the casts of weights."""
-    grad_mode, cache, cuda, cpu = (ambient[index] for index in _AROUND)
-    return bool(grad_mode and cache and (cuda or cpu))
+def keeps_casts(ambient: Sequence[Hashable], *, grad_mode: bool = True) -> bool:
+    """Whether eager code under these flags shares the casts of weights; `grad_mode`: only where gradients are on."""
+    grad_on, cache, cuda, cpu = (ambient[index] for index in _AROUND)
+    return bool((grad_on or not grad_mode) and cache and (cuda or cpu))
 
 
 def casts_behind(results: Iterable[torch.Tensor], stop: Iterable[Any] = ()) -> dict[Any, list[tuple[Any, int]]]:

@@ -6,14 +6,15 @@ An `EagerCall` was made by the user, and noted: its operations, its results, and
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from stepgraph.buffers.inputs import ArgMetadata, tensors_among
+from stepgraph.buffers.inputs import ArgMetadata, SharedBuffer, tensors_among
 from stepgraph.oplog import Log
+from stepgraph.pair.runner import Runner
 from stepgraph.signature import AMBIENT_NAMES, Signature
 from stepgraph.tree import Structure
 
@@ -99,3 +100,19 @@ class EagerCall(RecordedCall):
 
 
 _CUDA, _CPU = AMBIENT_NAMES.index("autocast on cuda"), AMBIENT_NAMES.index("autocast on cpu")
+
+
+@dataclass(frozen=True, slots=True)
+class CallBuffers:
+    """Static memory for arguments of a call, by leaf index; the others get memory of their own."""
+
+    own: Mapping[int, torch.Tensor] = field(default_factory=dict)
+    shared: Mapping[int, SharedBuffer] = field(default_factory=dict)
+    """Arguments that several calls are given."""
+    given: Mapping[int, tuple[Runner, torch.Tensor]] = field(default_factory=dict)
+    """Arguments that are another runner's results."""
+
+    def tensors(self) -> dict[int, torch.Tensor]:
+        """The memory."""
+        shared = {i: buffer.tensor for i, buffer in self.shared.items()}
+        return {**self.own, **shared, **{i: tensor for i, (_, tensor) in self.given.items()}}

@@ -55,13 +55,12 @@ def differentiate(
         for leaf, grad in zip(sources, before, strict=True):
             leaf.grad = grad
         raise AccumulatesByItself
-    _check_dense(grads)
-    own = {tensor.untyped_storage()._cdata for tensor in incoming}
     found = [(entry, grad) for entry, grad in zip(inside, grads[len(edges) :], strict=True) if grad is not None]
+    _check_dense(grads)
     with torch.no_grad(), left_out():
         if found:
             torch._foreach_add_([entry.memory for entry, _ in found], [grad for _, grad in found])
-        out = [copy_if_aliased(grad, own) for grad in grads[: len(edges)]]
+        out = without_aliases(grads[: len(edges)], incoming)
     return out, [entry.parameter for entry, _ in found]
 
 
@@ -74,7 +73,6 @@ def accumulate(
     """Let autograd's accumulators, and those of backwards inside the backward, do the additions."""
     reached: set[int] = set()
     handles = []
-    leaves = [*edges, *(entry.leaf for entry in inside)]
     try:
         for entry in inside:
             entry.leaf.grad = entry.memory
@@ -82,13 +80,13 @@ def accumulate(
         torch.autograd.backward(results, incoming, retain_graph=True)
         grads = [leaf.grad for leaf in edges]
     finally:
-        _clear(leaves)
+        for leaf in (*edges, *(entry.leaf for entry in inside)):
+            leaf.grad = None
         for handle in handles:
             handle.remove()
     _check_dense(grads)
-    own = {tensor.untyped_storage()._cdata for tensor in incoming}
     with torch.no_grad(), left_out():
-        out = [copy_if_aliased(grad, own) for grad in grads]
+        out = without_aliases(grads, incoming)
     return out, [entry.parameter for entry in inside if id(entry.leaf) in reached]
 
 
@@ -147,23 +145,12 @@ def recording_compiled_backwards() -> Iterator[None]:
         yield
 
 
-def refuse_second_backward() -> RuntimeError:
-    """The error of a backward that is to be run again."""
-    return RuntimeError(
-        "A backward with retain_graph=True reached a graphed module that is compiled. Compiled code uses up its "
-        "activations in the first backward. Call backward() without retain_graph, or set "
-        "torch._functorch.config.donated_buffer=False before the module is compiled."
-    )
-
-
-def copy_if_aliased(grad: torch.Tensor | None, own: set[int]) -> torch.Tensor | None:
-    """A gradient that went through unchanged lies in memory of the graph that it came from: take a copy."""
-    return grad if grad is None or grad.untyped_storage()._cdata not in own else grad.clone()
-
-
-def _clear(leaves: Sequence[torch.Tensor]) -> None:
-    for leaf in leaves:
-        leaf.grad = None
+def without_aliases(
+    grads: Sequence[torch.Tensor | None], incoming: Sequence[torch.Tensor]
+) -> list[torch.Tensor | None]:
+    """Gradients, with copies of those that went through unchanged: they lie in memory of the graph they came from."""
+    own = {tensor.untyped_storage()._cdata for tensor in incoming}
+    return [grad.clone() if grad is not None and grad.untyped_storage()._cdata in own else grad for grad in grads]
 
 
 def _check_dense(grads: Sequence[torch.Tensor | None]) -> None:

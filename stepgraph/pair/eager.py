@@ -15,7 +15,6 @@ from stepgraph.observe.eager_call import CallObserver
 from stepgraph.pair.call import EagerCall, NotedArguments
 from stepgraph.pair.kind import CallKind
 from stepgraph.pair.proof import note_forward, noting
-from stepgraph.pair.record import PairCapture
 from stepgraph.pair.target import PairTarget
 from stepgraph.signature import ambient_key
 from stepgraph.tree import Structure
@@ -31,9 +30,7 @@ class EagerResult:
     """Parameters, or other leaves, that it returned as such."""
 
 
-def note_call(
-    target: PairTarget[PairCapture], kind: CallKind, arguments: NotedArguments, structure: Structure
-) -> EagerCall:
+def note_call(target: PairTarget, kind: CallKind, arguments: NotedArguments, structure: Structure) -> EagerCall:
     """Describe a call that is about to be made."""
     needs_values = target.shared.session.backend.runs_while_recording
     return EagerCall(
@@ -50,7 +47,7 @@ def note_call(
 
 
 def run_call(
-    target: PairTarget[PairCapture],
+    target: PairTarget,
     kind: CallKind,
     call: EagerCall,
     leaves: Sequence[Any],

@@ -25,8 +25,7 @@ import torch
 
 from stepgraph.buffers.inputs import ArgMetadata
 from stepgraph.errors import CaptureError, StaleMemoryError, StepgraphError
-from stepgraph.pair.differentiate import refuse_second_backward
-from stepgraph.pair.runner import BackwardGraph, Runner
+from stepgraph.pair.runner import BackwardGraph, Grads, Runner, RunnerState
 from stepgraph.signature.ambient import autocast_now
 from stepgraph.tracebacks import trim
 
@@ -53,14 +52,14 @@ class InFlightCall:
         self._origin = runner.replay(leaves)
         runner.begin()
         runner.in_flight.add(self)
-        tensors = runner.boundary.tensors
-        if runner.flows:
-            self._edges = [_edge(leaves[index], tensors[index]) for index in runner.flows]
-        for index in runner.saved_inputs:
+        edges, tensors = runner.edges, runner.boundary.tensors
+        if edges.flows:
+            self._edges = [_edge(leaves[index], tensors[index]) for index in edges.flows]
+        for index in edges.saved_inputs:
             if leaves[index].data_ptr() == tensors[index].data_ptr():
                 self._probes.append(_probe(leaves[index]))
         results = runner.result.hand_out()
-        for index in runner.saved_results:
+        for index in edges.saved_results:
             if not runner.result.copied[index]:
                 self._probes.append(_probe(results[index]))
         return results
@@ -74,32 +73,30 @@ class InFlightCall:
 
     # -- backward
 
-    def backward(self, grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+    def backward(self, grads: Grads) -> list[torch.Tensor | None]:
         """Replay the backward for these gradients of the results."""
         runner = self.runner
+        order, backwards, follow = runner.order, runner.backwards, runner.forward.recording.graph.follow
         self._check()
-        if runner.follow is not None:
-            runner.follow()
-        if runner.fit_grads is not None:
-            grads = runner.fit_grads(grads)
-        recorded = runner.usual
-        if recorded is None or not recorded.is_ready_for(grads, runner.random.active):
-            found = self._recorded(grads)
-            if found is None:
+        if follow is not None:
+            follow()
+        if order is not None:
+            grads = order.fit_grads(grads)
+        recorded = backwards.usual
+        if recorded is None or not recorded.is_ready_for(grads, backwards.random.active):
+            recorded = self._recorded(grads)
+            if recorded is None:
                 self._end()
-                return [None] * (len(runner.flows) + len(runner.outside))
-            recorded = found
-        if runner.take_turn is not None:
-            runner.take_turn()
-        if runner.receive_grads is not None:
-            runner.receive_grads(grads)
+                return [None] * (len(runner.edges.flows) + len(runner.edges.outside))
+        if order is not None:
+            order.take_turn(grads)
         several = False
         if len(runner.in_flight) > 1:
             self._ran_in = torch._C._current_graph_task_id()
             several = runner.in_flight.has_more_to_come(self)
             if several:
                 recorded.accumulated.begin_sum()
-                if runner.keeps_casts and runner.tell_several is not None:
+                if runner.edges.keeps_casts and runner.tell_several is not None:
                     runner.tell_several()
         recorded.grads_in.load(grads)
         if recorded.rewinds:
@@ -111,39 +108,37 @@ class InFlightCall:
         for parameter, marks in recorded.marks:
             parameter.__dict__.update(marks)
         # not where somebody keeps them, nor where a backward that runs before they are read might overwrite them
-        lends = not runner.copies_grads and (
-            runner.take_turn is not None or runner.lane.is_first_backward(recorded.captured_at)
-        )
+        lends = not backwards.are_copied and (order is not None or runner.lane.is_first_backward(recorded.captured_at))
         handed = recorded.hand_out(self._edges, lends=lends)
         self._end()
         return handed
 
-    def _recorded(self, grads: Sequence[torch.Tensor | None]) -> BackwardGraph | None:
+    def _recorded(self, grads: Grads) -> BackwardGraph | None:
         """The backward for such gradients, ready to be replayed; None where there is no gradient at all."""
-        runner = self.runner
+        backwards = self.runner.backwards
         layouts = [None if grad is None else (grad.shape, grad.stride(), grad.dtype) for grad in grads]
         if not any(layouts):
             return None
-        around = (*autocast_now(), runner.random.active)
-        recorded = runner.backwards.get((*layouts, *around))
+        around = (*autocast_now(), backwards.random.active)
+        recorded = backwards.get((*layouts, *around))
         if recorded is not None:
-            runner.make_usual(recorded, grads, around)
+            backwards.make_usual(recorded, grads, around)
         if recorded is not None and (not recorded.grads_in.has_conditions or recorded.grads_in.is_free_for(grads)):
             if recorded.is_held():
-                runner.copies_grads = True
+                backwards.are_copied = True
             elif recorded.accumulated.attach():
                 return recorded
         metas = [None if grad is None else ArgMetadata.of(grad) for grad in grads]
-        if runner.capture_backward is None:
+        if backwards.record is None:
             raise _out_of_order(metas, is_known=recorded is not None)
-        recorded = runner.capture_backward(runner, metas)
+        recorded = backwards.record(self.runner, metas)
         if not recorded.accumulated.attach():  # somebody holds gradients in the memory that it was recorded with
-            recorded = runner.capture_backward(runner, metas)
+            recorded = backwards.record(self.runner, metas)
             assert recorded.accumulated.attach()
         return recorded
 
     def _check(self) -> None:
-        runner = self.runner
+        edges = self.runner.edges
         if torch.is_grad_enabled():
             raise CaptureError(
                 "a backward with create_graph=True reached a graphed module",
@@ -151,21 +146,25 @@ class InFlightCall:
                 why="a replayed backward has no graph of its own: the second derivative would be a constant.",
                 fix="leave this module out of the scope, or close the graphs for that part of the training.",
             )
-        if not torch._C._will_engine_execute_node(runner.anchor_node):
+        if not torch._C._will_engine_execute_node(edges.anchor_node):
             raise CaptureError(
                 "a backward for certain tensors only (autograd.grad, or backward(inputs=...)) reached a graphed module",
                 rule="partial-backward",
                 why="the recorded backward computes, and accumulates, the gradients of all its parameters.",
                 fix="call loss.backward() without inputs=, or leave this module out of the scope.",
             )
-        if runner.uses_up_saved and torch._C._autograd._get_current_graph_task_keep_graph():
-            raise refuse_second_backward()
+        if edges.uses_up_saved and torch._C._autograd._get_current_graph_task_keep_graph():
+            raise RuntimeError(
+                "A backward with retain_graph=True reached a graphed module that is compiled. Compiled code uses up "
+                "its activations in the first backward. Call backward() without retain_graph, or set "
+                "torch._functorch.config.donated_buffer=False before the module is compiled."
+            )
         if self._freed:
             raise RuntimeError(
                 "Trying to backward through a graphed module a second time. Specify retain_graph=True at the first "
                 "backward if there is to be another one."
             )
-        if runner.is_freed:
+        if self.runner.state is RunnerState.FREED:
             raise StaleMemoryError(
                 "a backward through a graphed module whose graphs are gone",
                 rule="stale-memory",
@@ -256,15 +255,15 @@ _is_transforming: Callable[[], bool] = torch._C._are_functorch_transforms_active
 
 def run_forward(runner: Runner, leaves: Sequence[Any]) -> Any:
     """Replay a runner's forward for these arguments; under autograd where gradients can flow."""
-    result = runner.result
-    if runner.anchor_node is None:
+    result, edges = runner.result, runner.edges
+    if edges.anchor_node is None:
         runner.replay(leaves)
         runner.lane.end(runner)
         return result.build(result.hand_out(), leaves)
-    inputs = [leaves[i] for i in runner.flows]
+    inputs = [leaves[i] for i in edges.flows]
     # what torch's own wrapper looks for costs the host as much as the node
     apply = ReplayNode.apply if _is_transforming() else _apply
-    return result.build(apply(InFlightCall(runner), leaves, runner.anchor, *inputs, *runner.outside), leaves)
+    return result.build(apply(InFlightCall(runner), leaves, edges.anchor, *inputs, *edges.outside), leaves)
 
 
 def is_replayed(tensor: torch.Tensor) -> bool:

@@ -19,25 +19,36 @@ import weakref
 from collections.abc import Iterator
 from typing import Generic, Protocol, TypeVar
 
+from stepgraph.buffers.outputs import StaticOutputs
 
-class _Holdable(Protocol):
-    def is_held(self) -> bool:
-        """Whether somebody holds it."""
+
+class CaptureSpan:
+    """When a runner's graphs were captured, by their numbers in the order of the lane."""
+
+    __slots__ = ("backward_at", "forward_at", "last_at")
+
+    def __init__(self, forward_at: int) -> None:
+        self.forward_at = self.last_at = forward_at
+        self.backward_at: float = math.inf
+        """The number of its first backward."""
+
+    def add_backward(self, captured_at: int) -> None:
+        """A backward was captured."""
+        self.backward_at = min(self.backward_at, captured_at)
+        self.last_at = max(self.last_at, captured_at)
 
 
 class Tenant(Protocol):
     """A runner, as far as a lane knows it."""
 
-    forward_at: int
-    """When its forward was captured."""
-    backward_at: float
-    """When its first backward was captured."""
-    last_at: int
-    """When its last graph was captured."""
-    is_freed: bool
+    span: CaptureSpan
 
     @property
-    def result(self) -> _Holdable:
+    def is_freed(self) -> bool:
+        """Whether its graphs are gone."""
+
+    @property
+    def result(self) -> StaticOutputs:
         """What its forward hands out."""
 
     def has_held_grads(self) -> bool:
@@ -92,13 +103,12 @@ class PoolLane(Generic[T]):
         """Whether a runner's forward harms no call under way, and the backwards of those do not harm it."""
         if not self._under_way:
             return True
-        if runner.forward_at <= self._under_way[-1].forward_at:
-            return False
-        return runner.forward_at < self._earliest_backward(runner.forward_at)
+        forward_at = runner.span.forward_at
+        return self._under_way[-1].span.forward_at < forward_at < self._earliest_backward(forward_at)
 
     def _earliest_backward(self, sought: float) -> float:
         if self._first_backward <= sought:  # perhaps that of a call that is over
-            self._first_backward = min((r.backward_at for r in self._under_way), default=math.inf)
+            self._first_backward = min((r.span.backward_at for r in self._under_way), default=math.inf)
         return self._first_backward
 
     def begin(self, runner: T) -> None:
@@ -106,7 +116,7 @@ class PoolLane(Generic[T]):
         self._under_way.append(runner)
         self._calls.num += 1
         self._calls.begun += 1
-        self._first_backward = min(self._first_backward, runner.backward_at)
+        self._first_backward = min(self._first_backward, runner.span.backward_at)
 
     def end(self, runner: T) -> None:
         """A call is over; its results may still be held."""
@@ -117,8 +127,6 @@ class PoolLane(Generic[T]):
             self._under_way.remove(runner)
             self._calls.num -= 1
         self._ended[runner] = None
-        if runner.is_freed:
-            self.forget(runner)
 
     def is_first_backward(self, number: float) -> bool:
         """Whether no call under way has a backward that was captured before this one."""
@@ -128,10 +136,10 @@ class PoolLane(Generic[T]):
         """The runners whose results, or gradients, are held by a caller and would be overwritten."""
         if not self._ended:
             return []
-        found = []
+        found, forward_at = [], runner.span.forward_at
         for ended in tuple(self._ended):
-            results_in_reach = ended.forward_at >= runner.forward_at
-            grads_in_reach = ended.last_at >= runner.forward_at
+            results_in_reach = ended.span.forward_at >= forward_at
+            grads_in_reach = ended.span.last_at >= forward_at
             if (results_in_reach and ended.result.is_held()) or (grads_in_reach and ended.has_held_grads()):
                 found.append(ended)
             elif results_in_reach:
@@ -140,7 +148,7 @@ class PoolLane(Generic[T]):
 
     def forget(self, runner: T) -> None:
         """A runner is gone: its results need no care, unless they are held and a graph could overwrite them."""
-        if not any(r.forward_at < runner.forward_at and not r.is_freed for r in self._runners):
+        if not any(r.span.forward_at < runner.span.forward_at and not r.is_freed for r in self._runners):
             self._ended.pop(runner, None)
 
 

@@ -43,6 +43,14 @@ class ParameterProxies:
                 self.parameters.append(tensor)
         return found
 
+    def has(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is one of the module's own."""
+        return id(tensor) in self._made
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The stand-in of a tensor; of one that is not the module's the tensor itself."""
+        return self._made.get(id(tensor), tensor)
+
     @property
     def leaves(self) -> list[torch.Tensor]:
         """The stand-ins, in the order of `parameters`."""

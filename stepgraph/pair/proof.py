@@ -18,9 +18,9 @@ import torch
 
 from stepgraph.errors import CaptureError
 from stepgraph.oplog import Log, OpLog, Roles, Vocabulary, first_difference, noting_unseen
+from stepgraph.pair.cached_casts import keeps_casts
 from stepgraph.pair.differentiate import nodes_behind
 from stepgraph.session.proof import Shown, next_audit, tell_other_path, varying_operations
-from stepgraph.signature import AMBIENT_NAMES
 from stepgraph.tree import flatten
 
 _MAX_SURPRISES = 3
@@ -41,7 +41,8 @@ class PairLogs:
         self, module: torch.nn.Module, leaves: Sequence[Any], ambient: Sequence[Hashable], device: torch.device
     ) -> OpLog:
         """A log for a call of a module on these arguments, under these flags."""
-        return OpLog(self._vocabulary, leaves, _roles(module), device, keeps_casts=_keeps_casts(ambient))
+        keeps = keeps_casts(ambient, grad_mode=False)
+        return OpLog(self._vocabulary, leaves, _roles(module), device, keeps_casts=keeps)
 
     def of_backward(
         self, forward: OpLog, module: torch.nn.Module, incoming: Mapping[int, torch.Tensor], memory: Mapping[str, Any]
@@ -69,14 +70,6 @@ def note_forward(log: OpLog, result: Any, arguments: Sequence[Any]) -> None:
     stop = [a.grad_fn for a in arguments if isinstance(a, torch.Tensor) and a.grad_fn is not None]
     names = [node.name() for node in nodes_behind(results, stop)]
     log.note_call("autograd's graph", [name for name in names if not name.endswith("AccumulateGrad")])
-
-
-_CACHE, _CUDA, _CPU = map(AMBIENT_NAMES.index, ("autocast cache", "autocast on cuda", "autocast on cpu"))
-
-
-def _keeps_casts(ambient: Sequence[Hashable]) -> bool:
-    """Whether autocast keeps casts under these flags; without gradients, too."""
-    return bool(ambient[_CACHE] and (ambient[_CUDA] or ambient[_CPU]))
 
 
 def _roles(module: torch.nn.Module) -> Roles:

@@ -3,33 +3,31 @@
 Nothing runs while they are recorded, so no values are needed: arguments are buffers of the right geometry, and a
 backward can be recorded at any time after its forward, whose autograd graph is kept. Both are transactions: a recording
 that fails is dropped, with the module, its parameters and their gradients as before. So a call can be recorded once
-more at any time, to see whether it still runs the operations that were recorded (`differs`).
+more at any time, to see whether it still runs the operations that were recorded (`pair.audit`).
+
+Each graph is made in one place (`PairCapture.record`), which gives the graph and the log of its operations.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from stepgraph.backends import Graph
 from stepgraph.buffers.borrowed import BorrowedTensor
-from stepgraph.buffers.inputs import ArgMetadata, SharedBuffer, StaticInputs
+from stepgraph.buffers.inputs import ArgMetadata, StaticInputs
 from stepgraph.buffers.outputs import StaticOutputs, another_leaf, leaf_results
 from stepgraph.errors import CaptureError
-from stepgraph.grads.param_grads import ParamGrads
 from stepgraph.guards.random_names import NamesGuard
 from stepgraph.observe.module_attributes import ModuleAttributes
 from stepgraph.observe.step_objects import leaves_behind
-from stepgraph.oplog import Difference, Log, OpLog, first_difference
+from stepgraph.oplog import OpLog, left_out
 from stepgraph.pair.cached_casts import casts_behind, casts_twice, keeps_casts
-from stepgraph.pair.call import RecordedCall, SameTensor
+from stepgraph.pair.call import CallBuffers, RecordedCall, SameTensor
 from stepgraph.pair.differentiate import (
     AccumulatesByItself,
     Inside,
@@ -42,12 +40,12 @@ from stepgraph.pair.differentiate import (
 )
 from stepgraph.pair.lanes import PoolLane
 from stepgraph.pair.parameter_proxies import ParameterProxies, without_hooks
-from stepgraph.pair.proof import PairLogs, note_forward, noting
-from stepgraph.pair.runner import BackwardGraph, InFlightSet, Runner
+from stepgraph.pair.proof import note_forward, noting
+from stepgraph.pair.runner import AutogradEdges, BackwardGraph, Backwards, ForwardGraph, Grads, Recording, Runner
+from stepgraph.pair.shared import PairSession
 from stepgraph.rng.recompute import state_of_another_graph
-from stepgraph.rng.tracker import Segment, tracker_for
+from stepgraph.rng.tracker import tracker_for
 from stepgraph.session.failure import refuse_changed_container
-from stepgraph.session.session import Session
 from stepgraph.signature import refuse_tensor_classes
 from stepgraph.signature.ambient import as_called, autocast_now, under_autocast, without_saved_tensor_hooks
 from stepgraph.signature.attributes import changed_attributes, put_on
@@ -60,142 +58,147 @@ class _CastsTwice(Exception):
 
 
 class PairCapture:
-    """Records the graphs of one module, or of one of its methods: of what `original` gives at the time."""
+    """Records the graphs of one module, or of one of its methods: of what `original` gives at the time.
+
+    `outside` are parameters, by id, whose gradients autograd accumulates: something must happen there in Python.
+    """
 
     def __init__(
         self,
         original: Callable[[], Callable[..., Any]],
         module: torch.nn.Module,
-        session: Session,
-        grads: ParamGrads,
-        in_flight: InFlightSet,
-        generators: Sequence[torch.Generator],
-        logs: PairLogs,
+        shared: PairSession,
+        outside: Iterable[int] = (),
+        generators: Sequence[torch.Generator] = (),
         *,
-        need_backward: bool,
+        need_backward: bool = True,
     ) -> None:
-        self._logs = logs
-        self._recorded: WeakKeyDictionary[Runner, OpLog] = WeakKeyDictionary()
-        """The log of each forward."""
-        self._original, self._module, self._session = original, module, session
-        self._random = tracker_for(session.backend)
-        self._generators = tuple(generators)
-        self._need_backward = need_backward
+        self._original, self.module, self._shared = original, module, shared
+        self.session, self.grads = shared.session, shared.grads
+        self.random = tracker_for(shared.session.backend)
+        self._generators, self._need_backward = tuple(generators), need_backward
         self.proxies = ParameterProxies(module)
-        self._grads, self._in_flight = grads, in_flight
         self._accumulates = False
         self._known: list[torch.Tensor] = []
-        self.outside: set[int] = set()
-        """Parameters, by id, whose gradients autograd accumulates: something must happen there in Python."""
-        self.returned = WeakTensorKeyDictionary()
-        """Parameters and other leaves that calls return as such; autograd accumulates their gradients, too."""
+        self._outside = frozenset(outside)
+        self._returned = shared.returned
+
+    # -- any graph
+
+    def record(
+        self,
+        lane: PoolLane[Runner],
+        notes: OpLog,
+        run: Callable[[Graph], Any],
+        around: Iterable[AbstractContextManager[Any]],
+        forward: ForwardGraph | None = None,
+    ) -> Recording:
+        """Record what `run` does inside `around`, and note its operations.
+
+        `forward` is the graph whose random states a backward may go back to.
+        """
+        generators = tuple(dict.fromkeys((*self._generators, *self.random.generators)))
+        with contextlib.ExitStack() as stack:
+            for each in around:
+                stack.enter_context(each)
+            segment = self.random.begin_segment(None if forward is None else forward.recording.segment)
+            graph = self.session.workspace.graph(generators, lane.number)
+            graph.begin()
+            try:
+                with noting(notes):
+                    made = run(graph)
+                if forward is not None and (segment.rewinds or graph.random.rewinds_to):
+                    graph.will_replay_from()
+                graph.end()
+            except BaseException:
+                graph.abort()
+                raise
+            self.session.adopt(graph)
+        return Recording(graph, graph.launch, notes, segment, made)
+
+    @contextlib.contextmanager
+    def _surroundings(self, training: Sequence[bool]) -> Iterator[None]:
+        """The module as it was at the call, with stand-ins for its parameters."""
+        before = ModuleAttributes(dict(self.module.named_modules()))
+        for module, flag in zip(with_modes(self.module), training, strict=True):
+            module.training = flag  # an evaluation is captured while the model trains, and the other way round
+        try:
+            with self.proxies.in_place(), without_saved_tensor_hooks(), recording_compiled_backwards():
+                yield
+        finally:
+            before.restore()
 
     # -- forward
 
     def forward(
         self,
         call: RecordedCall,
-        given: Mapping[int, tuple[Runner, torch.Tensor]],
-        shared: Mapping[int, SharedBuffer],
-        own: Mapping[int, torch.Tensor],
         lane: PoolLane[Runner],
+        buffers: CallBuffers | None = None,
         then: Callable[[StaticOutputs], None] | None = None,
+        *,
+        cache: bool = False,
     ) -> Runner:
         """Record a forward.
 
-        `given` are arguments that are another runner's results, `shared` those of several calls, `own` have a buffer.
-        `then` is called with the result, for what else the graph is to do.
+        `then` is called with the result, for what else the graph is to do. `cache`: with autocast's cache, which is
+        used where a weight is cast more than once without it.
         """
-        try:
-            return self._forward(call, given, shared, own, lane, then, cache=False)
-        except _CastsTwice:
-            return self._forward(call, given, shared, own, lane, then, cache=True)
-
-    def _forward(
-        self,
-        call: RecordedCall,
-        given: Mapping[int, tuple[Runner, torch.Tensor]],
-        shared: Mapping[int, SharedBuffer],
-        own: Mapping[int, torch.Tensor],
-        lane: PoolLane[Runner],
-        then: Callable[[StaticOutputs], None] | None,
-        *,
-        cache: bool,
-    ) -> Runner:
-        """Record a forward, with or without autocast's cache."""
-        buffers = {**own, **{i: b.tensor for i, b in shared.items()}, **{i: t for i, (_, t) in given.items()}}
-        tensors = self._arguments(call, buffers)
+        buffers = buffers or CallBuffers()
+        tensors = self._arguments(call, buffers.tensors())
         versions = {i: version_of(t) for i, t in tensors.items()}
         leaves = [_filled(i, leaf, tensors) for i, leaf in enumerate(call.leaves)]
         args, kwargs = unflatten(call.structure, leaves)
-        names = NamesGuard(self._random)
-        log = self._logs.of_call(self._module, leaves, call.ambient, self._session.backend.device)
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(self._random.moved_to(call.fork))
-            stack.enter_context(self._surroundings(call.training))
-            stack.enter_context(as_called(call.ambient, cache=cache))
-            stack.enter_context(contextlib.nullcontext() if self._need_backward else torch.no_grad())
-            segment = self._random.begin_segment()
-            with self._recording(lane) as graph:
-                result = self._result(self._logged(log, args, kwargs, leaves), tensors)
-                mutated = [i for i, t in tensors.items() if version_of(t) != versions[i]]
+        names = NamesGuard(self.random)
+        notes = self._shared.logs.of_call(self.module, leaves, call.ambient, self.session.backend.device)
+
+        def run(graph: Graph) -> tuple[StaticOutputs, tuple[int, ...]]:
+            made = self._original()(*args, **kwargs)
+            note_forward(notes, made, leaves)
+            with left_out():
+                result = self._result(made, tensors)
+                mutated = tuple([i for i, t in tensors.items() if version_of(t) != versions[i]])
                 if not cache and keeps_casts(call.ambient) and casts_twice(result.tensors):
                     raise _CastsTwice
-                self._refuse(call, graph, tensors, mutated)
+                _refuse(call, graph, tensors, mutated)
                 refuse_changed_container(_changed(call, leaves, (args, kwargs), tensors), "the module")
                 refuse_tensor_classes(result.tensors, ["result"] * len(result.tensors))
                 if then is not None:
                     then(result)
-        result.settle([*self._module.parameters(), *self._module.buffers()])
-        differentiable = any(result.differentiable)
-        self._known = self._reached(result) if differentiable else list(self.proxies.parameters)
-        self._known += [t for t in result.objects if t.requires_grad and all(t is not known for known in self._known)]
-        runner = Runner(
-            graph,
-            StaticInputs(tensors, shared, {i: producer.is_live for i, (producer, _) in given.items()}),
-            result,
-            mutated=mutated,
-            flows=[i for i, t in tensors.items() if t.requires_grad] if differentiable else [],
-            outside=self._outside(call, result, tensors) if differentiable else [],
-            saved=saved_memory(result.tensors),
-            anchor=torch.empty(0, device="cpu", requires_grad=differentiable),  # where autograd has least to do for it
-            in_flight=self._in_flight,
-            lane=lane,
-            captured_at=lane.next_number(),
-            training=call.training,
-            random=self._random,
-            segment=segment,
-            names=names.if_needed(),
-            release_graph=self._session.release,
-        )
-        runner.capture_backward, self._recorded[runner] = self.backward_now, log
-        runner.uses_up_saved = uses_up_saved(result.tensors)
-        runner.keeps_casts = keeps_casts(call.ambient) and bool(casts_behind(result.tensors))
-        return runner
+            return result, mutated
 
-    def _logged(self, log: OpLog, args: Any, kwargs: Any, leaves: Sequence[Any]) -> Any:
-        """Call the module, and note its operations."""
-        with noting(log):
-            made = self._original()(*args, **kwargs)
-            note_forward(log, made, leaves)
-        return made
+        mode = contextlib.nullcontext() if self._need_backward else torch.no_grad()
+        ambient = as_called(call.ambient, cache=cache)
+        around = (self.random.moved_to(call.fork), self._surroundings(call.training), ambient, mode)
+        try:
+            recording = self.record(lane, notes, run, around)
+        except _CastsTwice:
+            return self.forward(call, lane, buffers, then, cache=True)
+        result, mutated = recording.made
+        result.settle([*self.module.parameters(), *self.module.buffers()])
+        in_use = {i: producer.is_live for i, (producer, _) in buffers.given.items()}
+        boundary = StaticInputs(tensors, buffers.shared, in_use)
+        forward = ForwardGraph(recording, boundary, result, mutated, call.training, names.if_needed())
+        backwards = Backwards(self._backward_now, self.random, self.session.release)
+        edges = self._edges(call, result, tensors)
+        return Runner(forward, edges, lane, self._shared.in_flight_of(self.module), backwards)
 
     def note_returned(self, made: Any, arguments: Sequence[Any]) -> None:
         """Remember the parameters and other leaves that an eager call on stand-ins has returned as such."""
         originals, given = self.proxies.originals, set(map(id, arguments))
         for index, leaf in leaf_results(made).items():
             if index not in given:
-                self.returned[originals.get(index, leaf)] = None
+                self._returned[originals.get(index, leaf)] = None
 
     def _result(self, made: Any, tensors: dict[int, torch.Tensor]) -> StaticOutputs:
         """The results, with the objects themselves where stand-ins or known leaves are returned as such."""
-        objects = {id(leaf): leaf for leaf in self.returned} | self.proxies.originals
+        objects = {id(leaf): leaf for leaf in self._returned} | self.proxies.originals
         given = set(map(id, tensors.values()))
         leaves = leaf_results(made)
         if any(index not in objects and index not in given for index in leaves):
             raise another_leaf()
         for index in leaves.keys() & objects.keys():
-            self.returned[objects[index]] = None
+            self._returned[objects[index]] = None
         return StaticOutputs(made, tensors, objects)
 
     def _arguments(self, call: RecordedCall, buffers: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
@@ -205,189 +208,164 @@ class PairCapture:
             if isinstance(leaf, ArgMetadata) and index in buffers:
                 found[index] = buffers[index].detach().requires_grad_(leaf.requires_grad)
             elif isinstance(leaf, ArgMetadata):
-                found[index] = leaf.empty(self._session.backend.device)
+                found[index] = leaf.empty(self.session.backend.device)
         for index, tensor in found.items():
             put_on(tensor, call.signature.leaves[index])
         if call.values:
             StaticInputs({i: found[i] for i in call.values}).load(call.values)
         return found
 
-    def _refuse(
-        self, call: RecordedCall, graph: Graph, tensors: Mapping[int, torch.Tensor], mutated: Sequence[int]
-    ) -> None:
-        """Refuse a forward whose replay could not do what eager does."""
-        names = call.signature.names()
-        for index in mutated:
-            if tensors[index].requires_grad or tensors[index].grad_fn is not None:
-                raise CaptureError(
-                    f"the module changes argument `{names[index]}` in place, and gradients flow through it",
-                    rule="inplace-argument",
-                    why="the caller's tensor would have to become a part of the module's autograd graph.",
-                    fix="use the out-of-place form, and return the new tensor.",
-                )
-            if index in call.aliased:
-                raise CaptureError(
-                    f"the module writes to argument `{names[index]}`, which shares memory with another one",
-                    rule="shared-input",
-                    why="each argument is copied into a buffer of its own, where the write would not be seen.",
-                    fix="pass the whole tensor once and take views inside the module, or pass a clone.",
-                )
-        if graph.random.rewinds_to:
-            raise _rewinds_elsewhere()
+    def _edges(self, call: RecordedCall, result: StaticOutputs, tensors: Mapping[int, torch.Tensor]) -> AutogradEdges:
+        """How autograd goes through a forward, and which parameters it knows."""
+        differentiable = any(result.differentiable)
+        anchor = torch.empty(0, device="cpu", requires_grad=differentiable)  # where autograd has least to do for it
+        flows, outside = [], []
+        self._known = list(self.proxies.parameters)
+        if differentiable:
+            behind = list(leaves_behind([t for t in result.tensors if t.requires_grad]))
+            reached = set(map(id, behind))
+            self._known = [p for p in self._known if id(self.proxies.of(p)) in reached]
+            flows = [i for i, t in tensors.items() if t.requires_grad]
+            own = {id(t) for t in (*tensors.values(), *self.proxies.leaves)}
+            foreign = {id(leaf): leaf for leaf in behind if id(leaf) not in own}
+            outside = [*self._through_autograd(call, result), *foreign.values()]
+        self._known += [t for t in result.objects if t.requires_grad and all(t is not known for known in self._known)]
+        saved = saved_memory(result.tensors)
+        pairs = zip(result.tensors, result.differentiable, strict=True)
+        return AutogradEdges(
+            flows=tuple(flows),
+            outside=tuple(outside),
+            saved_inputs=tuple([i for i in flows if _storage(tensors[i]) in saved]),
+            saved_results=tuple([i for i, (t, known) in enumerate(pairs) if known and _storage(t) in saved]),
+            anchor=anchor,
+            anchor_node=torch.autograd.graph.get_gradient_edge(anchor).node if differentiable else None,
+            uses_up_saved=uses_up_saved(result.tensors),
+            keeps_casts=keeps_casts(call.ambient) and bool(casts_behind(result.tensors)),
+        )
 
-    def _outside(
-        self, call: RecordedCall, result: StaticOutputs, tensors: Mapping[int, torch.Tensor]
-    ) -> list[torch.Tensor]:
-        """The parameters whose gradients autograd accumulates: chosen ones, returned ones, those of other modules."""
-        known = {id(t) for t in (*tensors.values(), *self.proxies.leaves)}
-        found = list(leaves_behind([t for t in result.tensors if t.requires_grad]))
+    def _through_autograd(self, call: RecordedCall, result: StaticOutputs) -> list[torch.Tensor]:
+        """The module's parameters whose gradients autograd accumulates: chosen ones, and returned ones."""
         # what a reentrant backward reaches is not known before it runs
-        used = self.proxies.parameters if is_reentrant(result.tensors) else self._reached(result)
-        chosen = self.outside | {id(p) for p in used if p in self.returned}
-        routed = [p for p in self.proxies.parameters if call.in_ddp or id(p) in chosen]
-        return [*routed, *{id(leaf): leaf for leaf in found if id(leaf) not in known}.values()]
-
-    def _reached(self, result: StaticOutputs) -> list[torch.Tensor]:
-        reached = {id(leaf) for leaf in leaves_behind([t for t in result.tensors if t.requires_grad])}
-        pairs = zip(self.proxies.parameters, self.proxies.leaves, strict=True)
-        return [parameter for parameter, leaf in pairs if id(leaf) in reached]
+        used = self.proxies.parameters if is_reentrant(result.tensors) else self._known
+        chosen = self._outside | {id(p) for p in used if p in self._returned}
+        return [p for p in self.proxies.parameters if call.in_ddp or id(p) in chosen]
 
     def known_parameters(self) -> list[torch.Tensor]:
         """The parameters that the last forward's graph rests on, frozen ones among them."""
-        frozen = [p for p in self._module.parameters() if not p.requires_grad]
+        frozen = [p for p in self.module.parameters() if not p.requires_grad]
         return [*self._known, *frozen]
 
     def inside(self) -> list[torch.Tensor]:
         """The parameters whose gradients the graphs accumulate by themselves."""
-        return [p for p in self.proxies.parameters if id(p) not in self.outside and p not in self.returned]
+        return [p for p in self.proxies.parameters if id(p) not in self._outside and p not in self._returned]
 
     # -- backward
 
-    def backward_now(self, runner: Runner, metas: Sequence[ArgMetadata | None]) -> BackwardGraph:
+    def _backward_now(self, runner: Runner, metas: Sequence[ArgMetadata | None]) -> BackwardGraph:
         """Record a backward that is asked for in the middle of one."""
-        with self._session.workspace.capturing():
-            return self.backward(runner, metas, {}, {}, autocast_now())
+        with self.session.workspace.capturing():
+            return self.backward(runner, metas, {}, autocast_now())
 
     def backward(
         self,
         runner: Runner,
         metas: Sequence[ArgMetadata | None],
         given: Mapping[int, torch.Tensor],
-        lent: Mapping[int, BorrowedTensor],
         autocast: tuple[Any, Any],
-        then: Callable[[Sequence[torch.Tensor | None]], None] | None = None,
+        lent: Mapping[int, BorrowedTensor] | None = None,
+        then: Callable[[Grads], None] | None = None,
     ) -> BackwardGraph:
         """Record the backward for gradients of this geometry.
 
         `given` have a buffer; those of them that another graph hands out are `lent`. `then` is called with the
         gradients of the node's inputs, for what else the graph is to do.
         """
-        device = self._session.backend.device
+        device = self.session.backend.device
         present = {i: meta for i, meta in enumerate(metas) if meta is not None}
         incoming = {i: given[i] if i in given else meta.empty(device) for i, meta in present.items()}
-        boundary = StaticInputs(incoming, in_use={i: other.is_held for i, other in lent.items()})
         results = [runner.result.tensors[i] for i in present]
-        before = [dict(p.__dict__) for p in self.proxies.leaves]
-        segment = self._random.begin_segment(runner.segment)
         self._accumulates = self._accumulates or is_reentrant(results)
-        record = functools.partial(self._record_backward, runner, results, incoming, autocast, segment, then)
+        outside, inside = runner.edges.outside, self._inside(runner, results)
+        edges = [*(runner.boundary.tensors[i] for i in runner.edges.flows), *map(self.proxies.of, outside)]
+        before = [dict(p.__dict__) for p in self.proxies.leaves]
+
+        def run(graph: Graph) -> tuple[Grads, list[torch.Tensor]]:
+            compute = accumulate if self._accumulates else differentiate
+            grads, parameters = compute(results, list(incoming.values()), edges, inside)
+            if then is not None:
+                with left_out():
+                    then(grads)
+            return grads, parameters
+
+        notes, around = self.backward_notes(runner, incoming, inside), self.around_backward(runner, autocast)
         try:
-            graph, edges, parameters, log = record()
+            recording = self.record(runner.lane, notes, run, around, runner.forward)
         except AccumulatesByItself:
             self._accumulates = True
-            graph, edges, parameters, log = record()
-        key = (*(None if meta is None else meta.layout for meta in metas), *autocast, self._random.active)
-        return self._keep(runner, key, graph, segment, boundary, edges, parameters, log, self._marks(before))
+            for leaf, attributes in zip(self.proxies.leaves, before, strict=True):
+                leaf.__dict__.clear()
+                leaf.__dict__.update(attributes)
+            return self.backward(runner, metas, given, autocast, lent, then)
+        boundary = StaticInputs(incoming, in_use={i: other.is_held for i, other in (lent or {}).items()})
+        return self.keep(runner, metas, autocast, recording, boundary, self._marks(before))
 
-    def _keep(
-        self,
-        runner: Runner,
-        key: Hashable,
-        graph: Graph,
-        segment: Segment,
-        boundary: StaticInputs,
-        edges: Sequence[torch.Tensor | None],
-        parameters: Sequence[torch.Tensor],
-        log: Log,
-        marks: Sequence[tuple[torch.Tensor, dict[str, Any]]] = (),
-    ) -> BackwardGraph:
-        """Let a runner know a recorded backward."""
-        try:
-            rewinds = self._rewinds(runner, graph, segment)
-        except CaptureError:
-            self._session.release(graph)
-            raise
-        made = BackwardGraph(
-            *(graph, boundary, edges, self._grads.part(parameters, id(self._module)), marks),
-            captured_at=runner.lane.next_number(),
-            rewinds=rewinds,
-            log=log,
-        )
-        runner.add_backward(key, made)
-        return made
-
-    def _record_backward(
-        self,
-        runner: Runner,
-        results: Sequence[torch.Tensor],
-        incoming: Mapping[int, torch.Tensor],
-        autocast: tuple[Any, Any],
-        segment: Segment,
-        then: Callable[[Sequence[torch.Tensor | None]], None] | None,
-    ) -> tuple[Graph, list[torch.Tensor | None], list[torch.Tensor], Log]:
-        proxies = dict(zip(map(id, self.proxies.parameters), self.proxies.leaves, strict=True))
-        foreign = [p for p in runner.outside if id(p) not in proxies]
-        if foreign and self._accumulates:
+    def _inside(self, runner: Runner, results: Sequence[torch.Tensor]) -> list[Inside]:
+        """The parameters that the backward from these results accumulates the gradients of."""
+        outside = runner.edges.outside
+        if self._accumulates and not all(self.proxies.has(p) for p in outside):
             raise CaptureError(
                 "a module with reentrant checkpointing uses a parameter that is not its own",
                 rule="reentrant-checkpoint",
                 why="such checkpointing accumulates gradients by itself, where no recording may reach.",
                 fix="checkpoint(..., use_reentrant=False), or make the parameter one of the module's.",
             )
-        edges = [runner.boundary.tensors[i] for i in runner.flows]
-        edges += [proxies.get(id(p), p) for p in runner.outside]
         reached = {id(leaf) for leaf in leaves_behind(results)}
-        routed = {id(p) for p in runner.outside}
-        chosen = [p for p in self.proxies.parameters if id(p) not in routed]
-        chosen = [p for p in chosen if self._accumulates or id(proxies[id(p)]) in reached]
-        memory = self._grads.part(chosen).memory  # it must not be born in the graph
-        inside = [Inside(p, proxies[id(p)], m) for p, m in zip(chosen, memory, strict=True)]
-        run = accumulate if self._accumulates else differentiate
-        around = (self._surroundings(runner.training), under_autocast(*autocast), without_hooks(foreign))
-        log = self._backward_log(runner, incoming, chosen, memory)
-        with around[0], around[1], around[2], self._recording(runner.lane, segment) as graph:
-            with noting(log):
-                found, parameters = run(results, list(incoming.values()), edges, inside)
-            if then is not None:
-                then(found)
-        return graph, found, parameters, log.finish()
+        chosen = self.accumulated_inside(outside)
+        chosen = [p for p in chosen if self._accumulates or id(self.proxies.of(p)) in reached]
+        memory = self.grads.part(chosen).memory  # it must not be born in the graph
+        return [Inside(p, self.proxies.of(p), m) for p, m in zip(chosen, memory, strict=True)]
 
-    def _backward_log(
+    def keep(
         self,
         runner: Runner,
-        incoming: Mapping[int, torch.Tensor],
-        parameters: Sequence[torch.Tensor],
-        memory: Sequence[torch.Tensor],
-    ) -> OpLog:
-        """A log for a backward that adds to the gradients of these parameters, in this memory."""
-        names = {id(parameter): name for name, parameter in self._module.named_parameters()}
-        added = {names.get(id(p), f"parameter {i}"): m for i, (p, m) in enumerate(zip(parameters, memory, strict=True))}
-        return self._logs.of_backward(self._recorded[runner], self._module, incoming, added)
+        metas: Sequence[ArgMetadata | None],
+        autocast: tuple[Any, Any],
+        recording: Recording,
+        boundary: StaticInputs,
+        marks: Sequence[tuple[torch.Tensor, dict[str, Any]]] = (),
+    ) -> BackwardGraph:
+        """Let a runner know a recorded backward, which made gradients and added to those of parameters."""
+        try:
+            rewinds = _rewinds(runner, recording)
+        except CaptureError:
+            self.session.release(recording.graph)
+            raise
+        grads, parameters = recording.made
+        accumulated, number = self.grads.part(parameters, id(self.module)), runner.lane.next_number()
+        made = BackwardGraph(recording, boundary, grads, accumulated, number, rewinds, marks)
+        key = (*(None if meta is None else meta.layout for meta in metas), *autocast, self.random.active)
+        runner.add_backward(key, made)
+        return made
 
-    def _rewinds(self, runner: Runner, graph: Graph, segment: Segment) -> bool:
-        """Whether a backward repeats draws of its forward; refused where a replay could not."""
-        if graph.random.rewinds_to - {runner.graph}:
-            raise _rewinds_elsewhere()
-        rewinds = segment.rewinds or bool(graph.random.rewinds_to)
-        if rewinds and graph.random.draws:
-            raise CaptureError(
-                "the module's backward goes back to the forward's random state, and also draws new numbers",
-                rule="rng-recompute",
-                why="the graph of the backward begins where that of the forward began, so that a recomputation draws "
-                "the same numbers; others in the same graph could not go on from where the generator is.",
-                fix="graph the checkpointed part and the part whose backward draws as two modules.",
-            )
-        return rewinds
+    def accumulated_inside(self, outside: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The parameters whose gradients the graphs accumulate, if autograd accumulates these."""
+        routed = set(map(id, outside))
+        return [p for p in self.proxies.parameters if id(p) not in routed]
+
+    def around_backward(
+        self, runner: Runner, autocast: tuple[Any, Any], outside: Sequence[torch.Tensor] = ()
+    ) -> Iterable[AbstractContextManager[Any]]:
+        """What a backward is recorded in; `outside`, if they are not those of the runner."""
+        foreign = [p for p in outside or runner.edges.outside if not self.proxies.has(p)]
+        return self._surroundings(runner.forward.training), under_autocast(*autocast), without_hooks(foreign)
+
+    def backward_notes(
+        self, runner: Runner, incoming: Mapping[int, torch.Tensor], inside: Sequence[Inside] = ()
+    ) -> OpLog:
+        """A log for a backward that adds to the gradients of these parameters."""
+        names = {id(parameter): name for name, parameter in self.module.named_parameters()}
+        added = {names.get(id(each.parameter), f"parameter {i}"): each.memory for i, each in enumerate(inside)}
+        return self._shared.logs.of_backward(runner.forward.recording.notes, self.module, incoming, added)
 
     def _marks(self, before: Sequence[dict[str, Any]]) -> list[tuple[torch.Tensor, dict[str, Any]]]:
         """Plain attributes that the backward has set on stand-ins, for the parameters they stand for."""
@@ -398,84 +376,31 @@ class PairCapture:
                 found.append((parameter, new))
         return found
 
-    # -- auditing
-
-    def log_of(self, runner: Runner) -> Log:
-        """What was noted of a runner's forward."""
-        return self._recorded[runner].finish()
-
-    def differs(
-        self,
-        call: RecordedCall,
-        runner: Runner,
-        around: Callable[[bool], AbstractContextManager[None]] = lambda backward: contextlib.nullcontext(),
-    ) -> Difference | None:
-        """Record a call again, with the backwards that its runner has, and compare. Nothing takes effect.
-
-        `around` is entered around a forward, and around a backward.
-        """
-        with torch.inference_mode(False), self._session.workspace.capturing():
-            with around(False):
-                again = self.forward(call, {}, {}, {} if call.values else runner.boundary.tensors, runner.lane)
-            try:
-                found = first_difference(self.log_of(runner), self.log_of(again))
-                for key, backward in runner.backwards.items():
-                    if found is None and isinstance(key, tuple):
-                        with around(True), self._random.moved_to(key[-1]):
-                            found = self._backward_differs(again, runner, key, backward)
-            finally:
-                again.free()
-        return found
-
-    def _backward_differs(
-        self, again: Runner, runner: Runner, key: tuple[Any, ...], backward: BackwardGraph
-    ) -> Difference | None:
-        metas, given, autocast = self._as_before(again, key, backward)
-        return first_difference(backward.log, self.backward(again, metas, given, {}, autocast).log)
-
-    def _as_before(
-        self, again: Runner, key: tuple[Any, ...], backward: BackwardGraph
-    ) -> tuple[list[ArgMetadata | None], dict[int, torch.Tensor], tuple[Any, Any]]:
-        """What a backward was recorded for: gradients of which results, in which memory, and how autocast was."""
-        tensors = backward.grads_in.tensors
-        metas = [ArgMetadata.of(t) if (t := tensors.get(i)) is not None else None for i in range(len(key) - 3)]
-        given = {} if self._session.backend.runs_while_recording else dict(tensors)
-        return metas, given, (key[-3], key[-2])
-
-    # -- recording
-
-    @contextlib.contextmanager
-    def _surroundings(self, training: Sequence[bool]) -> Iterator[None]:
-        """The module as it was at the call, with stand-ins for its parameters."""
-        before = ModuleAttributes(dict(self._module.named_modules()))
-        for module, flag in zip(with_modes(self._module), training, strict=True):
-            module.training = flag  # an evaluation is captured while the model trains, and the other way round
-        try:
-            with self.proxies.in_place(), without_saved_tensor_hooks(), recording_compiled_backwards():
-                yield
-        finally:
-            before.restore()
-
-    @contextlib.contextmanager
-    def _recording(self, lane: PoolLane[Runner], segment: Segment | None = None) -> Iterator[Graph]:
-        """Record a graph. `segment`: what it does with the random states of its forward."""
-        generators = tuple(dict.fromkeys((*self._generators, *self._random.generators)))
-        graph = self._session.workspace.graph(generators, lane.number)
-        graph.begin()
-        try:
-            yield graph
-            if segment is not None and (segment.rewinds or graph.random.rewinds_to):
-                graph.will_replay_from()
-            graph.end()
-        except BaseException:
-            graph.abort()
-            raise
-        self._session.adopt(graph)
-
 
 def with_modes(module: torch.nn.Module) -> list[torch.nn.Module]:
     """The modules that have a training flag of their own; a compiled one shows that of the module in it."""
     return [inner for inner in module.modules() if "training" in vars(inner)]
+
+
+def _storage(tensor: torch.Tensor) -> Any:
+    return tensor.untyped_storage()._cdata
+
+
+def _rewinds(runner: Runner, recording: Recording) -> bool:
+    """Whether a backward repeats draws of its forward; refused where a replay could not."""
+    random = recording.graph.random
+    if random.rewinds_to - {runner.forward.recording.graph}:
+        raise _rewinds_elsewhere()
+    rewinds = recording.segment.rewinds or bool(random.rewinds_to)
+    if rewinds and random.draws:
+        raise CaptureError(
+            "the module's backward goes back to the forward's random state, and also draws new numbers",
+            rule="rng-recompute",
+            why="the graph of the backward begins where that of the forward began, so that a recomputation draws the "
+            "same numbers; others in the same graph could not go on from where the generator is.",
+            fix="graph the checkpointed part and the part whose backward draws as two modules.",
+        )
+    return rewinds
 
 
 def _rewinds_elsewhere() -> CaptureError:
@@ -483,6 +408,28 @@ def _rewinds_elsewhere() -> CaptureError:
         "the module sets the random state",
         "set random states outside the module, or graph the part that reads the state together with it.",
     )
+
+
+def _refuse(call: RecordedCall, graph: Graph, tensors: Mapping[int, torch.Tensor], mutated: Sequence[int]) -> None:
+    """Refuse a forward whose replay could not do what eager does."""
+    if graph.random.rewinds_to:
+        raise _rewinds_elsewhere()
+    names = call.signature.names()
+    for index in mutated:
+        if tensors[index].requires_grad or tensors[index].grad_fn is not None:
+            raise CaptureError(
+                f"the module changes argument `{names[index]}` in place, and gradients flow through it",
+                rule="inplace-argument",
+                why="the caller's tensor would have to become a part of the module's autograd graph.",
+                fix="use the out-of-place form, and return the new tensor.",
+            )
+        if index in call.aliased:
+            raise CaptureError(
+                f"the module writes to argument `{names[index]}`, which shares memory with another one",
+                rule="shared-input",
+                why="each argument is copied into a buffer of its own, where the write would not be seen.",
+                fix="pass the whole tensor once and take views inside the module, or pass a clone.",
+            )
 
 
 def _changed(

@@ -10,10 +10,10 @@ runner can take a call without overwriting what others have left is asked of the
 from __future__ import annotations
 
 import enum
-import math
 import weakref
-from collections.abc import Callable, Hashable, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
 
@@ -23,17 +23,38 @@ from stepgraph.buffers.inputs import ArgMetadata, StaticInputs
 from stepgraph.buffers.outputs import StaticOutputs
 from stepgraph.grads.param_grads import GradPart
 from stepgraph.guards.random_names import NamesGuard
-from stepgraph.oplog import Log
-from stepgraph.pair.lanes import PoolLane
+from stepgraph.oplog import Log, OpLog
+from stepgraph.pair.lanes import CaptureSpan, PoolLane
 from stepgraph.rng.tracker import CudaRNGStatesTracker, Segment
 from stepgraph.signature.fast_match import geometry_check
 
+Grads: TypeAlias = Sequence[torch.Tensor | None]
 
-class RunnerState(enum.Enum):
+
+class RunnerState(enum.IntEnum):
     """Which pass a runner is ready for."""
 
     FWD_READY = 0
     BWD_READY = 1
+    RETIRED = 2
+    """As BWD_READY, and its graphs are freed when the call is over."""
+    FREED = 3
+
+
+class _Next(NamedTuple):
+    """The state after a call has begun, after it is over, and after the runner was retired."""
+
+    begun: RunnerState
+    ended: RunnerState
+    retired: RunnerState
+
+
+_TRANSITIONS: Mapping[RunnerState, _Next] = {
+    RunnerState.FWD_READY: _Next(RunnerState.BWD_READY, RunnerState.FWD_READY, RunnerState.FREED),
+    RunnerState.BWD_READY: _Next(RunnerState.BWD_READY, RunnerState.FWD_READY, RunnerState.RETIRED),
+    RunnerState.RETIRED: _Next(RunnerState.RETIRED, RunnerState.FREED, RunnerState.RETIRED),
+    RunnerState.FREED: _Next(RunnerState.FREED, RunnerState.FREED, RunnerState.FREED),
+}
 
 
 class Awaited(Protocol):
@@ -68,23 +89,85 @@ class InFlightSet:
         return any(other.will_run() for other in others)
 
 
+class ReplayOrder(Protocol):
+    """How a runner's backward takes its turn, where the order of replays is fixed."""
+
+    def fit_grads(self, grads: Grads) -> Grads:
+        """Bring gradients to the geometry of the backward there is."""
+
+    def take_turn(self, grads: Grads) -> None:
+        """Raise unless the backward, for these gradients, is what comes next."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Recording:
+    """One recorded graph, and the notes of its operations."""
+
+    graph: Graph
+    launch: Callable[[], None]
+    notes: OpLog
+    segment: Segment
+    """The random states that it has read, or gone back to."""
+    made: Any
+    """What the recorded code has returned."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ForwardGraph:
+    """A recorded forward."""
+
+    recording: Recording
+    boundary: StaticInputs
+    result: StaticOutputs
+    mutated: tuple[int, ...]
+    """The arguments that it writes to, by leaf index."""
+    training: tuple[bool, ...]
+    """The modules' modes."""
+    names: tuple[NamesGuard, ...]
+    """The names of random states that it knew."""
+
+    @property
+    def log(self) -> Log:
+        """Its operations."""
+        return self.recording.notes.finish()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AutogradEdges:
+    """How autograd's graph goes through a runner."""
+
+    flows: tuple[int, ...]
+    """The arguments that gradients flow back to, by leaf index."""
+    outside: tuple[torch.Tensor, ...]
+    """Parameters whose gradients autograd accumulates."""
+    saved_inputs: tuple[int, ...]
+    """Those of `flows` whose memory the backward reads."""
+    saved_results: tuple[int, ...]
+    anchor: torch.Tensor
+    anchor_node: Any
+    """None where no backward comes."""
+    uses_up_saved: bool
+    """Whether its backward can run but once for each forward."""
+    keeps_casts: bool
+    """Whether eager code would share the casts of its weights with other calls in autocast's region."""
+
+
 class BackwardGraph:
     """One recorded backward: for one set of results that gradients arrive at."""
 
     def __init__(
         self,
-        graph: Graph,
+        recording: Recording,
         grads_in: StaticInputs,
-        grads_out: Sequence[torch.Tensor | None],
+        grads_out: Grads,
         accumulated: GradPart,
-        marks: Sequence[tuple[torch.Tensor, dict[str, Any]]],
         captured_at: int,
         rewinds: bool,
-        log: Log,
+        marks: Sequence[tuple[torch.Tensor, dict[str, Any]]] = (),
     ) -> None:
-        self.graph, self.grads_in, self.accumulated, self.log = graph, grads_in, accumulated, log
-        self.launch = graph.launch
-        grads_in.note_loaded = graph.note_loaded
+        self.graph, self.launch, self.log = recording.graph, recording.launch, recording.notes.finish()
+        self.grads_in, self.accumulated = grads_in, accumulated
+        grads_in.note_loaded = self.graph.note_loaded
         self.captured_at = captured_at
         """Its place in the order of the lane."""
         self.grads_out = tuple(grads_out)
@@ -98,9 +181,11 @@ class BackwardGraph:
         """Whether it recomputes a part of the forward with the forward's random numbers."""
         self.geometry: Callable[..., bool] | None = None
         self.fork: str | None = None
+        self.weights: BackwardGraph | None = None
+        """The W part, where this is the I part of a split backward (`pair.ordered`)."""
 
-    def is_ready_for(self, grads: Sequence[torch.Tensor | None], fork: str | None) -> bool:
-        """Whether it can be replayed for these gradients, which look like those of last time; no says nothing."""
+    def is_ready_for(self, grads: Grads, fork: str | None) -> bool:
+        """Whether it can be replayed for these gradients, which look like those of last time; False is inconclusive."""
         if self.geometry is None or self.fork != fork or not self.geometry(*grads) or self.grads_in.has_conditions:
             return False
         return not any_held(self._all_lent) and self.accumulated.attach()
@@ -134,79 +219,60 @@ class BackwardGraph:
         return found
 
 
-class Runner:
-    """One forward/backward pair. `capture_backward` records a backward that is not known yet."""
+class Backwards(dict[tuple[Any, ...], BackwardGraph]):
+    """The recorded backwards of a runner, by the look of the gradients and of what is around.
+
+    `record` records one that is not known yet; it is None where no other can be recorded.
+    """
 
     def __init__(
         self,
-        graph: Graph,
-        boundary: StaticInputs,
-        result: StaticOutputs,
-        mutated: Sequence[int],
-        flows: Sequence[int],
-        outside: Sequence[torch.Tensor],
-        saved: frozenset[int],
-        anchor: torch.Tensor,
-        in_flight: InFlightSet,
-        lane: PoolLane[Runner],
-        captured_at: int,
-        training: tuple[bool, ...],
+        record: Callable[[Runner, Sequence[ArgMetadata | None]], BackwardGraph],
         random: CudaRNGStatesTracker,
-        segment: Segment,
-        names: Sequence[NamesGuard],
-        release_graph: Callable[[Graph], None],
+        release: Callable[[Graph], None],
     ) -> None:
-        self.graph, self.boundary, self.result = graph, boundary, result
-        self._launch, self.follow = graph.launch, graph.follow
-        self.training = training
-        """The modules' modes."""
-        boundary.note_loaded = graph.note_loaded
-        self.lane, self.forward_at = lane, captured_at
-        self.backward_at: float = math.inf
-        """When its first backward was captured."""
-        self.last_at = captured_at
-        """When its last graph was captured."""
-        self.flows = tuple(flows)
-        """The arguments that gradients flow back to, by leaf index."""
-        self.outside = tuple(outside)
-        """Parameters whose gradients autograd accumulates."""
-        self.backwards: dict[Hashable, BackwardGraph] = {}
+        super().__init__()
+        self.record: Callable[[Runner, Sequence[ArgMetadata | None]], BackwardGraph] | None = record
+        self.random, self.release = random, release
         self.usual: BackwardGraph | None = None
-        """The one that was replayed last, where it can be told at a look."""
-        self._lent_grads: list[BorrowedTensor] = []
-        """Gradients of all backwards, of those that are gone, too."""
-        self.capture_backward: Callable[[Runner, Sequence[ArgMetadata | None]], BackwardGraph] | None = None
-        self.take_turn: Callable[[], object] | None = None
-        """Where the order of replays is fixed: raises if the backward is not what comes next."""
-        self.fit_grads: Callable[[Sequence[torch.Tensor | None]], Sequence[torch.Tensor | None]] | None = None
-        """Where the order of replays is fixed: brings gradients to the geometry of the backward there is."""
-        self.receive_grads: Callable[[Sequence[torch.Tensor | None]], None] | None = None
-        """Called with the gradients before they are brought to the backward."""
-        self.state = RunnerState.FWD_READY
-        self.forwards = self.backward_runs = 0
-        self.anchor = anchor
-        self.anchor_node: Any = torch.autograd.graph.get_gradient_edge(anchor).node if anchor.requires_grad else None
-        self._mutated = tuple(mutated)
-        self.saved_inputs = [i for i in flows if boundary.tensors[i].untyped_storage()._cdata in saved]
-        self.saved_results = [
-            i for i, t in enumerate(result.tensors) if t.untyped_storage()._cdata in saved and result.differentiable[i]
-        ]
+        """The one that was replayed last, if a fast check recognises it."""
+        self.are_copied = False
+        """Whether all gradients are handed out as copies, since somebody was found to keep one."""
+        self.lent: list[BorrowedTensor] = []
+        """Gradients of all backwards, also of those that are gone."""
+
+    def make_usual(self, backward: BackwardGraph, grads: Grads, around: tuple[Hashable, ...]) -> None:
+        """The next backward, if it looks like this one, is found without a look-up."""
+        tensors = [grad for grad in grads if grad is not None]
+        if len(tensors) == len(grads) and around[:2] == (False, False):  # a look tells autocast, not its dtype
+            if backward.geometry is None:
+                backward.geometry = geometry_check(tensors)
+            self.usual, backward.fork = backward, self.random.active
+
+
+class Runner:
+    """One forward and its backwards."""
+
+    def __init__(
+        self,
+        forward: ForwardGraph,
+        edges: AutogradEdges,
+        lane: PoolLane[Runner],
+        in_flight: InFlightSet,
+        backwards: Backwards,
+    ) -> None:
+        self.forward, self.edges, self.lane, self.backwards = forward, edges, lane, backwards
+        self.boundary, self.result = forward.boundary, forward.result
+        self.boundary.note_loaded = forward.recording.graph.note_loaded
+        self.span = CaptureSpan(lane.next_number())
         self.in_flight = in_flight
         """Calls under way, of all runners that add to the same gradients."""
-        self.retired = self.is_freed = False
-        self.uses_up_saved = False
-        """Whether its backward can run but once for each forward."""
-        self.keeps_casts = False
-        """Whether eager code would share the casts of its weights with other calls in autocast's region."""
+        self.order: ReplayOrder | None = None
+        self.state = RunnerState.FWD_READY
+        self.forwards = self.backward_runs = 0
         self.tell_several: Callable[[], None] | None = None
         """Called where one backward comes to it and to another call of its module, and eager may share casts."""
-        self.copies_grads = False
-        """Whether all gradients are handed out as copies, since somebody was found to keep one."""
-        self.random = random
-        self.segment, self.names = segment, tuple(names)
-        """The random states that the forward has read, and the names that it knew."""
-        self._notes_origin = graph.random.reads or bool(segment.states)
-        self._release_graph = release_graph
+        self._notes_origin = forward.recording.graph.random.reads or bool(forward.recording.segment.states)
         self.held_up: set[int] = set()
         """Runners, by id, that were found not to be able to run because results of this one are held."""
         lane.add(self)
@@ -219,37 +285,26 @@ class Runner:
 
     def has_held_grads(self) -> bool:
         """Whether a caller holds a gradient that was handed out as it lies."""
-        return any_held(self._lent_grads)
+        return any_held(self.backwards.lent)
 
     def is_live(self) -> bool:
         """Whether the results of the last call may still be read."""
-        return self.state is RunnerState.BWD_READY or self.result.is_held()
+        return self.state in (RunnerState.BWD_READY, RunnerState.RETIRED) or self.result.is_held()
 
-    def add_backward(self, key: Hashable, backward: BackwardGraph) -> None:
-        """Know another backward, or one in the place of another."""
-        replaced = self.backwards.get(key)
-        if replaced is not None:
-            self._release_graph(replaced.graph)
-            self.usual = None
-        self.backwards[key] = backward
-        self._lent_grads += [lent for lent in backward.lent if lent is not None]
-        self.backward_at = min(self.backward_at, backward.captured_at)
-        self.last_at = max(self.last_at, backward.captured_at)
-
-    def make_usual(
-        self, backward: BackwardGraph, grads: Sequence[torch.Tensor | None], around: tuple[Hashable, ...]
-    ) -> None:
-        """The next backward, if it looks like this one, is found without a look-up."""
-        tensors = [grad for grad in grads if grad is not None]
-        if len(tensors) == len(grads) and around[:2] == (False, False):  # a look tells autocast, not its dtype
-            if backward.geometry is None:
-                backward.geometry = geometry_check(tensors)
-            self.usual, backward.fork = backward, self.random.active
+    def add_backward(self, key: tuple[Any, ...], backward: BackwardGraph) -> None:
+        """Add a recorded backward, or replace one."""
+        known = self.backwards
+        if key in known:
+            known.release(known[key].graph)
+            known.usual = None
+        known[key] = backward
+        known.lent += [lent for lent in backward.lent if lent is not None]
+        self.span.add_backward(backward.captured_at)
 
     def forget_activations(self) -> None:
         """Give the activations' memory to graphs that are captured later. There will be no other backward."""
         self.result.forget_history()
-        self.capture_backward = None
+        self.backwards.record = None
 
     def give_up_memory(self) -> None:
         """The same for the memory of results and gradients, of which copies are handed out from now on."""
@@ -257,55 +312,70 @@ class Runner:
         self.result.give_up()
         for backward in self.backwards.values():
             backward.give_up()
-        self._lent_grads = []
+        self.backwards.lent = []
 
     def replay(self, leaves: Sequence[Any]) -> Any:
         """Replay the forward; where the random generators were before, if anybody will ask."""
-        if self.follow is not None:
-            self.follow()
+        recording = self.forward.recording
+        follow = recording.graph.follow
+        if follow is not None:
+            follow()
         self.boundary.load(leaves)
-        origin = self.graph.random_origin() if self._notes_origin else None
-        self._launch()
+        origin = recording.graph.random_origin() if self._notes_origin else None
+        recording.launch()
         self.forwards += 1
-        for index in self._mutated:
+        for index in self.forward.mutated:
             with torch.no_grad():
                 leaves[index].copy_(self.boundary.tensors[index])
         return origin
-
-    def begin(self) -> None:
-        """A backward will come to a call: what it needs must stay."""
-        self.state = RunnerState.BWD_READY
-        self.lane.begin(self)
-        if self.boundary.has_shared:
-            self.boundary.hold()
 
     @property
     def static_bytes(self) -> int:
         """Memory at the graphs' edges."""
         return self.boundary.num_bytes + sum(b.grads_in.num_bytes for b in self.backwards.values())
 
+    # -- its states
+
+    @property
+    def is_freed(self) -> bool:
+        """Whether its graphs are gone."""
+        return self.state is RunnerState.FREED
+
+    def begin(self) -> None:
+        """A backward will come to a call: what it needs must stay."""
+        self.state = _TRANSITIONS[self.state].begun
+        self.lane.begin(self)
+        if self.boundary.has_shared:
+            self.boundary.hold()
+
     def release(self) -> None:
         """The call is over: ready for the next one."""
-        self.state = RunnerState.FWD_READY
         if self.boundary.has_shared:
             self.boundary.release()
-        if self.retired:
+        after = _TRANSITIONS[self.state].ended
+        if after is not RunnerState.FREED:
+            self.state = after
+            self.lane.end(self)
+        else:
             self.free()
-        self.lane.end(self)
+            self.lane.end(self)
+            self.lane.forget(self)
 
     def retire(self) -> None:
         """Free the graphs, now or when the call under way is over."""
-        self.retired = True
-        if self.state is RunnerState.FWD_READY:
+        after = _TRANSITIONS[self.state].retired
+        if after is RunnerState.FREED:
             self.free()
+        self.state = after
 
     def free(self) -> None:
-        """Free the graphs."""
-        self.is_freed = True
-        self._release_graph(self.graph)
-        for backward in self.backwards.values():
-            self._release_graph(backward.graph)
+        """Free the graphs, even if a call is under way."""
+        if self.state is RunnerState.FREED:
+            return
+        self.state = RunnerState.FREED
+        for graph in (self.forward.recording.graph, *(backward.graph for backward in self.backwards.values())):
+            self.backwards.release(graph)
         self.backwards.clear()
-        self.usual = None
+        self.backwards.usual = None
         self.result.let_go()
         self.lane.forget(self)

@@ -20,7 +20,7 @@ parts, as with `torch.distributed.pipelining`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,8 +48,11 @@ def input_gradients(
         >>> send(grads[0])
         >>> later = weights.gradients()
     """
-    pairs = [(r, _given(r, g)) for r, g in zip(results, incoming, strict=True) if r.requires_grad]
-    roots = [(_edge(result), grad) for result, grad in pairs]
+    roots: list[tuple[Edge, torch.Tensor | None]] = [
+        (_edge(result), torch.ones_like(result) if grad is None else grad)
+        for result, grad in zip(results, incoming, strict=True)
+        if result.requires_grad
+    ]
     wanted = [_edge(t) if t.requires_grad else None for t in inputs]
     leaves = [_edge(t) if t.requires_grad else None for t in parameters]
     plan = _Plan([edge for edge, _ in roots], _present(wanted), _present(leaves))
@@ -64,18 +67,14 @@ def input_gradients(
     return grads, WeightPart(leaves, known, beside, starts)
 
 
+@dataclass(slots=True)
 class WeightPart:
     """The W part of a backward: what it starts from, until it is run."""
 
-    def __init__(
-        self,
-        leaves: Sequence[Edge | None],
-        known: Mapping[Edge, torch.Tensor | None],
-        beside: Sequence[tuple[Edge, torch.Tensor | None]],
-        starts: Sequence[tuple[Sequence[tuple[Edge, torch.Tensor | None]], Sequence[Edge]]],
-    ) -> None:
-        self._leaves = list(leaves)
-        self._known, self._beside, self._starts = dict(known), list(beside), list(starts)
+    _leaves: list[Edge | None]
+    _known: dict[Edge, torch.Tensor | None]
+    _beside: list[tuple[Edge, torch.Tensor | None]]
+    _starts: list[tuple[list[tuple[Edge, torch.Tensor | None]], list[Edge]]]
 
     def kept(self) -> list[torch.Tensor]:
         """The tensors that it holds until it is run."""
@@ -214,7 +213,3 @@ def _edge(tensor: torch.Tensor) -> Edge:
 
 def _present(edges: Sequence[Edge | None]) -> list[Edge]:
     return [edge for edge in edges if edge is not None]
-
-
-def _given(result: torch.Tensor, grad: torch.Tensor | None) -> torch.Tensor:
-    return torch.ones_like(result) if grad is None else grad

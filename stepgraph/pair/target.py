@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Hashable
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import torch
 
@@ -29,16 +29,14 @@ from stepgraph.signature import argument_names
 from stepgraph.signature.ambient import changed_flags
 from stepgraph.values.watch import Watch
 
-P = TypeVar("P", bound=PairCapture, covariant=True)
 _training = operator.itemgetter("training")
 
 
-class PairTarget(Generic[P]):
+class PairTarget:
     """One method of a module, which graphs stand in for."""
 
     def __init__(
         self,
-        kind: type[P],
         module: torch.nn.Module,
         method: str,
         name: str,
@@ -48,14 +46,14 @@ class PairTarget(Generic[P]):
         *,
         need_backward: bool = True,
     ) -> None:
-        """`kind` of pair records its graphs; `outside` finds the parameters that autograd gives their gradients to."""
+        """`outside` finds the parameters that autograd gives their gradients to."""
         self.module, self.method, self.name = module, method, name
         self.options, self.shared, self.need_backward = options, shared, need_backward
         self.random: CudaRNGStatesTracker | None = None
         """Known when the backend is."""
         self._original = ModuleMethod(module, method)
-        self._kind, self._outside = kind, outside
-        self._pair: P | None = None
+        self._outside = outside
+        self._pair: PairCapture | None = None
         self._look_at_modules()
 
     def _look_at_modules(self) -> None:
@@ -91,21 +89,13 @@ class PairTarget(Generic[P]):
 
     # -- capturing
 
-    def pair(self) -> P:
+    def pair(self) -> PairCapture:
         """What records its graphs, made when the first one is."""
         if self._pair is None:
-            shared = self.shared
-            self._pair = self._kind(
-                self._original,
-                self.module,
-                shared.session,
-                shared.grads,
-                shared.in_flight_of(self.module),
-                self.options.generators,
-                shared.logs,
+            self._pair = PairCapture(
+                *(self._original, self.module, self.shared, self._outside(self.module), self.options.generators),
                 need_backward=self.need_backward,
             )
-            self._pair.outside, self._pair.returned = self._outside(self.module), shared.returned
         return self._pair
 
     def drop_pair(self) -> None:
@@ -149,7 +139,9 @@ class PairTarget(Generic[P]):
             hooked=[*self._called_inside(), *passed],
         )
         values = Watch(with_hooks(self.original, self._called_inside()), self.options.ignore, modules, ran=kind.ran)
-        kind.guard = SiteGuard(model, values, pair.inside(), runner.names, lambda p: names[id(p)], before=kind.guard)
+        kind.guard = SiteGuard(
+            model, values, pair.inside(), runner.forward.names, lambda p: names[id(p)], before=kind.guard
+        )
 
     def look(self, guard: SiteGuard, differs: Callable[[], Difference | None], *, audited: bool) -> Finding | None:
         """A reason not to replay the graphs that a guard belongs to."""

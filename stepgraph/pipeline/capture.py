@@ -18,12 +18,12 @@ from stepgraph.buffers.reuse_pool import TensorReusePool
 from stepgraph.errors import CaptureError
 from stepgraph.order import plan_buffers, read_order
 from stepgraph.order.entries import Entry, Kind, Order
+from stepgraph.pair.call import CallBuffers
 from stepgraph.pair.kind import CallKind
 from stepgraph.pair.lanes import PoolLane
-from stepgraph.pair.ordered import OrderedPair
+from stepgraph.pair.ordered import InputPart, record_input_part, record_weight_part
 from stepgraph.pair.proof import NotWarm
 from stepgraph.pair.runner import Runner
-from stepgraph.pair.split_backward import WeightPart
 from stepgraph.pair.target import PairTarget
 from stepgraph.pipeline.manager import StageCall, StageManager
 
@@ -43,7 +43,7 @@ class StageCapture:
         self._gradients = TensorReusePool(self._device)
         self._arguments: dict[tuple[int, int], torch.Tensor] = {}
         self._taken: dict[tuple[int, int], list[torch.Tensor]] = {}
-        self._weights: dict[tuple[int, int], WeightPart] = {}
+        self._weights: dict[tuple[int, int], InputPart] = {}
         self._is_cold = False
 
     @property
@@ -89,13 +89,13 @@ class StageCapture:
         if entry.kind is Kind.INPUT_GRAD:
             _refuse_split(runner)
             given = self._incoming(place, metas)
-            self._weights[place] = pair.input_part(runner, metas, given, manager.target.name, autocast)
+            self._weights[place] = record_input_part(pair, runner, metas, given, manager.target.name, autocast)
             return
         if entry.kind is Kind.BACKWARD or is_first:
-            pair.backward(runner, metas, self._incoming(place, metas), {}, autocast)
+            pair.backward(runner, metas, self._incoming(place, metas), autocast)
         else:
             weights = self._weights.pop(place)
-            manager.weights[entry.microbatch] = pair.weight_part(runner, weights, autocast, knows_origin=True)
+            manager.weights[entry.microbatch] = record_weight_part(pair, runner, weights, autocast, knows_origin=True)
         runner.give_up_memory()  # what its graphs hand out is copied at once
         for tensor in self._taken.pop(place):
             self._gradients.insert(tensor)
@@ -109,10 +109,10 @@ class StageCapture:
             if (number, index) not in self._arguments:
                 self._arguments[number, index] = meta.empty(self._device)
             own[index] = self._arguments[number, index]
-        runner = pair.forward(eager, {}, {}, own, lane)
-        runner.copies_grads = True
+        runner = pair.forward(eager, lane, CallBuffers(own))
+        runner.backwards.are_copied = True
         try:
-            call.kind.proof.compare(target.name, eager.log, pair.log_of(runner), strict=target.options.strict)
+            call.kind.proof.compare(target.name, eager.log, runner.forward.log, strict=target.options.strict)
         except NotWarm:
             self._is_cold = True  # all calls are looked at before there is another eager step
         if not manager.runners:
@@ -129,7 +129,7 @@ class StageCapture:
 class CaptureFailed(Exception):
     """Which stage's graph could not be captured."""
 
-    target: PairTarget[OrderedPair]
+    target: PairTarget
     kind: CallKind
     error: Exception
 
@@ -155,16 +155,16 @@ def _gradients(call: StageCall) -> list[ArgMetadata | None]:
 
 def _refuse_split(runner: Runner) -> None:
     """Refuse a split backward where torch's own computes nothing, or goes round what would happen in autograd."""
-    if not runner.flows:
+    if not runner.edges.flows:
         raise CaptureError(
             "the backward of a stage is split in two, and no gradient flows to the inputs of the stage",
             rule="pipeline-stage",
             why="torch looks for weights on the way to the inputs, and would find none of them.",
             fix="let the inputs of the stage require gradients, or take a schedule that splits no backward.",
         )
-    if runner.outside:
+    if runner.edges.outside:
         raise CaptureError(
-            f"the backward of a stage is split in two, and {len(runner.outside)} of its parameters have hooks, "
+            f"the backward of a stage is split in two, and {len(runner.edges.outside)} of its parameters have hooks, "
             "a `main_grad`, or are not its own",
             rule="pipeline-stage",
             why="torch adds to the gradients of the weights by itself where a backward is split, without hooks.",

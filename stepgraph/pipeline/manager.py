@@ -24,12 +24,13 @@ from stepgraph.grads.param_grads import GradPart
 from stepgraph.oplog import Difference
 from stepgraph.order.cursor import Cursor
 from stepgraph.order.entries import Entry, Kind
+from stepgraph.pair.audit import differs
 from stepgraph.pair.call import EagerCall, NotedArguments
 from stepgraph.pair.eager import note_call, run_call
 from stepgraph.pair.guard import Finding
 from stepgraph.pair.in_flight import run_forward
 from stepgraph.pair.kind import CallKind
-from stepgraph.pair.ordered import OrderedPair, WeightGraph
+from stepgraph.pair.ordered import WeightGraph
 from stepgraph.pair.runner import Runner
 from stepgraph.pair.target import PairTarget
 from stepgraph.rng.tracker import tracker_for
@@ -71,7 +72,7 @@ class StageCall:
 class StageManager:
     """The graphs of one stage, one runner a microbatch."""
 
-    def __init__(self, stage: Any, chunk: int, target: PairTarget[OrderedPair], step: CurrentStep) -> None:
+    def __init__(self, stage: Any, chunk: int, target: PairTarget, step: CurrentStep) -> None:
         self.stage, self.chunk, self.target, self._step = stage, chunk, target, step
         self.calls: dict[int, StageCall] = {}
         """What was noted in the last recorded step, by microbatch."""
@@ -118,8 +119,8 @@ class StageManager:
         if key != known.key:
             raise self._unlike(known.kind.signature, Signature(*key, arguments=self.target.arguments), microbatch)
         runner, weights = self.runners[microbatch], self.weights.get(microbatch)
-        if weights is not None and weights.rewinds:
-            known.origin = runner.graph.random_origin()
+        if weights is not None and weights.recorded.rewinds:
+            known.origin = runner.forward.recording.graph.random_origin()
         return run_forward(runner, leaves)
 
     def __reduce__(self) -> Any:
@@ -207,7 +208,7 @@ class StageManager:
         """Where a recording would differ by now: of microbatches alike, one is looked at."""
         kinds = {call.key: microbatch for microbatch, call in reversed(self.calls.items())}
         for microbatch in kinds.values():
-            found = self.target.pair().differs(self.calls[microbatch].recorded, self.runners[microbatch])
+            found = differs(self.target.pair(), self.calls[microbatch].recorded, self.runners[microbatch])
             if found is not None:
                 return found
         return None
@@ -216,7 +217,7 @@ class StageManager:
         """Whether the graphs can add to the parameters' gradients; if not, they must be captured for other memory."""
         if not self._parts:
             parts = [b.accumulated for r in self.runners.values() for b in r.backwards.values()]
-            parts += [w.accumulated for w in self.weights.values()]
+            parts += [w.recorded.accumulated for w in self.weights.values()]
             known: set[int] = set()
             for part in parts:  # those of other microbatches know the same memory
                 fresh = {id(memory) for memory in part.memory} - known
@@ -232,7 +233,7 @@ class StageManager:
             self.backwards += runner.backward_runs
             runner.retire()
         for weight in self.weights.values():
-            self.target.shared.session.release(weight.graph)
+            self.target.shared.session.release(weight.recorded.graph)
         self.runners, self.weights, self._parts = {}, {}, []
 
     def drop(self) -> None:

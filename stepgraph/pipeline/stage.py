@@ -27,7 +27,6 @@ from stepgraph.order import order_from_pipelining, read_order
 from stepgraph.order.cursor import Cursor, Turn
 from stepgraph.order.entries import Entry
 from stepgraph.pair.module_method import called_method, put_in_place
-from stepgraph.pair.ordered import OrderedPair
 from stepgraph.pair.proof import AuditTurns, NotWarm, equality
 from stepgraph.pair.shared import PairSession
 from stepgraph.pair.target import PairTarget
@@ -112,7 +111,7 @@ class GraphedStages:
         self.managers: list[StageManager] = []
         for stage in stages:
             method, name = called_method(stage.submod), f"stage {stage.stage_index}"
-            target = PairTarget(OrderedPair, stage.submod, method, name, options, self._shared, _hooked_parameters)
+            target = PairTarget(stage.submod, method, name, options, self._shared, _hooked_parameters)
             manager = StageManager(stage, of_stage[stage.stage_index], target, self.step)
             self.managers.append(manager)
             self._restore.callback(put_in_place(stage.submod, method, manager))

@@ -9,7 +9,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stepgraph.pair.lanes import PoolLane, PoolLanes
+from stepgraph.pair.lanes import CaptureSpan, PoolLane, PoolLanes
 
 
 class Result:
@@ -26,8 +26,9 @@ class Pair:
     """What a lane knows of a runner."""
 
     def __init__(self, lane: PoolLane, forward_at: int, backward_at: float = math.inf) -> None:
-        self.forward_at, self.backward_at, self.is_freed, self.result = forward_at, backward_at, False, Result()
-        self.last_at, self.grads = (forward_at if backward_at == math.inf else backward_at), Result()
+        self.span, self.is_freed, self.result, self.grads = CaptureSpan(forward_at), False, Result(), Result()
+        if backward_at != math.inf:
+            self.span.add_backward(int(backward_at))
         lane.add(self)  # type: ignore[arg-type]
 
     def has_held_grads(self) -> bool:
@@ -70,7 +71,7 @@ def test_lane_knows_a_backward_that_was_captured_later() -> None:
     lane, (first, second) = lane_of((1, math.inf), (2, 3))
     lane.begin(first)
     assert lane.admits(second)
-    first.backward_at = 4
+    first.span.add_backward(4)
     assert lane.admits(second)
 
 
@@ -149,16 +150,16 @@ def test_whatever_is_admitted_overwrites_nothing(capture: list[int], calls: list
     under_way: list[Any] = []
 
     def run(number: float, needed: list[Any]) -> None:
-        assert all(pair.forward_at < number for pair in needed)
+        assert all(pair.span.forward_at < number for pair in needed)
 
     for index in calls:
         pair = pairs[index]
         if pair in under_way:
             under_way.remove(pair)
-            run(pair.backward_at, under_way)
+            run(pair.span.backward_at, under_way)
             lane.end(pair)
         elif lane.admits(pair):
-            run(pair.forward_at, under_way)
+            run(pair.span.forward_at, under_way)
             under_way.append(pair)
             lane.begin(pair)
     assert lane.is_busy == bool(under_way)
