@@ -196,7 +196,7 @@ def roles_of(touched: StepObjects) -> Roles:
     taken: set[str] = set()
     replicas = (m for m in touched.all_modules if isinstance(m, DistributedDataParallel) and m.gradient_as_bucket_view)
     in_buckets = {id(p) for ddp in replicas for p in ddp.parameters()}
-    """Parameters whose gradients are views of DDP's buckets: one tensor to DDP, many to the step. A recording moves them."""
+    """Parameters with gradients in DDP's buckets: one tensor to DDP, many to the step, elsewhere in a recording."""
     for parameter in touched.all_parameters:
         name = names[id(parameter)] = numbered(touched.name(parameter), taken)
         taken.add(name)

@@ -247,7 +247,7 @@ def _rebound(name: str) -> CaptureError:
 
 def _hooked(name: str) -> CaptureError:
     return CaptureError(
-        f"argument `{name}` has a gradient hook",
+        f"argument `{name}` has a hook for its gradient",
         rule="module-hook",
         why="stepgraph copies the argument into a buffer without hooks, and a replay runs no Python.",
         fix=f"remove the hook and do its work on {name}.grad after the call, or register it inside the step on a "

@@ -175,7 +175,7 @@ def test_a_hook_of_an_argument_is_refused(kind: str, buckets: Any, device: torch
             assert leaf.grad is not None
             assert leaf.grad.tolist() == [4.0, 8.0, 12.0]
             leaf.grad = None
-        with pytest.raises(stepgraph.CaptureError, match="argument `d` has a gradient hook") as caught:
+        with pytest.raises(stepgraph.CaptureError, match="argument `d` has a hook") as caught:
             step(leaf)
         assert caught.value.rule == "module-hook"
 

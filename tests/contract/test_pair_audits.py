@@ -239,7 +239,7 @@ def test_module_that_asks_whether_it_is_captured_is_reported(device: torch.devic
     with quiet() as warned:
         report = assert_graphed_equals_eager(build, device, audit=1)
     (warning,) = told(warned, "other-path")
-    assert "layers.0: the module takes another path" in warning
+    assert "layers.0: the module runs other operations during capture" in warning
     assert "aten.mul" in warning
     assert "1 take another path" in report.equality
     model = Net(AsksWhetherCaptured()).to(device)
