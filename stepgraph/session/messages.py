@@ -68,7 +68,7 @@ def warn_operations_changed(
     else:
         warn_user(
             f"{step}: the operations of the {whose} have changed since capture   [changed-operations]"
-            f"\n  {found}\n{outcome} The {replays} {counted} since the last comparison may have replayed the old "
+            f"\n  {found}\n{outcome} Since the last comparison {replays} {counted} may have replayed the old "
             "operations.\nWhy: a replay runs no Python. A value that the code reads has changed, and the watch cannot "
             f"see it (docs/equality.md).\nFix: {PASS_IT}, or keep it where the code of the {whose} can name it."
         )
