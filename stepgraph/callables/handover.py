@@ -2,10 +2,10 @@
 
 Usually a layer's result goes straight to the next layer, and the gradient from there straight to the layer before. So
 each graph also writes them to the memory that the next graph reads. The caller can get that memory without a copy: when
-it is passed to the next graph, it is in place already. Whether the caller passes it on is not known in advance. In the
-first round the caller gets copies. The copies that reach the next graph, and are dropped before the memory is written
-again, are replaced by the memory itself from then on. Before a graph writes there, it checks that no caller still holds
-it.
+it is passed to the next graph, it is in place already. It is not known in advance that the caller passes it on, so in
+the first round the caller gets copies. The copies that reach the next graph, and are dropped before the memory is
+written again, are replaced by the memory itself from then on. Before a graph writes there, it checks that no caller
+still holds it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A capture is a transaction: it records the step once without running it, or restores everything as it was."""
+"""A capture is a transaction: it records the step once, without any effect, or restores everything."""
 
 from __future__ import annotations
 

@@ -279,7 +279,7 @@ def _refuse_opaque(leaves: Sequence[Any], names: Sequence[str]) -> None:
     for name, leaf in zip(names, leaves, strict=True):
         if not isinstance(leaf, torch.Tensor) and not is_plain(leaf):
             raise InvalidArgument(
-                f"`{name}` is a {type(leaf).__name__}, which stepgraph cannot look into",
+                f"`{name}` is a {type(leaf).__name__}, whose contents stepgraph cannot read",
                 rule="opaque-argument",
                 why="stepgraph copies only tensors into static buffers; values inside such an object would be frozen.",
                 fix="yield dataclasses, dicts, tuples, tensors and plain values, or register the class with "

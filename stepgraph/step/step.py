@@ -246,7 +246,7 @@ class CapturedStep(Generic[P, R]):
                 elif has_new:
                     recorded.made.drop()
         except NotWarm:
-            return self._start_over(site, "the step does what it did not do before", given)
+            return self._start_over(site, "the step does something that no eager call did", given)
         except Exception as error:  # noqa: BLE001 (as in a capture)
             site.drop_graphs()
             return self._not_captured(site, error, given)

@@ -57,7 +57,7 @@ class Labels:
         return Label(spelling, suffix)
 
 
-def tell(name: str, before: Any, now: Any, is_users: bool = True) -> Change:
+def describe_change(name: str, before: Any, now: Any, is_users: bool = True) -> Change:
     """Describe a change; the two values get different descriptions."""
     one = "absent" if before is MISSING else told(before)
     two = "gone" if now is MISSING else told(now)

@@ -24,7 +24,7 @@ from stepgraph.guards.protocol import Change
 from stepgraph.native.library import native_row
 from stepgraph.native.row import GuardRow
 from stepgraph.plain import MISSING, attributes_of, items_of, kept_by, results_of, same, token, told
-from stepgraph.values.naming import Label, tell
+from stepgraph.values.naming import Label, describe_change
 
 _MAX_SINGLE = 16
 """Most items of one container that are compared one by one in Python; more are compared together."""
@@ -155,11 +155,11 @@ class Place:
         if self.read is layout_at:
             moved = change_of(self.value[0])
             if moved is None:
-                return tell(f"{name}.requires_grad", self.value[1], now[1], self.is_users)
+                return describe_change(f"{name}.requires_grad", self.value[1], now[1], self.is_users)
             return Change(name, "a tensor", f"the same tensor, which {moved}", is_users=self.is_users)
         if self.read is bytes_of:
             return Change(name, "an array", "the same array with other contents", is_users=self.is_users)
-        return tell(name, self.value, now, is_users=self.is_users)
+        return describe_change(name, self.value, now, is_users=self.is_users)
 
     def _is_reported_elsewhere(self, now: Any) -> bool:
         """Check whether another place reports the change: the length of a list, or the removed key of a dict."""
