@@ -45,7 +45,6 @@ class BorrowedTensor:
 
 
 def any_held(lent: Iterable[BorrowedTensor]) -> bool:
-    """Check whether a caller holds one of these."""
     for one in lent:  # noqa: SIM110 (a generator would cost more than the check)
         if _use_count(one._key) > one._own:
             return True

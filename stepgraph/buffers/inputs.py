@@ -121,7 +121,6 @@ class StaticInputs:
 
     @property
     def num_bytes(self) -> int:
-        """Memory of the buffers."""
         return sum(tensor.untyped_storage().nbytes() for tensor in self.tensors.values())
 
     def is_free_for(self, leaves: Sequence[Any]) -> bool:

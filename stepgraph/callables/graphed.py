@@ -79,7 +79,6 @@ class SetAudits:
 
     @property
     def num(self) -> int:
-        """Number of audits so far."""
         return self._turns.audits
 
     def begin_round(self) -> None:

@@ -191,7 +191,6 @@ class HandoverBuffers:
         self._places: dict[int, HandoverBuffer] = {}
 
     def at(self, buffer: torch.Tensor) -> HandoverBuffer:
-        """Return the place of a static tensor."""
         address = buffer.data_ptr()
         if address not in self._places:
             self._places[address] = HandoverBuffer(buffer)

@@ -97,7 +97,6 @@ def _layers(given: Any, order: Sequence[float], num_callables: int) -> tuple[int
 
 
 def _owners(layers: Sequence[int], num_microbatches: int) -> list[int]:
-    """Return the index of the callable of each sample."""
     starts = [sum(layers[:chunk]) for chunk in range(len(layers))]
     return [
         start + layer

@@ -82,7 +82,6 @@ class ModelGuard:
         events.listen_to(modules)
 
     def changed(self) -> Sequence[Change]:
-        """Report the first change."""
         found = self._difference()
         return (Change(found[0], "", found[1], Remedy.START_OVER),) if found is not None else ()
 

@@ -41,7 +41,6 @@ class NumbersGuard:
         return list(map(len, self._hooks))
 
     def expect(self, row: GuardRow) -> None:
-        """Add the check of `changed` to a row."""
         row.attribute(self.optimizer, "param_groups", self._list)
         row.length(self._list, len(self._groups))
         for hooks, count in zip(self._hooks, self._num_hooks, strict=True):
@@ -77,7 +76,6 @@ class _GroupNumbers:
         self.group = group
 
     def expect(self, row: GuardRow) -> None:
-        """Add the check of `difference` to a row."""
         if self._tensors or any(isinstance(value, list) for value in self._values):  # these may change in place
             row.ask(lambda: self.difference(self.group) is None)
         else:
@@ -162,7 +160,6 @@ class StateGuard:
         self._was_freed = True
 
     def expect(self, row: GuardRow) -> None:
-        """Add the check of `changed` to a row."""
         row.attribute(self._optimizer, "state", self._state)
         row.attribute(self, "_was_freed", False)
         row.length(self._state, len(self._kept))
@@ -218,7 +215,6 @@ class ScalerGuard:
         return tuple(getattr(self._scaler, f"_{name}") for name in _SCALER_NUMBERS)
 
     def expect(self, row: GuardRow) -> None:
-        """Add the check of `changed` to a row."""
         names = ("scale", "growth_tracker", *_SCALER_NUMBERS)
         for name, value in zip(names, (*self._tensors, *self._numbers), strict=True):
             row.attribute(self._scaler, f"_{name}", value)

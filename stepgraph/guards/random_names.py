@@ -27,7 +27,6 @@ class NamesGuard:
         row.attribute(self._tracker, "active", self._active)
 
     def expect(self, row: GuardRow) -> None:
-        """Add the check of `changed` to a row."""
         row.attribute(self._tracker, "generators", self._generators)
 
     def fits(self) -> bool:

@@ -52,7 +52,6 @@ class RegistrationEvents:
         self.count += id(module) in self._modules
 
     def close(self) -> None:
-        """Stop listening."""
         self.is_closed = True
         self._modules.clear()
         self._finalizer()

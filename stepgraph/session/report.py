@@ -92,12 +92,10 @@ class GraphReport(ABC):
 
 
 def backend_name(session: Session) -> str:
-    """Return the name of a session's backend, for a report."""
     return session.backend.name if session.has_backend else _NO_BACKEND
 
 
 def with_counts(reasons: Mapping[str, int]) -> str:
-    """Join reasons with their counts."""
     return ", ".join(f"{reason}: {count}" for reason, count in reasons.items())
 
 

@@ -19,7 +19,6 @@ _LISTENERS = "__stepgraph_listeners__"
 
 
 def is_distributed() -> bool:
-    """Check whether there is a process group."""
     return dist.is_available() and dist.is_initialized()
 
 

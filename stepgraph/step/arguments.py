@@ -64,7 +64,6 @@ class StepArguments:
 
     @property
     def num_bytes(self) -> int:
-        """Memory of the buffers."""
         return self._inputs.num_bytes + sum(grad.untyped_storage().nbytes() for grad in self._grads.values())
 
     @property

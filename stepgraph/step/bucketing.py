@@ -66,7 +66,6 @@ class BucketedCall(NamedTuple):
 
     @property
     def leaves(self) -> list[Any]:
-        """The padded leaves."""
         return self.padded.leaves
 
 

@@ -239,7 +239,6 @@ class CapturedCall:
         return self._guards.values.labels
 
     def watch(self, values: Watch) -> None:
-        """Replace the watch over host values."""
         self._guards = replace(self._guards, values=values)
         self.guards = self._guards.as_set()
         self._fast.drop()

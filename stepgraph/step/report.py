@@ -91,7 +91,6 @@ class Report(GraphReport):
 def report_of(
     step: str, session: Session, sites: Sequence[Site], counts: Counts, optimizers: dict[str, str], options: StepOptions
 ) -> Report:
-    """Make the report of a captured step."""
     calls = [call for site in sites for call in site.calls]
     return Report(
         step=step,

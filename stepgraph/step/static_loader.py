@@ -127,7 +127,6 @@ class StaticMicrobatches(Described):
 
     @property
     def num_bytes(self) -> int:
-        """Memory of the buffers."""
         return sum(slot.inputs.num_bytes for slot in self.slots)
 
     def __repr__(self) -> str:

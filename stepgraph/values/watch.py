@@ -78,7 +78,6 @@ class Watch:
         return found
 
     def expect(self, row: GuardRow) -> None:
-        """Add the check of `changed` to a row."""
         expect_places(self._notes.places, row)
         for names in self._notes.names:
             row.length(names.where, len(names.known))
