@@ -1,4 +1,4 @@
-"""The command line: thin commands over the library, which they import only when they run."""
+"""The command line: thin commands that import the library only when they run."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ def stepgraph(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
-    """Hold the options that stand before a command."""
+    """Define the options before a command."""
 
 
 @app.command()
 def demo(
-    # The least is demo.MIN_STEPS, written out: reading it would import torch for `stepgraph --help`.
+    # The minimum is demo.MIN_STEPS, written out: importing it would import torch for `stepgraph --help`.
     steps: Annotated[int, typer.Option(min=6, help="Training steps in each run.")] = 30,
     seed: Annotated[int, typer.Option(help="Seed of the weights, the data and the dropout.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON and nothing else.")] = False,
@@ -47,7 +47,7 @@ def demo(
         str,
         typer.Option(
             metavar="PATH",
-            help="Picture of both runs (.png, .svg), or none; auto writes stepgraph-demo.png if matplotlib is there.",
+            help="Picture of both runs (.png, .svg), or none; auto writes stepgraph-demo.png if there is matplotlib.",
         ),
     ] = "auto",
 ) -> None:
@@ -77,7 +77,7 @@ def demo(
 
 
 def _picture_path(plot: str, as_json: bool) -> Path | None:
-    """Where `stepgraph demo` draws its picture, or None; asked before the runs, so that a refusal comes at once."""
+    """Return the path of the demo's picture, or None. Called before the runs, so that a bad path is refused at once."""
     if plot == "none" or (plot == "auto" and as_json):
         return None
     has_matplotlib = importlib.util.find_spec("matplotlib") is not None
@@ -87,7 +87,7 @@ def _picture_path(plot: str, as_json: bool) -> Path | None:
         raise typer.BadParameter("needs matplotlib: pip install 'stepgraph[plot]'", param_hint="--plot")
     path = Path(plot)
     if path.suffix not in (".png", ".svg") or not path.parent.is_dir():
-        raise typer.BadParameter(f"`{plot}` is not a .png or .svg in a folder that is there", param_hint="--plot")
+        raise typer.BadParameter(f"`{plot}` is not a .png or .svg in an existing folder", param_hint="--plot")
     return path
 
 
@@ -97,19 +97,19 @@ def native(
     remove: Annotated[bool, typer.Option("--remove", help="Delete it.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON and nothing else.")] = False,
 ) -> None:
-    """Say whether the part in C++ is there, which makes replays cheaper for the host; build or delete it."""
+    """Show, build or delete the optional part in C++, which lowers the host time of replays."""
     from rich.console import Console
 
     from stepgraph.errors import BuildError
     from stepgraph.native import library
 
     if build and remove:
-        raise typer.BadParameter("give one of the two", param_hint="--build and --remove")
+        raise typer.BadParameter("pass only one of the two", param_hint="--build and --remove")
     if remove:
         library.remove()
     if build:
         try:
-            with Console(stderr=True).status("compiling, for half a minute"):
+            with Console(stderr=True).status("compiling, takes half a minute"):
                 library.build()
         except BuildError as error:
             typer.echo(error, err=True)
@@ -120,7 +120,7 @@ def native(
     elif is_there:
         typer.echo(f"built: {where}")
     else:
-        typer.echo("not built: guards are asked in Python, which is as right and slower (`stepgraph native --build`)")
+        typer.echo("not built: guards run in Python, with the same results but slower (`stepgraph native --build`)")
 
 
 def main() -> None:

@@ -1,7 +1,7 @@
-"""Python's garbage collector at rest: while memory is recorded, and while the stacks of threads are read.
+"""Turns Python's garbage collector off while memory is recorded, and while the stacks of threads are read.
 
-The process has one collector with one switch, and two threads may want its rest at the same time: the first to want it
-turns the collector off, and the last to leave turns it on again, if it was on.
+The process has one collector with one switch, and two threads may need it off at the same time. The first one turns the
+collector off. The last one turns it on again, if it was on.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import torch
 
 _CHANGING = threading.RLock()
 _RESTS: list[bool] = []
-"""For each block that is under way, whether the collector was on when it began."""
+"""For each active block, whether the collector was on when the block began."""
 
 
 @contextlib.contextmanager
 def collector_at_rest() -> Iterator[None]:
-    """Let nothing be collected in this block; what is no longer referred to goes at once, as always."""
+    """Turn the collector off in this block. Objects without references are still freed at once."""
     with _CHANGING:
         _RESTS.append(gc.isenabled())
         gc.disable()
@@ -28,16 +28,16 @@ def collector_at_rest() -> Iterator[None]:
         yield
     finally:
         with _CHANGING:
-            was_on = _RESTS.pop()  # the first block's entry is the last to go
+            was_on = _RESTS.pop()  # the entry of the first block is removed last
             if was_on and not _RESTS:
                 gc.enable()
 
 
 def state_of(generator: torch.Generator) -> torch.Tensor:
-    """A random generator's state, read with the collector at rest.
+    """Return a random generator's state, read with the collector off.
 
-    torch holds the generator's lock while it makes the tensor. A collection at that moment may run Python code, and
-    then another thread, which asks for the same lock and waits for ever: it does not let go of Python meanwhile.
+    torch holds the generator's lock while it makes the tensor. A collection at that moment may run Python code, and so
+    let another thread run. If that thread asks for the same lock, it waits for ever, since it holds Python's lock.
     """
     with collector_at_rest():
         return generator.get_state()

@@ -1,10 +1,10 @@
-"""The traceback of a refusal ends at the user's line: the engine's own frames are left out.
+"""The traceback of a refusal ends at the user's line: stepgraph's own frames are left out.
 
-A refusal is an error of ours that names the cause and the fix. Ten frames of the engine below the user's line only hide
-it. So the functions that users call catch what is refused, trim its traceback and raise it again. Python adds a frame
-when an error leaves it, and not at a bare `raise`: the function that trims is not shown either. Nothing is wrapped
-where calls are replayed: a `try` costs nothing there. The environment variable STEPGRAPH_FULL_TRACEBACK=1 keeps all
-frames.
+A refusal is an error of stepgraph that names the cause and the fix. Ten frames of the engine after the user's line only
+hide it. So the functions that users call catch a refusal, trim its traceback and raise it again. Python adds a frame
+when an error leaves it, but not at a bare `raise`, so the function that trims is not shown either. Functions that
+replay calls are not wrapped: they have an inline `try`, which costs nothing. The environment variable
+STEPGRAPH_FULL_TRACEBACK=1 keeps all frames.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ _PLATFORM = sys.stdlib_module_names | {"torch"}
 
 
 def trim(error: StepgraphError) -> None:
-    """Leave only the user's frames in a refusal's traceback, to be raised again by a bare `raise`.
+    """Keep only the user's frames in a refusal's traceback. The caller raises it again by a bare `raise`.
 
-    An error that the step raised by itself, and that became a refusal's `__cause__`, stays whole.
+    An error that the step itself raised, and that became the refusal's `__cause__`, keeps all frames.
     """
     if os.environ.get("STEPGRAPH_FULL_TRACEBACK", "0") not in ("", "0"):
         return
     cause = error.__cause__
-    if isinstance(cause, CaptureRefused):  # the tape's, which says nothing that the refusal does not
+    if isinstance(cause, CaptureRefused):  # the tape's error, which adds nothing to the refusal
         error.__cause__ = None
     elif cause is not None and isinstance(error, CaptureError) and error.entry is not None:
         cause.__traceback__ = _kept(cause.__traceback__, lambda module: not _is_engine(module))
@@ -39,7 +39,7 @@ def trim(error: StepgraphError) -> None:
 
 
 def entry_point(function: _Function) -> _Function:
-    """A function that users call, and that trims what it refuses; where calls are replayed, `trim` is called inline."""
+    """Decorate a function that users call, so that it trims its refusals. Functions that replay call `trim` inline."""
 
     @functools.wraps(function)
     def called(*args: Any, **kwargs: Any) -> Any:
@@ -53,7 +53,7 @@ def entry_point(function: _Function) -> _Function:
 
 
 def _kept(trace: TracebackType | None, keeps: Callable[[str], bool]) -> TracebackType | None:
-    """A traceback of those frames only whose module is kept."""
+    """Return a traceback of only those frames whose module is kept."""
     frames = []
     while trace is not None:
         if keeps(str(trace.tb_frame.f_globals.get("__name__", ""))):

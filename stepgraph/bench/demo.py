@@ -1,9 +1,9 @@
 """Trains one small GPT twice from one seed, eager and graphed, and compares the two runs bit for bit.
 
 Both runs execute the same `train_step` on the same batches. The model has dropout, the gradients are clipped and the
-optimizer is a plain AdamW, so the comparison covers what is easy to get wrong: the random sequence, in-place gradient
+optimizer is a plain AdamW. So the comparison covers what is easy to get wrong: the random sequence, in-place gradient
 work, and an optimizer that stays eager between two segments of the graph. The first steps of both runs, in which
-stepgraph warms up and captures, are left out of the times and kept in the comparison.
+stepgraph warms up and captures, are compared but not timed.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ SETTLING_STEPS = 5
 """Steps left out of the times: three of warm-up, the capture, and one more."""
 
 MIN_STEPS = SETTLING_STEPS + 1
-"""The fewest steps that leave one to time."""
+"""The smallest number of steps with one step to time."""
 
 _BATCH_SIZE = 8
 _SEQ_LEN = 64
@@ -41,7 +41,7 @@ _CONFIG = replace(GPTConfig.tiny(), num_layers=4, hidden_size=128, ffn_size=344,
 
 @dataclass(frozen=True)
 class DemoRun:
-    """One training run: what it took."""
+    """The measurements of one training run."""
 
     losses: tuple[float, ...]
     """The loss of each step."""
@@ -50,7 +50,7 @@ class DemoRun:
     """The time of each step, warm-up and capture included."""
 
     peak_bytes: int | None
-    """Peak memory; None where the backend has no figure."""
+    """Peak memory; None if the backend does not measure it."""
 
     @property
     def step_ms(self) -> float:
@@ -60,7 +60,7 @@ class DemoRun:
 
 @dataclass(frozen=True)
 class DemoResult:
-    """What the two runs took, and whether they are equal."""
+    """The measurements of the two runs, and their comparison."""
 
     device: str
     """The device's name."""
@@ -81,7 +81,7 @@ class DemoResult:
     """Names of the parameters that are not equal bit for bit after the last step."""
 
     report: dict[str, Any]
-    """The report of the captured step, as `Report.to_dict` gives it."""
+    """The report of the captured step, by `Report.to_dict`."""
 
     @property
     def steps(self) -> int:
@@ -105,17 +105,17 @@ class DemoResult:
 
     @property
     def parameters_equal(self) -> bool:
-        """Whether every parameter has the same bits in both runs."""
+        """True if every parameter has the same bits in both runs."""
         return not self.differing_parameters
 
     @property
     def equal(self) -> bool:
-        """Whether the runs are equal, and the graphed one replayed at all."""
+        """True if the runs are equal, and the graphed one replayed at least once."""
         return self.parameters_equal and self.loss_difference == 0.0 and self.replays > 0
 
     @property
     def equality(self) -> str:
-        """What was compared, and what came of it."""
+        """A sentence about what was compared, and the outcome."""
         compared = f"stepgraph demo: {self.steps} losses and all parameters"
         if self.equal:
             return f"{compared} equal eager's, the parameters bit for bit"
@@ -136,7 +136,7 @@ class DemoResult:
 
 
 def resolve_device(name: str) -> torch.device:
-    """Return the device of this name, where "auto" is the GPU if there is one; ValueError if it cannot be used."""
+    """Return the device of this name; "auto" is the GPU if there is one. Raise ValueError if it cannot be used."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -146,7 +146,9 @@ def resolve_device(name: str) -> torch.device:
     if device.type not in ("cpu", "cuda"):
         raise ValueError(f"`{name}` has no backend; use auto, cpu, cuda or cuda:N")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise ValueError(f"`{name}` is not there: torch sees {torch.cuda.device_count()} CUDA devices; use auto or cpu")
+        raise ValueError(
+            f"`{name}` does not exist: torch has {torch.cuda.device_count()} CUDA devices; use auto or cpu"
+        )
     return device
 
 
@@ -180,12 +182,12 @@ def _train(
 ) -> tuple[DemoRun, dict[str, Tensor], dict[str, Any]]:
     """Train a fresh model over `batches`; phase "graphed" does so through `stepgraph.capture`.
 
-    Returns what the run took, the parameters it ended with, and the report of the captured step.
+    Return the measurements, the final parameters, and the report of the captured step.
     """
     backend = stepgraph.backend_for(device)
     gc.collect()
     if device.type == "cuda":
-        torch.cuda.empty_cache()  # the earlier run's cached blocks are no part of this run's peak
+        torch.cuda.empty_cache()  # cached blocks of the earlier run must not count for this run's peak
     backend.reset_peak_memory()
 
     torch.manual_seed(seed)
@@ -229,7 +231,7 @@ def _train(
 
 
 def _make_batches(steps: int, seed: int, device: torch.device) -> list[Batch]:
-    """Sequences that count up by a stride of their own: something a small model learns in a few steps."""
+    """Make sequences that count up, each with its own stride: a small model learns them in a few steps."""
     generator = torch.Generator().manual_seed(seed)
     positions = torch.arange(_SEQ_LEN + 1)
     batches = []
@@ -248,9 +250,9 @@ def _same_bits(a: Tensor, b: Tensor) -> bool:
 
 @contextmanager
 def _reproducible(device: torch.device) -> Iterator[None]:
-    """Make eager equal to itself, without which equality to it means nothing; put every setting back after.
+    """Make two eager runs equal, since otherwise equality with eager means nothing. Restore every setting afterwards.
 
-    On the CPU that takes one thread (reductions split over threads may add in another order), on CUDA torch's
+    The CPU needs one thread, since reductions split over threads may add in another order. CUDA needs torch's
     deterministic algorithms, with a fixed cuBLAS workspace that must be set before cuBLAS starts.
     """
     num_threads = torch.get_num_threads()
@@ -262,7 +264,7 @@ def _reproducible(device: torch.device) -> Iterator[None]:
         if device.type == "cuda":
             os.environ["CUBLAS_WORKSPACE_CONFIG"] = workspace or ":4096:8"
             torch.use_deterministic_algorithms(True)
-            # The mode also fills every new tensor with NaN: kernels that are no part of the user's program.
+            # The mode also fills every new tensor with NaN, by kernels that the user's program does not have.
             torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
         else:
             torch.set_num_threads(1)

@@ -1,4 +1,4 @@
-"""How the demo looks: a progress bar while it runs; a table, a small chart and a sentence after, and a picture."""
+"""The output of the demo: a progress bar while it runs; then a table, a small chart, a sentence and a picture."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def demo_progress(console: Console, steps: int) -> Iterator[Callable[[str], None
 
 
 def render_demo(result: DemoResult) -> RenderableType:
-    """Return the table of a result and the sentence that says what it shows."""
+    """Return the table, the chart and the conclusion of a result."""
     table = Table(title=f"A small GPT, {result.steps} steps, eager and graphed, from seed {result.seed}")
     table.add_column("")
     table.add_column("eager", justify="right")
@@ -64,7 +64,7 @@ def render_demo(result: DemoResult) -> RenderableType:
 
 
 class _Chart:
-    """The losses and the step times of both runs, in a line each; nothing where the terminal has no such letters."""
+    """The losses and the step times of both runs, one line each; empty if the terminal has only ASCII."""
 
     def __init__(self, result: DemoResult) -> None:
         self._result = result
@@ -87,7 +87,7 @@ class _Chart:
 
 
 def _line(values: Sequence[float]) -> str:
-    """A row of blocks, as high as the values are."""
+    """Return a row of blocks whose heights show the values."""
     width = min(_WIDTH, len(values))
     parts = [values[i * len(values) // width : (i + 1) * len(values) // width] for i in range(width)]
     heights = [sum(part) / len(part) for part in parts]

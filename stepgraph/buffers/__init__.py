@@ -1,1 +1,1 @@
-"""Graphs read and write static memory: inputs, results, tensors lent to callers, and a pool that shares them."""
+"""Static memory that graphs read and write: inputs, results, tensors lent to callers, and a pool that shares them."""

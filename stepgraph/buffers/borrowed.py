@@ -1,9 +1,9 @@
-"""A borrowed tensor is static memory in a caller's hands, and knows if they still hold it.
+"""A borrowed tensor is static memory lent to callers; it knows whether they still hold it.
 
-A graph's tensor is best handed out as it lies, without a copy. Then somebody may keep it, or a view of it, and the next
-replay would change it under their eyes. To see that in time, it is handed out over a storage of its own: the same
-memory, another storage object, whose references are the callers' alone, whatever graphs and buffers of ours know the
-first one. DLPack makes such a storage; it keeps the first one alive for as long as anybody needs it.
+It is fastest to return a graph's tensor without a copy. But a caller may keep it, or a view of it, and the next replay
+would overwrite it. To notice that in time, the tensor is returned with a separate storage object over the same memory.
+Only callers hold references to that one; graphs and buffers of stepgraph use the original. DLPack makes such a storage,
+and it keeps the original alive.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _use_count: Callable[[int], int] = torch._C._storage_Use_Count
 
 
 class BorrowedTensor:
-    """One static tensor that is handed out."""
+    """One static tensor that is lent to callers."""
 
     __slots__ = ("_alias", "_key", "_own")
 
@@ -27,33 +27,32 @@ class BorrowedTensor:
         self._own = 0
 
     def settle(self) -> BorrowedTensor:
-        """Nothing is handed out yet: the references that there are now are our own."""
+        """Count stepgraph's own references, before the tensor is lent."""
         self._own = _use_count(self._key)
         return self
 
     def lend(self) -> torch.Tensor:
-        """The tensor, free of history."""
-        return self._alias.data  # no view: a caller may change it in place, as they may any result
+        """Return the tensor, without autograd history."""
+        return self._alias.data  # not a view: a caller may change it in place, like any result
 
     def copy(self, *, goes_on: bool = True) -> torch.Tensor:
-        """A copy of the tensor, in memory of its own. `goes_on`: whether it may go straight to another graph."""
+        """Return a copy in new memory. `goes_on`: the copy may go straight to another graph."""
         return self._alias.clone()
 
     def is_held(self) -> bool:
-        """Whether anybody holds the tensor, a view of it, or another one in the same memory."""
+        """Check whether a caller holds the tensor, a view of it, or another tensor in the same memory."""
         return _use_count(self._key) > self._own
 
 
 def any_held(lent: Iterable[BorrowedTensor]) -> bool:
-    """Whether anybody holds one of these."""
-    for one in lent:  # noqa: SIM110 (a generator would cost more than the question)
+    for one in lent:  # noqa: SIM110 (a generator would cost more than the check)
         if _use_count(one._key) > one._own:
             return True
     return False
 
 
 def lend_out(tensors: Sequence[torch.Tensor]) -> list[BorrowedTensor]:
-    """Get static tensors ready to be handed out. Those in one storage are in one storage for the callers, too."""
+    """Prepare static tensors to be lent. Tensors that share a storage also share one for the callers."""
     storages: dict[int, torch.UntypedStorage] = {}
     made = []
     with torch.inference_mode(False), torch.no_grad():
@@ -70,7 +69,7 @@ def lend_out(tensors: Sequence[torch.Tensor]) -> list[BorrowedTensor]:
 
 
 def lend_by_address(tensors: Sequence[torch.Tensor]) -> list[BorrowedTensor]:
-    """The same for memory that others may be given meanwhile: the tensors are not kept alive. For copies only."""
+    """Like `lend_out`, without keeping the tensors alive: others may use their memory meanwhile. For copies only."""
     with torch.inference_mode(False), torch.no_grad():
         return [BorrowedTensor(_with_bits(_over_address(tensor), tensor)).settle() for tensor in tensors]
 

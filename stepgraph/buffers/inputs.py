@@ -1,9 +1,9 @@
-"""A graph reads its inputs from static tensors, at the addresses of its capture; a caller's tensors are brought there.
+"""A graph reads its inputs from static tensors, at the addresses of its capture. The caller's tensors are copied there.
 
-What goes in goes in with one fused copy. For a whole step these are all tensors of a call (`copy_all`). For one graph
-of several that follow each other (`load`), a tensor is not copied if it is at its place already, because the graph
-before wrote it there, or if several graphs share it and it was brought to its buffer for the first of them: a shared
-buffer remembers which tensor, at which version, it holds.
+All copies of a call are one fused copy. A whole step copies all tensors of a call (`copy_all`). In a sequence of graphs
+(`load`) a tensor is not copied if the graph before has already written it to its place. It is also not copied if
+several graphs share its buffer, and it was copied for the first of them: a shared buffer remembers which tensor it
+holds, at which version.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from stepgraph.tree import Leaf
 
 @dataclass(frozen=True, slots=True)
 class ArgMetadata(Leaf):
-    """A tensor's geometry without its memory: what is needed to make a buffer like it, and to tell it from others."""
+    """A tensor's geometry without its memory: enough to make a buffer like it, and to compare it with others."""
 
     shape: torch.Size
     stride: tuple[int, ...]
@@ -31,7 +31,6 @@ class ArgMetadata(Leaf):
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> ArgMetadata:
-        """The geometry of a tensor."""
         return cls(tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad)
 
     @property
@@ -40,51 +39,51 @@ class ArgMetadata(Leaf):
         return (self.shape, self.stride, self.dtype)
 
     def empty(self, device: torch.device) -> torch.Tensor:
-        """A new tensor of this geometry, with nothing in it."""
+        """Make an uninitialized tensor of this geometry."""
         with torch.inference_mode(False):
             made = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=device)
             return made.requires_grad_(self.requires_grad)
 
 
 def buffer_like(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A buffer for a tensor: of its class, with its strides, or from the host with those of `.to(device)`."""
+    """Make a buffer of a tensor's class and strides; for a tensor on the host with the strides of `.to(device)`."""
     if type(tensor) is torch.Tensor and tensor.device == device:
         return as_given(ArgMetadata.of(tensor).empty(device), tensor)
     return as_given(torch.empty_like(tensor, device=device), tensor).requires_grad_(tensor.requires_grad)
 
 
 def is_copied_in(leaf: Any) -> bool:
-    """Whether a leaf of a call is data, to be copied in. A parameter passed as an argument is the thing itself."""
+    """Check whether a leaf of a call is data to copy in. A parameter passed as an argument is used itself."""
     return isinstance(leaf, torch.Tensor) and not isinstance(leaf, torch.nn.Parameter)
 
 
 def tensors_among(leaves: Sequence[Any]) -> dict[int, torch.Tensor]:
-    """The tensors of a call that are copied in, by the index of the first leaf that each is."""
+    """Return the tensors of a call to copy in, by the index of the first leaf that is this tensor."""
     found = {id(leaf): index for index, leaf in reversed(list(enumerate(leaves))) if is_copied_in(leaf)}
     return {index: leaves[index] for index in sorted(found.values())}
 
 
 class SharedBuffer:
-    """A static tensor that several graphs read, and what it holds."""
+    """A static tensor that several graphs read, with a record of what it holds."""
 
     __slots__ = ("_source", "_version", "fills", "num_holders", "tensor")
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
         self.fills = 0
-        """How often something was copied in."""
+        """Number of copies into it."""
         self.num_holders = 0
-        """Calls under way that were given what it holds."""
+        """Calls in progress that use what it holds."""
         self._source: weakref.ref[torch.Tensor] | None = None
         self._version = -1
 
     def holds(self, source: torch.Tensor) -> bool:
-        """Whether this very tensor, unchanged since, was copied in last."""
+        """Check whether the last copy was of this tensor, and the tensor is unchanged since."""
         return self._source is not None and self._source() is source and source._version == self._version
 
     def note(self, source: torch.Tensor) -> None:
-        """Remember what is being copied in."""
-        known = not source.is_inference()  # else nothing would tell of a change
+        """Remember the tensor that is being copied in."""
+        known = not source.is_inference()  # inference tensors have no version to notice a change by
         self._source, self._version = (weakref.ref(source), source._version) if known else (None, -1)
         self.fills += 1
 
@@ -101,12 +100,12 @@ class StaticInputs:
         self.tensors = dict(tensors)
         self._shared = dict(shared or {})
         self._in_use = {i: (self.tensors[i].data_ptr(), asked) for i, asked in (in_use or {}).items()}
-        """Tensors that are another graph's results: whether somebody still needs those."""
+        """For tensors that are another graph's results: a check whether those are still needed."""
         self._used = dict.fromkeys(self._shared, 0)
-        """Which filling of a shared buffer was used last: each is good for one call, since not every change is told."""
+        """The last used fill of each shared buffer. A fill serves one call, since not every change can be noticed."""
         self.note_loaded: Callable[[torch.Tensor], None] | None = None
         self.targets: list[torch.Tensor] = []
-        """What is copied into: autograd does not see it."""
+        """The tensors to copy into, hidden from autograd."""
         self._edges = []
         for index, tensor in self.tensors.items():
             target = _once(tensor.data)
@@ -114,36 +113,35 @@ class StaticInputs:
             self.targets.append(target)
             self._edges.append((index, target, target.data_ptr(), view, self._shared.get(index)))
         self.has_repeated = any(view is not None for _, _, _, view, _ in self._edges)
-        """Whether a tensor has repetitions, so that one of them is copied."""
+        """True if a tensor was expanded, so that only one repetition is copied."""
         self.has_shared = bool(self._shared)
         self.has_conditions = bool(self._shared or self._in_use)
-        """Whether `is_free_for` has anything to ask."""
+        """True if `is_free_for` has anything to check."""
         self._only = self._edges[0] if len(self._edges) == 1 and not self.has_shared else None
 
     @property
     def num_bytes(self) -> int:
-        """Memory of the buffers."""
         return sum(tensor.untyped_storage().nbytes() for tensor in self.tensors.values())
 
     def is_free_for(self, leaves: Sequence[Any]) -> bool:
-        """Whether a call's tensors can be brought here without overwriting what others need."""
+        """Check whether a call's tensors can be copied here without overwriting values that others need."""
         for index, (address, in_use) in self._in_use.items():
             if leaves[index].data_ptr() != address and in_use():
                 return False
         return all(not buffer.num_holders or buffer.holds(leaves[i]) for i, buffer in self._shared.items())
 
     def hold(self) -> None:
-        """A call is under way: shared buffers must stay as they are."""
+        """Keep shared buffers unchanged while a call is in progress."""
         for buffer in self._shared.values():
             buffer.num_holders += 1
 
     def release(self) -> None:
-        """The call is over."""
+        """End the `hold` of a call."""
         for buffer in self._shared.values():
             buffer.num_holders -= 1
 
     def copy_all(self, leaves: Sequence[Any]) -> None:
-        """Copy a call's tensors here, wherever they are; under no_grad if one requires a gradient."""
+        """Copy all tensors of a call here. Call it under no_grad if one requires a gradient."""
         sources = [leaves[index] for index in self.tensors]
         if self.has_repeated:
             views = [view for _, _, _, view, _ in self._edges]
@@ -154,7 +152,7 @@ class StaticInputs:
             torch._foreach_copy_(self.targets, sources, non_blocking=True)
 
     def load(self, leaves: Sequence[Any] | Mapping[int, Any]) -> None:
-        """Bring a call's tensors here, those that are not here already."""
+        """Copy those tensors of a call here that are not here already."""
         if self._only is not None:
             index, target, address, view, _ = self._only
             source = leaves[index]
@@ -192,7 +190,7 @@ class StaticInputs:
 
 
 def _once(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor without the repetitions that expand() made, which cannot be copied into."""
+    """Return the tensor without the repetitions of expand(), which cannot be copied into."""
     for dim, stride in enumerate(tensor.stride()):
         if stride == 0 and tensor.shape[dim] > 1:
             tensor = tensor.narrow(dim, 0, 1)
@@ -200,7 +198,7 @@ def _once(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def copied(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor of the same geometry with the same values."""
+    """Return a copy of the same geometry."""
     made = replace(ArgMetadata.of(tensor), requires_grad=False).empty(tensor.device)
     StaticInputs({0: made}).load([tensor])
     return made

@@ -1,12 +1,12 @@
-"""A graph leaves its results in static tensors, which every replay overwrites; callers get copies, or borrow them.
+"""A graph leaves its results in static tensors, which every replay overwrites. Callers get copies, or borrow them.
 
-Of a whole step the caller gets copies (or, if they ask for that, the static tensors themselves). A tensor of a module
-is lent, without a copy, because mostly the next graph reads it where it is. If a caller still holds it, or a view of
-it, before a graph runs that writes there, it would change under their eyes. So that is looked at before
-(`BorrowedTensor`), and a tensor that was found to be kept is copied from then on.
+The caller of a whole step gets copies, or on request the static tensors themselves. The results of a module are lent
+without a copy, because usually the next graph reads them in place. If a caller still held one, or a view of it, when a
+graph writes there, the caller's values would change. So that is checked before (`BorrowedTensor`), and a tensor that a
+caller has kept is copied from then on.
 
-A parameter or buffer of the module that is returned as such is handed out as the object that it is. The graph has no
-part in it: autograd gives a parameter the gradients of its uses outside, as in eager.
+If a module returns one of its parameters or buffers, the caller gets that object itself. The graph is not involved:
+autograd gives a parameter the gradients of its uses outside, as in eager.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from stepgraph.tree import flatten, unflatten
 class StaticOutputs:
     """The results of a recorded call.
 
-    `inputs` are its tensor arguments by leaf index. `objects` are tensors, by the id of what the call has returned,
-    that are handed out themselves.
+    `inputs` are its tensor arguments by leaf index. `objects` are tensors that callers get themselves, by the id of the
+    tensor that the call returned.
     """
 
     def __init__(
@@ -42,13 +42,13 @@ class StaticOutputs:
         passed = {id(tensor): index for index, tensor in (inputs or {}).items()}
         found: dict[int, int] = {}
         self._filled = list(leaves)
-        """The leaves, with "tensor" in the place of those that each call fills in."""
+        """The leaves, with "tensor" as a placeholder for those that each call fills in."""
         self._computed: list[tuple[int, int]] = []
-        """The leaves that are results of the graph, each with its index among `tensors`."""
+        """The positions of leaves that the graph computes, each with its index in `tensors`."""
         self._passed: list[tuple[int, int]] = []
-        """The leaves that are arguments of the call, each with its index among those."""
+        """The positions of leaves that are arguments of the call, each with its leaf index there."""
         self._objects: dict[int, torch.Tensor] = {}
-        """The leaves that are parameters, buffers or other leaves of autograd: handed out themselves."""
+        """The leaves that are parameters, buffers or other leaves of autograd: callers get these objects."""
         for position, leaf in enumerate(leaves):
             if not isinstance(leaf, torch.Tensor):
                 continue
@@ -65,21 +65,21 @@ class StaticOutputs:
         self._lent: list[BorrowedTensor] = []
         self._watched: dict[int, BorrowedTensor] = {}
         self.copied = [False] * len(self.tensors)
-        """Which tensors are handed out as copies."""
+        """Flags of the tensors that callers get as copies."""
         self.differentiable = [tensor.grad_fn is not None for tensor in self.tensors]
         self.constant = [i for i, differentiable in enumerate(self.differentiable) if not differentiable]
-        """Which tensors no gradient comes back to."""
+        """Indices of tensors that get no gradient."""
         self._single = self.structure.kind is None and bool(self._computed)
 
-    # -- whole steps: the static tensors themselves, or copies of all
+    # -- whole steps: the static tensors themselves, or copies
 
     @property
     def tree(self) -> Any:
-        """The result with the static tensors themselves, overwritten by the next call."""
+        """The result with the static tensors themselves, which the next call overwrites."""
         return self.build(self.tensors, ())
 
     def copier(self) -> Callable[[], Any]:
-        """What makes the result with copies, safe to keep."""
+        """Return a function that makes the result with copies, which are safe to keep."""
         return self.tensors[0].clone if self._single else self._copies
 
     def _copies(self) -> Any:
@@ -88,13 +88,13 @@ class StaticOutputs:
             filled[position] = self.tensors[index].clone()
         return unflatten(self.structure, filled)
 
-    # -- modules: lent, and looked after
+    # -- modules: lent tensors
 
     def settle(self, state: Sequence[torch.Tensor]) -> None:
-        """The recording has ended: get the tensors ready to be handed out.
+        """Prepare the tensors to be lent, after the recording.
 
-        Those that lie in arguments are copied. Those that lie in the module's `state`, its parameters and buffers, show
-        what happens to it later, as in eager.
+        Tensors that share memory with arguments are copied. Tensors that share memory with the module's `state`, its
+        parameters and buffers, show later changes of the state, as in eager.
         """
         arguments = {tensor.untyped_storage()._cdata for tensor in self._inputs}
         self.copied = [tensor.untyped_storage()._cdata in arguments for tensor in self.tensors]
@@ -106,48 +106,48 @@ class StaticOutputs:
         }
 
     def is_own(self, index: int) -> bool:
-        """Whether a tensor lies in memory of the graph's own and is handed out as it lies."""
+        """Check whether a tensor is in memory of the graph and is lent without a copy."""
         return not self.copied[index] and index in self._watched
 
     def held(self) -> list[int]:
-        """The tensors, or views of them, that a caller still holds."""
+        """Return the indices of tensors that a caller still holds, or views of them."""
         return [i for i, lent in self._watched.items() if lent.is_held()]
 
     def is_held(self) -> bool:
-        """Whether a caller still holds a tensor."""
+        """Check whether a caller still holds a tensor."""
         return any_held(self._watched.values())
 
     def copy(self, indices: Iterable[int]) -> None:
-        """Hand out copies of these tensors."""
+        """Return these tensors as copies from now on."""
         for index in self._watched.keys() & set(indices):
             self.copied[index] = True
 
     def hand_on(self, index: int, lent: BorrowedTensor) -> None:
-        """Hand out a tensor that is copied by way of another one with the same values."""
+        """Use another tensor with the same values as the source of a copied one."""
         self._lent[index] = lent
 
     def forget_history(self) -> None:
-        """Let go of what autograd has saved: no further backward is recorded."""
+        """Drop the autograd history, once no further backward is recorded."""
         self.tensors = [tensor.data for tensor in self.tensors]
 
     def give_up(self) -> None:
-        """Let graphs that are captured later have the tensors' memory: copies are handed out from now on."""
+        """Leave the tensors' memory to graphs that are captured later. Callers get copies from now on."""
         self._lent, self._watched = lend_by_address(self.tensors), {}
         self.copied = [True] * len(self.tensors)
         self.tensors = []
 
     def let_go(self) -> None:
-        """The graphs are gone: hold nothing but what callers hold."""
+        """Drop the tensors after the graphs were freed; tensors that callers hold stay alive."""
         self.tensors = []
 
     def hand_out(self) -> tuple[torch.Tensor, ...]:
-        """The tensors, free of history."""
+        """Return the tensors for the caller, without autograd history."""
         if len(self._lent) == 1:
             return (self._lent[0].copy() if self.copied[0] else self._lent[0].lend(),)
         return tuple([n.copy() if c else n.lend() for n, c in zip(self._lent, self.copied, strict=True)])
 
     def build(self, tensors: Sequence[torch.Tensor], leaves: Sequence[Any]) -> Any:
-        """The result around these tensors, for a call with these arguments."""
+        """Build the result from these tensors, for a call with these arguments."""
         if self._single:
             return tensors[0]
         filled = self._filled.copy()
@@ -159,39 +159,39 @@ class StaticOutputs:
 
     @property
     def passed(self) -> list[int]:
-        """The arguments that are results, by leaf index."""
+        """Leaf indices of the arguments that are also results."""
         return [index for _, index in self._passed]
 
     @property
     def objects(self) -> list[torch.Tensor]:
-        """The results that are parameters, buffers or other leaves, each once."""
+        """The results that are parameters, buffers or other leaves of autograd, each once."""
         return list({id(tensor): tensor for tensor in self._objects.values()}.values())
 
     @property
     def plain_values(self) -> list[Any]:
-        """What no replay computes again; for a parameter the one weak reference to it."""
+        """The part of the result that no replay computes; for a parameter a weak reference."""
         weak = {position: weakref.ref(tensor) for position, tensor in self._objects.items()}
         return [weak.get(position, value) for position, value in enumerate(self._filled)]
 
 
 def detached(tree: Any) -> Any:
-    """A call's results without their autograd graph."""
+    """Return a call's results without their autograd graph."""
     leaves, structure = flatten(tree)
     return unflatten(structure, [leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves])
 
 
 def leaf_results(tree: Any) -> dict[int, torch.Tensor]:
-    """The tensors of a result that autograd accumulates gradients in, by id."""
+    """Return the tensors of a result that autograd accumulates gradients in, by id."""
     leaves = [t for t in flatten(tree)[0] if isinstance(t, torch.Tensor) and t.requires_grad and t.is_leaf]
-    # a view that is made under no_grad says that it requires a gradient, and is nobody's parameter
+    # a view made under no_grad claims to require a gradient, but is no leaf that gets one
     return {id(leaf): leaf for leaf in leaves if isinstance(leaf, torch.nn.Parameter) or not leaf._is_view()}
 
 
 def another_leaf() -> CaptureError:
-    """A result is a leaf that the call itself has made."""
+    """Make the error for a result that is a leaf made by the call itself."""
     return CaptureError(
-        "the module returns a leaf tensor that requires a gradient, and that is a new one at each call",
+        "the module returns a leaf tensor that requires a gradient, a new one at each call",
         rule="leaf-result",
-        why="in eager the tensor itself gets the gradient; a replay would hand out the tensor of the capture.",
+        why="in eager the tensor itself gets the gradient; a replay would return the tensor of the capture.",
         fix="return the tensor without requires_grad, and set requires_grad outside the module.",
     )

@@ -1,9 +1,9 @@
 """Calls that do not need their static tensors at the same time share them through a pool.
 
-A call's arguments are needed from its forward to its backward, the gradients of its results during its backward. Where
-the order of all calls is fixed, that is known beforehand: while the graphs are captured in this order, each one takes
-its tensors from the pool, and gives them back where the order is done with them, for the next one of the same geometry.
-The pool keeps every tensor alive, because a graph knows its address whether or not someone holds it.
+A call's arguments are needed from its forward to its backward, the gradients of its results during its backward. If the
+order of all calls is fixed, that is known in advance: the graphs are captured in this order, each one takes its tensors
+from the pool, and returns them at the point of the order that no longer needs them, for the next one of the same
+geometry. The pool keeps every tensor alive, because a graph uses its address as long as the graph exists.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ class TensorReusePool:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._tensors: dict[int, tuple[torch.Tensor, ArgMetadata]] = {}  # all that were ever made, by their memory
+        self._tensors: dict[int, tuple[torch.Tensor, ArgMetadata]] = {}  # all tensors ever made, by storage
         self._free: dict[ArgMetadata, list[torch.Tensor]] = defaultdict(list)
         self._needed: set[int] = set()
 
     def get(self, meta: ArgMetadata) -> torch.Tensor:
-        """A tensor of this geometry that nobody needs, or a new one."""
+        """Return an unused tensor of this geometry, or a new one."""
         geometry = replace(meta, requires_grad=False)
         unused = self._free[geometry]
         tensor = unused.pop() if unused else geometry.empty(self._device)
@@ -36,7 +36,7 @@ class TensorReusePool:
         return tensor
 
     def insert(self, tensor: torch.Tensor) -> None:
-        """A call is done with a tensor: it is free for others."""
+        """Return a tensor to the pool, for other calls."""
         memory = tensor.untyped_storage()._cdata
         assert memory in self._needed, "the tensor was given back, or is not of this pool"
         self._needed.remove(memory)

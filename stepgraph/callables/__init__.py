@@ -1,4 +1,4 @@
-"""The callables room captures graphs ahead of training, from sample arguments and an order.
+"""Graphs captured ahead of training, from sample arguments and an order.
 
 `make_graphed_callables` has torch's contract without an order, and Transformer Engine's with one.
 """

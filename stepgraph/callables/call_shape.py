@@ -1,9 +1,9 @@
 """A `CallShape` describes the call that a graph was captured for, and checks each later call against it.
 
-A graph reads static memory of one geometry. A call whose tensors have the same shapes and dtypes is copied there, whose
-plain values are the same is the same call; anything else is refused with the names of all that differs. Strides may
-differ, since the copy brings a tensor to those of the sample, and a tensor that needs no gradient may come where the
-sample needed one: the gradient is computed and nobody asks for it.
+A graph reads static memory of one geometry. It serves calls whose tensors have the same shapes and dtypes, and whose
+plain values are equal. Any other call is refused, and the error names all differences. Strides may differ, since the
+copy into static memory changes them to those of the sample. A tensor may need no gradient although the sample needed
+one: the gradient is then computed and not used.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class CallShape:
         *,
         needs_backward: bool = False,
     ) -> None:
-        """`needs_backward`: each call has one, so that none can come without gradients."""
+        """`needs_backward`: each call has a backward, so that none may be made without gradients."""
         self.name = name
         keys = tuple(_settled_key(key) for key in leaf_keys(leaves))
         self.call = Signature(structure, keys, ambient_key(), arguments=arguments)
@@ -50,7 +50,7 @@ class CallShape:
         if self.call.ambient[_GRAD] and not self.call.ambient[_INFERENCE] and not needs_backward:
             without = list(self.call.ambient)
             without[_GRAD] = False
-            self._ambients.add(tuple(without))  # the same numbers, and nothing for a backward
+            self._ambients.add(tuple(without))  # the same numbers, without a backward
         self._tensors = [(i, k) for i, k in enumerate(keys) if _is_tensor(k)]
         self._others = [(i, k) for i, k in enumerate(keys) if not _is_tensor(k)]
         self._is_simple = not self._others and all(len(k) == _PLAIN_KEY for _, k in self._tensors)
@@ -63,12 +63,12 @@ class CallShape:
 
     @property
     def takes_gradients(self) -> bool:
-        """Whether it was captured with gradients on."""
+        """True if it was captured with gradients enabled."""
         return bool(self.call.ambient[_GRAD])
 
     @property
     def geometry(self) -> tuple[Hashable, ...]:
-        """What its static buffers look like."""
+        """Shape, strides, dtype and device of each static buffer."""
         return tuple(key[1:5] for _, key in self._tensors)
 
     def check(self, leaves: Sequence[Any], structure: Structure, ambient: tuple[Hashable, ...]) -> None:
@@ -106,11 +106,11 @@ class CallShape:
         received = Signature(structure, tuple(keys), ambient, arguments=self.call.arguments)
         found = [str(difference) for difference in find_differences(self.call, received)]
         return SignatureMismatch(
-            f"{self.name}: a call unlike the sample that its graphs were captured from",
+            f"{self.name}: this call differs from the sample that its graphs were captured from",
             rule="sample-mismatch",
             details=found[:8],
             why="a graph replays fixed addresses and shapes, and every value that is not a tensor is baked in.",
-            fix="call it as the sample says, or capture with samples of this look (after .reset()).",
+            fix="make the call like the sample, or capture with samples like this call (after .reset()).",
         )
 
 
@@ -122,12 +122,12 @@ def _is_tensor(key: Any) -> bool:
 
 
 def _settled_key(key: Hashable) -> Any:
-    """Whether a tensor that needs a gradient was computed or is a leaf makes no graph another."""
+    """Reduce `requires_grad` to a flag: a computed tensor and a leaf have the same graph."""
     return (*key[:5], bool(key[5]), *key[6:]) if _is_tensor(key) else key  # type: ignore[index]
 
 
 def _forgiven(old: Any, key: Any) -> Any:
-    """A tensor's key without what may differ."""
+    """Return a tensor's key, with the sample's values where a difference is allowed."""
     strides = old[2] if old[1] == key[1] else key[2]
     return (
         *key[:2],
@@ -140,24 +140,24 @@ def _forgiven(old: Any, key: Any) -> Any:
 
 
 def _beside(old: Any, key: Any) -> tuple[Any, ...]:
-    """What counts of a tensor's key beside its geometry, against that of the sample: what hangs on the tensor.
+    """Return the parts of a tensor's key besides its geometry that count: the attributes set on the tensor.
 
-    And its identity, where that counted for the sample: a tensor that was given twice has one buffer, a parameter is
-    the thing itself.
+    Its identity counts, too, if it counted for the sample: a tensor passed twice has one buffer, and a parameter is
+    used itself.
     """
     attributes = attributes_in(key)
     own = () if attributes is NONE else (attributes,)
-    is_told = len(old) > _PLAIN_KEY + (attributes_in(old) is not NONE)
-    return (*own, *key[_PLAIN_KEY + len(own) :]) if is_told else own
+    has_identity = len(old) > _PLAIN_KEY + (attributes_in(old) is not NONE)
+    return (*own, *key[_PLAIN_KEY + len(own) :]) if has_identity else own
 
 
 def same_modes(modes: Sequence[dict[str, Any]], captured: Sequence[bool]) -> bool:
-    """Whether all modules are in the mode they were captured in."""
+    """Check that all modules are in the mode they were captured in."""
     return all(mode["training"] is flag for mode, flag in zip(modes, captured, strict=True))
 
 
 def detached(leaf: Any) -> Any:
-    """An argument for warm-up: a tensor of its own, so that nothing happens to the caller's."""
+    """Return an argument for warm-up: a copy, so that the caller's tensor does not change."""
     if isinstance(leaf, torch.Tensor) and not isinstance(leaf, torch.nn.Parameter):
         return as_given(leaf.detach().clone(), leaf).requires_grad_(leaf.requires_grad)
     return leaf

@@ -1,4 +1,4 @@
-"""A `CaptureJob` turns a request into graphs: it makes samples, warms up and captures, or leaves nothing behind."""
+"""A `CaptureJob` turns a request into graphs: it makes samples, warms up and captures. A failure leaves no traces."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from stepgraph.tree import flatten
 
 
 class CaptureJob:
-    """One capture, from the request to the graphs; a transaction."""
+    """One capture, from the request to the graphs. It is a transaction."""
 
     def __init__(
         self,
@@ -64,11 +64,11 @@ class CaptureJob:
             target.route(self._targets)
             target.refuse_hooks(own=with_order)
         self.samples = [self._sample(index) for index in range(len(request.samples))]
-        # in a session of its own the capture takes the memory that warm-up leaves, which is in lane 0
+        # with its own session the capture uses the memory that warm-up leaves, which is in lane 0
         self._lane = PoolLane(0) if owns_session else self._shared.lanes.exclusive()
         self._capture: GraphCapture | None = None
         self._kinds: dict[Hashable, tuple[list[SampleGraphs], EagerProof]] = {}
-        """The samples of each kind of call, and what its eager calls were like."""
+        """The samples of each kind of call, and the logs of its eager calls."""
         for each in self.samples:
             key = (each.index, each.shape.call.structure, each.shape.call.leaves)
             self._kinds.setdefault(key, ([], EagerProof()))[0].append(each)
@@ -82,7 +82,7 @@ class CaptureJob:
         shape = CallShape(target.name, leaves, structure, target.arguments, needs_backward=needs_backward)
         backend = self._shared.session.backend
         noted = NotedArguments.of(leaves)
-        call = RecordedCall(  # that nobody has made: with the flags that are set now
+        call = RecordedCall(  # not a real call: it has the flags that are set now
             shape.call,
             structure,
             leaves=noted.leaves,
@@ -107,7 +107,7 @@ class CaptureJob:
                 )
 
     def warm_up(self, iterations: int) -> None:
-        """Call each callable once for each look of its samples."""
+        """Call each callable `iterations` times for each kind of its samples."""
         calls = []
         for samples, proof in self._kinds.values():
             given = self._request.samples[samples[0].number]
@@ -128,7 +128,6 @@ class CaptureJob:
         self._shared.warming(run)
 
     def capture(self, *, reuse: bool, retain: bool, allow_unused: bool) -> None:
-        """Record all graphs."""
         session, with_order = self._shared.session, self._request.order is not None
         shares = reuse and not retain
         self._capture = GraphCapture(self._request, self.samples, self._lane, session.backend.device, self._hooks)
@@ -149,7 +148,7 @@ class CaptureJob:
             self._settle(sample, may_add=not (with_order and (shares or sample.has_split_weights)))
 
     def _prove(self) -> None:
-        """Compare what was recorded with the last eager call; where it differs, have another one first."""
+        """Compare the recordings with the last eager calls; if one differs, warm up once more and compare again."""
         pending = list(self._kinds.values())
         while pending:
             cold = []
@@ -167,15 +166,15 @@ class CaptureJob:
 
     def _settle(self, sample: SampleGraphs, *, may_add: bool) -> None:
         """Say where no backward can be added to those that are captured; others are recorded when they come."""
-        runners = [each.runner for each in self.samples]  # not `self`, which has the samples
-        sample.runner.tell_several = functools.partial(_tell_several, runners, sample.target.name)
+        runners = [each.runner for each in self.samples]  # not `self`, which would keep the samples alive
+        sample.runner.tell_several = functools.partial(_warn_of_several, runners, sample.target.name)
         if sample.runner.backwards and not may_add:
             sample.runner.backwards.record = functools.partial(refuse_another_backward, sample.target.name)
 
     def graphed(
         self, begun: float, *, clone_param_grads: bool, retain: bool, audit: str | int
     ) -> list[GraphedCallable[..., Any]]:
-        """The callables for the caller."""
+        """Make the callables for the caller."""
         assert self._capture is not None
         buffers = self._capture.buffers.values()
         owner = GraphedSet(
@@ -194,7 +193,7 @@ class CaptureJob:
         return [GraphedCallable(owner, sample) for sample in self.samples]
 
     def _cursor(self, *, retain: bool) -> Cursor | None:
-        """Checks replays against the order: of a chunk layer by layer, in a backward from the last to the first."""
+        """Make the check of replays against the order: layer by layer in a chunk, in reverse for a backward."""
         request = self._request
         if request.order is None:
             return None
@@ -207,14 +206,14 @@ class CaptureJob:
                 name = f"{entry}, layer {layer} (sample {number}: {sample.target.name})"
                 if entry.kind not in (Kind.BACKWARD, Kind.INPUT_GRAD):
                     turns.append(Turn(key, name, index, any_order=entry.kind is Kind.WEIGHT_GRAD))
-                elif sample.runner.backwards:  # else autograd will not come there
+                elif sample.runner.backwards:  # otherwise autograd does not call it
                     turns.append(Turn(key, name, index, repeats=retain))
         fix = "call the graphed callables in that order, or capture them with the order that you run."
-        lane = self._lane  # not `self`, which has the samples
+        lane = self._lane  # not `self`, which would keep the samples alive
         return Cursor(turns, fix, request.order, lambda: lane.is_busy)
 
     def give_up(self) -> None:
-        """It failed: free what there is."""
+        """Free everything after a failure."""
         for sample in self.samples:
             sample.free()
         for target in self._targets:
@@ -226,7 +225,7 @@ class CaptureJob:
 
 @contextlib.contextmanager
 def _gradients_aside(targets: Sequence[CaptureTarget]) -> Iterator[None]:
-    """Let graphs that cannot be captured again add to memory of their own, not to gradients that may be dropped."""
+    """Let graphs that cannot be captured again add to their own memory, not to gradients that may be dropped."""
     kept = [(p, p.grad) for target in targets for p in target.parameters if p.grad is not None]
     for parameter, _ in kept:
         parameter.grad = None
@@ -237,8 +236,8 @@ def _gradients_aside(targets: Sequence[CaptureTarget]) -> Iterator[None]:
             parameter.grad = grad
 
 
-def _tell_several(runners: Sequence[Runner], name: str) -> None:
-    """One backward comes to several calls of a callable, under autocast with its cache; said once."""
+def _warn_of_several(runners: Sequence[Runner], name: str) -> None:
+    """Warn once that one backward covers several calls of a callable, under autocast with its cache."""
     for runner in runners:
         runner.tell_several = None
     warn_user(str(shared_cast(f"{name}, called several times in one backward,")))
@@ -249,7 +248,7 @@ def _refuse_graphed(target: CaptureTarget) -> None:
         raise InvalidArgument(
             f"{target.name} has graphs already",
             rule="sample-arguments",
-            why="its forward was replaced by an earlier make_graphed_callables.",
+            why="an earlier make_graphed_callables replaced its forward.",
             fix="call .reset() on it first.",
         )
 
@@ -257,16 +256,16 @@ def _refuse_graphed(target: CaptureTarget) -> None:
 def _refuse_ddp(target: CaptureTarget) -> None:
     if any(isinstance(module, DistributedDataParallel) for module in target.module.modules()):
         raise CaptureError(
-            f"{target.name} is, or holds, a DistributedDataParallel",
+            f"{target.name} is or contains a DistributedDataParallel",
             rule="ddp-callable",
-            why="DDP must see each gradient when it is ready, and these graphs add to the gradients by themselves.",
-            fix="use stepgraph.graph_modules, which hands gradients to DDP, or graph the layers without DDP and reduce "
-            "the gradients after the backward.",
+            why="DDP must see each gradient when it is ready, but these graphs accumulate the gradients themselves.",
+            fix="use stepgraph.graph_modules, which passes gradients to DDP, or graph the layers without DDP and "
+            "reduce the gradients after the backward.",
         )
 
 
 def _device_of(request: Request) -> torch.device:
-    """Where the samples are; if there is no tensor among them, where the parameters are."""
+    """Return the device of the samples; without tensors among them, the device of the parameters."""
     for sample in request.samples:
         for leaf in flatten((sample.args, sample.kwargs))[0]:
             if isinstance(leaf, torch.Tensor):

@@ -42,23 +42,23 @@ class CallablesReport(GraphReport):
     """The graphs of one `make_graphed_callables`."""
 
     num_samples: int = 0
-    """Layers times microbatches; without an order, callables."""
+    """Layers times microbatches; without an order, the number of callables."""
     num_graphs: int = 0
     """Forwards, backwards and split weight gradients."""
     num_buffers: int = 0
-    """Sets of static arguments: `plan_buffers` says which samples share one."""
+    """Sets of static arguments: `plan_buffers` decides which samples share one."""
     forwards: int = 0
     backwards: int = 0
     weight_grads: int = 0
     """Replays so far."""
     eager_calls: int = 0
-    """Forwards, with their backwards, that were not replayed: somebody held what a replay would have overwritten."""
+    """Forwards, with their backwards, that ran eagerly: the program held a tensor that a replay would overwrite."""
     eager_reason: str | None = None
-    """Why there are no graphs, where a configuration asks for none."""
+    """Why there are no graphs, if a configuration asks for none."""
 
     @property
     def graphs(self) -> int:
-        """The same as `num_graphs`, as other reports name it."""
+        """The same as `num_graphs`, under the name of other reports."""
         return self.num_graphs
 
     def tally(self) -> tuple[int, dict[str, int]]:
@@ -73,18 +73,17 @@ class CallablesReport(GraphReport):
 
 
 class SetAudits:
-    """Records samples again and compares, before the rounds that are due or where a value has changed."""
+    """Records samples again and compares, before rounds that are due or after a value has changed."""
 
     def __init__(self, samples: Sequence[SampleGraphs], hooks: CaptureTimeHooks, audit: str | int) -> None:
         self._samples, self._hooks, self._turns = tuple(samples), hooks, AuditTurns(audit)
 
     @property
     def num(self) -> int:
-        """How many there were."""
         return self._turns.audits
 
     def begin_round(self) -> None:
-        """A round begins; raises `StateChanged` if it is audited and a callable would run other operations by now."""
+        """Begin a round. Raise `StateChanged` if it is audited and the operations of a callable have changed."""
         if not self._turns.begin():
             return
         if not can_audit_now():
@@ -95,18 +94,18 @@ class SetAudits:
             found = self.differs(target)
             if found is not None:
                 raise StateChanged(
-                    f"{target.name}: the callable would run other operations by now than were captured",
+                    f"{target.name}: the operations of the callable have changed since capture",
                     rule="changed-operations",
-                    details=[str(found), f"{self._turns.since} rounds have run since it was last compared"],
-                    why="the graphs go on with what they were captured with. Something that the callable's code reads "
-                    "has changed, and is out of reach of the watch (docs/equality.md).",
+                    details=[str(found), f"{self._turns.since} rounds have run since the last comparison"],
+                    why="the graphs replay the old operations. A value that the callable's code reads has changed, and "
+                    "the watch cannot see it (docs/equality.md).",
                     fix="undo the change, pass the value as a tensor argument, or call .reset() and capture again.",
                 )
             target.agree()
         self._turns.end()
 
     def differs(self, target: CaptureTarget) -> Difference | None:
-        """Where recordings of a callable would differ by now: of each kind of call, one is looked at."""
+        """Return the first difference between a new recording and the graphs; one sample of each kind is compared."""
         kinds = {s.shape.call.key: s for s in reversed(self._samples) if s.target is target and not s.runner.is_freed}
         return next((found for s in kinds.values() if (found := s.differs(self._hooks)) is not None), None)
 
@@ -190,24 +189,24 @@ class GraphedSet:
                 sample.runner.order = SampleTurn(sample, self.cursor, self._lent, device)
 
     def lend_gradients(self) -> None:
-        """Hand out gradients that pass through autograd as they lie, and look before each replay who holds one."""
+        """Hand out gradients that pass through autograd without a copy, and check before each replay that none is held."""
         for sample in self.samples:
             self._lent += sample.lend_outside_grads()
         self._take_turns()
 
     def check_lent(self, name: str) -> None:
-        """Raise if somebody holds a gradient that was lent, which the next replay may overwrite."""
+        """Raise if the program holds a lent gradient, which the next replay may overwrite."""
         if self._lent and any_held(self._lent):
             raise held_gradient(name)
 
     def count_eager(self, name: str) -> None:
-        """A call runs eagerly; said once."""
+        """Count a call that runs eagerly; warn at the first."""
         if not self._eager_calls:
             warn_held_result(name)
         self._eager_calls += 1
 
     def report(self) -> CallablesReport:
-        """What was captured, and what was replayed."""
+        """Return what was captured and replayed."""
         return CallablesReport(
             backend=backend_name(self.shared.session),
             num_samples=len(self.samples),
@@ -225,7 +224,7 @@ class GraphedSet:
         )
 
     def close(self) -> None:
-        """Free all graphs and buffers; modules whose forward was replaced are as before."""
+        """Free all graphs and buffers, and restore the forwards of modules."""
         if self.is_closed:
             return
         self.is_closed = True
@@ -240,7 +239,7 @@ class GraphedSet:
             self.shared.session.close()
 
     def close_one(self, sample: SampleGraphs) -> None:
-        """Without an order: free the graphs of one callable; with the last one, all that is left."""
+        """Without an order: free the graphs of one callable; with the last one, everything."""
         sample.free()
         if all(graphed.is_closed for graphed in self.callables):
             self.close()
@@ -273,10 +272,10 @@ class GraphedCallable(Generic[P, R]):
         )
 
     def __reduce__(self) -> Any:
-        """A copy of the module, by copy.deepcopy or by pickle, is a plain module."""
+        """Let a copy of the module, by copy.deepcopy or pickle, be a plain module."""
         return getattr, (self._target.module, self._target.method)
 
-    # -- in the place of a forward
+    # -- replacing a forward
 
     def put_in_place(self) -> None:
         """Replace the forward of the module."""
@@ -287,7 +286,7 @@ class GraphedCallable(Generic[P, R]):
             self._place["reset"] = _Reset(self)
 
     def _stays_eager(self) -> bool:
-        """Whether the flags around a call ask for eager code."""
+        """Check whether flags require an eager call."""
         if torch.is_anomaly_enabled():
             return True
         return torch.is_inference_mode_enabled() and self._shape.takes_gradients
@@ -310,13 +309,13 @@ class GraphedCallable(Generic[P, R]):
 
     @untraced
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        """Replay the forward; the backward is replayed where autograd comes to it."""
+        """Replay the forward; autograd replays the backward."""
         try:
             cursor = self._owner.cursor
             if self.is_closed or torch.compiler.is_compiling() or self._is_capturing() or is_logged():
                 return self._otherwise(args, kwargs)
             if not same_modes(self._modes, self._training):
-                return self._eagerly(args, kwargs)  # as both contracts have it
+                return self._eagerly(args, kwargs)  # as both contracts require
             leaves, structure = self._flatten(args, kwargs)
             if cursor is None and self._stays_eager():
                 return self._eagerly(args, kwargs)
@@ -343,7 +342,7 @@ class GraphedCallable(Generic[P, R]):
                 cursor.take((Kind.FORWARD, sample.number))
             elif not self._runner.can_take(leaves):
                 raise self._in_flight()
-            if held and cursor is not None:  # nothing of this call is replayed
+            if held and cursor is not None:  # neither forward nor backward of this call is replayed
                 self._owner.count_eager(self.name)
                 cursor.pass_over((Kind.BACKWARD, sample.number))
                 return self._eagerly(args, kwargs)
@@ -358,12 +357,12 @@ class GraphedCallable(Generic[P, R]):
         return self._owner.audits.differs(self._target)
 
     def _otherwise(self, args: Any, kwargs: Any) -> R:
-        """Graphs that are gone, or a call inside something larger that is being captured or compiled."""
+        """Call after the graphs were freed, or inside a larger function that is being captured or compiled."""
         if self.is_closed and self._owner.cursor is not None:
             raise ClosedError(
                 f"{self.name}, sample {self._sample.number}, was reset",
                 rule="closed",
-                why="its graphs and buffers are gone.",
+                why="reset() freed its graphs and buffers.",
                 fix="call the layer itself, or capture again with make_graphed_callables.",
             )
         return self._eagerly(args, kwargs)
@@ -386,8 +385,8 @@ class GraphedCallable(Generic[P, R]):
             f"{self.name} is called while {', '.join(waiting)} waits for its backward",
             rule="call-in-flight",
             details=[f"captured  {', '.join(s.target.name for s in self._owner.samples)}, in this order"],
-            why="the callables share memory by the order in which they were passed: a call could overwrite what a "
-            "later one has left.",
+            why="the callables share memory by the order in which they were passed: a call could overwrite the results "
+            "of a later one.",
             fix="pass the callables in the order in which they run, or graph them by separate calls of "
             "make_graphed_callables.",
         )
@@ -402,19 +401,19 @@ class GraphedCallable(Generic[P, R]):
 
     def _in_another_fork(self) -> CaptureError:
         return CaptureError(
-            f"{self.name} is called under another named random state than it was captured under",
+            f"{self.name} is called under another named random state than at capture",
             rule="sample-mismatch",
             details=[f"captured  {self._sample.call.fork!r}", f"received  {self._random.active!r}"],
             why="the graph draws from the generator that was active at the capture.",
-            fix="call make_graphed_callables inside tracker.fork() where the callable is called inside it.",
+            fix="call make_graphed_callables inside tracker.fork() if the callable is called inside it.",
         )
 
     def _inside_ddp(self) -> CaptureError:
         return CaptureError(
             f"{self.name} is called inside DistributedDataParallel",
             rule="ddp-callable",
-            why="DDP must see each gradient when it is ready, and these graphs add to the gradients by themselves.",
-            fix="use stepgraph.graph_modules, which hands gradients to DDP, or reduce gradients after the backward.",
+            why="DDP must see each gradient when it is ready, but these graphs accumulate the gradients themselves.",
+            fix="use stepgraph.graph_modules, which passes gradients to DDP, or reduce gradients after the backward.",
         )
 
     # -- the split weight gradient
@@ -427,7 +426,7 @@ class GraphedCallable(Generic[P, R]):
                 self._otherwise((), {})
             if cursor is None or not sample.has_split_weights:
                 raise InvalidArgument(
-                    f"{self.name}, sample {sample.number}, has no weight gradient of its own",
+                    f"{self.name}, sample {sample.number}, has no separate weight gradient",
                     rule="replay-order",
                     why="its backward computes all gradients at once.",
                     fix="split it off in the order: an entry -c.5 after -c for each backward of chunk c.",
@@ -442,17 +441,17 @@ class GraphedCallable(Generic[P, R]):
             raise
 
     def admit_hooks(self, names: Sequence[str]) -> None:
-        """Let hooks of functions of these names come and go on modules inside: whoever calls this one runs them."""
+        """Ignore hooks of functions with these names on modules inside: the caller runs them."""
         self._target.admit_hooks(names)
 
     # -- ending
 
     def report(self) -> CallablesReport:
-        """What was captured and replayed, of the whole set that this one belongs to."""
+        """Return what was captured and replayed, for the whole set of this callable."""
         return self._owner.report()
 
     def reset(self) -> None:
-        """Free graphs and buffers, and restore the module's forward. With an order all of the order's are freed."""
+        """Free graphs and buffers, and restore the module's forward. With an order, free those of all callables."""
         if self._owner.cursor is not None:
             self._owner.close()
         elif not self.is_closed:
@@ -475,30 +474,31 @@ class _Reset:
 
 
 def refuse_another_backward(name: str, runner: Runner, metas: Sequence[Any]) -> Any:
-    """No further backward can be recorded: say which one is missing, or what stands in the way of the one there is."""
+    """Raise, since no backward can be added: name the missing one, or the reason why the captured one cannot run."""
     known = {key[: len(metas)] for key in runner.backwards}
     if tuple(None if meta is None else meta.layout for meta in metas) in known and not _is_autocast():
         raise held_gradient(name)
     raise CaptureError(
-        f"{name}: a backward unlike the one that was captured",
+        f"{name}: this backward differs from the captured one",
         rule="sample-mismatch",
         details=[
             f"received  gradients {[None if m is None else list(m.shape) for m in metas]}, "
             f"autocast {'on' if _is_autocast() else 'off'}"
         ],
-        why="the graphs share memory by their order, and no graph can be added.",
+        why="the graphs share memory by their order, so no graph can be added.",
         fix="call backward() outside autocast, with gradients of the results' own dtypes.",
     )
 
 
 def held_gradient(name: str) -> CaptureError:
-    """A parameter's gradient cannot be where the graph adds to it."""
+    """Make the error for a parameter's gradient that cannot be stored where the graph adds to it."""
     return CaptureError(
-        f"{name}: a parameter's gradient of an earlier backward is still held, or lies in memory of the caller's",
+        f"{name}: your program still holds a parameter's gradient of an earlier backward, or has set .grad to its own "
+        "memory",
         rule="held-gradient",
-        why="the graph writes to fixed memory, in which the gradient that is held lies, and no graph can be added.",
-        fix="clone gradients that are kept over zero_grad(); capture again after .grad was set to other memory; leave "
-        "clone_param_grads=True unless a hook uses each gradient up at once.",
+        why="the graph writes to fixed memory, which the held gradient uses, and no graph can be added.",
+        fix="clone gradients that you keep after zero_grad(); capture again after you set .grad to other memory; leave "
+        "clone_param_grads=True unless a hook consumes each gradient at once.",
     )
 
 

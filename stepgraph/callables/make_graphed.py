@@ -1,9 +1,9 @@
 """`make_graphed_callables` captures graphs before training, from sample arguments.
 
-One function with two contracts. Without an order (torch's), each callable gets a forward and a backward graph, and a
-module's forward is replaced for as long as its training flag is as it was. With an order (Transformer Engine's), each
-layer gets graphs for each microbatch, captured in the order in which a pipeline's rank runs them, sharing memory by
-lifetime; the caller calls what is returned, in that order, and each call is checked against it.
+One function has two contracts. Without an order (torch's), each callable gets a forward and a backward graph, and a
+module's forward is replaced; in the other training mode it runs eagerly. With an order (Transformer Engine's), each
+layer gets graphs for each microbatch, captured in the order in which a rank of a pipeline runs them, sharing memory by
+lifetime. The caller calls the returned callables in that order, and each call is checked against it.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ M = TypeVar("M", bound=torch.nn.Module)
 
 
 class _Fp8Keywords(TypedDict, total=False):
-    fp8_enabled: Annotated[bool, "Refused, as the other options of FP8: it is not captured yet."]
-    fp8_recipe: Annotated[Any, "As `fp8_enabled`."]
-    fp8_group: Annotated[Any, "As `fp8_enabled`."]
-    fp8_weight_caching: Annotated[bool, "As `fp8_enabled`."]
+    fp8_enabled: Annotated[bool, "Refused: FP8 cannot be captured yet."]
+    fp8_recipe: Annotated[Any, "Refused, like `fp8_enabled`."]
+    fp8_group: Annotated[Any, "Refused, like `fp8_enabled`."]
+    fp8_weight_caching: Annotated[bool, "Refused, like `fp8_enabled`."]
 
 
 class _Keywords(_Fp8Keywords, total=False):
@@ -47,19 +47,19 @@ class _Keywords(_Fp8Keywords, total=False):
     num_layers_per_chunk: Annotated[int | Sequence[int] | None, "With an order: callables of each chunk."]
     pool: Annotated[Session | None, "The `stepgraph.Session` to share memory with."]
     reuse_buffers: Annotated[bool, "With an order: share static arguments between microbatches by lifetime."]
-    clone_param_grads: Annotated[bool, "Hand out parameters' gradients as copies, which are safe to keep."]
+    clone_param_grads: Annotated[bool, "Return gradients of parameters as copies, which are safe to keep."]
     capture_time_hooks: Annotated[Any, "Hooks that run around each capture, one entry for each callable."]
     pre_warmup_hook: Annotated[Callable[[], Any] | None, "Called before the warm-up."]
     post_warmup_hook: Annotated[Callable[[], Any] | None, "Called after the warm-up."]
-    retain_graph_in_backward: Annotated[bool, "Keep what a backward needs, so that it may run again."]
-    audit: Annotated[Audit, 'Before which rounds all are compared: "auto" (1, 2, 4, ...), each so many, or False.']
+    retain_graph_in_backward: Annotated[bool, "Keep the tensors that a backward needs, so that it may run again."]
+    audit: Annotated[Audit, 'When to record again and compare: "auto" (rounds 1, 2, 4, ...), every N rounds, or False.']
     backend: Backend | str | None
-    _order: Annotated[Sequence[float] | None, "Transformer Engine's name of `order`."]
-    _num_layers_per_chunk: Annotated[int | Sequence[int] | None, "The same of `num_layers_per_chunk`."]
+    _order: Annotated[Sequence[float] | None, "Transformer Engine's name for `order`."]
+    _num_layers_per_chunk: Annotated[int | Sequence[int] | None, "Its name for `num_layers_per_chunk`."]
 
 
 def _private_names(given: dict[str, Any]) -> None:
-    """The spellings that Transformer Engine has for the order."""
+    """Accept Transformer Engine's names for the order."""
     for name in ("order", "num_layers_per_chunk"):
         private = given.pop(f"_{name}", None)
         if private is not None:
@@ -125,8 +125,8 @@ def make_graphed_callables(
         ... )
         >>> hidden = graphed[0](x)                          # layer l of microbatch m at m * 2 + l
 
-    Without an order the callables come back, modules with their forward replaced. With one, a tuple of callables: layer
-    l of microbatch m in a chunk of n layers, with p layers in the chunks before, is at p*M + m*n + l.
+    Without an order it returns the callables, modules with their forward replaced. With an order it returns a tuple of
+    callables: layer l of microbatch m in a chunk of n layers, with p layers in the chunks before, is at p*M + m*n + l.
     """
     _refuse_fp8(fp8_enabled, fp8_recipe, fp8_group, fp8_weight_caching)
     _check_options(num_warmup_iters, audit)
@@ -153,7 +153,7 @@ def make_graphed_callables(
 
 
 def _put_in_place(graphed: GraphedCallable[..., Any], sample: SampleGraphs) -> Any:
-    """Without an order: the module, with its forward replaced, or what stands for a function."""
+    """Without an order: return the module with its forward replaced, or the graphed callable of a function."""
     if sample.target.is_module:
         graphed.put_in_place()
     return sample.target.given if sample.target.is_module else graphed
@@ -161,7 +161,7 @@ def _put_in_place(graphed: GraphedCallable[..., Any], sample: SampleGraphs) -> A
 
 @entry_point
 def report(callables: Any) -> CallablesReport:
-    """What was captured and replayed: of a graphed callable, a graphed module, or a tuple of them."""
+    """Report what was captured and replayed, for a graphed callable, a graphed module, or a tuple of them."""
     first = callables[0] if isinstance(callables, (tuple, list)) else callables
     graphed = first if isinstance(first, GraphedCallable) else vars(first).get("forward")
     if not isinstance(graphed, GraphedCallable) and isinstance(first, torch.nn.Module):
@@ -170,8 +170,8 @@ def report(callables: Any) -> CallablesReport:
         raise InvalidArgument(
             f"a {type(first).__name__} has no graphs of make_graphed_callables",
             rule="sample-arguments",
-            why="a report tells of graphs that were captured ahead.",
-            fix="pass what make_graphed_callables has returned, before .reset().",
+            why="this report is about graphs captured by make_graphed_callables.",
+            fix="pass what make_graphed_callables returned, before .reset().",
         )
     return graphed.report()
 
@@ -188,8 +188,8 @@ def _refuse_fp8(enabled: bool, recipe: Any, group: Any, weight_caching: bool) ->
             raise InvalidArgument(
                 f"`{name}` is given",
                 rule="fp8",
-                why="FP8 scaling factors live outside the graphs and must be brought in at each replay, which is not "
-                "there yet.",
+                why="FP8 scaling factors are outside the graphs and must be copied in at each replay, which is not "
+                "implemented yet.",
                 fix=f"leave `{name}` out, and capture in bf16.",
             )
 
@@ -198,8 +198,8 @@ def _check_options(num_warmup_iters: Any, audit: Any) -> None:
     checked("audit", audit, Audit)
     if not is_count(num_warmup_iters):
         raise InvalidArgument(
-            f"num_warmup_iters={num_warmup_iters!r}",
+            f"num_warmup_iters={num_warmup_iters!r} is not an integer of 0 or more",
             rule="option",
             why="it counts eager calls before the capture.",
-            fix="pass an integer of 0 or more; 3 is enough for most, 11 with NCCL's DDP.",
+            fix="pass an integer of 0 or more; 3 is usually enough, 11 with NCCL's DDP.",
         )

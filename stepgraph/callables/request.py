@@ -1,8 +1,8 @@
-"""`read_request` brings the arguments of `make_graphed_callables` into one form, or names the one that is wrong.
+"""`read_request` brings the arguments of `make_graphed_callables` into one form, or names the wrong one.
 
-Callables come one or several, sample arguments one set for each callable or, with an order, one for each layer and
-microbatch. Here they become a list of samples: which callable, called how. With an order, layer l of microbatch m in
-a chunk of n layers, with p layers in the chunks before, is sample p*M + m*n + l.
+There may be one callable or several, and one set of sample arguments for each callable or, with an order, for each
+layer and microbatch. They become a list of samples, each a callable and its arguments. With an order, layer l of
+microbatch m in a chunk of n layers, with p layers in the chunks before, is sample p*M + m*n + l.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ class Sample:
 
     number: int
     callable_index: int
-    """Which of the callables."""
+    """Index of the callable."""
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """The arguments in one form."""
+    """The arguments of `make_graphed_callables` in one form."""
 
     callables: tuple[Callable[..., Any], ...]
     is_single: bool
@@ -43,14 +43,14 @@ class Request:
 
     @property
     def trains(self) -> bool:
-        """Whether backwards are to be captured, as far as an order says."""
+        """True if backwards are to be captured, as far as the order says."""
         return self.order is None or any(entry.kind is not Kind.FORWARD for entry in self.entries)
 
 
 def read_request(
     callables: Any, sample_args: Any, sample_kwargs: Any, order: Sequence[float] | None, num_layers_per_chunk: Any
 ) -> Request:
-    """Bring the arguments to one form."""
+    """Read the arguments of `make_graphed_callables`."""
     is_single = not isinstance(callables, (tuple, list))
     several = (callables,) if is_single else tuple(callables)
     for index, each in enumerate(several):
@@ -97,7 +97,6 @@ def _layers(given: Any, order: Sequence[float], num_callables: int) -> tuple[int
 
 
 def _owners(layers: Sequence[int], num_microbatches: int) -> list[int]:
-    """The callable of each sample."""
     starts = [sum(layers[:chunk]) for chunk in range(len(layers))]
     return [
         start + layer
@@ -108,7 +107,7 @@ def _owners(layers: Sequence[int], num_microbatches: int) -> list[int]:
 
 
 def _dealt_out(given: Any, owners: Sequence[int], num_callables: int) -> Any:
-    """One set for each callable is good for all its microbatches."""
+    """Repeat one set of arguments per callable for all its microbatches."""
     if isinstance(given, (tuple, list)) and len(given) == num_callables < len(owners):
         return [given[owner] for owner in owners]
     return given

@@ -1,12 +1,12 @@
 """`GraphCapture` captures the graphs of all samples (`SampleGraphs`), with an order or without one.
 
-Without an order each callable has one pair of graphs, and every graph keeps its memory: forwards are captured in the
-order of the callables, backwards in the reverse one.
+Without an order each callable has one pair of graphs, and every graph keeps its memory. Forwards are captured in the
+order of the callables, backwards in reverse.
 
-With an order, graphs are captured in that order, and with `reuse_buffers` memory goes from one to the next. Static
-arguments follow `plan_buffers`. Activations, results and gradients are let go of where the order is done with them, so
-that graphs captured later are given their memory; callers are handed copies, since nobody knows how long they keep
-them. What is needed then is what the schedule has under way at a time, however many microbatches there are.
+With an order, graphs are captured in that order, and with `reuse_buffers` they share memory. Static arguments follow
+`plan_buffers`. Activations, results and gradients are released at the point where the order no longer needs them, so
+that later graphs use their memory. Callers get copies, since they may keep them for any time. The memory needed is that
+of the microbatches in flight at one time, however many microbatches there are.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class SampleGraphs:
         self.has_split_weights = False
         self.weights: WeightGraph | None = None
         self.kept: list[torch.Tensor] = []
-        """What its weight gradient reads, for as long as no other graph may be given that memory."""
+        """The tensors that its weight gradient reads, as long as no other graph may use their memory."""
         self.weight_runs = 0
         self.handovers = SampleHandovers()
 
@@ -64,7 +64,7 @@ class SampleGraphs:
 
     @property
     def metas(self) -> dict[int, ArgMetadata]:
-        """The geometry of its tensors, by leaf index."""
+        """The geometry of its tensor arguments, by leaf index."""
         return {i: leaf for i, leaf in enumerate(self.call.leaves) if isinstance(leaf, ArgMetadata)}
 
     @property
@@ -77,7 +77,7 @@ class SampleGraphs:
         return self.runner.forward.log
 
     def differs(self, hooks: CaptureTimeHooks) -> Difference | None:
-        """Where a recording would differ by now from the one that is replayed."""
+        """Record the sample again, and return the first difference from its graphs, or None."""
         if self.runner.is_freed or changed_flags(self.call.ambient):
             return None
 
@@ -97,22 +97,22 @@ class SampleGraphs:
             runner.free()
 
     def lend_outside_grads(self) -> list[BorrowedTensor]:
-        """Hand out the gradients that pass through autograd as they lie; what is handed out."""
+        """Lend the gradients that pass through autograd without a copy, and return them."""
         found: list[BorrowedTensor] = []
         first = len(self.runner.edges.flows)
         for backward in self.runner.backwards.values():
             if any(grad is not None for grad in backward.grads_out):
-                backward.give_up()  # nobody else looks whether they are held
+                backward.give_up()  # no other check covers whether they are held
             backward.lent = tuple(
                 Uncopied(lent) if lent is not None and i >= first else lent for i, lent in enumerate(backward.lent)
             )
             found += [lent for lent in backward.lent if isinstance(lent, Uncopied)]
         for lent in found:
-            lent.settle()  # what they were lent by before is gone
+            lent.settle()  # the earlier lenders no longer hold references
         return found
 
     def hand_on(self, places: HandoverBuffers) -> None:
-        """All is captured: from now on what is handed out goes by way of where others read it."""
+        """After the capture: return results and gradients by way of the memory where other graphs read them."""
         runner, handovers = self.runner, self.handovers
         handovers.results = {i: to for i, to in handovers.results.items() if runner.result.copied[i]}
         for index, (_, place) in handovers.results.items():
@@ -126,7 +126,7 @@ class SampleGraphs:
         handovers.arguments = places.among(runner.boundary.tensors)
 
     def result_metas(self) -> list[ArgMetadata | None]:
-        """The geometry of the gradients of its results."""
+        """Return the geometry of the gradients of its results."""
         result = self.runner.result
         pairs = zip(result.tensors, result.differentiable, strict=True)
         return [_dense(tensor) if differentiable else None for tensor, differentiable in pairs]
@@ -137,7 +137,7 @@ Following: TypeAlias = tuple[SampleGraphs, dict[int, torch.Tensor]]
 
 
 class Uncopied(BorrowedTensor):
-    """A gradient that is handed out as it lies, where a copy is asked for, too."""
+    """A gradient that is lent without a copy, even if a copy is requested."""
 
     __slots__ = ()
 
@@ -167,7 +167,7 @@ class GraphCapture:
         """Static arguments by the plan's number."""
         self.places = HandoverBuffers()
         self._incoming: dict[int, tuple[list[ArgMetadata | None], dict[int, torch.Tensor]]] = {}
-        """Static gradients of results, by sample, that another sample's backward writes to."""
+        """By sample: static gradients of its results, which another sample's backward writes."""
         self.allow_unused = False
 
     # -- without an order
@@ -180,7 +180,7 @@ class GraphCapture:
             if sample.runner.edges.anchor.requires_grad:
                 self._whole_backward(sample)
 
-    # -- with one
+    # -- with an order
 
     def run_in_order(self, *, reuse: bool) -> None:
         """Capture in the order of the request."""
@@ -197,7 +197,7 @@ class GraphCapture:
                     following = (chosen[layer + 1], own[layer + 1]) if layer + 1 < len(chosen) else None
                     self._forward(sample, own[layer], following)
                     if reuse and not request.trains:
-                        sample.runner.give_up_memory()  # copies are handed out at once
+                        sample.runner.give_up_memory()  # callers get copies at once
                 continue
             for layer, sample in reversed(list(enumerate(chosen))):
                 before = chosen[layer - 1] if layer else None
@@ -208,13 +208,13 @@ class GraphCapture:
                 elif entry.kind is Kind.WEIGHT_GRAD:
                     self._weight_part(sample, parts.pop(sample.number, None))
             if reuse and entry.kind is not Kind.INPUT_GRAD:
-                for sample in chosen:  # not before the whole entry is captured: its weight gradients have no order
+                for sample in chosen:  # after the whole entry: its weight gradients may run in any order
                     self._give_up(sample)
         for sample in self._samples:
             sample.hand_on(self.places)
 
     def _own_buffers(self, sample: SampleGraphs, number: int) -> dict[int, torch.Tensor]:
-        """Static arguments, by leaf index."""
+        """Return the static arguments of a sample, by leaf index."""
         if number not in self.buffers:
             metas = [dataclasses.replace(meta, requires_grad=False) for meta in sample.metas.values()]
             self.buffers[number] = [meta.empty(self._device) for meta in metas]
@@ -227,7 +227,9 @@ class GraphCapture:
         then = functools.partial(self._hand_result_on, sample, following) if following is not None else None
         with self._hooks.around(sample.index, target.given, backward=False), _named(target):
             sample.captured = target.pair.forward(sample.call, self._lane, CallBuffers(own), then)
-        sample.call.values = {i: copied(tensor) for i, tensor in sample.call.values.items()}  # the samples may go
+        sample.call.values = {
+            i: copied(tensor) for i, tensor in sample.call.values.items()
+        }  # the caller's may be freed
         result = sample.runner.result
         result.copy(range(len(result.tensors)))
         sample.runner.backwards.are_copied = True
@@ -235,7 +237,7 @@ class GraphCapture:
             self._refuse_unused(sample)
 
     def _hand_result_on(self, sample: SampleGraphs, following: Following, result: StaticOutputs) -> None:
-        """In the recording of a forward: write results to arguments of the next sample that look the same."""
+        """In the recording of a forward: write results to arguments of the next sample with the same geometry."""
         following_sample, buffers = following
         metas = following_sample.metas
         looks = {index: ArgMetadata.of(tensor) for index, tensor in enumerate(result.tensors)}
@@ -248,7 +250,7 @@ class GraphCapture:
                 sample.handovers.results[index] = (leaf, self.places.at(buffer))
 
     def _hand_grads_on(self, sample: SampleGraphs, before: SampleGraphs, found: Sequence[torch.Tensor | None]) -> None:
-        """In the recording of a backward: write gradients to where the sample before reads those of its results."""
+        """In the recording of a backward: write gradients where the sample before reads those of its results."""
         flows = sample.runner.edges.flows
         for index, (leaf, _) in before.handovers.results.items():
             buffer = self._gradients(before)[1].get(index)
@@ -260,11 +262,11 @@ class GraphCapture:
                 sample.handovers.grads[position] = self.places.at(buffer)
 
     def _refuse_unused(self, sample: SampleGraphs) -> None:
-        """As torch does unless told otherwise: each tensor that needs a gradient has to have one."""
+        """Refuse tensors that require a gradient and get none, as torch does by default."""
         runner, target = sample.runner, sample.target
         results = [t for t in runner.result.tensors if t.requires_grad]
         if is_reentrant(results):
-            return  # what its backward reaches is not known before it runs
+            return  # the leaves that its backward reaches are unknown before it runs
         reached = {id(leaf) for leaf in leaves_behind(results)}
         reached |= {id(runner.boundary.tensors[i]) for i in runner.result.passed}
         names = sample.shape.call.names()
@@ -276,10 +278,10 @@ class GraphCapture:
             for name, tensor in tensors.items():
                 if id(tensor) not in reached and name not in used_outside:
                     raise InvalidArgument(
-                        f"{target.name}: {kind} `{name}` requires a gradient and has no part in the result",
+                        f"{target.name}: {kind} `{name}` requires a gradient, but the result does not depend on it",
                         rule="unused-input",
-                        why="its gradient would be None for ever, which is mostly a mistake.",
-                        fix="pass allow_unused_input=True, or let it require no gradient.",
+                        why="its gradient would always be None, which is usually a mistake.",
+                        fix="pass allow_unused_input=True, or set requires_grad=False on it.",
                     )
 
     def _whole_backward(self, sample: SampleGraphs, before: SampleGraphs | None = None) -> None:
@@ -299,7 +301,7 @@ class GraphCapture:
     ) -> Callable[[Sequence[torch.Tensor | None]], None] | None:
         if before is None or not before.runner.edges.anchor.requires_grad:
             return None
-        self._gradients(before)  # no memory is taken for them while a graph is recorded
+        self._gradients(before)  # allocate them now, not while a graph is recorded
         return functools.partial(self._hand_grads_on, sample, before)
 
     def _weight_part(self, sample: SampleGraphs, part: InputPart | None) -> None:
@@ -310,7 +312,7 @@ class GraphCapture:
                 sample.weights = record_weight_part(sample.target.pair, sample.runner, part, keeps_saved=True)
 
     def _gradients(self, sample: SampleGraphs) -> tuple[list[ArgMetadata | None], dict[int, torch.Tensor]]:
-        """The geometry of the gradients of a sample's results, and static memory for them."""
+        """Return the geometry of the gradients of a sample's results, and static memory for them."""
         if sample.number not in self._incoming:
             metas = sample.result_metas()
             given = {i: self.pool.get(meta) for i, meta in enumerate(metas) if meta is not None}
@@ -318,7 +320,7 @@ class GraphCapture:
         return self._incoming[sample.number]
 
     def _give_up(self, sample: SampleGraphs) -> None:
-        """The order is done with a sample."""
+        """Release the memory of a sample that the order no longer needs."""
         runner = sample.runner
         for backward in runner.backwards.values():
             for tensor in backward.grads_in.tensors.values():
@@ -330,22 +332,22 @@ class GraphCapture:
 
 
 def _is_lazy(result: StaticOutputs, index: int) -> bool:
-    """Whether a tensor's values are not those of its memory."""
+    """Check whether a tensor's values differ from its memory (conjugated or negated)."""
     return result.tensors[index].is_conj() or result.tensors[index].is_neg()
 
 
 def _dense(tensor: torch.Tensor) -> ArgMetadata:
-    """The geometry of a gradient as autograd mostly brings it: that of the tensor, written out where it repeats."""
+    """Return the usual geometry of a tensor's gradient: that of the tensor, without the repetitions of expand()."""
     made = torch.empty_like(tensor, requires_grad=False, device="meta")
     return dataclasses.replace(ArgMetadata.of(made), device=tensor.device)
 
 
 @contextlib.contextmanager
 def _named(target: CaptureTarget) -> Iterator[None]:
-    """Name the callable in whatever breaks its capture."""
+    """Name the callable in any error of its capture."""
     try:
         yield
-    except Exception as error:  # noqa: BLE001 (whatever broke it, the callable is named)
+    except Exception as error:  # noqa: BLE001 (any error gets the name of the callable)
         name, raised = target.name, capture_error(target.name, error, target.backend)
         if isinstance(raised, CaptureError) and not raised.what.startswith(name):
             raised = CaptureError(

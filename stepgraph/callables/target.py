@@ -1,8 +1,8 @@
 """A `CaptureTarget` is one graphed callable: a module, a method of one, or a function with the modules it reaches.
 
-What its graphs bake in (addresses, modules, hooks, values that its code reads) is guarded: before each replay a look
-tells whether it still holds, and a change is an error that names it, because graphs that were captured ahead are not
-captured again behind the caller's back.
+Guards watch all that its graphs bake in: addresses, modules, hooks, values that its code reads. They are checked before
+each replay. A change is an error that names it, because graphs that were captured ahead are not captured again without
+the caller's knowledge.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class _Holder(torch.nn.Module):
 
 
 class CaptureTarget:
-    """One callable: what is recorded, and what must not change after that."""
+    """One callable: the code to record, and the guards."""
 
     def __init__(self, given: Callable[..., Any], index: int, shared: PairSession, *, need_backward: bool) -> None:
         self.given = given
@@ -56,7 +56,7 @@ class CaptureTarget:
         if isinstance(given, torch.nn.Module):
             self.module: torch.nn.Module = given
             if given._compiled_call_impl is not None:
-                self.method = "_compiled_call_impl"  # what is called instead, after module.compile()
+                self.method = "_compiled_call_impl"  # called instead of forward after module.compile()
             self._original: Callable[[], Callable[..., Any]] = ModuleMethod(given, self.method)
         else:
             self._original = lambda: given
@@ -70,12 +70,12 @@ class CaptureTarget:
         """Parameters, by id, whose gradients pass through autograd."""
         self._guard: SiteGuard | None = None
         self.ran = ExecutedCode()
-        """The code that its warm-up has run."""
+        """The code that ran in its warm-up."""
         self._model_guard: ModelGuard | None = None
 
     @property
     def original(self) -> Callable[..., Any]:
-        """What the graphs stand in for."""
+        """The function that the graphs replace."""
         return self._original()
 
     @property
@@ -84,7 +84,7 @@ class CaptureTarget:
 
     @property
     def training(self) -> tuple[bool, ...]:
-        """The mode of each module inside, now."""
+        """The present mode of each module inside."""
         return tuple(mode["training"] for mode in self.modes)
 
     @property
@@ -93,12 +93,12 @@ class CaptureTarget:
 
     @property
     def named_modules(self) -> dict[str, torch.nn.Module]:
-        """The modules inside by path."""
+        """The modules inside, by path."""
         return {f"{self.name}.{path}" if path else self.name: m for path, m in self.module.named_modules()}
 
     @property
     def pair(self) -> PairCapture:
-        """What records its graphs."""
+        """The recorder of its graphs."""
         if self._pair is None:
             self._pair = PairCapture(
                 self._original, self.module, self._shared, self._outside, need_backward=self._need_backward
@@ -107,11 +107,9 @@ class CaptureTarget:
 
     @property
     def logs(self) -> PairLogs:
-        """What keeps the logs of its calls."""
         return self._shared.logs
 
     def release(self, graph: Graph) -> None:
-        """Free one of its graphs."""
         self._shared.session.release(graph)
 
     def route(self, others: Sequence[CaptureTarget]) -> None:
@@ -120,7 +118,7 @@ class CaptureTarget:
         self._outside = frozenset(id(p) for p in self.parameters if is_hooked(p) or id(p) in foreign)
 
     def refuse_hooks(self, *, own: bool) -> None:
-        """Refuse hooks on modules inside, which would not run at replays, and on the module itself if it is `own`."""
+        """Refuse hooks on modules inside, since replays would not run them, and with `own` on the module itself."""
         names = {id(module): name for name, module in self.named_modules.items()}
         modules = list(self.module.modules())
         runs_around = self.is_module and not own
@@ -129,11 +127,11 @@ class CaptureTarget:
     # -- guards
 
     def guard(self, names: Sequence[NamesGuard], *, own_hooks: bool) -> None:
-        """Note what the graphs have baked in."""
+        """Make the guards of what the graphs have baked in."""
         spelled = {id(p): f"{self.name}.{path}" for path, p in self.module.named_parameters()}
         spelled |= {id(module): name for name, module in self.named_modules.items()}
         modules = list(self.module.modules())
-        inside = modules[1:] if self.is_module and not own_hooks else modules  # its own run around the graphs
+        inside = modules[1:] if self.is_module and not own_hooks else modules  # its own hooks run around the graphs
         model = ModelGuard(
             modules,
             self.parameters if self.is_module else self.pair.known_parameters(),
@@ -146,14 +144,14 @@ class CaptureTarget:
         self._guard = SiteGuard(model, values, self.pair.inside(), names, lambda p: spelled[id(p)])
 
     def admit_hooks(self, names: Sequence[str]) -> None:
-        """Let hooks of functions of these names come and go on modules inside: whoever replays the graphs runs them."""
+        """Ignore hooks of functions with these names on modules inside: the engine that replays runs them."""
         if self._model_guard is not None:
             self._model_guard.admit_hooks(names)
 
     def check(self, differs: Callable[[], Difference | None]) -> None:
-        """Raise `StateChanged` if something that the graphs have baked in is not as it was.
+        """Raise `StateChanged` if something baked into the graphs has changed.
 
-        Of values that the code reads, `differs` tells whether they change what it does.
+        For values that the code reads, `differs` checks whether the change has an effect on the operations.
         """
         if self._guard is None or self._guard.holds():
             return
@@ -164,18 +162,18 @@ class CaptureTarget:
             f"{self.name}: {found.why}",
             rule="state-changed",
             details=[f"at {found.difference}"] if found.difference is not None else (),
-            why="the graphs go on with what they were captured with.",
+            why="the graphs keep the state of their capture.",
             fix="undo the change, or call .reset() and capture again after it.",
         )
 
     def agree(self) -> None:
-        """An audit has found the same operations."""
+        """Note that an audit found the same operations."""
         if self._guard is not None:
             self._guard.agree()
 
 
 def _modules_of(function: Callable[..., Any]) -> list[torch.nn.Module]:
-    """The modules that a function can reach, those inside others left out."""
+    """Return the modules that a function can reach, without those inside others."""
     found = [value for value in reachable(function) if isinstance(value, torch.nn.Module)]
     inside = {id(inner) for module in found for inner in _children(module)}
     return [module for module in found if id(module) not in inside]

@@ -1,10 +1,9 @@
-"""Warm-up calls each callable before a capture ahead of training, and leaves nothing behind.
+"""Warm-up calls each callable before a capture ahead of training, and restores all state afterwards.
 
-Kernels are chosen, libraries load and caches fill in the first calls, and none of that may happen in a recording. So
-each callable is called with its sample arguments a few times, forward and backward, on the capture's stream. Training
-has not begun, so the calls must not be seen afterwards: buffers (BatchNorm's statistics), attributes, random states and
-gradients are put back. The parameters' places are taken by proxies meanwhile: no gradient reaches the parameters, and
-no hook of theirs runs.
+The first calls choose kernels, load libraries and fill caches, and none of that may happen in a recording. So each
+callable is called with its sample arguments a few times, forward and backward, on the capture stream. Training has not
+begun, so the calls must leave no effect: buffers (BatchNorm's statistics), attributes, random states and gradients are
+restored. Proxies replace the parameters meanwhile: no gradient reaches the parameters, and none of their hooks runs.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ PHASES = ("forward_pre_hooks", "forward_hooks", "backward_pre_hooks", "backward_
 
 
 class CaptureTimeHooks:
-    """Functions that run around each forward and backward of warm-up, capture and audits, and never at a replay."""
+    """Functions that run around each forward and backward of warm-up, capture and audits, but never at a replay."""
 
     def __init__(self, given: Any, num_callables: int) -> None:
         entries = [None] * num_callables if given is None else given
@@ -89,9 +88,9 @@ def warm_up(
     iterations: int,
     trains: bool,
 ) -> None:
-    """Call each callable with its sample arguments, forward and backward; raises for what no replay could repeat.
+    """Call each callable with its sample arguments, forward and backward, and log the operations of the forwards.
 
-    What each forward does is logged.
+    Raise for effects that no replay can repeat.
     """
     targets = list({id(call[0]): call[0] for call in calls}.values())
     with _as_before(targets, backend):
@@ -114,7 +113,7 @@ def _watch(target: CaptureTarget, backend: Backend) -> CallObserver:
 
 
 def _one_call(warm: _Warm, hooks: CaptureTimeHooks, device: torch.device, *, trains: bool) -> None:
-    """A forward and a backward on stand-ins."""
+    """Run a forward and a backward on copies and proxies."""
     target = warm.target
     proxies = target.pair.proxies
     leaves = [detached(leaf) for leaf in warm.leaves]
@@ -148,11 +147,11 @@ def _one_call(warm: _Warm, hooks: CaptureTimeHooks, device: torch.device, *, tra
 
 @contextlib.contextmanager
 def _as_before(targets: Sequence[CaptureTarget], backend: Backend) -> Iterator[None]:
-    """Put back all that warm-up changes."""
+    """Restore all that warm-up changes."""
     modules = list({id(m): m for target in targets for m in target.module.modules()}.values())
     tensors = {id(b): b for m in modules for b in m._buffers.values() if b is not None}
     for parameter in (p for m in modules for p in m._parameters.values() if p is not None):
-        main_grad = getattr(parameter, "main_grad", None)  # code of the backward may add to it by itself
+        main_grad = getattr(parameter, "main_grad", None)  # code of the backward may add to it directly
         if isinstance(main_grad, torch.Tensor):
             tensors[id(main_grad)] = main_grad
     kept = [(tensor, tensor.detach().clone()) for tensor in tensors.values()]
@@ -169,7 +168,7 @@ def _as_before(targets: Sequence[CaptureTarget], backend: Backend) -> Iterator[N
 
 @contextlib.contextmanager
 def _random_as_before(backend: Backend) -> Iterator[None]:
-    """Put back all random states, the host's too."""
+    """Restore all random states, including the host's."""
     generators = list({id(g): g for g in (backend.default_generator, *tracker_for(backend).generators)}.values())
     states = [state_of(generator) for generator in generators]
     host, python = torch.get_rng_state(), random.getstate()
@@ -187,7 +186,7 @@ def _random_as_before(backend: Backend) -> Iterator[None]:
 
 
 def _functions(index: int, phase: str, given: Any) -> list[Callable[[Any], Any]]:
-    """A phase's hooks: a function, some of them, or a dict of them."""
+    """Return the hooks of a phase, given as a function, several, or a dict of them."""
     if given is None:
         return []
     found = [given] if callable(given) else list(given.values() if isinstance(given, Mapping) else given)
@@ -201,6 +200,6 @@ def _wrong_hooks(what: str, fix: str) -> InvalidArgument:
     return InvalidArgument(
         f"capture_time_hooks: {what}",
         rule="capture-time-hooks",
-        why="they are called with the callable around each forward and backward of warm-up and capture.",
+        why="stepgraph calls each hook with the callable, around each forward and backward of warm-up and capture.",
         fix=fix,
     )

@@ -1,9 +1,9 @@
-"""The gradient guard compares parameters with what a replay left: the gradient, the flag and the form of each.
+"""The gradient guard compares parameters with what a replay left: the gradient, `requires_grad` and the form of each.
 
-Nothing in torch tells when a gradient is taken off a parameter, `requires_grad` is set, or data of another form is put
-in, so these are read at each call; for a model of 150 parameters that is most of what a replay costs the
-host. torch's compiler has guards in C++ that read them twice as fast as Python can. They are asked where torch has
-them, in the form this module knows; they may say no without a cause, never yes.
+torch has no event for a gradient that is removed, a `requires_grad` that is set, or data of another form. So these are
+read at each call; for a model of 150 parameters that is most of the host time of a replay. The guards of torch's
+compiler read them in C++, twice as fast as Python. They are used if torch has them in the form that this module knows.
+They may fail without a change, but never pass despite one.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from stepgraph.native.row import PLAIN_TENSORS, GuardRow
 from stepgraph.signature import compiler_guards
 
 _NO_MESSAGE = [""]
-"""What torch's guard would say of itself; nobody asks."""
+"""The message of torch's guards, which is not used."""
 
 
 class GradientGuard:
-    """Parameters with the gradients, flags and forms that they have when nobody has touched them."""
+    """Parameters with their expected gradients, `requires_grad` flags and forms."""
 
     __slots__ = ("_check", "_expected", "_is_settled", "_parameters")
 
@@ -36,33 +36,33 @@ class GradientGuard:
         self._is_settled = False
 
     def hold(self) -> bool:
-        """Whether each parameter has just its gradient, its flag and its form."""
-        if self._check is not None and torch.is_grad_enabled():  # without it, the guard does not see the flags
+        """Check that each parameter has the expected gradient, flag and form."""
+        if self._check is not None and torch.is_grad_enabled():  # under no_grad torch's guard does not see the flags
             return self._check(self._parameters)
         for parameter, grad, flag, form in self._expected:
             if parameter.grad is not grad or parameter.requires_grad is not flag:
                 return False
             if (parameter.shape, parameter.stride(), parameter.dtype) != form:
                 return False
-        if not self._is_settled and torch.is_grad_enabled():  # all is as it should be: the moment to make the guard
+        if not self._is_settled and torch.is_grad_enabled():  # nothing changed: torch's guard can be made now
             self._is_settled = True
             self._check = self._guard()
         return True
 
     def expect(self, row: GuardRow) -> None:
-        """What `hold` comes down to with gradients enabled, but for forms: those are among the row's layouts.
+        """Add the check of `hold` to a row, with gradients enabled. Forms are left out: the row has them as layouts.
 
-        Without the library it is one call of torch's guard, once that is made; it knows the forms.
+        Without the C++ library it is one call of torch's guard, once that is made, which includes the forms.
         """
         otherwise = self.hold if self._check is None else functools.partial(self._check, self._parameters)
         row.gradients(((parameter, grad, flag) for parameter, grad, flag, _ in self._expected), otherwise)
 
     def _guard(self) -> Callable[[list[torch.Tensor]], bool] | None:
-        """torch's guard over all of them, or None where torch has none of this form."""
-        # the compiler's Python half is there as soon as an optimizer was made; it is not worth its import here
+        """Make torch's guard over all parameters, or return None if torch has none of this form."""
+        # the compiler's Python part is imported as soon as an optimizer is made; importing it here is too slow
         if "torch._dynamo.guards" not in sys.modules or any(type(p) not in PLAIN_TENSORS for p in self._parameters):
             return None
-        for stack in ((None,), ()):  # later versions want a Python stack to tell users of
+        for stack in ((None,), ()):  # later versions take a Python stack for their messages
             try:
                 root = compiler_guards.RootGuardManager()
                 for index, (parameter, grad, _, _) in enumerate(self._expected):

@@ -1,9 +1,9 @@
-"""The hooks guard finds hooks that came or went since capture, on modules, on parameters, on all modules at once.
+"""The hooks guard finds hooks that were added or removed since capture: on modules, on parameters, on all modules.
 
-A hook is Python code. It runs when a step is recorded, and not at replays. Those of modules are refused unless the
-user admits them; those of parameters are recorded as the step's own code is. Either kind that comes or goes later is
-noticed: torch numbers every hook it hands out, so an unchanged number means that there is no new one, and a place that
-has fewer than it had tells that one is gone. Only then are all places looked through.
+A hook is Python code. It runs when a step is recorded, but not at replays. Hooks of modules are refused unless the user
+admits them. Hooks of parameters are recorded like the step's own code. The guard notices both kinds when they are added
+or removed: torch numbers all hooks, so an unchanged number means that there is no new one, and a smaller count at a
+place means that one was removed. Only then are all places compared.
 """
 
 from __future__ import annotations
@@ -34,23 +34,23 @@ _SAFE = {
         "_updater_check_forward_prehook",  # warns, maybe
     ),
 }
-"""Hooks of libraries, by package and name, that do nothing but work on tensors: a replay repeats it as recorded."""
+"""Hooks of libraries, by package and name, that only work on tensors: a replay repeats their work."""
 
 Place = tuple[Any, str]
-"""Whose hooks, and of which kind."""
+"""The owner of hooks, and the attribute that holds them."""
 
 
 def places_of(
     modules: Sequence[torch.nn.Module], parameters: Sequence[torch.Tensor] = (), *, everywhere: bool = False
 ) -> list[Place]:
-    """Where hooks of these modules and parameters are, and `everywhere` those of all modules of the process."""
+    """List the places for hooks of these modules and parameters; with `everywhere`, also for hooks of all modules."""
     found: list[Place] = [(module, kind) for module in modules for kind in _OF_MODULES]
     found += [(parameter, kind) for parameter in parameters for kind in _OF_PARAMETERS]
     return found + [(torch_module, kind) for kind in _OF_ALL_MODULES] if everywhere else found
 
 
 class HooksGuard:
-    """Which hooks there are at some places."""
+    """The hooks at some places."""
 
     def __init__(self, places: Sequence[Place], name: Callable[[Any], str]) -> None:
         self._places, self._name = tuple(places), name
@@ -61,21 +61,21 @@ class HooksGuard:
         self._handles_seen = RemovableHandle.next_id
 
     def admit(self, names: Collection[str]) -> None:
-        """Let hooks of functions of these names come and go: whoever replays the graph runs them."""
+        """Ignore hooks of functions with these names: the engine that replays the graph runs them."""
         self._admitted = frozenset(names)
 
     def is_quiet(self) -> bool:
-        """Whether nothing tells of a change since the last look."""
+        """Check in one go that there is no sign of a change since the last comparison."""
         return RemovableHandle.next_id == self._handles_seen and list(map(len, self._filled)) == self._counts
 
     def expect(self, row: GuardRow) -> None:
-        """What `is_quiet` comes down to."""
+        """Add the check of `is_quiet` to a row."""
         row.attribute(RemovableHandle, "next_id", self._handles_seen)
         for hooks, count in zip(self._filled, self._counts, strict=True):
             row.length(hooks, count)
 
     def difference(self) -> tuple[str, str] | None:
-        """The hook that came or went."""
+        """Return the first hook that was added or removed, and how, or None."""
         if self.is_quiet():
             return None
         now = self._read()
@@ -94,14 +94,14 @@ class HooksGuard:
 
 
 class ParameterHooksGuard:
-    """Parameters whose gradients a graph accumulates by itself: a hook that is added later would never run."""
+    """Parameters whose gradients a graph accumulates: a hook added later would never run."""
 
     def __init__(self, parameters: Iterable[torch.Tensor], name: Callable[[Any], str]) -> None:
         self._parameters, self._name = list(parameters), name
         self._handles_seen = RemovableHandle.next_id
 
     def changed(self) -> Sequence[Change]:
-        """The first parameter that has a hook by now."""
+        """Report the first parameter that has a hook now."""
         if RemovableHandle.next_id == self._handles_seen:
             return ()
         for parameter in self._parameters:
@@ -111,22 +111,22 @@ class ParameterHooksGuard:
         return ()
 
     def expect(self, row: GuardRow) -> None:
-        """torch has handed out no hook since."""
+        """Add the expectation that torch has made no hook since."""
         row.attribute(RemovableHandle, "next_id", self._handles_seen)
 
 
 def is_hooked(parameter: torch.Tensor) -> bool:
-    """Whether something happens in Python when a parameter gets its gradient."""
+    """Check whether Python code runs when a parameter gets its gradient."""
     hooks = (parameter._backward_hooks, getattr(parameter, "_post_accumulate_grad_hooks", None))
     return any(hooks) or hasattr(parameter, "main_grad")
 
 
 has_global_hooks: Callable[[], bool] = torch_module._has_any_global_hook
-"""Whether there are hooks on all modules of the process."""
+"""Checks whether there are hooks on all modules of the process."""
 
 
 def global_hook(safe: Collection[Any]) -> str | None:
-    """A hook on all modules of the process that is not listed as safe, by name."""
+    """Return the name of a hook on all modules of the process that is not listed as safe, or None."""
     for place in places_of((), everywhere=True):
         for _, hook in entries(_at(place)):
             if hook not in safe and spelled(hook) not in safe:
@@ -145,7 +145,7 @@ def with_hooks(
     *,
     everywhere: bool = False,
 ) -> Callable[..., Any]:
-    """A function and the hooks that run with it, to look into: what they read is baked in as its own values are."""
+    """Return a function together with the hooks that run in it. Values that hooks read are baked in, too."""
     places = places_of(modules, parameters, everywhere=everywhere)
     hooks = {id(hook): hook for place in places for _, hook in entries(_at(place)) if not is_own(hook)}
     named: dict[str, Any] = {}
@@ -163,7 +163,7 @@ def refuse_hooks(
     *,
     everywhere: bool = False,
 ) -> None:
-    """Refuse hooks on captured modules, which would not run at replay, but for those listed as safe or known to be."""
+    """Refuse hooks on captured modules, since replays would not run them, except safe ones."""
     for owner, kind in places_of(modules, everywhere=everywhere):
         for _, hook in entries(_at((owner, kind))):
             if hook in safe or spelled(hook) in safe or _is_known(hook) or is_own(hook):
@@ -172,19 +172,19 @@ def refuse_hooks(
             raise CaptureError(
                 f"{step}: {whose} has a hook, `{spelled(hook)}` ({kind.removeprefix('_global').strip('_')})",
                 rule="module-hook",
-                why="a hook is Python code: it would run when the step is captured, and not at replays.",
-                fix="remove it, or, if all it does is tensor work that may be recorded, admit it: "
+                why="a hook is Python code: it would run when the step is captured, but not at replays.",
+                fix="remove it. If it only does tensor work, which can be recorded, admit it: "
                 f"stepgraph.capture(step, safe_hooks=[{spelled(hook)!r}]).",
             )
 
 
 def spelled(hook: Any) -> str:
-    """The name of a hook's function, or of its class."""
+    """Return the name of a hook's function, or of its class."""
     return str(getattr(hook, "__qualname__", type(hook).__qualname__))
 
 
 def _is_known(hook: Any) -> bool:
-    """Hooks of torch.nn.utils (weight_norm, spectral_norm, prune) and of other libraries that replay as recorded."""
+    """Check for hooks of torch.nn.utils (weight_norm, spectral_norm, prune), and for those in `_SAFE`."""
     package, _, rest = origin_of(hook).partition(".")
     name = spelled(hook).rpartition(".")[2]
     return bool(rest) and (package == "torch" or name in _SAFE.get(package, ()))

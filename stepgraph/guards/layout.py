@@ -1,7 +1,7 @@
-"""The layout check compares addresses and forms of tensors with those that a graph's kernels were given.
+"""The layout check compares addresses and forms of tensors with those that a graph's kernels were recorded with.
 
-Nothing in torch tells when other data is put into a tensor (`.data = ...`), be it a part of its own: so all of it is
-read before each replay, in bulk.
+torch has no event for new data in a tensor (`.data = ...`), which may be a part of the old data. So address and form of
+all tensors are read before each replay, in bulk.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ _same_addresses: Callable[[list[torch.Tensor], list[int], list[int]], bool] = ge
 
 
 def layout_of(tensor: torch.Tensor) -> Layout:
-    """Where a tensor lies, and its form; raises `RuntimeError` where it has no memory of its own (sparse, nested)."""
+    """Return the address and form of a tensor; raise `RuntimeError` if it has no memory (sparse, nested)."""
     return tensor, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), _keys_of(tensor)
 
 
 def layouts_of(tensors: Iterable[torch.Tensor]) -> list[Layout]:
-    """The layouts of those that have any: not of sparse or nested tensors, nor of parameters that are still lazy."""
+    """Return the layouts of these tensors, without sparse and nested ones and lazy parameters, which have none."""
     found = []
     for tensor in tensors:
         with contextlib.suppress(RuntimeError, ValueError):
@@ -46,16 +46,16 @@ def layouts_of(tensors: Iterable[torch.Tensor]) -> list[Layout]:
 
 
 def change_of(layout: Layout) -> str | None:
-    """What happened to a tensor that does not lie as it did."""
+    """Describe how a tensor's address or form changed, or return None."""
     tensor, address, dtype, shape, stride, keys = layout
     if tensor.shape != shape:
         return f"has the shape {list(tensor.shape)}, not {list(shape)}"
     if tensor.data_ptr() != address:
         return "moved to another address"
     if tensor.stride() != stride:
-        return "is laid out with other strides"
+        return "has other strides"
     if tensor.dtype != dtype:
-        return f"is of {tensor.dtype}, not {dtype}"
+        return f"has the dtype {tensor.dtype}, not {dtype}"
     return "is conjugated, negated or of another kind" if _keys_of(tensor) != keys else None
 
 
@@ -64,7 +64,7 @@ def _keys_of(tensor: torch.Tensor) -> int:
 
 
 class Layouts:
-    """The layouts of some tensors, asked for at once."""
+    """The layouts of some tensors, compared in bulk."""
 
     def __init__(self, layouts: Sequence[Layout]) -> None:
         self._layouts = list(layouts)
@@ -77,17 +77,17 @@ class Layouts:
         row = GuardRow()
         row.layouts(self._layouts, [self._are_held])
         self.hold: Callable[[], bool] = row.question()
-        """Whether all lie where they lay, in the same form."""
+        """Check that all have the same address and form."""
 
     def changed(self) -> tuple[torch.Tensor, str] | None:
-        """The first one that does not, and what happened to it."""
+        """Return the first tensor that changed, and how, or None."""
         if self.hold():
             return None
         found = ((layout[0], change_of(layout)) for layout in self._layouts)
         return next(((tensor, what) for tensor, what in found if what is not None), None)
 
     def expect(self, row: GuardRow, seen: Collection[int] = ()) -> None:
-        """What `hold` comes down to. `seen` are the tensors whose form the row asks for elsewhere, by id."""
+        """Add the check of `hold` to a row. `seen` are the ids of tensors whose form the row has elsewhere."""
         if not seen:
             row.layouts(self._layouts, [self._are_held])
             return
@@ -105,15 +105,14 @@ class Layouts:
 
 
 class GradientLayoutGuard:
-    """The gradients that a graph reads or leaves, which must keep their addresses."""
+    """The gradients that a graph reads or leaves: they must keep their addresses."""
 
     def __init__(self, grads: Iterable[torch.Tensor], seen: Iterable[torch.Tensor | None]) -> None:
-        """`seen` are those that the row compares elsewhere."""
+        """`seen` are gradients whose form the row has elsewhere."""
         self._layouts = Layouts(layouts_of({id(grad): grad for grad in grads}.values()))
         self._seen = set(map(id, seen))
 
     def changed(self) -> Sequence[Change]:
-        """The first one that moved."""
         moved = self._layouts.changed()
         if moved is None:
             return ()
@@ -121,7 +120,6 @@ class GradientLayoutGuard:
         return (Change(name, "", what, Remedy.START_OVER),)
 
     def expect(self, row: GuardRow) -> None:
-        """Their addresses."""
         self._layouts.expect(row, self._seen)
 
 

@@ -1,10 +1,10 @@
 """The model guard finds what changed in a model since capture.
 
-A graph knows its parameters and buffers by address, and its modules' code by what ran at capture. Nothing in torch
-tells when an address moves or a place in a module is emptied, so both are read at each call, in bulk; what can be told
-by an event is: modules, parameters and buffers that are registered anew (torch's registration hooks), and hooks. Only
-after an event is the model looked through. In-place changes, such as `load_state_dict`, keep every address and are
-right without a word.
+A graph holds the addresses of parameters and buffers, and the operations that the modules' code ran at capture. torch
+has no event for a changed address or for a deleted attribute of a module, so both are read at each call, in bulk. There
+are events for modules, parameters and buffers that are registered again (torch's registration hooks), and for hooks:
+the modules are compared only after an event. In-place changes, such as `load_state_dict`, keep every address and need
+no new capture.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ class ModelGuard:
         whole_step: bool = False,
         steady: Sequence[torch.Tensor] = (),
     ) -> None:
-        """`hooked`: the modules whose hooks are in the graph, not all. `steady`: see `GradientGuard`.
+        """`hooked`: the modules whose hooks run in the graph; by default all. `steady`: see `GradientGuard`.
 
-        `whole_step`: gradients are accumulated inside the graph, and so run the hooks of parameters; and a hook on
-        all modules of the process is in it.
+        `whole_step`: the graph accumulates gradients, so hooks of parameters run in it, and hooks on all modules of
+        the process.
         """
         self._parameters, self._name, self._events = list(parameters), name, events
         known = set(map(id, parameters))
         owned: list[tuple[Any, Mapping[str, Any], str]]
-        plain = [m for m in modules if isinstance(m._parameters, dict)]  # those of TorchScript cannot be changed
+        plain = [m for m in modules if isinstance(m._parameters, dict)]  # TorchScript modules cannot be changed
         owned = [(m, m._buffers, key) for m in plain for key in m._buffers]
         owned += [
             (m, m._parameters, key) for m in plain for key, p in m._parameters.items() if p is None or id(p) in known
@@ -82,7 +82,6 @@ class ModelGuard:
         events.listen_to(modules)
 
     def changed(self) -> Sequence[Change]:
-        """The first change, by name."""
         found = self._difference()
         return (Change(found[0], "", found[1], Remedy.START_OVER),) if found is not None else ()
 
@@ -97,7 +96,7 @@ class ModelGuard:
         return self._changed_layout() or self._hooks.difference()
 
     def expect(self, row: GuardRow) -> None:
-        """What `changed` comes down to, but for the flags and the form of steady parameters."""
+        """Add the check of `changed` to a row, without the flags and the form of steady parameters."""
         for where, values in self._contents:
             row.contents(where, values)
         for (where, key), value in self._lone_slots:
@@ -108,12 +107,12 @@ class ModelGuard:
         row.attribute(self._events, "count", self._events_seen)
         for parent, children, count in zip(self._parents, self._children, self._num_children, strict=True):
             row.attribute(parent, "_modules", children)
-            if not count:  # others are among the contents
+            if not count:  # the children of others are checked as contents
                 row.length(children, count)
         self._hooks.expect(row)
 
     def admit_hooks(self, names: Collection[str]) -> None:
-        """Let hooks of functions of these names come and go: whoever replays the graph runs them."""
+        """Ignore hooks of functions with these names: the engine that replays the graph runs them."""
         self._hooks.admit(names)
 
     def _count_children(self) -> list[int]:
@@ -142,14 +141,14 @@ class ModelGuard:
         raise AssertionError("a flag had changed")
 
     def _read_layout(self) -> list[list[tuple[str, int]]]:
-        """Each module's children and tensors, by name and identity, in the order that code meets them in."""
+        """List each module's children and tensors, by name and id, in the order that code iterates over them."""
         return [
             [(key, id(value)) for d in (m._modules, m._parameters, m._buffers) for key, value in d.items()]
             for m in self._plain
         ]
 
     def _changed_layout(self) -> tuple[str, str] | None:
-        """Look at modules, after an event."""
+        """Compare the modules, if there was an event."""
         is_same = all(map(operator.is_, map(_children, self._parents), self._children))
         is_same = is_same and all(len(d) == len(copy) for d, copy in self._contents)
         if is_same and self._events.count == self._events_seen and self._count_children() == self._num_children:
@@ -159,6 +158,6 @@ class ModelGuard:
                 return f"`{self._name(module)}.{key}`", "was added, replaced or removed"
             for (one, _), (two, _) in zip(before, after, strict=True):
                 if one != two:
-                    return f"`{self._name(module)}`", f"has its parts in another order: `{two}` before `{one}`"
+                    return f"`{self._name(module)}`", f"has a new order of its parts: `{two}` before `{one}`"
         self._events_seen = self._events.count
         return None

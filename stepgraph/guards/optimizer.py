@@ -1,8 +1,8 @@
 """These guards compare an optimizer inside a graph with its capture: numbers, parameters, state, code.
 
-The numbers are baked into the graph; a step hook would not run at replays; parameters and state are known by address.
-Most of it is read at each call, at next to no cost. What an optimizer keeps for each parameter is too much for that:
-that entries are still there is read, that a tensor in one was replaced is told by the death of the one before.
+The numbers are baked into the graph, replays run no step hooks, and the graph holds the addresses of parameters and
+state. Most of it is read at each call, which costs little. The state of each parameter is too much for that: only the
+entries are read, and the end of a tensor's memory shows that its data was replaced.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.optim.optimizer import Optimizer
 
 from stepgraph.guards.layout import change_of, layouts_of
 from stepgraph.guards.protocol import Change, Remedy
-from stepgraph.native.row import PLAIN_TENSORS, GuardRow, is_told_by_identity
+from stepgraph.native.row import PLAIN_TENSORS, GuardRow, is_compared_by_identity
 from stepgraph.optim.steps import STEP_HOOKS_OF_ALL, all_have_hooks, step_hooks, without_schedulers
 
 _CODE = ("step", "zero_grad")
@@ -26,7 +26,7 @@ _SCALER_NUMBERS = ("growth_factor", "backoff_factor", "growth_interval", "enable
 
 
 class NumbersGuard:
-    """The numbers of an optimizer that a graph has baked in."""
+    """The numbers of an optimizer that are baked into a graph."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = optimizer
@@ -41,7 +41,6 @@ class NumbersGuard:
         return list(map(len, self._hooks))
 
     def expect(self, row: GuardRow) -> None:
-        """What `changed` comes down to."""
         row.attribute(self.optimizer, "param_groups", self._list)
         row.length(self._list, len(self._groups))
         for hooks, count in zip(self._hooks, self._num_hooks, strict=True):
@@ -51,7 +50,7 @@ class NumbersGuard:
             group.expect(row)
 
     def changed(self) -> Sequence[Change]:
-        """The first number that changed."""
+        """Report the first number that changed."""
         if self._row.holds():
             return ()
         groups, name = self.optimizer.param_groups, type(self.optimizer).__name__
@@ -67,7 +66,7 @@ class NumbersGuard:
 
 
 class _GroupNumbers:
-    """One parameter group's numbers: plain ones by value, tensors by which and where they are."""
+    """The numbers of one parameter group: plain ones compared by value, tensors by identity and address."""
 
     def __init__(self, group: dict[str, Any]) -> None:
         keys = [k for k in group if k != "params"]
@@ -77,20 +76,19 @@ class _GroupNumbers:
         self.group = group
 
     def expect(self, row: GuardRow) -> None:
-        """What `difference` comes down to."""
-        if self._tensors or any(isinstance(value, list) for value in self._values):  # these change from within
+        if self._tensors or any(isinstance(value, list) for value in self._values):  # these may change in place
             row.ask(lambda: self.difference(self.group) is None)
         else:
             row.items(self.group, dict(zip(self._plain, self._values, strict=True)))
 
     def difference(self, group: dict[str, Any]) -> tuple[str, str, str] | None:
-        """The first difference: the key as it is written behind the group, before, now (see `Change`)."""
+        """Return the first difference: the key as written after the group, before, now (see `Change`)."""
         for key, value, address in self._tensors:
             if group.get(key) is not value or _address(value) != address:
-                return f"[{key!r}]", "", "is another tensor"
+                return f"[{key!r}]", "", "is a new tensor"
         now = [group.get(k) for k in self._plain]
         if _has_tensor(now):
-            return "", "", "has a tensor in the place of a number"
+            return "", "", "has a tensor instead of a number"
         if now == self._values:
             return None
         pairs = zip(self._plain, self._values, now, strict=True)
@@ -108,21 +106,21 @@ def _address(value: Any) -> Any:
 
 
 class ParametersGuard:
-    """Which parameters an optimizer steps, in which groups."""
+    """The parameters that an optimizer steps, by group."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
         self._groups = [(group, list(group["params"])) for group in optimizer.param_groups]
 
     def expect(self, row: GuardRow) -> None:
-        """What `changed` comes down to, as long as the groups are the same."""
+        """Add the check of `changed` to a row, for the present groups."""
         row.length(self._optimizer.param_groups, len(self._groups))
         for group, parameters in self._groups:
             row.item(group, "params", group["params"])
             row.ask(functools.partial(_same_list(parameters), group["params"], parameters))
 
     def changed(self) -> Sequence[Change]:
-        """The first group that has other parameters."""
+        """Report the first group with other parameters."""
         found = self._difference()
         return (Change(*found, Remedy.START_OVER),) if found is not None else ()
 
@@ -134,15 +132,15 @@ class ParametersGuard:
             if len(group["params"]) != len(before):
                 return f"a parameter of {name}[{index}]['params']", "", "was added or removed"
             if not _are_the_same(group["params"], before):
-                return f"{name}[{index}]['params']", "", "has other parameters, or another order"
+                return f"{name}[{index}]['params']", "", "has other parameters, or a new order"
         return None
 
 
 class StateGuard:
-    """The state that a captured optimizer's kernels read and write, and the code that made them.
+    """The state that a captured optimizer's kernels read and write, and the optimizer's code.
 
-    Which tensors there are is read at each call. That other data was put into one (`.data = ...`) is told by an event:
-    the end of the memory that it had. To read where each lies would cost half as much as all the rest.
+    The guard compares the tensors by identity at each call. New data in one of them (`.data = ...`) is noticed by an
+    event: the end of the old memory. Reading all addresses would cost half as much as all other checks.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -158,25 +156,24 @@ class StateGuard:
         self._code = [without_schedulers(getattr(optimizer, name)) for name in _CODE]
 
     def note_freed(self) -> None:
-        """Memory of the state is gone."""
+        """Note that memory of the state was freed."""
         self._was_freed = True
 
     def expect(self, row: GuardRow) -> None:
-        """What `changed` comes down to."""
         row.attribute(self._optimizer, "state", self._state)
         row.attribute(self, "_was_freed", False)
         row.length(self._state, len(self._kept))
         row.ask(functools.partial(_holds_just, self._state, self._kept))
         row.unwritten(self._copies)
-        row.length(vars(self._optimizer), self._num_attributes)  # other code would be a new one
+        row.length(vars(self._optimizer), self._num_attributes)  # replaced code would be a new attribute
         for name, value in zip(_CODE, self._own_code, strict=True):
             if value is not None:
                 row.item(vars(self._optimizer), name, value)
         for hooks in STEP_HOOKS_OF_ALL:
-            row.length(hooks, len(hooks))  # with the entry that others of ours may have left
+            row.length(hooks, len(hooks))  # including entries of stepgraph itself
 
     def changed(self) -> Sequence[Change]:
-        """Report that the state was loaded or replaced, or the optimizer's code."""
+        """Report that the state was loaded or replaced, or the optimizer's code replaced."""
         found = self._difference()
         return (Change(found[0], "", found[1], Remedy.RECAPTURE),) if found is not None else ()
 
@@ -207,7 +204,7 @@ class StateGuard:
 
 
 class ScalerGuard:
-    """The numbers of a recorded GradScaler that its kernels have baked in."""
+    """The numbers of a recorded GradScaler that are baked into its kernels."""
 
     def __init__(self, scaler: torch.amp.GradScaler) -> None:
         self._scaler = scaler
@@ -218,13 +215,12 @@ class ScalerGuard:
         return tuple(getattr(self._scaler, f"_{name}") for name in _SCALER_NUMBERS)
 
     def expect(self, row: GuardRow) -> None:
-        """What `changed` comes down to."""
         names = ("scale", "growth_tracker", *_SCALER_NUMBERS)
         for name, value in zip(names, (*self._tensors, *self._numbers), strict=True):
             row.attribute(self._scaler, f"_{name}", value)
 
     def changed(self) -> Sequence[Change]:
-        """The first number that changed; the scale itself is live."""
+        """Report the first number that changed. The scale itself may change: kernels read it at each replay."""
         scale, tracker = self._tensors
         if self._scaler._scale is not scale or self._scaler._growth_tracker is not tracker:
             return (Change("the state of GradScaler", "", "was loaded or replaced", Remedy.RECAPTURE),)
@@ -237,7 +233,7 @@ class ScalerGuard:
 
 
 def _holds_just(state: dict[Any, Any], kept: list[Any]) -> bool:
-    return list(state.values()) == kept  # by identity first; others are not equal, or raise, which is as good as a no
+    return list(state.values()) == kept  # compares by identity first; others are not equal, or raise, which fails too
 
 
 def _note_freed(guard: weakref.ref[StateGuard], _: object) -> None:
@@ -251,8 +247,8 @@ def _are_the_same(one: Sequence[Any], two: Sequence[Any]) -> bool:
 
 
 def _same_list(parameters: Sequence[torch.Tensor]) -> Callable[[Any, Any], bool]:
-    """What tells whether two lists of parameters hold the very same ones.
+    """Return a function that checks that two lists hold the same parameters, by identity.
 
-    Python compares lists by identity first, five times as fast as anything else; see `GuardRow.contents`.
+    Python's `==` of lists compares by identity first, and is five times as fast as a loop; see `GuardRow.contents`.
     """
-    return operator.eq if all(map(is_told_by_identity, parameters)) else _are_the_same
+    return operator.eq if all(map(is_compared_by_identity, parameters)) else _are_the_same

@@ -39,11 +39,11 @@ class Change:
 
     name: str
     before: str
-    """Empty where `now` is the rest of a sentence: `layer.weight` "was replaced"."""
+    """Empty if `now` is the rest of a sentence: `layer.weight` "was replaced"."""
     now: str
     remedy: Remedy = Remedy.AUDIT
     is_users: bool = True
-    """Whether it belongs to an object of the user's own, not to an installed library."""
+    """True if it belongs to the user's code, False for an installed library."""
     subject: Any = None
     """The optimizer to move out."""
 
@@ -55,7 +55,7 @@ class Guard(Protocol):
     """Compares one part of the program with what a graph was recorded with."""
 
     def changed(self) -> Sequence[Change]:
-        """The changes since capture, all with the same remedy; empty, in a few microseconds, if there are none."""
+        """Return the changes since capture, all with the same remedy. Without changes this takes a few microseconds."""
 
     def expect(self, row: GuardRow) -> None:
         """Add the entries to a row that hold as long as `changed` is empty."""
@@ -68,7 +68,7 @@ class GuardSet:
         self.guards = tuple(guards)
 
     def changed(self) -> Sequence[Change]:
-        """The changes that the first guard reports which has any."""
+        """Return the changes of the first guard that reports any."""
         for guard in self.guards:
             found = guard.changed()
             if found:
@@ -88,7 +88,7 @@ class FastCheck:
 
     def __init__(self) -> None:
         self.holds: Callable[[], bool] = bool
-        """Whether the row holds; False is inconclusive."""
+        """Checks the row; False is inconclusive."""
         self._left, self._calls_at_last = _MAX_ROWS, -_ROW_PAYS_AFTER
 
     def write(self, expect: Callable[[GuardRow], None], calls: int) -> None:
@@ -105,10 +105,10 @@ class FastCheck:
             self.holds = row.question()
 
     def drop(self) -> None:
-        """The row is out of date."""
+        """Drop the row, which is out of date."""
         self.holds = bool
 
 
 def told(changes: Iterable[Change]) -> str:
-    """Changes in one line."""
+    """Describe changes in one line."""
     return "; ".join(map(str, changes))

@@ -1,4 +1,4 @@
-"""The names guard compares the random states of a tracker, by name, with those that a graph was captured with."""
+"""The names guard compares the named random states of a tracker with those at capture."""
 
 from __future__ import annotations
 
@@ -19,23 +19,22 @@ class NamesGuard:
         self._asked = tracker.asked
 
     def if_needed(self) -> tuple[NamesGuard, ...]:
-        """This guard, if the tracker was asked for anything since it was made."""
+        """Return this guard, if the tracker was used since the guard was made."""
         return (self,) if self._tracker.asked != self._asked else ()
 
     def expect_fork(self, row: GuardRow) -> None:
-        """What `fits` comes down to."""
+        """Add the check of `fits` to a row."""
         row.attribute(self._tracker, "active", self._active)
 
     def expect(self, row: GuardRow) -> None:
-        """What `changed` comes down to."""
         row.attribute(self._tracker, "generators", self._generators)
 
     def fits(self) -> bool:
-        """Whether the step is called inside the same fork, or outside any, as it was."""
+        """Check that the step is called inside the same fork as at capture, or outside any fork."""
         return self._tracker.active == self._active
 
     def changed(self) -> Sequence[Change]:
-        """The first name that came or went."""
+        """Report the first name that was added or removed."""
         if self._tracker.generators is self._generators:
             return ()
         now = self._tracker.states

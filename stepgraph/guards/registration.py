@@ -1,7 +1,7 @@
-"""torch's registration hooks report parameters, buffers and modules that take another's place.
+"""torch's registration hooks report parameters, buffers and modules that are registered on watched modules.
 
-The garbage collector can drop a listener at any moment, also while torch walks through its registration hooks, in this
-thread or in another: `HookPlace` sees to it that no walk minds.
+The garbage collector can drop a listener at any moment, also while torch iterates over its registration hooks, in this
+thread or in another. `HookPlace` makes that safe.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _WALKERS: frozenset[types.CodeType] = frozenset(
     method.__code__
     for method in (_Module.register_parameter, _Module.register_buffer, _Module.add_module, _Module.__setattr__)
 )
-"""torch's functions that walk through the registration hooks."""
+"""torch's functions that iterate over the registration hooks."""
 _PLACES = tuple(
     HookPlace(getattr(torch_module, f"_global_{kind}_registration_hooks"), _WALKERS)
     for kind in ("parameter", "buffer", "module")
@@ -30,7 +30,7 @@ _PLACES = tuple(
 
 
 class RegistrationEvents:
-    """Listens to torch's registration hooks; counts what is registered on the modules it is told of."""
+    """Counts registrations on given modules, by torch's registration hooks."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -41,7 +41,7 @@ class RegistrationEvents:
         self._finalizer = weakref.finalize(self, _leave_all, self._hook)
 
     def listen_to(self, modules: Sequence[torch.nn.Module]) -> None:
-        """Count registrations on these modules, too."""
+        """Also count registrations on these modules."""
         self._modules.update(map(id, modules))
         if not self._listens:
             self._listens = True
@@ -52,7 +52,6 @@ class RegistrationEvents:
         self.count += id(module) in self._modules
 
     def close(self) -> None:
-        """Listen no more."""
         self.is_closed = True
         self._modules.clear()
         self._finalizer()

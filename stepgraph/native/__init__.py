@@ -1,1 +1,1 @@
-"""The one part of stepgraph in C++, for those who build it: see `library`."""
+"""The part of stepgraph in C++, which is optional: see `library`."""

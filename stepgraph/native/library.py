@@ -1,9 +1,9 @@
-"""The library in C++: where it lies, how it is built, and what it has.
+"""The C++ library: its location, its build, and its one class.
 
-Before a replay some facts of each parameter are read, and from Python torch answers for one fact of one tensor at a
-time. `row.cpp` reads all of them in one call, several times as fast. It has to fit the torch that it meets, so it is
-not part of what is installed: `stepgraph native --build` has torch compile it, once for each torch and Python, and
-every process finds it from then on. Without it the same is asked in Python.
+Before a replay some facts about each parameter are read. From Python, torch answers one question about one tensor at a
+time. `row.cpp` reads all facts in one call, several times as fast. The library must match the installed torch, so it is
+not part of the package: `stepgraph native --build` lets torch compile it, once for each torch and Python, and every
+later process finds it. Without it, Python does the same checks.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ _NAME = "stepgraph_row"
 _SOURCE = Path(__file__).with_name("row.cpp")
 
 MakeRow = Callable[..., Callable[[], bool]]
-"""From what is expected, as tuples, to the question whether it is met."""
+"""Makes the check of a row from its expectations, given as tuples."""
 
 
 def location() -> Path:
-    """Where the library for this torch, this Python and this source lies, or would lie: with torch's own extensions."""
+    """Return the path of the library for this torch, Python and source, among torch's extensions. It may not exist."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or cache / "torch_extensions")
     fits = (torch.__version__, torch.version.git_version, sys.version, _SOURCE.read_text())
@@ -40,7 +40,7 @@ def location() -> Path:
 
 
 def build(*, verbose: bool = False) -> Path:
-    """Have torch compile the library, and say where it lies. Processes that run already do not see it."""
+    """Let torch compile the library, and return its path. Processes that already run do not load it."""
     target = location()
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
@@ -56,21 +56,21 @@ def build(*, verbose: bool = False) -> Path:
                 is_python_module=False,
                 verbose=verbose,
             )
-        except (RuntimeError, OSError, ImportError) as error:  # no ninja, no compiler, no headers; all in words
+        except (RuntimeError, OSError, ImportError) as error:  # no ninja, no compiler or no headers
             raise BuildError(
                 "the part of stepgraph in C++ could not be built",
                 rule="native-build",
                 details=str(error).strip().splitlines()[-12:],
                 why="torch compiles it on this machine, with a C++ compiler, ninja and the headers of Python.",
-                fix="install what is missing (pip install ninja; apt install g++ python3-dev), or go on without it: "
-                "it changes what a replay costs the host, and nothing else.",
+                fix="install what is missing (pip install ninja; apt install g++ python3-dev), or go on without it: it "
+                "only lowers the host time of a replay.",
             ) from error
-        os.replace(Path(folder) / target.name, target)  # whole, or not at all
+        os.replace(Path(folder) / target.name, target)  # atomic
     return target
 
 
 def remove() -> bool:
-    """Delete the library; say whether there was one."""
+    """Delete the library. Return whether there was one."""
     found = location()
     is_there = found.exists()
     found.unlink(missing_ok=True)
@@ -79,7 +79,7 @@ def remove() -> bool:
 
 @functools.cache
 def native_row() -> MakeRow | None:
-    """The row in C++, if it was built; looked for once a process, as any import is."""
+    """Return the row in C++, if it was built. A process looks for it once, like an import."""
     path = location()
     if not path.exists():
         return None
@@ -90,7 +90,7 @@ def native_row() -> MakeRow | None:
     except ImportError as error:
         warn_user(
             f"the part of stepgraph in C++ could not be loaded: {error}\nStepgraph goes on in Python; "
-            "`stepgraph native --build` builds it anew."
+            "`stepgraph native --build` builds it again."
         )
         return None
     made: MakeRow = module.Row

@@ -1,6 +1,6 @@
-// A row of expectations, run through in one go: what `stepgraph.native.row` asks in Python, with the facts about
-// tensors read from the tensors themselves. All that is expected lies in one tuple of tuples, which is kept; every
-// pointer below is borrowed from it.
+// A row of expectations, checked in one call. `stepgraph.native.row` does the same checks in Python. Here the facts
+// about tensors are read from the tensors themselves. One tuple of tuples holds all expectations and is kept alive;
+// every pointer below is borrowed from it.
 
 #include <Python.h>
 
@@ -13,7 +13,7 @@
 
 namespace {
 
-struct Slot {  // an attribute, or what lies at a key
+struct Slot {  // an attribute, or the item at a key
   PyObject* where;
   PyObject* key;
   PyObject* value;
@@ -33,7 +33,7 @@ struct Layout {
   PyObject* tensor;
   PyTypeObject* type;
   const void* address;
-  uint64_t keys;  // conjugation and negation are told by these
+  uint64_t keys;  // these show conjugation and negation
   at::ScalarType dtype;
   c10::DimVector shape;
   c10::DimVector stride;
@@ -41,7 +41,7 @@ struct Layout {
 
 struct Gradient {
   PyObject* parameter;
-  const c10::TensorImpl* grad;  // null where there is none
+  const c10::TensorImpl* grad;  // null if there is none
   bool flag;
 };
 
@@ -55,7 +55,7 @@ struct Row {
   std::vector<PyObject*> questions;
 };
 
-struct Wrong : std::exception {};  // an error of Python's is set
+struct Wrong : std::exception {};  // a Python error is set
 
 PyObject* checked(PyObject* object) {
   if (object == nullptr) {
@@ -154,7 +154,7 @@ std::vector<Kind> all_of(PyObject* given, Kind (*make)(PyObject*)) {
   return made;
 }
 
-bool is_the_same(PyObject* found, PyObject* value) {  // takes the reference to what was found
+bool is_the_same(PyObject* found, PyObject* value) {  // takes over the reference to `found`
   Py_DECREF(checked(found));
   return found == value;
 }
@@ -229,7 +229,7 @@ struct RowObject {
   Row* row;
 };
 
-bool may_be_denied() {  // gone, or not to be read any more: the same errors as in Python
+bool may_be_denied() {  // removed, or no longer readable: the same errors as in Python
   return PyErr_ExceptionMatches(PyExc_LookupError) || PyErr_ExceptionMatches(PyExc_AttributeError) ||
       PyErr_ExceptionMatches(PyExc_TypeError) || PyErr_ExceptionMatches(PyExc_ValueError) ||
       PyErr_ExceptionMatches(PyExc_RuntimeError);
@@ -240,7 +240,7 @@ PyObject* row_call(PyObject* self, PyObject*, PyObject*) {
   bool answer = false;
   try {
     answer = row != nullptr && holds(*row);
-  } catch (const std::exception&) {  // Python's errors are looked at below; one of torch's is as good as a no
+  } catch (const std::exception&) {  // Python's errors are handled below; an error of torch fails the check
     answer = false;
   }
   if (PyErr_Occurred()) {
@@ -298,7 +298,7 @@ void row_dealloc(PyObject* self) {
 }
 
 PyType_Slot row_slots[] = {
-    {Py_tp_doc, const_cast<char*>("Whether every expectation of a row is met; call it to know.")},
+    {Py_tp_doc, const_cast<char*>("A row of expectations; call it to check all of them.")},
     {Py_tp_new, reinterpret_cast<void*>(row_new)},
     {Py_tp_call, reinterpret_cast<void*>(row_call)},
     {Py_tp_traverse, reinterpret_cast<void*>(row_traverse)},

@@ -1,11 +1,10 @@
-"""Whether nothing at all was touched since a replay, asked in one row.
+"""One fast check that nothing changed since the last replay.
 
-A guard tells what changed, by name, with code of its own. Most calls find nothing changed, and for them every function
-on the way is felt: when a step begins, the host's caches are cold. So each guard also says what it comes down to: which
-objects must be the very ones they were, how long containers must be, and what else must be asked. That row is run
-through in C: by Python's own loops, or, where it was built, by a library that reads the facts of tensors as well. It
-may say no where all is well, for it knows objects by identity; then the guards are asked, and tell. It never says yes
-where one of them would tell of a change.
+A guard reports what changed, by name, with its own code. Most calls find no change, and for these every Python function
+costs: when a step begins, the host's caches are cold. So each guard also adds its expectations to a row: objects that
+must be identical, lengths of containers, and functions that must return True. The row is checked in C: by Python's own
+loops, or, if it was built, by a library that also reads the facts about tensors. The row compares objects by identity,
+so it may fail although nothing changed; then the guards are asked. It never passes if a guard would report a change.
 """
 
 from __future__ import annotations
@@ -22,13 +21,13 @@ from stepgraph.native.library import native_row
 from stepgraph.signature import compiler_guards
 
 PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
-"""The classes whose facts are what torch itself says of a tensor."""
+"""Classes whose attributes cannot differ from what torch stores in the tensor."""
 
 
 Layout = tuple[torch.Tensor, int, torch.dtype, tuple[int, ...], tuple[int, ...], int]
-"""A tensor, its address, its dtype, its shape, its strides, and its keys in torch's dispatcher."""
+"""A tensor, its address, dtype, shape, strides, and dispatch keys."""
 Gradient = tuple[torch.Tensor, torch.Tensor | None, bool]
-"""A parameter, its gradient, and whether it requires one."""
+"""A parameter, its gradient, and its `requires_grad`."""
 
 
 class GuardRow:
@@ -61,24 +60,24 @@ class GuardRow:
         self._unwritten: list[tuple[Mapping[Any, Any], Mapping[Any, Any]]] = []
 
     def attribute(self, owner: Any, name: str, value: Any) -> None:
-        """An attribute must be this very object."""
+        """Expect an attribute to be this object."""
         self._owners.append(owner)
         self._names.append(name)
         self._attributes.append(value)
 
     def class_of(self, value: Any, kind: type) -> None:
-        """An object must be of this very class."""
+        """Expect an object to be of exactly this class."""
         self._objects.append(value)
         self._classes.append(kind)
 
     def item(self, container: Any, key: Any, value: Any) -> None:
-        """What lies at a key must be this very object."""
+        """Expect the item at a key to be this object."""
         self._containers.append(container)
         self._keys.append(key)
         self._items.append(value)
 
     def items(self, container: Any, values: Mapping[Any, Any]) -> None:
-        """What lies at these keys must be these very objects."""
+        """Expect the items at these keys to be these objects."""
         if len(values) > 1:
             read = operator.itemgetter(*values)
             self.ask(functools.partial(_are_there, read, container, tuple(values.values())))
@@ -87,12 +86,12 @@ class GuardRow:
                 self.item(container, key, value)
 
     def contents(self, container: Mapping[Any, Any], values: Mapping[Any, Any]) -> None:
-        """A dictionary must hold just these very objects.
+        """Expect a dictionary to hold exactly these objects.
 
-        Python compares what two dictionaries hold by identity first, twice as fast as can be had otherwise. Only what
-        differs is compared by value, and of two tensors with several elements that raises, which is as good as a no.
+        Python's `==` of dictionaries compares values by identity first, and is twice as fast as a loop. Only different
+        objects are compared with `==`; for two tensors with several elements that raises, which also fails the check.
         """
-        if all(map(is_told_by_identity, values.values())):
+        if all(map(is_compared_by_identity, values.values())):
             self._wholes.append(container)
             self._copies.append(values)
         else:
@@ -101,37 +100,37 @@ class GuardRow:
             self.length(container, len(values))
 
     def column(self, containers: Sequence[dict[Any, Any]], key: Any, values: list[Any]) -> None:
-        """What lies at one key of many dictionaries must be these very objects."""
+        """Expect the items at one key of many dictionaries to be these objects."""
         self._columns.append((containers, key, values))
 
     def layouts(self, expected: Iterable[Layout], otherwise: Iterable[Callable[[], bool]]) -> None:
-        """Tensors must lie where they lay, in the same form; `otherwise` asks the same without the library."""
+        """Expect tensors to have these addresses and forms. `otherwise` are the same checks without the library."""
         self._layouts += expected
         self._otherwise += otherwise
 
     def gradients(self, expected: Iterable[Gradient], otherwise: Callable[[], bool]) -> None:
-        """Parameters must have the very gradients and the flags they had; `otherwise` asks so without the library."""
+        """Expect parameters to have these gradients and flags. `otherwise` is the same check without the library."""
         self._gradients += expected
         self._otherwise.append(otherwise)
 
     def unwritten(self, expected: Sequence[tuple[dict[Any, Any], Mapping[Any, Any]]]) -> None:
-        """Dictionaries must hold just these very objects; without the library it is asked whether they were written."""
+        """Expect dictionaries to hold exactly these objects. Without the library, check that none was written to."""
         self._unwritten += expected
         hold = functools.partial(_hold_just, expected)
         versions = _question_of_versions([where for where, _ in expected]) if hold() else None
         self._otherwise.append(versions or hold)
 
     def length(self, container: Sized, length: int) -> None:
-        """A container must be as long."""
+        """Expect a container to have this length."""
         self._sized.append(container)
         self._lengths.append(length)
 
     def ask(self, question: Callable[[], bool]) -> None:
-        """The answer must be yes."""
+        """Expect a function to return True."""
         self._questions.append(question)
 
     def question(self) -> Callable[[], bool]:
-        """What to call to know whether every expectation is met; the row is complete."""
+        """Return a function that checks every expectation. The row must be complete."""
         make = native_row()
         if make is None:
             return self.holds
@@ -155,7 +154,7 @@ class GuardRow:
         )
 
     def holds(self) -> bool:
-        """Whether every expectation is met, asked in Python."""
+        """Check every expectation in Python."""
         try:
             return (
                 all(map(operator.is_, map(getattr, self._owners, self._names), self._attributes))
@@ -167,12 +166,12 @@ class GuardRow:
                 and all(map(operator.call, self._otherwise))
                 and all(map(operator.call, self._questions))
             )
-        except (LookupError, AttributeError, TypeError, ValueError, RuntimeError):  # gone, or not to be read any more
+        except (LookupError, AttributeError, TypeError, ValueError, RuntimeError):  # removed, or no longer readable
             return False
 
 
-def is_told_by_identity(value: Any) -> bool:
-    """Whether an object compares equal to no other one of its kind without raising."""
+def is_compared_by_identity(value: Any) -> bool:
+    """Check that `==` of this object with another of its kind is either False or raises."""
     if isinstance(value, torch.Tensor):
         return type(value) in (torch.Tensor, torch.nn.Parameter) and value.numel() > 1
     return value is None or operator.is_(type(value).__eq__, object.__eq__)
@@ -186,8 +185,8 @@ def _hold_just(expected: Sequence[tuple[dict[Any, Any], Mapping[Any, Any]]]) -> 
 
 
 def _question_of_versions(dictionaries: list[dict[Any, Any]]) -> Callable[[], bool] | None:
-    """Whether any was written to, asked of torch's compiler, which has it from Python; None where it does not know."""
-    for stack in ((None,), ()):  # later versions want a Python stack to tell users of
+    """Make a check that no dictionary was written to, by guards of torch's compiler, or return None without those."""
+    for stack in ((None,), ()):  # later versions take a Python stack for their messages
         try:
             root = compiler_guards.RootGuardManager()
             kind = _guard_kind()
@@ -201,7 +200,7 @@ def _question_of_versions(dictionaries: list[dict[Any, Any]]) -> Callable[[], bo
 
 
 def _guard_kind() -> Any:
-    # the compiler's Python half is there as soon as an optimizer was made; it is not worth its import here
+    # the compiler's Python part is imported as soon as an optimizer is made; importing it here is too slow
     return sys.modules["torch._dynamo.guards"].GuardManagerType.GUARD_MANAGER
 
 
@@ -211,5 +210,5 @@ def _are_there(read: Callable[[Any], tuple[Any, ...]], container: Any, values: t
 
 
 def _is_same_number(one: Any, two: Any) -> bool:
-    """Whether a number was only made anew, as a schedule does that stands still."""
+    """Check for a number that was computed again with the same value, as by a schedule that stands still."""
     return one is two or (type(one) is type(two) is float and one == two != 0)

@@ -1,1 +1,1 @@
-"""Sessions own what captures share; all engines use the options, failures and messages here."""
+"""Sessions own the memory and the stream that captures share. Here are also the options, errors and reports of all."""

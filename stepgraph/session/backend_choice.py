@@ -1,4 +1,4 @@
-"""A step gets the backend that was named, the session's, or that of the tensors it uses."""
+"""A step gets the backend that the user named, else that of its session, else one for the tensors that it uses."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from stepgraph.session.session import Session
 def choose_backend(
     objects: Sequence[Any], leaves: Sequence[Any], wanted: Backend | str | None, session: Session
 ) -> Backend:
-    """The backend for a step, from its first call's leaves and from the objects that it can name."""
+    """Choose the backend for a step from the leaves of its first call and from the objects that it can reach."""
     if wanted is not None:
         return backend_named(wanted) if isinstance(wanted, str) else wanted
     if session.has_backend:
@@ -26,7 +26,7 @@ def choose_backend(
 
 
 def backend_of(found: Iterable[torch.device]) -> Backend:
-    """The backend for work on these devices: on a GPU where there is one."""
+    """Return the backend for work on these devices; a GPU is preferred."""
     known = list(found)
     cuda = next((d for d in known if d.type == "cuda"), None)
     fallback = "cuda" if not known and torch.cuda.is_available() else "cpu"
@@ -34,13 +34,13 @@ def backend_of(found: Iterable[torch.device]) -> Backend:
 
 
 def refuse_other_devices(name: str, objects: Sequence[Any], leaves: Sequence[Any], backend: Backend) -> None:
-    """The tape has no GPU: a step on one would be recorded in part."""
+    """Refuse tensors on a GPU with the tape, which would record only a part of the step."""
     if backend.device.type != "cpu":
         return
     for device in devices(chain(leaves, objects)):
         if device.type != "cpu":
             raise InvalidArgument(
-                f"{name}: the tape was asked for, and the step uses tensors on {device}",
+                f"{name}: the backend is the tape, but the step uses tensors on {device}",
                 rule="backend",
                 why="the tape records work on CPU tensors only.",
                 fix="move the model and the batch to the CPU, or leave backend= and STEPGRAPH_BACKEND unset.",
@@ -48,13 +48,13 @@ def refuse_other_devices(name: str, objects: Sequence[Any], leaves: Sequence[Any
 
 
 def refuse_elsewhere(module: torch.nn.Module, leaves: Sequence[Any], backend: Backend) -> None:
-    """Refuse a module that works on another device than its session, which would record none of that."""
+    """Refuse a module on another device than its session, which would not record its work."""
     own = backend.device
     for device in devices(chain([module], leaves if own.type == "cpu" else ())):
         if device.type != own.type or (None not in (device.index, own.index) and device.index != own.index):
             raise InvalidArgument(
-                f"the module works on {device}, and the graphs of its session are on {own}",
+                f"the module works on {device}, but the graphs of its session are on {own}",
                 rule="backend",
                 why="one session has one pool, on one device.",
-                fix="leave the module out of the scope, or give it a stepgraph.Session of its own.",
+                fix="leave the module out of the scope, or give it its own stepgraph.Session.",
             )

@@ -1,7 +1,7 @@
 """A failed capture becomes an error that names the line, the cause and the fix.
 
-Some functions of torch and of libraries read tensors on the host where the user has written no such thing. For those
-that are known, the fix says how to make them stop.
+Some functions of torch and of libraries read tensors on the host although the user's code does not. For known ones the
+fix says how to avoid the read.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ _READ_WITHIN_TORCH = frozenset(("host-read", "host-data", "tape-limit"))
 
 
 def capture_error(step: str, error: Exception, backend: Backend) -> StepgraphError:
-    """The error to raise for a capture of `step` that ended in `error`.
+    """Return the error to raise for a capture of `step` that ended in `error`.
 
-    One with a known cause has the traceback of `error`, so that it ends at the line of the step that failed. On
-    the tape it never advises the tape.
+    If the cause is known, the new error has the traceback of `error`, so that it ends at the line of the step that
+    failed. On the tape the fix does not advise the tape.
     """
     if isinstance(error, StepgraphError):
         return error
@@ -35,7 +35,7 @@ def capture_error(step: str, error: Exception, backend: Backend) -> StepgraphErr
     where = error_location(error)
     row = lookup(str(error))
     if row is not None and row.rule == "host-data" and where is not None and _READS.search(where.source):
-        row = entry("host-read")  # torch says the same of a copy to the host as of one from it
+        row = entry("host-read")  # torch has one message for copies to the host and from it
     if row is not None:
         inside, fix = _reader_and_fix(row, error)
         raw = f"{type(error).__name__}: {raw}"
@@ -45,14 +45,14 @@ def capture_error(step: str, error: Exception, backend: Backend) -> StepgraphErr
         f"{step}: the step raised {type(error).__name__} while it was captured: {raw}",
         rule="step-raised",
         where=where,
-        why="it ran in warm-up; under capture tensors have no values yet, and code may look at whether it is captured.",
+        why="it ran in warm-up. During capture tensors have no values yet, and code may check whether it is captured.",
         fix="see the original error above"
         + ("." if backend.name == "tape" else "; run the step with backend='tape' on CPU tensors to find the line."),
     )
 
 
 def _reader_and_fix(row: ErrorEntry, error: Exception) -> tuple[str, str | None]:
-    """The function of torch that reads what the user's line does not, and what to do about it where that is known."""
+    """Return the function of torch that reads on the host, if the user's line does not, and the fix if it is known."""
     reader = torch_function(error) if row.rule in _READ_WITHIN_TORCH else None
     if reader is not None:
         return f"torch/{reader.file}, {reader.function}", fix_in_torch(reader)
@@ -63,9 +63,9 @@ def _reader_and_fix(row: ErrorEntry, error: Exception) -> tuple[str, str | None]
 @dataclass(frozen=True, slots=True)
 class _Reader:
     file: str
-    """How its path within torch begins."""
+    """Prefix of its path within torch."""
     function: str
-    """Its name, or nothing for all of the file."""
+    """Its name, or empty for all functions of the file."""
     fix: str
 
 
@@ -73,8 +73,8 @@ _READERS = (
     _Reader(
         "distributions/",
         "",
-        "torch.distributions.Distribution.set_default_validate_args(False) before the step, or validate_args=False: to "
-        "validate arguments is to read them.",
+        "call torch.distributions.Distribution.set_default_validate_args(False) before the step, or pass "
+        "validate_args=False: validation reads the arguments.",
     ),
     _Reader(
         "nn/modules/batchnorm.py",
@@ -84,14 +84,14 @@ _READERS = (
     _Reader(
         "nn/modules/transformer.py",
         "_detect_is_causal_mask",
-        "say whether the mask is causal, so that nobody looks: is_causal=True or False (of nn.Transformer "
-        "src_is_causal and tgt_is_causal, of a decoder tgt_is_causal).",
+        "pass is_causal=True or False, so that torch does not read the mask to find out (nn.Transformer has "
+        "src_is_causal and tgt_is_causal, a decoder has tgt_is_causal).",
     ),
     _Reader(
         "nn/modules/transformer.py",
         "forward",
-        "nn.TransformerEncoder(..., enable_nested_tensor=False): in eval mode it makes nested tensors of a padded "
-        "batch, and reads the padding mask for it.",
+        "pass nn.TransformerEncoder(..., enable_nested_tensor=False): in eval mode it makes nested tensors of a padded "
+        "batch, and reads the padding mask for that.",
     ),
     _Reader(
         "optim/swa_utils.py",
@@ -101,14 +101,13 @@ _READERS = (
     _Reader(
         "nn/utils/clip_grad.py",
         "",
-        "leave error_if_nonfinite off and look at the returned norm after the step.",
+        "leave error_if_nonfinite off and check the returned norm after the step.",
     ),
     *(
         _Reader(
             file,
             "",
-            "leave the batch padded and mask the results: a packed sequence has its lengths on the host, and is packed "
-            "by them.",
+            "leave the batch padded and mask the results: packing a sequence reads its lengths on the host.",
         )
         for file in ("nn/utils/rnn.py", "nn/modules/rnn.py")
     ),
@@ -116,33 +115,33 @@ _READERS = (
 
 
 def fix_in_torch(reader: Location) -> str | None:
-    """What to do about a host read in a function of torch, where that is known."""
+    """Return the fix for a host read in a function of torch, if it is known."""
     rows = (row for row in _READERS if reader.file.startswith(row.file))
     return next((row.fix for row in rows if row.function in ("", reader.function)), None)
 
 
 _LIBRARIES = re.compile(r"-packages[/\\](\w+)")
 _MASKS = (
-    "give the model an attention mask of four dimensions, boolean and built outside the step, and use_cache=False: it "
-    "reads a mask of two, or makes one, to see what it hides."
+    "give the model a boolean attention mask of four dimensions, built outside the step, and use_cache=False: it reads "
+    "a mask of two dimensions, or one that it makes itself, on the host."
 )
 
 
 def fix_in_library(where: Location) -> str | None:
-    """What to do about a host read in a library's code."""
+    """Return the fix for a host read in a library's code, or None if the code is not a library's."""
     found = _LIBRARIES.search(where.file)
     if found is None:
         return None
     if found[1] == "transformers" and "mask" in where.file:
         return _MASKS
     return (
-        f"this is inside {found[1]}: give it arguments with which it does not read, do this part outside the step, or "
-        "graph the parts around it (stepgraph.graph_modules)."
+        f"the read is inside {found[1]}: choose arguments that avoid it, do this part outside the step, or graph the "
+        "parts around it (stepgraph.graph_modules)."
     )
 
 
 def refuse_changed_container(what: str | None, by: str = "the step") -> None:
-    """Raise for a container that a call has changed: at a replay the caller's own never changes."""
+    """Raise for a container that a call has changed, since a replay does not change the caller's container."""
     if what is not None:
         why, fix = CHANGED_CONTAINER
         raise CaptureError(

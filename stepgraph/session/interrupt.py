@@ -1,10 +1,10 @@
-"""Ctrl-C during a capture waits until the state is whole.
+"""Ctrl-C during a capture waits until the state is consistent.
 
-A KeyboardInterrupt can be raised between any two instructions, also inside a weak reference's callback, where Python
-prints it and drops it, or half-way through a rollback. A capture and the replay after it take no more than a few
-steps' time. So the signal waits. It is raised when everything is recorded, and the recording is dropped as if the step
-had not been called; or, if it comes later than that, after the replay, when the step is done. A second Ctrl-C does not
-wait.
+Python can raise a KeyboardInterrupt between any two instructions: also half-way through a rollback, or inside the
+callback of a weak reference, where Python prints and drops it. A capture and the replay after it take only as long as a
+few steps. So the signal waits. It is raised when everything is recorded, and the recording is dropped as if the step
+had not been called. A signal that arrives later is raised after the replay, when the step is done. A second Ctrl-C does
+not wait.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from types import FrameType
 
 @contextlib.contextmanager
 def interrupts_held() -> Iterator[Callable[[], None]]:
-    """Hold SIGINT back for the length of the block; the function that is handed out lets it through if it came.
+    """Hold SIGINT back during the block. Yield a function that raises it now if it has arrived.
 
-    Python runs signal handlers in the main thread only: in another one there is nothing to hold.
+    Python runs signal handlers in the main thread only: in another thread there is nothing to hold.
     """
     handler = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or not callable(handler):

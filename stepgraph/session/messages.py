@@ -1,4 +1,4 @@
-"""A captured step or a graphed module warns or raises when a call differs from those before."""
+"""Warnings and errors of captured steps and graphed modules when a call differs from earlier ones."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from stepgraph.signature import Difference, Signature, find_differences
 _NUMBERS = (int, float, complex)
 
 PASS_IT = "pass it as a tensor argument (a plain number gets a graph for each value)"
-"""What to do about a host value that changes."""
+"""The fix for a host value that changes."""
 
 
 def state_changed(step: str, why: str) -> StateChanged:
-    """Under strict: something that a graph has baked in is not as it was."""
+    """Make the error under strict: something baked into a graph has changed."""
     return StateChanged(
         f"{step}: {why}",
         rule="state-changed",
-        why="the captured graph goes on with what it was recorded with, and strict=True forbids anything else.",
-        fix="call step.reset() after the change, or leave strict=False: the step is then captured again.",
+        why="the captured graph keeps the old value, and strict=True forbids to capture again silently.",
+        fix="call step.reset() after the change, or leave strict=False: then the step is captured again.",
     )
 
 
 def warn_values_changed(step: str, changes: Sequence[Change], *, is_captured: bool, stays_eager: bool) -> None:
-    """A host value that a graph has baked in, or would have, changed."""
+    """Warn that a host value changed that a graph has baked in, or would bake in."""
     since = "capture" if is_captured else "the call before"
     if stays_eager:
         outcome = "A call like this one stays eager from now on."
@@ -56,7 +56,7 @@ def warn_operations_changed(
     whose: str = "step",
     counted: str = "calls",
 ) -> None:
-    """An audit has found that the step, or a module, would run other operations by now."""
+    """Warn that an audit found other operations: those that the step, or a module, would run now."""
     outcome = "Calls like this one stay eager from now on." if stays_eager else f"The {whose} is captured again."
     if changes:
         names = [change.name for change in changes]
@@ -67,42 +67,41 @@ def warn_operations_changed(
         )
     else:
         warn_user(
-            f"{step}: the {whose} would run other operations by now than were captured   [changed-operations]"
-            f"\n  {found}\n{outcome} {replays} {counted} have run since it was last compared, and this is the "
-            "first that shows it: they may have run what was captured.\nWhy: a replay runs no Python. Something that "
-            "its code reads has changed, and it is out of reach of the watch (docs/equality.md).\n"
-            f"Fix: {PASS_IT}, or hold it where the {whose} can name it."
+            f"{step}: the operations of the {whose} have changed since capture   [changed-operations]"
+            f"\n  {found}\n{outcome} Since the last comparison {replays} {counted} may have replayed the old "
+            "operations.\nWhy: a replay runs no Python. A value that the code reads has changed, and the watch cannot "
+            f"see it (docs/equality.md).\nFix: {PASS_IT}, or keep it where the code of the {whose} can name it."
         )
 
 
 def warn_misspelt(ignore: Iterable[str], labels: Collection[str]) -> None:
-    """Warn of names to ignore that no value in reach has, if one has a similar name.
+    """Warn of names in `ignore` that no watched value has, if one has a similar name.
 
-    A value may have several names (`layers.0.scale`, `self.scale`), so the last part of a name decides. A name that is
-    like no other may be that of a value out of the watch's reach.
+    A value may have several names (`layers.0.scale`, `self.scale`), so only the last parts of names are compared. A
+    name that is not similar to any other may belong to a value that the watch cannot reach.
     """
     known = set(map(_last_part, labels))
     for name in ignore:
         near = nearest(name, labels, likeness=0.8) if _last_part(name) not in known else None
         if near is not None:
             warn_user(
-                f"ignore={[name]!r} has no effect: nothing of that name is in reach   [option]\n"
-                f"Why: a value is ignored by the name that messages give it.\nFix: did you mean {near!r}?"
+                f"ignore={[name]!r} has no effect: no watched value has this name   [option]\n"
+                f"Why: ignore= takes the names that messages show.\nFix: did you mean {near!r}?"
             )
 
 
 def _last_part(name: str) -> str:
-    """`scale` of `self.scale` and of `len(self.scale)`, `'a'` of `table['a']`."""
+    """Return `scale` for `self.scale` and for `len(self.scale)`, `'a'` for `table['a']`."""
     return re.split(r"[.\[]", name.partition(" (")[0].rstrip("])"))[-1]
 
 
 def warn_detached_results(leaves: Iterable[object]) -> None:
-    """A step's results, where it runs no backward: one that could be differentiated is not what it looks like."""
+    """Warn of results that require a gradient, for a step that runs no backward: replays return them detached."""
     if any(isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None for leaf in leaves):
         warn_user(
-            "a result of the captured step requires a gradient, and comes back detached\n"
-            "Why: a replay has no autograd graph. A backward outside of the step does not reach what is inside: a loss "
-            "that this result is only a part of would be trained without it.\n"
+            "a result of the captured step requires a gradient, but is returned detached\n"
+            "Why: a replay has no autograd graph. A backward outside the step does not reach its inside: a loss that "
+            "uses this result as one part would train without that part.\n"
             "Fix: call backward() inside the step. For evaluation, compute the result under torch.no_grad(). To graph "
             "a forward and its backward, use stepgraph.graph_modules."
         )
@@ -111,9 +110,9 @@ def warn_detached_results(leaves: Iterable[object]) -> None:
 def warn_past_limit(
     step: str, reason: str, call: Signature, known: Iterable[tuple[Signature, bool]], *, strict: bool
 ) -> None:
-    """A call found no graph, and gets none: how it differs from the nearest one. Raises under strict.
+    """Warn that a call gets no graph, and how it differs from the nearest signature. Raise under strict.
 
-    `known` are the signatures that have a place, and whether each is captured yet.
+    `known` are the signatures that have a place, each with a flag that says whether it is captured.
     """
     compared = [(find_differences(signature, call), is_captured) for signature, is_captured in known]
     found, is_captured = min(compared, key=lambda pair: (len(pair[0]), not pair[1]), default=([], True))
@@ -121,10 +120,10 @@ def warn_past_limit(
     fix = _fewer_signatures(found)
     if strict:
         raise SignatureMismatch(
-            f"{step}: a call with a new signature, {reason}",
+            f"{step}: this call has a new signature, {reason}",
             rule="max-graphs",
             details=described,
-            why="each signature is a graph of its own, and strict=True forbids running it eagerly.",
+            why="each signature needs its own graph, and strict=True forbids to run the call eagerly.",
             fix=fix,
         )
     lines = [f"{step}: this call runs eagerly, {reason}   [max-graphs]", *(f"  {line}" for line in described)]
@@ -132,7 +131,7 @@ def warn_past_limit(
 
 
 def _fewer_signatures(found: Sequence[Difference]) -> str:
-    """What the user can do about these differences."""
+    """Return a fix for these differences."""
     values = [d for d in found if d.kind is not None and not issubclass(d.kind, torch.Tensor)]
     if not values:
         return "pad inputs to a few shapes (buckets=), pass changing values as tensors, or raise max_graphs."
@@ -142,18 +141,18 @@ def _fewer_signatures(found: Sequence[Difference]) -> str:
 
 
 def unsigned(error: Exception) -> str:
-    """Why a module's call with an argument that no signature can be made of runs eagerly."""
+    """Describe why a module's call runs eagerly: an argument has no signature."""
     what = error.what if isinstance(error, InvalidArgument) else str(error).partition("\n")[0]
-    return f"an argument that cannot be copied in: {what}   [host-data]"
+    return f"an argument cannot be copied in: {what}   [host-data]"
 
 
 def signature_mismatch(module: str, call: Signature, known: Iterable[Signature]) -> SignatureMismatch:
-    """Under strict: a module's call is unlike those that have graphs, and gets none."""
+    """Make the error under strict for a module's call that differs from all calls with graphs."""
     found = min((find_differences(signature, call) for signature in known), key=len, default=[])
     return SignatureMismatch(
-        f"{module}: a call unlike those that have graphs",
+        f"{module}: this call differs from those that have graphs",
         rule="max-graphs",
         details=[str(d) for d in found[:8]],
-        why="each kind of call has graphs of its own, and strict=True forbids running it eagerly.",
+        why="each kind of call needs its own graphs, and strict=True forbids to run it eagerly.",
         fix="pad inputs to a few shapes, or raise max_graphs.",
     )

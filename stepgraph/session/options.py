@@ -1,8 +1,8 @@
-"""`Options` are the options that all ways to capture share; each entry point adds its own in a subclass.
+"""`Options` has the options that all entry points share; each entry point adds its own in a subclass.
 
 An option is declared once, as a field: its type, its default, and the sentence that `help()` shows. `checked` refuses
-a value that is not of that type. `reads_options` joins the options to a public function: `help()` lists them, a
-misspelt name is answered with the nearest one, and an older name is read with a warning.
+a value of another type. `reads_options` adds the options to a public function: `help()` lists them, the error for a
+misspelt name suggests the nearest one, and an older name is accepted with a warning.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ Hook = Callable[..., Any] | str
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 _SHARED = {
-    "session": "The `stepgraph.Session` whose memory and stream are shared; without one, a session of its own.",
-    "backend": '"cuda" or "tape"; without one, by the device of the tensors that are used.',
+    "session": "The `stepgraph.Session` whose memory and stream to share; by default a new session.",
+    "backend": '"cuda" or "tape"; by default the one for the device of the tensors in use.',
 }
-"""What is said of keywords that are no fields."""
+"""The sentences of keywords that are not fields."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,14 +40,14 @@ class Options:
 
     warmup: Annotated[int, "Eager calls (of modules rounds, of stages steps) before the capture, at least 1."] = 3
     max_graphs: Annotated[int, "Signatures that get graphs, of each module or step; further ones run eagerly."] = 8
-    strict: Annotated[bool, "Raise wherever a call would run eagerly, warm-up aside; whatever `on_error` says."] = False
+    strict: Annotated[bool, "Raise wherever a call would run eagerly after warm-up; overrides `on_error`."] = False
     on_error: Annotated[OnError, 'If a capture fails: "raise", or "eager" to go on eagerly, with a warning.'] = "raise"
     outputs: Annotated[Outputs, 'Results: "copy" is safe to keep, "static" is overwritten by the next call.'] = "copy"
     generators: Annotated[Sequence[torch.Generator], "Random generators used besides the device's default one."] = ()
     ignore: Annotated[Sequence[str], 'Host values that may change without harm, by name: ["self.steps"].'] = ()
     safe_hooks: Annotated[Sequence[Hook], "Module hooks that may be recorded, as functions or names."] = ()
     audit: Annotated[
-        Audit, 'When to record again and compare: "auto" (after 1, 2, 4, ...), each so many, or False.'
+        Audit, 'When to record again and compare: "auto" (after 1, 2, 4, ... replays), every N replays, or False.'
     ] = "auto"
 
     def __post_init__(self) -> None:
@@ -56,7 +56,7 @@ class Options:
 
     @property
     def goes_on_eagerly(self) -> bool:
-        """Whether what cannot be captured stays eager; else that is an error."""
+        """True if a failed capture goes on in eager; otherwise it raises."""
         return self.on_error == "eager" and not self.strict
 
 
@@ -68,24 +68,24 @@ class PairOptions(Options):
 
 
 def checked(name: str, value: Any, hint: Any) -> Any:
-    """The value of an option of this type, a list as a tuple. Any other value is refused."""
+    """Return the value of an option of this type, a list as a tuple. Refuse any other value."""
     is_count = isinstance(value, int) and not isinstance(value, bool) and value >= 1
     expected = ""
     if hint == Audit and not (is_count or value is False or value == "auto"):
         expected = "'auto', a whole number of at least 1, or False"
-        why = "it says after how many replays the step is recorded again and compared."
-        fix = "audit='auto' is the default; audit=1000 does it each thousand replays, audit=False never."
+        why = "it sets after how many replays the step is recorded again and compared."
+        fix = "audit='auto' is the default; audit=1000 compares every thousand replays, audit=False never."
     elif hint is int and not is_count:
         expected = "a whole number of at least 1"
-        why, fix = "it counts, and there is at least one.", f"{name}=3, for example."
+        why, fix = "it is a count of at least one.", f"pass {name}=3, for example."
     elif hint is bool and not isinstance(value, bool):
         expected = "True or False"
-        why, fix = "any other text counts as true in Python, also 'no'.", f"{name}=True, or leave it out."
+        why, fix = "in Python any text counts as true, even 'no'.", f"pass {name}=True, or leave it out."
     elif get_origin(hint) is Literal and value not in get_args(hint):
         words: tuple[str, ...] = get_args(hint)
         expected, near = f"one of {', '.join(map(repr, words))}", nearest(str(value), words)
         why = "a misspelt option must not be taken for another one."
-        fix = f"did you mean {near!r}?" if near else f"{name}={words[0]!r}, for example."
+        fix = f"did you mean {near!r}?" if near else f"pass {name}={words[0]!r}, for example."
     elif get_origin(hint) is Sequence:
         return _listed(name, value, get_args(hint)[0])
     if expected:
@@ -94,15 +94,15 @@ def checked(name: str, value: Any, hint: Any) -> Any:
 
 
 def _listed(name: str, value: Any, kind: Any) -> tuple[Any, ...]:
-    """What an option lists. A single name is no list: it would be taken for its letters."""
+    """Check a list option. A single string is refused: it would be read as a list of letters."""
     if isinstance(value, (str, bytes)) or not isinstance(value, Iterable):
         called = str(getattr(value, "__name__", ""))
         one = repr(value) if isinstance(value, (str, bytes)) else called if called.isidentifier() else "..."
         raise InvalidArgument(
             f"{name}={value!r} is not a list",
             rule="option",
-            why="it takes any number of them, and a string by itself would be taken for a list of letters.",
-            fix=f"{name}=[{one}].",
+            why="it takes any number of items, and Python reads a single string as a list of letters.",
+            fix=f"pass {name}=[{one}].",
         )
     items = tuple(value)
     expected, listed, why = _ITEMS[kind]
@@ -120,9 +120,10 @@ def reads_options(
     older: Callable[[dict[str, Any]], None] = lambda given: None,
     **sentences: str,
 ) -> Callable[[_Function], _Function]:
-    """A decorator for a public function with options, whose `help()` then lists them with a sentence each.
+    """Decorate a public function with options: its `help()` lists each with a sentence.
 
-    `options` declares them. `older` replaces older names in the given keywords; `sentences` are those of others.
+    `options` declares them. `older` replaces older names among the given keywords. `sentences` describe keywords that
+    are not fields of `options`.
     """
     types = get_type_hints(options, include_extras=True)
     known = _SHARED | {name: hint.__metadata__[0] for name, hint in types.items() if get_origin(hint) is Annotated}
@@ -150,7 +151,7 @@ def reads_options(
 
 
 def _spelled_out(signature: inspect.Signature, options: type[Any]) -> inspect.Signature:
-    """A signature with `**options` replaced by the options themselves."""
+    """Replace `**options` in a signature by the options themselves."""
     own = [p for p in signature.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
     if len(own) < len(signature.parameters):
         taken = {p.name for p in own}
@@ -163,20 +164,20 @@ def _spelled_out(signature: inspect.Signature, options: type[Any]) -> inspect.Si
 
 
 def refuse_unknown(function: str, given: Iterable[str], known: Sequence[str]) -> None:
-    """Refuse a keyword that a function does not have, with the nearest one that it has."""
+    """Refuse a keyword that a function does not have; the error suggests the nearest one."""
     for name in given:
         if name not in known:
             near = nearest(name, known)
             raise InvalidArgument(
                 f"{function} has no option `{name}`",
                 rule="option",
-                why="a misspelt option would be left at its default, without a word.",
+                why="a misspelt option would silently stay at its default.",
                 fix=f"did you mean `{near}`?" if near else f"its options are {', '.join(known)}.",
             )
 
 
 def refuse_both(given: Mapping[str, Any], old: str, new: str) -> None:
-    """Refuse an option that is given by another name, and by its own."""
+    """Refuse an option that is given under both names."""
     if given.get(new) is not None:
         raise InvalidArgument(
             f"both `{new}` and `{old}` are given",
@@ -187,7 +188,7 @@ def refuse_both(given: Mapping[str, Any], old: str, new: str) -> None:
 
 
 def renamed(given: dict[str, Any], old: str, new: str) -> None:
-    """Read an option that is given by an older name, with a warning."""
+    """Accept an option under its older name, with a warning."""
     if old in given:
         refuse_both(given, old, new)
         value = given.pop(old)
@@ -196,33 +197,33 @@ def renamed(given: dict[str, Any], old: str, new: str) -> None:
 
 
 def expect(name: str, value: Any, kinds: tuple[type, ...], why: str, fix: str) -> None:
-    """Refuse an option that is given and is of no such class."""
+    """Refuse an option that is given and is not of these classes."""
     if value is not None and not isinstance(value, kinds):
-        told = " or ".join(kind.__name__ for kind in kinds)
-        raise InvalidArgument(f"{name}={value!r} is no {told}", rule="option", why=why, fix=fix)
+        expected = " or ".join(kind.__name__ for kind in kinds)
+        raise InvalidArgument(f"{name}={value!r} is not a {expected}", rule="option", why=why, fix=fix)
 
 
 _PLACES: dict[str, tuple[tuple[type, ...], str, str]] = {
     "session": (
         *((Session,), "a session owns the pool and the stream that captures share."),
-        "with stepgraph.Session() as session: ..., and pass session=session.",
+        "write `with stepgraph.Session() as session: ...` and pass session=session.",
     ),
     "pool": (
-        *((Session,), "graphs that share memory must share a stream and an owner, too, which a pool's handle has not."),
-        "pass a stepgraph.Session, and the same one to whatever is to share its pool.",
+        *((Session,), "graphs that share memory also share a stream and an owner, which the handle of a pool lacks."),
+        "pass a stepgraph.Session, the same one to all that share its pool.",
     ),
     "backend": (
-        *((str, Backend), "it is named, or an object that stepgraph.backend_for has returned."),
-        "backend='cuda' or backend='tape', or leave it out.",
+        *((str, Backend), "it is a name, or an object returned by stepgraph.backend_for."),
+        "pass backend='cuda' or backend='tape', or leave it out.",
     ),
 }
-"""Keywords that are no fields: their classes, why, and what to pass."""
+"""Keywords that are not fields: their classes, why, and fix."""
 _ITEMS = {
-    str: ("a name", "names", "a value is ignored by the name that messages give it."),
+    str: ("a name", "names", "ignore= takes the names that messages show."),
     torch.Generator: (
         *("a torch.Generator", "torch.Generator objects"),
-        "each is registered with every graph, so that replays advance it.",
+        "each generator is registered with every graph, so that replays advance it.",
     ),
-    Hook: ("a function or name", "functions or names", "a hook is told by the function that it runs."),
+    Hook: ("a function or name", "functions or names", "a hook is identified by the function that it runs."),
 }
-"""What an option lists, one and several of it, and why."""
+"""The items of list options: one item, several items, and why."""

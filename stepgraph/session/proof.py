@@ -1,13 +1,13 @@
-"""What replays is what the step would do: its operations are compared, before a graph is used and while it is.
+"""The operations of a graph are compared with those of the step, before the graph is used and while it is used.
 
-Twice the log of a call (`oplog`) must agree. Once before a graph is used: the recording runs the operations that the
-last eager call of the same kind has run. Code that asks whether it is being captured takes another path, and that is
-said. Then while it is used: at the first, second, fourth, ... replay, and later now and then, the call is recorded once
-more, which has no effect, and compared with the recording that is replayed (the *audit*). A difference means that the
-step's Python would do something else by now, whatever the cause: the new recording takes the old one's place.
+The log of a call (`oplog`) is compared twice. Before a graph is used, the recording must have the operations of the
+last eager call of the same kind. Code that checks whether it is being captured may take another path; then a warning
+names the place. While a graph is used, at the first, second, fourth, ... replay and later at long intervals, the call
+is recorded once more, which has no effect, and compared with the recording in use (the *audit*). A difference means
+that the step's Python would now do something else, whatever the cause: the new recording replaces the old one.
 
-Calls are of the same kind if they have the same signature, modes and gradient pattern. An eager call in which an
-optimizer's state is born does more than those after it, and is not compared.
+Calls are of the same kind if they have the same signature, modes and gradient pattern. An eager call that creates
+optimizer state does more than later ones, and is not compared.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from stepgraph.oplog import Difference, Log, OpLog, Roles, Vocabulary, first_dif
 from stepgraph.optim.steps import at_optimizer_steps
 
 _LONGEST_PERIOD = 50_000
-"""Replays between two audits, at most: they must cost next to nothing beside the steps."""
+"""Most replays between two audits. The cost of an audit is small beside that many steps."""
 NEVER = -1
 
 
 def next_audit(audit: str | int, replays: int) -> int:
-    """At how many replays the next audit is due, `replays` after the capture."""
+    """Return the number of replays at which the next audit is due, given the `replays` since the capture."""
     if audit is False:
         return NEVER
     if audit == "auto":
@@ -45,44 +45,44 @@ def next_audit(audit: str | int, replays: int) -> int:
 
 
 class Shown(enum.Enum):
-    """What the comparison of a recording with eager calls of its kind has shown."""
+    """The outcome of comparing a recording with eager calls of its kind."""
 
     EQUAL = "equal"
     OTHER_PATH = "other path"
-    """Eager calls agree among themselves, and the recording went another way."""
+    """Eager calls agree with each other, and the recording differs."""
     LATER = "later"
-    """It was recorded ahead: the first call of its kind runs eagerly and is compared."""
+    """The graph was recorded ahead: the first call of its kind runs eagerly and is compared."""
     NOT = "not"
-    """There is no eager call to compare with: each makes new state."""
+    """There is no eager call to compare with: each creates new state."""
 
 
 @dataclass(slots=True)
 class CallProof:
-    """What is known of a captured call: its operations, and how they agree with those of the step."""
+    """The operations of a captured call, and how they compare with those of the step."""
 
     log: Log
     shown: Shown
     due: int
-    """At how many replays it is audited next."""
+    """Number of replays at the next audit."""
     other_path: Difference | None = None
-    """Where the recording left the path of eager calls, until that was told."""
+    """The first difference from eager calls, if the recording took another path."""
     agreed: int = 0
-    """After how many replays it last was."""
+    """Number of replays at the last audit that agreed."""
 
 
 class Harmless:
-    """Values that changed without effect on the operations, by name: they are not watched any longer."""
+    """Names of values that changed without effect on the operations: they are no longer watched."""
 
     def __init__(self) -> None:
         self.names: set[str] = set()
         self._suspects: set[str] = set()
 
     def add(self, changes: Iterable[Change]) -> None:
-        """These values have changed, and the operations have not."""
+        """Add values that changed while the operations did not."""
         self.names |= {change.name for change in changes} - self._suspects
 
     def suspect(self) -> None:
-        """The operations have changed, and no watched value has: watch all of them again, for good."""
+        """Watch all of them again, for good, since the operations changed while no watched value did."""
         self._suspects |= self.names
         self.names.clear()
 
@@ -97,7 +97,7 @@ class EagerLogs:
         self._logs[kind] = [*self._logs.get(kind, [])[-1:], log]
 
     def of(self, kind: Hashable) -> list[Log]:
-        """The latest last."""
+        """Return the logs of this kind, the latest last."""
         return self._logs.get(kind, [])
 
     def clear(self) -> None:
@@ -118,7 +118,7 @@ class StepLogs:
         device: torch.device,
         ignored: Iterable[tuple[str, torch.Tensor]] = (),
     ) -> Iterator[OpLog]:
-        """Note the operations of a call on these arguments. `ignored` tensors may be others each time, by name."""
+        """Log the operations of a call on these arguments. `ignored` are named tensors that may differ each time."""
         roles = roles_of(touched)
         for name, tensor in ignored:
             roles.add(name, tensor)
@@ -137,33 +137,33 @@ class StepLogs:
             yield log
 
     def compare(self, eager: Sequence[Log], recording: Log, outside: Iterable[Optimizer]) -> Difference | None:
-        """Where a recording differs from the latest of these eager calls."""
+        """Return the first difference between a recording and the latest of these eager calls."""
         left_out = [id(optimizer) for optimizer in outside]
         return first_difference(eager[-1].without(left_out), recording.without(left_out))
 
     def between(self, eager: Sequence[Log], outside: Iterable[Optimizer]) -> Difference | None:
-        """Where the last two of these eager calls differ."""
+        """Return the first difference between the last two of these eager calls."""
         left_out = [id(optimizer) for optimizer in outside]
         return first_difference(*(log.without(left_out) for log in eager[-2:]))
 
 
 def varying_operations(name: str, between: Difference, whose: str = "step") -> CaptureError:
-    """Two eager calls alike have run different operations: nothing stands for both."""
+    """Make the error for equal eager calls that ran different operations: no graph fits both."""
     instead = "; or graph the parts that stay the same: stepgraph.graph_modules" if whose == "step" else ""
     return CaptureError(
-        f"{name}: the {whose} runs other operations at each call",
+        f"{name}: the operations of the {whose} change from call to call",
         rule="varying-operations",
         details=[str(between)],
-        why="a graph replays one sequence of operations. Two eager calls alike had different ones: something that "
-        "changes from call to call decides (data read on the host, Python's randomness, time).",
+        why="a graph replays one sequence of operations. Two equal eager calls had different ones: they depend on "
+        "something that changes (data read on the host, Python's randomness, time).",
         fix=f"decide on the device (torch.where), outside the {whose}, or by an argument{instead}.",
     )
 
 
 def other_path(name: str, found: Difference, whose: str = "step") -> CaptureError:
-    """Eager calls agree, and the recording differs."""
+    """Make the error for a recording that differs from eager calls, which agree with each other."""
     return CaptureError(
-        f"{name}: the {whose} takes another path while it is captured",
+        f"{name}: the {whose} runs other operations during capture than in eager calls",
         rule="other-path",
         details=[str(found)],
         why=_OTHER_PATH,
@@ -172,7 +172,7 @@ def other_path(name: str, found: Difference, whose: str = "step") -> CaptureErro
 
 
 def tell_other_path(name: str, found: Difference, whose: str = "step", *, strict: bool) -> None:
-    """Eager calls agree, and the recording differs: warn, or raise under strict."""
+    """Warn of `other_path`, or raise it under strict."""
     error = other_path(name, found, whose)
     if strict:
         raise error
@@ -180,8 +180,8 @@ def tell_other_path(name: str, found: Difference, whose: str = "step", *, strict
 
 
 _OTHER_PATH = (
-    "eager calls agree among themselves, and the recording differs: code asks whether it is being captured. The graph "
-    "computes what that path computes, which need not be equal to eager bit for bit."
+    "eager calls agree with each other, and the recording differs: some code checks whether it is being captured. The "
+    "graph computes what that path computes, which may differ from eager in some bits."
 )
 _SAME_PATH = "let the code at this line do the same in both cases, or compare the results yourself (docs/equality.md)."
 
@@ -190,13 +190,13 @@ _BUCKETS = "DDP's gradients"
 
 
 def roles_of(touched: StepObjects) -> Roles:
-    """Names for the parameters, gradients and buffers of a step, and for the state of its optimizers."""
+    """Name the parameters, gradients and buffers of a step, and the state of its optimizers."""
     roles = Roles()
     names: dict[int, str] = {}
     taken: set[str] = set()
     replicas = (m for m in touched.all_modules if isinstance(m, DistributedDataParallel) and m.gradient_as_bucket_view)
     in_buckets = {id(p) for ddp in replicas for p in ddp.parameters()}
-    """Whose gradients lie in DDP's memory: it is one tensor to DDP and many to the step, in a recording elsewhere."""
+    """Parameters with gradients in DDP's buckets: one tensor to DDP, many to the step, elsewhere in a recording."""
     for parameter in touched.all_parameters:
         name = names[id(parameter)] = numbered(touched.name(parameter), taken)
         taken.add(name)
@@ -216,7 +216,7 @@ def roles_of(touched: StepObjects) -> Roles:
     for optimizer in touched.optimizers:
         kind = numbered(type(optimizer).__name__, taken)
         taken.add(kind)
-        for parameter, state in dict.items(optimizer.state):  # to look is not to read, for who watches that
+        for parameter, state in dict.items(optimizer.state):  # past the subclass that notes reads
             for key, value in state.items() if isinstance(state, dict) else ():
                 if isinstance(value, torch.Tensor):
                     roles.add(f"{kind}.state[{names.get(id(parameter), '...')}][{key!r}]", value)
@@ -224,5 +224,5 @@ def roles_of(touched: StepObjects) -> Roles:
 
 
 def num_states(optimizers: Iterable[Optimizer]) -> int:
-    """How much state optimizers have."""
+    """Count the entries in the states of optimizers."""
     return sum(len(state) for optimizer in optimizers for state in optimizer.state.values() if isinstance(state, dict))

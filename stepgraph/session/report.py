@@ -1,4 +1,4 @@
-"""The base of all reports: it forms the verdict, prints it first, and leaves out what is zero or empty."""
+"""The base of all reports: it prints a verdict first, and leaves out rows that are zero or empty."""
 
 from __future__ import annotations
 
@@ -25,41 +25,41 @@ class GraphReport(ABC):
     capture_seconds: float = 0.0
     """Time spent capturing."""
     pool_bytes: int = 0
-    """Memory of the graphs: activations, results, gradients and what lives inside a graph."""
+    """Memory of the graphs: activations, results, gradients and tensors inside a graph."""
     static_bytes: int = 0
     """Memory at the graphs' edges: arguments, and gradients of results."""
     audits: int = 0
-    """How often calls were recorded again and compared with what is replayed."""
+    """How often a call was recorded again and compared with the graph in use."""
     equality: str | None = None
-    """What is known about equality with eager, and by which check; None where nothing was replayed."""
+    """The facts known about equality with eager, and their checks; None if nothing was replayed."""
 
     counted: ClassVar[str] = "calls"
     derived: ClassVar[tuple[str, ...]] = ("verdict",)
-    """What the verdict counts, and the properties that `to_dict` holds beside the fields."""
+    """The noun that the verdict counts, and the properties that `to_dict` adds to the fields."""
 
     @abstractmethod
     def tally(self) -> tuple[int, Mapping[str, int]]:
-        """How many calls were replayed, and how many were not, by reason; a reason of 0 stands for all calls."""
+        """Return the number of replayed calls, and of others by reason. A reason with 0 applies to all calls."""
 
     @abstractmethod
     def facts(self) -> tuple[str, list[tuple[str, str]]]:
-        """What the report is about, and rows of its table; those with an empty text are left out."""
+        """Return the subject of the report, and the rows of its table; rows with an empty text are left out."""
 
     @property
     def verdict(self) -> str:
-        """How many of the calls were replayed, and the main reason why the others were not."""
+        """The share of replayed calls, and the main reason for the others."""
         replays, reasons = self.tally()
         rest = sum(reasons.values())
         if not replays + rest:
             return next((f"no graphs, all calls run eagerly: {why}" for why in reasons), f"no {self.counted} yet")
-        told = f"{replays} of {replays + rest} {self.counted} replayed"
+        share = f"{replays} of {replays + rest} {self.counted} replayed"
         if not rest:
-            return told
+            return share
         why, count = max(reasons.items(), key=lambda item: (item[0] != "warm-up", item[1]))  # warm-up is expected
-        return f"{told}; {rest} ran eagerly" + (f": {why}" if count == rest else f", {count} of them: {why}")
+        return f"{share}; {rest} ran eagerly" + (f": {why}" if count == rest else f", {count} of them: {why}")
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, ready for JSON."""
+        """Return plain values, ready for JSON."""
         values = asdict(self) | {name: getattr(self, name) for name in self.derived}
         return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
 
@@ -80,7 +80,7 @@ class GraphReport(ABC):
         table.add_column(overflow="fold")
         for name, text in rows:
             if text:
-                table.add_row(Text(name), Text(text))  # as text: brackets are no markup here
+                table.add_row(Text(name), Text(text))  # `Text`, so that brackets are not read as markup
         yield Text(self.verdict, style="bold")
         if table.row_count:
             yield table
@@ -92,28 +92,26 @@ class GraphReport(ABC):
 
 
 def backend_name(session: Session) -> str:
-    """The name of a session's backend, for a report."""
     return session.backend.name if session.has_backend else _NO_BACKEND
 
 
 def with_counts(reasons: Mapping[str, int]) -> str:
-    """Reasons with how often each was met."""
     return ", ".join(f"{reason}: {count}" for reason, count in reasons.items())
 
 
 def outline(what: str, calls: int, replays: int, graphs: int, *, is_closed: bool) -> str:
-    """The `repr` of something graphed."""
+    """Make the `repr` of something graphed."""
     counts = ", ".join((_named(calls, "calls"), _named(replays, "replays"), _named(graphs, "graphs")))
     return f"<{what}: {counts}{', closed' if is_closed else ''}>"
 
 
 def quantities(**counts: int | None) -> str:
-    """Counts with their names, which are given in the plural; nothing of those that are zero or unknown."""
+    """Join counts with their names, given in the plural; counts that are zero or unknown are left out."""
     return ", ".join(_named(count, name.replace("_", " ")) for name, count in counts.items() if count)
 
 
 def sum_known(counts: Sequence[int | None]) -> int | None:
-    """The sum of counts; None where one of them is not known."""
+    """Return the sum of counts, or None if one of them is not known."""
     known = [count for count in counts if count is not None]
     return sum(known) if len(known) == len(counts) else None
 

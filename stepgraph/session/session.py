@@ -1,9 +1,9 @@
-"""A session owns what captures share: one pool, one capture stream, the gradients' addresses, all graphs.
+"""A session owns what captures share: one pool, one capture stream, the addresses of gradients, all graphs.
 
-Nothing is global: two sessions live side by side in one process. Closing one, also by `with`, by an exception or at
-the interpreter's exit, frees its graphs and then its pool. Steps that are given the same session share its memory.
-A session also drops its graphs, and lets its steps capture anew, when what they hold on to is about to go: the
-communicators of a process group, the buckets of a DDP.
+Nothing is global: one process may have several sessions. Closing a session, also by `with`, by an exception or at the
+exit of the interpreter, frees its graphs and then its pool. Steps with the same session share its memory. A session
+also drops its graphs, and its steps capture again, before something goes away that they use: the communicators of a
+process group, the buckets of a DDP.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from stepgraph.tracebacks import entry_point
 
 
 class _Resources:
-    """What must be given back, apart from the session so that a finalizer can hold it."""
+    """The resources to free. They are kept apart from the session, so that a finalizer can hold them."""
 
     def __init__(self) -> None:
         self.graphs: list[Graph] = []
@@ -47,9 +47,9 @@ class _Resources:
     def drop_graphs(self) -> None:
         self.free_graphs()
         for listener in self.listeners:
-            tell = listener()
-            if tell is not None:
-                tell()
+            call = listener()
+            if call is not None:
+                call()
 
     def release(self) -> None:
         self.free_graphs()
@@ -63,7 +63,7 @@ class _Resources:
 
 
 class Session:
-    """One pool and one capture stream, shared by every step that is given it.
+    """One pool and one capture stream, shared by every step with this session.
 
     Example:
         >>> with stepgraph.Session() as session:
@@ -82,18 +82,18 @@ class Session:
 
     @property
     def backend(self) -> Backend:
-        """The backend, chosen on first use: a GPU where there is one."""
+        """The backend, chosen on first use: a GPU if there is one."""
         if self._backend is None:
             self._backend = backend_for("cuda" if torch.cuda.is_available() else "cpu")
         return self._backend
 
     @property
     def has_backend(self) -> bool:
-        """Whether the backend is chosen."""
+        """True once the backend is chosen."""
         return self._backend is not None
 
     def settle(self, backend: Backend) -> None:
-        """Use this backend, or make sure that it is the one in use."""
+        """Use this backend; raise if the session already uses another one."""
         if self._backend is None:
             self._backend = backend
         elif (self._backend.name, self._backend.device) != (backend.name, backend.device):
@@ -102,7 +102,7 @@ class Session:
                 f"the step on {backend.device} ({backend.name})",
                 rule="backend",
                 why="one session has one pool, on one device.",
-                fix="give each device a stepgraph.Session of its own, or name the backend: Session(backend=...).",
+                fix="give each device its own stepgraph.Session, or name the backend: Session(backend=...).",
             )
 
     @property
@@ -110,7 +110,10 @@ class Session:
         """The pool and the stream."""
         if self._closed:
             raise ClosedError(
-                "this session was closed", rule="closed", why="its pool is gone.", fix="make a new stepgraph.Session()."
+                "this session was closed",
+                rule="closed",
+                why="close() freed its pool.",
+                fix="make a new stepgraph.Session().",
             )
         if self._resources.workspace is None:
             self._resources.workspace = self.backend.workspace()
@@ -118,7 +121,7 @@ class Session:
 
     @property
     def grads(self) -> GradBuffers:
-        """Where gradients live."""
+        """The memory of gradients."""
         return self._resources.grads
 
     @property
@@ -127,29 +130,28 @@ class Session:
 
     @entry_point
     def stream(self) -> AbstractContextManager[None]:
-        """Run on the capture stream: build DDP and anything else that remembers its stream under it."""
+        """Run on the capture stream. Build DDP, and other objects that remember their stream, inside this context."""
         return self.workspace.stream()
 
     @property
     def lane_numbers(self) -> Iterator[int]:
-        """Numbers for lanes of the pool beside 0, which steps are captured in; none is given out twice."""
+        """Numbers for lanes of the pool, each given out once. Steps are captured in lane 0."""
         return self._lane_numbers
 
     def adopt(self, graph: Graph) -> None:
         """Own a graph until it is released."""
         self._resources.adopt(graph)
 
-    def when_dropped(self, tell: Callable[[], None]) -> None:
-        """Call a method, for as long as its object lives, when all graphs are gone at once."""
+    def when_dropped(self, method: Callable[[], None]) -> None:
+        """Call a method, as long as its object lives, when all graphs are dropped at once."""
         living = [listener for listener in self._resources.listeners if listener() is not None]
-        self._resources.listeners = [*living, weakref.WeakMethod(tell)]
+        self._resources.listeners = [*living, weakref.WeakMethod(method)]
 
     def drop_graphs(self) -> None:
-        """Free all graphs, because what they use is going away; steps capture anew."""
+        """Free all graphs, because something that they use goes away. Steps capture again."""
         self._resources.drop_graphs()
 
     def release(self, graph: Graph) -> None:
-        """Free one graph."""
         if graph in self._resources.graphs:
             self._resources.graphs.remove(graph)
             graph.free()
@@ -161,13 +163,13 @@ class Session:
     def pool_bytes(self) -> int:
         return self._resources.workspace.pool_bytes() if self._resources.workspace is not None else 0
 
-    def when_closed(self, tell: Callable[[], None]) -> None:
-        """Call a method, for as long as its object lives, when the session has been closed: it may raise."""
+    def when_closed(self, method: Callable[[], None]) -> None:
+        """Call a method, as long as its object lives, after the session was closed. The method may raise."""
         living = [listener for listener in self._when_closed if listener() is not None]
-        self._when_closed = [*living, weakref.WeakMethod(tell)]
+        self._when_closed = [*living, weakref.WeakMethod(method)]
 
     def close(self, *, tell: bool = True) -> None:
-        """Free all graphs and the pool; `tell` those who asked for it. Closing twice is fine."""
+        """Free all graphs and the pool; with `tell`, call the methods of `when_closed`. A second call frees nothing."""
         self._closed = True
         self._finalizer()
         with contextlib.ExitStack() as stack:
@@ -181,4 +183,4 @@ class Session:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close(tell=error is None)  # an error under way is the one to see
+        self.close(tell=error is None)  # do not hide an error that is being raised

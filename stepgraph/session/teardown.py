@@ -1,9 +1,9 @@
 """Sessions free their graphs before a process group shuts down.
 
-A graph with a collective in it holds on to its communicator, and NCCL does not let a communicator go before every such
-graph is gone: `destroy_process_group()` at the end of a script would hang (pytorch#115388). At the interpreter's exit
-sessions free their graphs first by themselves. For groups that are shut down earlier, and torch has no event for that,
-the two methods in which it ends are wrapped for as long as anyone has graphs to free.
+A graph with a collective holds its communicator, and NCCL frees a communicator only after every such graph:
+`destroy_process_group()` at the end of a script would hang (pytorch#115388). At the exit of the interpreter sessions
+free their graphs first. torch has no event for groups that are shut down earlier. So the two methods that end a group
+are wrapped as long as any session has graphs to free.
 """
 
 from __future__ import annotations
@@ -19,12 +19,11 @@ _LISTENERS = "__stepgraph_listeners__"
 
 
 def is_distributed() -> bool:
-    """Whether there is a process group."""
     return dist.is_available() and dist.is_initialized()
 
 
 class BeforeGroupsEnd:
-    """Calls back before any process group is shut down, until it is closed. Instances may be closed in any order."""
+    """Calls a function before any process group is shut down, until closed. Instances may be closed in any order."""
 
     def __init__(self, call: Callable[[], None]) -> None:
         self._call = call
@@ -38,7 +37,7 @@ class BeforeGroupsEnd:
             getattr(end, _LISTENERS).append(call)
 
     def close(self) -> None:
-        """Call back no more; the last one to leave puts torch's own methods back."""
+        """Stop to call. The last instance to be closed restores torch's own methods."""
         for name in _ENDS:
             end = vars(dist.ProcessGroup).get(name)
             listeners = getattr(end, _LISTENERS, [])

@@ -1,8 +1,8 @@
-"""`StepArguments` holds a step's arguments in static buffers, and gives the caller what the step writes to them.
+"""`StepArguments` holds a step's arguments in static buffers and copies the step's writes back to the caller.
 
-Eager code writes to the caller's own tensors, leaves gradients on them and may make them require one. A replay does all
-of that to buffers. Recording the step shows what it does; after each replay the caller's tensors are given the same.
-What cannot be given back, because tensors share memory, is refused.
+Eager code writes to the caller's tensors, leaves gradients on them, and may call `requires_grad_()` on them. A replay
+does all of that to buffers. The recording shows which of this the step does; after each replay `store` does the same to
+the caller's tensors. Steps whose writes cannot be copied back, because arguments share memory, are refused.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from stepgraph.signature.memory import geometry, memory_of, overlap, version_of
 
 
 def on_device(leaves: Sequence[Any], backend: Backend) -> list[Any]:
-    """A call's leaves with tensors in host memory moved to the backend's device."""
+    """Return a call's leaves, with tensors in host memory moved to the backend's device."""
     return [
         as_given(leaf.to(backend.device, non_blocking=True), leaf)
         if is_copied_in(leaf) and not backend.owns(leaf)
@@ -42,10 +42,10 @@ class StepArguments:
             self._inputs = StaticInputs(buffers)
         placed = {id(tensor): buffers[i] for i, tensor in tensors.items()}
         self.leaves = [placed.get(id(leaf), leaf) for leaf in leaves]
-        """The call's leaves, with buffers in the place of tensors."""
+        """The call's leaves, with buffers instead of tensors."""
         self._needs_no_grad = any(tensor.requires_grad for tensor in tensors.values())
         self.only: tuple[int, Callable[[Any], Any]] | None = None
-        """Which leaf is copied, and how, where a load is one plain copy."""
+        """The one leaf to copy, and its copy function, if a load is a single plain copy."""
         if len(buffers) == 1 and not self._inputs.has_repeated and not self._needs_no_grad:
             self.only = (self._indices[0], functools.partial(self._inputs.targets[0].copy_, non_blocking=True))
         self._versions: list[int] = []
@@ -53,39 +53,38 @@ class StepArguments:
         self._state: list[tuple[str, torch.Tensor, int]] = []
         self._mutated: frozenset[int] = frozenset()
         self._grads: dict[int, torch.Tensor] = {}
-        """The `.grad` that the step finds on leaves: loaded from the caller's before each replay."""
+        """The `.grad` that the step finds on leaves. `load` fills it from the caller's before each replay."""
         self._grad_versions: dict[int, int] = {}
         self._grads_left: dict[int, torch.Tensor | None] = {}
-        """The `.grad` that the step leaves, where it is not the one that it found."""
+        """The `.grad` that the step leaves, if the step replaced the one that it found."""
         self._grads_written: tuple[int, ...] = ()
-        """Where the one that it found may hold something else now."""
+        """Leaves whose `.grad` was kept, and may have been written to in place."""
         self._required: tuple[int, ...] = ()
         """Inputs that the step makes require a gradient."""
 
     @property
     def num_bytes(self) -> int:
-        """The buffers' memory."""
         return self._inputs.num_bytes + sum(grad.untyped_storage().nbytes() for grad in self._grads.values())
 
     @property
     def written(self) -> frozenset[int]:
-        """Which inputs the step writes to, as `note_use` has found."""
+        """Inputs that the step writes to, found by `note_use`."""
         return self._mutated
 
     def written_now(self) -> frozenset[int]:
-        """Which inputs were written to since `watch`, by Python or while recording: a replay does not count."""
+        """Return the inputs written to since `watch`, by eager code or by a recording; replays are not counted."""
         pairs = zip(self._indices, self._versions, strict=True)
         return frozenset(i for i, before in pairs if version_of(self.leaves[i]) != before)
 
     @property
     def writes_back(self) -> bool:
-        """Whether `store` has anything to do."""
+        """True if `store` has work to do."""
         return bool(self._mutated or self._grads_left or self._grads_written or self._required)
 
     def hold_grads(self, leaves: Sequence[Any], names: Sequence[str]) -> None:
-        """Before a recording: the step finds `.grad` of the caller's leaves as eager code would, and leaves it so.
+        """Before a recording: let the step find the `.grad` of the caller's leaves, as eager code does.
 
-        Without this a recording begins with no gradients, and what it leaves is added to those of the caller's.
+        Without this a recording begins without gradients, and `store` adds those that it leaves to the caller's.
         """
         for i in self._indices:
             if not leaves[i].requires_grad or not leaves[i].is_leaf:
@@ -120,7 +119,7 @@ class StepArguments:
             self._inputs.copy_all(leaves)
 
     def watch(self) -> None:
-        """Before a recording: the buffers as a new call's tensors would be."""
+        """Before a recording: give the buffers the `.grad` that a new call finds, and start to count writes."""
         for i in self._indices:
             if self.leaves[i].is_leaf:
                 self.leaves[i].grad = self._grads.get(i)
@@ -129,7 +128,7 @@ class StepArguments:
         self._grad_versions = {i: held._version for i, held in self._grads.items()}
 
     def refuse_rebound(self, names: Sequence[str]) -> None:
-        """After a recording: raise if the step has given an argument other memory, or another shape."""
+        """After a recording: raise if the step changed the memory or the shape of an argument."""
         for i, place in zip(self._indices, self._places, strict=True):
             if geometry(self.leaves[i]) != place:
                 raise _rebound(names[i])
@@ -143,8 +142,8 @@ class StepArguments:
     ) -> None:
         """After a recording: remember which inputs the step wrote to, and which gradients it left.
 
-        `written` are those inputs where they are known: the buffers are shared by graphs, and one has been replayed.
-        `seen` are others that eager calls were seen to write to.
+        `written` overrides the count of writes, for buffers that several graphs share after one was replayed. `seen`
+        are further inputs that eager calls wrote to.
         """
         self.refuse_rebound(names)
         counted = self.written_now() if written is None else frozenset(written)
@@ -166,7 +165,7 @@ class StepArguments:
                 raise CaptureError(
                     f"argument `{names[i]}`: the step's backward reaches a tensor that was computed outside it",
                     rule="outer-graph",
-                    why="the gradient would have to flow on into the caller's graph, which no replay knows.",
+                    why="the gradient would have to flow on into the caller's graph, which a replay cannot reach.",
                     fix=f"pass {names[i]}.detach(), or compute it inside the step.",
                 )
             if grad is not held:
@@ -182,29 +181,32 @@ class StepArguments:
                     self._grads_written = tuple(k for k in self._grads_written if k != i)
 
     def watch_state(self, leaves: Sequence[Any], state: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Before a recording: which of the step's own tensors lie in an argument's memory; names are for messages."""
+        """Before a recording: remember which of the step's own tensors share memory with an argument.
+
+        Their names are for messages.
+        """
         own = {memory_of(leaves[i]) for i in self._indices} - {None}
         self._state = [(name, tensor, version_of(tensor)) for name, tensor in state if memory_of(tensor) in own]
 
     def refuse_shared_state(
         self, leaves: Sequence[Any], names: Sequence[str], rewritten: Container[int] = frozenset()
     ) -> None:
-        """After a recording: raise if an argument and one of the step's own tensors overlap, and one is written to.
+        """After a recording: raise if an argument overlaps one of the step's own tensors, and the step writes to one.
 
-        `rewritten` has, by id, what is written to between the graphs: the parameters of optimizers that run there.
+        `rewritten` has the ids of tensors written to between the graphs: the parameters of optimizers that run there.
         """
         mutated = self.written_now() | self._mutated
         for name, tensor, before in self._state:
             written = version_of(tensor) != before or id(tensor) in rewritten
             for i in self._indices:
                 if (written or i in mutated) and overlap(leaves[i], tensor):
-                    by = "that one" if written else f"argument `{names[i]}`"
+                    target = name if written else f"argument `{names[i]}`"
                     raise CaptureError(
-                        f"argument `{names[i]}` shares memory with {name}, and the step writes to {by}",
+                        f"argument `{names[i]}` shares memory with {name}, and the step writes to {target}",
                         rule="shared-input",
-                        why="an argument is copied into a buffer of its own, where the write would not be seen.",
-                        fix=f"use that tensor inside the step instead of passing it, or, if what it holds before the "
-                        f"call is meant, pass {names[i]}.clone().",
+                        why="stepgraph copies an argument into a separate buffer, so the write would be lost.",
+                        fix=f"use that tensor inside the step instead of passing it. If you mean its values before the "
+                        f"call, pass {names[i]}.clone().",
                     )
 
     def _refuse_shared(self, index: int, leaves: Sequence[Any], names: Sequence[str]) -> None:
@@ -213,7 +215,7 @@ class StepArguments:
                 raise _shared(f"argument `{names[index]}`", names[i])
 
     def store(self, leaves: Sequence[Any]) -> None:
-        """After a replay: give the caller's own tensors what eager code would have written to them."""
+        """After a replay: write to the caller's tensors what eager code would have written."""
         if self.writes_back:
             with torch.no_grad():
                 for i in self._mutated:
@@ -233,9 +235,10 @@ class StepArguments:
 
 def _rebound(name: str) -> CaptureError:
     return CaptureError(
-        f"the step gives argument `{name}` other memory or another shape",
+        f"the step changes the memory or the shape of argument `{name}`",
         rule="argument-changed",
-        why="an argument is copied into a buffer, and a replay runs no Python: the caller's own would stay as it is.",
+        why="stepgraph copies an argument into a buffer, and a replay runs no Python: the caller's tensor would keep "
+        "its old memory and shape.",
         fix=f"write the values in place ({name}.copy_(new), not {name}.data = new), use forms without an underscore "
         f"({name}.unsqueeze(0), {name}.t()), or return the new tensor.",
     )
@@ -245,10 +248,9 @@ def _hooked(name: str) -> CaptureError:
     return CaptureError(
         f"argument `{name}` has a hook for its gradient",
         rule="module-hook",
-        why="the argument is copied into a buffer that has no hooks, and a hook is Python code: it would not run at "
-        "replays.",
-        fix=f"remove it and do its work on {name}.grad after the call, or register it inside the step on a tensor "
-        "that is computed there.",
+        why="stepgraph copies the argument into a buffer without hooks, and a replay runs no Python.",
+        fix=f"remove the hook and do its work on {name}.grad after the call, or register it inside the step on a "
+        "tensor that is computed there.",
     )
 
 
@@ -256,6 +258,6 @@ def _shared(written: str, other: str) -> CaptureError:
     return CaptureError(
         f"the step writes to {written}, which shares memory with `{other}`",
         rule="shared-input",
-        why="each argument is copied into a buffer of its own, where the write would not be seen.",
+        why="stepgraph copies each argument into a separate buffer, so the other would not see the write.",
         fix=f"pass the whole tensor once and take the views inside the step, or pass {other}.clone().",
     )

@@ -1,13 +1,13 @@
 """A user's object may hold a captured step: as a method, and in copies and pickles of the object.
 
-A captured method has one step for each instance, which lives and dies with it. The step is stored among the instance's
-attributes under a name of its own, so that Python looks the method up as any other: a subclass may override it and call
-this one by `super()`. A copy of the instance has no step yet.
+A captured method has one step for each instance, which lives as long as the instance. The step is stored among the
+instance's attributes under a private name. Python therefore looks the method up as usual: a subclass may override it
+and call this one by `super()`. A copy of the instance has no step yet.
 
-An object that holds a captured step can be copied, pickled and saved as it could without. Graphs are bound to the
-addresses of one model, so a copied step has none: it is a step of the copied function that warms up and captures by
-itself. A bound method is bound to the copy of its object. A step that is found under its own name in a Python module,
-as a decorated function is, is copied as functions are: it is the same one, and pickled by that name.
+An object that holds a captured step can still be copied, pickled and saved. Graphs are bound to the addresses of one
+model, so a copied step has no graphs: it is a step of the copied function that warms up and captures by itself. A bound
+method is bound to the copy of its object. A step that a Python module holds under the step's own name, such as a
+decorated function, is copied as functions are: the copy is the same object, and it is pickled by that name.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class BoundSteps:
         self._key = f"__stepgraph_{name}_{id(self):x}"
 
     def of(self, instance: Any, make: Callable[[], Any]) -> Any:
-        """The step of an instance, or of a class whose class method it is; made at the first call."""
+        """Return the step of an instance, or of a class for a class method; made at the first call."""
         held = self._attributes(instance).get(self._key)
         if held is None or held.instance is not instance:  # as in a shallow copy
             held = _Held(instance, make())
@@ -46,9 +46,9 @@ class BoundSteps:
             return vars(instance)
         except TypeError as error:
             raise InvalidArgument(
-                f"{self._name}: a captured method of {type(instance).__name__}, whose instances have no __dict__",
+                f"{self._name} is a captured method of {type(instance).__name__}, whose instances have no __dict__",
                 rule="option",
-                why="each instance has a captured step of its own, which has to be kept with it.",
+                why="each instance has its own captured step, which is stored among its attributes.",
                 fix="leave `__slots__` out, or capture the bound method: step = stepgraph.capture(instance.method).",
             ) from error
 
@@ -69,7 +69,7 @@ class _Held:
 
 
 def has_own_name(step: Any) -> bool:
-    """Whether a step is what its name stands for in the Python module that it is from."""
+    """Check whether the step's Python module holds it under its qualified name."""
     module = sys.modules.get(getattr(step, "__module__", None) or "")
     try:
         return operator.attrgetter(step.__qualname__)(module) is step
@@ -78,7 +78,7 @@ def has_own_name(step: Any) -> bool:
 
 
 def options_of_copy(options: StepOptions, memo: dict[int, Any]) -> StepOptions:
-    """The options of a copy: generators and hooks of the object that is copied (`memo`) are those of the new one."""
+    """Return the options of a copy: generators and hooks of the copied object become those in `memo`."""
     generators = tuple(memo.get(id(generator), generator) for generator in options.generators)
     return replace(
         options, generators=generators, safe_hooks=tuple(_of_copy(hook, memo) for hook in options.safe_hooks)

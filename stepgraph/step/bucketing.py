@@ -1,11 +1,11 @@
 """Bucketing pads the arguments of a call to a bucket, and cuts its results back to their true size.
 
-Which dimensions of the results are padded is learned from what calls of one family return in different buckets. A
-family is all that tells graphs apart but the bucket: the arguments' structure, plain values, the sizes that have no
-buckets, train or eval, the flags of the process. Calls of different families may return different things under one
-name, and are never compared, but for one question: where a family has one bucket only, one that differs from it in
-unbucketed sizes alone may know. A call that returns other shapes than its family did in the same bucket shows that
-something out of sight has changed: what was learned is forgotten.
+It learns which dimensions of the results are padded by comparing calls of one family in different buckets. Calls of a
+family agree in all that distinguishes graphs except the bucket: the structure of the arguments, plain values, sizes
+without buckets, train or eval, the flags of the process. Calls of different families may return different things under
+one name and are not compared, with one exception: a family that has seen only one bucket uses what another family has
+learned that differs only in unbucketed sizes. If a call returns other shapes than its family did in the same bucket,
+something unobserved has changed: what was learned is forgotten.
 """
 
 from __future__ import annotations
@@ -35,43 +35,42 @@ _MAX_FAMILIES = 1024
 
 
 class _Name(NamedTuple):
-    """A family, by what its calls have in common."""
+    """The key of a family: what its calls have in common."""
 
     structure: Structure
     around: Hashable
-    """The process's flags, and the modes of the modules."""
+    """The flags of the process, and the modes of the modules."""
     rough: Hashable
-    """The arguments, but for all sizes."""
+    """The arguments without any sizes."""
     exact: Hashable
-    """The arguments, but for bucketed sizes."""
+    """The arguments without bucketed sizes."""
 
 
 @dataclass(slots=True)
 class _Family:
-    """What calls that differ in their bucket alone have returned."""
+    """What calls returned that differ only in their bucket."""
 
     seen: dict[tuple[int, ...], Shapes]
     dims: ResultDims
     learned_at: int
-    """How much was known of the step's results by then."""
+    """The value of `Bucketing._num_learned` at the time."""
     cuts: set[Cut] = field(default_factory=set)
-    """What was cut so far."""
+    """Cuts made so far."""
 
 
 class BucketedCall(NamedTuple):
-    """A call in its bucket."""
+    """A call, padded to its bucket."""
 
     padded: Padded
     name: _Name
 
     @property
     def leaves(self) -> list[Any]:
-        """What the step is called with."""
         return self.padded.leaves
 
 
 class Bucketing:
-    """The buckets of one step, bound to the structures of its calls, and what is known of its results."""
+    """The buckets of one step, bound to the structures of its calls, and what it has learned about the results."""
 
     def __init__(self, step: Callable[..., Any], name: str, arguments: tuple[str, ...], buckets: Buckets) -> None:
         self._step, self._name, self._arguments, self._buckets = step, name, arguments, buckets
@@ -80,10 +79,10 @@ class Bucketing:
         self._num_learned = 0
         self._ambient = AmbientReader()
         self._modes: list[dict[str, Any]] | None = None
-        self._told: set[str] = set()
+        self._warned: set[str] = set()
 
     def pad(self, leaves: Sequence[Any], structure: Structure) -> BucketedCall:
-        """The call in its bucket."""
+        """Pad a call to its bucket."""
         bound = self._bound.get(structure)
         if bound is None:
             names = Signature(structure, (), (), arguments=self._arguments).names()
@@ -92,7 +91,7 @@ class Bucketing:
         name = self._name_of(structure, padded.leaves)
         known = self._families.get(name)
         if known is None:
-            self._modes = None  # the step may name other modules than it did
+            self._modes = None  # the step may refer to other modules now
             name = self._name_of(structure, padded.leaves)
         elif padded.choice in known.seen:
             known = self._learn(name, padded.choice, padded.leaves, known.seen[padded.choice])
@@ -100,7 +99,7 @@ class Bucketing:
         return BucketedCall(padded, name)
 
     def cut(self, call: BucketedCall, structure: Structure, result: Any) -> Any:
-        """The call's results at the lengths of the batch; and to the caller's tensors what was written to them."""
+        """Cut a call's results to the lengths of the batch, and copy the step's writes to the caller's tensors."""
         padded = call.padded
         padded.store()
         leaves, shape = flatten(result)
@@ -114,7 +113,7 @@ class Bucketing:
                 rule=error.rule,
                 details=[
                     *error.details,
-                    "the step of this call has run, and what it changed stays; its results are lost",
+                    "the step of this call has run: its changes stay, its results are lost",
                 ],
                 why=error.why,
                 fix=error.fix,
@@ -124,12 +123,12 @@ class Bucketing:
         return unflatten(shape, family.dims.slice_back(names, leaves, padded.lengths))
 
     def note(self, structure: Structure, choice: tuple[int, ...], leaves: Sequence[Any], result: Any) -> None:
-        """Learn from one more bucket which dimensions of the results are the padded ones."""
+        """Learn from one more bucket which dimensions of the results are padded."""
         found, shape = flatten(result)
         self._learn(self._name_of(structure, leaves), choice, leaves, named_shapes(result_names(shape), found))
 
     def flags(self, whole: Any, cut: Any) -> Flags | None:
-        """For `nan_check`: flags over the results that may have had padding, as they are handed out."""
+        """For `nan_check`: return flags over those results, once cut, that may have had padding."""
         leaves, structure = flatten(cut)
         named = zip(result_names(structure), leaves, flatten(whole)[0], strict=True)
         may_have_padded = self._buckets.may_have_padded
@@ -140,7 +139,7 @@ class Bucketing:
         )
 
     def others(self, leaves: Sequence[Any], structure: Structure) -> tuple[list[Example], list[Example]]:
-        """Calls for all buckets but this call's own, made from it: the larger ones and the smaller ones."""
+        """Make example calls from this one for all other buckets. Return the larger ones and the smaller ones."""
         bound = self._bound[structure]
         choices = bound.all_choices(leaves)
         own = choices.index(bound.pad(leaves).choice)
@@ -148,7 +147,7 @@ class Bucketing:
         return examples[:own], examples[own + 1 :]
 
     def _learn(self, name: _Name, choice: tuple[int, ...], leaves: Sequence[Any], shapes: Shapes) -> _Family:
-        """The family of a call, with what this call returned."""
+        """Return the family of a call, updated with what this call returned."""
         family = self._families.get(name)
         is_new = family is None or family.seen.get(choice) != shapes
         if family is not None and not is_new and (family.learned_at == self._num_learned or not family.dims.guesses):
@@ -156,7 +155,7 @@ class Bucketing:
         if is_new:
             self._num_learned += 1
         if family is not None and is_new and choice in family.seen:
-            family = None  # the step is another than it was
+            family = None  # the step has changed
         sizes = self._sizes_of_modules() | self._bound[name.structure].other_sizes(leaves)
         seen = {**(family.seen if family is not None else {}), choice: shapes}
         learned = _Family(seen, result_dims(self._buckets, seen, sizes, self._known(name)), self._num_learned)
@@ -167,13 +166,13 @@ class Bucketing:
             learned.dims.refuse_wrong_cuts(family.cuts)
             learned.cuts = family.cuts
         warning = learned.dims.warning()
-        if warning is not None and warning not in self._told:
-            self._told.add(warning)
+        if warning is not None and warning not in self._warned:
+            self._warned.add(warning)
             warn_user(f"{self._name}: {warning}")
         return learned
 
     def _known(self, name: _Name) -> dict[Place, int | None]:
-        """What families are sure of that differ from this one in unbucketed sizes alone, where they agree."""
+        """Return what all families agree on that differ from this one only in unbucketed sizes."""
         found: dict[Place, set[int | None]] = defaultdict(set)
         for other, family in self._families.items():
             if other.exact != name.exact and other[:3] == name[:3]:

@@ -1,13 +1,13 @@
 """A call of a step has arguments (`CallArgs`); a captured call (`CapturedCall`) replays its graphs.
 
-`CallArgs` holds the arguments twice: taken apart, to be compared and copied, and as the caller passed them. What runs
-eagerly for good runs on the caller's own containers, so that what the step puts into them is there as without a
-capture. Warm-up does so only where an obstacle may lead there; else it is given new ones, as the recording will be, and
-a step that puts something into them is refused at the first call.
+`CallArgs` holds the arguments twice: as leaves, to be compared and copied, and as the caller passed them. A step that
+stays eager runs on the caller's own containers, so that the caller sees what the step puts into them. A warm-up call
+uses the caller's containers only if the step may go on in eager after an obstacle. Otherwise it gets new containers, as
+the recording does, and a step that puts something into them is refused at the first call.
 
-`CapturedCall` replays a recorded step. It fits a call that finds modules and gradients as they were before the capture;
-then its guards are asked (`guards.protocol`). After both have found nothing changed, they are written down as one row,
-so that the next call needs one fast check.
+`CapturedCall` replays a recorded step. It fits a call that finds modules and gradients as they were before the capture.
+Then its guards are asked (`guards.protocol`). Once neither found a change, both are written down as one row, so that
+the next call needs one fast check.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ class CallArgs:
     leaves: Sequence[Any]
     structure: Structure
     own: tuple[tuple[Any, ...], dict[str, Any]] | None
-    """`args` and `kwargs` of the caller, who knows nothing of these leaves if they are padded: then None."""
+    """The caller's `args` and `kwargs`. None if the leaves are padded: the caller does not have those."""
 
     def with_leaves(self, leaves: Sequence[Any], *, own: bool = True) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Arguments to call the step with: the caller's `own` if these are its leaves, else built anew around them."""
+        """Return arguments to call the step with: the caller's `own` if they have these leaves, else new containers."""
         if own and self.own is not None and all(map(operator.is_, leaves, self.leaves)):
             return self.own
         args, kwargs = unflatten(self.structure, leaves)
@@ -58,7 +58,7 @@ class CallArgs:
 
 @dataclass(frozen=True, slots=True)
 class Guards:
-    """The guards of a captured step, in the order of their remedies."""
+    """The guards of a captured step, ordered by remedy."""
 
     model: tuple[Guard, ...]
     """Modules, parameters, buffers, gradients, and the parameters of all optimizers in reach."""
@@ -68,12 +68,11 @@ class Guards:
     """State and numbers of optimizers inside the graph, recorded GradScalers, named random states."""
 
     def as_set(self) -> GuardSet:
-        """All of them."""
         return GuardSet((*self.model, self.values, *self.others))
 
 
 class _Modes:
-    """Whether modules are in training, as they were."""
+    """Compares the `training` flags of modules with those at capture."""
 
     def __init__(self, modules: Sequence[torch.nn.Module]) -> None:
         self._attributes = [vars(module) for module in modules if "training" in vars(module)]
@@ -86,7 +85,7 @@ class _Modes:
         return not self._others or all(module.training == mode for module, mode in self._others)
 
     def expect(self, row: GuardRow) -> None:
-        """What `hold` comes down to."""
+        """Add the check of `hold` to a row."""
         row.column(self._attributes, "training", self._training)
         if self._others:
             row.ask(self.hold)
@@ -100,19 +99,19 @@ class Replay:
     chain: Chain
     outputs: StaticOutputs
     hand_out: Callable[[], Any]
-    """Gives the caller the results."""
+    """Returns the results for the caller."""
     carried_in: Attachment
-    """Gradients that have to be where the graphs read them."""
+    """Gradients that must be stored where the graphs read them."""
     added_to: Container[int]
     before: tuple[Callable[[], None], ...]
-    """What counts on the host at each step."""
+    """Functions that advance counters on the host, called at each step."""
     modes_left: Sequence[tuple[torch.nn.Module, bool]]
-    """Modules that the step leaves in another mode, and in which."""
+    """Modules whose `training` flag the step changes, and the new value."""
     flags: Flags | None
-    """What `nan_check` asks about."""
+    """Flags of `nan_check`."""
 
     def run(self, leaves: Sequence[object], *, steady: bool) -> None:
-        """Run the step once on these inputs. `steady`: the gradients are those that the last replay left."""
+        """Run the step once on these inputs. `steady`: the gradients are those left by the last replay."""
         chain = self.chain
         if chain.follow is not None:
             chain.follow()
@@ -132,7 +131,7 @@ class Replay:
             module.training = mode
 
     def straight(self) -> Callable[[Sequence[Any]], Any] | None:
-        """One function from the inputs to the results of a steady replay, where there is no more to it."""
+        """Return one function for a whole steady replay, or None if it takes more than copy, launch and results."""
         launch, only = self.chain.single_launch, self.inputs.only
         if launch is None or only is None or self.before or self.modes_left or self.flags or self.inputs.writes_back:
             return None
@@ -170,18 +169,18 @@ class StartState:
         self._carried_in = replay.carried_in
         left = {id(p): grad for p, grad in replay.chain.final}
         self.left = [left.get(id(p)) for p in parameters]
-        """The gradients that a replay leaves; a call that finds just these needs no look at each one."""
+        """The gradients that a replay leaves. A call that finds exactly these skips the check of each gradient."""
         self.may_be_steady = [grad is None for grad in self.left] == self._no_grad and all(
             left.get(id(p)) is kept for p, kept in replay.carried_in
         )
-        finds_none = not self.may_be_steady and all(self._no_grad)  # `zero_grad()` is called outside
+        finds_none = not self.may_be_steady and all(self._no_grad)  # the user calls `zero_grad()` outside the step
         self._may_be_known = self.may_be_steady or finds_none
         self._steady = GradientGuard(parameters, [None] * len(parameters) if finds_none else self.left)
         self.is_known = False
-        """Whether the gradients of this call are the very ones that it should find."""
+        """True if this call found exactly the expected gradient tensors."""
 
     def fits(self) -> bool:
-        """Whether all is as before the capture."""
+        """Check that the state at the start of this call is the one before the capture."""
         if not self._modes.hold() or not self._random.fits():
             return False
         if self._replicas.is_needed and not self._replicas.fit():
@@ -192,20 +191,20 @@ class StartState:
         )
 
     def expect(self, row: GuardRow) -> None:
-        """What `fits` comes down to in a call whose gradients are known."""
+        """Add the check of `fits` to a row, for a call whose gradients are known."""
         self._modes.expect(row)
         self._random.expect_fork(row)
         self._replicas.expect(row)
         self._steady.expect(row)
 
     def take_steady(self) -> bool:
-        """Whether this call finds the gradients that the last replay left. Asked once."""
+        """Return whether this call found the gradients left by the last replay, and forget it."""
         steady, self.is_known = self.is_known and self.may_be_steady, False
         return steady
 
 
 class CapturedCall:
-    """One captured signature: its replay, what a call has to find, and the guards."""
+    """One captured signature: its replay, the state that a call must start from, and the guards."""
 
     def __init__(
         self, signature: Signature, replay: Replay, start: StartState, guards: Guards, proof: CallProof
@@ -219,39 +218,38 @@ class CapturedCall:
         self.guards = self._guards.as_set()
         self._fast = FastCheck()
         self.straight = replay.straight() if start.may_be_steady else None
-        """From the inputs to the results in one go: the replay of an untouched call, where there is no more to it."""
+        """The replay of an untouched call as one function (`Replay.straight`), or None."""
 
     def own_changes(self, known: Sequence[Change]) -> list[Change]:
-        """The user's values that the step's code has changed when it ran once more, beside those `known` before.
+        """Return the user's values that the step itself changed in one more run, except those `known` before.
 
-        A library's own counts are no such change.
+        Counters of libraries are left out.
         """
         before = {str(change) for change in known}
         return [change for change in self._guards.values.changed() if change.is_users and str(change) not in before]
 
     @property
     def unlooked(self) -> str | None:
-        """What the watch has not looked at, in a sentence."""
+        """A sentence about what the watch did not cover, or None."""
         return self._guards.values.unlooked
 
     @property
     def labels(self) -> set[str]:
-        """The names of all values in reach."""
+        """The names of all values that the step can reach."""
         return self._guards.values.labels
 
     def watch(self, values: Watch) -> None:
-        """Watch these host values from now on."""
         self._guards = replace(self._guards, values=values)
         self.guards = self._guards.as_set()
         self._fast.drop()
 
     def write_row(self, replays: int) -> None:
-        """After `fits` and all guards have found nothing changed: write the row. `replays` are the step's so far."""
+        """Write the row, after `fits` and all guards found no change. `replays` counts the step's replays so far."""
         if self.start.is_known:
             self._fast.write(self._expect, replays)
 
     def is_untouched(self) -> bool:
-        """One fast check of the start and all guards, for a call that looks like an earlier one.
+        """Check the start state and all guards in one row, for a call that looks like an earlier one.
 
         False is inconclusive. Gradients are enabled in such a call.
         """
@@ -263,5 +261,5 @@ class CapturedCall:
         self.guards.expect(row)
 
     def replay(self, leaves: Sequence[object]) -> None:
-        """Run the captured step once on these inputs, after `fits` or `is_untouched` has looked at the gradients."""
+        """Run the captured step once on these inputs, after `fits` or `is_untouched` has checked the gradients."""
         self.parts.run(leaves, steady=self.start.take_steady())

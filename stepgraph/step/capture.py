@@ -64,7 +64,7 @@ def capture(
     session: Session | None = ...,
     backend: Backend | str | None = ...,
 ) -> Callable[[Callable[P, R]], CapturedStep[P, R]]: ...
-@reads_options(StepOptions, pad_values="What bucketed tensors are padded with, by name; 0 where nothing is said.")
+@reads_options(StepOptions, pad_values="Padding value of each bucketed tensor, by name; the default is 0.")
 def capture(
     step: Any = None,
     /,
@@ -75,7 +75,7 @@ def capture(
     backend: Backend | str | None = None,
     **options: Any,
 ) -> Any:
-    """Capture a training step: it warms up eagerly, is recorded as graphs, and is replayed from then on.
+    """Capture a training step: it runs eagerly to warm up, is recorded as graphs, and is replayed from then on.
 
     Example:
         >>> step = stepgraph.capture(train_step)     # or @stepgraph.capture above the function
@@ -98,32 +98,32 @@ def capture(
 
 
 def _refuse_no_step(step: Any) -> None:
-    """Refuse what cannot be captured as a step, with what to write instead."""
+    """Refuse objects that are not steps; the error says what to write instead."""
     kind = type(step).__name__
     fix = "write the step as a function, def train_step(batch): ..., and capture that."
     if isinstance(step, torch.nn.Module):
-        what = f"capture was given a module, {kind}, and it captures functions"
-        why = "results of a captured step are detached: a backward outside of it would not reach the module."
+        what = f"capture got a module, {kind}, but captures functions"
+        why = "results of a captured step are detached: a backward outside the step would not reach the module."
         fix = (
             "stepgraph.graph_modules(model) graphs a module's forward and backward. If it is a whole step, or runs "
             "without gradients: stepgraph.capture(lambda batch: model(batch))."
         )
     elif isinstance(step, torch.optim.Optimizer):
         what, why = (
-            f"capture was given an optimizer, {kind}",
-            "an optimizer is stepped inside of the step that it ends.",
+            f"capture got an optimizer, {kind}, but captures functions",
+            "an optimizer is called inside the step.",
         )
         fix = "call optimizer.step() in a function together with the backward, and capture that function."
     elif not callable(step):
-        what, why = f"capture was given {step!r}, a {kind}, which cannot be called", "it captures what a call does."
+        what, why = f"capture got {step!r}, a {kind}, which cannot be called", "capture records what a call does."
         fix = "put @stepgraph.capture below @classmethod." if isinstance(step, classmethod) else fix
     elif _is(step, inspect.iscoroutinefunction, inspect.isasyncgenfunction):
-        what, why = f"the step {_name(step)} is async", "awaiting happens on the host, where a replay runs no Python."
-        fix = "capture a plain function with the tensor work alone, and await around its calls."
+        what, why = f"the step {_name(step)} is async", "await runs on the host, and a replay runs no Python."
+        fix = "capture a plain function that has only the tensor work, and await around its calls."
     elif _is(step, inspect.isgeneratorfunction):
         what, why = (
             f"the step {_name(step)} is a generator",
-            "a call only makes the generator: there is nothing to record.",
+            "a call only creates the generator: there is nothing to record.",
         )
         fix = "return the results, all at once, instead of yielding them."
     else:
@@ -132,7 +132,7 @@ def _refuse_no_step(step: Any) -> None:
 
 
 def _is(step: Any, *kinds: Callable[[Any], bool]) -> bool:
-    """Whether a function, or an object's `__call__`, is of one of these kinds."""
+    """Check whether a function, or an object's `__call__`, is of one of these kinds."""
     return any(kind(step) or kind(type(step).__call__) for kind in kinds)
 
 

@@ -1,9 +1,9 @@
 """A captured step is a chain of segments: graphs, and eager calls between them.
 
-Where something must stay on the host (an optimizer whose captured form is not bit-equal) the recording is cut: the
-graph so far ends, the host call is noted, the next graph begins. During the recording nothing runs at all, neither the
-graphs nor the noted calls; a chain takes effect only when it is replayed, from its first link to its last. That makes
-a capture a transaction: if it fails anywhere there is nothing to take back but Python's own references.
+Where a call must stay on the host (an optimizer whose captured form is not bit-equal), the recording is cut: the graph
+so far ends, the host call is noted, the next graph begins. Neither the graphs nor the noted calls run during the
+recording; a chain takes effect only when it is replayed, from its first link to its last. That makes a capture a
+transaction: if it fails, only Python references have to be restored.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ class GraphLink:
 
 @dataclass(frozen=True, slots=True)
 class EagerLink:
-    """A segment that is called, and what it finds in `.grad`: what the step has left there, by a graph or by Python."""
+    """A segment that is called eagerly. `grads` is each `.grad` that it finds, left by a graph or by Python."""
 
     name: str
     call: Callable[[], Any]
     grads: Attachment
     left: Attachment
-    """What `.grad` is after it, as the recording has taken for granted."""
+    """Each `.grad` after the call, as the recording has assumed."""
 
 
 class Chain:
@@ -48,16 +48,16 @@ class Chain:
     def __init__(self, links: Sequence[GraphLink | EagerLink], final: Attachment, session: Session) -> None:
         self.links = tuple(links)
         self.final = final
-        """What `.grad` is after the step."""
+        """Each `.grad` after the step."""
         self._session = session
         self._in_turn = self._plan({id(parameter): grad for parameter, grad in final})
         self._in_full = self._plan({})
 
     def _plan(self, now: dict[int, torch.Tensor | None]) -> list[tuple[Attachment, Callable[[], Any]]]:
-        """Each link's work, and the gradients to change before it where `now` are those that the step finds.
+        """List the work of each link, and the gradients to set before it. `now` are the gradients that the step finds.
 
-        After an eager link they are what that has left, whatever it is, and only what the step's own Python has
-        changed since is changed. No graph may go on with others than those that it knows.
+        Gradients left by an eager link stay, except where the step's own Python changed them afterwards. A graph after
+        an eager link refuses gradients that it was not recorded with.
         """
 
         def changes(grads: Attachment) -> Attachment:
@@ -81,12 +81,12 @@ class Chain:
 
     @functools.cached_property
     def single_launch(self) -> Callable[[], Any] | None:
-        """What a steady replay comes down to where it is one graph and no gradient changes hands."""
+        """The launch of the only graph, if a steady replay needs no more; else None."""
         changes, run = self._in_turn[0] if len(self._in_turn) == 1 else ((), None)
         return None if changes else run
 
     def replay(self, *, steady: bool = False) -> None:
-        """Run the step once. `steady`: every `.grad` is what this chain left at its last replay."""
+        """Run the step once. `steady`: every `.grad` is the one that this chain left at its last replay."""
         for changes, run in self._in_turn if steady else self._in_full:
             if changes:
                 attach(changes)
@@ -94,23 +94,23 @@ class Chain:
 
     @functools.cached_property
     def note_loaded(self) -> Callable[[torch.Tensor], None] | None:
-        """What the pool wants to be told when eager code writes to memory of its graphs, if anything."""
+        """Called when eager code writes to memory of the graphs, if the pool needs to know."""
         return next((link.graph.note_loaded for link in self.links if isinstance(link, GraphLink)), None)
 
     @functools.cached_property
     def follow(self) -> Callable[[], None] | None:
-        """What is to be called first at each replay, if anything."""
+        """Called first at each replay, if the backend needs it."""
         return next((link.graph.follow for link in self.links if isinstance(link, GraphLink)), None)
 
     @property
     def nodes(self) -> int | None:
-        """Nodes of all graphs, or None where they cannot be counted."""
+        """Nodes of all graphs, or None if they cannot be counted."""
         counts = [link.graph.nodes for link in self.links if isinstance(link, GraphLink)]
         known = [count for count in counts if count is not None]
         return sum(known) if len(known) == len(counts) else None
 
     def describe(self) -> str:
-        """The chain in one line: `graph (120 nodes) > AdamW.step`."""
+        """Describe the chain in one line: `graph (120 nodes) > AdamW.step`."""
         return " > ".join(
             link.name if isinstance(link, EagerLink) else f"graph ({link.graph.nodes or '?'} nodes)"
             for link in self.links
@@ -131,19 +131,19 @@ def _nothing() -> None:
 
 
 def _refuse_others(name: str, left: Attachment) -> None:
-    """Refuse to go on in the next graph with other gradients than it was recorded with."""
+    """Refuse to run the next graph with other gradients than it was recorded with."""
     if not all(parameter.grad is grad for parameter, grad in left):
         raise StateChanged(
-            f"{name} has put other gradients in the place of those it found, or cleared them, and the step goes on",
+            f"{name} replaced or cleared gradients, and the step goes on after it",
             rule="optimizer-gradients",
-            why="it runs between graphs, and the next one was recorded with the gradients that its step left in "
+            why="it runs between graphs, and the next graph was recorded with the gradients that it left during "
             "warm-up. It has run; the rest of the step has not.",
-            fix="let it change gradients in place, or clear them in the step itself (optimizer.zero_grad()).",
+            fix="change gradients in place, or clear them in the step itself (optimizer.zero_grad()).",
         )
 
 
 class ChainRecorder:
-    """Records a chain, cutting it where it is told to."""
+    """Records a chain, and cuts it at each call of `cut`."""
 
     def __init__(self, session: Session, generators: Sequence[torch.Generator]) -> None:
         self._session = session
@@ -154,7 +154,7 @@ class ChainRecorder:
         self._grads: GradCapture | None = None
 
     def recorded_anything(self) -> bool:
-        """Whether there is anything that could have read memory so far."""
+        """Check whether anything was recorded so far that could have read memory."""
         return bool(self._links) or (self._graph is not None and self._graph.recorded_anything)
 
     def begin(self, grads: GradCapture) -> None:
@@ -163,9 +163,10 @@ class ChainRecorder:
         self._begin_graph()
 
     def cut(self, name: str, call: Callable[[], Any], imitate: Callable[[], Any] | None = None) -> Any:
-        """End the segment, note a call to make at its place, and start the next segment.
+        """End the segment, note a call to make between segments, and start the next segment.
 
-        `imitate` does to the gradients, and returns, what the recording is to take for granted.
+        `imitate` stands in for the call during the recording: it changes gradients and returns a result as the call
+        would.
         """
         if self._graph is None:
             raise CaptureError(
@@ -203,7 +204,7 @@ class ChainRecorder:
         self._graph.begin()
 
     def _end_graph(self) -> Attachment:
-        """End the current graph, an empty one is no segment; what `.grad` is from here on."""
+        """End the current graph, and drop it if it is empty. Return each `.grad` from here on."""
         assert self._graph is not None
         assert self._grads is not None
         grads = self._grads.end_segment()

@@ -1,24 +1,26 @@
-"""A step decides which signatures get graphs, and which of them make room for others.
+"""A step decides which signatures get graphs, and which signatures make room for others.
 
 Two things are limited: the number of graphs, and the memory of the pool that they share.
 
-**Places.** At most `max_graphs` signatures have a place. One that comes for the first time takes a free place and warms
-up there. When no place is free, its calls run eagerly and are counted. Eight odd batches at the beginning must not lock
-out the one that comes ever after: a signature that was seen more often than one that is still warming up takes its
-place. A stream of signatures that are each new never gets there, and stays eager. Counts are kept for the latest
-signatures only, so that a stream takes no memory. `decide` is the rule, `Sites` applies it.
+**Places.** At most `max_graphs` signatures have a place. A new signature takes a free place and warms up there. When no
+place is free, its calls run eagerly and are counted. A signature that was seen more often than one that is still
+warming up takes over the other's place, so that a few odd batches at the beginning do not lock out the usual one. In a
+stream of signatures that are all new, none gets there, and all stay eager. Counts are kept for the latest signatures
+only, so that such a stream takes no memory. `decide` is the rule, `Sites` applies it.
 
-**Memory.** Graphs of a session share one pool. A smaller graph fits into what a larger one has left free, but a larger
-one does not fit into what several smaller have left: torch's allocator does not join blocks of different segments, and
-eight sequence lengths, shortest first, would take nearly three times the longest. So when a signature comes that is
-larger than all before, the graphs of the step are dropped, and the pool with them (`Sites.before_capture`). The others
-are captured again when they come back, without warm-up, and use the memory of the larger one.
+**Memory.** Graphs of a session share one pool. A smaller graph fits into memory that a larger one has left free. A
+larger graph does not fit into what several smaller ones have left: torch's allocator does not join blocks of different
+segments, and eight sequence lengths, shortest first, would take nearly three times the memory of the longest. So when a
+signature arrives that is larger than all before, the graphs of the step are dropped, and the pool with them
+(`Sites.before_capture`). The others are captured again when they come back, without warm-up, and use the memory of the
+larger one.
 
-Eager warm-up uses the pool, too, as long as there is no graph in it, and would leave the same there. torch frees what a
-pool has unused only when the pool goes, so that a step might run out of memory where eager code does not: there is a
-new pool for the first call of a larger signature, and before the first capture after several have warmed up.
+Eager warm-up uses the pool, too, while the pool has no graphs, and fragments it in the same way. torch frees unused
+memory of a pool only together with the pool, so a step could run out of memory where eager code does not. The pool is
+therefore renewed for the first call of a larger signature, and before the first capture after several signatures have
+warmed up.
 
-Nothing is dropped from a small pool, or from one that holds graphs of others.
+Nothing is dropped from a small pool, or from one that holds graphs of other steps.
 """
 
 from __future__ import annotations
@@ -39,9 +41,9 @@ from stepgraph.step.site import Site
 
 REASON = "made room for a larger signature"
 _MAX_COUNTED = 64
-"""Signatures without a place whose calls are counted."""
+"""Number of signatures without a place whose calls are counted."""
 _WORTH_BYTES = 256 << 20
-"""A pool that is not worth the time."""
+"""A smaller pool is not renewed: it is not worth the time."""
 
 
 class Action(enum.Enum):
@@ -63,19 +65,19 @@ class Decision:
 
 @dataclass(frozen=True, slots=True)
 class Situation:
-    """All that the decision about a call without a graph of its own rests on."""
+    """The facts that decide about a call without a graph."""
 
     warm_calls: int
     """Eager calls so far with this signature."""
     warmup: int
-    """Eager calls wanted before a capture."""
+    """Eager calls required before a capture."""
     num_graphs: int
     """Signatures captured so far."""
     num_warming: int
     """Other signatures that are still warming up, and do not give way to this one."""
     max_graphs: int
     obstacle: str | None
-    """Why this signature is not captured any more: a capture failed, a host value keeps changing."""
+    """Why this signature stays eager: a capture failed, or a host value keeps changing."""
 
 
 def decide(situation: Situation) -> Decision:
@@ -92,16 +94,16 @@ def decide(situation: Situation) -> Decision:
 
 
 class Sites:
-    """The sites that have a place, by what their calls look like."""
+    """The sites that have a place, by structure, leaf keys and flags of their calls."""
 
     def __init__(self, step: str, options: StepOptions, session: Session) -> None:
         self._step, self._options, self._session = step, options, session
         self._placed: dict[Hashable, Site] = {}
         self._counted: dict[Hashable, int] = {}
-        """How often signatures without a place were seen, the latest last."""
-        self._is_told = False
+        """How often each signature without a place was seen, the latest last."""
+        self._is_reported = False
         self._warmed = self._captured = 0
-        """The largest signatures, in bytes, that were warmed up with and captured for."""
+        """Bytes of the largest signatures that were warmed up and captured."""
 
     def get(self, key: Hashable) -> Site | None:
         return self._placed.get(key)
@@ -110,16 +112,15 @@ class Sites:
         return self._placed.values()
 
     def add(self, key: Hashable, site: Site) -> None:
-        """Give a site a place."""
         self._placed[key] = site
 
     def clear(self) -> None:
         self._placed.clear()
         self._counted.clear()
-        self._is_told = False
+        self._is_reported = False
 
     def decide(self, key: Hashable, site: Site) -> Decision:
-        """What to do with a call that no graph fits. Unless it stays eager, its site has a place from now on."""
+        """Decide about a call that no graph fits. Unless it stays eager, its site has a place from now on."""
         if key not in self._placed:
             site.seen = self._counted.pop(key, 0)
         site.seen += 1
@@ -137,7 +138,7 @@ class Sites:
         if decision.action is not Action.EAGER:
             if key not in self._placed and situation.num_graphs + len(warming) >= self._options.max_graphs:
                 del self._placed[min(behind, key=lambda k: warming[k].seen)]
-                self._is_told = False  # the one that it was told of may have a place by now
+                self._is_reported = False  # the reported signature may have a place by now
             self._placed[key] = site
         elif key not in self._placed:
             self._counted[key] = site.seen
@@ -145,25 +146,25 @@ class Sites:
                 del self._counted[next(iter(self._counted))]
         return decision
 
-    def tell_past_limit(self, reason: str, site: Site) -> None:
-        """Say once, or raise under strict, that a call found no graph, and how it differs from the nearest one."""
-        if self._is_told and not self._options.strict:
+    def report_past_limit(self, reason: str, site: Site) -> None:
+        """Warn once, or raise under strict, that a call found no graph, and how it differs from the nearest one."""
+        if self._is_reported and not self._options.strict:
             return
-        self._is_told = True
+        self._is_reported = True
         known = [(other.sign(), bool(other.calls)) for other in self._placed.values()]
         warn_past_limit(self._step, reason, site.sign(), known, strict=self._options.strict)
 
-    # -- making room: memory is shaped by the largest signature that comes first
+    # -- making room: the largest signature goes first and shapes the memory
 
     def before_warm_up(self, leaves: Sequence[Any]) -> None:
-        """Before an eager call with these leaves, of one of several signatures."""
+        """Renew the pool before an eager call with these leaves, if they are the largest so far."""
         size = _bytes_of(leaves)
         is_largest, self._warmed = size > self._warmed, max(size, self._warmed)
         if is_largest and len(self._placed) > 1 and self._is_worth_it(graphs=0):
             self._session.workspace.renew()
 
     def before_capture(self, leaves: Sequence[Any]) -> int:
-        """Before a capture for these leaves. Returns how many graphs have made room."""
+        """Drop all graphs before a capture for these leaves, if they are the largest so far. Return how many calls."""
         calls = [call for site in self.values() for call in site.calls]
         size, largest = _bytes_of(leaves), max((_bytes_of(call.parts.inputs.leaves) for call in calls), default=0)
         is_largest, self._captured = size > max(largest, self._captured), max(size, self._captured)
@@ -176,7 +177,7 @@ class Sites:
         return len(calls)
 
     def _is_worth_it(self, *, graphs: int) -> bool:
-        """Whether there is much memory, and there are no graphs in it but so many of the step's own."""
+        """Check that the pool is large, and that it holds only the step's own `graphs`."""
         return self._session.num_graphs == graphs and self._session.pool_bytes() >= _WORTH_BYTES
 
 

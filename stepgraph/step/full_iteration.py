@@ -1,10 +1,10 @@
 """`FullCudaGraphWrapper` runs Megatron's full iteration, all microbatches forward and backward, as one graph.
 
-A `forward_backward_func` takes its data from iterators, which no graph can. So the microbatches are read first, into
-static buffers (`static_loader`), and the function runs over iterators that yield those buffers. What runs is a captured
-step like any other (`step`): everything the caller passes belongs to its signature, training and validation are two
-signatures, and what `forward_step_func`, the model and the optimizer hold is guarded as in any captured step. The
-buffers are not copied again: the graph reads them where the loader fills them.
+A `forward_backward_func` reads its data from iterators, which a graph cannot do. So the wrapper first reads all
+microbatches into static buffers (`static_loader`), and the function runs over iterators that yield those buffers. This
+is a captured step like any other (`step`): everything the caller passes belongs to its signature, training and
+validation are two signatures, and guards watch what `forward_step_func`, the model and the optimizer hold. The buffers
+are not copied again: the graph reads them where the loader fills them.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ from stepgraph.tree import flatten
 
 
 def _older_names(given: dict[str, Any]) -> None:
-    """`optimizer` was the optimizer itself, and `optimizer_mode` where it runs. Refuse what makes no sense here."""
+    """Accept older names: `optimizer` was the optimizer, `optimizer_mode` its place. Refuse options without a use."""
     others = {
-        "warmup": "cuda_graph_warmup_steps= is the same.",
-        "buckets": "pad microbatches in the data iterator: its items have no names that sizes could be given for.",
+        "warmup": "pass cuda_graph_warmup_steps= instead.",
+        "buckets": "pad microbatches in the data iterator: its items have no names to give sizes for.",
         "pad_values": "pad microbatches in the data iterator.",
     }
     for name in others.keys() & given.keys():
         raise InvalidArgument(
-            f"{name}= is no option of FullCudaGraphWrapper",
+            f"{name}= is not an option of FullCudaGraphWrapper",
             rule="option",
-            why="the step that is captured here is the wrapper's own, with all microbatches in it.",
+            why="the wrapper captures its own step, with all microbatches in it.",
             fix=others[name],
         )
     if "optimizer_mode" in given or not isinstance(given.get("optimizer", ""), str):
@@ -58,7 +58,7 @@ def _older_names(given: dict[str, Any]) -> None:
 
 
 class FullCudaGraphWrapper:
-    """A forward_backward_func that captures itself: all microbatches of an iteration are one graph.
+    """Wraps a forward_backward_func and captures it: all microbatches of an iteration are one graph.
 
     Example:
         >>> forward_backward_func = stepgraph.FullCudaGraphWrapper(forward_backward_func, cuda_graph_warmup_steps=1)
@@ -67,10 +67,10 @@ class FullCudaGraphWrapper:
         ...     num_microbatches=4, seq_length=1024, micro_batch_size=1, forward_only=False)
 
     Each new kind of call (another number of microbatches, other shapes, `forward_only`, `seq_length`, ...) runs
-    eagerly `cuda_graph_warmup_steps` times, is captured, and is replayed from then on; past `max_graphs` of them it
-    stays eager, with a warning. The optimizer runs outside, in the caller's loop, unless it is given here: then a
-    training call is `zero_grad()` of all `optimizers`, all microbatches, and `step()` of all. The other options are
-    those of `stepgraph.capture`; `optimizer` is where optimizers run.
+    eagerly `cuda_graph_warmup_steps` times, is captured, and is replayed from then on. Kinds past `max_graphs` stay
+    eager, with a warning. By default the optimizer runs in the caller's loop. With `optimizers=`, a training call runs
+    `zero_grad()` of all of them, all microbatches, and `step()` of all of them. The other options are those of
+    `stepgraph.capture`; `optimizer` says where optimizers run.
     """
 
     @reads_options(StepOptions, older=_older_names, optimizers="Optimizers to zero and step in each training call.")
@@ -131,11 +131,11 @@ class FullCudaGraphWrapper:
         num_microbatches: int,
         **call: Any,
     ) -> Any:
-        """Run one iteration, called as the forward_backward_func itself; further keywords are handed on to it."""
+        """Run one iteration, with the arguments of the forward_backward_func; further keywords are passed on to it."""
         try:
             self._check_open()
             call |= {"forward_step_func": forward_step_func, "model": model, "num_microbatches": num_microbatches}
-            call = dict(sorted(call.items()))  # the order in which keywords are written makes no other graph
+            call = dict(sorted(call.items()))  # the order of keywords must not make a new signature
             if self._loader is None:
                 self._loader = self._make_loader(call)
             loader = self._loader
@@ -153,7 +153,7 @@ class FullCudaGraphWrapper:
             raise
 
     def _make_loader(self, call: dict[str, Any]) -> StaticBufferLoader:
-        """At the first call: choose the backend from what the iteration uses."""
+        """Choose the backend from what the iteration uses, at the first call."""
         leaves, _ = flatten((self._optimizers, call))
         seen = functools.partial(self._forward_backward_func, *leaves)
         self._session.settle(choose_backend(reachable(seen), leaves, self._wanted, self._session))
@@ -164,24 +164,24 @@ class FullCudaGraphWrapper:
             raise ClosedError(
                 f"{self._name}: this FullCudaGraphWrapper was closed",
                 rule="closed",
-                why="its graphs and buffers are gone.",
-                fix="make a new one, or call reset() instead of close() where it is to go on.",
+                why="close() freed its graphs and buffers.",
+                fix="make a new wrapper. To drop the graphs and go on, call reset() instead of close().",
             )
 
     def report(self) -> Report:
-        """What happened so far, as for any captured step; `static_bytes` are the microbatches' buffers."""
+        """Return the report of the captured step; `static_bytes` includes the buffers of the microbatches."""
         report = self._step.report()
         held = self._loader.num_bytes if self._loader is not None else 0
         return dataclasses.replace(report, static_bytes=report.static_bytes + held)
 
     def reset(self) -> None:
-        """Free all graphs and all static buffers; the next calls warm up and capture anew."""
+        """Free all graphs and all static buffers. The next calls warm up and capture again."""
         self._step.reset()
         if self._loader is not None:
             self._loader.reset()
 
     def close(self) -> None:
-        """Free graphs and buffers, and the session if it is the wrapper's own. Closing twice is fine."""
+        """Free the graphs and buffers, and the session if the wrapper made it. A second call does nothing."""
         self.__exit__(None, None, None)
 
     def __enter__(self) -> FullCudaGraphWrapper:
@@ -194,7 +194,7 @@ class FullCudaGraphWrapper:
             return
         self._closed = True
         try:
-            self._step.__exit__(kind, error, trace)  # frees the graphs; may raise for a number that is not finite
+            self._step.__exit__(kind, error, trace)  # frees the graphs; `nan_check` may raise here
         finally:
             if self._loader is not None:
                 self._loader.reset()
@@ -203,7 +203,7 @@ class FullCudaGraphWrapper:
 
 
 def _iteration(name: str) -> Callable[..., Any]:
-    """The function that is captured. All it uses is passed to it, so that all of it is looked into and guarded."""
+    """Make the function to capture. It gets all that it uses as arguments, so that all of it is watched by guards."""
 
     def iteration(
         microbatches: StaticMicrobatches,
@@ -227,7 +227,7 @@ def _iteration(name: str) -> Callable[..., Any]:
 
 
 def _check_read(data_iterator: Any, num_microbatches: int) -> None:
-    """A chunk's iterator is read to its end, or, in a stage that needs no data, not at all."""
+    """Refuse an iterator that was read in part. A stage that needs no data does not read at all."""
     for iterator in data_iterator if isinstance(data_iterator, list) else [data_iterator]:
         left = operator.length_hint(iterator) if iterator is not None else 0
         if 0 < left < num_microbatches:
@@ -238,27 +238,27 @@ def _read_otherwise(received: str, num_microbatches: int) -> InvalidArgument:
     return InvalidArgument(
         f"the iteration takes {received} of {num_microbatches} microbatches from a data iterator",
         rule="microbatches",
-        why="just num_microbatches are read from it before the iteration runs.",
-        fix="call next(data_iterator) once a microbatch, and let one item hold all that it needs.",
+        why="stepgraph reads exactly num_microbatches items from it before the iteration runs.",
+        fix="call next(data_iterator) once a microbatch, and put all that a microbatch needs into one item.",
     )
 
 
 def _check(forward_backward_func: Any, warmup_steps: Any, optimizers: Any) -> None:
     if not callable(forward_backward_func):
         raise InvalidArgument(
-            f"forward_backward_func: a {type(forward_backward_func).__name__} cannot be called",
+            f"forward_backward_func is a {type(forward_backward_func).__name__}, which cannot be called",
             rule="option",
-            why="it is the function that runs all microbatches of an iteration.",
-            fix="FullCudaGraphWrapper(get_forward_backward_func(), ...), with the call's brackets.",
+            why="it must be the function that runs all microbatches of an iteration.",
+            fix="pass FullCudaGraphWrapper(get_forward_backward_func(), ...), with the brackets of the call.",
         )
     checked("cuda_graph_warmup_steps", warmup_steps, int)
     for optimizer in optimizers if isinstance(optimizers, (list, tuple)) else [optimizers]:
         if not isinstance(optimizers, (list, tuple)) or not _can_step(optimizer):
             raise InvalidArgument(
-                f"optimizers: a {type(optimizer).__name__} is no list of objects with zero_grad() and step()",
+                f"optimizers: a {type(optimizer).__name__} is not a list of objects with zero_grad() and step()",
                 rule="option",
-                why="both are run inside each training iteration.",
-                fix="optimizers=[optimizer], the optimizer itself; where it runs is optimizer=.",
+                why="each training iteration calls both.",
+                fix="pass the optimizer itself, optimizers=[optimizer]. The option optimizer= says where it runs.",
             )
 
 

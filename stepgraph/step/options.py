@@ -37,6 +37,6 @@ def _refuse_host_read(nan_check: object) -> None:
         raise InvalidArgument(
             "nan_check=True would read the loss on the host at each step",
             rule="option",
-            why="a host read stops the queue and cannot be captured.",
-            fix="nan_check='device' keeps a flag on the device, which is read one call later.",
+            why="a host read waits for the device and cannot be captured.",
+            fix="pass nan_check='device': it keeps a flag on the device and reads it one call later.",
         )

@@ -1,4 +1,4 @@
-"""A capture is a transaction: it records the step once without any effect, or leaves everything as it was."""
+"""A capture is a transaction: it records the step once, without any effect, or restores everything."""
 
 from __future__ import annotations
 
@@ -67,17 +67,17 @@ from stepgraph.values.watch import Watch
 
 
 class NotWarm(Exception):
-    """The step is not what its last eager call has shown, and has to run eagerly once more."""
+    """The step differs from its last eager call, and must run eagerly once more."""
 
     def __init__(self, rebuilt: str | None = None, values: Sequence[Change] = ()) -> None:
         super().__init__(rebuilt, values)
         self.rebuilt, self.values = rebuilt, values
-        """What is another about the model, or which host values, since that call."""
+        """What changed since that call: in the model (in words), or which host values."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Recording:
-    """What one run of the step under capture has made; nothing of it has taken effect."""
+    """The products of one run of the step under capture. None of it has taken effect yet."""
 
     chain: Chain
     outputs: StaticOutputs
@@ -86,24 +86,24 @@ class _Recording:
     flags: Flags | None
     read: ReadNumbers
     kept: Place | None
-    """Where the step has left a tensor that it made."""
+    """The place where the step kept a tensor that it made, if any."""
     modes: list[tuple[torch.nn.Module, bool]]
-    """Modules that the step leaves in another mode than it found, and in which."""
+    """Modules whose `training` flag the step changes, and the new value."""
     log: Log
 
     def drop(self) -> None:
-        """Leave everything as before the recording."""
+        """Restore everything as before the recording."""
         self.chain.free()
         self.grads.rollback()
 
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """A recording, and what belongs to it."""
+    """A recording, with its inputs, optimizers and start state."""
 
     signature: Signature
     kind: Hashable
-    """The site's kind of call before it: the recording has left other gradients, and perhaps other modes."""
+    """The site's kind of call before the recording, which may have changed gradients and modes since."""
     inputs: StepArguments
     made: _Recording
     inside: tuple[Optimizer, ...]
@@ -124,16 +124,16 @@ class StepCapture:
         self.logs = StepLogs()
         self.harmless = Harmless()
         self.moved: dict[int, str] = {}
-        """Why optimizers have left the graph, by id."""
+        """Why optimizers were moved out of the graph, by id."""
         self.reached: Reached | None = None
-        """What the first call has found in reach, until it runs."""
+        """The objects that the step can reach, between the choice of the backend and the first call."""
 
     def close(self) -> None:
         """Stop listening to the model."""
         self._events.close()
 
     def placements(self, site: Site) -> dict[int, Placement]:
-        """Where each optimizer of the step runs."""
+        """Return where each optimizer of the step runs, by id."""
         found = {}
         for optimizer in site.touched.optimizers:
             if id(optimizer) in site.learnt.scaled:
@@ -143,7 +143,7 @@ class StepCapture:
         return found
 
     def describe_placements(self, sites: Sequence[Site]) -> dict[str, str]:
-        """The same for all sites, in words, by the optimizers' classes: `Adam`, `Adam#2`."""
+        """Describe the placements at all sites, by the names of the optimizers' classes: `Adam`, `Adam#2`."""
         names: dict[int, str] = {}
         found: dict[str, str] = {}
         for site in sites:
@@ -156,7 +156,7 @@ class StepCapture:
         return found
 
     def run(self, site: Site, given: CallArgs, raise_held: Callable[[], None], *, ahead: bool = False) -> CapturedCall:
-        """Record the step for these inputs, and keep the recording. `ahead`: it is for a later call."""
+        """Record the step for these inputs, and keep the recording. `ahead`: the graph is for a later call."""
         refuse_hooks(self.name, site.touched.modules, self._options.safe_hooks, site.touched.name, everywhere=True)
         for obstacle in site.obstacles.values():
             raise obstacle.error(self.name)
@@ -170,9 +170,10 @@ class StepCapture:
         return self.keep(site, recorded, proof, ahead=ahead)
 
     def record(self, site: Site, given: CallArgs, raise_held: Callable[[], None], *, looks_on: bool = True) -> Recorded:
-        """Record the step for these inputs. Nothing takes effect; on failure everything is as it was.
+        """Record the step for these inputs. Nothing takes effect, and a failure restores everything.
 
-        `raise_held` is called when that is still so, and all is recorded.
+        `raise_held` raises an interrupt that arrived meanwhile; it is called when all is recorded and nothing has
+        taken effect.
         """
         signature, kind, leaves = site.sign(), site.kind(), given.leaves
         refuse_replicas(self.name, site.touched, self._options.safe_hooks, self._session.backend)
@@ -238,9 +239,9 @@ class StepCapture:
     def record_again(
         self, site: Site, given: CallArgs, raise_held: Callable[[], None], *, looks_on: bool
     ) -> tuple[Recorded, bool]:
-        """Record a call that is captured already, and say whether it touches modules, parameters or optimizers anew.
+        """Record a captured call again. Also return whether it touches new modules, parameters or optimizers.
 
-        `looks_on`: which code runs may have changed.
+        `looks_on`: note again which code runs, since it may have changed.
         """
         known = site.touched.known()
         found = _WithGradients(known)
@@ -250,14 +251,14 @@ class StepCapture:
                 recorded = self.record(site, given, raise_held, looks_on=looks_on)
         finally:
             found.put_back()
-        found.let_go(known)  # what the recording has made itself is no news
+        found.let_go(known)  # objects made by the recording itself are not new
         inputs = {id(leaf) for leaf in (*given.leaves, *recorded.inputs.leaves)}
         return recorded, bool(found.known() - known - inputs)
 
     def _check_warm(self, site: Site, *, ahead: bool) -> None:
-        """Before a recording: raise `NotWarm` if the model is not that of the last eager call, or there was none.
+        """Before a recording: raise `NotWarm` if the model changed since the last eager call, or there was none.
 
-        An optimizer inside the graph whose numbers have changed since leaves it.
+        An optimizer inside the graph whose numbers have changed since then is moved out of the graph.
         """
         state = site.eager.state
         rebuilt = state.model.changed() if state is not None else ()
@@ -270,7 +271,7 @@ class StepCapture:
                 self.moved.setdefault(id(change.subject), str(change))
 
     def _prove(self, site: Site, recorded: Recorded, *, ahead: bool) -> CallProof:
-        """Compare a recording with the eager calls of its kind. Values that changed without effect are dropped."""
+        """Compare a recording with the eager calls of its kind. Values that changed without effect become harmless."""
         log, due = recorded.made.log, next_audit(self._options.audit, 0)
         eager = site.eager.logs.of(recorded.kind)
         if not eager:
@@ -291,7 +292,7 @@ class StepCapture:
         return CallProof(log, Shown.EQUAL if found is None else Shown.OTHER_PATH, due, found)
 
     def keep(self, site: Site, recorded: Recorded, proof: CallProof, *, ahead: bool = False) -> CapturedCall:
-        """Make a recording the step's. `ahead`: it is for a later call, and every `.grad` stays as it is."""
+        """Make a recording take effect. `ahead`: it is for a later call, and every `.grad` stays unchanged."""
         made = recorded.made
         site.learnt.surprises = 0
         (made.grads.commit_ahead if ahead else made.grads.commit)()
@@ -326,9 +327,9 @@ class StepCapture:
         return CapturedCall(recorded.signature, replay, start, guards, proof)
 
     def agree(self, site: Site, call: CapturedCall, recorded: Recorded, changes: Sequence[Change]) -> None:
-        """A new recording is the same, and dropped; these values have changed without effect on it.
+        """Drop a new recording that equals the graph's: `changes` had no effect on it.
 
-        The step's own code has run once more, so what the watch expects is what is there now.
+        The step's code has run once more, so the watch starts again from the present values.
         """
         recorded.made.drop()
         self.harmless.add(changes)
@@ -341,7 +342,7 @@ class StepCapture:
         return Watch(whole, ignore, touched.named_modules, read, outside, touched.ran)
 
     def look(self, site: Site) -> None:
-        """After an eager call: note what must still be so when the step is recorded."""
+        """After an eager call: note the state that must not change before the step is recorded."""
         inside = [o for o in site.touched.optimizers if place(o, self._options.optimizer).inside]
         model = GuardSet((self._model_guard(site), *map(ParametersGuard, site.touched.all_optimizers)))
         site.eager.state = EagerState(model, tuple(map(NumbersGuard, inside)))
@@ -356,7 +357,7 @@ class StepCapture:
         )
 
     def _surprised(self, site: Site, error: CaptureError) -> NoReturn:
-        """The recording has shown what no eager call has: have one more, or, if that goes on, refuse."""
+        """Ask for one more eager call, since the recording showed what none has; if that goes on, raise the error."""
         if not site.learnt.may_be_surprised():
             raise error
         raise NotWarm
@@ -422,7 +423,7 @@ class StepCapture:
     def _logged(
         self, site: Site, leaves: Sequence[Any], args: Any, kwargs: Any, *, looks_on: bool
     ) -> tuple[StaticOutputs, Log]:
-        """Run the step, and note which operations run; with `looks_on` which code, too."""
+        """Run the step, and note which operations run; with `looks_on` note also which code runs."""
         device = self._session.backend.device
         looking_on = site.touched.ran.noting() if looks_on else contextlib.nullcontext()
         ignored = tensors_in(site.with_objects(self._function), self._options.ignore)
@@ -434,16 +435,16 @@ class StepCapture:
     def _late(self, site: Site, optimizer: Optimizer) -> NoReturn:
         if any(optimizer is known for known in site.touched.optimizers):
             raise CaptureError(
-                f"{type(optimizer).__name__}.step was called by another way than `optimizer.step()`",
+                f"{type(optimizer).__name__}.step was not called as `optimizer.step()`",
                 rule="late-optimizer",
-                why="this optimizer runs between graphs, and only a call of its `step` can be cut out of a recording; "
-                "a compiled or stored `step` goes past that.",
+                why="this optimizer runs between graphs. Stepgraph can cut a call of `optimizer.step()` out of a "
+                "recording, but not a compiled or stored `step`.",
                 fix="call optimizer.step() itself, or use an optimizer that runs inside the graph (fused=True).",
             )
         error = CaptureError(
-            f"{type(optimizer).__name__}.step was called, and was not during warm-up",
+            f"{type(optimizer).__name__}.step was called, but not during warm-up",
             rule="late-optimizer",
-            why="where an optimizer runs is decided from what warm-up shows.",
+            why="stepgraph decides during warm-up where an optimizer runs.",
             fix="call every optimizer at each step, or raise warmup= until all have been called once.",
         )
         self._surprised(site, error)
@@ -458,12 +459,12 @@ class StepCapture:
 
 
 class _WithGradients(StepObjects):
-    """What a call touches, and which gradient each parameter that was not `known` had when it came to it."""
+    """The objects that a call touches, with the gradient of each parameter not in `known` when the call reached it."""
 
     def __init__(self, known: Container[int]) -> None:
         super().__init__()
         self._found: dict[int, tuple[weakref.ref[torch.Tensor], torch.Tensor | None]] = {}
-        """What the recording itself has made is not held."""
+        """Weak: tensors made by the recording itself are not kept alive."""
         self._known = known
 
     def add_parameter(self, parameter: torch.Tensor, name: str = "") -> None:
@@ -472,7 +473,7 @@ class _WithGradients(StepObjects):
         super().add_parameter(parameter, name)
 
     def put_back(self) -> None:
-        """After a recording, which takes care of those only that it knows."""
+        """Restore the gradients of new parameters after a recording, which restores only those of `known` ones."""
         for alive, grad in self._found.values():
             parameter = alive()
             if parameter is not None:
@@ -483,11 +484,11 @@ class _WithGradients(StepObjects):
 def _kept_tensor(step: str, place: Place) -> CaptureError:
     harmless = f"; or, if nothing depends on it, ignore=[{place.name!r}]" if place.name is not None else ""
     return CaptureError(
-        f"{step}: a tensor that the step makes is kept in `{place.label}`",
+        f"{step}: the step makes a tensor and keeps it in `{place.label}`",
         rule="kept-tensor",
-        why="a replay runs no Python: nothing new would be put there, and what lies there would be the graph's own "
-        "memory, which each replay overwrites.",
-        fix="copy into a tensor that was there before (kept.copy_(new)), or return it and keep it outside the step"
+        why="a replay runs no Python, so it would store nothing new there. The kept tensor would be memory of the "
+        "graph, which each replay overwrites.",
+        fix="copy into a tensor made before the step (kept.copy_(new)), or return it and keep it outside the step"
         f"{harmless}.",
     )
 
@@ -498,7 +499,7 @@ def _refuse_own_change(step: str, changed: str | None) -> None:
 
 
 def _own_tensors(site: Site, objects: Sequence[Any]) -> Iterator[tuple[str, torch.Tensor]]:
-    """The step's own tensors, and how to call them: parameters, buffers, and what its closure holds."""
+    """Yield the step's own tensors with their names: parameters, gradients, buffers, and tensors of its closure."""
     for parameter in site.touched.parameters:
         yield f"`{site.touched.name(parameter)}`", parameter
         if parameter.grad is not None:
@@ -508,7 +509,7 @@ def _own_tensors(site: Site, objects: Sequence[Any]) -> Iterator[tuple[str, torc
             yield f"`{path}.{name}`", buffer
     for value in objects:
         if isinstance(value, torch.Tensor):
-            yield "a tensor that the step names itself", value
+            yield "a tensor that the step's own code uses", value
 
 
 def _stepped(optimizers: Sequence[Optimizer]) -> set[int]:
@@ -517,9 +518,9 @@ def _stepped(optimizers: Sequence[Optimizer]) -> set[int]:
 
 @contextlib.contextmanager
 def _seeing_optimizers(known: set[int], made: Sequence[type], late: Callable[[Optimizer], NoReturn]) -> Iterator[None]:
-    """Let those optimizers step that are known, by id, or that the step makes: of these classes, and new.
+    """Let optimizers step that are `known`, by id, or that the step itself makes: new ones of the classes `made`.
 
-    Others are `late`.
+    Call `late` for all others.
     """
 
     def see(optimizer: Optimizer) -> None:

@@ -13,14 +13,14 @@ from stepgraph.session.session import Session
 from stepgraph.step.options import StepOptions
 from stepgraph.step.site import Site
 
-_NOT_COMPARED = "not known: no graph is left (docs/equality.md: how to compare your program)"
+_NOT_COMPARED = "not known: no graph is left (docs/equality.md shows how to compare your program)"
 _SHOWN = {
     Shown.EQUAL: "{} graph{} with the operations of an eager call (kernels past torch's dispatcher are not seen)",
     Shown.OTHER_PATH: "{} graph{} of another path than eager calls take: compare the results (docs/equality.md)",
     Shown.LATER: "{} graph{} to be compared at the first call",
     Shown.NOT: "{} graph{} without an eager call to compare with (docs/equality.md)",
 }
-_MAX_TOLD = 3
+_MAX_NAMED = 3
 _CAPTURABLE = "; compare with the step in eager with its optimizers switched to capturable=True and a float32 lr"
 
 
@@ -37,7 +37,7 @@ class Counts:
 
     @property
     def calls(self) -> int:
-        """Calls so far, whichever way each went."""
+        """Calls so far, replayed or eager."""
         return self.replays + self.eager_reasons.total()
 
 
@@ -47,11 +47,11 @@ class Report(GraphReport):
 
     step: str
     graphs: int
-    """Signatures that are captured, each as a chain of segments."""
+    """Captured signatures, each a chain of segments."""
     segments: int
     """Segments of all chains: graphs, and eager calls between them."""
     nodes: int | None
-    """Nodes of all graphs; None where they cannot be counted."""
+    """Nodes of all graphs; None if they cannot be counted."""
     captures: int
     recapture_reasons: dict[str, int]
     """Why graphs were dropped and captured again."""
@@ -64,13 +64,13 @@ class Report(GraphReport):
     optimizers: dict[str, str]
     """Where each optimizer runs, and why."""
     guards: str
-    """How it is asked before each replay whether all is as it was: in "C++" or in "Python"."""
+    """The implementation of the check before each replay: "C++" or "Python"."""
 
     derived = ("verdict", "recaptures")
 
     @property
     def recaptures(self) -> int:
-        """How many captures took the place of earlier ones."""
+        """Number of captures that replaced earlier ones."""
         return sum(self.recapture_reasons.values())
 
     def tally(self) -> tuple[int, dict[str, int]]:
@@ -91,7 +91,6 @@ class Report(GraphReport):
 def report_of(
     step: str, session: Session, sites: Sequence[Site], counts: Counts, optimizers: dict[str, str], options: StepOptions
 ) -> Report:
-    """The report of a captured step at this moment."""
     calls = [call for site in sites for call in site.calls]
     return Report(
         step=step,
@@ -117,12 +116,12 @@ def report_of(
 
 
 def _equality(sites: Sequence[Site], options: StepOptions) -> str:
-    """What is known about equality with eager, and by which check."""
+    """Describe what is known about equality with eager, and by which check."""
     by_outcome = Counter(call.proof.shown for site in sites for call in site.calls)
-    told = [_SHOWN[shown].format(count, "" if count == 1 else "s") for shown, count in by_outcome.items()]
-    told += sorted({call.unlooked or "" for site in sites for call in site.calls} - {""})
+    facts = [_SHOWN[shown].format(count, "" if count == 1 else "s") for shown, count in by_outcome.items()]
+    facts += sorted({call.unlooked or "" for site in sites for call in site.calls} - {""})
     left = sorted({name for site in sites for name in site.eager.own_changes})
     if left:
-        more = f" and {len(left) - _MAX_TOLD} more" if len(left) > _MAX_TOLD else ""
-        told.append(f"replays leave alone what a library counts: {', '.join(left[:_MAX_TOLD])}{more}")
-    return "; ".join(told) + (_CAPTURABLE if options.optimizer == "capturable" else "")
+        more = f" and {len(left) - _MAX_NAMED} more" if len(left) > _MAX_NAMED else ""
+        facts.append(f"replays leave alone what a library counts: {', '.join(left[:_MAX_NAMED])}{more}")
+    return "; ".join(facts) + (_CAPTURABLE if options.optimizer == "capturable" else "")

@@ -1,13 +1,13 @@
 """`StaticBufferLoader` copies the microbatches of an iteration into static buffers before the iteration runs.
 
-A graph of a whole iteration reads every microbatch at a fixed address. So all of them are read from the data iterators
-first and copied into buffers. Each microbatch of each model chunk has buffers of its own, found by what it looks like:
-containers, shapes, dtypes, plain values. One that looks different has different buffers, so that no graph ever runs on
-data that it was not recorded for.
+A graph of a whole iteration reads every microbatch at a fixed address. So the loader first reads all of them from the
+data iterators and copies them into buffers. Each microbatch of each model chunk has its own buffers, found by its
+layout: containers, shapes, dtypes, plain values. A different layout gets different buffers, so that a graph runs only
+on data that it was recorded for.
 
-A microbatch is copied as soon as it is read and before the next one is asked for, because an iterator may refill the
-memory that it handed out. The copies are queued on a stream of their own: they wait for the work that read the buffers
-last, not for what was queued after it, such as an optimizer's step.
+The loader copies a microbatch before it asks for the next one, because an iterator may refill the memory that it handed
+out. The copies are queued on a separate stream: they wait for the work that read the buffers last, but not for work
+queued after that, such as an optimizer's step.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from stepgraph.step.arguments import StepArguments
 from stepgraph.tracebacks import entry_point, trim
 from stepgraph.tree import Structure, flatten, paths, unflatten
 
-_READ_FIRST = "all microbatches of an iteration are read into static buffers before it runs."
+_READ_FIRST = "stepgraph reads all microbatches of an iteration into static buffers before the iteration runs."
 
 
 class _Slot:
@@ -45,7 +45,7 @@ class _Slot:
         self.sources = leaves
 
     def tree(self) -> Any:
-        """The microbatch, in containers made anew: a step may change those."""
+        """Return the microbatch in new containers: a step may change those."""
         return unflatten(self._structure, self.inputs.leaves)
 
     def describe(self) -> str:
@@ -54,14 +54,14 @@ class _Slot:
 
 
 class _Written(NamedTuple):
-    """An iteration's results, with what it wrote to: which slot, which of its leaves."""
+    """An iteration's results, with the places that it wrote to: indices of slot and leaf."""
 
     results: Any
     places: tuple[tuple[int, int], ...]
 
 
 class StaticMicrobatches(Described):
-    """The microbatches of one iteration in their static buffers; the next load of the same layout fills them again."""
+    """The microbatches of one iteration in static buffers. The next load of the same layout fills them again."""
 
     def __init__(self, chunks: Sequence[Sequence[_Slot] | None], *, one_a_chunk: bool) -> None:
         self._chunks = chunks
@@ -70,28 +70,28 @@ class StaticMicrobatches(Described):
         self._storages = {_storage(leaf) for slot in self.slots for leaf in slot.inputs.leaves} - {None}
 
     def data_iterator(self) -> Any:
-        """What takes the place of the data iterator: an iterator, or a list with one a chunk (None where it was)."""
+        """Return a substitute for the data iterator: an iterator, or a list with one per chunk (None stays None)."""
         found = [None if chunk is None else iter([slot.tree() for slot in chunk]) for chunk in self._chunks]
         return found if self._one_a_chunk else found[0]
 
     def without_aliases(self, results: Any) -> Any:
-        """Results with copies in the place of static buffers, which the next load overwrites."""
+        """Replace static buffers among the results by copies, since the next load overwrites the buffers."""
         leaves, structure = flatten(results)
         if not any(_storage(leaf) in self._storages for leaf in leaves):
             return results
         return unflatten(structure, [leaf.clone() if _storage(leaf) in self._storages else leaf for leaf in leaves])
 
     def noting_writes(self, results: Any) -> Any:
-        """Results, and with them, where there are any, the places in the buffers that the iteration wrote to.
+        """Return the results together with the places in the buffers that the iteration wrote to, if any.
 
-        Python only runs while the iteration is eager or recorded. What is returned with a recording's results is handed
-        out with those of each of its replays: so it is known which graph has run, and what that one writes.
+        Python runs only in an eager or recorded iteration. The places returned by a recording are returned again by
+        each replay of it, so they name the writes of the graph that ran.
         """
         places = [(number, index) for number, slot in enumerate(self.slots) for index in slot.inputs.written_now()]
         return _Written(results, tuple(sorted(places))) if places else results
 
     def write_back(self, results: Any) -> Any:
-        """Give what an iteration wrote to the buffers, and gradients, to the tensors that they were filled from."""
+        """Copy what an iteration wrote to the buffers, and gradients, to the tensors that filled the buffers."""
         places: tuple[tuple[int, int], ...] = ()
         if isinstance(results, _Written):
             results, places = results
@@ -105,7 +105,7 @@ class StaticMicrobatches(Described):
         return results
 
     def _refuse_shared(self) -> None:
-        """In eager a write to one microbatch is seen in another that shares its memory; between buffers it is not."""
+        """Refuse writes to memory that microbatches share: in eager both see the write, in buffers only one does."""
         sharing: dict[int, dict[tuple[int, int], str]] = defaultdict(dict)
         written = set()
         for slot in self.slots:
@@ -121,13 +121,12 @@ class StaticMicrobatches(Described):
                 raise CaptureError(
                     f"the step writes to memory that `{one}` and `{others[0]}` share",
                     rule="shared-input",
-                    why="each microbatch is copied into buffers of its own, where the write would not be seen.",
-                    fix="let the data iterator yield tensors of their own (batch.clone()), or do not write to them.",
+                    why="stepgraph copies each microbatch into separate buffers, so the other would not see the write.",
+                    fix="let the data iterator yield separate tensors (batch.clone()), or do not write to them.",
                 )
 
     @property
     def num_bytes(self) -> int:
-        """The buffers' memory."""
         return sum(slot.inputs.num_bytes for slot in self.slots)
 
     def __repr__(self) -> str:
@@ -139,16 +138,16 @@ class StaticMicrobatches(Described):
 
 
 class StaticBufferLoader:
-    """Reads the microbatches of an iteration into static buffers, on a stream of its own.
+    """Reads the microbatches of an iteration into static buffers, on a separate stream.
 
     Example:
         >>> loader = stepgraph.StaticBufferLoader()
         >>> microbatches = loader.load(data_iterator, num_microbatches=4)
         >>> losses = forward_backward_func(data_iterator=microbatches.data_iterator(), ...)
 
-    Tensors may live in host memory, pinned or not, or on the device. Loads that look alike (structure, shapes, dtypes,
-    plain values) fill the same buffers. Of `max_layouts` different ones the buffers are kept; further ones get
-    buffers that live as long as the caller holds the result.
+    Tensors may be in host memory, pinned or not, or on the device. Loads of the same layout (structure, shapes, dtypes,
+    plain values) fill the same buffers. The buffers of `max_layouts` layouts are kept; buffers of further layouts live
+    as long as the caller holds the result.
     """
 
     @entry_point
@@ -162,7 +161,7 @@ class StaticBufferLoader:
         self._all_use_is_marked = False
 
     def load(self, data_iterator: Any, num_microbatches: int) -> StaticMicrobatches:
-        """Read that many microbatches from an iterator, or from each of a list of them with one a model chunk."""
+        """Read `num_microbatches` microbatches from an iterator, or from each of a list with one per model chunk."""
         try:
             self._check(num_microbatches)
             one_a_chunk = isinstance(data_iterator, (list, tuple))
@@ -189,7 +188,7 @@ class StaticBufferLoader:
         leaves, structure = flatten(microbatch)
         key = (place, structure, leaf_keys(leaves))
         slot = self._slots.get(key)
-        # new memory, and what is on the device already, may be waiting for work on the caller's stream
+        # new memory, and tensors already on the device, may depend on work queued on the caller's stream
         wait = slot is None or not self._all_use_is_marked
         wait = wait or any(isinstance(leaf, torch.Tensor) and self._backend.owns(leaf) for leaf in leaves)
         if slot is None:
@@ -211,7 +210,7 @@ class StaticBufferLoader:
         return found
 
     def release(self, microbatches: StaticMicrobatches) -> None:
-        """The work that reads the buffers is queued: the next load waits for that, and for nothing queued later."""
+        """Mark that all work that reads the buffers is queued: the next load waits for it, but not for later work."""
         for slot in microbatches.slots:
             slot.sources = ()
         self._stream.mark_used()
@@ -219,11 +218,11 @@ class StaticBufferLoader:
 
     @property
     def num_bytes(self) -> int:
-        """The memory of all buffers that are kept."""
+        """Memory of all kept buffers."""
         return sum(slot.inputs.num_bytes for slot in self._slots.values())
 
     def reset(self) -> None:
-        """Let go of all buffers, once nothing reads them any more; later loads make new ones."""
+        """Wait for the device, then drop all buffers. Later loads make new ones."""
         self._backend.synchronize()
         self._layouts.clear()
         self._slots.clear()
@@ -234,14 +233,15 @@ class StaticBufferLoader:
                 f"num_microbatches={num_microbatches!r} is not a whole number of at least 1",
                 rule="microbatches",
                 why=_READ_FIRST,
-                fix="pass how many microbatches each data iterator is to be read for.",
+                fix="pass the number of microbatches to read from each data iterator.",
             )
         if self._backend.is_capturing():
             raise CaptureError(
-                "microbatches are read from a data iterator while a step is captured",
+                "microbatches are loaded from a data iterator during the capture of a step",
                 rule="host-data",
-                why="an iterator is read by Python: its data would be those of the capture for ever.",
-                fix="capture the iteration alone (FullCudaGraphWrapper), not a step around it.",
+                why="Python reads the iterator, and a replay runs no Python: every replay would use the data of the "
+                "capture.",
+                fix="capture only the iteration (FullCudaGraphWrapper), not a step around it.",
             )
 
 
@@ -259,17 +259,17 @@ def _checked(iterators: list[Any]) -> list[Any]:
     for iterator in present:
         if not hasattr(iterator, "__next__"):
             raise InvalidArgument(
-                f"the data iterator is a {type(iterator).__name__}, which is no iterator",
+                f"the data iterator is a {type(iterator).__name__}, which is not an iterator",
                 rule="microbatches",
-                why="microbatches are taken with next(data_iterator); a list is one iterator for each model chunk.",
-                fix="pass iter(loader), made once and kept: a new one would begin again.",
+                why="stepgraph calls next(data_iterator). A list is read as one iterator per model chunk.",
+                fix="call iter(loader) once, keep the iterator, and pass it: a new one would start from the beginning.",
             )
     if len({id(iterator) for iterator in present}) < len(present):
         raise InvalidArgument(
-            "two model chunks were given one data iterator",
+            "two model chunks got the same data iterator",
             rule="microbatches",
-            why=f"{_READ_FIRST} Chunk after chunk: each would get other microbatches than in eager.",
-            fix="give each chunk an iterator of its own (itertools.tee(data_iterator, num_chunks)).",
+            why=f"{_READ_FIRST} It reads chunk by chunk: each would get other microbatches than in eager.",
+            fix="give each chunk its own iterator (itertools.tee(data_iterator, num_chunks)).",
         )
     return iterators
 
@@ -278,9 +278,9 @@ def _refuse_opaque(leaves: Sequence[Any], names: Sequence[str]) -> None:
     for name, leaf in zip(names, leaves, strict=True):
         if not isinstance(leaf, torch.Tensor) and not is_plain(leaf):
             raise InvalidArgument(
-                f"`{name}` is a {type(leaf).__name__}, which stepgraph cannot look into",
+                f"`{name}` is a {type(leaf).__name__}, whose contents stepgraph cannot read",
                 rule="opaque-argument",
-                why="only tensors are copied into static buffers; what such an object holds would be frozen.",
+                why="stepgraph copies only tensors into static buffers; values inside such an object would be frozen.",
                 fix="yield dataclasses, dicts, tuples, tensors and plain values, or register the class with "
                 "torch.utils._pytree.",
             )
@@ -297,7 +297,7 @@ def _ended(chunk: int, num_read: int, num_microbatches: int) -> InvalidArgument:
 
 
 def _in_runs(descriptions: Sequence[str]) -> str:
-    """`4 x (a), 1 x (b)` for neighbours that are alike."""
+    """Join equal neighbours: `4 x (a), 1 x (b)`."""
     runs: list[tuple[str, int]] = []
     for one in descriptions:
         if runs and runs[-1][0] == one:

@@ -1,9 +1,9 @@
-"""A captured step replays a graph at each call where one fits, and runs eagerly where none does yet.
+"""A captured step replays a graph at each call that has a fitting one, and runs other calls eagerly.
 
-A call is looked up by its signature. If a graph is known for it and its guards find nothing changed, the inputs are
-copied in, the chain of segments is replayed, and copies of the outputs are handed out. If not, the step runs eagerly a
-few times (`warmup`), then it is recorded (`record`), and the recording is replayed at once: N calls train exactly N
-steps, whichever way each went.
+The signature of a call finds its graph. If the graph's guards find no change, the inputs are copied in, the chain of
+segments is replayed, and the caller gets copies of the outputs. If there is no graph yet, the step runs eagerly a few
+times (`warmup`), then it is recorded (`record`), and the recording is replayed at once. N calls train exactly N steps,
+replayed or eager.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class _Life(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class _Origin:
-    """What a step was made with, for its copies."""
+    """The arguments that a step was made with, for its copies."""
 
     arguments: tuple[str, ...]
     session: Session | None
@@ -71,7 +71,7 @@ class _Origin:
 
 
 class CapturedStep(Generic[P, R]):
-    """A step that captures itself. Call it as you would the function; see `stepgraph.capture`."""
+    """A captured step. Call it like the function; see `stepgraph.capture`."""
 
     def __init__(
         self, function: Callable[P, R], options: StepOptions, session: Session | None, backend: Backend | str | None
@@ -85,7 +85,7 @@ class CapturedStep(Generic[P, R]):
         self._bound = BoundSteps(name)
         self._sites = Sites(name, options, self._session)
         self._last: LastCall | None = None
-        """What the last replayed call looked like."""
+        """A description of the last replayed call, for a fast match."""
         self._flatten = CallFlattener()
         self._counts = Counts()
         self._ambient = AmbientReader(observers=True)
@@ -112,7 +112,7 @@ class CapturedStep(Generic[P, R]):
     ) -> CapturedStep[Q, R]: ...
     @untraced
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
-        """On a method: each instance gets a captured step of its own."""
+        """Bind a captured method: each instance gets its own captured step."""
         return self if instance is None else self._bound.of(instance, functools.partial(self._bind, instance, owner))
 
     def _bind(self, instance: Any, owner: type | None) -> CapturedStep[..., Any]:
@@ -120,7 +120,7 @@ class CapturedStep(Generic[P, R]):
         return CapturedStep(bound, self._options, self._origin.session, self._origin.backend)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CapturedStep[P, R]:
-        """A step of the copied function, without graphs; a session that was given stays the same."""
+        """Make a step of the copied function, without graphs. A session passed by the user is shared."""
         if has_own_name(self):
             return self
         function = copy.deepcopy(self._function, memo)
@@ -130,7 +130,7 @@ class CapturedStep(Generic[P, R]):
         return cast("CapturedStep[P, R]", memo[id(self)])
 
     def __reduce__(self) -> str | tuple[Any, ...]:
-        """The same for pickles, with a session of its own."""
+        """Pickle a step of the same function, without graphs and with a new session."""
         if has_own_name(self):
             return str(vars(self)["__qualname__"])
         backend = self._origin.backend
@@ -146,7 +146,7 @@ class CapturedStep(Generic[P, R]):
 
     @untraced
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        """Run the step once: by replay where a graph fits, eagerly where none does yet."""
+        """Run the step once: replay a graph that fits, or run eagerly if there is none yet."""
         try:
             last = self._last
             if last is not None and not self._session.closed:
@@ -183,7 +183,7 @@ class CapturedStep(Generic[P, R]):
 
     def _dispatch(self, given: CallArgs) -> Any:
         leaves, structure = given.leaves, given.structure
-        if self._is_capturing() or is_logged():  # called from a step that is captured: a part of it
+        if self._is_capturing() or is_logged():  # called inside another captured step, as a part of it
             return self._call(given, leaves)
         if self._flags.pending:
             self._flags.check()
@@ -221,20 +221,20 @@ class CapturedStep(Generic[P, R]):
         return self._run(call, given.leaves)
 
     def _is_shown_now(self, site: Site, call: CapturedCall) -> bool:
-        """Whether a graph that was recorded ahead may be used: an eager call of its kind was the same."""
+        """Check that a graph recorded ahead has the operations of an eager call of its kind: only then use it."""
         placements = self._capture.placements(site)
         outside = [o for o in site.touched.optimizers if not placements[id(o)].inside]
         eager = site.eager.logs.of(site.kind())
         if eager and self._capture.logs.compare(eager, call.proof.log, outside) is None:
             call.proof.shown = Shown.EQUAL
             return True
-        if eager:  # it is captured anew, as any other
+        if eager:  # it is captured again, as any other
             site.calls.remove(call)
             call.parts.chain.free()
         return False
 
     def _audit(self, site: Site, call: CapturedCall, given: CallArgs, changes: Sequence[Change] = ()) -> Any:
-        """Record the call again, and compare. Its own turn, or because these values have changed."""
+        """Record the call again, and compare: because an audit is due, or because of `changes`."""
         try:
             with interrupts_held() as raise_held:
                 looks_on = bool(changes) or call.replays <= 1
@@ -246,7 +246,7 @@ class CapturedStep(Generic[P, R]):
                 elif has_new:
                     recorded.made.drop()
         except NotWarm:
-            return self._start_over(site, "the step does what it did not do before", given)
+            return self._start_over(site, "the step does something that no eager call did", given)
         except Exception as error:  # noqa: BLE001 (as in a capture)
             site.drop_graphs()
             return self._not_captured(site, error, given)
@@ -255,7 +255,7 @@ class CapturedStep(Generic[P, R]):
             result = self._operations_changed(site, call, None if has_new else recorded, found, changes, given)
         else:
             result = self._run(call, given.leaves)
-        if own and site.calls:  # the step does by now what no replay repeats: have it seen, and named
+        if own and site.calls:  # the step now changes host values, which no replay repeats: let warm-up see and name it
             site.drop_graphs()
             site.start_over(credit=self._options.warmup - 1)
         return result
@@ -269,9 +269,9 @@ class CapturedStep(Generic[P, R]):
         changes: Sequence[Change],
         given: CallArgs,
     ) -> Any:
-        """The step would run other operations by now: the new recording takes the old one's place.
+        """Replace a graph by a new recording, since the step now runs other operations.
 
-        Without one the step has touched what no eager call has shown, and is looked at anew.
+        `recorded` is None if the step touches objects that no eager call has shown: then the step starts over.
         """
         why = told(changes) or str(found)
         names = [change.name for change in changes] or [str(found.where or found.operation)]
@@ -295,7 +295,7 @@ class CapturedStep(Generic[P, R]):
         proof = CallProof(recorded.made.log, call.proof.shown, next_audit(self._options.audit, 0))
         new = self._capture.keep(site, recorded, proof)
         site.calls.insert(0, new)
-        result = self._run(new, given.leaves)  # in any case: the step's Python has run for this call
+        result = self._run(new, given.leaves)  # even if the step stays eager: its Python has run for this call
         if often:
             site.drop_graphs()
         return result
@@ -316,14 +316,14 @@ class CapturedStep(Generic[P, R]):
         return call.straight(leaves)
 
     def _recapture(self, site: Site, call: CapturedCall, why: str, given: CallArgs) -> Any:
-        """Record the same call again; what it touches is known."""
+        """Record the same call again, without warm-up: the objects that it touches are known."""
         site.calls.remove(call)
         call.parts.chain.free()
         self._counts.recapture_reasons[why] += 1
         return self._capture_and_replay(site, given)
 
     def _start_over(self, site: Site, why: str, given: CallArgs) -> Any:
-        """The model is not what it was: this call runs eagerly and is watched, the next one is captured."""
+        """Run this call eagerly, since the model changed, and observe it. The next call is captured."""
         self._raise_if_strict(site, why)
         self._counts.recapture_reasons.update([why] if site.calls or site.was_captured else [])
         site.drop_graphs()
@@ -331,13 +331,13 @@ class CapturedStep(Generic[P, R]):
         return self._warm_up(site, f"changed: {why}", given)
 
     def _values_changed(self, site: Site, changes: Sequence[Change], given: CallArgs) -> Any:
-        """A host value that a graph has baked in, or would, changed: capture again, or give up if it is often."""
+        """Capture again because a baked-in host value changed, or stay eager if that happens often."""
         self._raise_if_strict(site, told(changes))
         names = [change.name for change in changes]
         site.changes, often = weigh_changes(site.changes, names, site.most_replays)
         is_captured = bool(site.calls) or site.was_captured
         warn_values_changed(self._name, changes, is_captured=is_captured, stays_eager=bool(often))
-        if not often:  # the step may touch other things now: look at it once more
+        if not often:  # the step may touch other objects now: observe it again
             return self._start_over(site, told(changes), given)
         site.drop_graphs()
         site.obstacle = f"host value keeps changing: {', '.join(often)}"
@@ -395,7 +395,7 @@ class CapturedStep(Generic[P, R]):
         return result
 
     def _capture_ahead(self, site: Site, example: Example, structure: Structure) -> None:
-        """Record a bucket that no call has filled yet. If it fails, its own first call will say why."""
+        """Record a bucket that had no call yet. If that fails, the first call of the bucket reports why."""
         choice, leaves = example
         keys = leaf_keys(leaves, gradients=True)
         place = (structure, keys, self._ambient.read())
@@ -425,7 +425,7 @@ class CapturedStep(Generic[P, R]):
                 if cold.rebuilt is not None:
                     return self._start_over(site, cold.rebuilt, given)
                 return self._warm_up(site, "warm-up", given)
-            except Exception as error:  # noqa: BLE001 (whatever broke the capture, its state is rolled back)
+            except Exception as error:  # noqa: BLE001 (a failed capture is rolled back, whatever the error)
                 held.close()
                 return self._not_captured(site, error, given)
             self._counts.captures += 1
@@ -439,7 +439,7 @@ class CapturedStep(Generic[P, R]):
             return self._run(call, given.leaves)
 
     def _not_captured(self, site: Site, error: Exception, given: CallArgs) -> Any:
-        """A recording has failed, and left everything as it was."""
+        """Raise the error of a failed recording, or go on in eager. The recording has restored everything."""
         raised = capture_error(self._name, error, self._session.backend)
         if not self._options.goes_on_eagerly:
             raise raised from (None if raised is error else error)
@@ -449,7 +449,7 @@ class CapturedStep(Generic[P, R]):
 
     def _eager(self, site: Site, reason: str, given: CallArgs) -> Any:
         if site.obstacle is None:
-            self._sites.tell_past_limit(reason, site)
+            self._sites.report_past_limit(reason, site)
         self._counts.eager_reasons[reason] += 1
         moved = on_device(given.leaves, self._session.backend)
         flags = flags_of(site, self._options, self._function)
@@ -466,7 +466,7 @@ class CapturedStep(Generic[P, R]):
     # -- setting up
 
     def _settle(self, call_tree: tuple[Any, Any]) -> None:
-        """At the first call: choose the backend from what the step uses."""
+        """Choose the backend from what the step uses, at the first call."""
         self._check_open()
         leaves, _ = flatten(call_tree)
         objects = reachable(self._function)
@@ -481,33 +481,33 @@ class CapturedStep(Generic[P, R]):
             raise ClosedError(
                 f"{self._name}: this captured step was closed",
                 rule="closed",
-                why="its graphs are gone.",
+                why="close() freed its graphs.",
                 fix="capture the step again: step = stepgraph.capture(train_step).",
             )
 
     # -- looking and ending
 
     def report(self) -> Report:
-        """What happened so far: graphs, replays, eager calls with their reasons, time and memory."""
+        """Return a report of graphs, replays, eager calls with their reasons, time and memory."""
         sites = list(self._sites.values())
         placements = self._capture.describe_placements(sites)
         return report_of(self._name, self._session, sites, self._counts, placements, self._options)
 
     def reset(self) -> None:
-        """Drop all graphs; the next calls warm up and capture anew."""
+        """Drop all graphs. The next calls warm up and capture again."""
         for site in self._sites.values():
             site.drop_graphs()
         self._sites.clear()
         self._last = None
 
     def _forget_graphs(self) -> None:
-        """The session has dropped all graphs: warm up and capture anew."""
+        """Start over, since the session has dropped all graphs."""
         for site in self._sites.values():
             site.start_over(credit=0)
 
     @entry_point
     def close(self) -> None:
-        """Free the graphs, and the session if it is the step's own. Closing twice is fine."""
+        """Free the graphs, and the session if the step made it. A second call does nothing."""
         self._end()
         self._flags.check(wait=True)
 
@@ -528,7 +528,7 @@ class CapturedStep(Generic[P, R]):
         if error is None:
             self.close()
         else:
-            self._end()  # the error under way is the one to see
+            self._end()  # do not hide the error that is being raised
 
 
 def _unpickled(function: Callable[..., Any], options: StepOptions, backend: str | None) -> CapturedStep[..., Any]:

@@ -1,9 +1,10 @@
 """Warm-up runs the step eagerly, as the user wrote it, and observes what it does.
 
-It runs on the capture stream and in the capture's memory, so that libraries load, kernels are chosen, optimizer state
-comes into being and autograd's accumulators belong to the right stream. What it touches is noted. So is what no replay
-could repeat: a host random draw, an optimizer's number that the step itself changes, a plain value in the result that
-is another each time. These are obstacles; the capture that follows is refused with their names.
+It runs on the capture stream and in the memory of the capture, so that libraries are loaded, kernels are chosen,
+optimizer state is created, and autograd's accumulators belong to the right stream. It notes the objects that the step
+touches. It also notes obstacles, which no replay can repeat: a host random draw, an optimizer's number that the step
+itself changes, a plain value in the result that changes at each call. The capture that follows is refused and names
+them.
 """
 
 from __future__ import annotations
@@ -46,19 +47,19 @@ from stepgraph.values.watch import Watch
 
 @contextlib.contextmanager
 def surroundings(optimizer_mode: str, backend: Backend) -> Iterator[None]:
-    """What an eager call, a capture and the replay after it have in common."""
+    """The context of an eager call and of a capture."""
     with contextlib.ExitStack() as stack:
         if optimizer_mode == "capturable" and backend.device.type == "cpu":
             stack.enter_context(capturable_on_cpu())
         if torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu"):
-            # casts cached around the step would be baked in, or leak out of the capture
+            # casts cached outside the step would be baked in, and casts of the capture would leak out
             torch.clear_autocast_cache()
             stack.callback(torch.clear_autocast_cache)
         yield
 
 
 class WarmUp:
-    """One eager call of a step, and what it shows. The last call before a capture is the one that counts."""
+    """One observed eager call of a step. The capture uses the observations of the last one."""
 
     def __init__(
         self, step: Callable[..., Any], given: CallArgs, site: Site, session: Session, options: StepOptions
@@ -76,17 +77,17 @@ class WarmUp:
         self._numbers = OwnNumbers(touched.optimizers, self._is_inside)
         self._model = ModelState(touched.all_modules, touched.all_parameters)
         self._contents = Contents([(i, leaf) for i, leaf in enumerate(self._moved) if is_copied_in(leaf)])
-        site.obstacles.clear()  # what only a first call does (lazy initialization) is in nobody's way
+        site.obstacles.clear()  # obstacles of a first call alone (lazy initialization) do not matter
         site.effects = OptimizerEffects()
 
     def _is_inside(self, optimizer: Optimizer) -> bool:
         return place(optimizer, self._options.optimizer).inside
 
     def run(self, logs: StepLogs, others: Sequence[Site], found: Reached | None) -> tuple[Any, Flags | None]:
-        """Call the step once and note what it touches; what ends with the call is let go of.
+        """Call the step once and note the objects that it touches, except those that end with the call.
 
-        `others` are the sites of the step's other signatures, `found` is what this call has found in reach. Returns the
-        result without its autograd graph, and the flags of `nan_check`.
+        `others` are the sites of the step's other signatures, `found` are the objects already found to be in reach.
+        Return the result without its autograd graph, and the flags of `nan_check`.
         """
         site, session, options = self._site, self._session, self._options
         backend, ran, inputs = session.backend, site.touched.ran, (*self._given.leaves, *self._moved)
@@ -127,7 +128,7 @@ class WarmUp:
             self._numbers.end(optimizer)
 
     def _logged(self, logs: StepLogs, call: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
-        """Call the step and note its operations; a call in which state is born is like no other, and not compared."""
+        """Call the step and log its operations. A call that creates optimizer state is not compared with others."""
         site, optimizers = self._site, self._site.touched.optimizers
         num_before, device = num_states(optimizers), self._session.backend.device
         with logs.noting(self._moved, site.touched, device, tensors_in(self._whole, self._options.ignore)) as log:
@@ -138,7 +139,7 @@ class WarmUp:
         return result
 
     def _note(self, known: frozenset[int], call: tuple[tuple[Any, ...], dict[str, Any]]) -> None:
-        """Note what the call has changed or drawn from; the other values are what the recording has to find."""
+        """Note what the call changed or drew from. The recording must find the other values unchanged."""
         site, watched = self._site, self._watched
         numbers = self._numbers.finish()
         ended = _let_go(site, known, self._options.optimizer)
@@ -159,7 +160,7 @@ class WarmUp:
 
 
 def _note_arguments(site: Site, given: CallArgs, moved: Sequence[Any], call: Any, contents: Contents) -> None:
-    """After a call: what it has done to its arguments."""
+    """Note what a call did to its arguments."""
     leaves = given.leaves
     is_own = call is given.own
     container = changed_containers(given.structure, moved, call, site.sign().arguments)
@@ -167,8 +168,8 @@ def _note_arguments(site: Site, given: CallArgs, moved: Sequence[Any], call: Any
     if container is not None and is_own:
         site.note_obstacle("argument-changed", f"the step changes a container that it was given: {container}")
     else:
-        refuse_changed_container(container)  # the caller's own has not seen it
-    for index in contents.changed():  # not every write is counted by torch
+        refuse_changed_container(container)  # the caller's container did not get the change
+    for index in contents.changed():  # torch does not count every write
         site.learnt.written.add(index)
         if moved[index] is not leaves[index] and moved[index].shape == leaves[index].shape:
             with torch.no_grad():  # a copy on the device of a tensor on the host
@@ -176,14 +177,14 @@ def _note_arguments(site: Site, given: CallArgs, moved: Sequence[Any], call: Any
 
 
 def _renewed(site: Site, others: Sequence[Site], ddp: DistributedDataParallel, session: Session) -> bool:
-    """Let DDP accumulate on the capture stream, and begin to warm up again, in all signatures: once."""
+    """Let DDP accumulate on the capture stream, and warm up again in all signatures. Return False at a second try."""
     if id(ddp) in site.learnt.renewed:
         return False
     site.learnt.renewed.add(id(ddp))
     with session.stream():
         if not renew_reducer(ddp):
             return False
-    if session.num_graphs:  # they may use the buckets that are gone
+    if session.num_graphs:  # they may use the old buckets
         session.drop_graphs()
     for each in (site, *others):
         each.warm_up_again()
@@ -191,7 +192,10 @@ def _renewed(site: Site, others: Sequence[Site], ddp: DistributedDataParallel, s
 
 
 def _let_go(site: Site, known: frozenset[int], mode: str) -> set[int]:
-    """Forget what came into being in the call and ended with it, by id; note what of it cannot be recorded."""
+    """Forget objects that were made in the call and ended with it, and return their ids.
+
+    Optimizers among them that cannot be recorded become obstacles.
+    """
     new = {id(o): (type(o).__name__, place_made(o, mode)) for o in site.touched.optimizers if id(o) not in known}
     ended = site.touched.let_go(known)
     for name, placement in (new[key] for key in new.keys() & ended):
@@ -202,22 +206,22 @@ def _let_go(site: Site, known: frozenset[int], mode: str) -> set[int]:
 
 
 def flags_of(site: Site, options: StepOptions, step: Callable[..., Any]) -> FlagCollector:
-    """What looks for NaN and inf in one call of the step."""
+    """Make the collector of flags for NaN and inf in one call of the step."""
     wanted = options.nan_check == "device"
     scaled = wanted and bool(scalers_of(site.with_objects(step)))
     buckets = options.buckets
-    left_out = buckets.may_have_padded if buckets is not None else None  # `Bucketing.flags` looks at those, once cut
+    left_out = buckets.may_have_padded if buckets is not None else None  # `Bucketing.flags` checks those, once cut
     return FlagCollector(site.touched.name, wanted=wanted, gradients=not scaled, left_out=left_out)
 
 
 @contextlib.contextmanager
 def _state_outside_the_pool(workspace: Workspace) -> Iterator[None]:
-    """Let an optimizer make its state, at its first step, elsewhere: in the pool it would only be in the way."""
+    """Let an optimizer create its state, at its first step, outside the pool, where it would block memory."""
     stepping: set[int] = set()
     with contextlib.ExitStack() as kept:
 
         def before(optimizer: Optimizer) -> None:
-            if not optimizer.state and not stepping:  # a subclass's step calls its parent's: both are told of
+            if not optimizer.state and not stepping:  # a subclass's step calls its parent's: both arrive here
                 stepping.add(id(optimizer))
                 kept.enter_context(workspace.keeping())
 
@@ -230,7 +234,7 @@ def _state_outside_the_pool(workspace: Workspace) -> Iterator[None]:
 
 
 def _static_part(result: Any) -> tuple[Structure, list[Any]]:
-    """The part of a result that no replay computes again."""
+    """Return the part of a result that a replay does not compute: structure and plain values."""
     made = StaticOutputs(result)
     return made.structure, made.plain_values
 
@@ -244,12 +248,12 @@ def note_result(site: Site, kind: Hashable, result: Any) -> None:
 
 
 def other_result(site: Site, kind: Hashable, result: Any) -> str | None:
-    """What is another in the static part of a result than in that of the last eager call of its kind, in words."""
+    """Describe what changed in the static part of a result since the last eager call of its kind, or return None."""
     if kind not in site.eager.results:
         return None
     (before, earlier), (structure, values) = site.eager.results[kind], _static_part(result)
     if structure != before:
-        return "the result's structure is another at each call"
+        return "the structure of the result changes from call to call"
     for path, one, two in zip(paths(structure, "result"), earlier, values, strict=True):
         if one is not two and (not is_plain(one) or one != two):
             return f"{path} was {one!r}, then {two!r}"
@@ -257,5 +261,5 @@ def other_result(site: Site, kind: Hashable, result: Any) -> str | None:
 
 
 def own_change(step: str, what: str) -> CaptureError:
-    """The error for a step that changes its own model behind the graph's back."""
+    """Make the error for a step that changes its own model, which a replay cannot do."""
     return Obstacle("own-change", f"the step itself {what}").error(step)

@@ -1,7 +1,7 @@
-"""How a watched value is named, and how a changed one is told.
+"""Names of watched values, and descriptions of their changes.
 
-A message is read by somebody who looks for the line to change: it spells a value as the step's code does (`self.w`,
-`config['scale']`), and tells two of the same spelling apart.
+Users read a message to find the line to change. So it spells a value as the step's code does (`self.w`,
+`config['scale']`), and distinguishes two values of the same spelling.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from stepgraph.plain import MISSING, told
 
 @dataclass(frozen=True, slots=True)
 class Label:
-    """How a value is spelled, and what tells it from another one of the same spelling."""
+    """The spelling of a value, and a suffix that distinguishes it from another one of the same spelling."""
 
     spelling: str
     apart: str = ""
     is_open: bool = False
-    """Whether its items are spelled as attributes."""
+    """True if its items are spelled as attributes."""
 
     def attribute(self, name: str) -> Label:
         return Label(f"{self.spelling}.{name}", self.apart)
@@ -43,13 +43,13 @@ class Label:
 
 
 class Labels:
-    """Labels for variables, each of which is spelled like no other."""
+    """Makes labels for variables, each of them unique."""
 
     def __init__(self) -> None:
         self._owners: dict[str, Any] = {}
 
     def new(self, spelling: str, apart: str, owner: Any) -> Label:
-        """A label for something that is spelled so; `apart` tells it from an earlier one of the same spelling."""
+        """Make a label with this spelling. `apart` distinguishes it from an earlier one of another `owner`."""
         suffix, count = "", 1
         while self._owners.setdefault(spelling + suffix, owner) != owner:
             suffix = f" ({apart})" if count == 1 else f" ({apart}#{count})"
@@ -57,10 +57,10 @@ class Labels:
         return Label(spelling, suffix)
 
 
-def tell(name: str, before: Any, now: Any, is_users: bool = True) -> Change:
-    """A change, in words that differ."""
+def describe_change(name: str, before: Any, now: Any, is_users: bool = True) -> Change:
+    """Describe a change; the two values get different descriptions."""
     one = "absent" if before is MISSING else told(before)
     two = "gone" if now is MISSING else told(now)
-    if one == two and not one.startswith("a "):  # tensors are told apart by nothing that would help
+    if one == two and not one.startswith("a "):  # the address of a tensor or object would not help the user
         one, two = f"{one} at {id(before):#x}", f"{two} at {id(now):#x}"
     return Change(name, one, two, is_users=is_users)

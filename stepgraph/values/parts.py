@@ -1,8 +1,8 @@
-"""Watched values, and how they are checked: by name where something changed, and in one row in C before each replay.
+"""Watched values, and their checks: one row in C before each replay, and by name if something changed.
 
-Everything that is watched is a `Place`: something to read, a key, how to read it, and what was found. The length of a
-list, the class of an object and the address of a tensor are read like that, too. Only names that come into being are
-another matter. Reading runs no code of the user: a dict is read as a dict, whatever its class makes of a missing key.
+Every watched value is a `Place`: an object to read from, a key, a reader, and the value found. The length of a list,
+the class of an object and the address of a tensor are places, too. Only new names need another class (`Names`). Reading
+runs no user code: a dict is read as a plain dict, whatever its class does for a missing key.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from stepgraph.guards.protocol import Change
 from stepgraph.native.library import native_row
 from stepgraph.native.row import GuardRow
 from stepgraph.plain import MISSING, attributes_of, items_of, kept_by, results_of, same, token, told
-from stepgraph.values.naming import Label, tell
+from stepgraph.values.naming import Label, describe_change
 
 _MAX_SINGLE = 16
-"""Items of one container that are compared one by one in Python; more are compared together."""
+"""Most items of one container that are compared one by one in Python; more are compared together."""
 _DIRECT = (dict, list, types.MappingProxyType)
-"""Containers whose own `[]` reads what is there."""
+"""Containers whose own `[]` runs no user code."""
 _BASES: tuple[Any, ...] = (OrderedDict, dict, list, deque)
 _requires_grad = operator.attrgetter("requires_grad")
 _read_slot = types.MemberDescriptorType.__get__
 
 
-# -- readers: each is given where to read and a key, and gives MISSING where there is nothing
+# -- readers: each takes an object and a key, and returns MISSING if there is nothing
 
 
 def item_at(where: Any, key: Any) -> Any:
-    """What is in a dict, a list or a deque at a key."""
+    """Return the item of a dict, a list or a deque at a key."""
     kind = type(where)
     if kind is types.MappingProxyType:
         return where.get(key, MISSING)
@@ -52,12 +52,12 @@ def item_at(where: Any, key: Any) -> Any:
 
 
 def by_identity(where: dict[Any, Any], key: Any) -> Any:
-    """What a dict holds for a key of a class with a hash of its own, which is not asked."""
+    """Return the item of a dict at a key whose class may define `__hash__`, without calling it."""
     return next((value for other, value in dict.items(where) if other is key), MISSING)
 
 
 def in_slot(where: Any, member: types.MemberDescriptorType) -> Any:
-    """What an object holds in a slot."""
+    """Return the value in a slot of an object."""
     try:
         return _read_slot(member, where)
     except AttributeError:
@@ -65,7 +65,7 @@ def in_slot(where: Any, member: types.MemberDescriptorType) -> Any:
 
 
 def attribute_of(where: Any, name: str) -> Any:
-    """The contents of a cell, the code of a function."""
+    """Return the contents of a cell, or the code of a function."""
     try:
         return getattr(where, name)
     except ValueError:  # an empty cell
@@ -73,19 +73,19 @@ def attribute_of(where: Any, name: str) -> Any:
 
 
 def default_of(function: types.FunctionType, parameter: str) -> Any:
-    """What a function's parameter stands for by default."""
+    """Return the default of a function's parameter."""
     return defaults_of(function).get(parameter, MISSING)
 
 
 def defaults_of(function: types.FunctionType) -> dict[str, Any]:
-    """A function's parameters with a default, and what they stand for."""
+    """Return a function's parameters that have a default, with their defaults."""
     code, values = function.__code__, function.__defaults__ or ()
     names = code.co_varnames[max(code.co_argcount - len(values), 0) : code.co_argcount]
     return dict(zip(names, values, strict=False)) | (function.__kwdefaults__ or {})
 
 
 def result_of(read: Callable[..., Any], _: Any) -> Any:
-    """What a function reads: a number of an optimizer, a context variable."""
+    """Return what a function reads: a number of an optimizer, a context variable."""
     try:
         return read()
     except (LookupError, AttributeError, ValueError):
@@ -93,7 +93,7 @@ def result_of(read: Callable[..., Any], _: Any) -> Any:
 
 
 def results_in(cache: Any, results: frozenset[int]) -> Any:
-    """Whether a cache still keeps these results, by id."""
+    """Check whether a cache still holds these results, by id."""
     return "as captured" if results.issubset(map(id, results_of(cache))) else "other objects"
 
 
@@ -102,7 +102,7 @@ def length_of(where: Any, _: Any) -> Any:
 
 
 def order_of(where: Any, _: Any) -> Any:
-    """The keys of a dict as code meets them."""
+    """Return the keys of a dict in order."""
     return tuple(_base_of(where).__iter__(where))
 
 
@@ -115,12 +115,12 @@ def members_of(where: Any, _: Any) -> Any:
 
 
 def bytes_of(array: Any, _: Any) -> Any:
-    """The contents of an array or a bytearray."""
+    """Return the contents of an array or a bytearray."""
     return bytes(array) if type(array) is bytearray else (array.dtype.str, array.shape, array.tobytes())
 
 
 def layout_at(tensor: torch.Tensor, _: Any) -> Any:
-    """Where a tensor is stored, and whether it takes a gradient; MISSING where it has no memory (sparse, nested)."""
+    """Return the layout of a tensor and its `requires_grad`, or MISSING if it has no memory (sparse, nested)."""
     try:
         return layout_of(tensor), tensor.requires_grad
     except RuntimeError:
@@ -128,41 +128,41 @@ def layout_at(tensor: torch.Tensor, _: Any) -> Any:
 
 
 def _base_of(where: Any) -> Any:
-    """What reads a container without the methods of its class."""
+    """Return the base class that reads a container without methods of the user's class."""
     return next(base for base in _BASES if issubclass(type(where), base))
 
 
-# -- what is watched
+# -- watched values
 
 
 @dataclass(slots=True)
 class Place:
-    """A value that was found at a key of something."""
+    """A value found at a key of an object."""
 
     label: Label
     where: Any
     key: Any
     value: Any
     is_users: bool
-    """Whether it belongs to something of the user's own."""
+    """True if it belongs to the user's code, False for an installed library."""
     read: Callable[[Any, Any], Any] = item_at
 
     def change(self) -> Change | None:
-        """How it is not as it was."""
+        """Describe how the value changed, or return None."""
         now, name = self.read(self.where, self.key), str(self.label)
-        if now is self.value or same(self.value, now) or self._is_told_elsewhere(now):
+        if now is self.value or same(self.value, now) or self._is_reported_elsewhere(now):
             return None
         if self.read is layout_at:
             moved = change_of(self.value[0])
             if moved is None:
-                return tell(f"{name}.requires_grad", self.value[1], now[1], self.is_users)
+                return describe_change(f"{name}.requires_grad", self.value[1], now[1], self.is_users)
             return Change(name, "a tensor", f"the same tensor, which {moved}", is_users=self.is_users)
         if self.read is bytes_of:
             return Change(name, "an array", "the same array with other contents", is_users=self.is_users)
-        return tell(name, self.value, now, is_users=self.is_users)
+        return describe_change(name, self.value, now, is_users=self.is_users)
 
-    def _is_told_elsewhere(self, now: Any) -> bool:
-        """Whether it is for another place: an item is gone from a list, whose length tells it, or a key from a dict."""
+    def _is_reported_elsewhere(self, now: Any) -> bool:
+        """Check whether another place reports the change: the length of a list, or the removed key of a dict."""
         if self.read is order_of:
             return set(map(token, self.value)) != set(map(token, now))
         if self.read is length_of:
@@ -171,7 +171,7 @@ class Place:
 
 
 def expect_places(found: Iterable[Place], row: GuardRow) -> None:
-    """Put into a row what it takes for all places to be as they were."""
+    """Add the expectation to a row that no place has changed."""
     groups: dict[tuple[int, Any], list[Place]] = {}
     for place in found:
         groups.setdefault((id(place.where) if place.read is item_at else 0, place.read), []).append(place)
@@ -254,14 +254,14 @@ def _ids_in_order(where: Any) -> tuple[int, ...]:
 
 @dataclass(slots=True)
 class Names:
-    """The names in a dict of attributes or globals: one that comes into being may hide what code has found so far."""
+    """The names in a dict of attributes or globals. A new name may hide a value that code has found so far."""
 
     label: Label
     where: Mapping[Any, Any]
     wants: Callable[[Any], bool]
-    """Tells which names code looks for."""
+    """Checks whether code looks for a name."""
     behind: tuple[type, ...]
-    """The classes that are asked for what is not here."""
+    """The classes that Python searches next for a missing name."""
     is_users: bool
     known: frozenset[Any]
 
@@ -270,7 +270,7 @@ class Names:
             value = self.where[key]
             function = value.__func__ if type(value) is types.MethodType else value
             if is_engines(value) or "_wrapped_by_lr_sched" in (attributes_of(function) or ()):
-                continue  # it does what the method did: a graphed forward, a scheduler's count of steps
+                continue  # it does the same as the method: a graphed forward, a scheduler's count of steps
             label = self.label.attribute(key) if type(key) is str else self.label.item(os.fsdecode(key))
             now = told(value)
             before = next((told(vars(kind)[key]) for kind in self.behind if key in vars(kind)), "absent")

@@ -1,10 +1,10 @@
-"""One breadth-first walk over what a step can name, to any depth.
+"""One breadth-first walk over everything that a step can name, to any depth.
 
-It starts where Python starts to look: closure cells, defaults, the globals that code names, the bound object. From
-there it goes through attributes, slots, items, classes and functions. One filter keeps it small: an attribute counts if
-its name occurs in code that ran, a function if it ran. Where that is not known (before the first call, or where code is
-compiled) all functions of the user's count, with the names in them. Each object is entered once, and at most
-`MAX_OBJECTS` are, so that the walk is linear. No code of the user runs. A visitor decides what to do with each find.
+It starts from the names that Python resolves: closure cells, defaults, the globals that code names, the bound object.
+From there it follows attributes, slots, items, classes and functions. One filter keeps it small: an attribute counts if
+its name occurs in code that ran, a function if it ran. If that is not known (before the first call, or for compiled
+code), all functions of the user count, with the names in them. The walk enters each object once, and at most
+`MAX_OBJECTS` of them, so it is linear. It runs no user code. A visitor decides what to do with each find.
 """
 
 from __future__ import annotations
@@ -33,21 +33,21 @@ from stepgraph.values.parts import Place, attribute_of, by_identity, default_of,
 
 MAX_OBJECTS = 20_000
 MAX_ITEMS = 4096
-"""A container with more items is data: its first ones stand for the rest."""
+"""A container with more items is taken for data: only its first items are looked at."""
 _FIRST = 64
 _SIMPLE = frozenset((int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.device, torch.Size))
 _BOOKKEEPING = frozenset((*vars(torch.nn.Module()), "_compiled_call_impl", "_is_full_backward_hook"))
-"""Attributes that each module has, which torch keeps and others guard."""
+"""Attributes of every module, kept by torch; other guards compare them."""
 _OPTIMIZERS = frozenset(("param_groups", "state", "defaults"))
-"""Attributes of optimizers that others guard."""
-_UNTOLD = frozenset(("__dict__", "__weakref__", "__doc__", "__module__", "__init_subclass__", "__class_getitem__"))
+"""Attributes of optimizers; other guards compare them."""
+_SKIPPED = frozenset(("__dict__", "__weakref__", "__doc__", "__module__", "__init_subclass__", "__class_getitem__"))
 _READING = ("forward", "__call__", "__getattr__", "__getitem__")
 _MAKING = frozenset(("__init__", "__post_init__", "__repr__", "__str__"))
-"""Methods that name every attribute, and that a step seldom calls."""
+"""Methods that name every attribute, but that a step seldom calls."""
 _LISTS = (torch.nn.ParameterList, torch.nn.ParameterDict)
-"""Modules of torch's whose attributes are what the user puts there."""
+"""Modules of torch whose attributes are the user's."""
 _LAYERS = ("torch.nn.modules.", "torch.nn.utils.", "collections")
-"""Modules with classes whose own code reads attributes of the user's objects."""
+"""Python modules with classes whose own code reads attributes of the user's objects."""
 _CONTAINERS = (list, tuple, deque, set, frozenset)
 _VIEWS: tuple[type, ...] = (types.MappingProxyType, type({}.keys()), type({}.values()), type({}.items()))
 _CODE = (types.FunctionType, types.MethodType, functools.partial, functools._lru_cache_wrapper)
@@ -68,31 +68,31 @@ _LOOKS: tuple[tuple[Any, str], ...] = (
     (contextvars.ContextVar, "_context"),
     (torch.Tensor, "_tensor"),
 )
-"""How to look into what is more than its attributes: which method of the walk does."""
+"""The method of the walk that looks into objects of a class, if they have more than attributes."""
 Wants = Callable[[Any], bool]
 
 
 class Visitor(Protocol):
-    """Is shown what is found."""
+    """Receives what a walk finds."""
 
     def put(self, place: Place) -> bool:
-        """A value was found at a place; whether to look into it."""
+        """Take a value found at a place. Return whether to look into it."""
 
     def enter(self, label: Label, value: Any, owner: Any, is_users: bool, wants: Wants | None) -> None:
-        """An object is looked into, once. `owner` is what holds it, `wants` tells which names on it count.
+        """Take an object that the walk enters, once for each object. `owner` holds it.
 
-        None for what is of torch's or Python's own: nobody adds to it.
+        `wants` checks whether a name on it counts. It is None for objects of torch and Python, which get no new names.
         """
 
     def miss(self, label: Label, where: Mapping[Any, Any], wants: Wants) -> None:
-        """Code looks for more names here than there are."""
+        """Take a dict in which code looks for names that it does not have."""
 
     def takes(self, value: Any) -> bool:
-        """Whether an attribute counts for what it is, whatever its name."""
+        """Check whether an attribute counts because of its value, whatever its name."""
 
 
 class Kind:
-    """What is known of a class: how its objects are looked into, and which of their attributes count."""
+    """Facts about a class: how to look into its objects, and which of their attributes count."""
 
     __slots__ = ("is_layer", "is_list", "is_module", "is_open", "is_own", "is_users", "look", "skipped", "slots")
 
@@ -102,7 +102,7 @@ class Kind:
         self.is_module, self.is_list = issubclass(kind, torch.nn.Module), issubclass(kind, _LISTS)
         users = [vars(base) for base in kind.__mro__ if is_users_name(str(base.__module__))]
         self.is_open = not self.is_module and any("__getattr__" in body for body in users)
-        """Whether its attributes may be in a dict that it has."""
+        """True if its attributes may be in a dict that it holds."""
         others = [base for base in kind.__mro__ if base is not torch.nn.Module]
         self.is_layer = any(str(base.__module__).startswith(_LAYERS) for base in others)
         self.skipped = (
@@ -113,10 +113,10 @@ class Kind:
 
 
 class Walk:
-    """Goes through what a step can name and shows it to a visitor."""
+    """Walks over everything that a step can name, and passes it to a visitor."""
 
     def __init__(self, visitor: Visitor, ran: ExecutedCode | None = None, live: Collection[int] = ()) -> None:
-        """`live` are optimizers, by id, that run at each replay."""
+        """`live` are the ids of optimizers that run at each replay."""
         self._visitor, self._live = visitor, frozenset(live)
         self._running = Running(ran)
         self.names = self._running.names
@@ -126,15 +126,15 @@ class Walk:
         self._kinds: dict[type, Kind] = {}
         self._paths: dict[int, Label] = {}
         self._inner: set[int] = set()
-        """Modules inside others, by id: of torch's own layers there are hundreds, and they are what they are."""
+        """Ids of modules inside others. Hundreds of them are torch's own layers, which get no new names."""
         self._waiting: dict[str, list[tuple[Kind | None, Label, Place]]] = {}
         self._missed: dict[int, tuple[dict[str, Any], set[str]]] = {}
         self._resting: list[tuple[Label, types.FunctionType, bool]] = []
-        """Functions that do not count so far."""
+        """Functions that do not count yet."""
         self.is_compiled = self.is_cut_short = False
 
     def go(self, function: Any, modules: Mapping[str, torch.nn.Module]) -> None:
-        """Walk from a callable, and from the modules that it is known to call, by path."""
+        """Walk from a callable, and from the modules, by path, that it is known to call."""
         self._paths = {id(module): Label(path) for path, module in modules.items()}
         self._inner.update(id(module) for path, module in modules.items() if "." in path)
         self._running.admit(function)
@@ -159,7 +159,7 @@ class Walk:
                     self._body(*entry)
 
     def _enter(self, label: Label, value: Any, owner: Any, users: bool) -> None:
-        if is_engines(value) and not issubclass(type(value), dict):  # such a dict is in the place of the user's
+        if is_engines(value) and not issubclass(type(value), dict):  # such a dict replaces one of the user
             self._add(label, (attributes_of(value) or {}).get("__wrapped__"), users)
             self._marks(label, value, users)
             return
@@ -177,7 +177,7 @@ class Walk:
             self._object(label, value, facts)
 
     def _eager(self, label: Label, optimizer: Any, owner: Any, users: bool) -> None:
-        """Of an optimizer that runs at each replay: numbers that other code than its own step reads."""
+        """Take those numbers of an optimizer that runs at each replay which code other than its own step reads."""
         named = self._running.names_beside(type(optimizer), "step") if is_users(type(optimizer)) else ()
         own = attributes_of(optimizer) or {}
         for name in sorted(own.keys() & named - _OPTIMIZERS) if named else ():
@@ -191,7 +191,7 @@ class Walk:
     # -- which names count
 
     def _offer(self, kind: Kind | None, label: Label, place: Place, name: str) -> None:
-        """Take an attribute if its name counts; else once it does."""
+        """Take an attribute now if its name counts, or later once it does."""
         if _wants(self._running, kind, name):
             place.label = label.attribute(name)
             self._take(place, is_open=kind is not None and kind.is_open and name.startswith("_"))
@@ -201,7 +201,7 @@ class Walk:
             self._waiting.setdefault(name, []).append((kind, label, place))
 
     def _take(self, place: Place, *, is_open: bool = False) -> None:
-        spot = (id(place.where), place.key) if type(place.key) is str else None  # a global is an attribute, too
+        spot = (id(place.where), place.key) if type(place.key) is str else None  # a global is also an attribute
         if spot is not None and self._seen.setdefault(spot, place) is not place:
             return
         if self._visitor.put(place):
@@ -212,7 +212,7 @@ class Walk:
 
     def _add(self, label: Label, value: Any, users: bool, owner: Any = None) -> None:
         is_listed = not users and issubclass(type(value), type) and issubclass(type(owner), (dict, *_CONTAINERS))
-        if type(value) not in _SIMPLE and not is_listed:  # a library's table of classes names no more than it does
+        if type(value) not in _SIMPLE and not is_listed:  # classes in a library's table are not followed
             self._queue.append((label, value, owner, users))
 
     def _name(self, code: types.CodeType) -> None:
@@ -234,12 +234,12 @@ class Walk:
         if is_users_code(code):
             self._body(label, function, users)
             return
-        for cell in function.__closure__ or ():  # of torch's and Python's own: only what they are around
+        for cell in function.__closure__ or ():  # of torch's and Python's functions: only what they wrap
             if issubclass(type(held := attribute_of(cell, "cell_contents")), (*_CODE, dict)):
                 self._add(label, held, users)
 
     def _body(self, label: Label, function: types.FunctionType, users: bool) -> None:
-        """The variables of a function, if it counts by now."""
+        """Take the variables of a function, if it counts now."""
         code, called, scope = function.__code__, function.__name__, function.__globals__
         is_made = code.co_filename.startswith("<")
         own = not is_installed(str(scope.get("__file__")) if is_made else code.co_filename)
@@ -265,7 +265,7 @@ class Walk:
             self._visitor.miss(Label(called), vars(function), functools.partial(_wants, self._running, None))
 
     def _marks(self, label: Label, function: Any, users: bool) -> None:
-        """What hangs on a function, or on what is around one."""
+        """Offer the attributes of a function, or of an object around one."""
         own = attributes_of(function) or {}
         for name, value in list(own.items()):
             if not name.startswith("_"):
@@ -278,11 +278,11 @@ class Walk:
             label = self._labels.new(name, called, _owner(value, (id(scope), name)))
             if own or _is_small(value):
                 self._take(Place(label, scope, name, value, own))
-            else:  # functions, classes and objects of a library are what they are
+            else:  # functions, classes and objects of a library are not compared
                 self._add(label, value, own)
         if own:
             self._missed.setdefault(id(scope), (scope, set()))[1].update(named - scope.keys())
-            for name in code.co_names:  # what it imports by itself
+            for name in code.co_names:  # modules imported inside the function
                 for path in (name, f"{scope.get('__package__')}.{name}"):
                     if path in sys.modules and is_users_name(path) and name not in scope:
                         self._add(self._labels.new(name, called, path), sys.modules[path], True)
@@ -299,12 +299,12 @@ class Walk:
         self._marks(label if label.spelling else Label("partial"), partial, users)
         for index, value in enumerate(partial.args):
             self._add(Label(f"argument {index}"), value, users)
-        self._running.admit(*partial.args, *partial.keywords.values())  # hooks, maybe, that run in a backward
+        self._running.admit(*partial.args, *partial.keywords.values())  # these may be hooks that run in a backward
         for key, value in partial.keywords.items():
             self._take(Place(Label(key), partial.keywords, key, value, users))
 
     def _cache(self, label: Label, cache: Any, users: bool) -> None:
-        """What a function with a cache has returned is used again; the function itself may have run long ago."""
+        """Follow cached results: the step uses them although the function may have run long ago."""
         self._running.admit(cache)
         self._add(label, cache.__wrapped__, users)
         for result in cached_by(cache):
@@ -312,7 +312,7 @@ class Walk:
             self._add(self._labels.new(name, type(result).__name__, id(result)), result, users)
 
     def _getter(self, label: Label, getter: Any, users: bool) -> None:
-        """No code spells the names that an `attrgetter` asks for."""
+        """Let the names count that an `attrgetter` reads, which occur in no code."""
         made = getter.__reduce__()
         names = made[0].args if issubclass(type(made[0]), functools.partial) else made[1]
         body = "\n".join(name for name in names if type(name) is str and name.replace(".", "").isidentifier())
@@ -326,7 +326,7 @@ class Walk:
     # -- objects
 
     def _object(self, label: Label, value: Any, facts: Kind) -> None:
-        """Attributes, slots and the class of an object; of torch's and Python's own what the user's code names."""
+        """Offer attributes, slots and class of an object; of torch's and Python's objects only names in user code."""
         own = attributes_of(value) or {}
         is_theirs = facts.is_users or facts.is_list
         for name, item in list(own.items()):
@@ -347,18 +347,18 @@ class Walk:
             self._add(Label(""), type(value), facts.is_own)
 
     def _tensor(self, label: Label, tensor: Any, users: bool) -> None:
-        """What hangs on a tensor (`p.scale = 2.0`)."""
+        """Offer attributes set on a tensor (`p.scale = 2.0`)."""
         own = attributes_of(tensor) or {}
         for name, item in list(own.items()):
             self._offer(None, label, Place(label, own, name, item, users), name)
 
     def _class(self, label: Label, kind: type, users: bool) -> None:
-        """What the body of a class has, and the bodies of its bases."""
+        """Offer the body of a class, and follow its bases."""
         own, facts, body = is_own(kind), self._kind(kind), vars(kind)
         is_theirs = is_users_name(str(kind.__module__))
         for name, item in body.items() if is_theirs else ():
             functions = functions_behind(item)
-            if name in _UNTOLD or type(item) is types.MemberDescriptorType or (name[:2] == "__" and not functions):
+            if name in _SKIPPED or type(item) is types.MemberDescriptorType or (name[:2] == "__" and not functions):
                 continue
             place = Place(label.attribute(name), body, name, item, own)
             if not self._running.is_known or issubclass(kind, torch.autograd.Function):
@@ -375,7 +375,7 @@ class Walk:
             self._add(Label(""), type(kind), own)
 
     def _runs(self, functions: list[types.FunctionType], name: str, own: bool) -> bool:
-        """Whether a method counts that no code may name."""
+        """Check whether a method counts, also one that no code names."""
         if not self._running.is_known:
             return name in _READING or (own and name.startswith("__") and name not in _MAKING)
         return self._running.runs(functions) or (own and name in self.names.spelled)
@@ -412,7 +412,7 @@ class Walk:
                 self._add(inner, value, users, items)
 
     def _view(self, label: Label, view: Any, users: bool) -> None:
-        """The dict behind a read-only mapping or a view, which only the garbage collector tells."""
+        """Follow the dict behind a read-only mapping or a view; only the garbage collector can name it."""
         for behind in gc.get_referents(view):
             self._add(label, behind, users)
 
@@ -423,7 +423,7 @@ class Walk:
 
 
 def _wants(running: Running, kind: Kind | None, name: Any) -> bool:
-    """Whether an attribute of this name counts."""
+    """Check whether an attribute of this name counts."""
     if name in running.names.spelled:
         return True
     if kind is None or type(name) is not str:
@@ -435,7 +435,7 @@ def _wants(running: Running, kind: Kind | None, name: Any) -> bool:
 
 
 def _owner(value: Any, place: Any) -> Any:
-    """Whose a variable's label is: that of its place, but for a class, which is called so by itself."""
+    """Return the owner of a variable's label: its place; for a class the class itself, which has that name."""
     return id(value) if issubclass(type(value), type) else place
 
 
@@ -444,5 +444,5 @@ def _most(length: int) -> int:
 
 
 def _is_small(value: Any) -> bool:
-    """Whether a value of a library's is watched: a plain one, or a container."""
+    """Check whether a value of a library is watched: a plain one, or a container."""
     return is_plain(value) or type(value) in (dict, list, set)

@@ -1,13 +1,13 @@
 """Host values that a step reads: noted at capture, compared at replay, never silently frozen.
 
 Python runs only when a step is recorded. A loss weight in a closure, a temperature in a global, a flag on `self` are
-read once and are constants from then on. So everything that the step's code can name is noted when it is captured
-(`walk` finds it): plain values, and which tensor, function or object each name stands for. The watch is a trigger, and
-the operations are the judge: a value that changed makes the next call an audited one, which tells whether it matters.
-So a value too many is cheap; one that is missed is found only at the next audit.
+read once and are constants from then on. So a capture notes everything that the step's code can name (`walk` finds it):
+plain values, and which tensor, function or object each name stands for. The watch is only a trigger: if a value
+changed, the next call is an audit, and the operations decide whether the change matters. So watching a value too many
+is cheap. A change of a value that is not watched is found only at the next audit.
 
-Reading them again at each replay must cost next to nothing: what it comes down to is a row of identities, which is run
-through in C. Only where that row finds something touched is it asked what.
+Reading all values at each replay must cost almost nothing. So they are compared by identity in one row, in C. Only if
+the row fails are the values compared one by one.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _CUT_SHORT = (
 
 
 class Watch:
-    """The watched values of one step, as they were when it was made."""
+    """The watched values of one step, as they were when the watch was made."""
 
     def __init__(
         self,
@@ -49,9 +49,9 @@ class Watch:
         eager: Iterable[Any] = (),
         ran: ExecutedCode | None = None,
     ) -> None:
-        """`read` are numbers that it was seen to read, `eager` the optimizers that run at each replay.
+        """`read` are numbers that the step was seen to read, `eager` the optimizers that run at each replay.
 
-        `ran` is the code that it was seen to run.
+        `ran` is the code that the step was seen to run.
         """
         self._look = functools.partial(_look, function, frozenset(ignore), modules or {}, read or {}, list(eager), ran)
         self._dropped: set[str] = set()
@@ -62,14 +62,14 @@ class Watch:
         return sum(place.read not in (parts.class_of, parts.layout_at) for place in self._notes.places)
 
     def changed(self) -> list[Change]:
-        """What is not as it was; empty in next to no time when nothing was touched."""
+        """Return the changes; without changes this is fast."""
         if self._row.holds():
             return []
         notes = self._notes
         found = [change for place in notes.places if (change := place.change()) is not None]
         found += [change for names in notes.names if len(names.where) != len(names.known) for change in names.changes()]
         found = [change for change in found if change.name not in self._dropped]
-        if not found:  # another object, and the same to the step: know it the next time
+        if not found:  # new objects that are equal for the step: expect these from now on
             for place in notes.places:
                 place.value = place.read(place.where, place.key)
             for names in notes.names:
@@ -78,38 +78,37 @@ class Watch:
         return found
 
     def expect(self, row: GuardRow) -> None:
-        """What `changed` comes down to."""
         expect_places(self._notes.places, row)
         for names in self._notes.names:
             row.length(names.where, len(names.known))
 
     def drop(self, names: Iterable[str]) -> None:
-        """Watch these values no more: they turned out to mean nothing."""
+        """Stop watching these values, which turned out not to matter."""
         self._dropped.update(names)
         self._notes.places = [place for place in self._notes.places if str(place.label) not in self._dropped]
         self._row = self._new_row()
 
     def renew(self) -> None:
-        """Expect what is there now, after the step's own Python has run once more."""
+        """Expect the present values, after the step's own Python has run once more."""
         self._notes = self._look()
         self.drop(())
 
     @property
     def labels(self) -> set[str]:
-        """The names of all that it has come to."""
+        """The names of all values found."""
         return self._notes.labels
 
     @property
     def unlooked(self) -> str | None:
-        """What was not looked at, in a sentence."""
+        """A sentence about values that were not covered, or None."""
         return _CUT_SHORT if self._notes.is_cut_short else None
 
     def drawn(self) -> list[Source]:
-        """What was drawn from since: iterators and random generators of the step's own."""
+        """Return the step's iterators and random generators that were drawn from since."""
         return [s for s in self._notes.sources if s.is_seen and s.was_drawn_from()]
 
     def unseen(self) -> list[Source]:
-        """The iterators that a variable of the step stands for and that do not tell where they are."""
+        """Return iterators in variables of the step whose position cannot be read."""
         return [s for s in self._notes.sources if not s.is_seen and s.name.isidentifier()]
 
     def _new_row(self) -> GuardRow:
@@ -119,7 +118,7 @@ class Watch:
 
 
 class _Notes:
-    """Notes what a walk finds."""
+    """Visits a walk, and notes what it finds."""
 
     def __init__(self, ignore: frozenset[str], is_on_gpu: bool) -> None:
         self._ignore, self._is_on_gpu = ignore, is_on_gpu
@@ -128,7 +127,7 @@ class _Notes:
         self.sources: list[Source] = []
         self.is_cut_short = False
         self.labels: set[str] = set()
-        """How all that was found is spelled, where names are to be ignored."""
+        """The spelling of everything found; kept only if names are to be ignored."""
 
     def put(self, place: Place) -> bool:
         if self._ignore:
@@ -150,7 +149,7 @@ class _Notes:
             self.labels.add(str(label))
         note = functools.partial(self._note, value, is_users)
         if source is not None:
-            is_live = source.generator is not None and not self._is_on_gpu  # the tape sees to it
+            is_live = source.generator is not None and not self._is_on_gpu  # the tape handles it
             if str(label) not in self._ignore and not is_live:
                 self.sources.append(source)
         elif issubclass(kind, torch.Tensor):
@@ -188,7 +187,7 @@ def _look(
     eager: list[Any],
     ran: ExecutedCode | None,
 ) -> _Notes:
-    """Walk, and once more where compiled code is met: what runs there is not what is written."""
+    """Walk; if there is compiled code, walk again without the record of code that ran, which does not cover it."""
     parameters = (p for module in modules.values() for p in module._parameters.values() if p is not None)
     notes = _Notes(ignore, any(parameter.is_cuda for parameter in parameters))
     walk = Walk(notes, ran, [id(value) for value in eager])

@@ -226,7 +226,7 @@ def test_gradient_kept_in_a_later_round_raises_before_overwrite(device: torch.de
         return call(hidden)
 
     rank.between = keep
-    with pytest.raises(CaptureError, match=r"still held.*\[held-gradient\]"):
+    with pytest.raises(CaptureError, match=r"still holds.*\[held-gradient\]"):
         rank.run(batch)
     assert same_bits(kept[0], values[0])
     kept.clear()
@@ -239,7 +239,7 @@ def test_result_kept_in_a_later_round_raises_with_split_weights(device: torch.de
     kept: list[torch.Tensor] = []
     rank.between = lambda call, hidden: (kept.append(hidden), call(hidden))[1]
     values: list[torch.Tensor] = []
-    with pytest.raises(CaptureError, match=r"still held.*\[held-result\]"):
+    with pytest.raises(CaptureError, match=r"still holds.*\[held-result\]"):
         for _ in range(2):
             values = [tensor.detach().clone() for tensor in kept]
             rank.run(batch)

@@ -82,7 +82,7 @@ def test_a_malformed_order_is_refused_at_its_entry(device: torch.device) -> None
 def test_options_are_refused_by_name(device: torch.device) -> None:
     layer = nn.Linear(WIDTH, WIDTH).to(device)
     assert "num_warmup_iters=-1" in refusal(make(layer, (x_on(device),), num_warmup_iters=-1), "option").what
-    assert "pool=(0, 1) is no Session" in refusal(make(layer, (x_on(device),), pool=(0, 1)), "option").what
+    assert "pool=(0, 1) is not a Session" in refusal(make(layer, (x_on(device),), pool=(0, 1)), "option").what
     both = {"order": [1, -1], "_order": [1, -1]}
     assert "both `order` and `_order`" in refusal(make(layer, ((x_on(device),),), **both), "option").what
     with pytest.raises(stepgraph.InvalidArgument, match="did you mean `_order`"):

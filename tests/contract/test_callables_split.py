@@ -113,7 +113,7 @@ def test_a_weight_gradient_out_of_order_is_refused(device: torch.device) -> None
 def test_backward_dw_without_a_split_weight_gradient_is_refused(device: torch.device) -> None:
     rank = Rank(device, [1, -1], [1])
     graphed = rank.capture()
-    assert "has no weight gradient of its own" in refusal(graphed[0].backward_dw).what
+    assert "has no separate weight gradient" in refusal(graphed[0].backward_dw).what
 
 
 def test_a_checkpoint_with_random_numbers_cannot_be_split(device: torch.device) -> None:

@@ -59,5 +59,5 @@ def test_result_that_needs_no_gradient_is_not_reported(kind: str, device: torch.
 def test_result_that_could_be_differentiated_is_reported_once(wrap: Callable, device: torch.device) -> None:
     model = nn.Linear(2, 2).to(device)
     (message,) = told(lambda x: wrap(model(x)), device)
-    assert "comes back detached" in message
+    assert "is returned detached" in message
     assert "graph_modules" in message

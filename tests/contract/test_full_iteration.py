@@ -927,8 +927,8 @@ def test_wrapper_iterator_that_ends_early_is_named(num_chunks: int, device: torc
 @pytest.mark.parametrize(
     ("given", "told"),
     [
-        (lambda made: torch.utils.data.DataLoader([1, 2]), "is a DataLoader, which is no iterator"),
-        (lambda made: [made.sources[0]] * 2, "two model chunks were given one data iterator"),
+        (lambda made: torch.utils.data.DataLoader([1, 2]), "is a DataLoader, which is not an iterator"),
+        (lambda made: [made.sources[0]] * 2, "two model chunks got the same data iterator"),
     ],
     ids=["no iterator", "one for two"],
 )
@@ -991,7 +991,7 @@ def test_wrapper_inside_a_captured_step_is_refused(device: torch.device) -> None
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        ({"forward_backward_func": 3}, "a int cannot be called"),
+        ({"forward_backward_func": 3}, "a int, which cannot be called"),
         ({"cuda_graph_warmup_steps": 0}, "cuda_graph_warmup_steps=0"),
         ({"optimizers": ["auto"]}, "optimizers: a str"),
         ({"optimizer": "in"}, "optimizer='in'"),
@@ -1027,6 +1027,6 @@ def test_wrapper_report_names_what_each_graph_serves(device: torch.device) -> No
     ids=["warmup", "buckets"],
 )
 def test_wrapper_refuses_options_that_are_not_its_own(option: dict[str, Any], instead: str) -> None:
-    with pytest.raises(stepgraph.InvalidArgument, match="is no option of FullCudaGraphWrapper") as caught:
+    with pytest.raises(stepgraph.InvalidArgument, match="is not an option of FullCudaGraphWrapper") as caught:
         stepgraph.FullCudaGraphWrapper(lambda **_: [], **option)
     assert instead in caught.value.fix

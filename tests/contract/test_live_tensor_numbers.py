@@ -61,7 +61,7 @@ def test_live_tensor_learning_rate_replaced_is_noticed(device: torch.device) -> 
         return program
 
     report = assert_captured_equals_eager(build_tensor, device)
-    assert report.recapture_reasons == {"AdamW.param_groups[0]['lr'] is another tensor": 1}
+    assert report.recapture_reasons == {"AdamW.param_groups[0]['lr'] is a new tensor": 1}
 
 
 def test_live_capturable_optimizer_follows_schedules_in_a_graph(device: torch.device) -> None:

@@ -36,7 +36,7 @@ def test_parts_of_a_module_in_another_order_are_another_step(
         assert torch.equal(step(x), use(module, x).detach())
         assert not torch.equal(before, step(x))
         (reason,) = step.report().recapture_reasons
-        assert "in another order: `b` before `a`" in reason
+        assert "a new order of its parts: `b` before `a`" in reason
 
 
 def test_plain_number_in_a_parameter_list_is_noticed(device: torch.device) -> None:

@@ -43,13 +43,13 @@ def test_shared_state_written_through_the_argument_is_refused(device: torch.devi
 
 def test_shared_state_that_the_step_writes_itself_is_refused(device: torch.device) -> None:
     weight = torch.nn.Parameter(torch.zeros(4, 8, device=device))
-    with pytest.raises(stepgraph.CaptureError, match="shares memory with `weight`, and the step writes to that one"):
+    with pytest.raises(stepgraph.CaptureError, match="shares memory with `weight`, and the step writes to `weight`"):
         noted([torch.ones(2, device=device), weight.detach()[1:]], {"weight": weight}, lambda a, b: weight.add_(1))
 
 
 def test_shared_state_written_by_an_optimizer_is_refused(device: torch.device) -> None:
     weight = torch.nn.Parameter(torch.zeros(4, 8, device=device))
-    with pytest.raises(stepgraph.CaptureError, match="shares memory with `weight`, and the step writes to that one"):
+    with pytest.raises(stepgraph.CaptureError, match="shares memory with `weight`, and the step writes to `weight`"):
         noted([weight.detach()], {"weight": weight}, lambda w: w.sum(), (weight,))
 
 

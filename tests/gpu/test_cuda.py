@@ -191,6 +191,6 @@ def test_report_counts_nodes() -> None:
 def test_tape_refuses_a_step_on_a_gpu() -> None:
     with (
         stepgraph.capture(lambda x: x * 2, backend="tape") as step,
-        pytest.raises(stepgraph.InvalidArgument, match="tape was asked for"),
+        pytest.raises(stepgraph.InvalidArgument, match="the backend is the tape"),
     ):
         step(torch.ones(2, device="cuda"))

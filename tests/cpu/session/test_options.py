@@ -148,11 +148,11 @@ def test_capture_is_a_decorator_with_and_without_options() -> None:
 @pytest.mark.parametrize(
     ("name", "value", "fix"),
     [
-        ("ignore", "self.steps", "ignore=['self.steps']."),
-        ("safe_hooks", "scale", "safe_hooks=['scale']."),
-        ("safe_hooks", step, "safe_hooks=[step]."),
-        ("generators", torch.Generator(), "generators=[...]."),
-        ("ignore", None, "ignore=[...]."),
+        ("ignore", "self.steps", "pass ignore=['self.steps']."),
+        ("safe_hooks", "scale", "pass safe_hooks=['scale']."),
+        ("safe_hooks", step, "pass safe_hooks=[step]."),
+        ("generators", torch.Generator(), "pass generators=[...]."),
+        ("ignore", None, "pass ignore=[...]."),
     ],
     ids=["a name", "a hook by name", "a hook", "a generator", "nothing"],
 )

@@ -71,17 +71,21 @@ REFUSED: dict[str, tuple[Callable[[], Any], str, str]] = {
     "strict modules": (lambda: graph_modules(plain(), "part", strict="no"), "strict='no'", "or leave it out"),
     "ignore": (lambda: capture(step, ignore=[3]), "ignore: 3 is not a name", "a list of names"),
     "safe_hooks": (lambda: capture(step, safe_hooks=[3]), "safe_hooks: 3 is not a function", "functions or names"),
-    "session": (lambda: capture(step, session="abc"), "session='abc' is no Session", "stepgraph.Session()"),
+    "session": (lambda: capture(step, session="abc"), "session='abc' is not a Session", "stepgraph.Session()"),
     "session of modules": (lambda: graph_modules(plain(), "part", session="abc"), "session='abc'", "session=session"),
-    "backend": (lambda: capture(step, backend=3), "backend=3 is no str or Backend", "backend='cuda' or backend='tape'"),
+    "backend": (
+        lambda: capture(step, backend=3),
+        "backend=3 is not a str or Backend",
+        "backend='cuda' or backend='tape'",
+    ),
     "registry": (lambda: graph_modules(plain(), "part", registry={}), "registry={}", "ScopeRegistry().register("),
     "device": (lambda: stepgraph.backend_for("foo"), "work on 'foo' devices", "'cuda' or 'cpu'"),
     "no device": (lambda: stepgraph.backend_for(None), "work on None devices", "'cuda' or 'cpu'"),
     # what is no step
-    "number": (lambda: capture(5), "capture was given 5, a int, which cannot be called", "def train_step(batch)"),
-    "text": (lambda: capture("abc"), "capture was given 'abc', a str", "def train_step(batch)"),
-    "an optimizer": (lambda: capture(OPTIMIZER), "given an optimizer, SGD", "call optimizer.step() in a function"),
-    "a model": (lambda: capture(LAYER), "given a module, Linear", "stepgraph.graph_modules(model)"),
+    "number": (lambda: capture(5), "capture got 5, a int, which cannot be called", "def train_step(batch)"),
+    "text": (lambda: capture("abc"), "capture got 'abc', a str", "def train_step(batch)"),
+    "an optimizer": (lambda: capture(OPTIMIZER), "got an optimizer, SGD", "call optimizer.step() in a function"),
+    "a model": (lambda: capture(LAYER), "got a module, Linear", "stepgraph.graph_modules(model)"),
     "class method": (lambda: capture(classmethod(step)), "which cannot be called", "below @classmethod"),
     "async": (lambda: capture(awaiting), "the step awaiting is async", "await around its calls"),
     "async decorator": (lambda: capture(warmup=1)(awaiting), "the step awaiting is async", "await around its calls"),
@@ -239,7 +243,7 @@ def test_misspelt_ignored_name_is_answered_with_the_nearest(ignore: list[str], n
     told = [str(w.message) for w in seen]
     assert len(told) == (near is not None)
     if near is not None:
-        assert "nothing of that name is in reach" in told[0]
+        assert "no watched value has this name" in told[0]
         assert f"did you mean {near!r}?" in told[0]
 
 
