@@ -32,12 +32,7 @@ _PLAIN = (*_NUMBERS, *_BY_EQUALITY, *_BY_IDENTITY)
 _SHORT = 80
 _MAX_CACHED = 64
 """Results of a cache that are looked at; of a larger one none is."""
-_BRACKETS: dict[type, tuple[str, str]] = {
-    tuple: ("(", ")"),
-    list: ("[", "]"),
-    set: ("{", "}"),
-    frozenset: ("{", "}"),
-}
+_BRACKETS: dict[type, tuple[str, str]] = {tuple: ("(", ")"), list: ("[", "]"), set: ("{", "}"), frozenset: ("{", "}")}
 
 
 class Missing(enum.Enum):

@@ -1,16 +1,12 @@
 """A vision encoder in plain torch, for images of any sizes at one static length.
 
 An image is cut into patches. A patch becomes a vector and gets the vector of its place; neighbours, a square of them
-with `spatial_merge_size` a side, are merged into one token before the layers, which keeps the sequence short. All
-images of a microbatch stand one after the other in one sequence, so the batch dimension is 1 and nothing is padded to
-the largest image.
+with `spatial_merge_size` a side, are merged into one token before the layers, which keeps the sequence short. The
+images of a microbatch follow each other in one sequence, so the batch dimension is 1.
 
-The sequence itself is padded, always to the same length (`VisionConfig.seq_length`), so that the layers see one shape
-whatever the images are. Each token carries the number of its image and attends only to tokens with that number. Padding
-has the number -1: no image sees it. A mask of length by length is made inside each layer and gone after it; handed
-from layer to layer is only the row of numbers.
-
-Images that need more tokens than fit are an error. The shapes of images are known on the host, so that costs no read.
+The sequence is padded, always to the same length (`VisionConfig.seq_length`), so that the layers see one shape whatever
+the images are. Each token carries the number of its image and attends only to tokens with that number; padding has the
+number -1. Images that need more tokens than fit are an error, found from their shapes without a read on the host.
 """
 
 from __future__ import annotations
@@ -24,66 +20,37 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from stepgraph.models.gpt import MLP
-from stepgraph.models.language_model import RMSNorm
-
-__all__ = ["VisionBlock", "VisionConfig", "VisionEncoder"]
-
-_INIT_STD = 0.02
+from stepgraph.models.language_model import Config, RMSNorm, init_weights
 
 
 @dataclass(frozen=True, kw_only=True)
-class VisionConfig:
+class VisionConfig(Config):
     """The shape of a vision encoder; start from `tiny()` and change it with `dataclasses.replace`.
 
     Example:
         `replace(VisionConfig.tiny(), max_vision_cuda_graph_seq_length=32)`
     """
 
-    num_layers: int
-    """Number of blocks."""
-
-    hidden_size: int
-    """Width of the residual stream."""
-
     num_heads: int
     """Number of attention heads."""
-
     ffn_size: int
     """Width inside the MLP."""
-
     patch_size: int
     """Height and width of a patch in pixels."""
-
     num_position_embeddings: int
     """Places of patches that are told apart, a square number: an image has at most its root of patches a side."""
-
     spatial_merge_size: int = 2
     """Patches a side that are merged into one token."""
-
     max_vision_cuda_graph_seq_length: int | None = None
     """Tokens of all images of a microbatch together, at most; None has room for one image of the largest size."""
-
     num_channels: int = 3
     """Colours of a pixel."""
 
-    dropout: float = 0.0
-    """Probability of dropping an attention weight or a residual branch's element in training."""
-
-    norm_eps: float = 1e-5
-    """Added to the mean square in RMSNorm."""
-
     def __post_init__(self) -> None:
-        # fmt: off
-        names = ("num_layers", "hidden_size", "num_heads", "ffn_size", "patch_size", "num_position_embeddings",
-                 "spatial_merge_size", "num_channels")
-        # fmt: on
-        for name in names:
-            self._require(getattr(self, name) >= 1, f"`{name}` is {getattr(self, name)}; it must be at least 1")
-        self._require(0.0 <= self.dropout < 1.0, f"`dropout` is {self.dropout}; it must be in [0, 1)")
-        self._require(
-            self.hidden_size % self.num_heads == 0,
-            f"`hidden_size` {self.hidden_size} is not a multiple of `num_heads` {self.num_heads}",
-        )
+        super().__post_init__()
+        self._require_positive("num_heads", "ffn_size", "patch_size", "num_position_embeddings")
+        self._require_positive("spatial_merge_size", "num_channels")
+        self._require_multiple("hidden_size", "num_heads")
         self._require(
             self.patches_a_side**2 == self.num_position_embeddings,
             f"`num_position_embeddings` is {self.num_position_embeddings}; it must be a square number",
@@ -97,10 +64,6 @@ class VisionConfig:
             longest is None or longest >= 1,
             f"`max_vision_cuda_graph_seq_length` is {longest}; it must be at least 1, or None",
         )
-
-    def _require(self, holds: bool, otherwise: str) -> None:
-        if not holds:
-            raise ValueError(f"{type(self).__name__}: {otherwise}")
 
     @property
     def patches_a_side(self) -> int:
@@ -184,7 +147,10 @@ class VisionEncoder(nn.Module):
         self.merge_proj = nn.Linear(merged, width)
         self.blocks = nn.ModuleList(VisionBlock(config) for _ in range(config.num_layers))
         self.norm = RMSNorm(width, config.norm_eps)
-        self._init_weights()
+        init_weights(self, config.num_layers)
+        for name, parameter in self.named_parameters():
+            if name.endswith("bias"):
+                nn.init.zeros_(parameter)
 
     def forward(self, images: Sequence[Tensor]) -> Tensor:
         """Return the tokens of `images`, each [channels, height, width], one image after the other, then padding."""
@@ -249,14 +215,3 @@ class VisionEncoder(nn.Module):
         grid = self.positions[: image.shape[1] // size, : image.shape[2] // size]
         rows: Tensor = grid.unflatten(1, (-1, merge)).unflatten(0, (-1, merge)).transpose(1, 2).flatten(0, 3)
         return rows
-
-    @torch.no_grad()
-    def _init_weights(self) -> None:
-        # As in the language models: scaled branches do not make the residual stream grow with depth.
-        branch_std = _INIT_STD / (2 * self.config.num_layers) ** 0.5
-        for name, parameter in self.named_parameters():
-            if name.endswith("bias"):
-                nn.init.zeros_(parameter)
-            elif parameter.dim() > 1:
-                is_branch_end = name.endswith(("out_proj.weight", "down_proj.weight"))
-                nn.init.normal_(parameter, std=branch_std if is_branch_end else _INIT_STD)

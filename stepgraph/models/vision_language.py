@@ -5,15 +5,15 @@ the images of a microbatch into vectors, a linear layer brings them to the GPT's
 those tokens. Which vector goes where is counted on the device: the n-th image token of the microbatch gets the n-th
 vector.
 
-The encoder pads to a fixed length, so that every tensor here has a shape that follows from the text's alone, and
-nothing is read back to the host. The price of that: the model cannot notice that a text has more or fewer image tokens
-than its images have. `VisionEncoder.num_tokens(image)` says how many to write.
+The encoder pads to a fixed length, so every shape follows from the text's alone and nothing is read on the host. The
+price: the model cannot notice that a text has more or fewer image tokens than its images have.
+`VisionEncoder.num_tokens(image)` says how many to write.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 import torch.nn.functional as F
@@ -21,8 +21,6 @@ from torch import Tensor, nn
 
 from stepgraph.models.gpt import GPT, GPTConfig, check_length
 from stepgraph.models.vision import VisionConfig, VisionEncoder
-
-__all__ = ["VisionLanguageConfig", "VisionLanguageModel"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +33,6 @@ class VisionLanguageConfig(GPTConfig):
 
     vision: VisionConfig
     """The shape of the vision encoder."""
-
     image_token: int
     """The token that stands in the text for one token of an image."""
 
@@ -49,17 +46,8 @@ class VisionLanguageConfig(GPTConfig):
     @classmethod
     def tiny(cls) -> VisionLanguageConfig:
         """A model of 0.2 million parameters for tests: trains in milliseconds a step on a CPU."""
-        return cls(
-            vocab_size=256,
-            num_layers=2,
-            hidden_size=64,
-            num_heads=4,
-            num_kv_heads=2,
-            ffn_size=128,
-            max_seq_len=64,
-            vision=VisionConfig.tiny(),
-            image_token=255,
-        )
+        language = {f.name: getattr(GPTConfig.tiny(), f.name) for f in fields(GPTConfig)}
+        return cls(**language, vision=VisionConfig.tiny(), image_token=255)
 
 
 class VisionLanguageModel(GPT):

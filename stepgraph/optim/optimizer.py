@@ -156,10 +156,7 @@ class HostCounters:
 
 @contextlib.contextmanager
 def cut_at(
-    optimizers: Sequence[Optimizer],
-    cut: Cut,
-    before: Callable[[Optimizer], None],
-    imitate: Callable[[Optimizer], Any],
+    optimizers: Sequence[Optimizer], cut: Cut, before: Callable[[Optimizer], None], imitate: Callable[[Optimizer], Any]
 ) -> Iterator[None]:
     """While recording, turn each step of these optimizers into a cut: the step is noted, not run.
 

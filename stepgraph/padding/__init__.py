@@ -14,13 +14,4 @@ from stepgraph.padding.bound import BoundBuckets, Padded
 from stepgraph.padding.buckets import Buckets, Choice
 from stepgraph.padding.results import ResultDims, named_shapes, result_dims, result_names
 
-__all__ = [
-    "BoundBuckets",
-    "Buckets",
-    "Choice",
-    "Padded",
-    "ResultDims",
-    "named_shapes",
-    "result_dims",
-    "result_names",
-]
+__all__ = ["BoundBuckets", "Buckets", "Choice", "Padded", "ResultDims", "named_shapes", "result_dims", "result_names"]

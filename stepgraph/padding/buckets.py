@@ -48,9 +48,7 @@ class Buckets:
 
     @classmethod
     def parse(
-        cls,
-        buckets: Mapping[str, Mapping[int, Iterable[int]]] | None,
-        pad_values: Mapping[str, Number] | None = None,
+        cls, buckets: Mapping[str, Mapping[int, Iterable[int]]] | None, pad_values: Mapping[str, Number] | None = None
     ) -> Buckets | None:
         """Read the two options of `stepgraph.capture`. Without buckets: None."""
         if not buckets:
@@ -180,9 +178,7 @@ def _check_lists(groups: list[Sizes], arguments: tuple[BucketedLeaf, ...], resul
                 )
     if not arguments:
         raise invalid(
-            "buckets: only results are named",
-            why="what is padded are arguments.",
-            fix=f"{_EXAMPLE}, for example.",
+            "buckets: only results are named", why="what is padded are arguments.", fix=f"{_EXAMPLE}, for example."
         )
 
 
