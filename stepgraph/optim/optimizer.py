@@ -1,11 +1,11 @@
 """An optimizer runs inside the graph only where a replay is bit for bit the eager step.
 
 The measure is the user's own program in eager: same arithmetic, same Python-float learning rate. Adam with
-`capturable=True` is not that (its bias correction runs in float32 on the device), nor is a float32 tensor learning
-rate. So an optimizer goes inside a graph only when its kernels take no number that changes from step to step: the
-fused ones count their steps on the device, SGD and RMSprop use no count. Their numbers (learning rate, weight decay,
-betas, ...) are baked into the graph and compared before each replay; when one changes, the optimizer leaves the graph
-for good. Any other optimizer runs eagerly at its place, between two graphs, which is right by construction.
+`capturable=True` differs from that (its bias correction runs in float32 on the device), and so does a float32 tensor
+learning rate. So an optimizer goes inside a graph only when its kernels take no number that changes from step to step:
+the fused ones count their steps on the device, SGD and RMSprop use no count. Their numbers (learning rate, weight
+decay, betas, ...) are baked into the graph and compared before each replay; when one changes, the optimizer leaves the
+graph for good. Any other optimizer runs eagerly between two graphs, which is right by construction.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ import torch
 from torch.optim.optimizer import Optimizer
 
 from stepgraph.backends import Backend
+from stepgraph.backends.threads import replaced
 from stepgraph.errors import CaptureError, entry
-from stepgraph.optim.patch import shadowed
-from stepgraph.optim.steps import all_have_hooks, has_other_step, step_hooks
+from stepgraph.optim.steps import all_have_hooks, has_other_step, shadowed, step_hooks
 
 Cut: TypeAlias = Callable[[str, Callable[[], Any], Callable[[], Any] | None], Any]
 """Notes a call to make between two graphs, by name, and what to do in its place while recording."""
@@ -32,6 +32,7 @@ MODES = ("auto", "inside", "outside", "capturable")
 _FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
 _STEPLESS = (torch.optim.SGD, torch.optim.RMSprop)
 _HEALTH_CHECKS = ("_cuda_graph_capture_health_check", "_accelerator_graph_capture_health_check")
+_CAPTURABLE = ("adam", "adamw", "nadam", "radam", "adamax", "adadelta", "asgd", "rprop", "rmsprop")
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,9 +161,8 @@ def cut_at(
 ) -> Iterator[None]:
     """While recording, turn each step of these optimizers into a cut: the step is noted, not run.
 
-    Nothing runs during capture, so an optimizer between two graphs must not run either. Its `step` is shadowed on the
-    instance, where schedulers and scalers look it up too, and found again at the end. `before` is called first,
-    `imitate` in the place of the step.
+    `step` is shadowed on the instance, where schedulers and scalers look it up too. `before` is called first, `imitate`
+    in the place of the step.
     """
     with contextlib.ExitStack() as stack:
         for optimizer in optimizers:
@@ -195,17 +195,15 @@ def _cutting_step(
 @contextlib.contextmanager
 def captured_inside(optimizers: Sequence[Optimizer]) -> Iterator[None]:
     """Let these optimizers step inside a capture: `place` has found them fit, whatever their capturable flag says."""
-    with contextlib.ExitStack() as stack:
+    with letting_step() as let_step:
         for optimizer in optimizers:
-            for check in _HEALTH_CHECKS:
-                if hasattr(optimizer, check):
-                    stack.enter_context(shadowed(optimizer, check, lambda: None))
+            let_step(optimizer)
         yield
 
 
 @contextlib.contextmanager
 def letting_step() -> Iterator[Callable[[Optimizer], None]]:
-    """The same for optimizers that the step makes while it is recorded: tell of each when it steps."""
+    """The same for optimizers that the step makes while it is recorded: call what it gives when one steps."""
     told: list[weakref.ref[Optimizer]] = []
 
     def let_step(optimizer: Optimizer) -> None:
@@ -240,21 +238,12 @@ def capturable_on_cpu() -> Iterator[None]:
 
     torch.optim lists the devices that have graphs (`_get_capturable_supported_devices`); the tape gives the CPU some.
     """
-    modules: list[Any] = [
-        importlib.import_module(f"torch.optim.{name}")
-        for name in ("adam", "adamw", "nadam", "radam", "adamax", "adadelta", "asgd", "rprop", "rmsprop")
-    ]
-    originals = [
-        (m, m._get_capturable_supported_devices) for m in modules if hasattr(m, "_get_capturable_supported_devices")
-    ]
-    try:
-        for module, original in originals:
-            module._get_capturable_supported_devices = _with_cpu(original)
+
+    def with_cpu(supported: Callable[..., list[str]], *args: Any, **kwargs: Any) -> list[str]:
+        return [*supported(*args, **kwargs), "cpu"]
+
+    with contextlib.ExitStack() as stack:
+        for module in (importlib.import_module(f"torch.optim.{name}") for name in _CAPTURABLE):
+            if hasattr(module, "_get_capturable_supported_devices"):
+                stack.enter_context(replaced(module, "_get_capturable_supported_devices", with_cpu))
         yield
-    finally:
-        for module, original in originals:
-            module._get_capturable_supported_devices = original
-
-
-def _with_cpu(original: Callable[..., list[str]]) -> Callable[..., list[str]]:
-    return lambda *args, **kwargs: [*original(*args, **kwargs), "cpu"]

@@ -1,13 +1,11 @@
-"""Numbers of optimizers that a step's own code reads: a learning rate in the loss, in the result, in a decay by hand.
+"""Finds the numbers of optimizers that a step's own code reads, such as a learning rate in the loss.
 
-An optimizer between graphs reads its numbers and its state at each step, and they are live. But where the step itself
-reads `optimizer.param_groups[0]["lr"]` or `scheduler.get_last_lr()`, the number is baked into the graph beside it, and
-of `optimizer.state` the address. Nearly no step does, and a schedule must not disturb the others, so it is found out:
-while a step is recorded, optimizers between graphs do not run, and whoever reads a number or state of theirs then is
-the step. What was read is watched from then on.
+An optimizer between graphs reads its numbers and its state at each step, so they are live. But where the step itself
+reads `optimizer.param_groups[0]["lr"]` or `scheduler.get_last_lr()`, the number is baked into the graph, and of
+`optimizer.state` the address. While a step is recorded, optimizers between graphs do not run, so whoever reads a number
+or state of theirs then is the step. What was read is watched from then on.
 
-A number that the step writes would be written at the capture and never again, even if it is the same each time. That
-is refused.
+A number that the step writes would be written at the capture and never again. That is refused.
 """
 
 from __future__ import annotations
@@ -22,7 +20,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import Optimizer
 
 from stepgraph.errors import CaptureError
-from stepgraph.optim.patch import exchanged, shadowed
+from stepgraph.optim.steps import shadowed
 
 Reads = dict[tuple[str, int], Callable[[], Any]]
 """What a step has read, by the name that it is told by and the owner's id, and how to read it again."""
@@ -48,7 +46,7 @@ class ReadNumbers:
                 if isinstance(value, Optimizer) and id(value.param_groups) not in seen:
                     seen.add(id(value.param_groups))
                     groups = [_NotingGroup(value, i, self.found) for i in range(len(value.param_groups))]
-                    stack.enter_context(exchanged(value.param_groups, groups))
+                    stack.enter_context(_exchanged(value.param_groups, groups))
                     stack.enter_context(shadowed(value, "state", _NotingState(value, self.states)))
                 elif isinstance(value, LRScheduler):
                     stack.enter_context(shadowed(value, "get_last_lr", functools.partial(self._last_lr, value)))
@@ -57,6 +55,17 @@ class ReadNumbers:
     def _last_lr(self, scheduler: LRScheduler) -> Any:
         self.found[f"{type(scheduler).__name__}.get_last_lr()", id(scheduler)] = lambda: tuple(scheduler._last_lr)
         return scheduler._last_lr
+
+
+@contextlib.contextmanager
+def _exchanged(items: list[Any], others: list[Any]) -> Iterator[None]:
+    """Put others into the same list, and put its own items back at the end."""
+    before = list(items)
+    items[:] = others
+    try:
+        yield
+    finally:
+        items[:] = before
 
 
 class _NotingGroup(dict[str, Any]):

@@ -1,4 +1,4 @@
-"""torch's hooks, kept for the whole process (`HookPlace`), report the optimizer steps of one thread's step."""
+"""Hooks, kept for the whole process (`HookPlace`), report the optimizer steps of one thread's step."""
 
 from __future__ import annotations
 
@@ -81,3 +81,18 @@ def without_schedulers(method: Any) -> Any:
     while getattr(method, "_wrapped_by_lr_sched", False):
         method = method.__wrapped__
     return getattr(method, "__func__", method)
+
+
+@contextlib.contextmanager
+def shadowed(instance: Any, name: str, value: Any) -> Iterator[None]:
+    """Set an attribute on one instance, and leave the instance as it was."""
+    missing = object()
+    before = instance.__dict__.get(name, missing)
+    instance.__dict__[name] = value
+    try:
+        yield
+    finally:
+        if before is missing:
+            del instance.__dict__[name]
+        else:
+            instance.__dict__[name] = before
