@@ -44,8 +44,7 @@ from stepgraph.pair.lanes import PoolLane
 from stepgraph.pair.parameter_proxies import ParameterProxies, without_hooks
 from stepgraph.pair.proof import PairLogs, note_forward, noting
 from stepgraph.pair.runner import BackwardGraph, InFlightSet, Runner
-from stepgraph.rng.recompute import state_of_another_graph
-from stepgraph.rng.tracker import Segment, tracker_for
+from stepgraph.rng.tracker import Segment, state_of_another_graph, tracker_for
 from stepgraph.session.failure import refuse_changed_container
 from stepgraph.session.session import Session
 from stepgraph.signature import refuse_tensor_classes
