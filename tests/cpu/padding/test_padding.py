@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from stepgraph.errors import InvalidArgument
 from stepgraph.padding import BoundBuckets, Buckets, Padded, named_shapes, result_dims, result_names
+from stepgraph.padding.buckets import dotted
 from stepgraph.padding.layout import dense_strides, holds
-from stepgraph.padding.names import dotted
 from stepgraph.signature import Signature, tensor_key
 from stepgraph.tree import flatten
 
