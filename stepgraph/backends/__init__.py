@@ -38,7 +38,7 @@ def backend_for(device: torch.device | str) -> Backend:
 
 
 def is_capturing() -> bool:
-    """Whether the calling thread records a graph right now, on whichever backend."""
+    """Whether the calling thread records a graph now, on any backend."""
     from stepgraph.backends.tape.mode import TapeBackend
 
     if TapeBackend().is_capturing():

@@ -182,6 +182,7 @@ class BoundBuckets:
         exact: list[Hashable] = []
         rough: list[Hashable] = []
         for index, leaf in enumerate(leaves):
+            around: Hashable
             unbucketed: tuple[int, ...] = ()
             if isinstance(leaf, torch.Tensor) and not isinstance(leaf, torch.nn.Parameter):
                 around = (type(leaf), leaf.ndim, leaf.dtype, leaf.device, leaf.requires_grad, attributes_on(leaf))

@@ -1,10 +1,10 @@
 """A CUDA workspace records graphs on one stream, in one pool. Only this module touches `torch.cuda`'s graphs.
 
-It adds to `torch.cuda.CUDAGraph`: one stream and one pool a session, also for warm-up, so that the memory that
-eager warm-up cached is what the capture takes; the garbage collector held off (destroying another graph during a
-capture breaks it); `thread_local` error mode, so that a DataLoader's pin-memory thread cannot; and a failed capture
-that leaves the process usable: the stream capture is ended, its pool is left, and the random generators are taken out
-of capture mode, which torch leaves them in ("Offset increment outside graph capture encountered unexpectedly").
+It adds to `torch.cuda.CUDAGraph`: one stream and one pool for each session, also for warm-up, so that a capture takes
+the memory that warm-up cached; the garbage collector held off, because destroying a graph during a capture breaks it;
+`thread_local` error mode, so that a DataLoader's pin-memory thread cannot break it; and a failed capture that leaves
+the process usable: the stream capture is ended, its pool is left, and the random generators are taken out of capture
+mode, in which torch leaves them ("Offset increment outside graph capture encountered unexpectedly").
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from stepgraph.errors import CaptureRefused
 
 
 def _runtime() -> Any | None:
-    """The CUDA runtime's Python bindings, where they are installed: a tenth of a second, at the first graph."""
+    """The CUDA runtime's Python bindings, where they are installed; importing them takes a tenth of a second."""
     try:
         from cuda.bindings import runtime
     except ImportError:
@@ -35,11 +35,11 @@ def _runtime() -> Any | None:
 
 
 def _register(graph: torch.cuda.CUDAGraph, generators: Sequence[torch.Generator]) -> None:
-    """Make a graph know generators.
+    """Register generators with a graph.
 
-    A generator's first graph makes the tensors that hold its seed and offset on the device, and every later capture
-    and replay fills them: made under inference mode they could only be filled under it (pytorch#166792). The default
-    generator is among `generators` because `capture_begin` would register it by itself, in whatever mode it is called.
+    A generator's first graph makes the tensors that hold its seed and offset on the device, and every later capture and
+    replay fills them: made under inference mode they could only be filled under it (pytorch#166792). The default
+    generator is among them because `capture_begin` would register it by itself, in whatever mode it is called.
     """
     with torch.inference_mode(False):
         for generator in generators:
@@ -49,8 +49,8 @@ def _register(graph: torch.cuda.CUDAGraph, generators: Sequence[torch.Generator]
 def _begin(graph: torch.cuda.CUDAGraph, pool: Any) -> bool:
     """Begin a capture; whether that, and so each replay, needs inference mode.
 
-    It does where a graph that is not ours was captured under inference mode and is alive: its tensors for seed and
-    offset are all graphs' of that generator. torch fills them before anything else of the capture has begun.
+    It does where another library's graph was captured under inference mode and is alive: it shares the generator's
+    tensors for seed and offset.
     """
     try:
         graph.capture_begin(pool, capture_error_mode="thread_local")
@@ -178,7 +178,7 @@ class CudaGraph(Graph):
 
 
 class _Pool:
-    """A private memory pool, kept in being by an empty graph.
+    """A private memory pool, kept alive by an empty graph.
 
     When the last graph of a pool is freed, torch forgets the pool, and asserts if its id is used again
     (CachingHostAllocator.h: use_count > 0).
@@ -207,7 +207,7 @@ class CudaWorkspace(Workspace):
         self.order = StreamOrder(torch.device("cuda", self.device_index))
         self.draws = order_of_draws(device)
         self._callers: dict[int, torch.cuda.Stream] = {}
-        """The streams that calls came on to be recorded: the graphs' static memory is from there."""
+        """The streams of calls that were recorded: the graphs' static memory comes from them."""
         self.random = StateCalls()
         self.alive: weakref.WeakSet[CudaGraph] = weakref.WeakSet()
         """Graphs that may be replayed."""
@@ -221,12 +221,11 @@ class CudaWorkspace(Workspace):
         self.pool_of(0)
 
     def before_free(self) -> None:
-        """Static memory of a graph is about to be given back: a replay on another stream may still use it."""
+        """Before static memory of a graph is freed: wait for a replay on another stream that may still use it."""
         with contextlib.suppress(RuntimeError):  # at the exit of the process nothing is left to wait for
             self.order.queue_behind(self._callers.values())
 
     def pool_of(self, lane: int) -> Any:
-        """The id of a lane's pool."""
         assert not self._closed, "the workspace is closed"
         if lane not in self._pools:
             self._new_pool(lane, (self.default_generator,))
@@ -250,9 +249,9 @@ class CudaWorkspace(Workspace):
     def abandon_pool(self, generators: Sequence[torch.Generator], lane: int) -> None:
         """Leave a pool that a broken capture was recording to, and record to a new one from now on.
 
-        torch ends a pool's recording only when the capture ended well. Its allocator on the device can be told; the
-        one for pinned memory cannot, and would refuse the pool from then on. The random generators, too, are left in
-        capture mode; the empty capture of the new pool takes them out of it, in place, for other graphs know them.
+        torch ends a pool's recording only when the capture ended well. Its device allocator can be reset; the one for
+        pinned memory cannot, and would refuse the pool. The random generators are left in capture mode, too; the empty
+        capture of the new pool takes them out of it, in place, because other graphs know them.
         """
         pool = self._pools.pop(lane)
         with contextlib.suppress(RuntimeError):  # it had not begun
@@ -301,7 +300,7 @@ class CudaWorkspace(Workspace):
             self._route_to_pool()
 
     def _route_to_pool(self) -> None:
-        """Let eager work on the stream, in autograd's threads too, allocate from the pool that captures will use."""
+        """Let eager work on the stream, also in autograd's threads, allocate from the pool of the captures."""
         if self._warms_in_pool and hasattr(torch._C, "_cuda_beginAllocateCurrentStreamToPool"):
             torch._C._cuda_beginAllocateCurrentStreamToPool(self.device_index, self.pool_of(0))
 

@@ -1,27 +1,22 @@
 """The tape records and replays on the CPU, as CUDA graphs do on a GPU.
 
-A dispatch mode sees every ATen operator that forward, autograd's backward, an optimizer, a custom operator or a
-collective runs. While a `TapeGraph` records, each operator is executed (Python needs real tensors to go on) and noted
-with the addresses of its arguments; at the end everything it wrote is put back, so that, as on a GPU, capture itself
-has no effect: parameters, buffers and random state are those of before, and memory born in the capture is filled with
-NaN until the first replay. A replay runs the noted operators again, into the very same memory.
+A dispatch mode sees every ATen operator that forward, backward, an optimizer, a custom operator or a collective runs.
+While a `TapeGraph` records, each operator is executed, because Python needs real tensors to go on, and noted with the
+addresses of its arguments. At the end everything it wrote is put back, so that capture itself has no effect; memory
+made in the capture is filled with NaN until the first replay. A replay runs the noted operators again, into the same
+memory. Collectives are noted and not executed (`collectives`).
 
-Collectives are the exception: while recording they are noted and not executed (`collectives`). As with NCCL on a GPU,
-a rank that records sends nothing and waits for nobody; replays communicate.
+It refuses what CUDA refuses (`refusals`), with the user's line. It models the pool's addresses (`memory`), raises when
+a graph is about to read memory that another graph's replay has overwritten, and turns numbers that a caller has kept in
+such memory into NaN. It does not model:
 
-It refuses what CUDA refuses (`refusals`), with the user's line; it models the pool's addresses (`memory`)
-and raises when a graph is about to read memory that another graph's replay has overwritten. Numbers that a caller has
-kept in such memory become NaN.
-
-What it does not model:
-- The device boundary: `.to("cpu")` on a CPU tensor cannot be told from no copy at all, so it is let through.
+- The device boundary: `.to("cpu")` on a CPU tensor is no copy, so it passes.
 - Streams, events and their order; everything runs in one.
 - Kernels: it notes ATen operators, not launches, and knows nothing of cuBLAS or cuDNN.
 - Compiled code: under the tape `torch.compile` runs its eager operators, in warm-up too.
-- Messages that pass by the dispatcher: a process group written in Python, a store, a kernel's own threads. They are
+- Messages that bypass the dispatcher: a process group written in Python, a store, a kernel's own threads. They are
   sent while recording, and not at replays.
-- The order in which a replay waits: each collective is waited for at once, not where the step waits. Only sends and
-  receives that stand in a row are under way together.
+- The order in which a replay waits: it waits for each collective at once, except for sends and receives in a row.
 - Speed: a replay costs about what eager does.
 """
 
@@ -35,7 +30,7 @@ from typing import Any
 import torch
 from torch.utils import _python_dispatch as dispatch
 
-from stepgraph.backends.base import Backend, CopyStream, Reading, Workspace
+from stepgraph.backends.base import Backend, Workspace
 from stepgraph.backends.tape.graph import Head, TapeGraph
 from stepgraph.backends.tape.memory import TapePool
 from stepgraph.backends.tape.op import has_memory
@@ -49,7 +44,7 @@ from stepgraph.ran import Unnoted
 from stepgraph.signature import OwnMode
 
 _CHECKS = frozenset(("aten::aminmax", "aten::min", "aten::max", "aten::_local_scalar_dense"))
-"""What `F.one_hot` runs on the CPU to look at its values. It is 0 that it is told."""
+"""Operators that `F.one_hot` runs on the CPU to check its values. They are answered with 0."""
 
 
 class RecordingMode(dispatch.TorchDispatchMode, OwnMode):
@@ -118,18 +113,8 @@ class TapeWorkspace(Workspace):
         own = [g for g in generators if g is not torch.default_generator and g.device.type == "cpu"]
         return TapeGraph(self._head, self._pool, own, lane)
 
-    @contextlib.contextmanager
-    def stream(self) -> Iterator[None]:
-        yield
-
-    @contextlib.contextmanager
-    def warming_up(self) -> Iterator[None]:
-        with compiled_code_runs_eagerly():
-            yield
-
-    @contextlib.contextmanager
-    def keeping(self) -> Iterator[None]:
-        yield
+    def warming_up(self) -> contextlib.AbstractContextManager[None]:
+        return compiled_code_runs_eagerly()
 
     @contextlib.contextmanager
     def capturing(self) -> Iterator[None]:
@@ -153,9 +138,6 @@ class TapeWorkspace(Workspace):
         if self._head.graph is not None:
             self._head.graph.refuse(error)
 
-    def renew(self) -> None:
-        return  # addresses that are free are joined by themselves
-
     def pool_bytes(self) -> int:
         return self._pool.num_bytes
 
@@ -165,30 +147,6 @@ class TapeWorkspace(Workspace):
 
     def close(self) -> None:
         self._pool = TapePool()
-
-
-class TapeCopyStream(CopyStream):
-    """No stream: a copy is done when the call returns."""
-
-    @contextlib.contextmanager
-    def copying(self, *, after_caller: bool) -> Iterator[None]:
-        yield
-
-    def mark_used(self) -> None:
-        return
-
-
-class TapeReading(Reading):
-    """A copy: on the CPU everything has arrived."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self._copy = tensor.clone()
-
-    def is_ready(self) -> bool:
-        return True
-
-    def value(self) -> torch.Tensor:
-        return self._copy
 
 
 class TapeBackend(Backend):
@@ -202,9 +160,6 @@ class TapeBackend(Backend):
 
     def workspace(self) -> TapeWorkspace:
         return TapeWorkspace()
-
-    def copy_stream(self) -> TapeCopyStream:
-        return TapeCopyStream()
 
     def is_capturing(self) -> bool:
         return self._recorder() is not None
@@ -235,20 +190,5 @@ class TapeBackend(Backend):
         else:
             recorder.random.put(generator, state)
 
-    def can_record_here(self) -> bool:
-        return True
-
     def owns(self, tensor: torch.Tensor) -> bool:
         return tensor.device.type == "cpu"
-
-    def read_later(self, tensor: torch.Tensor) -> TapeReading:
-        return TapeReading(tensor)
-
-    def synchronize(self) -> None:
-        return
-
-    def peak_memory_bytes(self) -> int | None:
-        return None
-
-    def reset_peak_memory(self) -> None:
-        return

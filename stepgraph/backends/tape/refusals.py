@@ -1,11 +1,11 @@
 """The tape refuses what CUDA refuses, by a list that was checked on a GPU case by case.
 
-Three nets. ATen's own tags mark most operators whose result or shape depends on data. A short table names the ones
-that synchronize inside their CUDA kernels without a tag. And a function mode catches what never reaches the dispatcher
-on CPU tensors: `.tolist()`, `.numpy()`, `print(x)`. Host data is told by `lift_fresh`, through which every tensor made
-from Python values passes. Scalars assigned to a slice or a mask are fine on CUDA (`x[mask] = 0.0` is a fill), one
-assigned to a single element is not (`x[0] = 1.0` is a copy), so such scalars are marked and looked for. Newer versions
-of torch make no tensor of an assigned number, on either device: each assignment is a fill, and recorded as one.
+There are three checks. ATen's own tags mark most operators whose result or shape depends on data. A short table names
+those that synchronize inside their CUDA kernels without a tag. A function mode catches what never reaches the
+dispatcher on CPU tensors: `.tolist()`, `.numpy()`, `print(x)`. Every tensor made from Python values passes through
+`lift_fresh`, which marks host data. Scalars assigned to a slice or a mask are fine on CUDA (`x[mask] = 0.0` is a fill),
+one assigned to a single element is not (`x[0] = 1.0` is a copy), so such scalars are marked. Newer versions of torch
+make no tensor of an assigned number: each assignment is a fill, and recorded as one.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _ASSIGNMENTS = frozenset({"__setitem__"})
 def refusal(
     func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], is_host_scalar: Callable[[Any], bool]
 ) -> tuple[ErrorEntry, str] | None:
-    """The rule an operator breaks and how to call it, or None where CUDA would record it."""
+    """The rule that an operator breaks and the operator's name, or None where CUDA would record it."""
     name = func._schema.name
     if name == "aten::index":
         return (entry("host-read"), "indexing with a mask") if _has_mask(args[1]) else None
@@ -73,7 +73,7 @@ def refusal(
 
 
 def _is_flag_of_ddp(value: torch.Tensor) -> bool:
-    """Whether it is one of DDP's own notes on which parameters were used: host memory, with a GPU too.
+    """Whether this is one of DDP's own notes on which parameters were used: host memory, also with a GPU.
 
     With `static_graph=True` its reducer reads them in each backward. No other C++ code of a backward reads an int32.
     """
@@ -102,12 +102,12 @@ class HostReadGuard(TorchFunctionMode, OwnMode):
 
     @property
     def checking(self) -> bool:
-        """Whether `F.one_hot(x, n)` is under way, which reads the values on the CPU, to check them, and not on CUDA."""
+        """Whether `F.one_hot(x, n)` is running, which reads the values to check them on the CPU, and not on CUDA."""
         return self._checking > 0
 
     @property
     def assigning(self) -> bool:
-        """Whether `x[...] = value` is under way."""
+        """Whether `x[...] = value` is running."""
         return self._assigning > 0
 
     def __torch_function__(
@@ -140,8 +140,7 @@ def unseen_by_modules(guard: HostReadGuard) -> Iterator[None]:
     """Let torch's modules choose their path as if the guard were not there.
 
     `nn.MultiheadAttention` and `nn.TransformerEncoderLayer` take their fused path only where nothing overrides torch's
-    functions, and any function mode counts as an override (pytorch: `torch.overrides.has_torch_function`). The guard
-    changes nothing, so that the recording would run other kernels than eager does.
+    functions, and any function mode counts as an override (`torch.overrides.has_torch_function`).
     """
 
     def has_torch_function(asked: Callable[..., bool], relevant_args: Iterable[Any]) -> bool:
