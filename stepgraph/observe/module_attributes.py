@@ -1,8 +1,7 @@
-"""`ModuleAttributes` remembers what modules hold in their attributes, to see what a call changes and to restore it.
+"""`ModuleAttributes` remembers the attributes of modules, to see what a call changes and to restore them.
 
-A forward may hang things on its module: a counter, an auxiliary loss, a cache. A replay runs no Python, so whoever
-reads such an attribute afterwards would find that of the capture. In-place changes of buffers are no such thing: they
-are part of the graph.
+A forward may set attributes of its module: a counter, an auxiliary loss, a cache. A replay runs no Python, so code that
+reads such an attribute afterwards would find that of the capture. In-place changes of buffers are part of the graph.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ class ModuleAttributes:
             yield module, module._buffers, buffers
 
     def changed(self, name: Callable[[torch.nn.Module], str]) -> list[str]:
-        """The attributes that are something else by now, but for plain ones of a library's module: its own counts."""
+        """The attributes that have changed, except plain ones of a library's module: its own counts."""
         found = []
         for module, now, before in self._places():
             keys = [k for k in {*now, *before} if not _same(now.get(k, _MISSING), before.get(k, _MISSING))]
@@ -38,7 +37,6 @@ class ModuleAttributes:
         return found
 
     def restore(self) -> None:
-        """Make all as it was."""
         for _, now, before in self._places():
             if len(now) != len(before) or any(now.get(key, _MISSING) is not value for key, value in before.items()):
                 now.clear()

@@ -27,7 +27,7 @@ from stepgraph.errors import CaptureError, entry
 from stepgraph.optim.steps import all_have_hooks, has_other_step, shadowed, step_hooks
 
 Cut: TypeAlias = Callable[[str, Callable[[], Any], Callable[[], Any] | None], Any]
-"""Notes a call to make between two graphs, by name, and what to do in its place while recording."""
+"""Notes a call to make between two graphs, by name, and its replacement while recording."""
 MODES = ("auto", "inside", "outside", "capturable")
 _FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
 _STEPLESS = (torch.optim.SGD, torch.optim.RMSprop)
@@ -93,10 +93,10 @@ def check_forced(optimizer: Optimizer, mode: str, placement: Placement) -> None:
 
 
 class BornState:
-    """Whether a recording made optimizer state: its zeros would be written again at each replay.
+    """Finds optimizer state that a recording made: its zeros would be written again at each replay.
 
-    Optimizers make their state at the first step that finds gradients. If warm-up had none, the recording has to be
-    dropped, with what it made, and the step has to run eagerly once more.
+    Optimizers make their state at the first step that finds gradients. If warm-up had none, the recording is dropped,
+    with what it made, and the step runs eagerly once more.
     """
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
@@ -123,7 +123,7 @@ _MISSING = object()
 
 
 class HostCounters:
-    """Step counts that a captured optimizer keeps in host memory (RMSprop's, for its state_dict): one more each replay.
+    """Step counts that a captured optimizer keeps in host memory (RMSprop's, for its state_dict).
 
     On CUDA such a count is plain host work: capture runs it once and replays never. It is taken back after capture and
     advanced at each replay, with one fused call.
@@ -147,11 +147,9 @@ class HostCounters:
 
     @property
     def is_needed(self) -> bool:
-        """Whether there is anything to advance."""
         return bool(self._counting)
 
     def advance(self) -> None:
-        """What a replay would have done."""
         torch._foreach_add_(self._counting, self._steps)
 
 
@@ -219,7 +217,7 @@ def letting_step() -> Iterator[Callable[[Optimizer], None]]:
 
 
 def make_capturable(optimizer: Optimizer, device: torch.device) -> bool:
-    """Switch an optimizer to its capturable form: step counts and learning rate on the device. False if it has none."""
+    """Move step counts and learning rate of an optimizer to the device; False if it has no capturable form."""
     if not all("capturable" in group for group in optimizer.param_groups):
         return False
     for group in optimizer.param_groups:
@@ -236,7 +234,7 @@ def make_capturable(optimizer: Optimizer, device: torch.device) -> bool:
 def capturable_on_cpu() -> Iterator[None]:
     """Let capturable optimizers run on CPU tensors, where torch refuses them although they compute the same.
 
-    torch.optim lists the devices that have graphs (`_get_capturable_supported_devices`); the tape gives the CPU some.
+    torch.optim lists the devices that have graphs; the tape gives the CPU some.
     """
 
     def with_cpu(supported: Callable[..., list[str]], *args: Any, **kwargs: Any) -> list[str]:

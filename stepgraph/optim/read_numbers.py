@@ -23,11 +23,11 @@ from stepgraph.errors import CaptureError
 from stepgraph.optim.steps import shadowed
 
 Reads = dict[tuple[str, int], Callable[[], Any]]
-"""What a step has read, by the name that it is told by and the owner's id, and how to read it again."""
+"""The numbers that a step has read, by name and the owner's id, and how to read each again."""
 
 
 class ReadNumbers:
-    """Notes which numbers are read from optimizers and schedulers."""
+    """Notes the numbers that are read from optimizers and schedulers."""
 
     def __init__(self) -> None:
         self.found: Reads = {}
@@ -36,7 +36,7 @@ class ReadNumbers:
 
     @contextlib.contextmanager
     def noting(self, objects: Iterable[Any], running: Sequence[Optimizer] = ()) -> Iterator[None]:
-        """While recording: note what is read from these objects, as far as they are optimizers and schedulers.
+        """While recording: note what is read from the optimizers and schedulers among these objects.
 
         Optimizers that are `running` meanwhile read their own numbers, as do others that share groups with them.
         """
@@ -69,9 +69,9 @@ def _exchanged(items: list[Any], others: list[Any]) -> Iterator[None]:
 
 
 class _NotingGroup(dict[str, Any]):
-    """A parameter group that notes which of its numbers are read; its parameters are anyone's.
+    """A parameter group that notes which of its numbers are read; parameters are not noted.
 
-    A dictionary, because code may ask for one, and an empty one, so that nobody reads past the notes.
+    It is a dictionary, because code may ask for one, and an empty one, so that nobody reads past the notes.
     """
 
     def __init__(self, optimizer: Optimizer, index: int, found: Reads) -> None:
@@ -156,10 +156,10 @@ class _NotingState(dict[Any, Any]):
 
 @contextlib.contextmanager
 def refusing_writes(optimizers: Sequence[Optimizer]) -> Iterator[None]:
-    """While recording: refuse that the step writes a number of these optimizers, be it the same one.
+    """While recording: refuse that the step writes a number of these optimizers, even the same one.
 
-    They run meanwhile, and their groups must be what they are. So each number is made an object that nobody else has:
-    one that is not there at the end was written.
+    They run meanwhile, so their groups stay. Each number is made an object of its own: if it is gone at the end, it was
+    written.
     """
     groups = [(o, i, group) for o in optimizers for i, group in enumerate(o.param_groups)]
     before = [{k: v for k, v in group.items() if type(v) is float} for _, _, group in groups]

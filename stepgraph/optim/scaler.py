@@ -83,7 +83,7 @@ class ScalerCapture:
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
-        """While recording, take each call of the scalers in; their state in Python is the same afterwards."""
+        """While recording, take over each call of the scalers; their state in Python is the same afterwards."""
         with contextlib.ExitStack() as stack:
             for scaler in self._scalers:
                 stack.enter_context(self._keeping_stages(scaler))
@@ -92,7 +92,7 @@ class ScalerCapture:
 
     @property
     def is_sound(self) -> bool:
-        """Whether all calls went one way. If not, the recording is of no use and must be made again with cuts."""
+        """Whether all calls went one way. If not, the recording must be made again with cuts."""
         return not (self._whole and self._was_cut)
 
     @contextlib.contextmanager
@@ -131,13 +131,13 @@ class ScalerCapture:
 
 
 def _stages(states: Mapping[int, Mapping[str, Any]]) -> dict[int, int]:
-    """How far a scaler is with each optimizer that it has begun with."""
+    """The stage of a scaler for each optimizer that it has begun with."""
     return {key: state["stage"].value for key, state in states.items() if state["stage"].value}
 
 
 @contextlib.contextmanager
 def _keeping_attributes(optimizers: Sequence[Optimizer]) -> Iterator[None]:
-    """What `GradScaler.step` hangs on an optimizer stays there if that fails, and would count at its next step."""
+    """Remove what a failed `GradScaler.step` leaves on an optimizer: it would count at its next step."""
     names = ("grad_scale", "found_inf")
     before = [(o, {name: vars(o)[name] for name in names if name in vars(o)}) for o in optimizers]
     try:
