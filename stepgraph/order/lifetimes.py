@@ -1,15 +1,12 @@
 """Order -> buffers: which samples may share their static memory.
 
-A sample is what one layer is called with for one microbatch. Its static input must stay as it is from its forward until
-nothing reads it any more: until its backward, or, where the weight gradient is split off, until that. A weight
-gradient is computed from the layer's input; to hand the buffer on after the input gradient would let another microbatch
-write over what is still to be read.
+A sample is what one layer is called with for one microbatch. Its static input must stay unchanged from its forward
+until its backward or, where the weight gradient is split off, until that: a weight gradient reads the layer's input.
 
 Samples are numbered chunk by chunk, in a chunk microbatch by microbatch, in a microbatch layer by layer: layer l of
 microbatch m in a chunk of n layers, with p layers in the chunks before, is sample p*M + m*n + l. A forward takes the
-buffer of its signature that has been free for longest, or a new one if none is free. So there are as many buffers of a
-signature as there are ever live samples of it, and in a 1F1B schedule that is the depth of the pipeline, however many
-microbatches there are.
+buffer of its signature that has been free for longest, or a new one. So there are as many buffers of a signature as
+there are ever live samples of it, and in a 1F1B schedule that is the depth of the pipeline.
 
 An order without backwards (inference) frees nothing: only its caller knows when an output has been used up.
 """

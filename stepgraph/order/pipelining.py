@@ -1,15 +1,13 @@
 """Orders of the schedules of `torch.distributed.pipelining`.
 
-A schedule with several stages a rank holds a list of actions for each rank: F (forward), B (backward), I (gradient of
-the input), W (gradient of the weights), an overlapped F and B, and communication. The stages of a rank, by index, are
-its chunks 1, 2, ...; F becomes c, B and I become -c, W becomes -c.5, and communication and waits for it are left out.
-An overlapped action becomes its parts in the order in which the schedule lists and runs them: the forward, then the
-backward. Each entry keeps the action's microbatch, for backwards may come in another order than forwards (LoopedBFS),
-and a chunk may have both B and I (DualPipeV).
+A schedule with several stages on a rank holds a list of actions for each rank: F (forward), B (backward), I (gradient
+of the input), W (gradient of the weights), an overlapped F and B, and communication. The stages of a rank, by index,
+are its chunks 1, 2, ...; F becomes c, B and I become -c, W becomes -c.5, and communication is left out. An overlapped
+action becomes its parts in the order in which the schedule runs them. Each entry keeps the action's microbatch, because
+backwards may come in another order than forwards (LoopedBFS), and a chunk may have both B and I (DualPipeV).
 
-A schedule with one stage a rank (GPipe, 1F1B) runs a loop of its own. It may hold such a list too, but does not run it,
-and that of 1F1B is off by one on the last rank. So its order is made from its numbers of stages and microbatches.
-
+A schedule with one stage on a rank (GPipe, 1F1B) runs a loop of its own. It may hold such a list too, but does not run
+it, and that of 1F1B is off by one on the last rank. So its order is made from its numbers of stages and microbatches.
 Schedules are read by their attributes: torch is not imported here.
 """
 
@@ -51,7 +49,7 @@ def order_from_pipelining(schedule: Any, rank: int | None = None, *, forward_onl
 
 
 def _loop_entries(schedule: Any, loop: str | None, rank: int | None) -> Sequence[Entry]:
-    """What the schedules with one stage a rank do in their loops."""
+    """The entries of the loops of schedules with one stage on a rank."""
     num_stages, num_microbatches = schedule._num_stages, schedule._n_microbatches
     stage = schedule._stage.stage_index if rank is None else rank
     if stage not in range(num_stages):
@@ -82,7 +80,6 @@ def _listed_entries(schedule: Any, rank: int | None) -> Sequence[Entry]:
 
 
 def _computing(actions: Any) -> Iterator[tuple[Kind, int, int]]:
-    """The (kind, stage, microbatch) of each action that computes, overlapped ones taken apart."""
     kinds = dict(_KINDS)
     for action in actions:
         if action is None:  # a step in which the rank waits

@@ -2,9 +2,8 @@
 
 A rank with several model chunks runs its microbatches in groups: a group through the first chunk, the same group
 through the second, and so on, then the next group. `get_schedule_table` lists that as (microbatch, chunk). A rank warms
-up with some forwards alone, then runs a forward and a backward in turn, then the backwards that are left. Backwards
-walk the same table with the chunks reversed. `num_warmup_microbatches` counts the forwards alone, and
-`convert_schedule_table_to_order` puts it all together.
+up with some forwards (`num_warmup_microbatches`), then runs a forward and a backward in turn, then the backwards that
+are left. Backwards walk the same table with the chunks reversed (`convert_schedule_table_to_order`).
 """
 
 from __future__ import annotations
@@ -47,8 +46,8 @@ def num_warmup_microbatches(
     """How many forwards a rank runs before it runs a forward and a backward in turn.
 
     A forward of one chunk counts once. With expert-parallel overlap a schedule with several chunks warms up one more,
-    so that each backward finds a forward to run beside. One rank alone does not warm up, and several chunks on it are
-    no pipeline: the order made from that has a backward before its forward, and `validate_order` says so.
+    so that each backward has a forward to run beside. One rank alone does not warm up, and several chunks on it are no
+    pipeline: `validate_order` refuses the order made from that.
 
     Example:
         >>> num_warmup_microbatches(8, 2, 4, pipeline_parallel_size=4, pipeline_parallel_rank=3)

@@ -1,9 +1,9 @@
-"""Reading an order: its numbers made into entries, or an error that points at the entry that cannot be.
+"""`read_order` makes an order's numbers into entries, or raises an error that points at the wrong entry.
 
-An order decides what is captured and which memory is shared, so a wrong one would be wrong gradients. Read from left to
-right, each forward must be new, each backward must follow its forward, each weight gradient its backward. In the end
-every forward has its backward (or none has: inference), and no chunk or microbatch has been left out in the counting.
-Where numbers leave the microbatch open it is counted (see `entries`); an `Order` says it.
+An order decides what is captured and which memory is shared, so a wrong one would give wrong gradients. Read from left
+to right, each forward must be new, each backward must follow its forward, each weight gradient its backward. In the end
+every forward has its backward (or none has: inference), and chunks and microbatches are counted without gaps. Where
+numbers leave the microbatch open it is counted (see `entries`).
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def read_order(order: Sequence[float], num_layers_per_chunk: Sequence[int] | Non
 def count_microbatches(order: Sequence[float]) -> int:
     """How many microbatches each chunk runs; `InvalidArgument` if one runs fewer than another.
 
-    An order in itself may do that. Where samples are numbered it may not: their numbers are made with one count.
+    Samples are numbered with one count for all chunks.
 
     Example:
         >>> count_microbatches([1, 1, 2, 2, -2, -2, -1, -1])
@@ -138,7 +138,7 @@ def _kind_and_chunk(order: Sequence[Any], index: int) -> tuple[Kind, int]:
 
 
 def _microbatches(order: Sequence[float], kinds: Sequence[tuple[Kind, int]]) -> list[int]:
-    """Those that an `Order` names; for plain numbers the k-th entry of a kind and chunk is that of microbatch k."""
+    """Those of an `Order`; for plain numbers the k-th entry of a kind and chunk is that of microbatch k."""
     if isinstance(order, Order):
         for index, microbatch in enumerate(order.microbatches):
             if not is_count(microbatch):
@@ -194,7 +194,6 @@ def _check_complete(order: Sequence[float], entries: Sequence[Entry]) -> None:
 
 
 def _check_gaps(order: Sequence[float], entries: Sequence[Entry]) -> None:
-    """Chunks and microbatches are counted without leaving one out."""
     forwards = {(e.chunk, e.microbatch) for e in entries}
     for index, entry in enumerate(entries):
         if entry.microbatch and (entry.chunk, entry.microbatch - 1) not in forwards:
