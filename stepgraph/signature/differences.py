@@ -1,4 +1,4 @@
-"""The differences between two calls name, in words, each thing that keeps one call from the other's graph."""
+"""The differences between two calls name each thing that keeps one call from the other's graph."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from stepgraph.tree import Structure, argument_name, step_into
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """One thing that is not as it was: where, what, and both values."""
+    """One change: where, what, and both values."""
 
     path: str
     what: str
@@ -34,7 +34,7 @@ class Difference:
 def find_differences(
     captured: Signature, received: Signature, module_names: Sequence[str] = (), parameter_names: Sequence[str] = ()
 ) -> list[Difference]:
-    """Everything that differs between two signatures, each by name."""
+    """Everything that differs between two signatures, by name."""
     found = _call_differences(captured, received)
     there = dict(zip(received.names(), received.leaves, strict=True))
     for path, one in zip(captured.names(), captured.leaves, strict=True):
