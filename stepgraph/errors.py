@@ -2,8 +2,7 @@
 
 CUDA reports a broken capture in one line that names neither the user's code nor the remedy ("operation failed due to
 a previous error during capture"). Each error here says what happened, why, and what to type instead, and carries a
-rule id that is a heading of `docs/errors.md`. `ERROR_TABLE` is the single source of that knowledge: raised errors, the
-tape's refusals and the docs page all read it.
+rule id that is a heading of `docs/errors.md`. Raised errors, the tape's refusals and the docs page read `ERROR_TABLE`.
 """
 
 from __future__ import annotations
@@ -43,9 +42,9 @@ class SignatureMismatch(StepgraphError):
 
 
 class StateChanged(StepgraphError):
-    """Something that a graph has baked in is not as it was at the capture, and `strict=True` forbids to capture anew.
+    """Something that a graph has baked in has changed since the capture, and `strict=True` forbids to capture again.
 
-    Without `strict`: it changed in the middle of a step, by an optimizer between two graphs.
+    Without `strict`: an optimizer between two graphs changed it, in the middle of a step.
     """
 
 
@@ -62,7 +61,7 @@ class BuildError(StepgraphError, RuntimeError):
 
 
 class StaleMemoryError(StepgraphError, RuntimeError):
-    """A graph was about to read memory that another graph's replay has overwritten since."""
+    """A graph was about to read memory that another graph's replay has overwritten."""
 
 
 @dataclass(frozen=True, slots=True)
