@@ -10,7 +10,7 @@ import os
 import sys
 import types
 import warnings
-from collections.abc import Callable, Collection, Container
+from collections.abc import Callable, Collection, Container, Iterator
 from typing import Any, TypeVar
 
 import torch
@@ -110,23 +110,20 @@ def caller_is_autograd() -> bool:
 
 
 def _calling_file() -> str:
-    frame: types.FrameType | None = sys._getframe(1)
+    files = (frame.f_code.co_filename for frame in _stack(sys._getframe(1)))
+    return next((file for file in files if not (is_engine(file) or file.startswith((*_PLUMBING, "<")))), "")
+
+
+def _stack(frame: types.FrameType | None) -> Iterator[types.FrameType]:
+    """A frame and those around it."""
     while frame is not None:
-        file = frame.f_code.co_filename
-        if not (is_engine(file) or file.startswith((*_PLUMBING, "<"))):
-            return file
+        yield frame
         frame = frame.f_back
-    return ""
 
 
 def called_from_torch(file: str) -> bool:
     """Whether a function of this file of torch, such as `utils/checkpoint.py`, is on the stack."""
-    frame: types.FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code.co_filename == _TORCH + file:
-            return True
-        frame = frame.f_back
-    return False
+    return any(frame.f_code.co_filename == _TORCH + file for frame in _stack(sys._getframe(1)))
 
 
 def warn_user(message: str) -> None:
@@ -139,13 +136,8 @@ def warn_user(message: str) -> None:
 
 def is_running(functions: Container[types.CodeType]) -> bool:
     """Whether code of one of these functions runs now, in any thread."""
-    frame: types.FrameType | None
-    for frame in _innermost_frames():  # under no name: a frame that knows its own frame would live on
-        while frame is not None:
-            if frame.f_code in functions:
-                return True
-            frame = frame.f_back
-    return False
+    # the frames have no name here: a frame that knows its own frame would live on
+    return any(frame.f_code in functions for innermost in _innermost_frames() for frame in _stack(innermost))
 
 
 def _innermost_frames() -> Collection[types.FrameType]:
@@ -160,11 +152,9 @@ def _innermost_frames() -> Collection[types.FrameType]:
 
 def user_location() -> Location | None:
     """The user's innermost line on the current stack."""
-    frame: types.FrameType | None = sys._getframe(1)
-    while frame is not None:
+    for frame in _stack(sys._getframe(1)):
         if is_user(frame.f_code.co_filename):
             return Location(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
-        frame = frame.f_back
     return None
 
 
@@ -174,25 +164,24 @@ def torch_function(error: BaseException) -> Location | None:
     None where the user's line raised it itself; operators (`print(x)`, `x.backward()`) do not count.
     """
     found = None
-    trace = error.__traceback__
-    while trace is not None:
-        code = trace.tb_frame.f_code
-        if is_user(code.co_filename):
+    for place in _traceback(error):
+        if is_user(place.file):
             found = None
-        elif code.co_filename.startswith(_TORCH) and not code.co_filename.startswith((*_PLUMBING, *_OPERATORS)):
-            found = Location(code.co_filename.removeprefix(_TORCH), trace.tb_lineno, code.co_name)
-        trace = trace.tb_next
+        elif place.file.startswith(_TORCH) and not place.file.startswith((*_PLUMBING, *_OPERATORS)):
+            found = Location(place.file.removeprefix(_TORCH), place.line, place.function)
     return found
 
 
 def error_location(error: BaseException) -> Location | None:
     """The user's innermost line in an error's traceback."""
-    found = None
-    trace = error.__traceback__
+    return next((place for place in reversed(_traceback(error)) if is_user(place.file)), None)
+
+
+def _traceback(error: BaseException) -> list[Location]:
+    found, trace = [], error.__traceback__
     while trace is not None:
         code = trace.tb_frame.f_code
-        if is_user(code.co_filename):
-            found = Location(code.co_filename, trace.tb_lineno, code.co_name)
+        found.append(Location(code.co_filename, trace.tb_lineno, code.co_name))
         trace = trace.tb_next
     return found
 

@@ -183,7 +183,9 @@ class ExecutedCode:
 
         Where Python has events for it (3.12), each piece of code is reported once, whichever thread runs it.
         """
-        if (tool := _free_tool()) is not None:
+        events = getattr(sys, "monitoring", None)
+        tool = next((tool for tool in (3, 4) if events.get_tool(tool) is None), None) if events is not None else None
+        if tool is not None:
             with self._monitoring(tool):
                 yield
             return
@@ -240,12 +242,6 @@ class ExecutedCode:
         if event == "call":
             code = frame.f_code
             self._codes[id(code)] = code
-
-
-def _free_tool() -> int | None:
-    """A free place among Python's monitoring tools, where Python has them."""
-    events = getattr(sys, "monitoring", None)
-    return next((tool for tool in (3, 4) if events.get_tool(tool) is None), None) if events is not None else None
 
 
 class Running:

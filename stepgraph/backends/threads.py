@@ -95,7 +95,9 @@ class HookPlace:
         if found is None or found[1].calls or not _CHANGING.acquire(blocking=False):
             return
         try:
-            if not found[1].calls and _is_only_thread() and not is_running(self._walkers):
+            with collector_at_rest():
+                is_only_thread = len(sys._current_frames()) == 1
+            if not found[1].calls and is_only_thread and not is_running(self._walkers):
                 self._hooks.pop(found[0], None)
         finally:
             _CHANGING.release()
@@ -113,11 +115,6 @@ class HookPlace:
 
 
 _MAX_WAITS = 100
-
-
-def _is_only_thread() -> bool:
-    with collector_at_rest():
-        return len(sys._current_frames()) == 1
 
 
 def is_own(hook: Any) -> bool:

@@ -174,9 +174,9 @@ class TECudaGraphHelper:
             for c, i, each in places
             for microbatch in range(plan.num_microbatches)
         }
-        in_order = [samples[index] for index in range(len(samples))]
+        in_order, parts = [samples[index] for index in range(len(samples))], [each.part for _, _, each in places]
         graphs = make_graphed_callables(
-            tuple(_as_callable(each.part) for _, _, each in places),
+            tuple(p.module if p.method == "forward" else getattr(p.module, p.method) for p in parts),
             tuple(sample.args for sample in in_order),
             sample_kwargs=tuple(sample.kwargs for sample in in_order),
             order=plan.order,

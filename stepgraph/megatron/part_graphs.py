@@ -8,7 +8,7 @@ parts, so that `set_current_microbatch` does not walk through its modules.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -118,13 +118,10 @@ def graphs_in(model: torch.nn.Module | Sequence[torch.nn.Module]) -> list[PartGr
     found: list[PartGraphs] = []
     for chunk in [model] if isinstance(model, torch.nn.Module) else model:
         listed = vars(chunk).get(_PARTS)
-        found += _found_by_walking(chunk) if listed is None else [each for each in listed if type(each) is PartGraphs]
+        if listed is None:
+            listed = [value for module in chunk.modules() for value in vars(module).values()]
+        found += [each for each in listed if type(each) is PartGraphs]
     return found
-
-
-def _found_by_walking(chunk: torch.nn.Module) -> Iterator[PartGraphs]:
-    for module in chunk.modules():
-        yield from (value for value in vars(module).values() if type(value) is PartGraphs)
 
 
 def set_current_microbatch(model: torch.nn.Module | Sequence[torch.nn.Module], microbatch_id: int) -> None:

@@ -71,6 +71,10 @@ class FlagCollector:
                 stepping.add(id(optimizer))
                 self.see_optimizer(optimizer)
 
+        def leave_to_scaler(_: Any) -> None:
+            self._gradients = False
+            self._parts.clear()
+
         def after(optimizer: Optimizer, _: Any) -> None:
             stepping.discard(id(optimizer))
             self._remember(_parameters(optimizer))  # its kernels may count as writes to the gradients
@@ -78,7 +82,7 @@ class FlagCollector:
         with contextlib.ExitStack() as stack:
             if self._gradients:
                 stack.enter_context(at_optimizer_steps(before, after))
-                stack.enter_context(noticing_scalers(lambda scaler: self._leave_to_scaler()))
+                stack.enter_context(noticing_scalers(leave_to_scaler))
             yield
 
     def see_optimizer(self, optimizer: Optimizer) -> None:
@@ -107,10 +111,6 @@ class FlagCollector:
 
     def _is_left_out(self, leaf: Any) -> bool:
         return self._left_out is not None and isinstance(leaf, torch.Tensor) and self._left_out(leaf.shape)
-
-    def _leave_to_scaler(self) -> None:
-        self._gradients = False
-        self._parts.clear()
 
     def _see_gradients(self, parameters: Iterable[torch.Tensor]) -> None:
         if self._gradients:

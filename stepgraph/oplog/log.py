@@ -90,7 +90,7 @@ class Vocabulary:
         self._memory: _ByMemory[int] = _ByMemory()
         self._seen: list[tuple[int, int, weakref.ref[torch.UntypedStorage]]] = []
         """For each memory by its number: the log that saw it first, its number there, and whether it lives."""
-        self._logs = itertools.count()
+        self.logs = itertools.count()
         self._kinds: dict[types.CodeType, int] = {}
         self.casts: _ByMemory[str] = _ByMemory()
         """The name of the cast, of a tensor with a name, that autocast keeps in some memory for later calls."""
@@ -101,9 +101,6 @@ class Vocabulary:
             found = self._numbers[part] = len(self.parts)
             self.parts.append(part)
         return found
-
-    def new_log(self) -> int:
-        return next(self._logs)
 
     def memory(self, storage: torch.UntypedStorage, log: int, order: Callable[[], int]) -> int:
         """The number of memory that has no name, the same as long as it lives. `order` is called if it is new."""
@@ -243,7 +240,7 @@ class OpLog(dispatch.TorchDispatchMode):
         self._keeps_casts = keeps_casts
         self._vocabulary, self._roles = vocabulary, roles or Roles()
         self._device = device.type if device is not None and device.type != "cpu" else None
-        self._serial = vocabulary.new_log()
+        self._serial = next(vocabulary.logs)
         self._notes = array("I")
         self._given = Roles()
         for index, leaf in enumerate(arguments):
@@ -339,7 +336,8 @@ class OpLog(dispatch.TorchDispatchMode):
         else:
             on_device = self._note(func, _lifted(args[0]) if func in _LIFTS else args, kwargs, line, known)
         out = func(*args, **kwargs)
-        if scope != "left out" and not on_device and not self._is_on_device(out):
+        is_host = self._device is not None and all(tensor.device.type != self._device for tensor in _tensors(out))
+        if scope != "left out" and is_host and not on_device:
             del self._notes[begin:]
             scope = "host"
         self._bear(known, out, scope)
@@ -377,21 +375,14 @@ class OpLog(dispatch.TorchDispatchMode):
                 plain.append(_plain(value))
         return on_device
 
-    def _is_on_device(self, out: Any) -> bool:
-        if self._device is None:
-            return True
-        return any(tensor.device.type == self._device for tensor in _tensors(out))
-
     def _bear(self, known: set[int], out: Any, scope: str) -> None:
         for result in _tensors(out):
             storage = storage_of(result)
-            if storage is not None and storage._cdata not in known and not self._was_there(storage):
+            if storage is None or storage._cdata in known or self._births.name(storage) is not None:
+                continue
+            if not self._given.has(storage) and not self._roles.has(storage):  # given, but not as a tensor
                 known.add(storage._cdata)
                 self._births.add(storage, scope)
-
-    def _was_there(self, storage: torch.UntypedStorage) -> bool:
-        """Whether memory has a name already: an operation may get it in another way than as a tensor."""
-        return self._births.name(storage) is not None or self._given.has(storage) or self._roles.has(storage)
 
     def _tensor(self, tensor: torch.Tensor, known: set[int]) -> Hashable:
         shape = tuple(tensor.shape) if not tensor.is_nested else ("nested", tensor.size(0))

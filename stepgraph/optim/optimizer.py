@@ -60,7 +60,9 @@ def place(optimizer: Optimizer, mode: str, moved: str | None = None) -> Placemen
         return Placement(True, "fused: its step count is on the device")
     if all(group.get("capturable") for group in optimizer.param_groups):
         return Placement(True, "capturable: its step count is on the device")
-    if kind in _STEPLESS and not any(_is_tensor_number(g) or g["differentiable"] for g in optimizer.param_groups):
+    numbers = [(k, v) for group in optimizer.param_groups for k, v in group.items() if k != "params"]
+    is_unusual = any(isinstance(v, torch.Tensor) or (k == "differentiable" and v) for k, v in numbers)
+    if kind in _STEPLESS and not is_unusual:
         return Placement(True, f"{kind.__name__} uses no step count")
     if mode == "inside" and not _counts_on_host(optimizer):
         return Placement(True, "optimizer='inside'")
@@ -73,10 +75,6 @@ def place_made(optimizer: Optimizer, mode: str) -> Placement:
     if mode == "capturable" and all(group.get("capturable") for group in optimizer.param_groups):
         return Placement(False, "which optimizer='capturable' would have to change while it is recorded")
     return place(optimizer, "auto" if mode == "outside" else mode)
-
-
-def _is_tensor_number(group: dict[str, Any]) -> bool:
-    return any(isinstance(v, torch.Tensor) for k, v in group.items() if k != "params")
 
 
 def _counts_on_host(optimizer: Optimizer) -> bool:

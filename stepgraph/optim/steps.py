@@ -44,7 +44,8 @@ def at_optimizer_steps(
 
     def ended(optimizer: Optimizer, *_: Any) -> None:
         if is_ours() and after is not None:
-            after(optimizer, _returned(sys._getframe(2)))
+            walker = sys._getframe(2)  # torch does not pass the result to hooks
+            after(optimizer, walker.f_locals.get(_RESULT) if walker.f_code in _WALKERS else None)
 
     with contextlib.ExitStack() as stack:
         if before is not None:
@@ -54,11 +55,6 @@ def at_optimizer_steps(
             _AFTER.listen(ended)
             stack.callback(_AFTER.leave, ended)
         yield
-
-
-def _returned(walker: types.FrameType) -> Any:
-    """The result of a step, from the frame that calls its hooks: torch does not pass it."""
-    return walker.f_locals.get(_RESULT) if walker.f_code in _WALKERS else None
 
 
 def all_have_hooks() -> bool:

@@ -96,7 +96,7 @@ def count_microbatches(order: Sequence[float]) -> int:
 def point_at(order: Sequence[Any], index: int, expected: str) -> tuple[str, ...]:
     """Lines for an error's details: the order around an entry, a mark under it, what should stand there."""
     start, stop = max(0, index - _SHOWN), min(len(order), index + _SHOWN + 1)
-    words = [_word(entry) for entry in order[start:stop]]
+    words = [f"{float(e):g}" if _is_number(e) else repr(e)[:20] for e in order[start:stop]]
     before = " ".join(["..."] * (start > 0) + words[: index - start])
     line = " ".join(["..."] * (start > 0) + words + ["..."] * (stop < len(order)))
     mark = " " * (len(before) + bool(before)) + "^" * len(words[index - start])
@@ -105,10 +105,6 @@ def point_at(order: Sequence[Any], index: int, expected: str) -> tuple[str, ...]
 
 def _is_number(value: object) -> bool:
     return isinstance(value, Real) and not isinstance(value, bool)
-
-
-def _word(entry: Any) -> str:
-    return f"{float(entry):g}" if _is_number(entry) else repr(entry)[:20]
 
 
 def _refuse(order: Sequence[Any], index: int, what: str, expected: str, fix: str) -> InvalidArgument:

@@ -100,7 +100,7 @@ def _state_of_generator(value: Any) -> Callable[[], Any] | None:
     """What reads the state of a random generator of Python's or numpy's."""
     kind = type(value)
     if kind is torch.Generator and value.device.type == "cpu":  # that of a GPU is a matter of the graph
-        return functools.partial(_state_of_torchs, value)
+        return lambda: value.get_state().numpy().tobytes()
     if issubclass(kind, random.Random) and not issubclass(kind, random.SystemRandom):
         return functools.partial(random.Random.getstate, value)
     numpy_random: Any = sys.modules.get("numpy.random")
@@ -109,10 +109,6 @@ def _state_of_generator(value: Any) -> Callable[[], Any] | None:
     if numpy_random is not None and issubclass(kind, numpy_random.RandomState):
         return functools.partial(_state, value._bit_generator)
     return None
-
-
-def _state_of_torchs(generator: torch.Generator) -> bytes:
-    return bytes(generator.get_state().numpy().tobytes())
 
 
 def _state(bits: Any) -> Any:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -53,17 +53,10 @@ class _Same:
         return str(getattr(self._given, "__qualname__", type(self._given).__qualname__))
 
 
-def _function_modes() -> Hashable:
-    modes = [mode for mode in _get_current_function_mode_stack() if not isinstance(mode, OwnMode)]
+def _modes(stack: Iterable[Any]) -> Hashable:
+    """The modes of others. One of the function modes sets the default device."""
+    modes = [mode for mode in stack if not isinstance(mode, OwnMode)]
     return tuple(f"device {m.device}" if isinstance(m, DeviceContext) else _Same(m) for m in modes) or None
-
-
-def _dispatch_modes() -> Hashable:
-    return tuple(_Same(m) for m in _get_current_dispatch_mode_stack() if not isinstance(m, OwnMode)) or None
-
-
-def _hooks() -> Hashable:
-    return tuple(map(_Same, _saved_tensor_hooks(True) or ())) or None
 
 
 def _autocast(device: str) -> Hashable:
@@ -190,9 +183,9 @@ def ambient_key(*, observers: bool = False) -> tuple[Hashable, ...]:
         torch._C._get_cublas_allow_fp16_reduced_precision_reduction(),
         _matmul_precision(),
         *(*flags, _default_dtype("cuda", on_cuda), _default_dtype("cpu", on_cpu)),
-        _function_modes() if has_modes else None,
-        _dispatch_modes() if observers else None,
-        _hooks() if observers else None,
+        _modes(_get_current_function_mode_stack()) if has_modes else None,
+        _modes(_get_current_dispatch_mode_stack()) if observers else None,
+        _modes(_saved_tensor_hooks(True) or ()) if observers else None,
     )
 
 
@@ -215,8 +208,7 @@ def as_called(ambient: Sequence[Hashable], *, cache: bool = False) -> Iterator[N
 
 def autocast_now() -> tuple[Hashable, Hashable]:
     """The dtype of autocast on CUDA and on the CPU, or False where it is off."""
-    cuda, cpu = torch.is_autocast_enabled("cuda"), torch.is_autocast_enabled("cpu")
-    return cuda and torch.get_autocast_dtype("cuda"), cpu and torch.get_autocast_dtype("cpu")
+    return _autocast("cuda"), _autocast("cpu")
 
 
 @contextlib.contextmanager

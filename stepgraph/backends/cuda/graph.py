@@ -157,7 +157,7 @@ class CudaGraph(Graph):
         runtime = self._runtime
         if runtime is None:
             return True
-        stream = runtime.cudaStream_t(self._workspace.stream_handle)
+        stream = runtime.cudaStream_t(int(self._workspace.capture_stream.cuda_stream))
         info = runtime.cudaStreamGetCaptureInfo(stream)
         graph = info[3] if int(info[0]) == 0 and len(info) > 3 else None
         if graph is None:
@@ -203,7 +203,7 @@ class CudaWorkspace(Workspace):
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self.device_index = device.index or 0
-        self._stream = torch.cuda.Stream(device)
+        self.capture_stream = torch.cuda.Stream(device)
         self.order = StreamOrder(torch.device("cuda", self.device_index))
         self.draws = order_of_draws(device)
         self._callers: dict[int, torch.cuda.Stream] = {}
@@ -232,16 +232,12 @@ class CudaWorkspace(Workspace):
         return self._pools[lane].id
 
     def _new_pool(self, lane: int, generators: Sequence[torch.Generator]) -> None:
-        self._pools[lane] = _Pool(self._stream, generators)
+        self._pools[lane] = _Pool(self.capture_stream, generators)
         self._pool_ids.add(tuple(self._pools[lane].id))
 
     @property
     def default_generator(self) -> torch.Generator:
         return torch.cuda.default_generators[self.device_index]
-
-    @property
-    def stream_handle(self) -> int:
-        return int(self._stream.cuda_stream)
 
     def graph(self, generators: Sequence[torch.Generator] = (), lane: int = 0) -> CudaGraph:
         return CudaGraph(self, [g for g in generators if g.device.type == "cuda"], lane)
@@ -263,17 +259,17 @@ class CudaWorkspace(Workspace):
     @contextlib.contextmanager
     def stream(self) -> Iterator[None]:
         outer = torch.cuda.current_stream(self._device)
-        if outer == self._stream:
+        if outer == self.capture_stream:
             yield
             return
         self._callers[int(outer.cuda_stream)] = outer
         self.order.queue_behind([outer])
-        self._stream.wait_stream(outer)
+        self.capture_stream.wait_stream(outer)
         try:
-            with torch.cuda.stream(self._stream):
+            with torch.cuda.stream(self.capture_stream):
                 yield
         finally:
-            outer.wait_stream(self._stream)
+            outer.wait_stream(self.capture_stream)
 
     @contextlib.contextmanager
     def warming_up(self) -> Iterator[None]:
@@ -291,12 +287,12 @@ class CudaWorkspace(Workspace):
         # on the default stream, whose free memory, left over from building the model, no other stream can use
         self._route_away()
         default = torch.cuda.default_stream(self._device)
-        default.wait_stream(self._stream)
+        default.wait_stream(self.capture_stream)
         try:
             with torch.cuda.stream(default):
                 yield
         finally:
-            self._stream.wait_stream(default)
+            self.capture_stream.wait_stream(default)
             self._route_to_pool()
 
     def _route_to_pool(self) -> None:

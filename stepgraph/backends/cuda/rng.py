@@ -79,10 +79,6 @@ class StateCalls:
             if origin is not self.graph:
                 self.graph.random.rewinds_to.add(origin)
 
-    def refuse_seed(self, name: str) -> None:
-        if self.graph is not None:
-            self.graph.refuse(CaptureRefused(entry("reseed"), name, user_location()))
-
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
         """Watch `torch.cuda.get_rng_state` and `torch.cuda.set_rng_state`; refuse seeding."""
@@ -97,7 +93,8 @@ class StateCalls:
             below(new_state, *args, **kwargs)
 
         def seed(name: str, below: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            self.refuse_seed(name)
+            if self.graph is not None:
+                self.graph.refuse(CaptureRefused(entry("reseed"), name, user_location()))
             return below(*args, **kwargs)
 
         with contextlib.ExitStack() as stack:

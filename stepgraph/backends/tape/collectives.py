@@ -47,7 +47,7 @@ def is_collective(func: torch._ops.OpOverload) -> bool:
 
 def silent(func: torch._ops.OpOverload, refuse: Callable[[CaptureRefused], None]) -> Callable[..., Any]:
     """An operator, to be called in a recording: it answers collectives instead of running them."""
-    if _communicates(func):
+    if is_collective(func) and any(argument.name in _GROUPS for argument in func._schema.arguments):
         return functools.partial(_answer, func, refuse)
     if func.namespace == "aten" or is_collective(func) or not dist.is_available() or not dist.is_initialized():
         return func
@@ -81,14 +81,10 @@ class Silence(dispatch.TorchDispatchMode, OwnMode):
         return called(*args, **(kwargs or {}))
 
 
-def _communicates(func: torch._ops.OpOverload) -> bool:
-    return is_collective(func) and any(argument.name in _GROUPS for argument in func._schema.arguments)
-
-
 def _answer(func: Any, refuse: Callable[[CaptureRefused], None], *args: Any, **kwargs: Any) -> Any:
     schema = func._schema
     given = dict(zip((argument.name for argument in schema.arguments), args, strict=False)) | kwargs
-    written = [given[argument.name] for argument in schema.arguments if _is_written(argument)]
+    written = [given[a.name] for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
     try:
         if schema.name in _REFUSED:
             raise NotImplementedError
@@ -121,10 +117,6 @@ def _work(outputs: Any) -> Any:
     done: torch.futures.Future[Any] = torch.futures.Future()
     done.set_result(tree_leaves(outputs))
     return c10d._create_work_from_future(done).boxed()  # type: ignore[attr-defined]
-
-
-def _is_written(argument: Any) -> bool:
-    return argument.alias_info is not None and argument.alias_info.is_write
 
 
 def _tensors(tree: Any) -> Iterator[torch.Tensor]:

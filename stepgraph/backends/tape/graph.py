@@ -232,8 +232,10 @@ class TapeGraph(Graph):
         written = tensors if collective else _written_arguments(func, args, kwargs)
         written_keys = {t.untyped_storage()._cdata for t in written}
         for tensor in tensors:
-            fresh_start = name in _OVERWRITES and tensor.untyped_storage()._cdata in written_keys
-            self._note_read(tensor, overwritten=fresh_start and _covers_storage(tensor))
+            storage = tensor.untyped_storage()
+            is_whole = tensor.numel() * tensor.element_size() == storage.nbytes()
+            if not (is_whole and name in _OVERWRITES and storage._cdata in written_keys):
+                self._note_read(tensor)
         for tensor in written:
             self._note_write(tensor)
         noted = [self._ref(leaf) if isinstance(leaf, torch.Tensor) and _has_numbers(leaf) else leaf for leaf in leaves]
@@ -312,11 +314,10 @@ class TapeGraph(Graph):
             tensor.is_neg(),
         )
 
-    def _note_read(self, tensor: torch.Tensor, *, overwritten: bool) -> None:
+    def _note_read(self, tensor: torch.Tensor) -> None:
         place = self._pool.find(tensor.untyped_storage()._cdata)
-        if place is None or overwritten or id(place) in self._writes or id(place) in self._born:
-            return
-        self._reads.setdefault(id(place), place)
+        if place is not None and id(place) not in self._writes and id(place) not in self._born:
+            self._reads.setdefault(id(place), place)
 
     def _note_write(self, tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()
@@ -372,10 +373,6 @@ def _has_numbers(tensor: torch.Tensor) -> bool:
     Forward-mode AD makes both: to learn a result's geometry, and as the tangent of what is no input.
     """
     return not (tensor.is_meta or tensor._is_zerotensor())
-
-
-def _covers_storage(tensor: torch.Tensor) -> bool:
-    return tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()
 
 
 def _written_arguments(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:

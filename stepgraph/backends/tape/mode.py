@@ -78,7 +78,7 @@ class RecordingMode(dispatch.TorchDispatchMode, OwnMode):
         with torch._C.DisableTorchFunction():
             if func._schema.name in ("aten::lift_fresh", "aten::lift_fresh_copy"):
                 return self._host_data(graph, func, args)
-            if self._guard.checking and func._schema.name in _CHECKS:
+            if self._guard.running["one_hot"] and func._schema.name in _CHECKS:
                 return 0 if func._schema.name == "aten::_local_scalar_dense" else func(*args, **kwargs)
             broken = refusal(func, args, kwargs, self._is_host_scalar)
             if broken is not None:
@@ -88,7 +88,7 @@ class RecordingMode(dispatch.TorchDispatchMode, OwnMode):
     def _host_data(self, graph: TapeGraph, func: Any, args: Sequence[Any]) -> Any:
         """A tensor made from Python values: refused, but for a number that is being assigned, and for no values."""
         (value,) = args
-        if self._guard.assigning and value.dim() == 0:
+        if self._guard.running["__setitem__"] and value.dim() == 0:
             self._host_scalars.add(value.untyped_storage()._cdata)
         elif value.numel():  # without elements nothing moves
             error = host_data_refusal()

@@ -46,7 +46,11 @@ class Surroundings(NamedTuple):
     @classmethod
     def of(cls, func: torch._ops.OpOverload) -> Surroundings:
         """The flags where an operator is called, read in the handler of the mode that sees it."""
-        return cls(torch.is_grad_enabled(), _autocast_around() if _calls_operators(func) else None)
+        autocast = None
+        if _calls_operators(func):
+            with enable_reentrant_dispatch():
+                autocast = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
+        return cls(torch.is_grad_enabled(), autocast)
 
     def call(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Call an operator as it would be called without the mode."""
@@ -71,11 +75,6 @@ def _calls_operators(func: torch._ops.OpOverload) -> bool:
     if func.namespace == "aten" and func._schema.name not in _FUSED:
         return False
     return not torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "AutocastCPU")
-
-
-def _autocast_around() -> torch.dtype | None:
-    with enable_reentrant_dispatch():
-        return torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
 
 
 @dataclass(slots=True)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -37,11 +38,11 @@ _SYNCHRONIZING = frozenset(
     }
 )
 _LIBRARY_CALLS = frozenset({"aten::_linalg_svd", "aten::_linalg_eigh", "aten::linalg_lstsq", "aten::linalg_eig"})
-_HOST_READS = frozenset({"tolist", "numpy", "__array__", "__repr__", "__format__", "__dlpack__", "__reduce_ex__"})
+_READS = ("tolist", "numpy", "__array__", "__repr__", "__format__", "__dlpack__", "__reduce_ex__")
+_HOST_READS = {**{name: name for name in _READS}, "cpu": "cpu()"}
 _LOOK_FOR_NAN = dataclasses.replace(
     entry("host-read"), fix="switch anomaly mode on around the call of the step, not inside: such calls run eagerly."
 )
-_ASSIGNMENTS = frozenset({"__setitem__"})
 
 
 def refusal(
@@ -68,7 +69,10 @@ def refusal(
         return None
     tags = func.tags
     if torch.Tag.data_dependent_output in tags or torch.Tag.dynamic_output_shape in tags or name in _SYNCHRONIZING:
-        return (_LOOK_FOR_NAN, "detect_anomaly()") if _is_look_for_nan() else (entry("host-read"), _spelling(name))
+        if torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled() and caller_is_autograd():
+            return _LOOK_FOR_NAN, "detect_anomaly()"
+        spelled = ".item()" if name == "aten::_local_scalar_dense" else name.removeprefix("aten::")
+        return entry("host-read"), spelled
     return None
 
 
@@ -78,14 +82,6 @@ def _is_flag_of_ddp(value: torch.Tensor) -> bool:
     With `static_graph=True` its reducer reads them in each backward. No other C++ code of a backward reads an int32.
     """
     return value.dtype is torch.int32 and value.dim() == 0 and caller_is_autograd()
-
-
-def _is_look_for_nan() -> bool:
-    return torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled() and caller_is_autograd()
-
-
-def _spelling(name: str) -> str:
-    return ".item()" if name == "aten::_local_scalar_dense" else name.removeprefix("aten::")
 
 
 def _has_mask(indices: Sequence[torch.Tensor | None]) -> bool:
@@ -98,41 +94,25 @@ class HostReadGuard(TorchFunctionMode, OwnMode):
     def __init__(self, refuse: Callable[[CaptureRefused], None]) -> None:
         super().__init__()
         self._refuse = refuse
-        self._assigning = self._checking = 0
-
-    @property
-    def checking(self) -> bool:
-        """Whether `F.one_hot(x, n)` is running, which reads the values to check them on the CPU, and not on CUDA."""
-        return self._checking > 0
-
-    @property
-    def assigning(self) -> bool:
-        """Whether `x[...] = value` is running."""
-        return self._assigning > 0
+        self.running: Counter[str] = Counter()
+        """`__setitem__` (`x[...] = value`) and `one_hot` (`F.one_hot(x, n)` checks its values on the CPU only)."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         name = getattr(func, "__name__", "")
         if name in _HOST_READS and args and isinstance(args[0], torch.Tensor):
-            self._refuse(CaptureRefused(entry("host-read"), f"Tensor.{name}", user_location()))
-        if name == "cpu" and args and isinstance(args[0], torch.Tensor):
-            self._refuse(CaptureRefused(entry("host-read"), "Tensor.cpu()", user_location()))
+            self._refuse(CaptureRefused(entry("host-read"), f"Tensor.{_HOST_READS[name]}", user_location()))
         if func is torch.tensor and args and isinstance(args[0], torch.Tensor):
             return args[0].detach().clone()
-        if name == "one_hot" and max([*args[1:2], *(kwargs or {}).values()], default=-1) > 0:
-            self._checking += 1
-            try:
-                return func(*args, **(kwargs or {}))
-            finally:
-                self._checking -= 1
-        if name not in _ASSIGNMENTS:
+        checks = name == "one_hot" and max([*args[1:2], *(kwargs or {}).values()], default=-1) > 0
+        if not checks and name != "__setitem__":
             return func(*args, **(kwargs or {}))
-        self._assigning += 1
+        self.running[name] += 1
         try:
             return func(*args, **(kwargs or {}))
         finally:
-            self._assigning -= 1
+            self.running[name] -= 1
 
 
 @contextlib.contextmanager

@@ -45,7 +45,7 @@ class RandomCalls:
 
     def put(self, generator: torch.Generator, state: torch.Tensor) -> None:
         """Set a generator's state, which must be one of the same seed."""
-        if _seed_of(state) != generator.initial_seed():
+        if torch.Generator().set_state(state).initial_seed() != generator.initial_seed():
             self.refuse("reseed", "setting a random state of another seed")
         known, cell, origin = self._read.get(id(state), (None, [state], None))
         if known is None or known() is not state:
@@ -81,10 +81,6 @@ def swap_states(one: torch.Generator, two: torch.Generator) -> None:
     first, second = state_of(one), state_of(two)
     one.set_state(second)
     two.set_state(first)
-
-
-def _seed_of(state: torch.Tensor) -> int:
-    return torch.Generator().set_state(state).initial_seed()
 
 
 @contextlib.contextmanager
