@@ -161,7 +161,7 @@ ERROR_TABLE: tuple[ErrorEntry, ...] = (
     ErrorEntry(
         "capture-isolation",
         "the step waits for work that was queued outside the capture",
-        "an event or stream of before the capture cannot be a part of the graph.",
+        "an event or stream from before the capture cannot be part of the graph.",
         "wait for that work before the step is called, or move it into the step.",
         texts=("dependency created on uncaptured work in another stream",),
         code=905,
@@ -282,7 +282,7 @@ class CaptureRefused(RuntimeError):
 
 
 class CaptureError(StepgraphError, RuntimeError):
-    """A capture that failed. The state of the program is that of before the call.
+    """A capture that failed. The program is as it was before the call.
 
     `code` is CUDA's error number where there is one, `where` the user's line, `entry` the row of the error table.
     """

@@ -281,7 +281,7 @@ def changed_containers(
 
 def _changed(structure: Structure, leaves: Iterator[Any], node: Any, path: str, removed: bool) -> str | None:
     if structure.kind is None:
-        return None if _is_same(next(leaves), node) else f"`{path}` is another {type(node).__name__}"
+        return None if _is_same(next(leaves), node) else f"`{path}` was replaced by a new {type(node).__name__}"
     opened = _open(node) if type(node) is structure.kind else None
     if opened is None:
         return f"`{path}` is now a {type(node).__name__}"

@@ -87,7 +87,7 @@ class PartGraphs:
             f"`{self.part.path}` is called for microbatch {microbatch}, and {len(self.graphs)} were captured",
             rule="current-microbatch",
             details=[f"captured  microbatches 0 to {len(self.graphs) - 1}", f"received  {microbatch}"],
-            why="each microbatch has graphs of its own; another one's hold activations that may still be needed.",
+            why="each microbatch has its own graphs; those of another one hold activations that may still be needed.",
             fix="helper.delete_cuda_graphs(), and make a helper with the larger num_microbatches.",
         )
 

@@ -98,7 +98,7 @@ def _hidden_states(chunk: torch.nn.Module, part: Part, sizes: Sizes) -> torch.Te
     weight = next((p for m in (part.module, chunk) for p in m.parameters() if p.is_floating_point()), None)
     if weight is None or sizes.hidden_size is None:
         missing = "the config has no `hidden_size`" if sizes.hidden_size is None else "it has no weights"
-        raise _untold(part, f"the hidden states of `{part.path}`: {missing}")
+        raise _no_sample(part, f"the hidden states of `{part.path}`: {missing}")
     shape = (sizes.micro_batch_size, sizes.seq_length, sizes.hidden_size)
     return torch.zeros(shape, dtype=weight.dtype, device=weight.device, requires_grad=True)
 
@@ -111,14 +111,14 @@ def _around(chunk: torch.nn.Module, part: Part, name: str) -> Any:
         value = getattr(chunk.get_submodule(path), name, None)
         if value is not None and not inspect.ismethod(value):
             return value
-    raise _untold(part, f"argument `{name}` of `{part.path}`")
+    raise _no_sample(part, f"argument `{name}` of `{part.path}`")
 
 
-def _untold(part: Part, what: str) -> InvalidArgument:
+def _no_sample(part: Part, what: str) -> InvalidArgument:
     return InvalidArgument(
         f"no sample can be made for {what}",
         rule="layer-sample",
-        why="graphs are captured before the layer is called, from samples of what it will be called with.",
+        why="graphs are captured before the layer is called, from samples of its arguments.",
         fix="pass sample_arguments=, a function from a layer to (args, kwargs), or give "
         f"{type(part.module).__name__} a method get_layer_static_inputs(seq_length, micro_batch_size).",
     )

@@ -38,7 +38,7 @@ class VisionConfig(Config):
     patch_size: int
     """Height and width of a patch in pixels."""
     num_position_embeddings: int
-    """Places of patches that are told apart, a square number: an image has at most its root of patches a side."""
+    """Distinct places of patches, a square number: its root is the most patches a side of an image."""
     spatial_merge_size: int = 2
     """Patches a side that are merged into one token."""
     max_vision_cuda_graph_seq_length: int | None = None

@@ -203,6 +203,6 @@ class FlagReader:
                     rule="non-finite",
                     details=[f"`{name}`" for name in bad[1:8]],
                     why="a flag that the step computed on the device says that it held a NaN or an infinity.",
-                    fix="go back to a checkpoint of before that call; calls are counted from 1. To find the operation, "
+                    fix="go back to an earlier checkpoint; calls are counted from 1. To find the operation, "
                     "run that batch eagerly under torch.autograd.set_detect_anomaly(True).",
                 )

@@ -170,7 +170,7 @@ class Roles:
         return (name, start) if found else None
 
     def shared(self) -> dict[Hashable, Hashable]:
-        """Names of tensors that lie in the same memory as others: the name of the first of each such group."""
+        """Names of tensors that share memory with others, each with the first name of its group."""
         groups = (names for names in self._names.values() if len(names) > 1)
         return {name: names[0][2] for names in groups for _, _, name in names}
 
@@ -328,7 +328,7 @@ class OpLog(dispatch.TorchDispatchMode):
             line, left_out = self._line(is_collective=func.namespace != "aten")
             scope = "left out" if left_out else self._scope
         known: set[int] = set()
-        """The memory of the arguments: what else the results lie in has come into being."""
+        """The memory of the arguments: any other memory of the results is new."""
         begin = len(self._notes)
         if scope == "left out":
             _add_memory(known, args)

@@ -88,9 +88,9 @@ def refuse_unknown_results(values: list[Any]) -> None:
 def result_used(name: str) -> CaptureError:
     """The error for a step that uses the result of an optimizer between graphs."""
     return CaptureError(
-        f"the step uses what {name} returns",
+        f"the step uses the result of {name}",
         rule="optimizer-result",
-        why="the optimizer runs between graphs, and what it returns is only known then; no graph can read it.",
+        why="the optimizer runs between graphs, and its result is only known then; no graph can read it.",
         fix="have it write the value into a tensor of its own (self.norm.copy_(norm)) and read that after the step, or "
         "compute the value in the step itself.",
     )

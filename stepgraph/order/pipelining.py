@@ -65,10 +65,10 @@ def _listed_entries(schedule: Any, rank: int | None) -> Sequence[Entry]:
     lists = lists or getattr(schedule, "pipeline_order", None)
     if not isinstance(lists, Mapping) or not lists:
         raise InvalidArgument(
-            f"{type(schedule).__name__} is no schedule that stepgraph can read an order from",
+            f"{type(schedule).__name__} is not a schedule that stepgraph can read an order from",
             rule="order",
             details=("expected  ScheduleGPipe, Schedule1F1B, or a schedule with a `pipeline_order`",),
-            why="its actions are not listed, so what it runs when is not known.",
+            why="its actions are not listed, so their order is not known.",
             fix="take a schedule of torch.distributed.pipelining, or write its order as a list of numbers.",
         )
     rank = getattr(schedule, "rank", 0) if rank is None else rank
@@ -96,7 +96,7 @@ def _computing(actions: Any) -> Iterator[tuple[Kind, int, int]]:
                 details=(
                     f"expected  {', '.join(kinds)} with a microbatch, {_OVERLAPPED} with its parts, communication",
                 ),
-                why="whether it computes anything, and of which microbatch, is not known.",
+                why="it may compute something, of an unknown microbatch.",
                 fix="take a schedule of these actions, or write its order as a list of numbers.",
             )
 

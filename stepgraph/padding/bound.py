@@ -239,7 +239,7 @@ def _target(member: _Member, shape: Sequence[int], choice: Choice) -> tuple[int,
 def _check_leaf(member: _Member, leaf: Any) -> None:
     if type(leaf) is not torch.Tensor and (not isinstance(leaf, torch.Tensor) or isinstance(leaf, torch.nn.Parameter)):
         raise invalid(
-            f"buckets: `{member.name}` is no tensor to pad: {described(leaf)}",
+            f"buckets: `{member.name}` is not a tensor to pad: {described(leaf)}",
             why="padding makes a larger copy of a tensor; parameters and other objects are used as they are.",
             fix=f"drop it from buckets, or pass a tensor for `{member.name}`.",
         )
@@ -289,7 +289,7 @@ def _fill(member: _Member, leaf: torch.Tensor) -> Number:
     if not holds(leaf.dtype, member.pad):
         raise invalid(
             f"pad_values: `{member.name}` is {described(leaf)}, which does not hold {member.pad!r}",
-            why="the padding would be filled with another number than was asked for.",
+            why="the padding would be filled with another number than the given one.",
             fix=f'pad_values={{"{dotted(member.name)}": ...}} with a number that fits {leaf.dtype}.',
         )
     return member.pad

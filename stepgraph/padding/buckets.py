@@ -114,7 +114,7 @@ def _read_dims(name: str, given: Any, groups: list[Sizes]) -> tuple[tuple[int, i
     for dim, sizes in _mapping(given, f"buckets[{name!r}]").items():
         if not isinstance(dim, int) or isinstance(dim, bool):
             raise invalid(
-                f"buckets: {dim!r} is no dimension of `{name}`",
+                f"buckets: {dim!r} is not a dimension of `{name}`",
                 why="dimensions are counted: 0 is the first, -1 the last.",
             )
         wanted = _read_sizes(f"`{name}`, dimension {dim}", sizes)
@@ -133,7 +133,7 @@ def _read_sizes(where: str, given: Any) -> Sizes:
     sizes = list(given) if isinstance(given, Iterable) and not isinstance(given, (str, bytes)) else []
     if not sizes or not all(isinstance(s, int) and not isinstance(s, bool) and s > 0 for s in sizes):
         raise invalid(
-            f"buckets: {where}: {given!r} is no list of sizes",
+            f"buckets: {where}: {given!r} is not a list of sizes",
             why="a dimension is padded up to the smallest of its sizes that holds it: whole numbers of at least 1.",
         )
     return tuple(sorted(set(sizes)))
@@ -144,14 +144,14 @@ def _read_pads(given: Any) -> dict[str, Number]:
     for name, value in _mapping(given, "pad_values").items():
         if not isinstance(value, (bool, int, float, complex)):
             raise invalid(
-                f"pad_values: {value!r} for `{name}` is no number",
+                f"pad_values: {value!r} for `{name}` is not a number",
                 why="padding is filled with one number.",
                 fix='pad_values={"batch.labels": -100}, for example.',
             )
         path = dotted(_string(name, "pad_values"))
         if path in pads:
             raise invalid(
-                f"pad_values: `{path}` is there twice",
+                f"pad_values: `{path}` is given twice",
                 why="padding is filled with one number.",
                 fix="give each leaf one value.",
             )
@@ -161,7 +161,7 @@ def _read_pads(given: Any) -> dict[str, Number]:
 
 def _pads_nothing(name: str) -> InvalidArgument:
     return invalid(
-        f"pad_values: `{name}` is no argument with buckets",
+        f"pad_values: `{name}` is not an argument with buckets",
         why="only bucketed arguments are padded, so this value would never be used.",
         fix=f'give its sizes too: buckets={{"{name}": {{1: [128, 256, 512]}}}}, or drop the value.',
     )
@@ -178,13 +178,13 @@ def _check_lists(groups: list[Sizes], arguments: tuple[BucketedLeaf, ...], resul
                     fix="give it the same list as the argument that it grows with.",
                 )
     if not arguments:
-        raise invalid("buckets: only results are named", why="what is padded are arguments.")
+        raise invalid("buckets: only results are named", why="only arguments are padded.")
 
 
 def _mapping(given: Any, what: str) -> Mapping[Any, Any]:
     if not isinstance(given, Mapping):
         raise invalid(
-            f"{what}: {given!r} is no dict",
+            f"{what}: {given!r} is not a dict",
             why="sizes are given for each leaf and dimension by name.",
             fix=f'{_EXAMPLE}, pad_values={{"batch.labels": -100}}, for example.',
         )
@@ -194,7 +194,7 @@ def _mapping(given: Any, what: str) -> Mapping[Any, Any]:
 def _string(name: Any, what: str) -> str:
     if not isinstance(name, str) or not name:
         raise invalid(
-            f"{what}: {name!r} is no name of a leaf",
+            f"{what}: {name!r} is not a name of a leaf",
             why="leaves are named as you would write them, from the argument's name on.",
         )
     return name
@@ -244,7 +244,7 @@ def find(name: str, names: Sequence[str], told: Sequence[str], whose: str) -> in
     raise invalid(
         f"buckets: `{name}` is a container" if inside else f"buckets: {whose} has no leaf `{name}`",
         details=_listed(names, told, whose),
-        why="each name stands for one tensor, and a misspelt one must not be passed over.",
+        why="each name stands for one tensor, and a misspelt one would be ignored.",
         fix=f'did you mean "{near[0]}"?' if near else "use one of the names above.",
     )
 

@@ -191,7 +191,7 @@ def _said(buckets: Buckets, names: Sequence[str], seen: Mapping[Choice, Shapes])
             for dim, group in leaf.dims:
                 if not -len(shape) <= dim < len(shape) or shape[dim] != choice[group]:
                     raise invalid(
-                        f"buckets: dimension {dim} of `{name}` has not the bucket's size, {choice[group]}",
+                        f"buckets: dimension {dim} of `{name}` does not have the bucket's size, {choice[group]}",
                         details=[f"shape  {list(shape)}"],
                         why="only a dimension that was padded can be cut back.",
                         fix=f"name the dimension that has it, or leave `{leaf.name}` out of buckets.",

@@ -268,7 +268,7 @@ class CudaRNGStatesTracker:
     # -- for the recorder of a step
 
     def begin_segment(self, forward: Segment | None = None) -> Segment:
-        """A graph begins: states that were read before are not its own, but for those of its forward graph."""
+        """A graph begins: it cannot use states that were read before, except those of its forward graph."""
         self._segment = Segment(forward)
         return self._segment
 

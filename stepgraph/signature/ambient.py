@@ -166,7 +166,7 @@ class AmbientReader:
         key = ambient_key(observers=self._observers)
         if key != self._key:
             self._key = key
-        # modes and hooks are not told at a glance: with any around, each reading is a full one
+        # modes and hooks cannot be compared fast: with any around, each reading is a full one
         self._rest, self._guard = rest, _make_guard() if key[-3:] == (None, None, None) else None
         return self._key
 

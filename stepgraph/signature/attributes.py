@@ -88,7 +88,7 @@ def as_given(made: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
             raise InvalidArgument(
                 f"an argument is a {type(given).__name__}, and a buffer for it is a {type(made).__name__}",
                 rule="tensor-class",
-                why="a step is captured on buffers in the place of its arguments, and may do something else with them.",
+                why="a step is captured on buffers in the place of its arguments, and may treat them differently.",
                 fix="pass plain tensors, and put them together inside the step.",
             )
         made = made.as_subclass(type(given))
@@ -113,7 +113,7 @@ def refuse_unlike_buffers(leaves: Sequence[Any], names: Sequence[str]) -> None:
             raise InvalidArgument(
                 f"`{name}` has an attribute `{attribute}` that is a {kind.__name__}",
                 rule="tensor-attribute",
-                why="the argument is copied into a buffer; what hangs on it would be that of the capture at every "
+                why="the argument is copied into a buffer; its attribute would be that of the capture at every "
                 "replay, unless it is a plain value (a number, a string, an enum, a tuple of these).",
                 fix=f"pass it as an argument of its own, or remove it before the call (del {name}.{attribute}).",
             )

@@ -30,7 +30,7 @@ class Described:
 
 _BY_VALUE = (
     *(bool, int, str, bytes, type(None), torch.dtype, torch.device, torch.Size, range, enum.Enum, Described),
-    types.MethodType,  # made anew at each look-up: told by its function and the object it is bound to
+    types.MethodType,  # made again at each look-up: compared by its function and the object it is bound to
 )
 _SHORT = {torch.float32: "f32", torch.float64: "f64", torch.bfloat16: "bf16", torch.float16: "f16"}
 
@@ -172,7 +172,7 @@ def refuse_opaque(leaves: Sequence[Any]) -> None:
             raise InvalidArgument(
                 f"an argument of type {type(leaf).__name__} holds tensors (`{hidden}`) that stepgraph cannot see",
                 rule="opaque-argument",
-                why="an object of an unknown class is told by identity; its tensors would be those of the capture.",
+                why="an object of an unknown class is compared by identity; its tensors would be those of the capture.",
                 fix="make it a dataclass, pass a dict or a tuple, or register it with torch.utils._pytree.",
             )
 

@@ -35,7 +35,9 @@ def test_a_tensor_put_into_a_container_is_refused_at_the_first_call(
     options: dict[str, Any], device: torch.device
 ) -> None:
     with stepgraph.capture(recur, **options) as step:
-        with pytest.raises(stepgraph.CaptureError, match=r"changes a container .*`state\['h'\]` is another") as caught:
+        with pytest.raises(
+            stepgraph.CaptureError, match=r"changes a container .*`state\['h'\]` was replaced"
+        ) as caught:
             step({"h": torch.ones(2, device=device)}, torch.ones(2, device=device))
         assert caught.value.rule == "argument-changed"
 
@@ -116,7 +118,9 @@ def test_a_step_that_may_stay_eager_changes_the_callers_own_container(device: to
         for index in range(6):
             x = torch.full((2,), float(index), device=device)
             if index == 2:  # where it would have been captured
-                with pytest.warns(StepgraphWarning, match=r"(?s)`state\['h'\]` is another Tensor.*goes on in eager"):
+                with pytest.warns(
+                    StepgraphWarning, match=r"(?s)`state\['h'\]` was replaced by a new Tensor.*goes on in eager"
+                ):
                     result = step(state, x)
             else:
                 result = step(state, x)

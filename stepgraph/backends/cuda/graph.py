@@ -133,7 +133,7 @@ class CudaGraph(Graph):
     def will_replay_from(self) -> None:
         self._note_moved()
         self._replays_from = True
-        # torch tells a graph's kernels where its generators are only if the graph moves them; `replay_from` undoes it
+        # torch gives a graph's kernels the generators' positions only if the graph moves them; `replay_from` undoes it
         advance_under_capture(self._states)
 
     def _note_moved(self) -> None:
@@ -273,7 +273,7 @@ class CudaWorkspace(Workspace):
 
     @contextlib.contextmanager
     def warming_up(self) -> Iterator[None]:
-        # what the pool has free, graphs in it overwrite: what an eager call leaves behind must not lie there
+        # graphs overwrite free memory of the pool: what an eager call leaves behind must not be there
         self._warms_in_pool = not self.alive
         with self.stream():
             self._route_to_pool()

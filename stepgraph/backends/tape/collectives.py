@@ -36,7 +36,7 @@ _CPU = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
 _GROUPS = ("process_group", "group_name")
 _MESSAGES = frozenset(("c10d::send", "c10d::recv_"))
 _READS_ONLY = frozenset(("c10d::send", "c10d::barrier", "c10d::monitored_barrier_"))
-# the host is told who has sent: a graph cannot repeat that
+# the host learns who has sent, which a graph cannot repeat
 _REFUSED = frozenset(("c10d::recv_any_source_",))
 
 

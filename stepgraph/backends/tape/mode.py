@@ -86,7 +86,7 @@ class RecordingMode(dispatch.TorchDispatchMode, OwnMode):
             return graph.record(func, args, kwargs)
 
     def _host_data(self, graph: TapeGraph, func: Any, args: Sequence[Any]) -> Any:
-        """A tensor made from Python values: refused, but for a number that is being assigned, and for no values."""
+        """A tensor made from Python values: refused, except a number that is being assigned, and no values."""
         (value,) = args
         if self._guard.running["__setitem__"] and value.dim() == 0:
             self._host_scalars.add(value.untyped_storage()._cdata)
