@@ -6,7 +6,7 @@ reads such an attribute afterwards would find that of the capture. In-place chan
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -15,32 +15,34 @@ from stepgraph.frames import is_own
 from stepgraph.signature import is_plain
 
 
-class ModuleAttributes:
+class Slots:
+    """Dictionaries of modules, as they are now."""
+
+    def __init__(self, places: Iterable[tuple[torch.nn.Module, dict[str, Any]]]) -> None:
+        self.kept = [(module, where, dict(where)) for module, where in places]
+
+    def restore(self) -> None:
+        for _, where, before in self.kept:
+            if list(where) != list(before) or any(where[key] is not value for key, value in before.items()):
+                where.clear()
+                where.update(before)
+
+
+class ModuleAttributes(Slots):
     """The attributes and buffers of modules, as they are now."""
 
     def __init__(self, modules: Sequence[torch.nn.Module]) -> None:
-        self._kept = [(module, dict(vars(module)), dict(module._buffers)) for module in modules]
-
-    def _places(self) -> Iterator[tuple[torch.nn.Module, dict[str, Any], dict[str, Any]]]:
-        for module, attributes, buffers in self._kept:
-            yield module, vars(module), attributes
-            yield module, module._buffers, buffers
+        super().__init__((module, where) for module in modules for where in (vars(module), module._buffers))
 
     def changed(self, name: Callable[[torch.nn.Module], str]) -> list[str]:
         """The attributes that have changed, except plain ones of a library's module: its own counts."""
         found = []
-        for module, now, before in self._places():
+        for module, now, before in self.kept:
             keys = [k for k in {*now, *before} if not _same(now.get(k, _MISSING), before.get(k, _MISSING))]
             if not is_own(type(module)):
                 keys = [k for k in keys if not (is_plain(now.get(k)) and is_plain(before.get(k)))]
             found += [f"{name(module)}.{key}" for key in sorted(keys)]
         return found
-
-    def restore(self) -> None:
-        for _, now, before in self._places():
-            if len(now) != len(before) or any(now.get(key, _MISSING) is not value for key, value in before.items()):
-                now.clear()
-                now.update(before)
 
 
 def _same(one: Any, two: Any) -> bool:

@@ -16,19 +16,20 @@ from torch.optim.optimizer import Optimizer
 
 from stepgraph.guards.layout import change_of, layouts_of
 from stepgraph.guards.optimizer import NumbersGuard
+from stepgraph.observe.module_attributes import Slots
 
 
 class ModelState:
     """The parts of modules and parameters at one moment."""
 
     def __init__(self, modules: Sequence[torch.nn.Module], parameters: Sequence[torch.Tensor]) -> None:
-        self._slots: list[tuple[torch.nn.Module, dict[str, Any], dict[str, Any]]] = [
-            (module, where, dict(where))
+        self._slots = Slots(
+            (module, where)
             for module in modules
             for where in (module._parameters, module._buffers, module._modules)
             if isinstance(where, dict)  # those of TorchScript's modules are not, and cannot be changed by Python
-        ]
-        held = (t for _, _, kept in self._slots for t in kept.values() if isinstance(t, torch.Tensor))
+        )
+        held = (t for _, _, kept in self._slots.kept for t in kept.values() if isinstance(t, torch.Tensor))
         tensors = {id(t): t for t in (*parameters, *held)}
         self._data = [(layout, layout[0].detach()) for layout in layouts_of(tensors.values())]
         self._flags = [(p, p.requires_grad) for p in parameters]
@@ -39,7 +40,7 @@ class ModelState:
         return next(self._changes(name), None)
 
     def _changes(self, name: Callable[[Any], str]) -> Iterator[str]:
-        for module, where, before in self._slots:
+        for module, where, before in self._slots.kept:
             for key in {**before, **where}:
                 if where.get(key, _MISSING) is not before.get(key, _MISSING):
                     yield f"puts something else in the place of `{name(module)}.{key}`"
@@ -51,17 +52,14 @@ class ModelState:
                 yield f"leaves requires_grad of `{self._name(parameter, name)}` {not flag}, and found it {flag}"
 
     def _name(self, tensor: torch.Tensor, name: Callable[[Any], str]) -> str:
-        for module, _, before in self._slots:
+        for module, _, before in self._slots.kept:
             for key, value in before.items():
                 if value is tensor:
                     return f"{name(module)}.{key}"
         return name(tensor)
 
     def restore(self) -> None:
-        for _, where, before in self._slots:
-            if list(where) != list(before) or any(where[key] is not value for key, value in before.items()):
-                where.clear()
-                where.update(before)
+        self._slots.restore()
         for layout, data in self._data:
             if change_of(layout) is not None:
                 layout[0].data = data

@@ -80,24 +80,20 @@ class StepObjects:
         """A module's or parameter's path, where it is known."""
         return self._names.get(id(value), type(value).__name__)
 
-    def add_module(self, module: torch.nn.Module, name: str = "") -> None:
+    def add_module(self, module: torch.nn.Module) -> None:
         """A module with all its parts."""
-        if id(module) in self._modules:
-            return
-        root = name or self._root(module)
-        for path, child in module.named_modules():
-            if id(child) not in self._modules:
-                self._modules[id(child)] = child
-                self._names.setdefault(id(child), f"{root}.{path}" if path else root)
-        for path, parameter in module.named_parameters():
-            self.add_parameter(parameter, f"{root}.{path}")
+        if id(module) not in self._modules:
+            self._add_parts(module, self._modules, frozen=True)
 
-    def _root(self, module: torch.nn.Module) -> str:
-        """The name of a model: its own, or a new one."""
-        if id(module) in self._names:
-            return self._names[id(module)]
-        kind = type(module).__name__
-        return numbered(kind, set(self._names.values()))
+    def _add_parts(self, model: torch.nn.Module, place: dict[int, torch.nn.Module], *, frozen: bool) -> None:
+        """The modules of a model and its parameters; `frozen`: also those without a gradient."""
+        root = self._names.get(id(model)) or numbered(type(model).__name__, set(self._names.values()))
+        for path, module in model.named_modules():
+            place.setdefault(id(module), module)
+            self._names.setdefault(id(module), f"{root}.{path}" if path else root)
+        for path, parameter in model.named_parameters():
+            if frozen or parameter.requires_grad:
+                self.add_parameter(parameter, f"{root}.{path}")
 
     def add_parameter(self, parameter: torch.Tensor, name: str = "") -> None:
         self._parameters.setdefault(id(parameter), parameter)
@@ -111,13 +107,7 @@ class StepObjects:
     def add_reachable(self, value: Any) -> None:
         """Parameters that the step can name, even if it only zeroes their gradients."""
         if isinstance(value, torch.nn.Module):
-            root = self._root(value)
-            for path, module in value.named_modules():
-                self._named.setdefault(id(module), module)
-                self._names.setdefault(id(module), f"{root}.{path}" if path else root)
-            for path, parameter in value.named_parameters():
-                if parameter.requires_grad:
-                    self.add_parameter(parameter, f"{root}.{path}")
+            self._add_parts(value, self._named, frozen=False)
         elif isinstance(value, Optimizer):
             self._named_optimizers.setdefault(id(value), value)
             for group in value.param_groups:
