@@ -295,13 +295,12 @@ class CaptureError(StepgraphError, RuntimeError):
         details: Iterable[str] = (),
         why: str = "",
         fix: str = "",
-        code: int | None = None,
         where: Location | None = None,
         entry: ErrorEntry | None = None,
     ) -> None:
-        self.code, self.where, self.entry = code, where, entry
+        self.code, self.where, self.entry = None if entry is None else entry.code, where, entry
         lines = [f"at    {where}"] if where else []
-        lines += [f"cuda  {code} {entry.name}"] if entry is not None and code is not None else []
+        lines += [f"cuda  {entry.code} {entry.name}"] if entry is not None and entry.code is not None else []
         super().__init__(what, rule=rule, details=[*lines, *details], why=why, fix=fix)
 
     @classmethod
@@ -320,13 +319,5 @@ class CaptureError(StepgraphError, RuntimeError):
         details = [f"in    {inside}"] if inside else []
         details += [f"op    {operation}"] if operation else []
         details += [f"torch {raw}"] if raw else []
-        return cls(
-            f"{step}: {row.what}",
-            rule=row.rule,
-            details=details,
-            why=row.why,
-            fix=fix or row.fix,
-            code=row.code,
-            where=where,
-            entry=row,
-        )
+        what, fix = f"{step}: {row.what}", fix or row.fix
+        return cls(what, rule=row.rule, details=details, why=row.why, fix=fix, where=where, entry=row)

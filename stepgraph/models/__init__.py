@@ -3,8 +3,7 @@
 from stepgraph.models.gpt import GPT, GPTConfig
 from stepgraph.models.mamba import Mamba, MambaConfig
 from stepgraph.models.moe import MoEConfig, MoEGPT, MoEOutput
-from stepgraph.models.vision import VisionConfig, VisionEncoder
-from stepgraph.models.vision_language import VisionLanguageConfig, VisionLanguageModel
+from stepgraph.models.vision import VisionConfig, VisionEncoder, VisionLanguageConfig, VisionLanguageModel
 
 __all__ = [
     "GPT",

@@ -1,4 +1,4 @@
-"""A vision encoder in plain torch, for images of any sizes at one static length.
+"""A vision encoder in plain torch, for images of any sizes at one static length, and a GPT that reads images with it.
 
 An image is cut into patches. A patch becomes a vector and gets the vector of its place; neighbours, a square of them
 with `spatial_merge_size` a side, are merged into one token before the layers, which keeps the sequence short. The
@@ -7,19 +7,24 @@ images of a microbatch follow each other in one sequence, so the batch dimension
 The sequence is padded, always to the same length (`VisionConfig.seq_length`), so that the layers see one shape whatever
 the images are. Each token carries the number of its image and attends only to tokens with that number; padding has the
 number -1. Images that need more tokens than fit are an error, found from their shapes without a read on the host.
+
+The text of the GPT holds an `image_token` for each token of an image, in order. A linear layer brings the encoder's
+vectors to the GPT's width, and the n-th image token of the microbatch gets the n-th vector, counted on the device. So
+every shape follows from the text's alone. The price: the model cannot notice that a text has more or fewer image tokens
+than its images have. `VisionEncoder.num_tokens(image)` says how many to write.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from math import isqrt
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from stepgraph.models.gpt import MLP
+from stepgraph.models.gpt import GPT, MLP, GPTConfig, check_length
 from stepgraph.models.language_model import Config, RMSNorm, init_weights
 
 
@@ -215,3 +220,67 @@ class VisionEncoder(nn.Module):
         grid = self.positions[: image.shape[1] // size, : image.shape[2] // size]
         rows: Tensor = grid.unflatten(1, (-1, merge)).unflatten(0, (-1, merge)).transpose(1, 2).flatten(0, 3)
         return rows
+
+
+@dataclass(frozen=True, kw_only=True)
+class VisionLanguageConfig(GPTConfig):
+    """The shape of a GPT with a vision encoder.
+
+    Example:
+        `replace(VisionLanguageConfig.tiny(), vision=replace(VisionConfig.tiny(), num_layers=4))`
+    """
+
+    vision: VisionConfig
+    """The shape of the vision encoder."""
+    image_token: int
+    """The token that stands in the text for one token of an image."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._require(
+            0 <= self.image_token < self.vocab_size,
+            f"`image_token` is {self.image_token}; it must be one of the {self.vocab_size} tokens",
+        )
+
+    @classmethod
+    def tiny(cls) -> VisionLanguageConfig:
+        """A model of 0.2 million parameters for tests: trains in milliseconds a step on a CPU."""
+        language = {f.name: getattr(GPTConfig.tiny(), f.name) for f in fields(GPTConfig)}
+        return cls(**language, vision=VisionConfig.tiny(), image_token=255)
+
+
+class VisionLanguageModel(GPT):
+    """A GPT with a vision encoder whose weights follow from torch's global seed.
+
+    Example:
+        `VisionLanguageModel(VisionLanguageConfig.tiny())(tokens, images, targets)`
+    """
+
+    config: VisionLanguageConfig
+
+    def __init__(self, config: VisionLanguageConfig) -> None:
+        super().__init__(config)
+        self.vision_model = VisionEncoder(config.vision)
+        self.projector = nn.Linear(config.vision.hidden_size, config.hidden_size)
+
+    def forward(  # type: ignore[override]  # the images stand beside the tokens
+        self, tokens: Tensor, images: Sequence[Tensor] = (), targets: Tensor | None = None
+    ) -> Tensor:
+        """Return the logits for `tokens` [batch, sequence] with `images`, or with `targets` the mean cross-entropy.
+
+        The images of all sequences stand in one list, in the order of their tokens. Without any the encoder runs on
+        padding alone. A target of -100 is left out of the mean; those of image tokens should be.
+        """
+        check_length(self, tokens, self.config)
+        x = self.place_images(self.embed(tokens), tokens, images)
+        for block in self.blocks:
+            x = block(x, self.rotary)
+        return self.read_out(x, targets)
+
+    def place_images(self, x: Tensor, tokens: Tensor, images: Sequence[Tensor]) -> Tensor:
+        """Put the vectors of `images` where `tokens` has image tokens into the residual stream `x`."""
+        vectors = self.projector(self.vision_model(images)).squeeze(0)
+        is_image = tokens == self.config.image_token
+        numbers = is_image.flatten().cumsum(0).view_as(tokens) - 1
+        found = F.embedding(numbers.clamp(0, vectors.shape[0] - 1), vectors).type_as(x)
+        return torch.where(is_image.unsqueeze(-1), found, x)
