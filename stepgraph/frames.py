@@ -28,19 +28,8 @@ _USER_ROOMS = tuple(_HERE + room + os.sep for room in ("models", "bench"))
 _USER_MODULES = ("stepgraph.models", "stepgraph.bench")
 _PLATFORM = frozenset((*sys.stdlib_module_names, "torch", "numpy", "stepgraph", "triton", "pybind11_builtins"))
 _NAMESPACES = ("argparse", "types")
-_PLUMBING = tuple(
-    _TORCH + name
-    for name in (
-        "utils/_python_dispatch.py",
-        "overrides.py",
-        "_ops.py",
-        "_compile.py",
-        "_dynamo",
-        "utils/_contextlib.py",
-    )
-)
-
-
+_DISPATCH = ("utils/_python_dispatch.py", "overrides.py", "_ops.py", "_compile.py", "_dynamo", "utils/_contextlib.py")
+_PLUMBING = tuple(_TORCH + name for name in _DISPATCH)
 _OPERATORS = tuple(_TORCH + name for name in ("_tensor.py", "_tensor_str.py", "autograd", "nn/modules/module.py"))
 
 

@@ -137,9 +137,9 @@ def _told(holder: Any, ids: set[int]) -> Place | None:
         owner = next((o for o in gc.get_referrers(holder) if getattr(o, "__dict__", None) is holder), None)
         if owner is not None:
             return Place(Label(f"{_spell(owner)}.{key}")) if _is_users(owner) else None
-        return _place(holder, f"[{_spell_key(key)}]") if _is_users_container(holder) else None
+        return _place(holder, f"[{_spell_key(key)}]")
     if isinstance(holder, (list, set, frozenset, tuple)) or type(holder).__module__ == "collections":
-        return _place(holder) if _is_users_container(holder) else None
+        return _place(holder)
     return Place(Label(f"an object of {type(holder).__qualname__}"), is_named=False) if _is_users(holder) else None
 
 
@@ -176,16 +176,15 @@ def _direct_owners(container: Any) -> Iterator[tuple[Any, str]]:
                     yield holder, name
 
 
-def _place(container: Any, item: str = "") -> Place:
-    for owner, name in _owners(container):
+def _place(container: Any, item: str = "") -> Place | None:
+    """The place of a container that somebody holds (unless that one is frozen), and nobody of ours does."""
+    owners = list(_owners(container))
+    holders = (h for h in gc.get_referrers(container) if not isinstance(h, types.FrameType))
+    if not any(True for _ in holders) or not all(_is_users(owner) for owner, _ in owners):
+        return None
+    for owner, name in owners:
         return Place(Label(f"{_spell(owner)}.{name}{item}"))
     return Place(Label(f"a {type(container).__name__}{item}"), is_named=False)
-
-
-def _is_users_container(container: Any) -> bool:
-    """Whether somebody holds a container (unless that one is frozen), and nobody of ours does."""
-    holders = [h for h in gc.get_referrers(container) if not isinstance(h, types.FrameType)]
-    return bool(holders) and all(_is_users(owner) for owner, _ in _owners(container))
 
 
 def _is_users(owner: Any) -> bool:

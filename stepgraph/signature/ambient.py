@@ -235,9 +235,8 @@ def without_saved_tensor_hooks() -> Iterator[None]:
     Such hooks are set where a caller checkpoints a graphed module from outside.
     """
     calls = torch._C._autograd
-    top = getattr(calls, "_top_saved_tensors_default_hooks", None)  # where it is missing, they cannot be read
     taken: list[Any] = []
-    while top is not None and (hooks := top(True)) is not None:
+    while (hooks := _saved_tensor_hooks(True)) is not None:
         taken.append(hooks)
         calls._pop_saved_tensors_default_hooks()
     try:

@@ -24,18 +24,9 @@ from stepgraph.errors import CaptureRefused, ErrorEntry, entry
 from stepgraph.frames import caller_is_autograd, caller_is_torch, user_location
 from stepgraph.signature import OwnMode
 
-_SYNCHRONIZING = frozenset(
-    {
-        "aten::_linalg_check_errors",
-        "aten::is_nonzero",
-        "aten::bincount",
-        "aten::equal",
-        "aten::_ctc_loss",
-        "aten::unique_dim",
-        "aten::unique_consecutive",
-        "aten::_pack_padded_sequence",  # lengths are in host memory, with a GPU too, and are the shape of the result
-        "aten::_pad_packed_sequence",
-    }
+_SYNCHRONIZING = (
+    *("_linalg_check_errors", "is_nonzero", "bincount", "equal", "_ctc_loss", "unique_dim", "unique_consecutive"),
+    *("_pack_padded_sequence", "_pad_packed_sequence"),  # the lengths, in host memory, are the shape of the result
 )
 _LIBRARY_CALLS = frozenset({"aten::_linalg_svd", "aten::_linalg_eigh", "aten::linalg_lstsq", "aten::linalg_eig"})
 _READS = ("tolist", "numpy", "__array__", "__repr__", "__format__", "__dlpack__", "__reduce_ex__")
@@ -67,12 +58,11 @@ def refusal(
         return entry("library-call"), name
     if name == "aten::_local_scalar_dense" and _is_flag_of_ddp(args[0]):
         return None
-    tags = func.tags
-    if torch.Tag.data_dependent_output in tags or torch.Tag.dynamic_output_shape in tags or name in _SYNCHRONIZING:
+    tags, short = func.tags, name.removeprefix("aten::")
+    if torch.Tag.data_dependent_output in tags or torch.Tag.dynamic_output_shape in tags or short in _SYNCHRONIZING:
         if torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled() and caller_is_autograd():
             return _LOOK_FOR_NAN, "detect_anomaly()"
-        spelled = ".item()" if name == "aten::_local_scalar_dense" else name.removeprefix("aten::")
-        return entry("host-read"), spelled
+        return entry("host-read"), ".item()" if short == "_local_scalar_dense" else short
     return None
 
 
