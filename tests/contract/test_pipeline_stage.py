@@ -453,7 +453,7 @@ def test_what_cannot_be_graphed_is_refused_by_name(device: torch.device) -> None
         ([other.stages[0]] * 2, other.schedule, "a stage was given twice"),
         ([], other.schedule, "no stage was given"),
         (pipeline.stages[0], silent, "ScheduleGPipe has no loss_fn"),
-        (pipeline.stages[0], object(), "object is not a schedule"),
+        (pipeline.stages[0], object(), "object is no schedule"),
         (custom, ScheduleGPipe(custom, 4, loss_fn=nn.functional.mse_loss), "stage 0 has a dw_builder"),
     ):
         with pytest.raises(stepgraph.InvalidArgument, match=what) as caught:
