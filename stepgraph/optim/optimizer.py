@@ -160,18 +160,9 @@ def cut_at(
     `step` is shadowed on the instance, where schedulers and scalers look it up too. `before` is called first, `imitate`
     in the place of the step.
     """
-    with contextlib.ExitStack() as stack:
-        for optimizer in optimizers:
-            stack.enter_context(shadowed(optimizer, "step", _cutting_step(optimizer, cut, before, imitate)))
-        yield
 
-
-def _cutting_step(
-    optimizer: Optimizer, cut: Cut, before: Callable[[Optimizer], None], imitate: Callable[[Optimizer], Any]
-) -> Callable[..., Any]:
-    name = f"{type(optimizer).__name__}.step"
-
-    def noted(*args: Any, **kwargs: Any) -> Any:
+    def noted(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        name = f"{type(optimizer).__name__}.step"
         if any(arg is not None for arg in (*args, kwargs.get("closure"))):
             raise CaptureError(
                 f"{name} was called with a closure",
@@ -185,7 +176,10 @@ def _cutting_step(
         # looked up then: a scheduler made later wraps it
         return cut(name, lambda: optimizer.step(**kwargs), functools.partial(imitate, optimizer))
 
-    return noted
+    with contextlib.ExitStack() as stack:
+        for optimizer in optimizers:
+            stack.enter_context(shadowed(optimizer, "step", functools.partial(noted, optimizer)))
+        yield
 
 
 @contextlib.contextmanager

@@ -26,6 +26,11 @@ def is_count(value: object, least: int = 0) -> bool:
     return not isinstance(value, bool) and isinstance(value, Integral) and int(value) >= least
 
 
+def invalid(what: str, *, why: str, fix: str, details: Iterable[str] = ()) -> InvalidArgument:
+    """The error for an order, or numbers of a pipeline, that cannot be run."""
+    return InvalidArgument(what, rule="order", details=details, why=why, fix=fix)
+
+
 class Kind(Enum):
     """The work of an entry."""
 
@@ -75,9 +80,8 @@ class Order(Sequence[float]):
         self.numbers: tuple[float, ...] = tuple(numbers)
         self.microbatches: tuple[int, ...] = tuple(microbatches)
         if len(self.numbers) != len(self.microbatches):
-            raise InvalidArgument(
+            raise invalid(
                 f"an order of {len(self.numbers)} entries and {len(self.microbatches)} microbatches",
-                rule="order",
                 why="an `Order` names the microbatch of each entry.",
                 fix="pass as many microbatches as numbers.",
             )

@@ -16,8 +16,7 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Hashable, Sequence
 
-from stepgraph.errors import InvalidArgument
-from stepgraph.order.entries import Entry, Kind
+from stepgraph.order.entries import Entry, Kind, invalid
 from stepgraph.order.validate import count_microbatches, read_order
 
 
@@ -73,9 +72,8 @@ def _one_a_sample(
         try:
             hash(signature)
         except TypeError:
-            raise InvalidArgument(
+            raise invalid(
                 f"signatures[{index}] is a {type(signature).__name__}, which cannot be looked up",
-                rule="order",
                 why="free buffers are found by signature.",
                 fix="pass values with a hash, such as tuples of shape and dtype.",
             ) from None
@@ -89,9 +87,8 @@ def _one_a_sample(
             for _ in range(num_microbatches)
             for layer in range(layers)
         ]
-    raise InvalidArgument(
+    raise invalid(
         f"{len(signatures)} signatures for {num_samples} samples",
-        rule="order",
         details=(f"samples   {num_layers} layers x {num_microbatches} microbatches",),
         why="samples share a buffer only if their signatures are equal, so each needs one.",
         fix=f"pass {num_samples} signatures, one a sample, or {num_layers}, one a layer.",

@@ -17,8 +17,7 @@ from collections import Counter
 from collections.abc import Sequence
 from itertools import zip_longest
 
-from stepgraph.errors import InvalidArgument
-from stepgraph.order.entries import Entry, Kind
+from stepgraph.order.entries import Entry, Kind, invalid
 from stepgraph.order.validate import point_at, read_order
 
 
@@ -77,9 +76,8 @@ def _refuse_what_numbers_do_not_say(order: Sequence[float], entries: Sequence[En
         whole = entry.kind is not Kind.WEIGHT_GRAD
         if not whole or entry.microbatch != seen[entry.number]:
             expected = f"microbatch {seen[entry.number]}" if whole else "a forward or a whole backward"
-            raise InvalidArgument(
+            raise invalid(
                 f"entry {index} of the order is the {entry}, which no order of layers can be made from",
-                rule="order",
                 details=point_at(order, index, expected),
                 why="chunks are taken apart as whole backwards and in the order of their microbatches; with "
                 "`capture_wgrad_graph=True` weight gradients are split off here, for all layers.",

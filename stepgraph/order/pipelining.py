@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from stepgraph.errors import InvalidArgument
-from stepgraph.order.entries import Entry, Kind, Order
+from stepgraph.order.entries import Entry, Kind, Order, invalid
 from stepgraph.order.schedules import convert_schedule_table_to_order, get_schedule_table
 from stepgraph.order.validate import read_order, validate_order
 
@@ -64,9 +64,8 @@ def _listed_entries(schedule: Any, rank: int | None) -> Sequence[Entry]:
     lists: Mapping[int, Any] | None = getattr(schedule, "pipeline_order_with_comms", None)
     lists = lists or getattr(schedule, "pipeline_order", None)
     if not isinstance(lists, Mapping) or not lists:
-        raise InvalidArgument(
+        raise invalid(
             f"{type(schedule).__name__} is not a schedule that stepgraph can read an order from",
-            rule="order",
             details=("expected  ScheduleGPipe, Schedule1F1B, or a schedule with a `pipeline_order`",),
             why="its actions are not listed, so their order is not known.",
             fix="take a schedule of torch.distributed.pipelining, or write its order as a list of numbers.",
@@ -90,9 +89,8 @@ def _computing(actions: Any) -> Iterator[tuple[Kind, int, int]]:
         elif name == _OVERLAPPED and action.sub_actions:
             yield from _computing(action.sub_actions)
         elif name not in _COMMUNICATION + _WAITS:
-            raise InvalidArgument(
+            raise invalid(
                 f"the schedule has an action that stepgraph does not know: {action}",
-                rule="order",
                 details=(
                     f"expected  {', '.join(kinds)} with a microbatch, {_OVERLAPPED} with its parts, communication",
                 ),
@@ -102,9 +100,8 @@ def _computing(actions: Any) -> Iterator[tuple[Kind, int, int]]:
 
 
 def _no_such_rank(schedule: Any, rank: Any, ranks: Any) -> InvalidArgument:
-    return InvalidArgument(
+    return invalid(
         f"{type(schedule).__name__} has no rank {rank!r}",
-        rule="order",
         details=(f"expected  one of {', '.join(map(str, ranks))}",),
         why="ranks are those of the pipeline's process group, counted from 0.",
         fix="pass the rank in the pipeline group: `stage.group_rank`.",

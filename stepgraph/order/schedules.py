@@ -10,8 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from stepgraph.errors import InvalidArgument
-from stepgraph.order.entries import is_count
+from stepgraph.order.entries import invalid, is_count
 
 
 def get_schedule_table(
@@ -59,9 +58,8 @@ def num_warmup_microbatches(
     _at_least("pipeline_parallel_size", pipeline_parallel_size, 1)
     _at_least("pipeline_parallel_rank", pipeline_parallel_rank, 0)
     if pipeline_parallel_rank >= pipeline_parallel_size:
-        raise InvalidArgument(
+        raise invalid(
             f"pipeline_parallel_rank is {pipeline_parallel_rank} of {pipeline_parallel_size} ranks",
-            rule="order",
             why="ranks are counted from 0.",
             fix=f"pass a rank from 0 to {pipeline_parallel_size - 1}.",
         )
@@ -89,9 +87,8 @@ def convert_schedule_table_to_order(
     chunks = [chunk for _, chunk in schedule_table]
     for index, chunk in enumerate(chunks):
         if not 0 <= chunk < num_model_chunks:
-            raise InvalidArgument(
+            raise invalid(
                 f"row {index} of the schedule table, {schedule_table[index]}, names chunk {chunk}",
-                rule="order",
                 why=f"with num_model_chunks={num_model_chunks} the chunks of a table are 0 to {num_model_chunks - 1}.",
                 fix=f"make the table with get_schedule_table(..., num_model_chunks={num_model_chunks}, ...).",
             )
@@ -106,9 +103,8 @@ def convert_schedule_table_to_order(
 
 def _at_least(name: str, value: int, least: int) -> None:
     if not is_count(value, least):
-        raise InvalidArgument(
+        raise invalid(
             f"{name} is {value!r}",
-            rule="order",
             why=f"it is a whole number of at least {least}.",
             fix=f"pass an int, `{name}={least}` or more.",
         )

@@ -15,7 +15,7 @@ from types import MappingProxyType
 from typing import Any
 
 from stepgraph.errors import InvalidArgument
-from stepgraph.order.entries import Entry, Kind, Order, is_count
+from stepgraph.order.entries import Entry, Kind, Order, invalid, is_count
 
 _SHOWN = 10
 """Entries shown on each side of the one that is pointed at."""
@@ -47,9 +47,8 @@ def read_order(order: Sequence[float], num_layers_per_chunk: Sequence[int] | Non
     """
     listed = isinstance(order, Sequence) and not isinstance(order, (str, bytes))
     if not listed or not order:
-        raise InvalidArgument(
+        raise invalid(
             "the order is empty" if listed else f"the order is of type {type(order).__name__}",
-            rule="order",
             details=("expected  a list of at least one number",),
             why=_WHY,
             fix="pass a list such as `[1, -1]`, or what `convert_schedule_table_to_order` returns.",
@@ -108,13 +107,7 @@ def _is_number(value: object) -> bool:
 
 
 def _refuse(order: Sequence[Any], index: int, what: str, expected: str, fix: str) -> InvalidArgument:
-    return InvalidArgument(
-        f"entry {index} of the order is {what}",
-        rule="order",
-        details=point_at(order, index, expected),
-        why=_WHY,
-        fix=fix,
-    )
+    return invalid(f"entry {index} of the order is {what}", details=point_at(order, index, expected), why=_WHY, fix=fix)
 
 
 def _kind_and_chunk(order: Sequence[Any], index: int) -> tuple[Kind, int]:
@@ -215,9 +208,8 @@ def _tally(counts: Counter[Kind], first: Entry, second: Entry) -> str:
 def _check_layers(order: Sequence[float], entries: Sequence[Entry], num_layers_per_chunk: Sequence[int]) -> None:
     listed = isinstance(num_layers_per_chunk, Sequence)
     if not listed or not all(map(is_count, num_layers_per_chunk)):
-        raise InvalidArgument(
+        raise invalid(
             f"num_layers_per_chunk is {num_layers_per_chunk!r}",
-            rule="order",
             why="it says for each chunk how many of its layers are captured.",
             fix="pass a list of whole numbers, one a chunk; 0 for a chunk of which nothing is captured.",
         )
