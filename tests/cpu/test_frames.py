@@ -15,7 +15,7 @@ PACKAGE = Path(stepgraph.__file__).parent
 TORCH = Path(torch.__file__).parent
 
 
-def test_engine_is_the_package_without_what_knows_nothing_of_graphs() -> None:
+def test_engine_is_the_package_without_models_and_benchmarks() -> None:
     assert is_engine(str(PACKAGE / "capture" / "iteration.py"))
     assert is_engine(str(PACKAGE / "errors.py"))
     assert not is_engine(str(PACKAGE / "models" / "gpt.py"))
@@ -128,7 +128,7 @@ def test_error_location_of_an_error_never_raised_is_none() -> None:
     assert error_location(ValueError("not raised")) is None
 
 
-def test_called_from_torch_sees_a_file_of_torch_anywhere_on_the_stack() -> None:
+def test_called_from_torch_searches_the_whole_stack() -> None:
     seen: list[bool] = []
 
     def work(x: torch.Tensor) -> torch.Tensor:

@@ -50,7 +50,7 @@ def test_nothing_is_known_before_a_call() -> None:
     assert not ExecutedCode().is_known
 
 
-def test_of_a_framework_in_a_folder_what_ran_is_watched_and_no_more() -> None:
+def test_framework_in_a_folder_is_watched_where_it_ran() -> None:
     scope = framework(hot=NUM_FUNCTIONS - 1)
     watch = Watch(scope["step"], ran=noted(scope["step"]))
     scope["v0"] = 2.0
@@ -91,7 +91,7 @@ def test_code_that_is_gone_does_not_lend_its_identity() -> None:
 
 
 @pytest.mark.parametrize("compiled", [True, False])
-def test_code_of_a_library_that_is_compiled_counts_though_it_was_not_seen_to_run(compiled: bool) -> None:
+def test_compiled_code_of_a_library_counts_though_not_seen(compiled: bool) -> None:
     scope: dict[str, Any] = {"__name__": "library", "scale": 1.0}
     exec(compile("def scaled(x): return x * scale", "/lib/site-packages/library.py", "exec"), scope)
     scaled = torch.compile(scope["scaled"], backend="eager") if compiled else scope["scaled"]

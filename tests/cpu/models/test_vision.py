@@ -224,6 +224,6 @@ def test_model_refuses_longer_vision_input() -> None:
         make_model()(text_with_images([4]), make_images((32, 32), (32, 32)))
 
 
-def test_model_config_refuses_an_image_token_outside_the_vocabulary() -> None:
+def test_config_refuses_an_image_token_outside_the_vocabulary() -> None:
     with pytest.raises(ValueError, match="image_token"):
         replace(MODEL, image_token=256)

@@ -191,7 +191,7 @@ def test_ddp_that_cannot_be_renewed_is_refused() -> None:
     assert model.reducer is reducer
 
 
-def test_ddp_whose_gradients_accumulate_on_the_default_stream_is_refused() -> None:
+def test_ddp_that_accumulates_on_the_default_stream_is_refused() -> None:
     model, step = make()
     error = refused(step, eager_calls=2 + 11, backend=DefaultStreamTape())
     assert error.rule == "ddp-stream"

@@ -10,7 +10,7 @@ import torch
 from stepgraph.observe.escaped_tensors import kept_tensor, setting_apart
 
 
-def test_search_of_another_thread_is_no_place_where_a_tensor_is_kept() -> None:
+def test_search_in_another_thread_keeps_no_tensor() -> None:
     """In the middle of a search its lists hold every new tensor there is, those of other threads too."""
     begun, ended = threading.Event(), threading.Event()
 

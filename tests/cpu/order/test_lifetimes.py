@@ -55,7 +55,7 @@ def unique(order: list[float] | list[int], layers: list[int]) -> int:
 
 
 @pytest.mark.parametrize(("rank", "expected"), list(enumerate([8, 6, 4, 2])))
-def test_plan_of_1f1b_needs_the_depth_of_the_pipeline_whatever_the_batch(rank: int, expected: int) -> None:
+def test_plan_of_1f1b_needs_the_depth_of_the_pipeline(rank: int, expected: int) -> None:
     assert [unique(schedule(m, 1, 4, 4, rank), [2]) for m in (16, 64, 256)] == [expected] * 3
 
 
@@ -89,7 +89,7 @@ def test_plan_does_not_grow_with_the_microbatches_of_a_schedule(
 
 @settings(deadline=None, max_examples=50)
 @given(orders(), st.data())
-def test_plan_never_shares_a_live_buffer_and_has_as_many_as_are_ever_live(drawn: Drawn, data: st.DataObject) -> None:
+def test_plan_never_shares_a_live_buffer_and_wastes_none(drawn: Drawn, data: st.DataObject) -> None:
     live = spans(drawn)
     signatures = data.draw(st.lists(st.sampled_from("abc"), min_size=len(live), max_size=len(live)))
     plan = plan_buffers(drawn.order, drawn.layers, signatures)
@@ -108,7 +108,7 @@ def test_plan_of_an_order_without_backwards_frees_nothing(drawn: Drawn) -> None:
 
 @settings(deadline=None, max_examples=50)
 @given(orders(named=False))
-def test_plan_is_the_same_where_the_microbatches_are_named_as_they_are_counted(drawn: Drawn) -> None:
+def test_plan_is_the_same_with_named_microbatches(drawn: Drawn) -> None:
     microbatches = [list(drawn.order[:i]).count(n) for i, n in enumerate(drawn.order)]
     named = Order(drawn.order, microbatches)
     assert plan_buffers(named, drawn.layers) == plan_buffers(drawn.order, drawn.layers)
@@ -120,7 +120,7 @@ def test_plan_holds_a_buffer_until_the_weight_gradient() -> None:
     assert plan_buffers([1, -1, -1.5, 1, -1, -1.5], [1]) == [0, 0]
 
 
-def test_plan_of_split_weight_gradients_is_safe_in_every_small_schedule_of_unequal_layers() -> None:
+def test_plan_of_split_gradients_is_safe_for_unequal_layers() -> None:
     """Every schedule of up to 4 ranks and 4 microbatches with 1 to 3 layers in each of 2 chunks, taken apart."""
     held_longer = 0
     for m, group, ranks, layers in product(range(1, 5), (1, 2, 4), (2, 3, 4), product((1, 2, 3), repeat=2)):
@@ -140,12 +140,12 @@ def test_plan_frees_the_microbatch_that_an_order_names() -> None:
     assert plan_buffers([1, 1, -1, 1, -1, -1], [1]) == [0, 1, 0]
 
 
-def test_plan_holds_only_the_microbatches_whose_weight_gradient_is_split_off() -> None:
+def test_plan_holds_only_microbatches_with_a_split_gradient() -> None:
     order = Order([1, -1, 1, -1, 1, -1.5, -1], microbatches=[0, 0, 1, 1, 2, 0, 2])
     assert plan_buffers(order, [1]) == [0, 1, 1]
 
 
-def test_samples_are_numbered_by_chunk_then_microbatch_then_layer() -> None:
+def test_samples_are_numbered_by_chunk_microbatch_layer() -> None:
     layers, m = [2, 3], 4
     numbers = [
         sample

@@ -54,7 +54,7 @@ def test_overlap_of_forwards_only_is_their_layers(wgrad: bool) -> None:
     assert ids == [[0, 0], [0, 1], [1, 0]] * 2
 
 
-def test_overlap_of_a_longer_forward_puts_the_last_weight_gradient_after_the_pair() -> None:
+def test_overlap_puts_the_last_weight_gradient_after_the_pair() -> None:
     order, _ = get_overlap_moe_expert_parallel_comm_order([1, 2, -2, 1, -1, 2, -2, -1], [3, 1], True)
     assert order[4:9] == [1, -4, 2, 3, -4.5]
 
@@ -64,7 +64,7 @@ def test_overlap_leaves_out_chunks_without_layers() -> None:
     assert (order, ids) == ([1, -1, -1.5], [[1, 0], None, None])
 
 
-def test_overlap_of_backwards_in_a_row_takes_pairs_only_where_a_forward_follows() -> None:
+def test_overlap_pairs_a_backward_only_with_a_forward_after_it() -> None:
     order, _ = get_overlap_moe_expert_parallel_comm_order([1, 1, -1, -1, 1, -1], [2], False)
     assert order == [1, 2, 1, 2, -2, -1, 1, -2, 2, -1, -2, -1]
 
@@ -107,7 +107,7 @@ def test_overlap_order_is_valid_and_loses_nothing(
     layers=st.lists(st.integers(1, 4), min_size=1, max_size=3),
     wgrad=st.booleans(),
 )
-def test_overlap_order_keeps_the_forwards_and_the_backwards_of_the_chunks_in_turn(
+def test_overlap_order_keeps_the_order_of_chunks(
     m: int, group: int, ranks: int, rank: int, layers: list[int], wgrad: bool
 ) -> None:
     """Taken by themselves, forwards and data gradients come as in the order of chunks, layer by layer."""
@@ -129,12 +129,12 @@ def test_overlap_order_keeps_the_forwards_and_the_backwards_of_the_chunks_in_tur
         (Order([1, -1, -1.5], microbatches=[0, 0, 0]), 2),
     ],
 )
-def test_overlap_refuses_an_order_that_says_more_than_whole_numbers(order: list[float], entry: int) -> None:
+def test_overlap_refuses_more_than_whole_numbers(order: list[float], entry: int) -> None:
     with pytest.raises(InvalidArgument, match=rf"entry {entry} of the order is the .*\[order\]"):
         get_overlap_moe_expert_parallel_comm_order(order, [1], False)
 
 
-def test_overlap_reads_an_order_that_names_the_microbatches_it_would_count() -> None:
+def test_overlap_reads_an_order_with_named_microbatches() -> None:
     named = Order([1, 1, -1, -1], microbatches=[0, 1, 0, 1])
     expected = get_overlap_moe_expert_parallel_comm_order([1, 1, -1, -1], [2], True)
     assert get_overlap_moe_expert_parallel_comm_order(named, [2], True) == expected

@@ -176,7 +176,7 @@ def test_order_of_a_rank_that_is_not_there_is_an_error(ranks: int, name: str, ra
 
 
 @pytest.mark.parametrize("ranks", [1], indirect=True)
-def test_order_is_that_of_the_list_with_communication_where_they_differ(ranks: int) -> None:
+def test_order_is_read_from_the_list_with_communication(ranks: int) -> None:
     """A schedule loaded with its communication keeps no other list, and it is this one that runs."""
     schedule = make_schedule("ScheduleInterleaved1F1B", 2)
     expected = order_from_pipelining(schedule)
@@ -185,7 +185,7 @@ def test_order_is_that_of_the_list_with_communication_where_they_differ(ranks: i
 
 
 @pytest.mark.parametrize("ranks", [2], indirect=True)
-def test_order_of_a_schedule_with_a_loop_of_its_own_is_not_guessed(ranks: int) -> None:
+def test_order_of_a_schedule_with_its_own_loop_is_not_guessed(ranks: int) -> None:
     class Backwards(torch_schedules.ScheduleGPipe):
         def _step_microbatches(self, *args: Any, **kwargs: Any) -> None:
             raise NotImplementedError
@@ -235,7 +235,7 @@ def _parse(text: str) -> list[tuple[str, int | None]]:
     return found
 
 
-def test_order_of_a_schedule_that_cannot_run_points_at_the_action() -> None:
+def test_order_of_an_impossible_schedule_points_at_the_action() -> None:
     action = torch_schedules._Action
     kinds = torch_schedules._ComputationType
     listed = [action(0, kinds.FORWARD, 0), action(0, kinds.BACKWARD_WEIGHT, 0), action(0, kinds.BACKWARD_INPUT, 0)]

@@ -43,14 +43,12 @@ def test_schedule_table_runs_groups_through_the_chunks() -> None:
     assert get_schedule_table(5, 2, 3) == first + second
 
 
-def test_schedule_table_of_a_group_larger_than_the_batch_is_one_group() -> None:
+def test_schedule_table_of_a_large_group_is_one_group() -> None:
     assert get_schedule_table(2, 2, 7) == [(0, 0), (1, 0), (0, 1), (1, 1)]
 
 
 @pytest.mark.parametrize(("ranks", "chunks", "expected"), [(1, 1, 0), (1, 2, 0), (4, 1, 2), (4, 2, 9)])
-def test_warmup_counts_one_more_with_expert_parallel_overlap_and_virtual_chunks(
-    ranks: int, chunks: int, expected: int
-) -> None:
+def test_warmup_counts_one_more_with_overlap_and_virtual_chunks(ranks: int, chunks: int, expected: int) -> None:
     rank = min(1, ranks - 1)
     assert num_warmup_microbatches(8, chunks, 4, ranks, rank, overlap_moe_expert_parallel_comm=True) == expected
 
@@ -61,11 +59,11 @@ def test_warmup_is_never_more_than_all_forwards() -> None:
 
 
 @pytest.mark.parametrize("warmup", [2, 3, 9])
-def test_order_of_more_warmup_than_forwards_is_all_forwards_first(warmup: int) -> None:
+def test_order_of_excess_warmup_is_all_forwards_first(warmup: int) -> None:
     assert convert_schedule_table_to_order(warmup, 1, get_schedule_table(2, 1, 1)) == [1, 1, -1, -1]
 
 
-def test_order_of_several_chunks_on_one_rank_does_not_pass_for_valid() -> None:
+def test_order_of_several_chunks_on_one_rank_is_invalid() -> None:
     order = convert_schedule_table_to_order(num_warmup_microbatches(2, 2, 2, 1, 0), 2, get_schedule_table(2, 2, 2))
     with pytest.raises(InvalidArgument, match="entry 1 of the order is a backward of chunk 2 without a forward"):
         validate_order(order)
@@ -116,7 +114,7 @@ def test_order_has_the_invariants_of_a_schedule(
         (lambda: convert_schedule_table_to_order(0, 1, [(0, 0), (0, 1)]), "row 1 of the schedule table, (0, 1)"),
     ],
 )
-def test_schedule_of_impossible_numbers_is_an_error_that_names_them(call: Any, named: str) -> None:
+def test_schedule_of_impossible_numbers_names_them(call: Any, named: str) -> None:
     with pytest.raises(InvalidArgument) as caught:
         call()
     assert caught.value.rule == "order"

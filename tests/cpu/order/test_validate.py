@@ -87,7 +87,7 @@ NAMED: list[tuple[list[float], list[Any], int, str]] = [
 
 
 @pytest.mark.parametrize(("numbers", "microbatches", "index", "what"), NAMED)
-def test_malformed_order_with_microbatches_is_an_error_that_names_them(
+def test_malformed_order_with_microbatches_names_them(
     numbers: list[float], microbatches: list[Any], index: int, what: str
 ) -> None:
     with pytest.raises(InvalidArgument) as caught:
@@ -173,7 +173,7 @@ def test_order_that_lost_an_entry_is_an_error(drawn: Drawn, data: st.DataObject)
             validate_order(order)
 
 
-def test_count_microbatches_of_chunks_that_differ_points_at_the_extra_one() -> None:
+def test_count_microbatches_points_at_the_extra_one() -> None:
     with pytest.raises(InvalidArgument) as caught:
         count_microbatches([1, 2, -2, 1, -1, -1])
     assert caught.value.details[1] == "          " + " " * len("1 2 -2 ") + "^"

@@ -148,7 +148,7 @@ def test_name_of_a_container_is_refused_with_its_leaves() -> None:
     assert refused(lambda: bound({"batch": {1: SIZES}}, {"ids": X}, batc=X)).fix == error.fix
 
 
-def test_name_that_fits_two_leaves_is_refused_and_the_exact_one_is_not() -> None:
+def test_name_of_two_leaves_is_refused_unless_exact() -> None:
     tree = {"1": X, 1: X * 2}
     assert "more than one leaf" in refused(lambda: bound({"batch.1": {1: SIZES}}, tree)).what
     padded = pad({"batch['1']": {1: SIZES}}, tree)
@@ -291,7 +291,7 @@ def sizes_given(buckets: Mapping[str, Any], tensors: Sequence[torch.Tensor]) -> 
 
 @settings(deadline=None, max_examples=60)
 @given(CALLS)
-def test_pad_takes_the_smallest_size_that_fits_the_largest_of_a_group(drawn: Any) -> None:
+def test_pad_takes_the_smallest_size_that_fits_a_group(drawn: Any) -> None:
     buckets, pads, tensors = drawn
     padded = pad(buckets, tensors, pad_values=pads)
     given_sizes = sizes_given(buckets, tensors)
@@ -375,7 +375,7 @@ def test_pad_of_an_exact_tensor_copies_only_what_has_gaps(layout: str) -> None:
     assert padded.leaves[0].stride() == dense_strides((3, 8), exact.stride())
 
 
-def test_pad_of_an_exact_row_out_of_a_larger_tensor_has_the_strides_of_a_padded_one() -> None:
+def test_pad_of_an_exact_row_has_the_strides_of_a_padded_one() -> None:
     row = torch.ones(2, 12)[:1, :8]  # contiguous for torch, with the stride of its whole
     assert pad({"batch": {1: SIZES}}, row).leaves[0].stride() == (8, 1)
 
@@ -518,7 +518,7 @@ def test_holds_tells_which_numbers_a_dtype_has(dtype: torch.dtype, value: Any, e
     assert holds(dtype, value) is expected
 
 
-def test_pad_value_that_the_dtype_does_not_hold_is_refused_at_the_first_call() -> None:
+def test_pad_value_outside_the_dtype_is_refused_at_once() -> None:
     tree = {"labels": torch.zeros(2, 4, dtype=torch.uint8)}
     error = refused(lambda: bound({"batch.labels": {1: SIZES}}, tree, pad_values={"batch.labels": -100}))
     assert error.what == "pad_values: `batch['labels']` is uint8[2, 4] cpu, which does not hold -100"
@@ -709,7 +709,7 @@ def test_result_dims_that_the_user_names_are_not_guessed(entry: Any, expected: t
     assert found.warning() is None
 
 
-def test_result_dims_between_two_groups_are_asked_for_only_where_it_matters() -> None:
+def test_result_dims_of_two_groups_are_asked_for_if_it_matters() -> None:
     buckets = parse({"x": {0: [4, 8], 1: [8]}})
     found = result_dims(buckets, seen(lambda rows, columns: (rows,), (8, 8)), {})
     found.check((8, 8), (5, 5))
@@ -779,7 +779,7 @@ def test_result_named_by_the_user_must_exist_and_have_the_size() -> None:
         assert re.search(rf"dimension {dim} of `result\['logits'\]` does not have the bucket's size, 8", error.what)
 
 
-def test_result_named_by_the_user_may_be_missing_where_nothing_else_is_to_be_cut() -> None:
+def test_named_result_may_be_missing_if_nothing_else_is_cut() -> None:
     """A step may return logits in eval only."""
     buckets = parse({"x": {1: SIZES}, "result.logits": {1: SIZES}})
     assert result_dims(buckets, {(8,): {"result['loss']": ()}}, {}).dims == {}
@@ -801,7 +801,7 @@ def test_kind_of_a_call_has_all_but_bucketed_sizes() -> None:
         assert (now_exact == exact, now_rough == rough) == same
 
 
-def test_argument_called_result_is_refused_beside_entries_for_results() -> None:
+def test_argument_called_result_is_refused_with_result_entries() -> None:
     assert pad({"result": {}, "batch": {1: SIZES}}, X).leaves[0].shape == (2, 4)
     assert pad({"batch": {1: SIZES}}, X, arguments=("batch",), result=X).leaves[1] is X
     error = refused(lambda: bound({"result": {}, "batch": {1: SIZES}}, X, arguments=("batch",), result=X))

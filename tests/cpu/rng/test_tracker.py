@@ -37,7 +37,7 @@ def same(one: list[torch.Tensor], two: list[torch.Tensor]) -> bool:
 # -- drawing
 
 
-def test_fork_draws_the_sequence_of_the_names_seed_and_leaves_the_default_one(tracker: CudaRNGStatesTracker) -> None:
+def test_fork_draws_from_the_named_seed_only(tracker: CudaRNGStatesTracker) -> None:
     torch.manual_seed(7)
     named, default = [], []
     for _ in range(4):

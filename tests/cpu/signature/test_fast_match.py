@@ -73,7 +73,7 @@ def test_likeness_gives_the_leaves_of_the_call(call: Call) -> None:
         assert all(a is b for a, b in zip(found, flatten(call)[0], strict=True))
 
 
-def test_likeness_is_found_for_other_tensors_of_the_same_geometry() -> None:
+def test_fast_match_is_found_for_the_same_geometry() -> None:
     known = FastMatch.of((torch.ones(4),), {"mask": torch.ones(4), "flag": True})
     assert known is not None
     assert known.leaves_of((torch.zeros(4),), {"mask": torch.zeros(4), "flag": True}) is not None
@@ -89,7 +89,7 @@ def test_likeness_is_not_found_for_one_tensor_passed_twice() -> None:
 
 
 @pytest.mark.parametrize("around", [torch.no_grad, torch.inference_mode], ids=lambda f: f.__name__)
-def test_likeness_is_not_made_where_it_could_not_tell_gradients_apart(around: Any) -> None:
+def test_fast_match_is_not_made_without_grad_mode(around: Any) -> None:
     with around():
         assert FastMatch.of((torch.ones(4),), {}) is None
 
@@ -104,7 +104,7 @@ def test_likeness_found_under_other_flags_is_left_to_the_flags() -> None:
         assert known.leaves_of((x,), {}) in (None, [x])
 
 
-def test_likeness_tells_computed_tensors_from_leaves_where_that_matters() -> None:
+def test_fast_match_compares_computed_tensors_with_leaves() -> None:
     leaf = torch.ones(4, requires_grad=True)
     for tell_computed in (True, False):
         known = FastMatch.of((leaf,), {}, tell_computed=tell_computed)

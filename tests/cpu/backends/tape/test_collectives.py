@@ -55,7 +55,7 @@ def test_work_of_a_recorded_collective_is_complete(name: str) -> None:
     assert dist.group.WORLD._get_sequence_number_for_group() == before, "it has communicated"
 
 
-def test_memory_that_a_collective_fills_has_numbers_in_a_recording() -> None:
+def test_memory_of_a_collective_has_numbers_in_a_recording() -> None:
     """Numbers of a shape and a range that kernels accept: `gather` checks each index, `bernoulli` each probability."""
 
     def step(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -149,7 +149,7 @@ def test_seeding_a_generator_itself_is_refused_at_the_end() -> None:
     assert error.where is None  # a method of a C object: only its effect is seen
 
 
-def test_seeding_a_generator_itself_is_refused_at_the_next_operator() -> None:
+def test_seeding_a_generator_is_refused_at_the_next_operator() -> None:
     def seeds(x: torch.Tensor) -> torch.Tensor:
         torch.default_generator.manual_seed(1)
         return x + 1

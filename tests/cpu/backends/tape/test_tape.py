@@ -51,7 +51,7 @@ def test_gradients_are_nan_until_the_first_replay(workspace: TapeWorkspace) -> N
     assert p.grad.tolist() == [2.0] * 3
 
 
-def test_capture_leaves_parameters_buffers_optimizer_and_random_state(workspace: TapeWorkspace) -> None:
+def test_capture_leaves_model_optimizer_and_random_state(workspace: TapeWorkspace) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4), torch.nn.Dropout(0.5))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     x = torch.randn(8, 4)
@@ -338,7 +338,7 @@ def test_replay_of_a_stale_read_is_refused(workspace: TapeWorkspace, order: str)
     four.replay("g1 g2")
 
 
-def test_stale_read_of_memory_that_an_earlier_graph_used_for_itself(workspace: TapeWorkspace) -> None:
+def test_stale_read_of_memory_that_an_earlier_graph_used(workspace: TapeWorkspace) -> None:
     x = numbers()
 
     def with_scratch() -> torch.Tensor:
@@ -359,7 +359,7 @@ def test_stale_read_of_memory_that_an_earlier_graph_used_for_itself(workspace: T
     reader.replay()
 
 
-def test_kept_result_is_garbage_once_an_earlier_graph_has_used_its_memory(workspace: TapeWorkspace) -> None:
+def test_kept_result_is_garbage_once_its_memory_is_used_again(workspace: TapeWorkspace) -> None:
     """No graph reads it, so nothing can be refused; on a GPU whoever kept it would find something else there."""
     x = numbers()
     earlier, _ = record(workspace, lambda: (x + 1).sum())
@@ -511,7 +511,7 @@ def product_of_its_own(x: torch.Tensor) -> torch.Tensor:
 product_of_its_own.register_autocast("cpu", torch.float32)
 
 
-def test_custom_op_with_a_rule_for_autocast_computes_as_eager_does(workspace: TapeWorkspace) -> None:
+def test_custom_op_with_an_autocast_rule_equals_eager(workspace: TapeWorkspace) -> None:
     x = torch.randn(4, 4)
 
     def step() -> torch.Tensor:
