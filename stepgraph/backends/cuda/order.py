@@ -29,13 +29,10 @@ class StreamOrder:
     def follow(self) -> None:
         """Queue the caller's stream behind the last replay, if that was on another stream."""
         if self._current(self._index) != self._handle:
-            self._change()
-
-    def _change(self) -> None:
-        stream = torch.cuda.current_stream(self._device)
-        if self._last is not None:
-            stream.wait_stream(self._last)
-        self._last, self._handle = stream, int(stream.cuda_stream)
+            stream = torch.cuda.current_stream(self._device)
+            if self._last is not None:
+                stream.wait_stream(self._last)
+            self._last, self._handle = stream, int(stream.cuda_stream)
 
     def queue_behind(self, streams: Iterable[torch.cuda.Stream]) -> None:
         """Queue these streams behind the last replay, because they are about to get memory that it uses."""
@@ -51,7 +48,4 @@ _DRAWN: dict[int, StreamOrder] = {}
 
 def order_of_draws(device: torch.device) -> StreamOrder:
     """The order of all replays of the process that draw random numbers on a device."""
-    index = device.index or 0
-    if index not in _DRAWN:
-        _DRAWN[index] = StreamOrder(device)
-    return _DRAWN[index]
+    return _DRAWN.setdefault(device.index or 0, StreamOrder(device))

@@ -43,6 +43,11 @@ class Head:
     def __init__(self) -> None:
         self.graph: TapeGraph | None = None
 
+    def refuse(self, error: CaptureRefused) -> None:
+        """Break the recording, if one is under way."""
+        if self.graph is not None:
+            self.graph.refuse(error)
+
 
 class _Generators:
     """The default generator and the given ones: where they were, and where the recording has left them.

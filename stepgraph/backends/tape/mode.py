@@ -35,9 +35,9 @@ from stepgraph.backends.tape.graph import Head, TapeGraph
 from stepgraph.backends.tape.memory import TapePool
 from stepgraph.backends.tape.op import has_memory
 from stepgraph.backends.tape.refusals import HostReadGuard, host_data_refusal, refusal, unseen_by_modules
-from stepgraph.backends.tape.rng import RandomCalls, recorded_rng_calls, swap_states
+from stepgraph.backends.tape.rng import RandomCalls, recorded_rng_calls
 from stepgraph.backends.threads import compiled_code_runs_eagerly
-from stepgraph.collector import collector_at_rest, state_of
+from stepgraph.collector import collector_at_rest
 from stepgraph.errors import CaptureRefused, entry
 from stepgraph.frames import user_location
 from stepgraph.ran import Unnoted
@@ -120,7 +120,7 @@ class TapeWorkspace(Workspace):
     def capturing(self) -> Iterator[None]:
         if self._pool.num_bytes:  # young garbage may hold memory that the graph could have
             gc.collect(1)
-        guard, random = HostReadGuard(self._refuse), self._random
+        guard, random = HostReadGuard(self._head.refuse), self._random
         with (
             collector_at_rest(),
             self.warming_up(),
@@ -133,10 +133,6 @@ class TapeWorkspace(Workspace):
                 yield
             finally:
                 self._pool.poison_unplayed()
-
-    def _refuse(self, error: CaptureRefused) -> None:
-        if self._head.graph is not None:
-            self._head.graph.refuse(error)
 
     def pool_bytes(self) -> int:
         return self._pool.num_bytes
@@ -172,23 +168,18 @@ class TapeBackend(Backend):
     def default_generator(self) -> torch.Generator:
         return torch.default_generator
 
-    def swap_random_state(self, generator: torch.Generator) -> None:
+    def _random(self) -> RandomCalls:
         recorder = self._recorder()
-        if recorder is None:
-            swap_states(torch.default_generator, generator)
-        else:
-            recorder.random.swap(generator)
+        return RandomCalls(Head()) if recorder is None else recorder.random  # without a graph it only makes the calls
+
+    def swap_random_state(self, generator: torch.Generator) -> None:
+        self._random().swap(generator)
 
     def get_random_state(self, generator: torch.Generator) -> torch.Tensor:
-        recorder = self._recorder()
-        return state_of(generator) if recorder is None else recorder.random.get(generator)
+        return self._random().get(generator)
 
     def set_random_state(self, generator: torch.Generator, state: torch.Tensor) -> None:
-        recorder = self._recorder()
-        if recorder is None:
-            generator.set_state(state)
-        else:
-            recorder.random.put(generator, state)
+        self._random().put(generator, state)
 
     def owns(self, tensor: torch.Tensor) -> bool:
         return tensor.device.type == "cpu"

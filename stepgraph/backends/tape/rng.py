@@ -63,8 +63,7 @@ class RandomCalls:
 
     def refuse(self, rule: str, what: str) -> None:
         """Break the recording, if one is under way."""
-        if self._head.graph is not None:
-            self._head.graph.refuse(CaptureRefused(entry(rule), what, user_location()))
+        self._head.refuse(CaptureRefused(entry(rule), what, user_location()))
 
     def _do(self, at_replay: Callable[[], Any], now: Callable[[], Any]) -> None:
         graph = self._head.graph
