@@ -2,8 +2,7 @@
 
 CUDA reports a broken capture in one line that names neither the user's code nor the remedy ("operation failed due to
 a previous error during capture"). Each error here says what happened, why, and what to type instead, and carries a
-rule id that is a heading of `docs/errors.md`. `ERROR_TABLE` is the single source of that knowledge: raised errors, the
-tape's refusals and the docs page all read it.
+rule id that is a heading of `docs/errors.md`. Raised errors, the tape's refusals and the docs page read `ERROR_TABLE`.
 """
 
 from __future__ import annotations
@@ -51,9 +50,9 @@ class SignatureMismatch(StepgraphError):
 
 
 class StateChanged(StepgraphError):
-    """Something that a graph has baked in is not as it was at the capture, and `strict=True` forbids to capture anew.
+    """Something that a graph has baked in has changed since the capture, and `strict=True` forbids to capture again.
 
-    Without `strict`: it changed in the middle of a step, by an optimizer between two graphs.
+    Without `strict`: an optimizer between two graphs changed it, in the middle of a step.
     """
 
 
@@ -70,7 +69,7 @@ class BuildError(StepgraphError, RuntimeError):
 
 
 class StaleMemoryError(StepgraphError, RuntimeError):
-    """A graph was about to read memory that another graph's replay has overwritten since."""
+    """A graph was about to read memory that another graph's replay has overwritten."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,182 +95,174 @@ class ErrorEntry:
 
     rule: str
     """The id shown in brackets; a heading of docs/errors.md."""
-    code: int | None
-    """The CUDA runtime's error number, where the failure has one."""
-    name: str
-    """The CUDA name, or a short name of ours."""
-    texts: tuple[str, ...]
-    """Pieces of the raw message that identify it."""
     what: str
     why: str
     fix: str
+    texts: tuple[str, ...]
+    """Pieces of the raw message that identify it; CUDA's name does too."""
+    code: int | None = None
+    """The CUDA runtime's error number, where the failure has one."""
+    name: str = ""
+    """The CUDA name."""
 
 
 ERROR_TABLE: tuple[ErrorEntry, ...] = (
     ErrorEntry(
         "host-data",
-        None,
-        "unpinned copy",
-        ("unless the CPU tensor is pinned",),
         "data moves between host and device memory while the step is captured",
         "a graph replays fixed device work; a copy from or to pageable host memory needs the host at every replay. "
         "torch.tensor, as_tensor, from_numpy, a list used as an index, .cpu() and, in older versions of torch, "
         "`x[0] = 1.0` make one.",
         "pass the data to the step as an argument, make it before the step, or build it on the device "
         "(torch.full, torch.arange, x[0].fill_(1.0)).",
+        texts=("unless the CPU tensor is pinned",),
     ),
     ErrorEntry(
         "host-read",
-        900,
-        "cudaErrorStreamCaptureUnsupported",
-        ("operation not permitted when stream is capturing", "cudaErrorStreamCaptureUnsupported"),
         "the step waits for the device, or reads a tensor's value on the host, while it is captured",
         "nothing runs during capture, so there is no value yet, and a replay could not act on it. .item(), bool(), "
         "float(), .tolist(), print, nonzero, mask indexing, unique and torch.cuda.synchronize all do this.",
         "return the tensor and read it after the step, or stay on the device (torch.where, masked_fill, "
         "F.one_hot(x, n), repeat_interleave(..., output_size=n)).",
+        texts=("operation not permitted when stream is capturing",),
+        code=900,
+        name="cudaErrorStreamCaptureUnsupported",
     ),
     ErrorEntry(
         "capture-invalidated",
-        901,
-        "cudaErrorStreamCaptureInvalidated",
-        ("operation failed due to a previous error during capture", "cudaErrorStreamCaptureInvalidated"),
         "the capture was broken by an earlier call",
         "a call that CUDA forbids during capture ran before this point, in the step (its error may have been caught "
         "there) or in code that shares its thread.",
         "look for a try/except in the step around a host read; on a GPU, run the step on CPU tensors to get the line.",
+        texts=("operation failed due to a previous error during capture",),
+        code=901,
+        name="cudaErrorStreamCaptureInvalidated",
     ),
     ErrorEntry(
         "capture-merge",
-        902,
-        "cudaErrorStreamCaptureMerge",
-        ("merge of separate capture sequences", "cudaErrorStreamCaptureMerge"),
         "two captures were about to be joined",
         "the step waits on a stream that another capture is recording.",
         "capture one step at a time, or share one stepgraph.Session between them.",
+        texts=("merge of separate capture sequences",),
+        code=902,
+        name="cudaErrorStreamCaptureMerge",
     ),
     ErrorEntry(
         "capture-unmatched",
-        903,
-        "cudaErrorStreamCaptureUnmatched",
-        ("capture was not initiated in this stream", "cudaErrorStreamCaptureUnmatched"),
         "the capture ended on another stream than it began on",
         "the step left another stream current when it returned.",
         "enter streams with `with torch.cuda.stream(s):` so that they are left again.",
+        texts=("capture was not initiated in this stream",),
+        code=903,
+        name="cudaErrorStreamCaptureUnmatched",
     ),
     ErrorEntry(
         "unjoined-stream",
-        904,
-        "cudaErrorStreamCaptureUnjoined",
-        ("capturing stream has unjoined work", "cudaErrorStreamCaptureUnjoined"),
         "a side stream that the step started was not joined before the step returned",
         "a graph ends where its capture stream ends; work on another stream would be lost.",
         "torch.cuda.current_stream().wait_stream(side) before the step returns.",
+        texts=("capturing stream has unjoined work",),
+        code=904,
+        name="cudaErrorStreamCaptureUnjoined",
     ),
     ErrorEntry(
         "capture-isolation",
-        905,
-        "cudaErrorStreamCaptureIsolation",
-        ("dependency created on uncaptured work in another stream", "cudaErrorStreamCaptureIsolation"),
         "the step waits for work that was queued outside the capture",
-        "an event or stream of before the capture cannot be a part of the graph.",
+        "an event or stream from before the capture cannot be part of the graph.",
         "wait for that work before the step is called, or move it into the step.",
+        texts=("dependency created on uncaptured work in another stream",),
+        code=905,
+        name="cudaErrorStreamCaptureIsolation",
     ),
     ErrorEntry(
         "legacy-stream",
-        906,
-        "cudaErrorStreamCaptureImplicit",
-        ("would make the legacy stream depend on a capturing", "cudaErrorStreamCaptureImplicit"),
         "work was queued on the default stream while another stream is captured",
         "often a parameter's gradient accumulator that was made on the default stream and is still alive: a loss of "
         "an eager step was kept with its graph, or DDP or nn.utils.weight_norm was built on the default stream.",
         "drop or .detach() losses kept from before, build DDP under `with session.stream():`, and take "
         "nn.utils.parametrizations.weight_norm.",
+        texts=("would make the legacy stream depend on a capturing",),
+        code=906,
+        name="cudaErrorStreamCaptureImplicit",
     ),
     ErrorEntry(
         "captured-event",
-        907,
-        "cudaErrorCapturedEvent",
-        ("operation not permitted on an event last recorded in a capturing stream", "cudaErrorCapturedEvent"),
         "the host asks for an event that was recorded inside the capture",
         "the event belongs to the graph and never happens outside it.",
         "time and query around the step, not in it.",
+        texts=("operation not permitted on an event last recorded in a capturing stream",),
+        code=907,
+        name="cudaErrorCapturedEvent",
     ),
     ErrorEntry(
         "capture-thread",
-        908,
-        "cudaErrorStreamCaptureWrongThread",
-        ("attempt to terminate a thread-local capture sequence from another thread", "StreamCaptureWrongThread"),
         "the capture was ended by another thread than began it",
         "a capture belongs to the thread that called the step.",
         "call the step from one thread.",
+        texts=("attempt to terminate a thread-local capture sequence from another thread",),
+        code=908,
+        name="cudaErrorStreamCaptureWrongThread",
     ),
     ErrorEntry(
         "illegal-address",
-        700,
-        "cudaErrorIllegalAddress",
-        ("illegal memory access", "cudaErrorIllegalAddress"),
         "a kernel touched memory that is not there any more",
         "a graph uses the addresses of its capture; a tensor it reads was freed or moved since.",
         "keep the tensors that the step uses alive and in place, or step.reset() after moving them. The process must "
         "be restarted: CUDA does not recover from this.",
+        texts=("illegal memory access",),
+        code=700,
+        name="cudaErrorIllegalAddress",
     ),
     ErrorEntry(
         "out-of-memory",
-        2,
-        "cudaErrorMemoryAllocation",
-        ("out of memory", "cudaErrorMemoryAllocation"),
         "the device ran out of memory during capture",
         "a graph holds its activations' memory for as long as it lives, beside what eager code has cached.",
         "share one stepgraph.Session between steps, lower max_graphs, close steps no longer used, or make the batch "
         "smaller.",
+        texts=("out of memory",),
+        code=2,
+        name="cudaErrorMemoryAllocation",
     ),
     ErrorEntry(
         "generator",
-        None,
-        "unregistered generator",
-        ("CUDA generator not in capture mode", "construct a new CUDAGeneratorImpl", "generator is not registered"),
         "the step draws random numbers from a generator that the graph does not know",
         "a graph advances only the generators registered with it; another one would repeat its numbers.",
         "stepgraph.capture(step, generators=[generator]).",
+        texts=(
+            "CUDA generator not in capture mode",
+            "construct a new CUDAGeneratorImpl",
+            "generator is not registered",
+        ),
     ),
     ErrorEntry(
         "reseed",
-        None,
-        "reseeding",
-        ("can be called during stream capture only if new seed",),
         "the step seeds a random generator",
         "the seed would be set once, at capture, and not at the replays.",
         "seed before the step. For a checkpoint inside a tracker's fork: preserve_rng_state=False and "
         "context_fn=tracker.checkpoint_contexts.",
+        texts=("can be called during stream capture only if new seed",),
     ),
     ErrorEntry(
         "optimizer-capturable",
-        None,
-        "optimizer not capturable",
-        ("param_groups' capturable is False",),
         "an optimizer that keeps its step count on the host was about to be captured",
         "the count would be frozen, and with it the bias correction.",
         "leave optimizer='auto', or use optimizer='capturable'.",
+        texts=("param_groups' capturable is False",),
     ),
     ErrorEntry(
         "tape-limit",
-        None,
-        "not modelled",
-        ("the tape does not record",),
         "the tape does not record this kind of work",
         "it sees plain CPU tensors and ATen operators; sparse tensors and higher-order operators (torch.cond, "
         "flex_attention) are outside its model.",
         "capture on a GPU, or leave this part out of the step.",
+        texts=("the tape does not record",),
     ),
     ErrorEntry(
         "library-call",
-        None,
-        "library call",
-        ("CUSOLVER_STATUS", "cusolver error", "MAGMA"),
         "a linear-algebra call that works on the host was about to be captured",
         "this decomposition synchronizes inside its library.",
         "move it out of the step, or take a form that stays on the device (torch.linalg.qr, inv_ex, cholesky_ex).",
+        texts=("CUSOLVER_STATUS", "cusolver error", "MAGMA"),
     ),
 )
 
@@ -279,7 +270,8 @@ ERROR_TABLE: tuple[ErrorEntry, ...] = (
 def lookup(text: str) -> ErrorEntry | None:
     """The row of the error table that a raw message belongs to."""
     folded = text.lower()
-    return next((row for row in ERROR_TABLE if any(piece.lower() in folded for piece in row.texts)), None)
+    pieces = ((row, piece) for row in ERROR_TABLE for piece in (*row.texts, row.name) if piece)
+    return next((row for row, piece in pieces if piece.lower() in folded), None)
 
 
 def entry(rule: str) -> ErrorEntry:
@@ -297,7 +289,7 @@ class CaptureRefused(RuntimeError):
 
 
 class CaptureError(StepgraphError, RuntimeError):
-    """A capture that failed. The state of the program is that of before the call.
+    """A capture that failed. The program is as it was before the call.
 
     `code` is CUDA's error number where there is one, `where` the user's line, `entry` the row of the error table.
     """
@@ -310,13 +302,12 @@ class CaptureError(StepgraphError, RuntimeError):
         details: Iterable[str] = (),
         why: str = "",
         fix: str = "",
-        code: int | None = None,
         where: Location | None = None,
         entry: ErrorEntry | None = None,
     ) -> None:
-        self.code, self.where, self.entry = code, where, entry
+        self.code, self.where, self.entry = None if entry is None else entry.code, where, entry
         lines = [f"at    {where}"] if where else []
-        lines += [f"cuda  {code} {entry.name}"] if entry is not None and code is not None else []
+        lines += [f"cuda  {entry.code} {entry.name}"] if entry is not None and entry.code is not None else []
         super().__init__(what, rule=rule, details=[*lines, *details], why=why, fix=fix)
 
     @classmethod
@@ -335,13 +326,5 @@ class CaptureError(StepgraphError, RuntimeError):
         details = [f"in    {inside}"] if inside else []
         details += [f"op    {operation}"] if operation else []
         details += [f"torch {raw}"] if raw else []
-        return cls(
-            f"{step}: {row.what}",
-            rule=row.rule,
-            details=details,
-            why=row.why,
-            fix=fix or row.fix,
-            code=row.code,
-            where=where,
-            entry=row,
-        )
+        what, fix = f"{step}: {row.what}", fix or row.fix
+        return cls(what, rule=row.rule, details=details, why=row.why, fix=fix, where=where, entry=row)

@@ -1,7 +1,7 @@
-"""Whose line is it, and whose class? Finds the user's frame among torch's and our own.
+"""Finds the user's frames and classes among torch's and our own.
 
-A refusal is worth its line number: the innermost frame that is neither torch nor this engine. The reference models
-and benchmarks that ship with the package are user code here: they know nothing of graphs.
+A refusal names the innermost line that is neither torch's nor this engine's. The reference models and benchmarks that
+ship with the package count as user code: they know nothing of graphs.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import os
 import sys
 import types
 import warnings
-from collections.abc import Callable, Collection, Container
+from collections.abc import Callable, Collection, Container, Iterator
 from typing import Any, TypeVar
 
 import torch
@@ -28,24 +28,13 @@ _USER_ROOMS = tuple(_HERE + room + os.sep for room in ("models", "bench"))
 _USER_MODULES = ("stepgraph.models", "stepgraph.bench")
 _PLATFORM = frozenset((*sys.stdlib_module_names, "torch", "numpy", "stepgraph", "triton", "pybind11_builtins"))
 _NAMESPACES = ("argparse", "types")
-_PLUMBING = tuple(
-    _TORCH + name
-    for name in (
-        "utils/_python_dispatch.py",
-        "overrides.py",
-        "_ops.py",
-        "_compile.py",
-        "_dynamo",
-        "utils/_contextlib.py",
-    )
-)
-
-
+_DISPATCH = ("utils/_python_dispatch.py", "overrides.py", "_ops.py", "_compile.py", "_dynamo", "utils/_contextlib.py")
+_PLUMBING = tuple(_TORCH + name for name in _DISPATCH)
 _OPERATORS = tuple(_TORCH + name for name in ("_tensor.py", "_tensor_str.py", "autograd", "nn/modules/module.py"))
 
 
 def is_engine(file: str) -> bool:
-    """Whether a file is part of stepgraph's own machinery."""
+    """Whether a file is part of stepgraph's engine."""
     return file.startswith(_HERE) and not file.startswith(_USER_ROOMS)
 
 
@@ -55,12 +44,12 @@ def is_user(file: str) -> bool:
 
 
 def is_installed(file: str) -> bool:
-    """Whether a file belongs to a library that was installed."""
+    """Whether a file belongs to an installed library."""
     return _INSTALLED in file
 
 
 def is_users_code(code: types.CodeType) -> bool:
-    """Whether code is the user's or a library's: typed at a prompt, or in a file, but for torch's and Python's own."""
+    """Whether code is the user's or a library's, typed at a prompt or in a file; not torch's or Python's own."""
     file = code.co_filename
     if file.startswith("<"):
         return file.startswith(_PROMPTS)
@@ -68,12 +57,12 @@ def is_users_code(code: types.CodeType) -> bool:
 
 
 def is_users(kind: type) -> bool:
-    """Whether a class holds the user's values: their own, a library's, a namespace; not torch's or a standard one."""
+    """Whether a class is the user's, a library's or a namespace; not torch's or a standard one."""
     return any(is_users_module(str(base.__module__)) for base in kind.__mro__)
 
 
 def is_own(kind: type) -> bool:
-    """Whether a class is the user's own: it holds the user's values, and is not that of an installed library."""
+    """Whether a class is the user's own, not an installed library's."""
     names = [str(base.__module__) for base in kind.__mro__]
     return any(is_users_module(name) and not is_installed_module(name) for name in names)
 
@@ -85,13 +74,13 @@ def is_users_module(name: str) -> bool:
 
 
 def is_installed_module(name: str) -> bool:
-    """Whether the Python module of this name belongs to a library that was installed."""
+    """Whether the Python module of this name belongs to an installed library."""
     module = None if name.startswith(_USER_MODULES) else sys.modules.get(name)
     return module is not None and is_installed(str(getattr(module, "__file__", "")))
 
 
 def is_engines(value: Any) -> bool:
-    """Whether a value is stepgraph's own: a graphed forward that it has put in a module's place for one."""
+    """Whether a value is stepgraph's own, such as a graphed forward that it has put into a module."""
     value = value.__func__ if type(value) is types.MethodType else value
     if type(value) is types.FunctionType:
         return is_engine(value.__code__.co_filename)
@@ -110,27 +99,24 @@ def caller_is_autograd() -> bool:
 
 
 def _calling_file() -> str:
-    frame: types.FrameType | None = sys._getframe(1)
+    files = (frame.f_code.co_filename for frame in _stack(sys._getframe(1)))
+    return next((file for file in files if not (is_engine(file) or file.startswith((*_PLUMBING, "<")))), "")
+
+
+def _stack(frame: types.FrameType | None) -> Iterator[types.FrameType]:
+    """A frame and those around it."""
     while frame is not None:
-        file = frame.f_code.co_filename
-        if not (is_engine(file) or file.startswith((*_PLUMBING, "<"))):
-            return file
+        yield frame
         frame = frame.f_back
-    return ""
 
 
 def called_from_torch(file: str) -> bool:
     """Whether a function of this file of torch, such as `utils/checkpoint.py`, is on the stack."""
-    frame: types.FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code.co_filename == _TORCH + file:
-            return True
-        frame = frame.f_back
-    return False
+    return any(frame.f_code.co_filename == _TORCH + file for frame in _stack(sys._getframe(1)))
 
 
 def warn_user(message: str) -> None:
-    """Warn at the user's line, however deep in the engine the cause was found."""
+    """Warn at the user's line."""
     level, frame = 1, sys._getframe(0)
     while frame.f_back is not None and is_engine(frame.f_code.co_filename):
         level, frame = level + 1, frame.f_back
@@ -138,21 +124,16 @@ def warn_user(message: str) -> None:
 
 
 def is_running(functions: Container[types.CodeType]) -> bool:
-    """Whether code of one of these functions is under way, in this thread or in another."""
-    frame: types.FrameType | None
-    for frame in _innermost_frames():  # under no name: a frame that knows its own frame would live on
-        while frame is not None:
-            if frame.f_code in functions:
-                return True
-            frame = frame.f_back
-    return False
+    """Whether code of one of these functions runs now, in any thread."""
+    # the frames have no name here: a frame that knows its own frame would live on
+    return any(frame.f_code in functions for innermost in _innermost_frames() for frame in _stack(innermost))
 
 
 def _innermost_frames() -> Collection[types.FrameType]:
-    """One of each thread.
+    """One frame of each thread.
 
     Some Pythons hold a lock while they list them, and collect garbage meanwhile (cpython#106883): a finalizer that asks
-    the same then waits for that lock for ever.
+    the same would wait for that lock forever.
     """
     with collector_at_rest():
         return sys._current_frames().values()
@@ -160,39 +141,36 @@ def _innermost_frames() -> Collection[types.FrameType]:
 
 def user_location() -> Location | None:
     """The user's innermost line on the current stack."""
-    frame: types.FrameType | None = sys._getframe(1)
-    while frame is not None:
+    for frame in _stack(sys._getframe(1)):
         if is_user(frame.f_code.co_filename):
             return Location(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
-        frame = frame.f_back
     return None
 
 
 def torch_function(error: BaseException) -> Location | None:
-    """The function of torch, by its path within torch, in which an error arose that the user's innermost line called.
+    """The function of torch, by its path within torch, that the user's innermost line called and that raised an error.
 
-    None where the user's line did it by itself; operators (`print(x)`, `x.backward()`) do not count.
+    None where the user's line raised it itself; operators (`print(x)`, `x.backward()`) do not count.
     """
     found = None
-    trace = error.__traceback__
-    while trace is not None:
-        code = trace.tb_frame.f_code
-        if is_user(code.co_filename):
+    for place in _traceback(error):
+        if is_user(place.file):
             found = None
-        elif code.co_filename.startswith(_TORCH) and not code.co_filename.startswith((*_PLUMBING, *_OPERATORS)):
-            found = Location(code.co_filename.removeprefix(_TORCH), trace.tb_lineno, code.co_name)
-        trace = trace.tb_next
+        elif place.file.startswith(_TORCH) and not place.file.startswith((*_PLUMBING, *_OPERATORS)):
+            found = Location(place.file.removeprefix(_TORCH), place.line, place.function)
     return found
 
 
 def error_location(error: BaseException) -> Location | None:
     """The user's innermost line in an error's traceback."""
-    found = None
-    trace = error.__traceback__
+    return next((place for place in reversed(_traceback(error)) if is_user(place.file)), None)
+
+
+def _traceback(error: BaseException) -> list[Location]:
+    found, trace = [], error.__traceback__
     while trace is not None:
         code = trace.tb_frame.f_code
-        if is_user(code.co_filename):
-            found = Location(code.co_filename, trace.tb_lineno, code.co_name)
+        found.append(Location(code.co_filename, trace.tb_lineno, code.co_name))
         trace = trace.tb_next
     return found
 
@@ -202,7 +180,7 @@ def untraced(function: _Function) -> _Function:
 
     `torch.compiler.disable` does the same by a wrapper, which costs each call some microseconds. Here the function is
     only marked: by the attribute that the compiler reads before it inlines a function, and by the flag of a code object
-    that is read before a frame is compiled. Neither costs anything outside of compiled code, or imports the compiler.
+    that is read before a frame is compiled.
     """
     vars(function)["_torchdynamo_disable"] = True
     vars(function)["_torchdynamo_disable_msg"] = "stepgraph replays graphs here"

@@ -1,10 +1,9 @@
-"""Plain values: when two are the same to a step, and how they are written in messages.
+"""Compares plain values as a step sees them, and writes them in messages.
 
 A graph has numbers baked in by value and everything else by identity. `1`, `1.0` and `True` are equal in Python and are
-three different constants in a graph, as are `0.0` and `-0.0`; a NaN is as good as itself. A tuple is what it holds, and
-a bound method, which Python makes anew at each access, is its object and its function. No code of the user runs to find
-this out: what decides is the type, never `==` or `isinstance` of a class that may have its own. Nor does it to write
-them: values are written as one would type them, where they are made of plain ones and short.
+three different constants in a graph, as are `0.0` and `-0.0`; a NaN equals itself. A tuple is what it holds, and a
+bound method is its object and its function. Neither comparing nor writing runs code of the user: the type decides,
+never `==` or `isinstance` of a class that may have its own.
 """
 
 from __future__ import annotations
@@ -31,17 +30,12 @@ _PLAIN = (*_NUMBERS, *_BY_EQUALITY, *_BY_IDENTITY)
 
 _SHORT = 80
 _MAX_CACHED = 64
-"""Results of a cache that are looked at; of a larger one none is."""
-_BRACKETS: dict[type, tuple[str, str]] = {
-    tuple: ("(", ")"),
-    list: ("[", "]"),
-    set: ("{", "}"),
-    frozenset: ("{", "}"),
-}
+"""The results of a larger cache are not looked at."""
+_BRACKETS: dict[type, tuple[str, str]] = {tuple: ("(", ")"), list: ("[", "]"), set: ("{", "}"), frozenset: ("{", "}")}
 
 
 class Missing(enum.Enum):
-    """What is found where there is nothing."""
+    """The value of a missing attribute or item."""
 
     MISSING = "missing"
 
@@ -60,7 +54,7 @@ def is_plain(value: Any) -> bool:
 
 
 def same(one: Any, two: Any) -> bool:
-    """Whether a step that reads the second does what it does with the first."""
+    """Whether a step that reads the second value does the same as with the first."""
     if one is two:
         return True
     kind = type(one)
@@ -80,7 +74,7 @@ def same(one: Any, two: Any) -> bool:
 
 
 def token(value: Any) -> Any:
-    """Something hashable that is equal for values that are the same, and for no others."""
+    """Something hashable that is equal for the same values only."""
     kind = type(value)
     if not is_plain(value) or issubclass(kind, _BY_IDENTITY):
         return id(value)
@@ -94,7 +88,7 @@ def token(value: Any) -> Any:
 
 
 def _number(value: Any, kind: type) -> Any:
-    """A number or string without what a class of the user adds to it; floats as written, which tells zeros apart."""
+    """A number or string without what a user's class adds to it; floats as written, which distinguishes zeros."""
     if kind in (int, bool, str, bytes):
         return value
     base: Any = next(base for base in _NUMBERS if issubclass(kind, base))
@@ -102,24 +96,23 @@ def _number(value: Any, kind: type) -> Any:
 
 
 def contents_of_set(values: Any) -> frozenset[Any]:
-    """What is in a set: plain values as such, others by identity."""
+    """The contents of a set: plain values as such, others by identity."""
     return frozenset(map(token, items_of(values)))
 
 
 def items_of(values: Any) -> Iterator[Any]:
-    """The items of a tuple, list, deque or set, of whatever class the user has made of it."""
+    """The items of a tuple, list, deque or set, or of a subclass."""
     base: Any = next(base for base in (tuple, list, deque, set, frozenset) if issubclass(type(values), base))
     return iter(base.__iter__(values))
 
 
 def is_numpy(kind: type, name: str) -> bool:
-    """Whether a class is this one of numpy's, where numpy is in use."""
     numpy = sys.modules.get("numpy")
     return numpy is not None and issubclass(kind, getattr(numpy, name))
 
 
 def attributes_of(value: Any) -> dict[str, Any] | None:
-    """An object's own attributes, where it has any; what its class makes of attribute access is not asked."""
+    """An object's own `__dict__`, if it has one; its class's attribute access is not used."""
     try:
         found = object.__getattribute__(value, "__dict__")
     except (AttributeError, TypeError):
@@ -152,7 +145,7 @@ def told(value: Any) -> str:
 
 
 def _written(value: Any) -> str | None:
-    """What one would type for a value, if it is made of plain ones."""
+    """A value as one would type it, if it is made of plain ones."""
     kind = type(value)
     if issubclass(kind, enum.Enum):
         return f"{kind.__name__}.{(attributes_of(value) or {}).get('_name_')}"
@@ -191,7 +184,7 @@ def _joined(left: str, items: Iterable[tuple[str, Any]], right: str) -> str | No
 
 
 def kept_by(cache: Any) -> dict[Any, Any]:
-    """What a function of `functools.lru_cache` keeps: its results, or links to them, by arguments."""
+    """The results of a function of `functools.lru_cache`, or links to them, by arguments."""
     own = attributes_of(cache)
     return next((one for one in gc.get_referents(cache) if type(one) is dict and one is not own), {})
 
@@ -204,7 +197,7 @@ def results_of(cache: Any) -> list[Any]:
 
 
 def cached_by(cache: Any) -> list[Any]:
-    """What a function with a cache has returned so far, as long as that is little; not its tensors and modules."""
+    """The results of a function with a cache, if they are few; without tensors and modules."""
     results = [] if len(kept_by(cache)) > _MAX_CACHED else results_of(cache)
     others = (torch.Tensor, torch.nn.Module, type)
     return [v for v in results if type(v) in (dict, list) or (is_users(type(v)) and not issubclass(type(v), others))]

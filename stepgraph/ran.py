@@ -1,12 +1,9 @@
-"""Which code has run, and what it names: a library is looked through as far as that, and no further.
+"""Finds which code has run, and the names in it: a library is searched as far as that, and no further.
 
-What a recorded call does is decided by the code that ran and by the values which that code has read. A function that
-did not run has read none. Of the user's own code this makes little difference. A library is another matter: a layer of
-Hugging Face's can name thousands of functions, down to those that download weights and draw progress bars, and runs
-twenty.
-
-Where a profiler has taken Python's only place for one, or code is compiled, it is not known what runs, and everything
-counts.
+A recorded call depends on the code that ran and on the values which that code has read. A function that did not run has
+read none. This matters for libraries: a layer of Hugging Face's can name thousands of functions, down to those that
+download weights, and runs twenty. Where a profiler has taken Python's only place for one, or code is compiled, nothing
+is known of what runs, and everything counts.
 """
 
 from __future__ import annotations
@@ -30,26 +27,26 @@ _AT_LARGE = frozenset(
         *("asdict", "astuple", "eval", "exec"),
     )
 )
-"""Names of what reads attributes that the code does not spell."""
+"""Names of functions that read attributes which the code does not spell."""
 _MAX_UNSEEN = 512
-"""Functions that count only for a name in code that may run unseen."""
+"""The limit of functions that count only for a name in code that may run unseen."""
 _MAX_STRING = 64
 """Longer strings are texts, not names."""
 
 
 class Names:
-    """The names and short strings in code: what that code may look up."""
+    """The names and short strings in code, which that code may look up."""
 
     def __init__(self) -> None:
         self.spelled: set[str] = set()
-        """Those in code of the user's and of libraries."""
+        """Those in code of the user and of libraries."""
         self.platforms: set[str] = set()
         """Those in torch's and Python's own code."""
         self.is_at_large = False
-        """Whether code of the user's may look up attributes that no code spells."""
+        """Whether the user's code may look up attributes that no code spells."""
 
     def add(self, code: types.CodeType) -> set[str]:
-        """Read some code. Returns the names that are new."""
+        """Read some code. Returns the new names."""
         found = strings_in(code)
         if not is_users_code(code):
             if not is_engine(code.co_filename):
@@ -68,7 +65,7 @@ class Names:
 
 
 def strings_in(code: types.CodeType) -> set[str]:
-    """The names and short strings in code, that of inner functions included."""
+    """The names and short strings in code, also of inner functions."""
     return set(_strings_in(code))
 
 
@@ -95,7 +92,7 @@ _GLOBALS = tuple(
 
 
 def globals_in(code: types.CodeType) -> set[str]:
-    """The names in code that are those of globals: a loop's variable `loss` is not the `output.loss` of a step."""
+    """The names in code that are globals: a loop's variable `loss` is not the `output.loss` of a step."""
     operations, arguments = code.co_code[::2], code.co_code[1::2]
     found: set[str] = set()
     for operation, shift in _GLOBALS:
@@ -116,7 +113,7 @@ _SIMPLE = frozenset((int, float, bool, str, type(None), tuple, list, dict, types
 
 
 def functions_behind(value: Any) -> list[types.FunctionType]:
-    """The functions that run for an attribute of a class: a method, a getter; those that it is wrapped around, too."""
+    """The functions that run for an attribute of a class (a method, a getter), and those that they wrap."""
     if type(value) is types.FunctionType and not vars(value):
         return [value]
     if type(value) in _SIMPLE:
@@ -156,12 +153,12 @@ class ExecutedCode:
 
     @property
     def is_known(self) -> bool:
-        """Whether a call was looked on at, and all of them were."""
+        """Whether a call was observed, and all of them were."""
         return self._is_whole and bool(self._codes)
 
     @property
     def is_hidden(self) -> bool:
-        """Whether what runs cannot be seen."""
+        """Whether running code cannot be seen."""
         return not self._is_whole
 
     def __contains__(self, code: types.CodeType) -> bool:
@@ -178,7 +175,6 @@ class ExecutedCode:
         return self._names.copy()
 
     def give_up(self) -> None:
-        """What runs cannot be seen."""
         self._is_whole = False
 
     def noted(self, call: Callable[[], Any]) -> Callable[[], Any]:
@@ -192,11 +188,13 @@ class ExecutedCode:
 
     @contextlib.contextmanager
     def noting(self, backwards_on: torch.device | None = None) -> Iterator[None]:
-        """Note what runs in this block, in this thread, and in that of backwards on a device.
+        """Note the code that runs in this block, in this thread, and in that of backwards on a device.
 
         Where Python has events for it (3.12), each piece of code is reported once, whichever thread runs it.
         """
-        if (tool := _free_tool()) is not None:
+        events = getattr(sys, "monitoring", None)
+        tool = next((tool for tool in (3, 4) if events.get_tool(tool) is None), None) if events is not None else None
+        if tool is not None:
             with self._monitoring(tool):
                 yield
             return
@@ -255,18 +253,12 @@ class ExecutedCode:
             self._codes[id(code)] = code
 
 
-def _free_tool() -> int | None:
-    """A place among those who may be told of what runs, where Python has such places and one is free."""
-    events = getattr(sys, "monitoring", None)
-    return next((tool for tool in (3, 4) if events.get_tool(tool) is None), None) if events is not None else None
-
-
 class Running:
     """Decides which functions count: those that ran, and those that may run unseen.
 
     Unseen are a step that was not called yet, a function whose result a cache has kept, a backward or a hook in another
     thread, with all that they call by name. Where nothing is known (`is_known`), all of the user's functions count and
-    those of libraries that they name; where what runs cannot be seen, those of libraries that these name, too.
+    those of libraries that they name; where running code cannot be seen, those of libraries that these name, too.
     """
 
     def __init__(self, ran: ExecutedCode | None) -> None:
@@ -280,7 +272,7 @@ class Running:
         self._num_unseen = 0
 
     def admit(self, *values: Any) -> None:
-        """Let these functions, methods or what is around them count: they may run unseen."""
+        """Let these functions, methods or their wrappers count: they may run unseen."""
         self._unseen.update(function.__code__ for value in values for function in functions_behind(value))
 
     def has(self, code: types.CodeType) -> bool:
@@ -288,7 +280,7 @@ class Running:
         return self.is_known and code in self._ran
 
     def runs(self, functions: Iterable[types.FunctionType]) -> bool:
-        """Whether one of some functions counts, as far as it is known."""
+        """Whether one of these functions is known to count."""
         return any(self.has(f.__code__) or f.__code__ in self._unseen for f in functions)
 
     def counts(self, function: types.FunctionType, is_near: bool) -> bool:
@@ -325,7 +317,7 @@ class Running:
 
 
 class Unnoted:
-    """A block of which nothing is noted: there are many, and what runs in them is known."""
+    """A block in which nothing is noted: there are many, and their code is known."""
 
     __slots__ = ("_found",)
 

@@ -3,9 +3,9 @@
 torch's own pytree knows neither dataclasses nor, in its fast form, the order of dict keys. This one flattens a call in
 a few microseconds into leaves and a structure that hashes, compares, names each leaf's path and builds the tree again.
 
-An instance of a class of the user's own is all that it holds: a dataclass's fields, and also what `__post_init__` or a
-cached property has left on it; the items of a dict's subclass, and also its attributes. A structure holds none of it,
-so what is built from one call's structure and another's leaves has nothing of the first call.
+An instance of a user's class is all that it holds: a dataclass's fields, and also what `__post_init__` or a cached
+property has left on it; the items of a dict's subclass, and also its attributes. A structure holds none of these
+values, so a tree built from one call's structure and another's leaves has nothing of the first call.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def flatten(tree: Any) -> tuple[list[Any], Structure]:
 
 
 class CallFlattener:
-    """Takes calls apart. One of tensors and plain values alone has a structure that is known from its names."""
+    """Takes calls apart. The structure of a call of tensors and plain values follows from its names."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[Any, ...], Structure] = {}
@@ -129,7 +129,7 @@ def _open(node: Any) -> _Opened | None:
 
 
 def _open_items(node: dict[Any, Any]) -> _Opened:
-    """A dict's subclass: what lies in it, whatever its methods make of that, and its attributes."""
+    """A dict's subclass: the items that it holds, whatever its methods make of them, and its attributes."""
     base = next(base for base in type(node).__mro__ if base in _DICTS)
     is_its_own_dict = getattr(node, "__dict__", None) is node
     beside = {} if is_its_own_dict else attributes_of(node)
@@ -153,7 +153,7 @@ def _open_dataclass(node: Any) -> _Opened | None:
 
 
 def attributes_of(instance: Any) -> dict[str, Any]:
-    """What an instance holds by name: in its `__dict__`, and in slots."""
+    """The values that an instance holds by name: in its `__dict__`, and in slots."""
     held = dict(getattr(instance, "__dict__", ()))
     for base in type(instance).__mro__:
         if "__slots__" in base.__dict__:
@@ -166,7 +166,7 @@ def attributes_of(instance: Any) -> dict[str, Any]:
 def hidden_tensor(instance: Any) -> str | None:
     """The name of a tensor that an instance holds: on itself, in itself, or in a container on itself.
 
-    Parameters in a container are let pass: whatever steps or averages parameters holds them so, and never others.
+    Parameters in a container pass: whatever steps or averages parameters holds them so.
     """
     held = attributes_of(instance)
     for name, value in held.items():
@@ -244,7 +244,6 @@ def paths(structure: Structure, prefix: str = "") -> list[str]:
 
 
 def step_into(structure: Structure, key: Any, prefix: str) -> str:
-    """The path of one child."""
     if isinstance(key, Attribute):
         return f"{prefix}.{key.name}"
     by_name = structure.context is _Fields.DATACLASS or hasattr(structure.kind, "_fields")
@@ -252,7 +251,7 @@ def step_into(structure: Structure, key: Any, prefix: str) -> str:
 
 
 def argument_name(names: Sequence[str], index: int) -> str:
-    """A positional argument's name, as the step's own signature gives it."""
+    """A positional argument's name in the step's own signature."""
     return names[index] if index < len(names) else f"args[{index}]"
 
 
@@ -264,11 +263,10 @@ def changed_containers(
     *,
     removed: bool = False,
 ) -> str | None:
-    """What a call has changed about the containers that it was given: the first change in words, or None.
+    """The first change that a call has made to the containers that it was given, in words, or None.
 
     `call` is the (args, kwargs) that were passed, and had this `structure` and these `leaves`; `names` are those of the
-    positional parameters. Keys of a mapping that are `removed` count only if asked for: steps unpack their batch with
-    `pop`.
+    positional parameters. `removed`: removed keys of a mapping count too; steps unpack their batch with `pop`.
     """
     (args, kwargs), (positional, keyword) = call, structure.children
     rest = iter(leaves)
@@ -283,7 +281,7 @@ def changed_containers(
 
 def _changed(structure: Structure, leaves: Iterator[Any], node: Any, path: str, removed: bool) -> str | None:
     if structure.kind is None:
-        return None if _is_same(next(leaves), node) else f"`{path}` is another {type(node).__name__}"
+        return None if _is_same(next(leaves), node) else f"`{path}` was replaced by a new {type(node).__name__}"
     opened = _open(node) if type(node) is structure.kind else None
     if opened is None:
         return f"`{path}` is now a {type(node).__name__}"
@@ -330,7 +328,7 @@ def _taken(structure: Structure, leaves: Iterator[Any]) -> list[Any]:
 
 
 def _is_same(one: Any, two: Any) -> bool:
-    """Whether a leaf is the one that it was, or a plain value that cannot be told from it."""
+    """Whether a leaf is the same, or an equal plain value."""
     return one is two or (type(one) is type(two) and type(one) in _VALUES and repr(one) == repr(two))
 
 

@@ -47,7 +47,7 @@ def _no_backend(device: object) -> InvalidArgument:
 
 
 def is_capturing() -> bool:
-    """Whether the calling thread records a graph right now, on whichever backend."""
+    """Whether the calling thread records a graph now, on any backend."""
     from stepgraph.backends.tape.mode import TapeBackend
 
     if TapeBackend().is_capturing():

@@ -1,13 +1,13 @@
-"""The backend protocol lists all that the rest of the package needs from a device, and nothing more.
+"""The backend protocol lists all that the rest of the package needs from a device.
 
-Three things make one up. A `Backend` stands for a device. A `Workspace` is what one session owns on it: one memory
-pool and one capture stream, in which all of the session's graphs are recorded, because graphs that share a pool must
-also share a stream and an order. A `Graph` is one recording. `tests/contract` is this page as a test suite: whatever
-passes it is a backend.
+A `Backend` stands for a device. A `Workspace` is what one session owns on it: one memory pool and one capture stream,
+because graphs that share a pool must also share a stream and an order. A `Graph` is one recording. Whatever passes
+`tests/contract` is a backend.
 """
 
 from __future__ import annotations
 
+import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
@@ -21,18 +21,18 @@ from stepgraph.errors import CaptureRefused
 
 @dataclass(slots=True)
 class RandomUse:
-    """What recorded code did with generators' states, apart from drawing."""
+    """How recorded code used generators' states, apart from drawing."""
 
     reads: bool = False
-    """It asked for a state, perhaps to go back to it in a later graph."""
+    """Whether it read a state, perhaps to go back to it in a later graph."""
     rewinds_to: set[Graph | None] = field(default_factory=set)
     """The graphs whose states it went back to; None for a state of unknown origin."""
     moved: list[torch.Generator] = field(default_factory=list)
-    """The generators that a replay leaves elsewhere than it found them."""
+    """The generators that a replay moves."""
 
     @property
     def draws(self) -> bool:
-        """Whether a replay leaves any generator elsewhere than it found it."""
+        """Whether a replay moves any generator."""
         return bool(self.moved)
 
 
@@ -46,11 +46,11 @@ class Graph(ABC):
     random: RandomUse
 
     note_loaded: Callable[[torch.Tensor], None] | None = None
-    """Where a backend watches for overwritten memory: to be told that eager code has written a tensor in the pool."""
+    """Where a backend watches for overwritten memory: note that eager code has written a tensor in the pool."""
 
     follow: Callable[[], None] | None = None
-    """Where calls may come on several streams: to be called first at each replay, before arguments are copied in. It
-    queues what the caller's stream gets next behind the last replay of the session."""
+    """Where calls may come on several streams: queue the caller's stream behind the session's last replay. To be called
+    first at each replay, before arguments are copied in."""
 
     @abstractmethod
     def refuse(self, error: CaptureRefused) -> None:
@@ -74,11 +74,11 @@ class Graph(ABC):
 
     @property
     def launch(self) -> Callable[[], None]:
-        """What `replay` comes down to once the graph has ended, to be called without a way round."""
+        """The fastest form of `replay`, once the graph has ended."""
         return self.replay
 
     def will_replay_from(self) -> None:
-        """Said before `end`: it goes back to an earlier graph's random states, and `replay_from` will replay it."""
+        """Before `end`: the graph goes back to an earlier graph's random states, and `replay_from` will replay it."""
         return
 
     def random_origin(self) -> Any:
@@ -94,17 +94,17 @@ class Graph(ABC):
 
     @abstractmethod
     def free(self) -> None:
-        """Give the graph and what it holds back."""
+        """Free the graph and what it holds."""
 
     @property
     @abstractmethod
     def recorded_anything(self) -> bool:
-        """Whether any device work was recorded so far; True where that cannot be told."""
+        """Whether any device work was recorded so far; True where that is unknown."""
 
     @property
     @abstractmethod
     def nodes(self) -> int | None:
-        """How many nodes an ended graph has, or None where that cannot be told."""
+        """How many nodes an ended graph has, or None where that is unknown."""
 
 
 class Workspace(ABC):
@@ -114,29 +114,29 @@ class Workspace(ABC):
     def graph(self, generators: Sequence[torch.Generator] = (), lane: int = 0) -> Graph:
         """A new, empty graph in this pool; replays advance `generators` besides the default one.
 
-        A lane is a part of the pool: graphs of one lane share memory, so that one may overwrite what a later captured
-        one has left; graphs of different lanes never touch each other's.
+        A lane is a part of the pool: graphs of one lane share memory, so that one may overwrite what another has left;
+        graphs of different lanes never touch each other's.
         """
 
-    @abstractmethod
     def stream(self) -> AbstractContextManager[None]:
         """Run on the capture stream, after all the caller's stream has queued and before what it queues next."""
+        return contextlib.nullcontext()
 
     @abstractmethod
     def warming_up(self) -> AbstractContextManager[None]:
         """Run eagerly as a capture would: on its stream, with its memory, with its view of compiled code."""
 
-    @abstractmethod
     def keeping(self) -> AbstractContextManager[None]:
         """Inside `warming_up`: what is made here lives on (optimizer state) and is not for the pool."""
+        return contextlib.nullcontext()
 
     @abstractmethod
     def capturing(self) -> AbstractContextManager[None]:
         """The surroundings of a capture: its stream, a drained queue, the garbage collector held off."""
 
-    @abstractmethod
     def renew(self) -> None:
-        """Where no graph is left: give back the memory that steps were captured in, but for what is in use."""
+        """Where no graph is left: give back the memory that steps were captured in, except what is in use."""
+        return
 
     @abstractmethod
     def pool_bytes(self) -> int:
@@ -144,38 +144,41 @@ class Workspace(ABC):
 
     @abstractmethod
     def held(self, tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-        """Those of some tensors that lie in the pool's memory."""
+        """Those of these tensors that are in the pool's memory."""
 
     @abstractmethod
     def close(self) -> None:
         """Give the pool back. Graphs must have been freed."""
 
 
-class CopyStream(ABC):
-    """A stream for copies into static buffers, beside the one that the caller computes on."""
+class CopyStream:
+    """A stream for copies into static buffers, beside the caller's. This one is for a device without streams."""
 
-    @abstractmethod
     def copying(self, *, after_caller: bool) -> AbstractContextManager[None]:
         """Run on this stream, after the work that `mark_used` saw and before what the caller's stream queues next.
 
         `after_caller`: also after all that the caller's stream has queued by now, which may still make what is copied.
         """
+        return contextlib.nullcontext()
 
-    @abstractmethod
     def mark_used(self) -> None:
-        """What the caller's stream has queued by now reads the buffers: later copies wait for it."""
+        """The work that the caller's stream has queued by now reads the buffers: later copies wait for it."""
+        return
 
 
-class Reading(ABC):
-    """A small tensor on its way to the host."""
+class Reading:
+    """A small tensor on its way to the host. This one is for a device whose memory is the host's."""
 
-    @abstractmethod
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._host = tensor.clone()
+
     def is_ready(self) -> bool:
         """Whether it has arrived. Never waits."""
+        return True
 
-    @abstractmethod
     def value(self) -> torch.Tensor:
         """The tensor in host memory; waits for it if it has not arrived."""
+        return self._host
 
 
 class Backend(ABC):
@@ -184,16 +187,16 @@ class Backend(ABC):
     runs_while_recording: ClassVar[bool] = False
     """Whether work is executed while it is recorded, so that arguments need values that it can work with."""
     name: ClassVar[str]
-    """The word for it: `cuda` or `tape`."""
+    """`cuda` or `tape`."""
     device: torch.device
 
     @abstractmethod
     def workspace(self) -> Workspace:
         """A new pool and capture stream."""
 
-    @abstractmethod
     def copy_stream(self) -> CopyStream:
         """A new stream for copies."""
+        return CopyStream()
 
     @abstractmethod
     def is_capturing(self) -> bool:
@@ -201,7 +204,7 @@ class Backend(ABC):
 
     @property
     def capture_probe(self) -> Callable[[], bool]:
-        """What `is_capturing` comes down to, for code that asks at each call."""
+        """The fastest form of `is_capturing`, for code that asks at each call."""
         return self.is_capturing
 
     @property
@@ -217,34 +220,34 @@ class Backend(ABC):
         graph must know the generator, and the swap must be undone before the graph ends.
         """
 
-    @abstractmethod
     def get_random_state(self, generator: torch.Generator) -> torch.Tensor:
-        """A generator's state; inside a recording it is good only until that recording ends."""
+        """A generator's state; inside a recording it is valid only until that recording ends."""
+        return generator.get_state()
 
-    @abstractmethod
     def set_random_state(self, generator: torch.Generator, state: torch.Tensor) -> None:
         """Set a generator's state; inside a recording, to one that was read in the same recording."""
+        generator.set_state(state)
 
-    @abstractmethod
     def can_record_here(self) -> bool:
         """Whether a graph could record work on the calling thread's stream: CUDA cannot on its default one."""
+        return True
 
     @abstractmethod
     def owns(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor's memory is this device's, so that a graph can use it."""
 
-    @abstractmethod
     def read_later(self, tensor: torch.Tensor) -> Reading:
-        """Send a tensor to the host, behind what the caller's stream has queued, and wait for nothing."""
+        """Send a tensor to the host, behind what the caller's stream has queued, without waiting."""
+        return Reading(tensor)
 
-    @abstractmethod
     def synchronize(self) -> None:
         """Wait until all queued work is done."""
+        return
 
-    @abstractmethod
     def peak_memory_bytes(self) -> int | None:
-        """The most memory held since `reset_peak_memory`, or None where nobody counts."""
+        """The most memory held since `reset_peak_memory`, or None where it is not counted."""
+        return None
 
-    @abstractmethod
     def reset_peak_memory(self) -> None:
-        """Start counting the peak anew."""
+        """Start counting the peak again."""
+        return

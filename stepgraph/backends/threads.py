@@ -1,17 +1,14 @@
 """Hooks and replaced functions act on one step only, and leave other threads of the process alone.
 
-torch's hooks, its functions and the compiler's stance are there once a process, and another thread may train, or
-capture a step of its own, at the same time. So whoever is called by a hook asks first for which step the code runs, and
-what takes the place of one of torch's functions does so for one step only.
+torch's hooks, functions and compiler stance exist once for each process, and another thread may train or capture at the
+same time. So a hook first asks for which step the code runs, and a replaced function is replaced for one step only.
 
-torch walks through its dictionaries of hooks in Python. To add an entry, or to take one out, while another thread is on
-such a walk breaks that walk ("OrderedDict mutated during iteration"), in a training that has nothing to do with us. So
-all who listen share one entry (`HookPlace`). It is made while the dictionary is empty, which no walk minds, and stays
-for as long as there are other threads.
+torch iterates over its dictionaries of hooks in Python. Adding or removing an entry while another thread iterates
+breaks that iteration ("OrderedDict mutated during iteration"). So all listeners share one entry (`HookPlace`). It is
+made while the dictionary is empty and stays for as long as there are other threads.
 
-A step is more than the thread that calls it: on CUDA, autograd runs the backward, and all hooks and recomputation in
-it, in threads of its own, which Python did not start. Those count as the step's. If two threads run steps at the same
-time they share them, and what happens there is seen by both.
+On CUDA, autograd runs the backward, with its hooks and recomputation, in threads of its own, which Python did not
+start. Those count as the step's. If two threads run steps at the same time, both see what happens there.
 """
 
 from __future__ import annotations
@@ -40,9 +37,9 @@ _CHANGING = threading.RLock()
 
 
 def for_this_thread() -> Callable[[], bool]:
-    """A question to be asked later: whether the code that asks runs for a step that this thread calls.
+    """A check for later: whether the code that asks runs for a step that this thread calls.
 
-    Only a thread that was started by Python's `threading`, and is not this one, is somebody else's.
+    Only another thread that Python's `threading` started runs for somebody else.
     """
     home = threading.get_ident()
 
@@ -53,7 +50,7 @@ def for_this_thread() -> Callable[[], bool]:
 
 
 def entries(mapping: Mapping[K, V]) -> list[tuple[K, V]]:
-    """The entries of a dictionary of the process at one moment, whatever other threads do to it meanwhile."""
+    """The entries of a dictionary of the process at one moment, safe against changes by other threads."""
     while True:
         try:
             return list(mapping.items())
@@ -62,7 +59,7 @@ def entries(mapping: Mapping[K, V]) -> list[tuple[K, V]]:
 
 
 class _Listeners:
-    """The entry in one of torch's dictionaries of hooks: calls all who listen."""
+    """The entry in one of torch's dictionaries of hooks: calls all listeners."""
 
     def __init__(self) -> None:
         self.calls: list[Callable[..., Any]] = []
@@ -73,13 +70,13 @@ class _Listeners:
 
 
 class HookPlace:
-    """A dictionary of the process in which torch keeps hooks, and torch's functions that walk through it."""
+    """One of torch's dictionaries of hooks for the whole process, and torch's functions that iterate over it."""
 
     def __init__(self, hooks: dict[int, Any], walkers: Container[types.CodeType]) -> None:
         self._hooks, self._walkers = hooks, walkers
 
     def listen(self, call: Callable[..., Any]) -> None:
-        """Let a function be called as a hook would be."""
+        """Call this function as a hook."""
         with _CHANGING, collector_at_rest():  # a finalizer might leave, and take the entry out, while it is looked up
             found = self._find()
             if found is None:
@@ -91,14 +88,16 @@ class HookPlace:
                 found[1].calls.append(call)
 
     def leave(self, call: Callable[..., Any]) -> None:
-        """Call it no more. Also called by finalizers, so at any moment and in any thread: it never waits."""
+        """Stop calling it. Finalizers call this too, at any moment and in any thread: it never waits."""
         found = self._find()
         if found is not None and call in found[1].calls:
             found[1].calls.remove(call)
         if found is None or found[1].calls or not _CHANGING.acquire(blocking=False):
             return
         try:
-            if not found[1].calls and _is_only_thread() and not is_running(self._walkers):
+            with collector_at_rest():
+                is_only_thread = len(sys._current_frames()) == 1
+            if not found[1].calls and is_only_thread and not is_running(self._walkers):
                 self._hooks.pop(found[0], None)
         finally:
             _CHANGING.release()
@@ -108,7 +107,7 @@ class HookPlace:
         return next(ours, None)
 
     def _wait_for_walks(self) -> None:
-        """Wait until nobody is on a walk through entries of others; not for ever, since that may be who called us."""
+        """Wait until nobody iterates over others' entries; not forever, since that may be our caller."""
         for _ in range(_MAX_WAITS):
             if not self._hooks or not is_running(self._walkers):
                 return
@@ -118,31 +117,25 @@ class HookPlace:
 _MAX_WAITS = 100
 
 
-def _is_only_thread() -> bool:
-    """Whether no other thread runs Python code."""
-    with collector_at_rest():
-        return len(sys._current_frames()) == 1
-
-
 def is_own(hook: Any) -> bool:
-    """Hooks that watch a step in warm-up: of one that this one is called from, say."""
+    """Whether a hook is one of ours, which watch a step in warm-up."""
     return origin_of(hook).startswith("stepgraph.")
 
 
 def origin_of(hook: Any) -> str:
-    """The Python module that a hook's code is from."""
+    """The name of the Python module that defines a hook."""
     return str(getattr(hook, "__module__", None) or type(hook).__module__)
 
 
 class _Layer(NamedTuple):
-    """What one step has in the place of a function; it is given the function below it."""
+    """One step's replacement of a function; it is given the function below it."""
 
     is_ours: Callable[[], bool]
     call: Callable[..., Any]
 
 
 class _Layers:
-    """A function of torch's while there is anything in its place."""
+    """A function of torch's while it is replaced."""
 
     def __init__(self, owner: Any, name: str) -> None:
         self._owner, self._name = owner, name
@@ -163,7 +156,6 @@ class _Layers:
 
     @classmethod
     def of(cls, owner: Any, name: str) -> _Layers:
-        """Those that are there already, or none yet."""
         found = getattr(getattr(owner, name), "__dict__", {}).get("layers")
         return found if isinstance(found, cls) else cls(owner, name)
 
@@ -179,7 +171,7 @@ class _Layers:
 
 @contextlib.contextmanager
 def replaced(owner: Any, name: str, call: Callable[..., Any]) -> Iterator[None]:
-    """Have `call` in the place of a function for this thread's step; it is given that function first."""
+    """Replace a function for this thread's step; `call` is given that function first."""
     layer = _Layer(for_this_thread(), call)
     with _CHANGING:
         layers = _Layers.of(owner, name)
@@ -192,7 +184,7 @@ def replaced(owner: Any, name: str, call: Callable[..., Any]) -> Iterator[None]:
 
 
 class _Forced:
-    """The compiler's stance while recordings have set it, and how many there are."""
+    """The compiler's stance while recordings force it, and how many do."""
 
     def __init__(self) -> None:
         self.count = 0

@@ -189,7 +189,7 @@ class GraphedSet:
                 sample.runner.order = SampleTurn(sample, self.cursor, self._lent, device)
 
     def lend_gradients(self) -> None:
-        """Hand out gradients that pass through autograd without a copy, and check before each replay that none is held."""
+        """Lend gradients that pass through autograd without a copy, and check before each replay that none is held."""
         for sample in self.samples:
             self._lent += sample.lend_outside_grads()
         self._take_turns()

@@ -227,9 +227,7 @@ class GraphCapture:
         then = functools.partial(self._hand_result_on, sample, following) if following is not None else None
         with self._hooks.around(sample.index, target.given, backward=False), _named(target):
             sample.captured = target.pair.forward(sample.call, self._lane, CallBuffers(own), then)
-        sample.call.values = {
-            i: copied(tensor) for i, tensor in sample.call.values.items()
-        }  # the caller's may be freed
+        sample.call.values = {i: copied(tensor) for i, tensor in sample.call.values.items()}  # the caller's may go
         result = sample.runner.result
         result.copy(range(len(result.tensors)))
         sample.runner.backwards.are_copied = True

@@ -1,8 +1,8 @@
 """`TECudaGraphHelper` captures a model's layers ahead of time: one graph for each layer and microbatch.
 
 A training loop has model chunks, a config, and sizes. From these the helper finds the layers (by the scope registry),
-makes sample arguments, derives the order in which this rank of the pipeline works, and captures all of it at once with
-`make_graphed_callables`. Then each layer's forward is a look at the current microbatch and a replay.
+makes sample arguments, derives the order in which this rank of the pipeline works, and captures everything with
+`make_graphed_callables`. Then each layer's forward looks up the current microbatch and replays.
 
     helper = TECudaGraphHelper(model_chunks, config, seq_length, micro_batch_size, optimizers)
     for step, microbatches in enumerate(data):
@@ -13,7 +13,7 @@ makes sample arguments, derives the order in which this rank of the pipeline wor
     helper.delete_cuda_graphs()
 
 Ranks of one pipeline capture at the same time, and none goes on before all are done: a rank that waits in a collective
-for one that captures would run into its timeout. One that has nothing to capture waits with them.
+for one that captures would run into its timeout.
 """
 
 from __future__ import annotations
@@ -31,10 +31,9 @@ from stepgraph.callables.graphed import CallablesReport
 from stepgraph.callables.make_graphed import make_graphed_callables
 from stepgraph.errors import InvalidArgument
 from stepgraph.guards.hooks import spelled
-from stepgraph.megatron.discovery import Found, SampleArguments, parts_of, with_samples
 from stepgraph.megatron.part_graphs import PartGraphs, graphs_in
 from stepgraph.megatron.rank_order import RankOrder, order_of_rank, setting
-from stepgraph.megatron.samples import Sizes
+from stepgraph.megatron.samples import Found, SampleArguments, Sizes, parts_of, with_samples
 from stepgraph.modules.megatron_settings import MegatronSettings
 from stepgraph.modules.scopes import Part, ScopeRegistry
 from stepgraph.session.options import checked
@@ -43,7 +42,7 @@ from stepgraph.tracebacks import entry_point
 _log = logging.getLogger(__name__)
 
 VISION = "vision_model"
-"""The module of a chunk that has the vision encoder; its layers are another helper's."""
+"""The module of a chunk that has the vision encoder; another helper captures its layers."""
 
 
 class TECudaGraphHelper:
@@ -97,7 +96,7 @@ class TECudaGraphHelper:
         self._reuse_buffers = reuse_buffers
         self._graphs: list[PartGraphs] = []
         self.capture_seconds = 0.0
-        """How long the last capture took, its warm-up included."""
+        """Seconds that the last capture took, with its warm-up."""
 
     def _hidden_size(self) -> int | None:
         configs = [self.config, *(getattr(chunk, "config", None) for chunk in self.model)]
@@ -107,9 +106,9 @@ class TECudaGraphHelper:
 
     @entry_point
     def create_cudagraphs(self) -> None:
-        """Capture the layers of this rank, all microbatches of them; those captured before are captured anew.
+        """Capture the layers of this rank, for all microbatches; those captured before are captured again.
 
-        Gradients are zero afterwards, and trackers of auxiliary losses empty, as at the start of a step.
+        Afterwards gradients are zero, and trackers of auxiliary losses empty, as at the start of a step.
         """
         for graphs in self._graphs:
             graphs.remove()
@@ -159,7 +158,6 @@ class TECudaGraphHelper:
         return with_samples(chunk, parts, self._registry, self._sizes, self._sample_arguments)
 
     def _belongs(self, part: Part) -> bool:
-        """Whether a part is this helper's."""
         return VISION not in part.path.split(".")
 
     def _plan(self, layers_of_chunk: Sequence[int]) -> RankOrder:
@@ -173,9 +171,9 @@ class TECudaGraphHelper:
             for c, i, each in places
             for microbatch in range(plan.num_microbatches)
         }
-        in_order = [samples[index] for index in range(len(samples))]
+        in_order, parts = [samples[index] for index in range(len(samples))], [each.part for _, _, each in places]
         graphs = make_graphed_callables(
-            tuple(_as_callable(each.part) for _, _, each in places),
+            tuple(p.module if p.method == "forward" else getattr(p.module, p.method) for p in parts),
             tuple(sample.args for sample in in_order),
             sample_kwargs=tuple(sample.kwargs for sample in in_order),
             order=plan.order,
@@ -195,16 +193,13 @@ class TECudaGraphHelper:
         ]
 
     def _wrap(self, graph: Any) -> Any:
-        """The graph as the part is to be called."""
         return graph
 
     def _wait_for_ranks(self) -> None:
-        """None captures while another one already trains."""
         if dist.is_available() and dist.is_initialized():
             dist.barrier()
 
     def _clean_up(self) -> None:
-        """Leave nothing of the samples in what a step adds up."""
         for chunk in self.model:
             zero: Callable[[], Any] = getattr(chunk, "zero_grad_buffer", chunk.zero_grad)
             zero()
@@ -220,10 +215,10 @@ class TECudaGraphHelper:
     # -- around the graphs
 
     def cuda_graph_set_manual_hooks(self) -> None:
-        """Have the hooks that gather parameters run before each replay: those inside a graph do not.
+        """Have the hooks that gather parameters run before each replay: hooks inside a graph do not run.
 
-        A chunk that gathers its parameters before they are used has `_make_forward_pre_hook()`, which makes such a hook
-        for a module. One is made for each module inside a graphed part that has parameters of its own.
+        A chunk that gathers its parameters before they are used has `_make_forward_pre_hook()`, which makes such a
+        hook. One is made for each module inside a graphed part that has parameters of its own.
         """
         owners = [(chunk, {id(module) for module in chunk.modules()}) for chunk in self.model]
         for graphs in self._graphs:
@@ -247,12 +242,11 @@ class TECudaGraphHelper:
             graphs.backward_dw(microbatch_id)
 
     def delete_cuda_graphs(self) -> None:
-        """Free all graphs captured ahead of time in this model, a vision encoder's too; its layers are as before."""
+        """Free all graphs captured ahead of time in this model, also a vision encoder's; its layers are as before."""
         for graphs in [*graphs_in(self.model), *self._graphs]:
             graphs.remove()
         self._graphs = []
 
 
 def _as_callable(part: Part) -> Any:
-    """A module, or a method of one."""
     return part.module if part.method == "forward" else getattr(part.module, part.method)

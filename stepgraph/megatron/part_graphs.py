@@ -1,15 +1,14 @@
 """`PartGraphs` takes the place of a part's forward, with one graph for each microbatch in flight.
 
-The training loop says which microbatch comes next (`set_current_microbatch`); a call of the part replays that one's
-graph. Where one microbatch is over before the next begins, one graph serves them all. Calls that no graph was captured
-for run as before: in the other mode (evaluation), without gradients, inside a larger capture.
-
-A model chunk has a list of its graphed parts, so that to say the microbatch costs no walk through its modules.
+The training loop says which microbatch comes next (`set_current_microbatch`); a call of the part replays that graph.
+Where one microbatch is over before the next begins, one graph serves them all. Calls that no graph was captured for run
+as before: in the other mode (evaluation), without gradients, inside a larger capture. A model chunk lists its graphed
+parts, so that `set_current_microbatch` does not walk through its modules.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -28,14 +27,14 @@ _PARTS = "_parts_with_graphs"
 
 
 class PartGraphs:
-    """Stands in the place of a module's forward, or of another method, and replays its graphs."""
+    """Takes the place of a module's forward, or of another method, and replays its graphs."""
 
     def __init__(
         self, chunk: torch.nn.Module, part: Part, sample: Sample, graphs: Sequence[Any], *, one_for_all: bool
     ) -> None:
         self.part, self.graphs = part, tuple(graphs)
         self.microbatch: int | None = None
-        """The current one; None before any was set."""
+        """None before any was set."""
         self.manual_hooks: list[Callable[[], Any]] = []
         """Run before each replay, in place of hooks inside the part."""
         self._one_for_all = one_for_all
@@ -52,7 +51,7 @@ class PartGraphs:
 
     @untraced
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the part: by replay, or as it was."""
+        """Call the part: by replay, or as before."""
         try:
             if self._modes["training"] is not self._training or not torch.is_grad_enabled():
                 return self._eager()(*args, **kwargs)
@@ -80,7 +79,6 @@ class PartGraphs:
             raise
 
     def _of(self, microbatch: int | None) -> Any:
-        """The graph of a microbatch."""
         if self._one_for_all:
             return self.graphs[0]
         if microbatch is not None and 0 <= microbatch < len(self.graphs):
@@ -98,7 +96,7 @@ class PartGraphs:
             f"`{self.part.path}` is called for microbatch {microbatch}, and {len(self.graphs)} were captured",
             rule="current-microbatch",
             details=[f"captured  microbatches 0 to {len(self.graphs) - 1}", f"received  {microbatch}"],
-            why="each microbatch has graphs of its own; another one's hold activations that may still be needed.",
+            why="each microbatch has its own graphs; those of another one hold activations that may still be needed.",
             fix="helper.delete_cuda_graphs(), and make a helper with the larger num_microbatches.",
         )
 
@@ -108,7 +106,7 @@ class PartGraphs:
         return self._modes.get(self._place) is self
 
     def remove(self) -> None:
-        """Free the graphs; the part is as it was before."""
+        """Free the graphs, and restore the part."""
         if self.is_in_place:
             del self._modes[self._place]
             if self._own is not None:
@@ -129,13 +127,10 @@ def graphs_in(model: torch.nn.Module | Sequence[torch.nn.Module]) -> list[PartGr
     found: list[PartGraphs] = []
     for chunk in [model] if isinstance(model, torch.nn.Module) else model:
         listed = vars(chunk).get(_PARTS)
-        found += _found_by_walking(chunk) if listed is None else [each for each in listed if type(each) is PartGraphs]
+        if listed is None:
+            listed = [value for module in chunk.modules() for value in vars(module).values()]
+        found += [each for each in listed if type(each) is PartGraphs]
     return found
-
-
-def _found_by_walking(chunk: torch.nn.Module) -> Iterator[PartGraphs]:
-    for module in chunk.modules():
-        yield from (value for value in vars(module).values() if type(value) is PartGraphs)
 
 
 def set_current_microbatch(model: torch.nn.Module | Sequence[torch.nn.Module], microbatch_id: int) -> None:

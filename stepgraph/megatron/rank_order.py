@@ -1,9 +1,9 @@
-"""`order_of_rank` derives the order of a pipeline's rank from what a training's config says about the pipeline.
+"""`order_of_rank` derives the order of a pipeline's rank from a training's config.
 
-A helper is given model chunks and a config with the field's words (`pipeline_model_parallel_size` and so on). From
-these follows in which order the rank runs forwards and backwards, and how many microbatches need graphs of their own:
+From the config's pipeline fields (`pipeline_model_parallel_size` and so on) follows in which order the rank runs
+forwards and backwards, and how many microbatches need graphs of their own:
 
-- With one stage a microbatch is over before the next one begins. One is captured, and its graphs serve all.
+- With one stage, a microbatch is over before the next one begins. One is captured, and its graphs serve all.
 - With several, each microbatch is captured, and memory is shared by lifetime in the order.
 - With expert-parallel overlap the layers of two microbatches take turns, so the order is one of layers; with delayed
   weight gradients these are entries of their own.
@@ -29,18 +29,18 @@ from stepgraph.order import (
 
 
 def setting(config: Any, name: str, default: Any = None) -> Any:
-    """A field of a config that may lack it, or have None there."""
+    """A field of a config that may be missing, or None."""
     value = getattr(config, name, None)
     return default if value is None else value
 
 
 @dataclass(frozen=True, slots=True)
 class RankOrder:
-    """What a rank runs, and where the graphs of it are found."""
+    """The order of a rank, and where its graphs are found."""
 
     order: Sequence[float]
     num_layers_per_chunk: tuple[int, ...]
-    """Of the order: where it is one of layers, 1 for each of them."""
+    """Of the order: in an order of layers, 1 for each of them."""
     layers_of_chunk: tuple[int, ...]
     """Of the model."""
     num_microbatches: int
@@ -121,7 +121,7 @@ def _rank(config: Any, given: int | None, size: int) -> int:
         raise InvalidArgument(
             f"a pipeline of {size} stages, and this rank's place in it is not known",
             rule="option",
-            why="the order of forwards and backwards is another for each stage.",
+            why="each stage runs forwards and backwards in its own order.",
             fix="pass pipeline_parallel_rank=, counted from 0.",
         )
     return int(rank)

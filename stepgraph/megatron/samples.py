@@ -1,15 +1,18 @@
-"""`sample_of_layer` makes sample arguments for a layer before the model has been called.
+"""Finds the parts of model chunks that are captured ahead of time, and makes sample arguments for them.
 
-A graph is recorded from arguments of the right geometry. What a layer is called with is told by one of these, the first
-that there is:
+The scope decides which parts are captured; the registry knows the words of each class of layer. A chunk without any
+part that the scope means is no error: with pipelines, other ranks have layers of other kinds. An unknown word is.
+
+A graph is recorded from arguments of the right geometry, before the model has been called. The arguments of a layer
+come from the first of these that exists:
 
 1. the layer itself: `get_layer_static_inputs(seq_length, micro_batch_size)` gives its arguments by name;
 2. the signature of its forward: the first argument is the hidden states, [micro_batch_size, seq_length, hidden_size] in
    the type of the layer's own weights; other arguments without a default are looked up by name in the modules around
    the layer (a GPT's `rotary` is such a one).
 
-A part of a layer, an attention or a router, is called from inside. So the layer is run once on its samples, and what
-its parts are called with is written down, in the order in which they are. State and random numbers are put back.
+A part of a layer, such as an attention or a router, is called from inside. So the layer is run once on its samples, and
+the arguments of its parts are noted, in the order of the calls. State and random numbers are put back.
 """
 
 from __future__ import annotations
@@ -18,37 +21,46 @@ import contextlib
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from stepgraph.errors import InvalidArgument
-from stepgraph.modules.scopes import Part
+from stepgraph.modules.scopes import WORDS, Part, ScopeRegistry
 from stepgraph.observe.module_attributes import ModuleAttributes
+from stepgraph.optim.steps import shadowed
 from stepgraph.rng.tracker import tracker_for
 from stepgraph.session.backend_choice import backend_of
 from stepgraph.signature.attributes import as_given
 from stepgraph.tree import flatten, unflatten
 
+SampleArguments = Callable[[torch.nn.Module], tuple[Sequence[Any], dict[str, Any]]]
 _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 @dataclass(frozen=True)
 class Sample:
-    """What a part is called with."""
+    """The arguments of a call."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any] = field(default_factory=dict)
 
 
+class Found(NamedTuple):
+    """A part to capture, and its arguments."""
+
+    part: Part
+    sample: Sample
+
+
 class CallForm:
-    """One way to write a call, for all the ways that Python allows: by position first, defaults left out."""
+    """Writes a call in one of the ways that Python allows: by position first, defaults left out."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._signature = inspect.signature(function)
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sample:
-        """The call in that form; arguments that the function does not have are left to it to refuse."""
+        """The call in that form; unknown arguments are left for the function to refuse."""
         try:
             bound = self._signature.bind(*args, **kwargs)
         except TypeError:
@@ -69,7 +81,7 @@ class Sizes:
 
 
 def sample_of_layer(chunk: torch.nn.Module, part: Part, sizes: Sizes) -> Sample:
-    """What a layer of a model chunk is called with."""
+    """The arguments of a layer of a model chunk."""
     function = getattr(part.module, part.method)
     told = getattr(part.module, "get_layer_static_inputs", None)
     if told is not None and part.method == "forward":
@@ -86,27 +98,27 @@ def _hidden_states(chunk: torch.nn.Module, part: Part, sizes: Sizes) -> torch.Te
     weight = next((p for m in (part.module, chunk) for p in m.parameters() if p.is_floating_point()), None)
     if weight is None or sizes.hidden_size is None:
         missing = "the config has no `hidden_size`" if sizes.hidden_size is None else "it has no weights"
-        raise _untold(part, f"the hidden states of `{part.path}`: {missing}")
+        raise _no_sample(part, f"the hidden states of `{part.path}`: {missing}")
     shape = (sizes.micro_batch_size, sizes.seq_length, sizes.hidden_size)
     return torch.zeros(shape, dtype=weight.dtype, device=weight.device, requires_grad=True)
 
 
 def _around(chunk: torch.nn.Module, part: Part, name: str) -> Any:
-    """What a name stands for in the modules around a part, the nearest first."""
+    """The attribute of this name in the modules around a part, the nearest first."""
     path = part.path
     while path:
         path = path.rpartition(".")[0]
         value = getattr(chunk.get_submodule(path), name, None)
         if value is not None and not inspect.ismethod(value):
             return value
-    raise _untold(part, f"argument `{name}` of `{part.path}`")
+    raise _no_sample(part, f"argument `{name}` of `{part.path}`")
 
 
-def _untold(part: Part, what: str) -> InvalidArgument:
+def _no_sample(part: Part, what: str) -> InvalidArgument:
     return InvalidArgument(
         f"no sample can be made for {what}",
         rule="layer-sample",
-        why="graphs are captured before the layer is called, from samples of what it will be called with.",
+        why="graphs are captured before the layer is called, from samples of its arguments.",
         fix="pass sample_arguments=, a function from a layer to (args, kwargs), or give "
         f"{type(part.module).__name__} a method get_layer_static_inputs(seq_length, micro_batch_size).",
     )
@@ -115,12 +127,12 @@ def _untold(part: Part, what: str) -> InvalidArgument:
 # -- parts of a layer
 
 
-def samples_of_parts(layer: torch.nn.Module, sample: Sample, parts: Sequence[Part]) -> list[tuple[Part, Sample]]:
+def samples_of_parts(layer: torch.nn.Module, sample: Sample, parts: Sequence[Part]) -> list[Found]:
     """Run a layer once on its sample; its parts in the order in which they are called, with their arguments."""
-    found: list[tuple[Part, Sample]] = []
+    found: list[Found] = []
     with _as_before(layer), contextlib.ExitStack() as stack:
         for part in parts:
-            stack.enter_context(_noting(part, found))
+            stack.enter_context(shadowed(part.module, place_of(part), _noting(part, found)))
         with torch.enable_grad():
             layer(*sample.args, **sample.kwargs)
     called = [part for part, _ in found]
@@ -136,31 +148,21 @@ def samples_of_parts(layer: torch.nn.Module, sample: Sample, parts: Sequence[Par
 
 
 def place_of(part: Part) -> str:
-    """The attribute of a part's module that is called; after module.compile() it is another one."""
+    """The attribute of a part's module that a call runs; module.compile() changes it."""
     compiled = part.method == "forward" and part.module._compiled_call_impl is not None
     return "_compiled_call_impl" if compiled else part.method
 
 
-@contextlib.contextmanager
-def _noting(part: Part, found: list[tuple[Part, Sample]]) -> Iterator[None]:
-    place = place_of(part)
-    original = getattr(part.module, place)
-    form = CallForm(getattr(part.module, part.method))
-    own = dict(vars(part.module))
+def _noting(part: Part, found: list[Found]) -> Callable[..., Any]:
+    original, form = getattr(part.module, place_of(part)), CallForm(getattr(part.module, part.method))
 
     def noted(*args: Any, **kwargs: Any) -> Any:
         call = form(args, kwargs)
         leaves, structure = flatten((call.args, call.kwargs))
-        found.append((part, Sample(*unflatten(structure, [_detached(leaf) for leaf in leaves]))))
+        found.append(Found(part, Sample(*unflatten(structure, [_detached(leaf) for leaf in leaves]))))
         return original(*args, **kwargs)
 
-    vars(part.module)[place] = noted
-    try:
-        yield
-    finally:
-        vars(part.module).pop(place)
-        if place in own:
-            vars(part.module)[place] = own[place]
+    return noted
 
 
 def _detached(leaf: Any) -> Any:
@@ -188,3 +190,61 @@ def _as_before(layer: torch.nn.Module) -> Iterator[None]:
                 for buffer, before in buffers:
                     buffer.copy_(before)
             tracker.set_states(named)
+
+
+# -- parts of a chunk
+
+
+def parts_of(chunk: torch.nn.Module, scope: Sequence[str], registry: ScopeRegistry) -> list[Part]:
+    """The parts of a chunk that a scope means, in the order of the model; none where it means nothing here."""
+    if not scope:
+        known = any(registry.words_of(module) is not None for module in chunk.modules())
+        return registry.resolve(chunk, []) if known else []
+    meant = [entry for entry in scope if _means_anything(chunk, entry, registry)]
+    return registry.resolve(chunk, meant) if meant else []
+
+
+def _means_anything(chunk: torch.nn.Module, entry: str, registry: ScopeRegistry) -> bool:
+    try:
+        return bool(registry.resolve(chunk, [entry]))
+    except InvalidArgument:
+        if entry not in WORDS and "." not in entry and "*" not in entry:
+            raise  # neither a word nor a path to layers that another rank may have
+        return False
+
+
+def with_samples(
+    chunk: torch.nn.Module,
+    parts: Sequence[Part],
+    registry: ScopeRegistry,
+    sizes: Sizes,
+    sample_arguments: SampleArguments | None,
+) -> list[Found]:
+    """The parts of a chunk in the order in which they are called, each with a sample."""
+    found: list[Found] = []
+    of_layer: dict[str, list[Part]] = {}
+    for part in parts:
+        of_layer.setdefault(_layer_of(chunk, part, registry), []).append(part)
+    for path, inside in of_layer.items():
+        layer = Part(path, chunk.get_submodule(path)) if path != inside[0].path else inside[0]
+        if sample_arguments is None:
+            sample = sample_of_layer(chunk, layer, sizes)
+        else:
+            args, kwargs = sample_arguments(layer.module)
+            sample = Sample(tuple(args), dict(kwargs))
+        if layer is inside[0]:
+            found.append(Found(layer, sample))
+        else:
+            found += samples_of_parts(layer.module, sample, inside)
+    return found
+
+
+def _layer_of(chunk: torch.nn.Module, part: Part, registry: ScopeRegistry) -> str:
+    """The path of the layer of a known class that a part is in; of the part itself where there is none."""
+    around = part.path if part.method == "forward" else part.path.rpartition(".")[0]
+    while True:
+        if registry.words_of(chunk.get_submodule(around)) is not None:
+            return around
+        if not around:
+            return part.path
+        around = around.rpartition(".")[0]

@@ -1,9 +1,9 @@
 """`VisionTECudaGraphHelper` captures the layers of a vision encoder beside those of the language model.
 
 The encoder differs from the decoder in a few ways. All images of a microbatch are concatenated into one sequence, so
-the batch dimension is 1 whatever the micro-batch size. It is on the first stage of a pipeline alone, so its ranks wait
-for nobody. Its layers may return (hidden states, None), of which the graph returns what there is. Gradients and
-trackers are the language helper's to clear: call that one after this one.
+the batch dimension is 1. It is on the first stage of a pipeline only, so its ranks wait for nobody. Its layers may
+return (hidden states, None); the graph leaves None out. The language helper clears gradients and trackers: call it
+after this one.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from typing import Any
 
 import torch
 
-from stepgraph.megatron.discovery import SampleArguments
 from stepgraph.megatron.layers_helper import VISION, TECudaGraphHelper
 from stepgraph.megatron.rank_order import RankOrder, setting
+from stepgraph.megatron.samples import SampleArguments
 from stepgraph.modules.scopes import Part, ScopeRegistry
 
 
 def get_vision_cuda_graph_seq_length(vision_config: Any, default_seq_length: int = 4096) -> int:
-    """The length that a vision encoder's layers are captured at.
+    """The length at which a vision encoder's layers are captured.
 
     That is `max_vision_cuda_graph_seq_length` where it is set; else one token for each `spatial_merge_size` squared of
     the `num_position_embeddings` places; else the default.
@@ -59,7 +59,6 @@ class VisionGraph:
         self.reset, self.backward_dw, self.report = graph.reset, graph.backward_dw, graph.report
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Replay the layer."""
         return without_none(self._graph(*args, **kwargs))
 
 

@@ -2,10 +2,8 @@
 
 from stepgraph.models.gpt import GPT, GPTConfig
 from stepgraph.models.mamba import Mamba, MambaConfig
-from stepgraph.models.moe import MoEGPT, MoEOutput
-from stepgraph.models.moe_config import MoEConfig
-from stepgraph.models.vision import VisionConfig, VisionEncoder
-from stepgraph.models.vision_language import VisionLanguageConfig, VisionLanguageModel
+from stepgraph.models.moe import MoEConfig, MoEGPT, MoEOutput
+from stepgraph.models.vision import VisionConfig, VisionEncoder, VisionLanguageConfig, VisionLanguageModel
 
 __all__ = [
     "GPT",

@@ -21,24 +21,18 @@ from torch import Tensor, nn
 
 from stepgraph.models.language_model import autocast_dtype
 
-__all__ = ["Experts", "Placement", "collect", "dispatch", "place_padded", "place_sorted"]
-
 
 class Placement(NamedTuple):
     """Which slot each row is in, and which row each slot holds."""
 
     rows: Tensor
     """[slots] the row that a slot holds; any row where it is empty."""
-
     slots: Tensor
     """[rows] the slot that a row is in; any slot where it was dropped."""
-
     ends: Tensor
     """[experts] int32: where each expert's rows end, all rows sorted by expert."""
-
     filled: Tensor | None = None
     """[slots] False where a slot is empty; None where none is."""
-
     kept: Tensor | None = None
     """[rows] False where a row was dropped; None where none is."""
 

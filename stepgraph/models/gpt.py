@@ -18,8 +18,6 @@ from torch import Tensor, nn
 
 from stepgraph.models.language_model import LanguageModel, ModelConfig, RMSNorm
 
-__all__ = ["GPT", "GPTConfig"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class GPTConfig(ModelConfig):
@@ -31,22 +29,16 @@ class GPTConfig(ModelConfig):
 
     num_heads: int
     """Number of query heads."""
-
     num_kv_heads: int
     """Number of key and value heads; each serves `num_heads // num_kv_heads` query heads."""
-
     ffn_size: int
     """Width inside the MLP; SwiGLU has three matrices of it, so 8/3 of `hidden_size` equals the classic factor 4."""
-
     max_seq_len: int
     """Longest sequence the rotary tables cover."""
-
     head_dim: int | None = None
     """Width of one head; None shares `hidden_size` among the query heads."""
-
     qk_norm: bool = False
     """Whether queries and keys pass an RMSNorm of their own in each head."""
-
     rope_base: float = 10_000.0
     """Base of the rotary frequencies."""
 
@@ -64,10 +56,7 @@ class GPTConfig(ModelConfig):
                 self.head_dim >= 2 and self.head_dim % 2 == 0,
                 f"`head_dim` is {self.head_dim}; rotary positions need an even width",
             )
-        self._require(
-            self.num_heads % self.num_kv_heads == 0,
-            f"`num_heads` {self.num_heads} is not a multiple of `num_kv_heads` {self.num_kv_heads}",
-        )
+        self._require_multiple("num_heads", "num_kv_heads")
 
     @property
     def head_size(self) -> int:

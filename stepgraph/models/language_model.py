@@ -1,8 +1,7 @@
-"""What the language models here share: the two ends of the network, and how its weights start.
+"""The parts that the models share: config checks, norm, first weights, and the two ends of a language model.
 
-Tokens become vectors, blocks add to them one after the other, a norm and a linear head turn them into logits. The
-models differ in their blocks only. So a model makes its blocks and runs them; embedding, head, loss and first weights
-are written once.
+A language model turns tokens into vectors, blocks add to them one after the other, and a norm and a linear head turn
+them into logits. The models differ in their blocks only: each makes its blocks and runs them.
 """
 
 from __future__ import annotations
@@ -14,35 +13,24 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-__all__ = ["LanguageModel", "ModelConfig", "RMSNorm", "autocast_dtype"]
-
 _INIT_STD = 0.02
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelConfig:
-    """The part of a model's shape that does not depend on its kind of block."""
-
-    vocab_size: int
-    """Number of tokens the embedding and the head know."""
+class Config:
+    """The part of a model's shape that all models have."""
 
     num_layers: int
     """Number of blocks."""
-
     hidden_size: int
     """Width of the residual stream."""
-
     dropout: float = 0.0
     """Probability of dropping an embedding, an attention weight or a residual branch's element in training."""
-
-    tie_embeddings: bool = False
-    """Whether the head uses the embedding's weight."""
-
     norm_eps: float = 1e-5
     """Added to the mean square in RMSNorm."""
 
     def __post_init__(self) -> None:
-        self._require_positive("vocab_size", "num_layers", "hidden_size")
+        self._require_positive("num_layers", "hidden_size")
         self._require(0.0 <= self.dropout < 1.0, f"`dropout` is {self.dropout}; it must be in [0, 1)")
 
     def _require_positive(self, *names: str) -> None:
@@ -52,6 +40,24 @@ class ModelConfig:
     def _require(self, holds: bool, otherwise: str) -> None:
         if not holds:
             raise ValueError(f"{type(self).__name__}: {otherwise}")
+
+    def _require_multiple(self, name: str, of: str) -> None:
+        size, unit = getattr(self, name), getattr(self, of)
+        self._require(size % unit == 0, f"`{name}` {size} is not a multiple of `{of}` {unit}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig(Config):
+    """The part of a language model's shape that does not depend on its kind of block."""
+
+    vocab_size: int
+    """Number of tokens the embedding and the head know."""
+    tie_embeddings: bool = False
+    """Whether the head uses the embedding's weight."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._require_positive("vocab_size")
 
 
 class RMSNorm(nn.Module):
@@ -88,7 +94,7 @@ class LanguageModel(nn.Module):
         self.head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         if config.tie_embeddings:
             self.head.weight = self.embedding.weight
-        self._init_weights()
+        init_weights(self, config.num_layers)
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Turn `tokens` [batch, sequence] into the residual stream."""
@@ -105,12 +111,14 @@ class LanguageModel(nn.Module):
             return logits
         return F.cross_entropy(logits.flatten(0, -2).float(), targets.flatten())
 
-    @torch.no_grad()
-    def _init_weights(self) -> None:
-        # A block adds one or two branches to the residual stream; scaled, they do not make it grow with depth.
-        branch_std = _INIT_STD / (2 * self.config.num_layers) ** 0.5
-        for name, parameter in self.named_parameters():
-            path = name.removesuffix(".weight")
-            if parameter.dim() > 1 and not path.endswith("conv"):  # a filter of a few taps is no matrix
-                is_branch_end = path.endswith(("out_proj", "down_proj"))
-                nn.init.normal_(parameter, std=branch_std if is_branch_end else _INIT_STD)
+
+def init_weights(model: nn.Module, num_layers: int) -> None:
+    """Draw the first weights of a model's matrices.
+
+    A block adds one or two branches to the residual stream; scaled, they do not make it grow with depth.
+    """
+    branch_std = _INIT_STD / (2 * num_layers) ** 0.5
+    for name, parameter in model.named_parameters():
+        path = name.removesuffix(".weight")
+        if parameter.dim() > 1 and not path.endswith("conv"):  # a filter of a few taps is no matrix
+            nn.init.normal_(parameter, std=branch_std if path.endswith(("out_proj", "down_proj")) else _INIT_STD)

@@ -24,8 +24,6 @@ from torch import Tensor, nn
 
 from stepgraph.models.language_model import LanguageModel, ModelConfig, RMSNorm, autocast_dtype
 
-__all__ = ["Mamba", "Mamba2", "MambaConfig", "chunked_scan"]
-
 _DT_RANGE = (1e-3, 1e-1)
 _DECAY_RANGE = (1.0, 16.0)
 
@@ -36,19 +34,14 @@ class MambaConfig(ModelConfig):
 
     state_size: int
     """Number of rows of a head's state: the width of `B` and `C`."""
-
     head_size: int
     """Width of one head."""
-
     chunk_size: int
     """Positions in a chunk; a sequence that is not a multiple of it is padded inside."""
-
     expand: int = 2
     """Width inside the layer, as a multiple of `hidden_size`."""
-
     num_groups: int = 1
     """Number of `B` and `C`; each serves `num_heads // num_groups` heads."""
-
     conv_size: int = 4
     """Positions that the convolution before the scan sees: its own and those before it."""
 
@@ -82,15 +75,8 @@ class MambaConfig(ModelConfig):
     @classmethod
     def mamba2_130m(cls) -> MambaConfig:
         """The shape of Mamba-2 130M: 24 layers of width 768."""
-        return cls(
-            vocab_size=50288,
-            num_layers=24,
-            hidden_size=768,
-            state_size=128,
-            head_size=64,
-            chunk_size=256,
-            tie_embeddings=True,
-        )
+        sizes = {"hidden_size": 768, "state_size": 128, "head_size": 64, "chunk_size": 256}
+        return cls(vocab_size=50288, num_layers=24, tie_embeddings=True, **sizes)
 
 
 class CausalConv(nn.Module):

@@ -13,25 +13,138 @@ How the experts run is a choice with a price:
 - `"capacity"` gives each expert the same number of slots and drops choices that find none left.
 - `"loop"` computes exactly the chosen rows too, expert by expert, and reads on the host how many there are.
 
-What training needs beside the output is returned, not kept: the auxiliary loss to add to the loss, and how many
-choices each expert got, for `update_bias` after the step. A forward changes nothing.
+The router has two means against crowding. The auxiliary loss pulls the scores themselves away from crowded experts.
+The bias is added to the scores for choosing only, so weights and gradients do not see it; `update_bias` moves it by a
+fixed step toward even load, by the sign of the error alone, so it needs nothing from the host. A forward changes
+nothing: the auxiliary loss, and how many choices each expert got, are returned.
 """
 
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from dataclasses import dataclass, fields
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from stepgraph.models.experts import Experts, Placement, collect, dispatch, place_padded, place_sorted
-from stepgraph.models.gpt import MLP, Attention, RotaryPositions, check_length
+from stepgraph.models.gpt import MLP, Attention, GPTConfig, RotaryPositions, check_length
 from stepgraph.models.language_model import LanguageModel, RMSNorm
-from stepgraph.models.moe_config import MoEConfig
-from stepgraph.models.router import Router
 
-__all__ = ["MoE", "MoEGPT", "MoEOutput", "Routing"]
+
+@dataclass(frozen=True, kw_only=True)
+class MoEConfig(GPTConfig):
+    """The shape of a GPT with experts; `ffn_size` is the width inside one expert.
+
+    Example:
+        `replace(MoEConfig.tiny(), experts="capacity", capacity_factor=1.0)`
+    """
+
+    num_experts: int
+    """Number of experts in each layer."""
+    top_k: int
+    """Number of experts that each token chooses."""
+    experts: Literal["grouped", "capacity", "loop"] = "grouped"
+    """How experts run: without drops or host reads, with a fixed capacity, or in a loop that reads on the host."""
+    capacity_factor: float = 1.25
+    """For `"capacity"`: slots of an expert, as a multiple of its even share of all choices."""
+    scores: Literal["softmax", "sigmoid"] = "softmax"
+    """How the router's logits become scores."""
+    normalize_weights: bool = True
+    """Whether the weights of a token's experts are divided by their sum."""
+    weight_scale: float = 1.0
+    """Factor on the weights of the experts."""
+    bias_rate: float = 0.0
+    """Step of the bias that steers choices toward idle experts; 0 for no such bias."""
+    shared_ffn_size: int = 0
+    """Width inside the expert that every token passes; 0 for none."""
+    shared_gate: bool = False
+    """Whether each token scales the shared expert's output by a sigmoid gate."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._require_positive("num_experts", "top_k")
+        self._require(
+            self.top_k <= self.num_experts,
+            f"`top_k` {self.top_k} is more than `num_experts` {self.num_experts}; a token chooses an expert once",
+        )
+        for name, known in (("experts", ("grouped", "capacity", "loop")), ("scores", ("softmax", "sigmoid"))):
+            value = getattr(self, name)
+            self._require(value in known, f"`{name}` is {value!r}; it must be one of {', '.join(map(repr, known))}")
+        self._require(self.capacity_factor > 0, f"`capacity_factor` is {self.capacity_factor}; it must be positive")
+        for name in ("bias_rate", "shared_ffn_size"):
+            self._require(getattr(self, name) >= 0, f"`{name}` is {getattr(self, name)}; it must not be negative")
+        self._require(
+            self.shared_ffn_size > 0 or not self.shared_gate, "`shared_gate` needs a `shared_ffn_size` above 0"
+        )
+
+    @classmethod
+    def tiny(cls) -> MoEConfig:
+        """A model of 0.3 million parameters for tests: trains in milliseconds a step on a CPU."""
+        dense = {f.name: getattr(GPTConfig.tiny(), f.name) for f in fields(GPTConfig)}
+        return cls(**{**dense, "ffn_size": 64, "num_experts": 8, "top_k": 2})
+
+    @classmethod
+    def qwen3_30b_a3b(cls, num_layers: int = 48) -> MoEConfig:
+        """The shape of Qwen3-30B-A3B; `num_layers=4` is the cut that the benchmarks run on one GPU."""
+        return cls(
+            vocab_size=151936,
+            num_layers=num_layers,
+            hidden_size=2048,
+            num_heads=32,
+            num_kv_heads=4,
+            head_dim=128,
+            qk_norm=True,
+            ffn_size=768,
+            max_seq_len=4096,
+            rope_base=1_000_000.0,
+            norm_eps=1e-6,
+            num_experts=128,
+            top_k=8,
+        )
+
+
+class Router(nn.Module):
+    """Scores every expert for every token and chooses the best `top_k`."""
+
+    expert_ids: Tensor
+    bias_steps: Tensor | None
+
+    def __init__(self, config: MoEConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.gate = nn.Linear(config.hidden_size, config.num_experts, bias=False)
+        self.register_buffer("expert_ids", torch.arange(config.num_experts), persistent=False)
+        # The bias in whole steps of bias_rate: a count survives `.to(torch.bfloat16)`, where 0.5 + 0.001 is 0.5.
+        bias_steps = torch.zeros(config.num_experts, dtype=torch.int64) if config.bias_rate else None
+        self.register_buffer("bias_steps", bias_steps)
+
+    def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return weights, choices, load and auxiliary loss for `hidden` [tokens, width]."""
+        config, logits = self.config, self.gate(hidden)
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        scores = logits.softmax(-1) if config.scores == "softmax" else logits.sigmoid()
+        wanted = scores.detach()
+        if self.bias_steps is not None:
+            wanted = wanted + self.bias_steps * config.bias_rate
+        choices = wanted.topk(config.top_k).indices
+        is_chosen = choices.unsqueeze(-1) == self.expert_ids
+        # The scores of the choices by a sum in which all others are zero: a gather's gradient would be a scatter.
+        weights = (scores.unsqueeze(1) * is_chosen).sum(-1)
+        if config.normalize_weights:
+            weights = weights / weights.sum(-1, keepdim=True)
+        load = is_chosen.sum((0, 1))
+        shares = scores if config.scores == "softmax" else scores / scores.sum(-1, keepdim=True)
+        aux_loss = (load * shares.mean(0)).sum() * (config.num_experts / choices.numel())
+        return weights * config.weight_scale, choices, load, aux_loss
+
+    @torch.no_grad()
+    def update_bias(self, load: Tensor) -> None:
+        """Move the bias one step: up for experts chosen less often than on average, down for others."""
+        if self.bias_steps is None:
+            raise ValueError("Router.update_bias: `bias_rate` is 0, so choices have no bias; set it in the config")
+        self.bias_steps += torch.sign(load.sum() - load * self.config.num_experts)
 
 
 class Routing(NamedTuple):
@@ -39,19 +152,14 @@ class Routing(NamedTuple):
 
     hidden: Tensor
     """[tokens, width] the tokens, normed: what the experts get."""
-
     weights: Tensor
     """[tokens, top_k] the factor on each chosen expert's output."""
-
     choices: Tensor
     """[tokens, top_k] the chosen experts, the highest score first."""
-
     load: Tensor
     """[experts] how often each expert was chosen."""
-
     aux_loss: Tensor
     """The load-balancing loss: 1 where tokens and scores are spread evenly, up to `num_experts / top_k`."""
-
     shared: Tensor | None
     """[tokens, width] the shared expert's output, if there is one."""
 
@@ -148,10 +256,8 @@ class MoEOutput(NamedTuple):
 
     out: Tensor
     """The logits, or the mean cross-entropy where targets were given."""
-
     aux_loss: Tensor
     """The load-balancing loss, mean of the layers: add it to the loss with a small weight."""
-
     load: Tensor
     """[layers, experts] how often each expert was chosen; what `MoEGPT.update_bias` wants."""
 

@@ -1,89 +1,61 @@
-"""A vision encoder in plain torch, for images of any sizes at one static length.
+"""A vision encoder in plain torch, for images of any sizes at one static length, and a GPT that reads images with it.
 
 An image is cut into patches. A patch becomes a vector and gets the vector of its place; neighbours, a square of them
-with `spatial_merge_size` a side, are merged into one token before the layers, which keeps the sequence short. All
-images of a microbatch stand one after the other in one sequence, so the batch dimension is 1 and nothing is padded to
-the largest image.
+with `spatial_merge_size` a side, are merged into one token before the layers, which keeps the sequence short. The
+images of a microbatch follow each other in one sequence, so the batch dimension is 1.
 
-The sequence itself is padded, always to the same length (`VisionConfig.seq_length`), so that the layers see one shape
-whatever the images are. Each token carries the number of its image and attends only to tokens with that number. Padding
-has the number -1: no image sees it. A mask of length by length is made inside each layer and gone after it; handed
-from layer to layer is only the row of numbers.
+The sequence is padded, always to the same length (`VisionConfig.seq_length`), so that the layers see one shape whatever
+the images are. Each token carries the number of its image and attends only to tokens with that number; padding has the
+number -1. Images that need more tokens than fit are an error, found from their shapes without a read on the host.
 
-Images that need more tokens than fit are an error. The shapes of images are known on the host, so that costs no read.
+The text of the GPT holds an `image_token` for each token of an image, in order. A linear layer brings the encoder's
+vectors to the GPT's width, and the n-th image token of the microbatch gets the n-th vector, counted on the device. So
+every shape follows from the text's alone. The price: the model cannot notice that a text has more or fewer image tokens
+than its images have. `VisionEncoder.num_tokens(image)` says how many to write.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from math import isqrt
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from stepgraph.models.gpt import MLP
-from stepgraph.models.language_model import RMSNorm
-
-__all__ = ["VisionBlock", "VisionConfig", "VisionEncoder"]
-
-_INIT_STD = 0.02
+from stepgraph.models.gpt import GPT, MLP, GPTConfig, check_length
+from stepgraph.models.language_model import Config, RMSNorm, init_weights
 
 
 @dataclass(frozen=True, kw_only=True)
-class VisionConfig:
+class VisionConfig(Config):
     """The shape of a vision encoder; start from `tiny()` and change it with `dataclasses.replace`.
 
     Example:
         `replace(VisionConfig.tiny(), max_vision_cuda_graph_seq_length=32)`
     """
 
-    num_layers: int
-    """Number of blocks."""
-
-    hidden_size: int
-    """Width of the residual stream."""
-
     num_heads: int
     """Number of attention heads."""
-
     ffn_size: int
     """Width inside the MLP."""
-
     patch_size: int
     """Height and width of a patch in pixels."""
-
     num_position_embeddings: int
-    """Places of patches that are told apart, a square number: an image has at most its root of patches a side."""
-
+    """Distinct places of patches, a square number: its root is the most patches a side of an image."""
     spatial_merge_size: int = 2
     """Patches a side that are merged into one token."""
-
     max_vision_cuda_graph_seq_length: int | None = None
     """Tokens of all images of a microbatch together, at most; None has room for one image of the largest size."""
-
     num_channels: int = 3
     """Colours of a pixel."""
 
-    dropout: float = 0.0
-    """Probability of dropping an attention weight or a residual branch's element in training."""
-
-    norm_eps: float = 1e-5
-    """Added to the mean square in RMSNorm."""
-
     def __post_init__(self) -> None:
-        # fmt: off
-        names = ("num_layers", "hidden_size", "num_heads", "ffn_size", "patch_size", "num_position_embeddings",
-                 "spatial_merge_size", "num_channels")
-        # fmt: on
-        for name in names:
-            self._require(getattr(self, name) >= 1, f"`{name}` is {getattr(self, name)}; it must be at least 1")
-        self._require(0.0 <= self.dropout < 1.0, f"`dropout` is {self.dropout}; it must be in [0, 1)")
-        self._require(
-            self.hidden_size % self.num_heads == 0,
-            f"`hidden_size` {self.hidden_size} is not a multiple of `num_heads` {self.num_heads}",
-        )
+        super().__post_init__()
+        self._require_positive("num_heads", "ffn_size", "patch_size", "num_position_embeddings")
+        self._require_positive("spatial_merge_size", "num_channels")
+        self._require_multiple("hidden_size", "num_heads")
         self._require(
             self.patches_a_side**2 == self.num_position_embeddings,
             f"`num_position_embeddings` is {self.num_position_embeddings}; it must be a square number",
@@ -97,10 +69,6 @@ class VisionConfig:
             longest is None or longest >= 1,
             f"`max_vision_cuda_graph_seq_length` is {longest}; it must be at least 1, or None",
         )
-
-    def _require(self, holds: bool, otherwise: str) -> None:
-        if not holds:
-            raise ValueError(f"{type(self).__name__}: {otherwise}")
 
     @property
     def patches_a_side(self) -> int:
@@ -184,7 +152,10 @@ class VisionEncoder(nn.Module):
         self.merge_proj = nn.Linear(merged, width)
         self.blocks = nn.ModuleList(VisionBlock(config) for _ in range(config.num_layers))
         self.norm = RMSNorm(width, config.norm_eps)
-        self._init_weights()
+        init_weights(self, config.num_layers)
+        for name, parameter in self.named_parameters():
+            if name.endswith("bias"):
+                nn.init.zeros_(parameter)
 
     def forward(self, images: Sequence[Tensor]) -> Tensor:
         """Return the tokens of `images`, each [channels, height, width], one image after the other, then padding."""
@@ -250,13 +221,66 @@ class VisionEncoder(nn.Module):
         rows: Tensor = grid.unflatten(1, (-1, merge)).unflatten(0, (-1, merge)).transpose(1, 2).flatten(0, 3)
         return rows
 
-    @torch.no_grad()
-    def _init_weights(self) -> None:
-        # As in the language models: scaled branches do not make the residual stream grow with depth.
-        branch_std = _INIT_STD / (2 * self.config.num_layers) ** 0.5
-        for name, parameter in self.named_parameters():
-            if name.endswith("bias"):
-                nn.init.zeros_(parameter)
-            elif parameter.dim() > 1:
-                is_branch_end = name.endswith(("out_proj.weight", "down_proj.weight"))
-                nn.init.normal_(parameter, std=branch_std if is_branch_end else _INIT_STD)
+
+@dataclass(frozen=True, kw_only=True)
+class VisionLanguageConfig(GPTConfig):
+    """The shape of a GPT with a vision encoder.
+
+    Example:
+        `replace(VisionLanguageConfig.tiny(), vision=replace(VisionConfig.tiny(), num_layers=4))`
+    """
+
+    vision: VisionConfig
+    """The shape of the vision encoder."""
+    image_token: int
+    """The token that stands in the text for one token of an image."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._require(
+            0 <= self.image_token < self.vocab_size,
+            f"`image_token` is {self.image_token}; it must be one of the {self.vocab_size} tokens",
+        )
+
+    @classmethod
+    def tiny(cls) -> VisionLanguageConfig:
+        """A model of 0.2 million parameters for tests: trains in milliseconds a step on a CPU."""
+        language = {f.name: getattr(GPTConfig.tiny(), f.name) for f in fields(GPTConfig)}
+        return cls(**language, vision=VisionConfig.tiny(), image_token=255)
+
+
+class VisionLanguageModel(GPT):
+    """A GPT with a vision encoder whose weights follow from torch's global seed.
+
+    Example:
+        `VisionLanguageModel(VisionLanguageConfig.tiny())(tokens, images, targets)`
+    """
+
+    config: VisionLanguageConfig
+
+    def __init__(self, config: VisionLanguageConfig) -> None:
+        super().__init__(config)
+        self.vision_model = VisionEncoder(config.vision)
+        self.projector = nn.Linear(config.vision.hidden_size, config.hidden_size)
+
+    def forward(  # type: ignore[override]  # the images stand beside the tokens
+        self, tokens: Tensor, images: Sequence[Tensor] = (), targets: Tensor | None = None
+    ) -> Tensor:
+        """Return the logits for `tokens` [batch, sequence] with `images`, or with `targets` the mean cross-entropy.
+
+        The images of all sequences stand in one list, in the order of their tokens. Without any the encoder runs on
+        padding alone. A target of -100 is left out of the mean; those of image tokens should be.
+        """
+        check_length(self, tokens, self.config)
+        x = self.place_images(self.embed(tokens), tokens, images)
+        for block in self.blocks:
+            x = block(x, self.rotary)
+        return self.read_out(x, targets)
+
+    def place_images(self, x: Tensor, tokens: Tensor, images: Sequence[Tensor]) -> Tensor:
+        """Put the vectors of `images` where `tokens` has image tokens into the residual stream `x`."""
+        vectors = self.projector(self.vision_model(images)).squeeze(0)
+        is_image = tokens == self.config.image_token
+        numbers = is_image.flatten().cumsum(0).view_as(tokens) - 1
+        found = F.embedding(numbers.clamp(0, vectors.shape[0] - 1), vectors).type_as(x)
+        return torch.where(is_image.unsqueeze(-1), found, x)

@@ -1,19 +1,17 @@
-"""DistributedDataParallel is captured with the step, but for four things that no graph can record.
+"""DistributedDataParallel is captured with the step, except for four things that no graph can record.
 
-DDP's reducer is C++ code that hangs on autograd's accumulators: it copies gradients into buckets, reduces the buckets
-over the ranks while backward still runs, and copies them back. All of that is device work, and is recorded like the
-rest of the step. Four things are not.
+DDP's reducer is C++ code in autograd's accumulators: it copies gradients into buckets, reduces the buckets over the
+ranks while backward still runs, and copies them back. All of that is device work, and is recorded. Four things are not:
 
 - Its first iterations differ from the rest: it moves its buckets once, into the order in which gradients came, and
   times ten iterations with events that no capture may hold. So a step with a young DDP warms up for 11 calls, as
-  torch's notes on CUDA graphs ask. After that it times every hundredth iteration, but not while a step is recorded.
-- Its accumulators remember the stream they were made on, and nothing on the default stream can be recorded. Where
-  gradients really accumulate is looked at in warm-up. The reducer holds the accumulators, and nothing else does between
-  two steps. So a DDP that was built on the default stream, as most programs do, is given a new reducer on the capture
-  stream, by the way that torch takes when a DDP is unpickled; it is young again.
+  torch's notes on CUDA graphs ask. Later it times every hundredth iteration, but not while a step is recorded.
+- Its accumulators remember the stream they were made on, and work on the default stream cannot be recorded. Only the
+  reducer holds the accumulators between two steps. So a DDP that was built on the default stream, as most are, is given
+  a new reducer on the capture stream, as torch does when a DDP is unpickled; it is young again.
 - `no_sync` and the broadcast of buffers are steered by two Python flags, which a replay must find and leave as eager.
-- A backward that breaks off leaves the reducer waiting for the other half of its gradients. It is told to begin anew,
-  with new buckets, so graphs that use the old ones have to go.
+- A backward that breaks off leaves the reducer waiting for the rest of its gradients. It is reset and makes new
+  buckets, so graphs that use the old ones have to go.
 """
 
 from __future__ import annotations
@@ -35,11 +33,12 @@ from stepgraph.native.row import GuardRow
 from stepgraph.observe.step_objects import StepObjects
 
 WARMUP = 11
-"""Eager calls for a young DDP: https://docs.pytorch.org/docs/stable/notes/cuda.html#usage-with-distributeddataparallel"""
+"""Eager calls for a young DDP: https://docs.pytorch.org/docs/stable/notes/cuda.html#usage-with-distributeddataparallel
+"""
 _TIMED = 10
 """The first iterations, each of which DDP times."""
 _SAMPLE_RATE, _NEVER = 100, 2**31 - 1
-"""How often DDP times later iterations (torch's own value; it can be set, but not read), and how often we let it."""
+"""DDP times every hundredth later iteration (torch's own value, which can be set, but not read)."""
 _FLAGS = ("require_backward_grad_sync", "require_forward_param_sync")
 _STATELESS_HOOKS = ("allreduce_hook", "fp16_compress_hook", "bf16_compress_hook")
 _COMPRESSES_IN_CPP = "BuiltinCommHookType.FP16_COMPRESS"
@@ -66,7 +65,7 @@ def _is_young(ddp: DistributedDataParallel) -> bool:
 def finding_default_stream(
     touched: StepObjects, backend: Backend
 ) -> Iterator[dict[int, tuple[DistributedDataParallel, str]]]:
-    """While a step runs, find DDPs, by id, and a parameter of each, that accumulate where nothing can be recorded."""
+    """While a step runs, find DDPs, by id, and a parameter of each, that accumulate on the default stream."""
     found: dict[int, tuple[DistributedDataParallel, str]] = {}
 
     def look(ddp: DistributedDataParallel, parameter: torch.Tensor) -> None:
@@ -88,9 +87,9 @@ def finding_default_stream(
 
 
 def renew_reducer(ddp: DistributedDataParallel) -> bool:
-    """Give DDP a new reducer, with accumulators on the current stream; False where it holds more than can be made anew.
+    """Give DDP a new reducer, with accumulators on the current stream; False where it cannot be made again.
 
-    Whoever else holds a parameter's accumulator, such as a loss that was kept with its graph, keeps the old one alive.
+    Whoever else holds a parameter's accumulator, such as a kept loss, keeps the old one alive.
     """
     if not _can_be_renewed(ddp):
         return False
@@ -112,24 +111,26 @@ def renew_reducer(ddp: DistributedDataParallel) -> bool:
 
 
 def _can_be_renewed(ddp: DistributedDataParallel) -> bool:
-    """Whether the reducer is all that was made with DDP, and no backward is under way."""
+    """Whether the reducer is all that was made with DDP, and no backward is running."""
     methods = ("_build_params_for_reducer", "_build_debug_param_to_name_mapping", "_ddp_init_helper")
     parts = ("mixed_precision", "_delay_all_reduce_params", "_accum_grad_hooks", "_use_python_reducer")
     if not all(hasattr(ddp, name) for name in methods) or any(getattr(ddp, name, None) for name in parts):
         return False
     if any(hasattr(parameter, "_in_backward_optimizers") for parameter in ddp.parameters()):
         return False
-    if _hook_in_cpp(ddp) is not None:
-        return False
+    return _hook_in_cpp(ddp) is None and not _is_mid_backward(ddp)
+
+
+def _is_mid_backward(ddp: DistributedDataParallel) -> bool:
     try:
         ddp.reducer._check_reducer_finalized()
     except RuntimeError:
-        return False
-    return True
+        return True
+    return False
 
 
 def refuse_replicas(step: str, touched: StepObjects, safe_hooks: Collection[Any], backend: Backend) -> None:
-    """Refuse a DDP that does at each step what no graph could repeat."""
+    """Refuse a DDP that does at each step something that no graph can repeat."""
     for ddp in replicas(touched.modules):
         name = touched.name(ddp)
         if ddp.find_unused_parameters and not ddp.static_graph:
@@ -172,7 +173,7 @@ def refuse_replicas(step: str, touched: StepObjects, safe_hooks: Collection[Any]
 
 
 def _hook_in_cpp(ddp: DistributedDataParallel) -> str | None:
-    """The name of a communication hook of torch's in C++; the hook itself cannot be asked for."""
+    """The name of a communication hook of torch's in C++; the hook itself cannot be read."""
     hook = ddp._get_ddp_logging_data().get("comm_hook") if ddp.logger is not None else None
     return str(hook) if hook and not ddp._comm_hooks else None
 
@@ -183,23 +184,23 @@ def _is_stateless(hook: Any) -> bool:
 
 
 def blocking_wait(environment: Mapping[str, str]) -> str | None:
-    """The variable that makes NCCL's waits block the host, read as torch reads it: the newer name counts if set.
+    """The variable that makes NCCL's waits block the host, read as torch reads it: the newer name first.
 
-    TORCH_NCCL_ASYNC_ERROR_HANDLING, which torch's notes on DDP and CUDA graphs want off, is not in the way any more:
-    collectives that are captured are not given to NCCL's watchdog (pytorch#102542), and what it asks of earlier ones
-    does no harm to a capture in thread_local mode.
+    TORCH_NCCL_ASYNC_ERROR_HANDLING, which torch's notes on DDP and CUDA graphs want off, does no harm: captured
+    collectives are not given to NCCL's watchdog (pytorch#102542), and a capture in thread_local mode ignores its
+    queries.
     """
     name = next((name for name in _BLOCKING_WAIT if name in environment), None)
     return name if name is not None and environment[name].lower() in ("y", "yes", "1", "t", "true") else None
 
 
 def flags_of_replicas(modules: Iterable[torch.nn.Module]) -> tuple[bool, ...]:
-    """What the DDP modules among these are to do: in `no_sync` or not, after such a step or not."""
+    """The flags of the DDP modules among these: in `no_sync` or not, after such a step or not."""
     return tuple(vars(ddp)[flag] for ddp in replicas(modules) for flag in _FLAGS)
 
 
 class Replicas:
-    """The DDP modules of one captured step: what they were before and after it was recorded."""
+    """The DDP modules of one captured step: their flags before and after it was recorded."""
 
     def __init__(self, modules: Iterable[torch.nn.Module]) -> None:
         self._replicas = replicas(modules)
@@ -215,15 +216,14 @@ class Replicas:
 
     @property
     def is_needed(self) -> bool:
-        """Whether there is any."""
         return bool(self._slots)
 
     def fit(self) -> bool:
-        """Whether a replay would find DDP as the recording did: inside `no_sync` or not, after such a step or not."""
+        """Whether DDP's flags are as the recording found them."""
         return not self._slots or self._read() == self._before
 
     def expect(self, row: GuardRow) -> None:
-        """What `fit` comes down to."""
+        """Put the checks of `fit` into a row of guards."""
         for (attributes, flag), value in zip(self._slots, self._before, strict=True):
             row.item(attributes, flag, value)
 
@@ -233,13 +233,16 @@ class Replicas:
 
     @contextlib.contextmanager
     def recording(self, drop_graphs: Callable[[], None]) -> Iterator[None]:
-        """Around a recording: no timing, no effect on DDP, and a reducer that is fit for use if it breaks off."""
+        """Around a recording: no timing, no effect on DDP, and a reducer that can be used if it breaks off."""
         for ddp in self._replicas:
             ddp._set_ddp_runtime_logging_sample_rate(_NEVER)
         try:
             yield
         except BaseException:
-            broken = [ddp for ddp in self._replicas if _begin_anew(ddp)]
+            broken = [ddp for ddp in self._replicas if _is_mid_backward(ddp)]
+            for ddp in broken:  # let the reducer forget it; it then makes new buckets at its second step
+                ddp.reducer._reset_state()
+                ddp._has_rebuilt_buckets = False
             if broken:
                 drop_graphs()
             raise
@@ -248,17 +251,6 @@ class Replicas:
                 ddp._set_ddp_runtime_logging_sample_rate(_SAMPLE_RATE)
             self._after = self._read()
             self._write(self._before)
-
-
-def _begin_anew(ddp: DistributedDataParallel) -> bool:
-    """If backward broke off half-way, let the reducer forget it; it then makes new buckets at its second step."""
-    try:
-        ddp.reducer._check_reducer_finalized()
-    except RuntimeError:
-        ddp.reducer._reset_state()
-        ddp._has_rebuilt_buckets = False
-        return True
-    return False
 
 
 def in_ddp() -> bool:

@@ -1,14 +1,13 @@
 """Discovery finds what a step touches (`StepObjects`) while it runs: its modules, parameters and optimizers.
 
-During warm-up torch's global hooks tell which modules are called and which optimizers step, and the roots of each
-backward lead to the accumulators of every leaf that a gradient flows to, so that parameters used without a module are
-found too. The hooks are gone when the call is over, and mind no thread but the step's own.
+During warm-up torch's global hooks report the modules that are called and the optimizers that step, and the roots of
+each backward lead to the accumulators of every leaf that gets a gradient, so that parameters used without a module are
+found too. The hooks are removed when the call is over, and ignore other threads.
 
-Compiled code calls no hooks, and must not: the compiler would trace them, and compile again once they are gone. So it
-is shown none, and of compiled code the closure tells the modules. Everything around it is seen by hooks as ever. Where
-modules have forward pre-hooks of their own, compiled code also asks, before it runs, whether there are hooks for all
-modules; so there ours are taken out whenever compiled code that the closure shows is called. A module whose `compile()`
-was called asks in any case, in newer versions of torch.
+Compiled code calls no hooks, and must not: the compiler would trace them, and compile again once they are gone. So the
+compiler is shown none, and the modules of compiled code are found through its closure. Where modules have forward
+pre-hooks of their own, and in newer versions of torch for a module whose `compile()` was called, compiled code asks
+before it runs whether there are hooks for all modules; so ours are taken out whenever such compiled code is called.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from stepgraph.optim.steps import at_optimizer_steps
 
 @dataclass(frozen=True, slots=True)
 class Reached:
-    """What was found to be in reach of a function."""
+    """The objects in reach of a function."""
 
     function: Callable[..., Any]
     objects: list[Any]
@@ -47,10 +46,10 @@ def discovering(
     on_optimizer: Callable[[Optimizer], None],
     found: Reached | None = None,
 ) -> Iterator[frozenset[int]]:
-    """Note what a call touches, and give what is known before it, by id, for `StepObjects.let_go`.
+    """Note what a call touches; gives the objects known before it, by id, for `StepObjects.let_go`.
 
-    `inputs` are its tensors by id; `on_optimizer` sees optimizers before they step. `found`: what the same call has
-    found to be in reach.
+    `inputs` are its tensors by id; `on_optimizer` sees optimizers before they step. `found`: the objects in reach that
+    the same call has found already.
     """
     objects = touched.objects
     if objects is None:
@@ -94,7 +93,7 @@ def discovering(
 
 @contextlib.contextmanager
 def _seeing_modules(see: Callable[[torch.nn.Module], None], asking: Iterable[Any]) -> Iterator[None]:
-    """Show each module that the step calls. `asking`: whose compiled code asks whether there are such hooks."""
+    """Report each module that the step calls. `asking`: compiled code that asks whether there are such hooks."""
     is_ours = for_this_thread()
 
     def hook(module: torch.nn.Module, _: Any) -> None:
@@ -105,7 +104,7 @@ def _seeing_modules(see: Callable[[torch.nn.Module], None], asking: Iterable[Any
     hidden = _Hidden(hook if compiler is None else torch.compiler.disable(hook))
 
     def has_any_global_hook(below: Callable[[], bool]) -> bool:
-        """torch warns of hooks for all modules when it calls a compiled one: ours is not the user's business."""
+        """torch warns of hooks for all modules when it calls a compiled one: ours are hidden."""
         hidden.take_out()
         try:
             return below()
@@ -158,17 +157,17 @@ class _Hidden:
                 self._handle = None
 
     def close(self) -> None:
-        """Take it out for good: another thread may be compiling right now."""
+        """Take it out for good: another thread may be compiling now."""
         with self._changing:
             self._is_closed = True
             self.take_out()
 
 
 def scalers_of(function: Callable[..., Any]) -> list[torch.amp.GradScaler]:
-    """The GradScalers that a step can name and that are on."""
+    """The enabled GradScalers that a step can name."""
     return scalers_among(reachable(function))
 
 
 def scalers_among(objects: Iterable[Any]) -> list[torch.amp.GradScaler]:
-    """The GradScalers among these objects that are on."""
+    """The enabled GradScalers among these objects."""
     return [value for value in objects if isinstance(value, torch.amp.GradScaler) and value.is_enabled()]

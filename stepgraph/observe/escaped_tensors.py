@@ -1,9 +1,9 @@
 """An escaped tensor is one that a step makes and leaves somewhere: in a dictionary, a list, an object.
 
-In eager each call puts a new tensor there. A replay runs no Python, so nothing is put there any more, and what lies
-there is the graph's own memory, overwritten by each replay. Where the code names the place, the watch has seen it in
-warm-up. Further down nothing is watched; but Python's garbage collector knows every tensor that came into being while
-the step was recorded, and who holds it when that is over.
+In eager each call puts a new tensor there. A replay runs no Python, so the tensor of the capture stays there, in the
+graph's own memory, overwritten by each replay. Where the code names the place, the watch has seen it in warm-up. For
+deeper places Python's garbage collector is asked: it knows every tensor that was made while the step was recorded, and
+who holds it afterwards.
 """
 
 from __future__ import annotations
@@ -25,38 +25,35 @@ from stepgraph.plain import attributes_of
 from stepgraph.values.naming import Label
 
 _SEARCHING = threading.RLock()
-"""One search at a time: what one thread has found so far would look to another like a place where it is kept."""
+"""One search at a time: a list of one search would look to another like a place that keeps tensors."""
 _DEPTH = 3
-"""How many new containers may lie one in another (a dictionary in a list) on the way to one that was there before."""
+"""How many new containers (a dictionary in a list) may lead from a tensor to one that was there before."""
 
 
 @contextlib.contextmanager
 def setting_apart() -> Iterator[None]:
-    """Let the collector set apart what comes into being in this block; it rests meanwhile.
-
-    A collection could free tensors at any point of a recording, so that its rest does no harm there.
-    """
+    """Let the collector set apart what is made in this block; it does not run meanwhile."""
     gc.collect(1)
     with collector_at_rest():
         yield
 
 
 def is_newborn(value: object) -> bool:
-    """Whether an object came into being in the block."""
+    """Whether an object was made in the block."""
     with _SEARCHING:
         return any(value is young for young in gc.get_objects(generation=0))
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a tensor is kept, in words, which are a name for `ignore=` too unless there is nothing to call it by."""
+    """A place that keeps a tensor, in words, which are also a name for `ignore=` where it has one."""
 
     label: Label
     is_named: bool = True
 
     @property
     def name(self) -> str | None:
-        """What to ignore: the container; of one that lies in another container, what is in it by this key."""
+        """The name to ignore: the container, or for a container in another one, the item of this key."""
         if not self.is_named:
             return None
         return str(self.label if self.label.spelling.count("[") > 1 else self._outermost)
@@ -66,7 +63,6 @@ class Place:
         return Label(self.label.spelling.partition("[")[0], self.label.apart)
 
     def is_in(self, ignore: Collection[str]) -> bool:
-        """Whether it is to be ignored."""
         return self.is_named and (str(self.label) in ignore or str(self._outermost) in ignore)
 
 
@@ -76,10 +72,10 @@ def kept_tensor(
     step: Any,
     ignore: Collection[str] = (),
 ) -> Place | None:
-    """Where a tensor is kept that came into being in the block; `known` ones are in their place.
+    """The place that keeps a tensor which was made in the block; `known` ones may be kept.
 
-    `recorded` tells those in the graph's memory from what other threads make meanwhile, a DataLoader's say. Places
-    are spelled as the code of the step spells them, where it can; those in `ignore` are passed over.
+    `recorded` selects those in the graph's memory: other threads, a DataLoader's for example, make tensors too. Places
+    are spelled as the step's code spells them, where it can; those in `ignore` are skipped.
     """
     with _SEARCHING:
         gc.collect(0)  # what nobody holds is gone
@@ -96,15 +92,13 @@ def kept_tensor(
 
 
 class _Look:
-    """Looks for what was there before and holds something new."""
-
     def __init__(self, young: set[int], spots: Mapping[int, Spot], ignore: Collection[str]) -> None:
         self._young, self._spots, self._ignore = young, spots, ignore
         self.ours: set[int] = set()
         """Lists of the search itself, by id."""
 
     def holder(self, held: list[Any], depth: int) -> Place | None:
-        """The first place that is not ignored and holds one of these, directly or through what is new itself."""
+        """The first place that is not ignored and holds one of these, directly or through new containers."""
         ids = {id(value) for value in held}
         new: list[Any] = []
         holders = gc.get_referrers(*held)
@@ -124,7 +118,7 @@ class _Look:
 
 
 def _spelled(spot: Spot, holder: Any, ids: set[int]) -> Place | None:
-    """Which place it is in something that the step's code can spell; what is on modules is watched, and told, else."""
+    """The place in something that the step's code can spell; attributes of modules are watched elsewhere."""
     if spot.is_models:
         return None
     entries = attributes_of(holder) if spot.is_object and not isinstance(holder, dict) else holder
@@ -135,7 +129,7 @@ def _spelled(spot: Spot, holder: Any, ids: set[int]) -> Place | None:
 
 
 def _told(holder: Any, ids: set[int]) -> Place | None:
-    """Which place in a holder it is, if the holder is the user's."""
+    """The place in a holder, if the holder is the user's."""
     if isinstance(holder, types.CellType):
         return next((Place(Label(name, f" ({_spell(function)})")) for function, name in _functions_with(holder)), None)
     if isinstance(holder, dict):
@@ -143,9 +137,9 @@ def _told(holder: Any, ids: set[int]) -> Place | None:
         owner = next((o for o in gc.get_referrers(holder) if getattr(o, "__dict__", None) is holder), None)
         if owner is not None:
             return Place(Label(f"{_spell(owner)}.{key}")) if _is_users(owner) else None
-        return _place(holder, f"[{_spell_key(key)}]") if _is_users_container(holder) else None
+        return _place(holder, f"[{_spell_key(key)}]")
     if isinstance(holder, (list, set, frozenset, tuple)) or type(holder).__module__ == "collections":
-        return _place(holder) if _is_users_container(holder) else None
+        return _place(holder)
     return Place(Label(f"an object of {type(holder).__qualname__}"), is_named=False) if _is_users(holder) else None
 
 
@@ -160,7 +154,7 @@ def _functions_with(cell: types.CellType) -> Iterator[tuple[types.FunctionType, 
 
 
 def _owners(container: Any) -> Iterator[tuple[Any, str]]:
-    """Objects that have a container as an attribute, and by which name. A weak dictionary stands for what is in it."""
+    """Objects that have a container as an attribute, with its name; a weak dictionary counts for its contents."""
     for owner, name in _direct_owners(container):
         if isinstance(owner, (weakref.WeakKeyDictionary, weakref.WeakValueDictionary)):
             yield from _owners(owner)
@@ -182,20 +176,19 @@ def _direct_owners(container: Any) -> Iterator[tuple[Any, str]]:
                     yield holder, name
 
 
-def _place(container: Any, item: str = "") -> Place:
-    for owner, name in _owners(container):
+def _place(container: Any, item: str = "") -> Place | None:
+    """The place of a container that somebody holds (unless that one is frozen), and nobody of ours does."""
+    owners = list(_owners(container))
+    holders = (h for h in gc.get_referrers(container) if not isinstance(h, types.FrameType))
+    if not any(True for _ in holders) or not all(_is_users(owner) for owner, _ in owners):
+        return None
+    for owner, name in owners:
         return Place(Label(f"{_spell(owner)}.{name}{item}"))
     return Place(Label(f"a {type(container).__name__}{item}"), is_named=False)
 
 
-def _is_users_container(container: Any) -> bool:
-    """Whether somebody is seen to hold a container (not so if that one is frozen), and it is none of ours."""
-    holders = [h for h in gc.get_referrers(container) if not isinstance(h, types.FrameType)]
-    return bool(holders) and all(_is_users(owner) for owner, _ in _owners(container))
-
-
 def _is_users(owner: Any) -> bool:
-    """Not one of torch's or of ours; a module's attributes are watched, and told, otherwise."""
+    """Not torch's or ours; attributes of modules are watched elsewhere."""
     if isinstance(owner, (torch.nn.Module, torch.optim.Optimizer)):
         return False
     kind = owner if isinstance(owner, type) else type(owner)

@@ -1,7 +1,7 @@
-"""The finder tells what a step can reach: its modules, optimizers, schedulers, scalers, own tensors, and their devices.
+"""The finder lists what a step can reach: its modules, optimizers, schedulers, scalers, own tensors, and their devices.
 
-It goes where the watch goes (`values.walk`), to any depth, and needs no call of the step. What is of torch's own kinds
-counts whatever its name: a model in a dict of a trainer's configuration is a model. It also knows how the step's code
+It goes where the watch goes (`values.walk`), to any depth, and needs no call of the step. Objects of torch's own kinds
+count whatever their name: a model in a dict of a trainer's configuration is a model. It also knows how the step's code
 would spell the containers that it meets, for messages and for `ignore=`.
 """
 
@@ -30,16 +30,16 @@ _CONTAINERS = (dict, list, tuple, set, frozenset, deque, types.CellType)
 
 @dataclass(frozen=True, slots=True)
 class Spot:
-    """A container, an object or a variable, and how it is spelled."""
+    """A container, an object or a variable, and its spelling."""
 
     label: Label
     is_object: bool = False
-    """Whether what it holds is its attributes."""
+    """Whether it holds its contents as attributes."""
     is_models: bool = False
     """Whether it is a module or an optimizer, or an attribute of one."""
 
     def of(self, key: Any) -> Label:
-        """How something in it is spelled; keys that cannot be written, such as parameters, are all spelled `...`."""
+        """The spelling of an item; keys that cannot be written, such as parameters, are all spelled `...`."""
         if self.is_object:
             return self.label.attribute(str(key))
         is_written = issubclass(type(key), (str, int))
@@ -47,13 +47,11 @@ class Spot:
 
 
 class _Finder:
-    """Keeps what a walk finds."""
-
     def __init__(self, function: Any, ran: ExecutedCode | None = None) -> None:
         self.values: list[Any] = []
         self.spots: dict[int, Spot] = {}
         self.tensors: list[tuple[str, torch.Tensor]] = []
-        """The step's own tensors, and how each is spelled."""
+        """The step's own tensors, and their spellings."""
         self._inside: set[int] = set()
         """Modules inside others that were found, and the attributes of modules and optimizers, by id."""
         Walk(self, ran).go(function, {})
@@ -89,17 +87,17 @@ class _Finder:
 
 
 def reachable(function: Any, ran: ExecutedCode | None = None) -> list[Any]:
-    """What a callable can name, most direct first; of modules that are inside others the outermost."""
+    """The objects that a callable can name, the most direct first; of nested modules the outermost."""
     return _Finder(function, ran).values
 
 
 def spots_of(step: Any) -> dict[int, Spot]:
-    """The containers and objects that a step can come to, by id."""
+    """The containers and objects in a step's reach, by id."""
     return _Finder(step).spots
 
 
 def tensors_in(step: Any, names: Sequence[str]) -> list[tuple[str, torch.Tensor]]:
-    """The tensors that lie under one of these names, as `ignore=` takes them, and how each is spelled."""
+    """The tensors under one of these names, as `ignore=` takes them, and their spellings."""
     if not names:
         return []
     parts = tuple(name + mark for name in names for mark in (".", "["))
@@ -112,7 +110,7 @@ def is_compiled(value: Any) -> bool:
 
 
 def compilers(value: Any) -> Iterator[Any]:
-    """What torch.compile keeps for each compiled callable that a value is or has, found by the marks that it leaves."""
+    """torch.compile's object for each compiled callable that a value is or has, found by the marks that it leaves."""
     if isinstance(value, torch.nn.Module):
         optimized = getattr(sys.modules.get("torch._dynamo.eval_frame"), "OptimizedModule", ())
         for module in value.modules():
@@ -128,14 +126,14 @@ def compilers(value: Any) -> Iterator[Any]:
 
 
 def own_compilers(model: torch.nn.Module) -> Iterator[Any]:
-    """What torch.compile keeps for each part of a model whose `compile()` was called."""
+    """torch.compile's object for each part of a model whose `compile()` was called."""
     for module in model.modules():
         if vars(module).get("_compiled_call_impl") is not None:
             yield _closed_over(vars(module)["_compiled_call_impl"], "self")
 
 
 def _closed_over(function: Any, name: str) -> Any:
-    """What a function's closure has under a name, or None."""
+    """The value of a name in a function's closure, or None."""
     if not isinstance(function, types.FunctionType) or name not in function.__code__.co_freevars:
         return None
     return (function.__closure__ or ())[function.__code__.co_freevars.index(name)].cell_contents
@@ -144,7 +142,7 @@ def _closed_over(function: Any, name: str) -> Any:
 def devices(values: Iterable[Any]) -> Iterator[torch.device]:
     """The devices of the tensors among these objects and in the modules and optimizers among them.
 
-    A tensor on the meta device has a shape and no data: no work is done there.
+    Tensors on the meta device have no data and do not count.
     """
     return (tensor.device for tensor in _tensors(values) if not tensor.is_meta)
 

@@ -1,14 +1,12 @@
 """NaN and inf are found without stopping the queue: the device computes flags, and a later call reads them.
 
-Reading a loss on the host to look for NaN makes the host wait for the device at each step, and no capture can contain
-it. So the question is asked on the device: one flag for each gradient and each floating result, computed inside the
-graph. After the step the flags are copied to the host behind everything else in the queue, and nobody waits for the
-copy: a later call looks whether it has arrived, and `close()` waits for what is left.
+Reading a loss on the host makes the host wait for the device at each step, and no capture can contain it. So one flag
+for each gradient and each floating result is computed inside the graph. After the step the flags are copied to the host
+behind everything else in the queue; a later call looks whether they have arrived, and `close()` waits for the rest.
 
-Gradients are looked at each time an optimizer steps with them, and at the end of the step those that have changed since
-or that no optimizer has used. Where a GradScaler is in use, which is seen when the step calls one, only results are:
-overflowing gradients are its daily business. Results that buckets may have padded are looked at as they are handed out,
-outside the graph: what is cut away is nobody's business.
+Gradients are checked each time an optimizer steps with them; those that have changed since, or that no optimizer has
+used, at the end of the step. Where the step uses a GradScaler only results are checked: overflowing gradients are its
+daily business. Results that buckets may have padded are checked as they are handed out, outside the graph.
 """
 
 from __future__ import annotations
@@ -29,12 +27,13 @@ from stepgraph.errors import NonFinite
 from stepgraph.oplog import left_out
 from stepgraph.optim.scaler import noticing_scalers
 from stepgraph.optim.steps import at_optimizer_steps
+from stepgraph.signature.memory import version_of
 from stepgraph.tree import flatten, paths
 
 
 @dataclass(frozen=True, slots=True)
 class Flags:
-    """One call's flags, on the device, and what each stands for."""
+    """One call's flags, on the device, and their names."""
 
     names: tuple[str, ...]
     bad: torch.Tensor
@@ -43,7 +42,7 @@ class Flags:
 class FlagCollector:
     """Computes the flags of one call, eager or being recorded; none at all if it is not `wanted`.
 
-    `left_out` tells by its shape whether a result is looked at elsewhere: it may have padding that is cut away.
+    `left_out` says by its shape whether a result is checked elsewhere: it may have padding that is cut away.
     """
 
     def __init__(
@@ -59,18 +58,22 @@ class FlagCollector:
         self._gradients = wanted and gradients
         self._left_out = left_out
         self._looked_at: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
-        """For each parameter, by id: the gradient that an optimizer has used, and how often it was written to."""
+        """For each parameter, by id: the gradient that an optimizer has used, and its version."""
         self._parts: list[Flags] = []
 
     @contextlib.contextmanager
     def at_optimizers(self) -> Iterator[None]:
-        """Look at the gradients of each optimizer that steps meanwhile, just before it does."""
+        """Check the gradients of each optimizer that steps in this block, just before it does."""
         stepping: set[int] = set()
 
         def before(optimizer: Optimizer) -> None:
             if id(optimizer) not in stepping:  # a subclass's step calls its parent's: both are told of
                 stepping.add(id(optimizer))
                 self.see_optimizer(optimizer)
+
+        def leave_to_scaler(_: Any) -> None:
+            self._gradients = False
+            self._parts.clear()
 
         def after(optimizer: Optimizer, _: Any) -> None:
             stepping.discard(id(optimizer))
@@ -79,17 +82,17 @@ class FlagCollector:
         with contextlib.ExitStack() as stack:
             if self._gradients:
                 stack.enter_context(at_optimizer_steps(before, after))
-                stack.enter_context(noticing_scalers(lambda scaler: self._leave_to_scaler()))
+                stack.enter_context(noticing_scalers(leave_to_scaler))
             yield
 
     def see_optimizer(self, optimizer: Optimizer) -> None:
-        """Look at the gradients that an optimizer is about to use."""
+        """Check the gradients that an optimizer is about to use."""
         self._see_gradients(_parameters(optimizer))
 
     def finish(
         self, result: Any, parameters: Collection[torch.Tensor], arguments: Iterable[tuple[str, Any]] = ()
     ) -> Flags | None:
-        """Look at the results, and at the gradients that no optimizer has used as they are, those of arguments too."""
+        """Check the results, and the gradients that no optimizer has used as they are, also those of arguments."""
         if not self._wanted:
             return None
         leaves, structure = flatten(result)
@@ -104,15 +107,10 @@ class FlagCollector:
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """The flags that were computed so far."""
         return [part.bad for part in self._parts]
 
     def _is_left_out(self, leaf: Any) -> bool:
         return self._left_out is not None and isinstance(leaf, torch.Tensor) and self._left_out(leaf.shape)
-
-    def _leave_to_scaler(self) -> None:
-        self._gradients = False
-        self._parts.clear()
 
     def _see_gradients(self, parameters: Iterable[torch.Tensor]) -> None:
         if self._gradients:
@@ -121,11 +119,11 @@ class FlagCollector:
             self._parts += _flags((f"{self._name(p)}.grad", p.grad) for p in found)
 
     def _remember(self, parameters: Iterable[torch.Tensor]) -> None:
-        self._looked_at |= {id(p): (weakref.ref(p.grad), _writes(p.grad)) for p in parameters if p.grad is not None}
+        self._looked_at |= {id(p): (weakref.ref(p.grad), version_of(p.grad)) for p in parameters if p.grad is not None}
 
     def _was_looked_at(self, parameter: torch.Tensor) -> bool:
         grad, writes = self._looked_at.get(id(parameter), (None, 0))
-        return grad is not None and grad() is parameter.grad is not None and _writes(parameter.grad) == writes
+        return grad is not None and grad() is parameter.grad is not None and version_of(parameter.grad) == writes
 
 
 def _has_gradient(leaf: Any) -> bool:
@@ -134,10 +132,6 @@ def _has_gradient(leaf: Any) -> bool:
 
 def _parameters(optimizer: Optimizer) -> list[torch.Tensor]:
     return [p for group in optimizer.param_groups for p in group["params"]]
-
-
-def _writes(tensor: torch.Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
 
 
 def flags_over(named: Iterable[tuple[str, Any]]) -> Flags | None:
@@ -186,16 +180,16 @@ class FlagReader:
         self.pending: deque[tuple[int, tuple[str, ...], Reading]] = deque()
 
     def post(self, call: int, flags: Flags | None, backend: Backend) -> None:
-        """Send a call's flags on their way to the host. `call` counts the calls that ran, this one included."""
+        """Send a call's flags to the host. `call` counts the calls that ran, with this one."""
         if flags is not None:
             self.pending.append((call + self._raised, flags.names, backend.read_later(flags.bad)))
 
     def drain(self) -> None:
-        """Wait for all flags and look at them."""
+        """Wait for all flags and check them."""
         self.check(wait=True)
 
     def check(self, *, wait: bool = False) -> None:
-        """At the beginning of a call: look at the flags that have arrived; with `wait`, which is no call, at all."""
+        """At the beginning of a call: check the flags that have arrived; with `wait`, outside a call, all of them."""
         while self.pending and (wait or self.pending[0][2].is_ready()):
             call, names, reading = self.pending.popleft()
             told = zip(names, reading.value().tolist(), strict=True)
@@ -209,6 +203,6 @@ class FlagReader:
                     rule="non-finite",
                     details=[f"`{name}`" for name in bad[1:8]],
                     why="a flag that the step computed on the device says that it held a NaN or an infinity.",
-                    fix="go back to a checkpoint of before that call; calls are counted from 1. To find the operation, "
+                    fix="go back to an earlier checkpoint; calls are counted from 1. To find the operation, "
                     "run that batch eagerly under torch.autograd.set_detect_anomaly(True).",
                 )

@@ -1,9 +1,9 @@
-"""A step may change its model behind the graph's back: other tensors, other modules, other flags.
+"""A step may change its model in ways that a graph does not record: other tensors, other modules, other flags.
 
 A replay runs no Python. A buffer that the step puts in another's place (`self.mean = 0.9 * self.mean + ...`), data that
-it gives a parameter (`p.data = p.data - lr * p.grad`), a flag that it leaves changed would all stay those of the
-capture. What is changed in place is no such thing: it is part of the graph. Modes are no such thing either: a step that
-says `model.train()` leaves the model so, whatever its mode was, and the same can be done after each replay.
+it gives a parameter (`p.data = p.data - lr * p.grad`), a flag that it leaves changed would stay those of the capture.
+In-place changes are part of the graph. Modes are set again after each replay: a step that calls `model.train()` leaves
+the model so, whatever its mode was.
 """
 
 from __future__ import annotations
@@ -16,30 +16,31 @@ from torch.optim.optimizer import Optimizer
 
 from stepgraph.guards.layout import change_of, layouts_of
 from stepgraph.guards.optimizer import NumbersGuard
+from stepgraph.observe.module_attributes import Slots
 
 
 class ModelState:
-    """What modules and parameters are made of at one moment."""
+    """The parts of modules and parameters at one moment."""
 
     def __init__(self, modules: Sequence[torch.nn.Module], parameters: Sequence[torch.Tensor]) -> None:
-        self._slots: list[tuple[torch.nn.Module, dict[str, Any], dict[str, Any]]] = [
-            (module, where, dict(where))
+        self._slots = Slots(
+            (module, where)
             for module in modules
             for where in (module._parameters, module._buffers, module._modules)
             if isinstance(where, dict)  # those of TorchScript's modules are not, and cannot be changed by Python
-        ]
-        held = (t for _, _, kept in self._slots for t in kept.values() if isinstance(t, torch.Tensor))
+        )
+        held = (t for _, _, kept in self._slots.kept for t in kept.values() if isinstance(t, torch.Tensor))
         tensors = {id(t): t for t in (*parameters, *held)}
         self._data = [(layout, layout[0].detach()) for layout in layouts_of(tensors.values())]
         self._flags = [(p, p.requires_grad) for p in parameters]
         self._modes = [(module, module.training) for module in modules]
 
     def changed(self, name: Callable[[Any], str]) -> str | None:
-        """The first thing that is another by now, in words."""
+        """The first change since then, in words."""
         return next(self._changes(name), None)
 
     def _changes(self, name: Callable[[Any], str]) -> Iterator[str]:
-        for module, where, before in self._slots:
+        for module, where, before in self._slots.kept:
             for key in {**before, **where}:
                 if where.get(key, _MISSING) is not before.get(key, _MISSING):
                     yield f"puts something else in the place of `{name(module)}.{key}`"
@@ -51,18 +52,14 @@ class ModelState:
                 yield f"leaves requires_grad of `{self._name(parameter, name)}` {not flag}, and found it {flag}"
 
     def _name(self, tensor: torch.Tensor, name: Callable[[Any], str]) -> str:
-        for module, _, before in self._slots:
+        for module, _, before in self._slots.kept:
             for key, value in before.items():
                 if value is tensor:
                     return f"{name(module)}.{key}"
         return name(tensor)
 
     def restore(self) -> None:
-        """Make all as it was."""
-        for _, where, before in self._slots:
-            if list(where) != list(before) or any(where[key] is not value for key, value in before.items()):
-                where.clear()
-                where.update(before)
+        self._slots.restore()
         for layout, data in self._data:
             if change_of(layout) is not None:
                 layout[0].data = data
@@ -72,7 +69,7 @@ class ModelState:
         self.take_modes()
 
     def take_modes(self) -> list[tuple[torch.nn.Module, bool]]:
-        """The modules that are in another mode by now, and in which; they are put back."""
+        """The modules whose mode has changed, and their modes; they are put back."""
         left = [(module, module.training) for module, mode in self._modes if module.training != mode]
         for module, mode in self._modes:
             module.training = mode
@@ -83,9 +80,9 @@ _MISSING = object()
 
 
 class OwnNumbers:
-    """Numbers of optimizers that the step itself changes, in one eager call.
+    """The numbers of optimizers that the step itself changes, in one eager call.
 
-    What an optimizer between graphs does to its own numbers in its own step is done at each replay, too.
+    An optimizer between graphs changes its own numbers in its own step at each replay, too.
     """
 
     def __init__(self, optimizers: Sequence[Optimizer], is_inside: Callable[[Optimizer], bool]) -> None:
@@ -94,14 +91,12 @@ class OwnNumbers:
         self._changes: dict[int, str] = {}
 
     def begin(self, optimizer: Optimizer) -> None:
-        """Its step begins."""
         if id(optimizer) not in self._guards:
             self._guards[id(optimizer)] = NumbersGuard(optimizer)
         elif not self._is_inside(optimizer):
             self._note(id(optimizer))
 
     def end(self, optimizer: Optimizer) -> None:
-        """Its step ends."""
         if not self._is_inside(optimizer):
             self._guards[id(optimizer)] = NumbersGuard(optimizer)
 
@@ -110,7 +105,7 @@ class OwnNumbers:
             self._changes.setdefault(key, str(change))
 
     def finish(self) -> dict[int, str]:
-        """What the step has changed of each optimizer, by id, in words. No optimizer is held any more."""
+        """The changes of each optimizer by the step, by id, in words. Releases the optimizers."""
         for key in self._guards:
             self._note(key)
         self._guards.clear()

@@ -1,13 +1,12 @@
 """`StepObjects` lists what a step touches: its modules, parameters and optimizers, each once, with their names.
 
-Some of it comes into being in a call and ends with it: a loss module made on the spot, a copy of the model for an inner
-loop, a perturbation with a gradient of its own. Nothing of that is there at the next call, and a recording makes its
-own. It must not be kept alive, nor make each call look like the first. So after each call what is new in it is let go
-of, and only what somebody else still holds is taken back.
+Some of it is made in a call and ends with it: a loss module made on the spot, a copy of the model for an inner loop. It
+must not be kept alive, nor make each call look like the first. So after each call the new objects are released, and
+only those that somebody else still holds are taken back.
 
-What has ended leaves two traces. Its class: the values that a constructor and a `forward` read are baked into a graph
-like all others. And where it is built like a module that the step can name, it may have been a copy of that one, and
-that one counts as called: its attributes and hooks are what the copies had.
+Ended objects leave two traces. Their classes: the values that a constructor and a `forward` read are baked into a
+graph. And where one is built like a module that the step can name, it may have been a copy of that one, so that one
+counts as called: its attributes and hooks are what the copy had.
 """
 
 from __future__ import annotations
@@ -37,11 +36,9 @@ class StepObjects:
         self.objects: list[Any] | None = None
         """The models and compiled functions that it can name, from before its first call."""
         self.buckets: dict[int, weakref.ref[torch.Tensor]] = {}
-        """Gradients that lie in DDP's memory, by id."""
+        """Gradients in DDP's memory, by id."""
         self.differentiates = False
-        """Whether a backward was seen."""
         self.ran = ExecutedCode()
-        """The code that its calls have run."""
         self._ended: weakref.WeakKeyDictionary[type, None] = weakref.WeakKeyDictionary()
 
     @property
@@ -50,7 +47,7 @@ class StepObjects:
 
     @property
     def all_modules(self) -> list[torch.nn.Module]:
-        """Those that the step calls and those that it can name: it may use their weights in a way of its own."""
+        """The modules that the step calls and those that it can name: it may use their weights directly."""
         return list((self._modules | self._named).values())
 
     @property
@@ -71,7 +68,7 @@ class StepObjects:
 
     @property
     def all_optimizers(self) -> list[Optimizer]:
-        """Those that the step steps and those that it can name: it may zero or clip the gradients of theirs."""
+        """The optimizers that the step steps and those that it can name: it may zero or clip their gradients."""
         return list((self._optimizers | self._named_optimizers).values())
 
     @property
@@ -80,27 +77,23 @@ class StepObjects:
         return {self.name(module): module for module in self._modules.values()}
 
     def name(self, value: torch.nn.Module | torch.Tensor) -> str:
-        """A module's or parameter's path, as far as it is known."""
+        """A module's or parameter's path, where it is known."""
         return self._names.get(id(value), type(value).__name__)
 
-    def add_module(self, module: torch.nn.Module, name: str = "") -> None:
-        """A module with all that is in it."""
-        if id(module) in self._modules:
-            return
-        root = name or self._root(module)
-        for path, child in module.named_modules():
-            if id(child) not in self._modules:
-                self._modules[id(child)] = child
-                self._names.setdefault(id(child), f"{root}.{path}" if path else root)
-        for path, parameter in module.named_parameters():
-            self.add_parameter(parameter, f"{root}.{path}")
+    def add_module(self, module: torch.nn.Module) -> None:
+        """A module with all its parts."""
+        if id(module) not in self._modules:
+            self._add_parts(module, self._modules, frozen=True)
 
-    def _root(self, module: torch.nn.Module) -> str:
-        """The name of a model: its own, or one that no other has."""
-        if id(module) in self._names:
-            return self._names[id(module)]
-        kind = type(module).__name__
-        return numbered(kind, set(self._names.values()))
+    def _add_parts(self, model: torch.nn.Module, place: dict[int, torch.nn.Module], *, frozen: bool) -> None:
+        """The modules of a model and its parameters; `frozen`: also those without a gradient."""
+        root = self._names.get(id(model)) or numbered(type(model).__name__, set(self._names.values()))
+        for path, module in model.named_modules():
+            place.setdefault(id(module), module)
+            self._names.setdefault(id(module), f"{root}.{path}" if path else root)
+        for path, parameter in model.named_parameters():
+            if frozen or parameter.requires_grad:
+                self.add_parameter(parameter, f"{root}.{path}")
 
     def add_parameter(self, parameter: torch.Tensor, name: str = "") -> None:
         self._parameters.setdefault(id(parameter), parameter)
@@ -112,15 +105,9 @@ class StepObjects:
         self.add_reachable(optimizer)
 
     def add_reachable(self, value: Any) -> None:
-        """Parameters that the step can name, whatever it does with them: it may only zero their gradients."""
+        """Parameters that the step can name, even if it only zeroes their gradients."""
         if isinstance(value, torch.nn.Module):
-            root = self._root(value)
-            for path, module in value.named_modules():
-                self._named.setdefault(id(module), module)
-                self._names.setdefault(id(module), f"{root}.{path}" if path else root)
-            for path, parameter in value.named_parameters():
-                if parameter.requires_grad:
-                    self.add_parameter(parameter, f"{root}.{path}")
+            self._add_parts(value, self._named, frozen=False)
         elif isinstance(value, Optimizer):
             self._named_optimizers.setdefault(id(value), value)
             for group in value.param_groups:
@@ -130,7 +117,7 @@ class StepObjects:
             self.add_parameter(value)
 
     def add_accumulators(self, roots: Any, inputs: Container[int]) -> None:
-        """Every leaf that a backward from these tensors gives a gradient to, but for the call's own inputs (by id)."""
+        """Every leaf that a backward from these tensors gives a gradient to, except the call's own inputs (by id)."""
         for leaf in leaves_behind(roots):
             if id(leaf) not in inputs:
                 self.add_parameter(leaf)
@@ -143,15 +130,15 @@ class StepObjects:
 
     @property
     def ended_kinds(self) -> list[type]:
-        """The classes of modules and optimizers that came into being in a call and ended with it."""
+        """The classes of modules and optimizers that were made in a call and ended with it."""
         return list(self._ended)
 
     def known(self) -> frozenset[int]:
-        """All that is noted by now, by id."""
+        """All objects noted by now, by id."""
         return frozenset(key for place in self._places for key in place)
 
     def let_go(self, before: frozenset[int]) -> set[int]:
-        """After a call: forget what came into being since `before` and is gone by now. Returns it, by id."""
+        """After a call: forget what was made since `before` and is gone by now. Returns it, by id."""
         new = [(place, key) for place in self._places for key in place if key not in before]
         builds = {key: _build(module) for key, module in self._modules.items() if key not in before}
         kinds = {key: type(optimizer) for key, optimizer in self._optimizers.items()}
@@ -175,13 +162,13 @@ class StepObjects:
 
 
 def numbered(name: str, taken: Container[str]) -> str:
-    """A name that nobody has: `Linear`, `Linear#2`, ..."""
+    """A name that is not taken: `Linear`, `Linear#2`, ..."""
     spellings = itertools.chain([name], (f"{name}#{number}" for number in itertools.count(2)))
     return next(spelling for spelling in spellings if spelling not in taken)
 
 
 def _build(module: torch.nn.Module) -> tuple[type, ...]:
-    """What a module is made of; that of a copy is the same."""
+    """The classes of a module's parts; a copy has the same."""
     return tuple(map(type, module.modules()))
 
 

@@ -1,4 +1,4 @@
-"""The first operation at which two logs of one program differ, in words."""
+"""Names the first operation at which two logs of one program differ."""
 
 from __future__ import annotations
 
@@ -11,16 +11,15 @@ from typing import Any
 import torch
 
 from stepgraph.errors import Location
-from stepgraph.oplog.log import FIELDS, TENSOR, Log
+from stepgraph.oplog.log import BY_VALUE, FIELDS, TENSOR, Log
 
 _NOTHING = ("nothing", "")
-_SHOWN = (int, bool, str, bytes, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
 _FORM = ("shape", "dtype", "device", "layout")
 _BITS = ("storage offset", "strides", "conjugated", "negated")
 
 
 def _without_seed(note: tuple[Any, ...]) -> tuple[Any, ...]:
-    """A note without the device of what attention has kept of its random state: a number on the host, else a tensor."""
+    """A note without the random state that attention keeps: a number on the host, or a tensor."""
     seeds = (torch.int64, torch.uint64)
     tensors = tuple((part[0],) if part[0][0] == "made" and part[1][1] in seeds else part for part in note[2])
     return note[0], note[1], tensors
@@ -33,17 +32,17 @@ _ATTENTION = (
 DIFFERS_UNDER_CAPTURE: Mapping[Any, Callable[[tuple[Any, ...]], tuple[Any, ...]]] = MappingProxyType(
     {getattr(torch.ops.aten, name).default: _without_seed for name in _ATTENTION if hasattr(torch.ops.aten, name)}
 )
-"""What torch itself does otherwise while a graph is recorded: operations, and what their notes are without it.
+"""Operations that torch runs differently while a graph is recorded, and what to compare of them.
 
 Measured on an H200 with attention of all kinds, dropout, fused AdamW, clipping, autocast, checkpoints: the random state
-that memory-efficient attention keeps for its backward is a number on the host in an eager call, and lies on the device
-in a recording. Nothing else differs.
+that memory-efficient attention keeps for its backward is a number on the host in an eager call, and on the device in a
+recording. Nothing else differs.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """What differs first: where in the logs, at which line, and how."""
+    """The first difference: its place in the logs, its line, and both sides."""
 
     index: int
     operation: str
@@ -72,17 +71,17 @@ def first_difference(before: Log, now: Log) -> Difference | None:
     if len(before) == len(now):
         return None
     extra = (before if len(before) > index else now)[index]
-    ends, name = "the call ends", _operation(extra)
+    ends, name = "the call ends", str(extra[0])
     told = (name, ends) if len(before) > index else (ends, name)
     return Difference(index, name, _location(extra[3]), *told)
 
 
 def _is_same(before: Log, now: Log, one: tuple[Any, ...], two: tuple[Any, ...]) -> bool:
-    """Whether two notes say the same although they are written differently.
+    """Whether two notes mean the same although they differ.
 
     Memory that code past the dispatcher has made has a number of its own in each log. It is the same in both if both
-    have met it in the same order, and if it has ended with the call: what lives on was there before, or is kept.
-    Of arguments that share memory it cannot be told which one a view of them is, and where it begins in it.
+    have met it in the same order, and if it has ended with the call. Of arguments that share memory it is unknown which
+    one a view of them is, and where it begins in it.
     """
     if one[0] == two[0] and one[0] in DIFFERS_UNDER_CAPTURE:
         one, two = (DIFFERS_UNDER_CAPTURE[one[0]](note) for note in (one, two))
@@ -110,7 +109,7 @@ def _are_same_tensors(before: Log, now: Log, one: tuple[Any, ...], two: tuple[An
 
 
 def _is_unseen(log: Log, which: tuple[Any, ...]) -> bool:
-    """Whether memory was made in the call by what is not noted."""
+    """Whether operations that are not noted have made this memory in the call."""
     if which[0] == "outside":
         return log.vocabulary.made_in(which[1], log.serial) is not None
     return which[:2] == ("made", "left out")
@@ -118,18 +117,14 @@ def _is_unseen(log: Log, which: tuple[Any, ...]) -> bool:
 
 def _difference(index: int, before: tuple[Any, ...], now: tuple[Any, ...]) -> Difference:
     where = _location(now[3]) or _location(before[3])
-    one, two = _operation(before), _operation(now)
+    one, two = str(before[0]), str(now[0])
     if one == two:
         one, two = next(_changes(before, now), ("other arguments", "other arguments"))
-    return Difference(index, _operation(now), where, one, two)
-
-
-def _operation(note: tuple[Any, ...]) -> str:
-    return str(note[0])
+    return Difference(index, str(now[0]), where, one, two)
 
 
 def _changes(before: tuple[Any, ...], now: tuple[Any, ...]) -> Iterator[tuple[str, str]]:
-    """What differs between two notes of one operation, both sides in words."""
+    """The differences between two notes of one operation, both sides in words."""
     for one, two in zip_longest(before[1], now[1], fillvalue=_NOTHING):
         if one != two:
             yield _value(one), _value(two)
@@ -158,7 +153,7 @@ def _value(plain: Any) -> str:
     kind, shown = plain
     if kind in (float, complex):
         return str(shown)
-    if kind in _SHOWN:
+    if kind in BY_VALUE:
         return repr(shown)
     return f"{getattr(kind, '__qualname__', kind)} {shown}".strip()
 

@@ -2,19 +2,18 @@
 
 A graph is right when the operations that it replays are those that the step would run. So operations are compared, not
 the causes that could change them. A dispatch mode sees every operation of the call, in the forward, in autograd's
-threads, in optimizers and hooks, and notes four things of each: its name; its numbers and other plain arguments, by
-type and value; its tensors, by geometry and by which tensor each is; and the user's line. What goes past the dispatcher
-and has a hook, compiled code and Triton's kernels, is noted by that (`unseen`).
+threads, in optimizers and hooks, and notes four things of each: its name; its plain arguments, by type and value; its
+tensors, by geometry and by which tensor each is; and the user's line. Compiled code and Triton's kernels bypass the
+dispatcher and are noted by hooks of their own (`unseen`).
 
-Tensors are named up to renaming, so that two runs of one program agree. A tensor that the call was given has the number
-of the argument; one that the call made, the number of results since. One that was there before has the name of its
-role where it has one (`Roles`), else a number of its own for as long as it lives. In backward the line is the user's
-own where Python code of theirs runs there, else that of the forward operation whose gradient is computed, found by
-autograd's sequence numbers.
+Tensors are named up to renaming, so that two runs of one program agree. An argument of the call has its number; a
+result, the number of results since. A tensor from before the call has the name of its role where it has one (`Roles`),
+else a number of its own for as long as it lives. In backward the line is the user's own where their Python code runs
+there, else that of the forward operation whose gradient is computed, found by autograd's sequence numbers.
 
-Left out are the engine's own operations (`left_out`), those of a GradScaler, which are cuts or recorded with guards of
-their own, and work on the host where the step is for another device: no graph contains it. What such work makes is
-known as that. The steps of optimizers are sections of the log, for one that runs between graphs is not recorded.
+Not noted are the engine's own operations (`left_out`), those of a GradScaler, which are cuts or have their own guards,
+and work on the host where the step is for another device: no graph contains it. The steps of optimizers are sections of
+the log, because one that runs between graphs is not recorded.
 
 The four parts of a note are numbers into a `Vocabulary` that logs share. Layers and microbatches repeat each other's
 parts, so that a note costs 16 bytes and two logs are compared as arrays.
@@ -32,7 +31,7 @@ from array import array
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch.utils import _python_dispatch as dispatch
@@ -40,6 +39,8 @@ from torch.utils import _python_dispatch as dispatch
 from stepgraph.backends.tape import graph as tape_graph
 from stepgraph.backends.tape import rng as tape_rng
 from stepgraph.frames import is_user
+
+_V = TypeVar("_V")
 
 FIELDS = 4
 """The numbers of a note: operation, plain arguments, tensors, line."""
@@ -55,69 +56,67 @@ _LEFT_OUT_FILES = frozenset(
     for file in (sys.modules[torch.amp.GradScaler.__module__].__file__, tape_graph.__file__, tape_rng.__file__)
     if file is not None
 )
-"""Whose operations are in no log: GradScaler's, and what the tape does about random states."""
+"""Files whose operations are in no log: GradScaler's, and the tape's for random states."""
 _COLLECTIVES_FILE = os.path.join("torch", "distributed", "distributed_c10d.py")
-"""What a collective does besides itself, while it is waited for, is the process group's."""
+"""What a collective does besides itself belongs to the process group."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Memory:
-    """Memory that no log has a name for, with a number that is never another's."""
+class _ByMemory(Generic[_V]):
+    """Values by memory. New memory at the address of an old one has none."""
 
-    alive: weakref.ref[torch.UntypedStorage]
-    number: int
+    def __init__(self, held: Mapping[int, tuple[weakref.ref[torch.UntypedStorage], _V]] | None = None) -> None:
+        self._held = dict(held or {})
+
+    def put(self, storage: torch.UntypedStorage, value: _V) -> None:
+        self._held[storage._cdata] = (weakref.ref(storage), value)
+
+    def get(self, storage: torch.UntypedStorage) -> _V | None:
+        found = self._held.get(storage._cdata)
+        return found[1] if found is not None and found[0]() is storage else None
+
+    def values(self) -> list[_V]:
+        return [value for _, value in self._held.values()]
+
+    def copy(self) -> _ByMemory[_V]:
+        return _ByMemory(self._held)
 
 
 class Vocabulary:
-    """The parts that notes are made of, each with a number; and numbers for memory that no log has a name for."""
+    """The parts of notes, each with a number; and numbers for memory that no log has a name for."""
 
     def __init__(self) -> None:
         self._numbers: dict[Hashable, int] = {}
         self.parts: list[Any] = []
-        self._memory: dict[int, _Memory] = {}
+        self._memory: _ByMemory[int] = _ByMemory()
         self._seen: list[tuple[int, int, weakref.ref[torch.UntypedStorage]]] = []
-        """Of each memory by its number: in which log it was seen first, as which there, and whether it lives."""
-        self._logs = itertools.count()
+        """For each memory by its number: the log that saw it first, its number there, and whether it lives."""
+        self.logs = itertools.count()
         self._kinds: dict[types.CodeType, int] = {}
-        self._casts: dict[int, tuple[weakref.ref[torch.UntypedStorage], Hashable]] = {}
+        self.casts: _ByMemory[str] = _ByMemory()
+        """The name of the cast, of a tensor with a name, that autocast keeps in some memory for later calls."""
 
     def number(self, part: Hashable) -> int:
-        """The number of a part, which is a new one for a new part."""
         found = self._numbers.get(part)
         if found is None:
             found = self._numbers[part] = len(self.parts)
             self.parts.append(part)
         return found
 
-    def new_log(self) -> int:
-        return next(self._logs)
-
     def memory(self, storage: torch.UntypedStorage, log: int, order: Callable[[], int]) -> int:
-        """The number of memory that has no name: the same as long as it lives. `order` is asked if it is new."""
-        known = self._memory.get(storage._cdata)
-        if known is None or known.alive() is not storage:
-            alive = weakref.ref(storage)
-            known = self._memory[storage._cdata] = _Memory(alive, len(self._seen))
-            self._seen.append((log, order(), alive))
-        return known.number
+        """The number of memory that has no name, the same as long as it lives. `order` is called if it is new."""
+        number = self._memory.get(storage)
+        if number is None:
+            number = len(self._seen)
+            self._memory.put(storage, number)
+            self._seen.append((log, order(), weakref.ref(storage)))
+        return number
 
     def made_in(self, number: int, log: int) -> int | None:
-        """As which memory without a name a log has seen this one first, where it has and the memory ended with it."""
+        """The number by which a log has seen this memory first, if the memory ended with that log."""
         first, order, alive = self._seen[number]
         return order if first == log and alive() is None else None
 
-    def name_cast(self, storage: torch.UntypedStorage, name: Hashable) -> None:
-        """This memory has the cast of a tensor with a name, which autocast keeps for later calls."""
-        key = storage._cdata
-        self._casts[key] = (weakref.ref(storage, lambda _: self._casts.pop(key, None)), name)
-
-    def cast(self, storage: torch.UntypedStorage) -> Hashable | None:
-        """The name of the cast in this memory."""
-        found = self._casts.get(storage._cdata)
-        return found[1] if found is not None and found[0]() is storage else None
-
     def kind_of(self, code: types.CodeType) -> int:
-        """Whose code it is."""
         found = self._kinds.get(code)
         if found is None:
             file = code.co_filename
@@ -133,50 +132,46 @@ class Vocabulary:
 
 
 class Roles:
-    """Names for tensors that were there before a call, by the memory that each lies in."""
+    """Names for tensors that were there before a call, by their memory."""
 
     def __init__(self) -> None:
-        self._names: dict[int, tuple[weakref.ref[torch.UntypedStorage], list[tuple[int, int, Hashable]]]] = {}
-        self._wholes: dict[int, tuple[weakref.ref[torch.UntypedStorage], Hashable]] = {}
+        self._names: _ByMemory[list[tuple[int, int, Hashable]]] = _ByMemory()
+        """First and last element and name of each tensor in some memory."""
+        self._wholes: _ByMemory[Hashable] = _ByMemory()
 
     def add(self, name: Hashable, tensor: torch.Tensor) -> None:
-        """A name for a tensor; of two for the same place the first counts."""
+        """Name a tensor; of two names for the same place the first counts."""
         storage = storage_of(tensor)
         if storage is not None:
             start = int(tensor.storage_offset())
             last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-            span = (start, start + max(int(last), 0) + 1, name)
-            self._names.setdefault(storage._cdata, (weakref.ref(storage), []))[1].append(span)
+            spans = self._names.get(storage)
+            if spans is None:
+                self._names.put(storage, spans := [])
+            spans.append((start, start + max(int(last), 0) + 1, name))
 
     def add_all(self, name: Hashable, tensor: torch.Tensor) -> None:
-        """One name for all that lies in a tensor's memory, wherever it begins."""
+        """One name for everything in a tensor's memory."""
         storage = storage_of(tensor)
         if storage is not None:
-            self._wholes[storage._cdata] = (weakref.ref(storage), name)
+            self._wholes.put(storage, name)
 
     def has(self, storage: torch.UntypedStorage) -> bool:
-        """Whether it is memory that something here lies in; another may have the place of one that is gone."""
-        found = self._names.get(storage._cdata)
-        return (found is not None and found[0]() is storage) or self._whole(storage) is not None
-
-    def _whole(self, storage: torch.UntypedStorage) -> Hashable | None:
-        found = self._wholes.get(storage._cdata)
-        return found[1] if found is not None and found[0]() is storage else None
+        """Whether something here is in this memory."""
+        return self._names.get(storage) is not None or self._wholes.get(storage) is not None
 
     def find(self, storage: torch.UntypedStorage, offset: int) -> tuple[Hashable, int] | None:
-        """The name of what lies there, and where it begins."""
-        whole = self._whole(storage)
+        """The name of the tensor at this offset, and where it begins."""
+        whole = self._wholes.get(storage)
         if whole is not None:
             return whole, offset
-        if not self.has(storage):
-            return None
-        found = [span for span in self._names[storage._cdata][1] if span[0] <= offset < span[1]]
+        found = [span for span in self._names.get(storage) or () if span[0] <= offset < span[1]]
         start, _, name = max(found, key=lambda span: span[0], default=(0, 0, None))
         return (name, start) if found else None
 
     def shared(self) -> dict[Hashable, Hashable]:
-        """Names of tensors that lie in the same memory as others: the name of the first of each such group."""
-        groups = (names for _, names in self._names.values() if len(names) > 1)
+        """Names of tensors that share memory with others, each with the first name of its group."""
+        groups = (names for names in self._names.values() if len(names) > 1)
         return {name: names[0][2] for names in groups for _, _, name in names}
 
 
@@ -190,7 +185,7 @@ class Log:
     """The steps of optimizers: first note, the note after the last, whose it is."""
     serial: int = 0
     shared: Mapping[Hashable, Hashable] = field(default_factory=dict)
-    """Arguments that lie in the same memory as others, by the first of them."""
+    """Arguments that share their memory with others, by the first of them."""
 
     def __len__(self) -> int:
         return len(self.notes) // FIELDS
@@ -212,12 +207,12 @@ class Log:
 
 
 class OpLog(dispatch.TorchDispatchMode):
-    """Notes the operations that run while it is entered. `arguments` are the leaves that the call is given.
+    """Notes the operations that run while it is entered. `arguments` are the leaves of the call.
 
-    `roles` are names for tensors that were there before. `device` is that of the step, where work on the host is not
-    its own. A graph that is called meanwhile could not be seen into: what has one runs its own code (`current_log`).
-    `keeps_casts`: autocast keeps the casts of weights, for this call and for others of its region, so that which call
-    makes one says nothing. A cast then has a name, and is not noted.
+    `roles` are names for tensors that were there before. `device` is the step's, so that work on the host is not its
+    own. A graph cannot be seen into: what has one runs its own code meanwhile (`current_log`). `keeps_casts`: autocast
+    keeps the casts of weights for this call and others of its region, so which call makes one means nothing. A cast
+    then has a name, and is not noted.
 
     Example:
         >>> with OpLog(vocabulary, [x]) as log:
@@ -245,7 +240,7 @@ class OpLog(dispatch.TorchDispatchMode):
         self._keeps_casts = keeps_casts
         self._vocabulary, self._roles = vocabulary, roles or Roles()
         self._device = device.type if device is not None and device.type != "cpu" else None
-        self._serial = vocabulary.new_log()
+        self._serial = next(vocabulary.logs)
         self._notes = array("I")
         self._given = Roles()
         for index, leaf in enumerate(arguments):
@@ -259,7 +254,7 @@ class OpLog(dispatch.TorchDispatchMode):
         self._section: tuple[int, str, Hashable] | None = None
         self._depth = 0
         self._hidden = 0
-        """In how many blocks the call is whose operations are not noted."""
+        """The number of blocks around the call whose operations are not noted."""
         self._nameless = itertools.count()
 
     def finish(self) -> Log:
@@ -267,7 +262,7 @@ class OpLog(dispatch.TorchDispatchMode):
         return Log(self._vocabulary, self._notes, tuple(self._sections), self._serial, self._shared)
 
     def followed_by(self, roles: Roles | None = None) -> OpLog:
-        """A log for what comes after what this one has seen, whose results it can name: a backward of a forward."""
+        """A log for what comes after this one, which can name its results: a backward of a forward."""
         made = OpLog(self._vocabulary, (), roles or self._roles, keeps_casts=self._keeps_casts)
         made._device, made._given, made._shared = self._device, self._given, self._shared
         made._births, made._lines = self._births.copy(), self._lines
@@ -276,7 +271,7 @@ class OpLog(dispatch.TorchDispatchMode):
     # -- what is told
 
     def begin_section(self, owner: Hashable, name: str) -> None:
-        """What follows is the step of an optimizer, until `end_section`; a subclass's step calls its parent's."""
+        """The step of an optimizer begins; a subclass's step calls its parent's."""
         if self._section is None:
             self._section = (len(self._notes) // FIELDS, name, owner)
         self._depth += self._section[2] == owner
@@ -295,7 +290,7 @@ class OpLog(dispatch.TorchDispatchMode):
             self._births.rename(old, new)
 
     def note_call(self, name: Hashable, leaves: Sequence[Any], call: Callable[[], Any] = lambda: None) -> Any:
-        """A call that the dispatcher does not see, by its arguments; what runs within is not noted."""
+        """Note a call that the dispatcher does not see, by its arguments; what runs within is not noted."""
         line, _ = self._line()
         known: set[int] = set()
         self._note(name, leaves, {}, line, known)
@@ -309,11 +304,10 @@ class OpLog(dispatch.TorchDispatchMode):
 
     @property
     def is_hiding(self) -> bool:
-        """Whether what runs right now is not noted."""
+        """Whether operations are not noted now."""
         return bool(self._hidden)
 
     def note_result(self, leaves: Iterable[Any]) -> None:
-        """What the call returns."""
         self.note_call("the result", [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)])
 
     # -- what is seen
@@ -326,7 +320,7 @@ class OpLog(dispatch.TorchDispatchMode):
             return NotImplemented  # a wrapper around other tensors: let it take itself apart first
         if self._keeps_casts and func is _CAST and (cast := self._role(args[0])) is not None:
             out = func(*args, **kwargs)
-            self._vocabulary.name_cast(out.untyped_storage(), f"{cast} as {out.dtype}")
+            self._vocabulary.casts.put(out.untyped_storage(), f"{cast} as {out.dtype}")
             return out
         if self._hidden:
             line, scope = 0, "left out"
@@ -334,7 +328,7 @@ class OpLog(dispatch.TorchDispatchMode):
             line, left_out = self._line(is_collective=func.namespace != "aten")
             scope = "left out" if left_out else self._scope
         known: set[int] = set()
-        """The memory of the arguments: what else the results lie in has come into being."""
+        """The memory of the arguments: any other memory of the results is new."""
         begin = len(self._notes)
         if scope == "left out":
             _add_memory(known, args)
@@ -342,7 +336,8 @@ class OpLog(dispatch.TorchDispatchMode):
         else:
             on_device = self._note(func, _lifted(args[0]) if func in _LIFTS else args, kwargs, line, known)
         out = func(*args, **kwargs)
-        if scope != "left out" and not on_device and not self._is_on_device(out):
+        is_host = self._device is not None and all(tensor.device.type != self._device for tensor in _tensors(out))
+        if scope != "left out" and is_host and not on_device:
             del self._notes[begin:]
             scope = "host"
         self._bear(known, out, scope)
@@ -355,7 +350,7 @@ class OpLog(dispatch.TorchDispatchMode):
     def _note(
         self, operation: Hashable, args: Sequence[Any], kwargs: Mapping[str, Any], line: int, known: set[int]
     ) -> bool:
-        """Write an operation down, and the memory that it is given. Whether a tensor is on the step's device."""
+        """Note an operation and the memory of its arguments. Returns whether a tensor is on the step's device."""
         plain: list[Hashable] = []
         tensors: list[Hashable] = []
         on_device = self._take(args, plain, tensors, known)
@@ -380,25 +375,16 @@ class OpLog(dispatch.TorchDispatchMode):
                 plain.append(_plain(value))
         return on_device
 
-    def _is_on_device(self, out: Any) -> bool:
-        if self._device is None:
-            return True
-        return any(tensor.device.type == self._device for tensor in _tensors(out))
-
     def _bear(self, known: set[int], out: Any, scope: str) -> None:
-        """Note which memory has come into being."""
         for result in _tensors(out):
             storage = storage_of(result)
-            if storage is not None and storage._cdata not in known and not self._was_there(storage):
+            if storage is None or storage._cdata in known or self._births.name(storage) is not None:
+                continue
+            if not self._given.has(storage) and not self._roles.has(storage):  # given, but not as a tensor
                 known.add(storage._cdata)
                 self._births.add(storage, scope)
 
-    def _was_there(self, storage: torch.UntypedStorage) -> bool:
-        """Whether memory has a name already: an operation may be given it by another way than as a tensor."""
-        return self._births.name(storage) is not None or self._given.has(storage) or self._roles.has(storage)
-
     def _tensor(self, tensor: torch.Tensor, known: set[int]) -> Hashable:
-        """A tensor: which one it is, and its geometry."""
         shape = tuple(tensor.shape) if not tensor.is_nested else ("nested", tensor.size(0))
         form = (shape, tensor.dtype, tensor.device, tensor.layout)
         storage = storage_of(tensor)
@@ -412,11 +398,11 @@ class OpLog(dispatch.TorchDispatchMode):
         return (which, form, (offset - begin, tensor.stride(), tensor.is_conj(), tensor.is_neg()))
 
     def _which(self, storage: torch.UntypedStorage, offset: int) -> tuple[tuple[Any, ...], int]:
-        """How memory is called, and where what has that name begins."""
+        """The name of memory, and where the tensor of that name begins."""
         made = self._births.name(storage)
         if made is not None:
             return made, 0
-        cast = self._vocabulary.cast(storage) if self._keeps_casts else None
+        cast = self._vocabulary.casts.get(storage) if self._keeps_casts else None
         if cast is not None:
             return ("role", cast), 0
         given = self._given.find(storage, offset)
@@ -435,7 +421,7 @@ class OpLog(dispatch.TorchDispatchMode):
         return which[1] if which[0] == "role" else None
 
     def _line(self, *, is_collective: bool = True) -> tuple[int, bool]:
-        """The user's line, and whether what has called is left out: a GradScaler, the tape, a process group."""
+        """The user's line, and whether the caller is left out: a GradScaler, the tape, a process group."""
         node: Any = torch._C._current_autograd_node()
         number, kind_of = self._vocabulary.number, self._vocabulary.kind_of
         frame: types.FrameType | None = sys._getframe(2)
@@ -460,38 +446,37 @@ class OpLog(dispatch.TorchDispatchMode):
 
 
 class _Births:
-    """Which memory a call has made, counted for the call itself, for each optimizer, and for what is not noted."""
+    """The memory that a call has made, counted for the call itself, each optimizer, and what is not noted."""
 
     def __init__(self) -> None:
-        self._born: dict[int, tuple[weakref.ref[torch.UntypedStorage], str, int]] = {}
+        self._born: _ByMemory[tuple[str, int]] = _ByMemory()
         self._counts: Counter[str] = Counter()
 
     def add(self, storage: torch.UntypedStorage, scope: str) -> None:
         self._counts[scope] += 1
-        self._born[storage._cdata] = (weakref.ref(storage), scope, self._counts[scope])
+        self._born.put(storage, (scope, self._counts[scope]))
 
     def copy(self) -> _Births:
-        """The same births, to go on from."""
         made = _Births()
-        made._born, made._counts = dict(self._born), Counter(self._counts)
+        made._born, made._counts = self._born.copy(), Counter(self._counts)
         return made
 
     def rename(self, old: torch.UntypedStorage, new: torch.UntypedStorage) -> None:
-        found = self._born.get(old._cdata)
+        found = self._born.get(old)
         if found is not None:
-            self._born[new._cdata] = (weakref.ref(new), *found[1:])
+            self._born.put(new, found)
 
     def name(self, storage: torch.UntypedStorage) -> tuple[Any, ...] | None:
-        """Who has made it, and how many results ago; of what is not noted, how many is nobody's business."""
-        found = self._born.get(storage._cdata)
-        if found is None or found[0]() is not storage:  # another may have its place by now
+        """Its maker, and how many results ago it was made; 0 for what is not noted."""
+        found = self._born.get(storage)
+        if found is None:
             return None
-        _, scope, number = found
+        scope, number = found
         return ("made", scope, 0 if scope in ("host", "left out") else self._counts[scope] - number)
 
 
 def current_log() -> OpLog | None:
-    """The log that notes what this thread runs."""
+    """The log of this thread."""
     modes = dispatch._get_current_dispatch_mode_stack()
     return next((mode for mode in reversed(modes) if isinstance(mode, OpLog)), None)
 
@@ -503,7 +488,7 @@ def is_logged() -> bool:
 
 @contextlib.contextmanager
 def left_out() -> Iterator[None]:
-    """What runs in this block is the engine's own, and in no log."""
+    """This block is the engine's own work, and in no log."""
     log = current_log()
     if log is None:
         yield
@@ -522,7 +507,7 @@ _TENSORS_OWN = torch.Tensor.__torch_dispatch__
 
 
 def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
-    """The memory that a tensor is known by, if it has any of its own."""
+    """The memory of a tensor, if it has any of its own."""
     if tensor.layout is not torch.strided or tensor.is_nested or tensor._is_zerotensor():
         return None
     try:
@@ -536,7 +521,7 @@ def _add_memory(known: set[int], values: Any) -> None:
 
 
 def _lifted(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """A tensor of numbers that are written in Python: by value where it is one."""
+    """A tensor of numbers that are written in Python: by value if it is a single one."""
     return (_value(tensor) if tensor.numel() == 1 else None, *tensor.shape, tensor.dtype)
 
 
@@ -553,13 +538,13 @@ def _value(tensor: torch.Tensor) -> Any:
         return tensor.item()
 
 
-_BY_VALUE = frozenset((int, bool, str, bytes, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format))
+BY_VALUE = frozenset((int, bool, str, bytes, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format))
 
 
 def _plain(value: Any) -> Hashable:
-    """An argument that is no tensor: by type and value; 1, 1.0 and True differ, as do 0.0 and -0.0."""
+    """An argument that is no tensor, by type and value; 1, 1.0 and True differ, as do 0.0 and -0.0."""
     kind = type(value)
-    if kind in _BY_VALUE:
+    if kind in BY_VALUE:
         return (kind, value)
     if isinstance(value, (int, float, complex, str, bytes)):
         return (kind, repr(value))

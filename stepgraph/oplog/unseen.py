@@ -1,9 +1,8 @@
-"""Compiled code and Triton's kernels go past torch's dispatcher, and are noted by hooks of their own.
+"""Compiled code and Triton's kernels bypass torch's dispatcher, and are noted by hooks of their own.
 
-A call of compiled code is noted by the key that the compiler has for it, which is a hash of the code and of what it was
-compiled for, and by its arguments. What runs within is not noted: it is the compiler's, and some of it cannot be seen.
-A launch of a Triton kernel is noted by the kernel and its arguments, the grid among them. Kernels of other extensions
-that are launched past the dispatcher are not seen, nor is what futures call when they are done.
+A call of compiled code is noted by the compiler's key for it, a hash of the code and of what it was compiled for, and
+by its arguments; what runs within is not noted. A launch of a Triton kernel is noted by the kernel and its arguments,
+the grid among them. Kernels of other extensions that bypass the dispatcher are not seen, nor are futures' callbacks.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from stepgraph.oplog.log import current_log, left_out
 
 @contextlib.contextmanager
 def noting_unseen() -> Iterator[None]:
-    """While a log is kept: have these calls noted, too."""
+    """While a log is kept: note these calls, too."""
     with contextlib.ExitStack() as stack:
         compiled = getattr(sys.modules.get("torch._inductor.output_code"), "CompiledFxGraph", None)
         if compiled is not None:
@@ -35,7 +34,7 @@ def noting_unseen() -> Iterator[None]:
 
 
 def _called_back(register: Callable[..., Any], future: Any, callback: Callable[..., Any]) -> Any:
-    """A future calls back in whichever thread it is done, mostly in one that no log sees: so none notes it."""
+    """A future calls back in any thread, mostly in one that no log sees: so none notes it."""
 
     def called(done: Any) -> Any:
         with left_out():

@@ -1,8 +1,7 @@
 """A recording imitates what an optimizer's step does besides its update: its result, the gradients it clears.
 
-An optimizer between graphs does not run while the step is recorded. Where the step's own code depends on more than the
-update, the recording has to go on as if it had run: gradients that it was seen to clear are gone, and of what it was
-seen to return nothing is known but that it is something. What it really leaves is seen at each replay.
+An optimizer between graphs does not run while the step is recorded. The recording goes on as if it had run: gradients
+that it was seen to clear are gone, and what it was seen to return is an unknown value. Replays see the real ones.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from stepgraph.errors import CaptureError
 
 
 class OptimizerEffects:
-    """What the optimizers of a step did in its last eager call."""
+    """The effects of the optimizers of a step in its last eager call."""
 
     def __init__(self) -> None:
         self._under_way: dict[int, tuple[int, list[tuple[torch.Tensor, torch.Tensor | None]]]] = {}
@@ -26,7 +25,7 @@ class OptimizerEffects:
         self._cleared: dict[int, list[weakref.ref[torch.Tensor]]] = {}
 
     def begin(self, optimizer: Optimizer) -> bool:
-        """Its step begins. Whether it is a step of its own: a subclass's step calls its parent's."""
+        """Its step begins. False for a nested step: a subclass's step calls its parent's."""
         depth, before = self._under_way.get(id(optimizer), (0, []))
         if not depth:
             before = [(p, p.grad) for group in optimizer.param_groups for p in group["params"]]
@@ -34,7 +33,7 @@ class OptimizerEffects:
         return not depth
 
     def end(self, optimizer: Optimizer, result: Any) -> bool:
-        """Its step ends and returns this. Whether that was a step of its own."""
+        """Its step ends and returns this. False for a nested step."""
         depth, before = self._under_way.pop(id(optimizer), (1, []))
         if depth > 1:
             self._under_way[id(optimizer)] = (depth - 1, before)
@@ -46,7 +45,7 @@ class OptimizerEffects:
         return True
 
     def imitate(self, optimizer: Optimizer) -> Any:
-        """In a recording, where the optimizer's step would have run: leave what it leaves."""
+        """In a recording, in the place of the optimizer's step: leave what it leaves."""
         for cleared in self._cleared.get(id(optimizer), ()):
             parameter = cleared()
             if parameter is not None:
@@ -55,7 +54,7 @@ class OptimizerEffects:
 
 
 class _Unknown:
-    """Stands for what an optimizer between graphs returns. It may be thrown away, and nothing else."""
+    """The unknown result of an optimizer between graphs. It may be thrown away, and nothing else."""
 
     def __init__(self, name: str) -> None:
         self.__dict__["_name"] = name
@@ -80,18 +79,18 @@ class _Unknown:
 
 
 def refuse_unknown_results(values: list[Any]) -> None:
-    """Refuse a step that hands out what an optimizer between graphs returns."""
+    """Refuse a step that returns the result of an optimizer between graphs."""
     for value in values:
         if isinstance(value, _Unknown):
             value._refuse()
 
 
 def result_used(name: str) -> CaptureError:
-    """The error for a step that uses what an optimizer between graphs returns."""
+    """The error for a step that uses the result of an optimizer between graphs."""
     return CaptureError(
-        f"the step uses what {name} returns",
+        f"the step uses the result of {name}",
         rule="optimizer-result",
-        why="the optimizer runs between graphs, and what it returns is only known then; no graph can read it.",
+        why="the optimizer runs between graphs, and its result is only known then; no graph can read it.",
         fix="have it write the value into a tensor of its own (self.norm.copy_(norm)) and read that after the step, or "
         "compute the value in the step itself.",
     )

@@ -1,11 +1,11 @@
 """An optimizer runs inside the graph only where a replay is bit for bit the eager step.
 
 The measure is the user's own program in eager: same arithmetic, same Python-float learning rate. Adam with
-`capturable=True` is not that (its bias correction runs in float32 on the device), nor is a float32 tensor learning
-rate. So an optimizer goes inside a graph only when its kernels take no number that changes from step to step: the
-fused ones count their steps on the device, SGD and RMSprop use no count. Their numbers (learning rate, weight decay,
-betas, ...) are baked into the graph and compared before each replay; when one changes, the optimizer leaves the graph
-for good. Any other optimizer runs eagerly at its place, between two graphs, which is right by construction.
+`capturable=True` differs from that (its bias correction runs in float32 on the device), and so does a float32 tensor
+learning rate. So an optimizer goes inside a graph only when its kernels take no number that changes from step to step:
+the fused ones count their steps on the device, SGD and RMSprop use no count. Their numbers (learning rate, weight
+decay, betas, ...) are baked into the graph and compared before each replay; when one changes, the optimizer leaves the
+graph for good. Any other optimizer runs eagerly between two graphs, which is right by construction.
 """
 
 from __future__ import annotations
@@ -22,16 +22,17 @@ import torch
 from torch.optim.optimizer import Optimizer
 
 from stepgraph.backends import Backend
+from stepgraph.backends.threads import replaced
 from stepgraph.errors import CaptureError, entry
-from stepgraph.optim.patch import shadowed
-from stepgraph.optim.steps import all_have_hooks, has_other_step, step_hooks
+from stepgraph.optim.steps import all_have_hooks, has_other_step, shadowed, step_hooks
 
 Cut: TypeAlias = Callable[[str, Callable[[], Any], Callable[[], Any] | None], Any]
-"""Notes a call to make between two graphs, by name, and what to do in its place while recording."""
+"""Notes a call to make between two graphs, by name, and its replacement while recording."""
 OptimizerMode = Literal["auto", "inside", "outside", "capturable"]
 _FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
 _STEPLESS = (torch.optim.SGD, torch.optim.RMSprop)
 _HEALTH_CHECKS = ("_cuda_graph_capture_health_check", "_accelerator_graph_capture_health_check")
+_CAPTURABLE = ("adam", "adamw", "nadam", "radam", "adamax", "adadelta", "asgd", "rprop", "rmsprop")
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +60,9 @@ def place(optimizer: Optimizer, mode: str, moved: str | None = None) -> Placemen
         return Placement(True, "fused: its step count is on the device")
     if all(group.get("capturable") for group in optimizer.param_groups):
         return Placement(True, "capturable: its step count is on the device")
-    if kind in _STEPLESS and not any(_is_tensor_number(g) or g["differentiable"] for g in optimizer.param_groups):
+    numbers = [(k, v) for group in optimizer.param_groups for k, v in group.items() if k != "params"]
+    is_unusual = any(isinstance(v, torch.Tensor) or (k == "differentiable" and v) for k, v in numbers)
+    if kind in _STEPLESS and not is_unusual:
         return Placement(True, f"{kind.__name__} uses no step count")
     if mode == "inside" and not _counts_on_host(optimizer):
         return Placement(True, "optimizer='inside'")
@@ -72,10 +75,6 @@ def place_made(optimizer: Optimizer, mode: str) -> Placement:
     if mode == "capturable" and all(group.get("capturable") for group in optimizer.param_groups):
         return Placement(False, "which optimizer='capturable' would have to change while it is recorded")
     return place(optimizer, "auto" if mode == "outside" else mode)
-
-
-def _is_tensor_number(group: dict[str, Any]) -> bool:
-    return any(isinstance(v, torch.Tensor) for k, v in group.items() if k != "params")
 
 
 def _counts_on_host(optimizer: Optimizer) -> bool:
@@ -92,10 +91,10 @@ def check_forced(optimizer: Optimizer, mode: str, placement: Placement) -> None:
 
 
 class BornState:
-    """Whether a recording made optimizer state: its zeros would be written again at each replay.
+    """Finds optimizer state that a recording made: its zeros would be written again at each replay.
 
-    Optimizers make their state at the first step that finds gradients. If warm-up had none, the recording has to be
-    dropped, with what it made, and the step has to run eagerly once more.
+    Optimizers make their state at the first step that finds gradients. If warm-up had none, the recording is dropped,
+    with what it made, and the step runs eagerly once more.
     """
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
@@ -122,7 +121,7 @@ _MISSING = object()
 
 
 class HostCounters:
-    """Step counts that a captured optimizer keeps in host memory (RMSprop's, for its state_dict): one more each replay.
+    """Step counts that a captured optimizer keeps in host memory (RMSprop's, for its state_dict).
 
     On CUDA such a count is plain host work: capture runs it once and replays never. It is taken back after capture and
     advanced at each replay, with one fused call.
@@ -146,39 +145,24 @@ class HostCounters:
 
     @property
     def is_needed(self) -> bool:
-        """Whether there is anything to advance."""
         return bool(self._counting)
 
     def advance(self) -> None:
-        """What a replay would have done."""
         torch._foreach_add_(self._counting, self._steps)
 
 
 @contextlib.contextmanager
 def cut_at(
-    optimizers: Sequence[Optimizer],
-    cut: Cut,
-    before: Callable[[Optimizer], None],
-    imitate: Callable[[Optimizer], Any],
+    optimizers: Sequence[Optimizer], cut: Cut, before: Callable[[Optimizer], None], imitate: Callable[[Optimizer], Any]
 ) -> Iterator[None]:
     """While recording, turn each step of these optimizers into a cut: the step is noted, not run.
 
-    Nothing runs during capture, so an optimizer between two graphs must not run either. Its `step` is shadowed on the
-    instance, where schedulers and scalers look it up too, and found again at the end. `before` is called first,
-    `imitate` in the place of the step.
+    `step` is shadowed on the instance, where schedulers and scalers look it up too. `before` is called first, `imitate`
+    in the place of the step.
     """
-    with contextlib.ExitStack() as stack:
-        for optimizer in optimizers:
-            stack.enter_context(shadowed(optimizer, "step", _cutting_step(optimizer, cut, before, imitate)))
-        yield
 
-
-def _cutting_step(
-    optimizer: Optimizer, cut: Cut, before: Callable[[Optimizer], None], imitate: Callable[[Optimizer], Any]
-) -> Callable[..., Any]:
-    name = f"{type(optimizer).__name__}.step"
-
-    def noted(*args: Any, **kwargs: Any) -> Any:
+    def noted(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        name = f"{type(optimizer).__name__}.step"
         if any(arg is not None for arg in (*args, kwargs.get("closure"))):
             raise CaptureError(
                 f"{name} was called with a closure",
@@ -192,23 +176,24 @@ def _cutting_step(
         # looked up then: a scheduler made later wraps it
         return cut(name, lambda: optimizer.step(**kwargs), functools.partial(imitate, optimizer))
 
-    return noted
+    with contextlib.ExitStack() as stack:
+        for optimizer in optimizers:
+            stack.enter_context(shadowed(optimizer, "step", functools.partial(noted, optimizer)))
+        yield
 
 
 @contextlib.contextmanager
 def captured_inside(optimizers: Sequence[Optimizer]) -> Iterator[None]:
     """Let these optimizers step inside a capture: `place` has found them fit, whatever their capturable flag says."""
-    with contextlib.ExitStack() as stack:
+    with letting_step() as let_step:
         for optimizer in optimizers:
-            for check in _HEALTH_CHECKS:
-                if hasattr(optimizer, check):
-                    stack.enter_context(shadowed(optimizer, check, lambda: None))
+            let_step(optimizer)
         yield
 
 
 @contextlib.contextmanager
 def letting_step() -> Iterator[Callable[[Optimizer], None]]:
-    """The same for optimizers that the step makes while it is recorded: tell of each when it steps."""
+    """The same for optimizers that the step makes while it is recorded: call what it gives when one steps."""
     told: list[weakref.ref[Optimizer]] = []
 
     def let_step(optimizer: Optimizer) -> None:
@@ -224,7 +209,7 @@ def letting_step() -> Iterator[Callable[[Optimizer], None]]:
 
 
 def make_capturable(optimizer: Optimizer, device: torch.device) -> bool:
-    """Switch an optimizer to its capturable form: step counts and learning rate on the device. False if it has none."""
+    """Move step counts and learning rate of an optimizer to the device; False if it has no capturable form."""
     if not all("capturable" in group for group in optimizer.param_groups):
         return False
     for group in optimizer.param_groups:
@@ -241,23 +226,14 @@ def make_capturable(optimizer: Optimizer, device: torch.device) -> bool:
 def capturable_on_cpu() -> Iterator[None]:
     """Let capturable optimizers run on CPU tensors, where torch refuses them although they compute the same.
 
-    torch.optim lists the devices that have graphs (`_get_capturable_supported_devices`); the tape gives the CPU some.
+    torch.optim lists the devices that have graphs; the tape gives the CPU some.
     """
-    modules: list[Any] = [
-        importlib.import_module(f"torch.optim.{name}")
-        for name in ("adam", "adamw", "nadam", "radam", "adamax", "adadelta", "asgd", "rprop", "rmsprop")
-    ]
-    originals = [
-        (m, m._get_capturable_supported_devices) for m in modules if hasattr(m, "_get_capturable_supported_devices")
-    ]
-    try:
-        for module, original in originals:
-            module._get_capturable_supported_devices = _with_cpu(original)
+
+    def with_cpu(supported: Callable[..., list[str]], *args: Any, **kwargs: Any) -> list[str]:
+        return [*supported(*args, **kwargs), "cpu"]
+
+    with contextlib.ExitStack() as stack:
+        for module in (importlib.import_module(f"torch.optim.{name}") for name in _CAPTURABLE):
+            if hasattr(module, "_get_capturable_supported_devices"):
+                stack.enter_context(replaced(module, "_get_capturable_supported_devices", with_cpu))
         yield
-    finally:
-        for module, original in originals:
-            module._get_capturable_supported_devices = original
-
-
-def _with_cpu(original: Callable[..., list[str]]) -> Callable[..., list[str]]:
-    return lambda *args, **kwargs: [*original(*args, **kwargs), "cpu"]

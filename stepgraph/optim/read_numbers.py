@@ -1,13 +1,11 @@
-"""Numbers of optimizers that a step's own code reads: a learning rate in the loss, in the result, in a decay by hand.
+"""Finds the numbers of optimizers that a step's own code reads, such as a learning rate in the loss.
 
-An optimizer between graphs reads its numbers and its state at each step, and they are live. But where the step itself
-reads `optimizer.param_groups[0]["lr"]` or `scheduler.get_last_lr()`, the number is baked into the graph beside it, and
-of `optimizer.state` the address. Nearly no step does, and a schedule must not disturb the others, so it is found out:
-while a step is recorded, optimizers between graphs do not run, and whoever reads a number or state of theirs then is
-the step. What was read is watched from then on.
+An optimizer between graphs reads its numbers and its state at each step, so they are live. But where the step itself
+reads `optimizer.param_groups[0]["lr"]` or `scheduler.get_last_lr()`, the number is baked into the graph, and of
+`optimizer.state` the address. While a step is recorded, optimizers between graphs do not run, so whoever reads a number
+or state of theirs then is the step. What was read is watched from then on.
 
-A number that the step writes would be written at the capture and never again, even if it is the same each time. That
-is refused.
+A number that the step writes would be written at the capture and never again. That is refused.
 """
 
 from __future__ import annotations
@@ -22,14 +20,14 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import Optimizer
 
 from stepgraph.errors import CaptureError
-from stepgraph.optim.patch import exchanged, shadowed
+from stepgraph.optim.steps import shadowed
 
 Reads = dict[tuple[str, int], Callable[[], Any]]
-"""What a step has read, by the name that it is told by and the owner's id, and how to read it again."""
+"""The numbers that a step has read, by name and the owner's id, and how to read each again."""
 
 
 class ReadNumbers:
-    """Notes which numbers are read from optimizers and schedulers."""
+    """Notes the numbers that are read from optimizers and schedulers."""
 
     def __init__(self) -> None:
         self.found: Reads = {}
@@ -38,7 +36,7 @@ class ReadNumbers:
 
     @contextlib.contextmanager
     def noting(self, objects: Iterable[Any], running: Sequence[Optimizer] = ()) -> Iterator[None]:
-        """While recording: note what is read from these objects, as far as they are optimizers and schedulers.
+        """While recording: note what is read from the optimizers and schedulers among these objects.
 
         Optimizers that are `running` meanwhile read their own numbers, as do others that share groups with them.
         """
@@ -48,7 +46,7 @@ class ReadNumbers:
                 if isinstance(value, Optimizer) and id(value.param_groups) not in seen:
                     seen.add(id(value.param_groups))
                     groups = [_NotingGroup(value, i, self.found) for i in range(len(value.param_groups))]
-                    stack.enter_context(exchanged(value.param_groups, groups))
+                    stack.enter_context(_exchanged(value.param_groups, groups))
                     stack.enter_context(shadowed(value, "state", _NotingState(value, self.states)))
                 elif isinstance(value, LRScheduler):
                     stack.enter_context(shadowed(value, "get_last_lr", functools.partial(self._last_lr, value)))
@@ -59,10 +57,21 @@ class ReadNumbers:
         return scheduler._last_lr
 
 
-class _NotingGroup(dict[str, Any]):
-    """A parameter group that notes which of its numbers are read; its parameters are anyone's.
+@contextlib.contextmanager
+def _exchanged(items: list[Any], others: list[Any]) -> Iterator[None]:
+    """Put others into the same list, and put its own items back at the end."""
+    before = list(items)
+    items[:] = others
+    try:
+        yield
+    finally:
+        items[:] = before
 
-    A dictionary, because code may ask for one, and an empty one, so that nobody reads past the notes.
+
+class _NotingGroup(dict[str, Any]):
+    """A parameter group that notes which of its numbers are read; parameters are not noted.
+
+    It is a dictionary, because code may ask for one, and an empty one, so that nobody reads past the notes.
     """
 
     def __init__(self, optimizer: Optimizer, index: int, found: Reads) -> None:
@@ -147,10 +156,10 @@ class _NotingState(dict[Any, Any]):
 
 @contextlib.contextmanager
 def refusing_writes(optimizers: Sequence[Optimizer]) -> Iterator[None]:
-    """While recording: refuse that the step writes a number of these optimizers, be it the same one.
+    """While recording: refuse that the step writes a number of these optimizers, even the same one.
 
-    They run meanwhile, and their groups must be what they are. So each number is made an object that nobody else has:
-    one that is not there at the end was written.
+    They run meanwhile, so their groups stay. Each number is made an object of its own: if it is gone at the end, it was
+    written.
     """
     groups = [(o, i, group) for o in optimizers for i, group in enumerate(o.param_groups)]
     before = [{k: v for k, v in group.items() if type(v) is float} for _, _, group in groups]

@@ -1,4 +1,4 @@
-"""torch's hooks, kept for the whole process (`HookPlace`), report the optimizer steps of one thread's step."""
+"""Hooks, kept for the whole process (`HookPlace`), report the optimizer steps of one thread's step."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from stepgraph.backends.threads import HookPlace, entries, for_this_thread, is_o
 _WALKERS = frozenset(
     code for code in Optimizer.profile_hook_step.__code__.co_consts if isinstance(code, types.CodeType)
 )
-"""torch's function that walks through the hooks: it is around every optimizer's `step`."""
+"""torch's function that iterates over the hooks: it wraps every optimizer's `step`."""
 _RESULT = "out"
-"""How it calls what `step` has returned."""
+"""Its name for the result of `step`."""
 _BEFORE = HookPlace(torch_optimizer._global_optimizer_pre_hooks, _WALKERS)
 _AFTER = HookPlace(torch_optimizer._global_optimizer_post_hooks, _WALKERS)
 
 STEP_HOOKS_OF_ALL: tuple[Mapping[int, Any], ...] = tuple(
     getattr(torch_optimizer, f"_global_optimizer_{kind}_hooks", {}) for kind in ("pre", "post")
 )
-"""Where torch keeps the hooks on every optimizer's step."""
+"""torch's dictionaries of hooks on every optimizer's step."""
 
 
 @contextlib.contextmanager
 def at_optimizer_steps(
     before: Callable[[Optimizer], None] | None = None, after: Callable[[Optimizer, Any], None] | None = None
 ) -> Iterator[None]:
-    """Be told of each optimizer that steps meanwhile, and does so for a step that this thread calls.
+    """Report each optimizer that steps in this block for a step that this thread calls.
 
-    `after` is told what the step returns, too. Both stand around the hooks of the optimizer itself.
+    `after` is also given the step's result. Both run around the hooks of the optimizer itself.
     """
     is_ours = for_this_thread()
 
@@ -44,7 +44,8 @@ def at_optimizer_steps(
 
     def ended(optimizer: Optimizer, *_: Any) -> None:
         if is_ours() and after is not None:
-            after(optimizer, _returned(sys._getframe(2)))
+            walker = sys._getframe(2)  # torch does not pass the result to hooks
+            after(optimizer, walker.f_locals.get(_RESULT) if walker.f_code in _WALKERS else None)
 
     with contextlib.ExitStack() as stack:
         if before is not None:
@@ -56,28 +57,38 @@ def at_optimizer_steps(
         yield
 
 
-def _returned(walker: types.FrameType) -> Any:
-    """What a step returns, from the frame that calls its hooks: torch does not tell them."""
-    return walker.f_locals.get(_RESULT) if walker.f_code in _WALKERS else None
-
-
 def all_have_hooks() -> bool:
-    """Whether somebody has a hook on every optimizer's step."""
+    """Whether there is a hook on every optimizer's step that is not ours."""
     return any(STEP_HOOKS_OF_ALL) and not all(is_own(h) for hooks in STEP_HOOKS_OF_ALL for _, h in entries(hooks))
 
 
 def has_other_step(optimizer: Optimizer) -> bool:
-    """Whether somebody has put other code in the place of an optimizer's step."""
+    """Whether an optimizer's step was replaced by other code."""
     return without_schedulers(optimizer.step) is not type(optimizer).step
 
 
 def step_hooks(optimizer: Optimizer) -> list[Sized]:
-    """Where an optimizer keeps the hooks on its step."""
+    """An optimizer's dictionaries of hooks on its step."""
     return [optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks]
 
 
 def without_schedulers(method: Any) -> Any:
-    """The function behind a method, and behind the wrapper that a learning rate scheduler puts around it."""
+    """The function behind a method, without the wrapper that a learning rate scheduler puts around it."""
     while getattr(method, "_wrapped_by_lr_sched", False):
         method = method.__wrapped__
     return getattr(method, "__func__", method)
+
+
+@contextlib.contextmanager
+def shadowed(instance: Any, name: str, value: Any) -> Iterator[None]:
+    """Set an attribute on one instance, and leave the instance as it was."""
+    missing = object()
+    before = instance.__dict__.get(name, missing)
+    instance.__dict__[name] = value
+    try:
+        yield
+    finally:
+        if before is missing:
+            del instance.__dict__[name]
+        else:
+            instance.__dict__[name] = before

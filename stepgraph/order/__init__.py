@@ -4,12 +4,12 @@ A graph replays fixed addresses, so a pipeline with several microbatches in flig
 them. How much, and what may share it, follows from the order in which the rank works. This room makes orders, checks
 them and reads lifetimes off them. It is arithmetic on lists: nothing here imports torch or knows of graphs.
 
-- `entries`: what an entry is; `Order`, an order that names its microbatches.
+- `entries`: one entry; `Order`, an order that names its microbatches.
 - `schedules`: orders from a schedule table (1F1B, interleaved).
 - `overlap`: an order of chunks made into one of layers, forward and backward interleaved.
 - `pipelining`: orders of the schedules of `torch.distributed.pipelining`.
 - `validate`: malformed orders are errors that point at the entry.
-- `cursor`: whose turn it is in a round; any other call is refused.
+- `cursor`: the next turn in a round; any other call is refused.
 - `lifetimes`: order -> which static buffer each sample uses.
 """
 

@@ -23,7 +23,7 @@ class Turn:
     name: str
     """The call in messages, without an article."""
     entry: int | None
-    """The index of the entry that the call is a part of; None if it is not a part of any."""
+    """The index of the entry that the call belongs to; None if there is none."""
     any_order: bool = False
     """Whether the neighbours of the same entry that have this flag too may come in any order."""
     repeats: bool = False
@@ -57,7 +57,6 @@ class Cursor:
 
     @property
     def num_entries(self) -> int:
-        """The entries of the order."""
         return len(self._order) or len({turn.entry for turn in self._turns} - {None})
 
     def begin(self) -> None:
@@ -66,7 +65,7 @@ class Cursor:
         self._passed_over.clear()
 
     def take(self, key: Hashable) -> int:
-        """Take the turn of a call, and return its index; raise if it is another one's turn."""
+        """Take the turn of a call, and return its index; raise if it is another call's turn."""
         index = 0 if self._next == len(self._turns) else self._next
         if self._turns[index].key != key:
             repeated = self._repeated(key)
@@ -94,7 +93,6 @@ class Cursor:
             self._passed_over.clear()
 
     def _repeated(self, key: Hashable) -> int | None:
-        """The index of a turn that was taken in this round and may come again."""
         for index, turn in enumerate(self._turns[: self._next]):
             if turn.repeats and turn.key == key:
                 return index

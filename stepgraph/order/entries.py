@@ -1,18 +1,13 @@
-"""What an entry of an order is.
-
-An order is a sequence of numbers, one for each thing that a rank computes. Chunks are counted from 1:
+"""An order is a sequence of numbers, one for each thing that a rank computes. Chunks are counted from 1:
 
     2      forward of chunk 2
     -2     backward of chunk 2; where a -2.5 of the same microbatch follows, only the gradient of its input
     -2.5   gradient of chunk 2's weights, split off from its backward
 
-Numbers do not say the microbatch, and mostly need not: the k-th forward of a chunk is that of microbatch k, counted
-from 0, and so are its k-th backward and its k-th weight gradient. Two kinds of schedule say more than that. One runs
-backwards in another order than forwards (breadth-first does). The other splits off the weight gradient of some
-microbatches and not of others (DualPipeV does). Their orders are an `Order`: the same numbers, and beside each the
-microbatch. It reads like a list of numbers to whoever does not ask for more.
-
-`read_order` makes both into `Entry` records, in which nothing is left to be counted.
+Numbers do not name the microbatch: the k-th forward of a chunk is that of microbatch k, counted from 0, and so are its
+k-th backward and its k-th weight gradient. Two kinds of schedule need more. One runs backwards in another order than
+forwards (breadth-first). The other splits off the weight gradient of some microbatches only (DualPipeV). Their orders
+are an `Order`: the same numbers, and beside each the microbatch. `read_order` makes both into `Entry` records.
 """
 
 from __future__ import annotations
@@ -27,12 +22,17 @@ from stepgraph.errors import InvalidArgument
 
 
 def is_count(value: object, least: int = 0) -> bool:
-    """Whether a value is a whole number (an int, or numpy's) that is not too small."""
+    """Whether a value is a whole number (an int, or numpy's) of at least `least`."""
     return not isinstance(value, bool) and isinstance(value, Integral) and int(value) >= least
 
 
+def invalid(what: str, *, why: str, fix: str, details: Iterable[str] = ()) -> InvalidArgument:
+    """The error for an order, or numbers of a pipeline, that cannot be run."""
+    return InvalidArgument(what, rule="order", details=details, why=why, fix=fix)
+
+
 class Kind(Enum):
-    """What an entry computes."""
+    """The work of an entry."""
 
     FORWARD = "forward"
     BACKWARD = "backward"
@@ -44,7 +44,7 @@ class Kind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One entry of an order, with nothing left to be counted."""
+    """One entry of an order, with its microbatch."""
 
     kind: Kind
     chunk: int
@@ -54,7 +54,7 @@ class Entry:
 
     @property
     def number(self) -> float:
-        """The entry as orders write it."""
+        """The entry's number in an order."""
         if self.kind is Kind.FORWARD:
             return self.chunk
         return -self.chunk - 0.5 if self.kind is Kind.WEIGHT_GRAD else -self.chunk
@@ -80,9 +80,8 @@ class Order(Sequence[float]):
         self.numbers: tuple[float, ...] = tuple(numbers)
         self.microbatches: tuple[int, ...] = tuple(microbatches)
         if len(self.numbers) != len(self.microbatches):
-            raise InvalidArgument(
+            raise invalid(
                 f"an order of {len(self.numbers)} entries and {len(self.microbatches)} microbatches",
-                rule="order",
                 why="an `Order` names the microbatch of each entry.",
                 fix="pass as many microbatches as numbers.",
             )

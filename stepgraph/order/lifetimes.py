@@ -1,15 +1,12 @@
 """Order -> buffers: which samples may share their static memory.
 
-A sample is what one layer is called with for one microbatch. Its static input must stay as it is from its forward until
-nothing reads it any more: until its backward, or, where the weight gradient is split off, until that. A weight
-gradient is computed from the layer's input; to hand the buffer on after the input gradient would let another microbatch
-write over what is still to be read.
+A sample is what one layer is called with for one microbatch. Its static input must stay unchanged from its forward
+until its backward or, where the weight gradient is split off, until that: a weight gradient reads the layer's input.
 
 Samples are numbered chunk by chunk, in a chunk microbatch by microbatch, in a microbatch layer by layer: layer l of
 microbatch m in a chunk of n layers, with p layers in the chunks before, is sample p*M + m*n + l. A forward takes the
-buffer of its signature that has been free for longest, or a new one if none is free. So there are as many buffers of a
-signature as there are ever live samples of it, and in a 1F1B schedule that is the depth of the pipeline, however many
-microbatches there are.
+buffer of its signature that has been free for longest, or a new one. So there are as many buffers of a signature as
+there are ever live samples of it, and in a 1F1B schedule that is the depth of the pipeline.
 
 An order without backwards (inference) frees nothing: only its caller knows when an output has been used up.
 """
@@ -19,8 +16,7 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Hashable, Sequence
 
-from stepgraph.errors import InvalidArgument
-from stepgraph.order.entries import Entry, Kind
+from stepgraph.order.entries import Entry, Kind, invalid
 from stepgraph.order.validate import count_microbatches, read_order
 from stepgraph.tracebacks import entry_point
 
@@ -78,9 +74,8 @@ def _one_a_sample(
         try:
             hash(signature)
         except TypeError:
-            raise InvalidArgument(
+            raise invalid(
                 f"signatures[{index}] is a {type(signature).__name__}, which cannot be looked up",
-                rule="order",
                 why="free buffers are found by signature.",
                 fix="pass values with a hash, such as tuples of shape and dtype.",
             ) from None
@@ -94,9 +89,8 @@ def _one_a_sample(
             for _ in range(num_microbatches)
             for layer in range(layers)
         ]
-    raise InvalidArgument(
+    raise invalid(
         f"{len(signatures)} signatures for {num_samples} samples",
-        rule="order",
         details=(f"samples   {num_layers} layers x {num_microbatches} microbatches",),
         why="samples share a buffer only if their signatures are equal, so each needs one.",
         fix=f"pass {num_samples} signatures, one a sample, or {num_layers}, one a layer.",

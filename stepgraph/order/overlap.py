@@ -5,13 +5,10 @@ side by side. For that, each layer becomes a chunk of its own: layer l of all la
 written l, its backward -l, its weight gradient -l.5 (see `entries`).
 
 - A forward with no backward right before it is written out layer by layer, first to last.
-- A backward and the forward right after it are a pair. Their layers take turns, forward first. With weight gradients
-  each follows its layer's backward, except that of the pair's last backward layer, which closes the pair: so the
-  gradient that the rank before waits for is not held up by it.
+- A backward and the forward right after it are a pair. Their layers take turns, forward first. Each weight gradient
+  follows its layer's backward, except that of the pair's last backward layer, which closes the pair: so it does not
+  hold up the gradient that the rank before waits for.
 - A backward with no forward after it is written out last layer to first, each weight gradient after its layer.
-
-Orders of a schedule table have forwards, then pairs, then backwards. Any other valid order of chunks is read by the
-same three rules.
 """
 
 from __future__ import annotations
@@ -20,8 +17,7 @@ from collections import Counter
 from collections.abc import Sequence
 from itertools import zip_longest
 
-from stepgraph.errors import InvalidArgument
-from stepgraph.order.entries import Entry, Kind
+from stepgraph.order.entries import Entry, Kind, invalid
 from stepgraph.order.validate import point_at, read_order
 from stepgraph.tracebacks import entry_point
 
@@ -76,15 +72,14 @@ def get_overlap_moe_expert_parallel_comm_order(
 
 
 def _refuse_what_numbers_do_not_say(order: Sequence[float], entries: Sequence[Entry]) -> None:
-    """The result has no place for microbatches, and the weight gradients in it are its own."""
+    """The result has no place for microbatches, and its weight gradients are its own."""
     seen: Counter[float] = Counter()
     for index, entry in enumerate(entries):
         whole = entry.kind is not Kind.WEIGHT_GRAD
         if not whole or entry.microbatch != seen[entry.number]:
             expected = f"microbatch {seen[entry.number]}" if whole else "a forward or a whole backward"
-            raise InvalidArgument(
+            raise invalid(
                 f"entry {index} of the order is the {entry}, which no order of layers can be made from",
-                rule="order",
                 details=point_at(order, index, expected),
                 why="chunks are taken apart as whole backwards and in the order of their microbatches; with "
                 "`capture_wgrad_graph=True` weight gradients are split off here, for all layers.",

@@ -1,15 +1,13 @@
 """Orders of the schedules of `torch.distributed.pipelining`.
 
-A schedule with several stages a rank holds a list of actions for each rank: F (forward), B (backward), I (gradient of
-the input), W (gradient of the weights), an overlapped F and B, and communication. The stages of a rank, by index, are
-its chunks 1, 2, ...; F becomes c, B and I become -c, W becomes -c.5, and communication and waits for it are left out.
-An overlapped action becomes its parts in the order in which the schedule lists and runs them: the forward, then the
-backward. Each entry keeps the action's microbatch, for backwards may come in another order than forwards (LoopedBFS),
-and a chunk may have both B and I (DualPipeV).
+A schedule with several stages on a rank holds a list of actions for each rank: F (forward), B (backward), I (gradient
+of the input), W (gradient of the weights), an overlapped F and B, and communication. The stages of a rank, by index,
+are its chunks 1, 2, ...; F becomes c, B and I become -c, W becomes -c.5, and communication is left out. An overlapped
+action becomes its parts in the order in which the schedule runs them. Each entry keeps the action's microbatch, because
+backwards may come in another order than forwards (LoopedBFS), and a chunk may have both B and I (DualPipeV).
 
-A schedule with one stage a rank (GPipe, 1F1B) runs a loop of its own. It may hold such a list too, but does not run it,
-and that of 1F1B is off by one on the last rank. So its order is made from its numbers of stages and microbatches.
-
+A schedule with one stage on a rank (GPipe, 1F1B) runs a loop of its own. It may hold such a list too, but does not run
+it, and that of 1F1B is off by one on the last rank. So its order is made from its numbers of stages and microbatches.
 Schedules are read by their attributes: torch is not imported here.
 """
 
@@ -19,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from stepgraph.errors import InvalidArgument
-from stepgraph.order.entries import Entry, Kind, Order
+from stepgraph.order.entries import Entry, Kind, Order, invalid
 from stepgraph.order.schedules import convert_schedule_table_to_order, get_schedule_table
 from stepgraph.order.validate import read_order, validate_order
 from stepgraph.tracebacks import entry_point
@@ -53,7 +51,7 @@ def order_from_pipelining(schedule: Any, rank: int | None = None, *, forward_onl
 
 
 def _loop_entries(schedule: Any, loop: str | None, rank: int | None) -> Sequence[Entry]:
-    """What the schedules with one stage a rank do in their loops."""
+    """The entries of the loops of schedules with one stage on a rank."""
     num_stages, num_microbatches = schedule._num_stages, schedule._n_microbatches
     stage = schedule._stage.stage_index if rank is None else rank
     if stage not in range(num_stages):
@@ -68,11 +66,10 @@ def _listed_entries(schedule: Any, rank: int | None) -> Sequence[Entry]:
     lists: Mapping[int, Any] | None = getattr(schedule, "pipeline_order_with_comms", None)
     lists = lists or getattr(schedule, "pipeline_order", None)
     if not isinstance(lists, Mapping) or not lists:
-        raise InvalidArgument(
-            f"{type(schedule).__name__} is no schedule that stepgraph can read an order from",
-            rule="order",
+        raise invalid(
+            f"{type(schedule).__name__} is not a schedule that stepgraph can read an order from",
             details=("expected  ScheduleGPipe, Schedule1F1B, or a schedule with a `pipeline_order`",),
-            why="its actions are not listed, so what it runs when is not known.",
+            why="its actions are not listed, so their order is not known.",
             fix="take a schedule of torch.distributed.pipelining, or write its order as a list of numbers.",
         )
     rank = getattr(schedule, "rank", 0) if rank is None else rank
@@ -84,7 +81,6 @@ def _listed_entries(schedule: Any, rank: int | None) -> Sequence[Entry]:
 
 
 def _computing(actions: Any) -> Iterator[tuple[Kind, int, int]]:
-    """The (kind, stage, microbatch) of each action that computes, overlapped ones taken apart."""
     kinds = dict(_KINDS)
     for action in actions:
         if action is None:  # a step in which the rank waits
@@ -95,21 +91,19 @@ def _computing(actions: Any) -> Iterator[tuple[Kind, int, int]]:
         elif name == _OVERLAPPED and action.sub_actions:
             yield from _computing(action.sub_actions)
         elif name not in _COMMUNICATION + _WAITS:
-            raise InvalidArgument(
+            raise invalid(
                 f"the schedule has an action that stepgraph does not know: {action}",
-                rule="order",
                 details=(
                     f"expected  {', '.join(kinds)} with a microbatch, {_OVERLAPPED} with its parts, communication",
                 ),
-                why="whether it computes anything, and of which microbatch, is not known.",
+                why="it may compute something, of an unknown microbatch.",
                 fix="take a schedule of these actions, or write its order as a list of numbers.",
             )
 
 
 def _no_such_rank(schedule: Any, rank: Any, ranks: Any) -> InvalidArgument:
-    return InvalidArgument(
+    return invalid(
         f"{type(schedule).__name__} has no rank {rank!r}",
-        rule="order",
         details=(f"expected  one of {', '.join(map(str, ranks))}",),
         why="ranks are those of the pipeline's process group, counted from 0.",
         fix="pass the rank in the pipeline group: `stage.group_rank`.",

@@ -2,17 +2,15 @@
 
 A rank with several model chunks runs its microbatches in groups: a group through the first chunk, the same group
 through the second, and so on, then the next group. `get_schedule_table` lists that as (microbatch, chunk). A rank warms
-up with some forwards alone, then runs a forward and a backward in turn, then the backwards that are left. Backwards
-walk the same table with the chunks reversed. `num_warmup_microbatches` counts the forwards alone, and
-`convert_schedule_table_to_order` puts it all together.
+up with some forwards (`num_warmup_microbatches`), then runs a forward and a backward in turn, then the backwards that
+are left. Backwards walk the same table with the chunks reversed (`convert_schedule_table_to_order`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from stepgraph.errors import InvalidArgument
-from stepgraph.order.entries import is_count
+from stepgraph.order.entries import invalid, is_count
 from stepgraph.tracebacks import entry_point
 
 
@@ -50,8 +48,8 @@ def num_warmup_microbatches(
     """How many forwards a rank runs before it runs a forward and a backward in turn.
 
     A forward of one chunk counts once. With expert-parallel overlap a schedule with several chunks warms up one more,
-    so that each backward finds a forward to run beside. One rank alone does not warm up, and several chunks on it are
-    no pipeline: the order made from that has a backward before its forward, and `validate_order` says so.
+    so that each backward has a forward to run beside. One rank alone does not warm up, and several chunks on it are no
+    pipeline: `validate_order` refuses the order made from that.
 
     Example:
         >>> num_warmup_microbatches(8, 2, 4, pipeline_parallel_size=4, pipeline_parallel_rank=3)
@@ -63,9 +61,8 @@ def num_warmup_microbatches(
     _at_least("pipeline_parallel_size", pipeline_parallel_size, 1)
     _at_least("pipeline_parallel_rank", pipeline_parallel_rank, 0)
     if pipeline_parallel_rank >= pipeline_parallel_size:
-        raise InvalidArgument(
+        raise invalid(
             f"pipeline_parallel_rank is {pipeline_parallel_rank} of {pipeline_parallel_size} ranks",
-            rule="order",
             why="ranks are counted from 0.",
             fix=f"pass a rank from 0 to {pipeline_parallel_size - 1}.",
         )
@@ -94,9 +91,8 @@ def convert_schedule_table_to_order(
     chunks = [chunk for _, chunk in schedule_table]
     for index, chunk in enumerate(chunks):
         if not 0 <= chunk < num_model_chunks:
-            raise InvalidArgument(
+            raise invalid(
                 f"row {index} of the schedule table, {schedule_table[index]}, names chunk {chunk}",
-                rule="order",
                 why=f"with num_model_chunks={num_model_chunks} the chunks of a table are 0 to {num_model_chunks - 1}.",
                 fix=f"make the table with get_schedule_table(..., num_model_chunks={num_model_chunks}, ...).",
             )
@@ -111,9 +107,8 @@ def convert_schedule_table_to_order(
 
 def _at_least(name: str, value: int, least: int) -> None:
     if not is_count(value, least):
-        raise InvalidArgument(
+        raise invalid(
             f"{name} is {value!r}",
-            rule="order",
             why=f"it is a whole number of at least {least}.",
             fix=f"pass an int, `{name}={least}` or more.",
         )

@@ -1,9 +1,9 @@
-"""Reading an order: its numbers made into entries, or an error that points at the entry that cannot be.
+"""`read_order` makes an order's numbers into entries, or raises an error that points at the wrong entry.
 
-An order decides what is captured and which memory is shared, so a wrong one would be wrong gradients. Read from left to
-right, each forward must be new, each backward must follow its forward, each weight gradient its backward. In the end
-every forward has its backward (or none has: inference), and no chunk or microbatch has been left out in the counting.
-Where numbers leave the microbatch open it is counted (see `entries`); an `Order` says it.
+An order decides what is captured and which memory is shared, so a wrong one would give wrong gradients. Read from left
+to right, each forward must be new, each backward must follow its forward, each weight gradient its backward. In the end
+every forward has its backward (or none has: inference), and chunks and microbatches are counted without gaps. Where
+numbers leave the microbatch open it is counted (see `entries`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from types import MappingProxyType
 from typing import Any
 
 from stepgraph.errors import InvalidArgument
-from stepgraph.order.entries import Entry, Kind, Order, is_count
+from stepgraph.order.entries import Entry, Kind, Order, invalid, is_count
 from stepgraph.tracebacks import entry_point
 
 _SHOWN = 10
@@ -50,9 +50,8 @@ def read_order(order: Sequence[float], num_layers_per_chunk: Sequence[int] | Non
     """
     listed = isinstance(order, Sequence) and not isinstance(order, (str, bytes))
     if not listed or not order:
-        raise InvalidArgument(
+        raise invalid(
             "the order is empty" if listed else f"the order is of type {type(order).__name__}",
-            rule="order",
             details=("expected  a list of at least one number",),
             why=_WHY,
             fix="pass a list such as `[1, -1]`, or what `convert_schedule_table_to_order` returns.",
@@ -80,7 +79,7 @@ def read_order(order: Sequence[float], num_layers_per_chunk: Sequence[int] | Non
 def count_microbatches(order: Sequence[float]) -> int:
     """How many microbatches each chunk runs; `InvalidArgument` if one runs fewer than another.
 
-    An order in itself may do that. Where samples are numbered it may not: their numbers are made with one count.
+    Samples are numbered with one count for all chunks.
 
     Example:
         >>> count_microbatches([1, 1, 2, 2, -2, -2, -1, -1])
@@ -100,7 +99,7 @@ def count_microbatches(order: Sequence[float]) -> int:
 def point_at(order: Sequence[Any], index: int, expected: str) -> tuple[str, ...]:
     """Lines for an error's details: the order around an entry, a mark under it, what should stand there."""
     start, stop = max(0, index - _SHOWN), min(len(order), index + _SHOWN + 1)
-    words = [_word(entry) for entry in order[start:stop]]
+    words = [f"{float(e):g}" if _is_number(e) else repr(e)[:20] for e in order[start:stop]]
     before = " ".join(["..."] * (start > 0) + words[: index - start])
     line = " ".join(["..."] * (start > 0) + words + ["..."] * (stop < len(order)))
     mark = " " * (len(before) + bool(before)) + "^" * len(words[index - start])
@@ -111,18 +110,8 @@ def _is_number(value: object) -> bool:
     return isinstance(value, Real) and not isinstance(value, bool)
 
 
-def _word(entry: Any) -> str:
-    return f"{float(entry):g}" if _is_number(entry) else repr(entry)[:20]
-
-
 def _refuse(order: Sequence[Any], index: int, what: str, expected: str, fix: str) -> InvalidArgument:
-    return InvalidArgument(
-        f"entry {index} of the order is {what}",
-        rule="order",
-        details=point_at(order, index, expected),
-        why=_WHY,
-        fix=fix,
-    )
+    return invalid(f"entry {index} of the order is {what}", details=point_at(order, index, expected), why=_WHY, fix=fix)
 
 
 def _kind_and_chunk(order: Sequence[Any], index: int) -> tuple[Kind, int]:
@@ -142,7 +131,7 @@ def _kind_and_chunk(order: Sequence[Any], index: int) -> tuple[Kind, int]:
 
 
 def _microbatches(order: Sequence[float], kinds: Sequence[tuple[Kind, int]]) -> list[int]:
-    """Those that an `Order` names; for plain numbers the k-th entry of a kind and chunk is that of microbatch k."""
+    """Those of an `Order`; for plain numbers the k-th entry of a kind and chunk is that of microbatch k."""
     if isinstance(order, Order):
         for index, microbatch in enumerate(order.microbatches):
             if not is_count(microbatch):
@@ -198,7 +187,6 @@ def _check_complete(order: Sequence[float], entries: Sequence[Entry]) -> None:
 
 
 def _check_gaps(order: Sequence[float], entries: Sequence[Entry]) -> None:
-    """Chunks and microbatches are counted without leaving one out."""
     forwards = {(e.chunk, e.microbatch) for e in entries}
     for index, entry in enumerate(entries):
         if entry.microbatch and (entry.chunk, entry.microbatch - 1) not in forwards:
@@ -224,9 +212,8 @@ def _tally(counts: Counter[Kind], first: Entry, second: Entry) -> str:
 def _check_layers(order: Sequence[float], entries: Sequence[Entry], num_layers_per_chunk: Sequence[int]) -> None:
     listed = isinstance(num_layers_per_chunk, Sequence)
     if not listed or not all(map(is_count, num_layers_per_chunk)):
-        raise InvalidArgument(
+        raise invalid(
             f"num_layers_per_chunk is {num_layers_per_chunk!r}",
-            rule="order",
             why="it says for each chunk how many of its layers are captured.",
             fix="pass a list of whole numbers, one a chunk; 0 for a chunk of which nothing is captured.",
         )

@@ -1,26 +1,15 @@
 """Buckets: batches of many lengths on a few graphs.
 
-A graph has one shape. A loop whose sequences differ in length would need a graph for each length, or run eagerly. With
-buckets a batch is padded up to the next of a few sizes, and each size has its graph. What that takes is decided here,
-without a graph in sight: which dimensions belong together and which size they get (`Buckets`, `BoundBuckets`), and
-which dimensions of the results grow with them and are cut back (`ResultDims`).
+A graph has one shape. With buckets a batch is padded up to the next of a few sizes, and each size has its graph.
+`Buckets` and `BoundBuckets` decide which dimensions belong together and which size they get, `ResultDims` which
+dimensions of the results grow with them and are cut back. Nothing here knows of graphs.
 
-The cost of a call: a look at the bucketed sizes, and one fill and one copy for each tensor that is not at its bucket's
-size yet. The step does the work of the padded batch, and its numbers are those of the padded batch: a loss that counts
-the padding in, counts it in eager too.
+A call costs a look at the bucketed sizes, and one fill and one copy for each tensor that is not at its bucket's size
+yet. The step computes on the padded batch: a loss that counts the padding in, counts it in eager too.
 """
 
 from stepgraph.padding.bound import BoundBuckets, Padded
 from stepgraph.padding.buckets import Buckets, Choice
 from stepgraph.padding.results import ResultDims, named_shapes, result_dims, result_names
 
-__all__ = [
-    "BoundBuckets",
-    "Buckets",
-    "Choice",
-    "Padded",
-    "ResultDims",
-    "named_shapes",
-    "result_dims",
-    "result_names",
-]
+__all__ = ["BoundBuckets", "Buckets", "Choice", "Padded", "ResultDims", "named_shapes", "result_dims", "result_names"]

@@ -1,9 +1,8 @@
 """Buckets for calls of one structure: chooses the size of each group and pads the call's tensors to it.
 
 Names are looked up once; a call then costs a look at the bucketed sizes. A padded tensor is dense, in the order of the
-strides of the tensor it came from, so that all batches of one bucket have one signature. That is also why a tensor
-which has the bucket's size and has gaps between its rows (`tokens[:, :-1]`) is copied, and any other is passed on as
-it is.
+strides of the tensor it came from, so that all batches of one bucket have one signature. For the same reason a tensor
+that has the bucket's size and gaps between its rows (`tokens[:, :-1]`) is copied; any other is passed on as it is.
 """
 
 from __future__ import annotations
@@ -19,9 +18,8 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 
 from stepgraph.errors import CaptureError, InvalidArgument
-from stepgraph.padding.buckets import RESULT, Buckets, Choice, Number
+from stepgraph.padding.buckets import RESULT, Buckets, Choice, Number, described, dotted, find, invalid, same_leaf
 from stepgraph.padding.layout import Copy, Made, copied, dense_strides, holds, plan_copy
-from stepgraph.padding.names import described, dotted, find, invalid
 from stepgraph.signature import has_gradient_hooks, leaf_key
 from stepgraph.signature.attributes import as_given, attributes_on
 
@@ -36,13 +34,13 @@ class Padded:
     choice: Choice
     """The size of each group; calls with equal choices have equal shapes."""
     lengths: tuple[int, ...]
-    """The size of each group before padding: that of its largest member."""
+    """The size of each group's largest member before padding."""
     made: list[Made]
     known_written: set[int]
-    """Leaves that earlier calls were seen to write to."""
+    """Leaves that earlier calls wrote to."""
 
     def store(self) -> None:
-        """After the step: give the caller's own tensors what it wrote to these, and the gradients it left on them."""
+        """After the step: copy what it wrote to these tensors, and their gradients, back to the caller's own."""
         for made in self.made:
             if made.was_written():
                 self.known_written.add(made.index)
@@ -53,8 +51,6 @@ class Padded:
 
 @dataclass(frozen=True, slots=True)
 class _Member:
-    """A bucketed leaf at its place in the call."""
-
     index: int
     name: str
     dims: tuple[tuple[int, int], ...]
@@ -64,8 +60,6 @@ class _Member:
 
 
 class _Plan(NamedTuple):
-    """What to do with calls of these shapes."""
-
     choice: Choice
     lengths: tuple[int, ...]
     copies: list[Copy | None]
@@ -73,7 +67,7 @@ class _Plan(NamedTuple):
 
 _MAX_PLANS = 4096
 _NUM_LOOKS = 4
-"""How many calls of one bucket are looked at for writes that torch does not count."""
+"""How many calls of one bucket are searched for writes that torch does not count."""
 
 
 class BoundBuckets:
@@ -90,11 +84,7 @@ class BoundBuckets:
         for leaf in buckets.arguments:
             index = find(leaf.name, names, told, "the call")
             if taken.setdefault(index, leaf.name) != leaf.name:
-                raise invalid(
-                    f"buckets: `{taken[index]}` and `{leaf.name}` are the same leaf, {names[index]}",
-                    why="two entries for one tensor could contradict each other.",
-                    fix="put all dimensions of a tensor into one entry.",
-                )
+                raise same_leaf(taken[index], leaf.name, f", {names[index]}")
             kind = (leaf.dims, type(leaf.pad), repr(leaf.pad))
             kinds += [kind] if kind not in kinds else []
             self._members.append(_Member(index, names[index], leaf.dims, leaf.pad, kinds.index(kind)))
@@ -108,11 +98,10 @@ class BoundBuckets:
             _fill(member, leaves[member.index])
 
     def pad(self, leaves: Sequence[Any]) -> Padded:
-        """The call padded: each group to the smallest size that holds its largest member."""
+        """Pad the call: each group to the smallest size that holds its largest member."""
         try:
-            key = tuple(
-                [(type(leaf), leaf.shape, leaf.stride(), leaf.dtype) for leaf in [leaves[i] for i in self._indices]]
-            )
+            members = [leaves[i] for i in self._indices]
+            key = tuple([(type(leaf), leaf.shape, leaf.stride(), leaf.dtype) for leaf in members])
             plan = self._plans.get(key)
         except (AttributeError, RuntimeError):  # no tensor, or one without strides
             self.lengths(leaves)
@@ -135,10 +124,8 @@ class BoundBuckets:
         for member in self._members:
             leaf = leaves[member.index]
             _check_leaf(member, leaf)
-            shape = leaf.shape
             for dim, group in member.dims:
-                if shape[dim] > found[group]:
-                    found[group] = shape[dim]
+                found[group] = max(found[group], leaf.shape[dim])
         return tuple(found)
 
     def choose(self, lengths: Sequence[int], leaves: Sequence[Any]) -> Choice:
@@ -166,7 +153,7 @@ class BoundBuckets:
         )
 
     def all_choices(self, leaves: Sequence[Any]) -> list[Choice]:
-        """Every combination of sizes, the one with most elements first: what is captured first sets the pool's size."""
+        """Every combination of sizes, the one with most elements first: the first capture sets the pool's size."""
 
         def elements(choice: Choice) -> int:
             return sum(math.prod(_target(m, leaves[m.index].shape, choice)) for m in self._members)
@@ -179,7 +166,7 @@ class BoundBuckets:
         return self._fit(leaves, self._copies(leaves, choice))[0]
 
     def other_sizes(self, leaves: Sequence[Any]) -> dict[int, str]:
-        """Sizes that results may have from dimensions without buckets or from plain numbers, and whose they are."""
+        """Sizes that results may have from unbucketed dimensions or plain numbers, and their owners."""
         dims = {m.index: {d % leaves[m.index].ndim for d, _ in m.dims} for m in self._members}
         found: dict[int, str] = {}
         for index, (name, leaf) in enumerate(zip(self._names, leaves, strict=True)):
@@ -191,22 +178,24 @@ class BoundBuckets:
         return found
 
     def kind(self, leaves: Sequence[Any]) -> tuple[Kind, Kind]:
-        """What tells a call from others but its bucket: with the sizes that have no buckets, and without them."""
+        """A key for calls that differ in their bucket only: with the sizes that have no buckets, and without them."""
         exact: list[Hashable] = []
         rough: list[Hashable] = []
         for index, leaf in enumerate(leaves):
+            around: Hashable
+            unbucketed: tuple[int, ...] = ()
             if isinstance(leaf, torch.Tensor) and not isinstance(leaf, torch.nn.Parameter):
                 around = (type(leaf), leaf.ndim, leaf.dtype, leaf.device, leaf.requires_grad, attributes_on(leaf))
-                exact.append((around, _unbucketed(leaf.shape, self._dims.get(index, ()))))
-                rough.append(around)
+                bucketed = {dim % leaf.ndim for dim in self._dims.get(index, ())}
+                unbucketed = tuple(-1 if dim in bucketed else size for dim, size in enumerate(leaf.shape))
             else:
-                key = leaf_key(leaf)
-                exact.append(key)
-                rough.append(key)
+                around = leaf_key(leaf)
+            exact.append((around, unbucketed))
+            rough.append(around)
         return tuple(exact), tuple(rough)
 
     def _copies(self, leaves: Sequence[Any], choice: Choice) -> list[Copy | None]:
-        """What each member needs to have the chosen sizes; None where it has them."""
+        """The copy that gives each member the chosen sizes; None where it has them."""
         copies: list[Copy | None] = []
         for member in self._members:
             leaf = leaves[member.index]
@@ -240,14 +229,6 @@ class BoundBuckets:
         return fitted, made
 
 
-def _unbucketed(shape: Sequence[int], dims: Sequence[int]) -> tuple[int, ...]:
-    """A shape with a mark in the place of bucketed sizes."""
-    sizes = list(shape)
-    for dim in dims:
-        sizes[dim] = -1
-    return tuple(sizes)
-
-
 def _target(member: _Member, shape: Sequence[int], choice: Choice) -> tuple[int, ...]:
     target = list(shape)
     for dim, group in member.dims:
@@ -256,10 +237,9 @@ def _target(member: _Member, shape: Sequence[int], choice: Choice) -> tuple[int,
 
 
 def _check_leaf(member: _Member, leaf: Any) -> None:
-    """What a name stands for may change from call to call, so that each call is looked at."""
     if type(leaf) is not torch.Tensor and (not isinstance(leaf, torch.Tensor) or isinstance(leaf, torch.nn.Parameter)):
         raise invalid(
-            f"buckets: `{member.name}` is no tensor to pad: {described(leaf)}",
+            f"buckets: `{member.name}` is not a tensor to pad: {described(leaf)}",
             why="padding makes a larger copy of a tensor; parameters and other objects are used as they are.",
             fix=f"drop it from buckets, or pass a tensor for `{member.name}`.",
         )
@@ -286,7 +266,6 @@ def _check_leaf(member: _Member, leaf: Any) -> None:
 
 
 def _refuse_gradient(member: _Member, leaf: torch.Tensor) -> None:
-    """Refuse what a padded copy of a leaf cannot have."""
     if not leaf.requires_grad or not leaf.is_leaf:
         return
     if leaf.grad is not None and leaf.grad.layout is not torch.strided:
@@ -306,11 +285,11 @@ def _refuse_gradient(member: _Member, leaf: torch.Tensor) -> None:
 
 
 def _fill(member: _Member, leaf: torch.Tensor) -> Number:
-    """The member's pad value, once it is known that the leaf's dtype holds it."""
+    """The member's pad value, checked against the leaf's dtype."""
     if not holds(leaf.dtype, member.pad):
         raise invalid(
             f"pad_values: `{member.name}` is {described(leaf)}, which does not hold {member.pad!r}",
-            why="the padding would be filled with another number than was asked for.",
+            why="the padding would be filled with another number than the given one.",
             fix=f'pad_values={{"{dotted(member.name)}": ...}} with a number that fits {leaf.dtype}.',
         )
     return member.pad

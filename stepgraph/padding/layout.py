@@ -1,10 +1,10 @@
-"""The memory of a padded tensor: its strides, its contents, and the number that its padding is filled with."""
+"""The memory of a padded tensor: its strides, its contents, and the number that fills its padding."""
 
 from __future__ import annotations
 
 import cmath
 import itertools
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -17,20 +17,18 @@ from stepgraph.signature.memory import Contents, geometry, version_of
 def dense_strides(shape: Sequence[int], like: Sequence[int]) -> tuple[int, ...]:
     """Strides without gaps for a shape, with its dimensions in the order that other strides show.
 
-    The stride of a size of 1 means nothing and shows no order. It is that of a contiguous tensor, whatever it was.
+    The stride of a size of 1 shows no order; it is made that of a contiguous tensor.
     """
     inner_first = range(len(shape) - 1, -1, -1)
     strides = [1] * len(shape)
-    step = 1
-    for dim in inner_first:
-        strides[dim] = step
-        step *= max(shape[dim], 1)
-    if 0 in like or all(a >= b for a, b in itertools.pairwise(like)):
-        return tuple(strides)
-    step = 1
-    for dim in sorted((d for d in inner_first if shape[d] != 1), key=like.__getitem__):
-        strides[dim] = step
-        step *= max(shape[dim], 1)
+    orders = [list(inner_first)]
+    if 0 not in like and any(a < b for a, b in itertools.pairwise(like)):
+        orders.append(sorted((d for d in inner_first if shape[d] != 1), key=like.__getitem__))
+    for order in orders:
+        step = 1
+        for dim in order:
+            strides[dim] = step
+            step *= max(shape[dim], 1)
     return tuple(strides)
 
 
@@ -42,20 +40,19 @@ class Copy(NamedTuple):
     pads: list[int]
     """As torch.constant_pad_nd takes them: before and after each dimension, the last one first; negative ones cut."""
     by_torch: bool
-    """Whether torch's padding, which is one call, has these strides: it keeps those of a tensor that it does not
-    enlarge, and may take one of four or five dimensions for channels-last."""
+    """Whether torch's padding, one call, makes these strides: it keeps those of a tensor that it does not enlarge, and
+    may take one of four or five dimensions for channels-last."""
     fill: Number
 
 
 def plan_copy(old: Sequence[int], new: tuple[int, ...], strides: tuple[int, ...], fill: Number) -> Copy:
-    """The copy from one shape to another."""
     pads = [n for before, after in zip(reversed(old), reversed(new), strict=True) for n in (0, after - before)]
     by_torch = any(n > 0 for n in pads) and len(new) < 4 and strides == dense_strides(new, ())
     return Copy(new, strides, pads, by_torch, fill)
 
 
 def copied(leaf: torch.Tensor, copy: Copy) -> torch.Tensor:
-    """What fits of the leaf, and padding around it: on the leaf's device and, like it, pinned or not."""
+    """The part of the leaf that fits, and padding around it, on the leaf's device; pinned if the leaf is."""
     is_computed = leaf.requires_grad and not leaf.is_leaf
     if is_computed or type(leaf) is not torch.Tensor:
         return torch.constant_pad_nd(leaf, copy.pads, copy.fill)
@@ -82,26 +79,25 @@ def _padded(source: torch.Tensor, copy: Copy) -> torch.Tensor:
 
 
 class Made:
-    """A tensor that stands for one of the caller's during a call."""
+    """A tensor that takes the place of one of the caller's during a call; `look`: compare its contents too."""
 
     __slots__ = ("_contents", "_geometry", "_grad", "_grad_writes", "_name", "_source", "_tensor", "_writes", "index")
 
     def __init__(self, index: int, name: str, source: torch.Tensor, tensor: torch.Tensor, *, look: bool) -> None:
-        """`look`: compare contents too, for writes that torch does not count."""
         self.index, self._name, self._source, self._tensor = index, name, source, tensor
-        self._geometry: tuple[Hashable, ...] = geometry(tensor)
+        self._geometry = geometry(tensor)
         self._grad = tensor.grad if tensor.is_leaf else None
         self._grad_writes = 0 if self._grad is None else version_of(self._grad)
         self._writes = version_of(tensor)
         self._contents = Contents([(index, tensor)]) if look else None
 
     def was_written(self) -> bool:
-        """Whether the stand-in was written to, as far as was looked."""
+        """Whether a write to the stand-in was seen."""
         if geometry(self._tensor) != self._geometry:
             raise CaptureError(
                 f"the step gives argument `{self._name}` other memory or another shape",
                 rule="argument-changed",
-                why="the step works on a padded copy, and what it makes of that cannot be given to the caller's own.",
+                why="the step works on a padded copy, and only values can be copied back to the caller's tensor.",
                 fix=f"write the values in place ({self._name}.copy_(new)), use forms without an underscore "
                 f"({self._name}.unsqueeze(0)), or return the new tensor.",
             )
@@ -110,12 +106,12 @@ class Made:
         )
 
     def store(self) -> None:
-        """Give the source what was written to its stand-in."""
+        """Copy what was written to the stand-in back to the source."""
         with torch.no_grad():
             self._source.copy_(overlap(self._tensor, self._source.shape))
 
     def store_grad(self) -> None:
-        """Give the source the gradient that was left on its stand-in."""
+        """Give the source the gradient of its stand-in."""
         source, made = self._source, self._tensor
         if not made.is_leaf or (made.grad is None and self._grad is None):
             return

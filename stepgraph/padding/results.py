@@ -1,12 +1,10 @@
-"""Which dimensions of a step's results are bucketed, and cutting them back.
+"""Finds which dimensions of a step's results are bucketed, and cuts them back.
 
-A result of the size 256 may have the padded length, or the model's width. One call cannot tell. Two sizes can: a
-dimension that has the bucket's size in each of them grows with it, and one that has the same size in both does not. So
-shapes are compared over all choices that were seen, of calls that differ in nothing but their bucket. Where only one
-size was seen (a list of one, or the first warm-up call) calls with other sizes of what is not bucketed may tell. If
-they do not, a dimension is taken for the bucketed one if nothing else is known to have that size; if something has, and
-the batch was padded, that is an error which asks the user to say it: `"result.logits": {1: [256]}`, or
-`"result.logits": {}` for none.
+A result of size 256 may have the padded length, or the model's width. Two sizes tell: a dimension that has the bucket's
+size in each of them grows with it. So shapes are compared over all choices that were seen, of calls that differ in
+their bucket only. Where only one size was seen (a list of one, or the first warm-up call), calls with other unbucketed
+sizes may tell. If not, a dimension is taken for the bucketed one if nothing else is known to have that size; otherwise,
+if the batch was padded, an error asks the user to say it: `"result.logits": {1: [256]}`, or `"result.logits": {}`.
 """
 
 from __future__ import annotations
@@ -18,8 +16,7 @@ from typing import Any, TypeAlias
 import torch
 
 from stepgraph.errors import InvalidArgument
-from stepgraph.padding.buckets import RESULT, Buckets, Choice, Sizes
-from stepgraph.padding.names import dotted, find, invalid
+from stepgraph.padding.buckets import RESULT, Buckets, Choice, Sizes, dotted, find, invalid
 from stepgraph.tree import Structure, paths
 
 Shapes: TypeAlias = Mapping[str, tuple[int, ...]]
@@ -27,7 +24,6 @@ Shapes: TypeAlias = Mapping[str, tuple[int, ...]]
 Dims: TypeAlias = tuple[tuple[int, int], ...]
 """(dimension, group)"""
 Place: TypeAlias = tuple[str, int]
-"""A dimension of a result, by name."""
 Cut: TypeAlias = tuple[str, int, int]
 """A dimension of a result, and the group to whose length it was cut."""
 
@@ -38,21 +34,19 @@ def result_names(structure: Structure) -> list[str]:
 
 
 def named_shapes(names: Sequence[str], leaves: Sequence[Any]) -> dict[str, tuple[int, ...]]:
-    """The shapes of a call's results."""
     named = zip(names, leaves, strict=True)
     return {name: tuple(leaf.shape) for name, leaf in named if isinstance(leaf, torch.Tensor)}
 
 
 @dataclass(frozen=True, slots=True)
 class Doubt:
-    """A dimension that has a bucket's size, and may have it for another reason."""
+    """A dimension that has a bucket's size, perhaps for another reason."""
 
     name: str
     dim: int
     groups: tuple[int, ...]
-    """The groups that it may belong to."""
     other: str | None
-    """What else has that size."""
+    """Something else of that size."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,17 +55,17 @@ class ResultDims:
 
     groups: tuple[Sizes, ...]
     dims: Mapping[str, Dims]
-    """For each result with bucketed dimensions; names as `result_names` gives them."""
+    """By name, as in `result_names`."""
     doubts: tuple[Doubt, ...] = ()
     derived: tuple[str, ...] = ()
-    """Dimensions that change with the bucket and are not its size, each in words; they are not cut."""
+    """Dimensions that change with the bucket and are not its size, in words; they are not cut."""
     sure: Mapping[Place, int | None] = field(default_factory=dict)
-    """What sizes have shown: the group that a dimension grows with, or None for one without a bucket's size."""
+    """Known from several sizes: the group that a dimension grows with, or None for one that grows with none."""
     guesses: bool = False
-    """Whether one size only was seen of a dimension, so that calls with other sizes may show more."""
+    """Whether only one size of a dimension was seen, so that calls with other sizes may show more."""
 
     def check(self, choice: Choice, lengths: Sequence[int]) -> None:
-        """Refuse to guess: raise if a doubt would make a difference to this call's results."""
+        """Raise if a doubt would make a difference to this call's results."""
         for doubt in self.doubts:
             possible = {lengths[group] for group in doubt.groups}
             if doubt.other is not None:
@@ -80,11 +74,7 @@ class ResultDims:
                 raise self._undecided(doubt, choice)
 
     def slice_back(self, names: Sequence[str], leaves: Sequence[Any], lengths: Sequence[int]) -> list[Any]:
-        """The results with bucketed dimensions cut to their lengths.
-
-        What is cut is a view, the rest is as it was. Copies that are safe to keep are made of these, by the caller:
-        they are then as small as the batch.
-        """
+        """The results with bucketed dimensions cut to their lengths, as views."""
         cut = list(leaves)
         for index, name in enumerate(names):
             for dim, group in self.dims.get(name, ()):
@@ -93,11 +83,11 @@ class ResultDims:
         return cut
 
     def cuts(self, choice: Choice, lengths: Sequence[int]) -> set[Cut]:
-        """What is cut in a call of these lengths."""
+        """The dimensions that are cut in a call of these lengths."""
         return {(n, dim, g) for n, dims in self.dims.items() for dim, g in dims if lengths[g] != choice[g]}
 
     def refuse_wrong_cuts(self, made: Iterable[Cut]) -> None:
-        """Raise if a dimension that was cut in earlier calls is known now not to be that group's."""
+        """Raise if a dimension that was cut in earlier calls turns out not to be that group's."""
         for name, dim, group in sorted(made):
             if (dim, group) not in self.dims.get(name, ()):
                 raise InvalidArgument(
@@ -110,7 +100,7 @@ class ResultDims:
                 )
 
     def warning(self) -> str | None:
-        """What to tell the user about results that come back padded."""
+        """The warning about results that come back padded."""
         if not self.derived:
             return None
         lines = "\n  ".join(self.derived)
@@ -138,10 +128,10 @@ def result_dims(
     other_sizes: Mapping[int, str],
     known: Mapping[Place, int | None] | None = None,
 ) -> ResultDims:
-    """Which dimensions of the results are bucketed, from the shapes that each choice gave.
+    """Find which dimensions of the results are bucketed, from the shapes that each choice gave.
 
     `other_sizes` has the sizes of all that is known not to be bucketed, and whose they are: the call's own
-    (`BoundBuckets.other_sizes`), those of parameters and buffers. `known` is what calls with other sizes were sure of.
+    (`BoundBuckets.other_sizes`), those of parameters and buffers. `known` is what calls with other sizes have shown.
     """
     names = list(dict.fromkeys(name for shapes in seen.values() for name in shapes))
     dims: dict[str, Dims] = _said(buckets, names, seen)
@@ -185,12 +175,10 @@ def result_dims(
 
 
 def _growing_with(sizes: Mapping[Choice, int], num_groups: int) -> tuple[int, ...]:
-    """The groups whose size a dimension has in every choice."""
     return tuple(g for g in range(num_groups) if all(size == choice[g] for choice, size in sizes.items()))
 
 
 def _said(buckets: Buckets, names: Sequence[str], seen: Mapping[Choice, Shapes]) -> dict[str, Dims]:
-    """The dimensions that the user named, checked against what the step returned."""
     said: dict[str, Dims] = {}
     told = {name: str(list(shape)) for shapes in seen.values() for name, shape in shapes.items()}
     absent = []
@@ -203,7 +191,7 @@ def _said(buckets: Buckets, names: Sequence[str], seen: Mapping[Choice, Shapes])
             for dim, group in leaf.dims:
                 if not -len(shape) <= dim < len(shape) or shape[dim] != choice[group]:
                     raise invalid(
-                        f"buckets: dimension {dim} of `{name}` has not the bucket's size, {choice[group]}",
+                        f"buckets: dimension {dim} of `{name}` does not have the bucket's size, {choice[group]}",
                         details=[f"shape  {list(shape)}"],
                         why="only a dimension that was padded can be cut back.",
                         fix=f"name the dimension that has it, or leave `{leaf.name}` out of buckets.",

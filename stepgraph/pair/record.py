@@ -43,8 +43,7 @@ from stepgraph.pair.parameter_proxies import ParameterProxies, without_hooks
 from stepgraph.pair.proof import note_forward, noting
 from stepgraph.pair.runner import AutogradEdges, BackwardGraph, Backwards, ForwardGraph, Grads, Recording, Runner
 from stepgraph.pair.shared import PairSession
-from stepgraph.rng.recompute import state_of_another_graph
-from stepgraph.rng.tracker import tracker_for
+from stepgraph.rng.tracker import state_of_another_graph, tracker_for
 from stepgraph.session.failure import refuse_changed_container
 from stepgraph.signature import refuse_tensor_classes
 from stepgraph.signature.ambient import as_called, autocast_now, under_autocast, without_saved_tensor_hooks

@@ -1,15 +1,14 @@
 """These checks refuse steps after which a replay would leave random state elsewhere than eager code does.
 
-A graph advances the device's generators by itself. Numbers drawn on the host inside a step (`random.random()`,
-numpy, torch's CPU generator in a step that runs on a GPU) are drawn once, at capture, and frozen: eager would draw new
-ones at each call. Whether a step draws any is seen in warm-up, and refused before anything is captured.
+A graph advances the device's generators by itself. Numbers drawn on the host inside a step (`random.random()`, numpy,
+torch's CPU generator in a step on a GPU) are drawn once, at capture, and frozen. Warm-up sees whether a step draws any,
+and refuses it.
 
-A step that seeds a generator, or sets its state, by a method of the generator's own is not seen doing it: the methods
-are C++. The tape finds out by itself. CUDA refuses another seed under capture, takes the same seed for nothing to do,
-and a state for a distance from where the graph begins: so replays would go on drawing new numbers where eager code
-draws the same ones again. But an eager call of such a step leaves the generator where the call before had left it, and
-a graph that moves it is then one that eager code never was. If the generator was drawn from between the two calls, the
-second one moves it backwards, which no draw does.
+A step may seed a generator, or set its state, by a method of the generator itself. These methods are C++ and cannot be
+watched. The tape finds out by itself. CUDA refuses a new seed under capture, but ignores the same seed, and takes a
+state for a distance from where the graph begins: replays would go on drawing new numbers where eager code draws the
+same ones again. Such a step gives itself away: each eager call leaves the generator where the call before had left it,
+or, if the generator was drawn from in between, moves it backwards, which no draw does.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""What a step may draw from: generators of random numbers of its own, and iterators.
+"""Finds what a step may draw from: its own generators of random numbers, and iterators.
 
-A replay draws nothing. Whether a call does is seen from where they are before it and after: in warm-up. In between they
-may be anyone's, so that nothing is asked of them at replays. Where an iterator is can be told of most without moving
-it; of one that keeps it to itself only the name is known.
+A replay draws nothing. Warm-up compares where each of them is before a call and after it. Most iterators can be asked
+for their position without moving them; of the others only the name is known.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ class Source:
 
     @property
     def is_seen(self) -> bool:
-        """Whether it tells where it is."""
+        """Whether its position can be read."""
         return self._before is not None
 
     def was_drawn_from(self) -> bool:
@@ -56,7 +55,7 @@ def source_of(name: str, value: Any) -> Source | None:
 
 
 def is_iterator(value: Any) -> bool:
-    """Whether a value is an iterator that Python code of the user does not move: not a file, either."""
+    """Whether a value is an iterator, not a file, that is moved by other code than the user's Python."""
     for base in type(value).__mro__ if type(value) not in weakref.ProxyTypes else ():
         if "__next__" in vars(base):
             step = vars(base)["__next__"]
@@ -68,7 +67,7 @@ def is_iterator(value: Any) -> bool:
 
 
 def position_of(value: Any, depth: int = _DEPTH) -> Any:
-    """Where an iterator is, as something to compare; None where it does not tell."""
+    """An iterator's position, as something to compare; None where it cannot be read."""
     kind = type(value)
     if kind is types.GeneratorType:
         frame = value.gi_frame
@@ -101,7 +100,7 @@ def _state_of_generator(value: Any) -> Callable[[], Any] | None:
     """What reads the state of a random generator of Python's or numpy's."""
     kind = type(value)
     if kind is torch.Generator and value.device.type == "cpu":  # that of a GPU is a matter of the graph
-        return functools.partial(_state_of_torchs, value)
+        return lambda: value.get_state().numpy().tobytes()
     if issubclass(kind, random.Random) and not issubclass(kind, random.SystemRandom):
         return functools.partial(random.Random.getstate, value)
     numpy_random: Any = sys.modules.get("numpy.random")
@@ -110,10 +109,6 @@ def _state_of_generator(value: Any) -> Callable[[], Any] | None:
     if numpy_random is not None and issubclass(kind, numpy_random.RandomState):
         return functools.partial(_state, value._bit_generator)
     return None
-
-
-def _state_of_torchs(generator: torch.Generator) -> bytes:
-    return bytes(generator.get_state().numpy().tobytes())
 
 
 def _state(bits: Any) -> Any:

@@ -2,14 +2,18 @@
 
 Tensor parallelism needs it: dropout that must differ between ranks draws from one state, dropout that must agree from
 another. A name is a `torch.Generator`. To fork, its state and that of the device's default generator are swapped, and
-swapped back at the end, so that every operator, also one that knows nothing of generators, draws from it. A swap under
+swapped back at the end, so that every operator draws from it, also one that knows nothing of generators. A swap under
 capture is part of the graph (`Backend.swap_random_state`), and every graph knows all names (`ChainRecorder`), so a
 replay draws from the live states and advances them. One name is swapped in at a time: a fork inside a fork first gives
 the outer name its state back. So each state has one home, and the same name may be forked within itself.
 
-Why it belongs to the process: torch has one default generator a device, for the whole process, and model code asks for
-the tracker by a function without arguments, at any depth. Two trackers that swap one generator's state would not know
-of each other. `_TRACKERS` is therefore the one place where this package holds state in a module, one tracker a device;
+torch.utils.checkpoint runs a forward again in the backward pass. It restores the default random state and knows nothing
+of named ones. Its `context_fn` takes a pair of contexts: the first notes all states where the forward begins, the
+second goes back to them, and to the fork that was open, for the recomputation. Under capture both are part of the
+graph.
+
+The tracker belongs to the process, because torch has one default generator for each device, and model code asks for the
+tracker by a function without arguments. Two trackers that swap one generator's state would not know of each other.
 `get_cuda_rng_tracker().reset()` empties it.
 """
 
@@ -18,17 +22,21 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from stepgraph.backends import Backend, backend_for
-from stepgraph.errors import InvalidArgument
+from stepgraph.errors import CaptureError, InvalidArgument
 from stepgraph.frames import called_from_torch
-from stepgraph.rng.recompute import STEP_FIX, Forward, Moment, Recomputation, state_of_another_graph
 from stepgraph.tracebacks import entry_point
 
 _TRACKERS: dict[torch.device, CudaRNGStatesTracker] = {}
+STEP_FIX = (
+    "set states between steps; if the step's forward is recomputed in its backward, let no optimizer or scaler step "
+    "that cuts the graph come between the two."
+)
 
 
 @entry_point
@@ -54,6 +62,17 @@ def tracker_for(backend: Backend) -> CudaRNGStatesTracker:
     return tracker
 
 
+def state_of_another_graph(what: str, fix: str) -> CaptureError:
+    """The error of a graph that goes back to a random state that it cannot know."""
+    return CaptureError(
+        f"{what} to one that was not read in the same graph",
+        rule="rng-segment",
+        why="in a graph a state is a distance from where the graph begins; one of another graph, or from before the "
+        "capture, means something else at each replay.",
+        fix=fix,
+    )
+
+
 class Segment:
     """The states that were read while one graph was recorded, by id."""
 
@@ -64,7 +83,7 @@ class Segment:
         """Whether it goes back to a state of its forward graph."""
 
     def goes_to(self, state: torch.Tensor) -> bool:
-        """Whether a state is known here, so that it can be gone back to."""
+        """Whether a state is known here, so that the graph can go back to it."""
         if id(state) in self.states:
             return True
         found = self._forward is not None and id(state) in self._forward.states
@@ -75,7 +94,7 @@ class Segment:
 class CudaRNGStatesTracker:
     """Named random states of one device. `get_cuda_rng_tracker` gives the process's, which every graph knows.
 
-    Of another one, made by hand, a step must be told: `capture(step, generators=tracker.generators)`.
+    Pass the generators of another tracker to the step: `capture(step, generators=tracker.generators)`.
     """
 
     def __init__(self, backend: Backend) -> None:
@@ -83,11 +102,11 @@ class CudaRNGStatesTracker:
         self._named: dict[str, torch.Generator] = {}
         self._seeds: set[int] = set()
         self.generators: tuple[torch.Generator, ...] = ()
-        """The generators that hold the states; another tuple whenever the names are others."""
+        """The generators that hold the states; a new tuple whenever the names change."""
         self.active: str | None = None
-        """The name that is forked right now."""
+        """The name that is forked now."""
         self.asked = 0
-        """How often code has forked or looked at the names; new ones are of no concern to a step that did neither."""
+        """How often code has forked or looked at the names; new names do not matter to a step that did neither."""
         self._recomputing = 0
         self._segment = Segment()
 
@@ -115,7 +134,7 @@ class CudaRNGStatesTracker:
                 why="names find a state, and two states of one seed would draw the same numbers.",
                 fix="take another name and another seed, or call tracker.reset() first to start over.",
             )
-        self._named[name] = self._generator().manual_seed(seed)
+        self._named[name] = torch.Generator(self._backend.device).manual_seed(seed)
         self._seeds.add(seed)
         self._names_changed()
 
@@ -126,9 +145,6 @@ class CudaRNGStatesTracker:
         self._named.clear()
         self._seeds.clear()
         self._names_changed()
-
-    def _generator(self) -> torch.Generator:
-        return torch.Generator(self._backend.device)
 
     def _names_changed(self) -> None:
         self.generators = tuple(self._named.values())
@@ -147,7 +163,7 @@ class CudaRNGStatesTracker:
 
     @contextlib.contextmanager
     def fork(self, name: str = "model-parallel-rng") -> Iterator[None]:
-        """Draw from a named state inside the block, and from the state of before after it, also after an exception."""
+        """Draw from a named state inside the block, and from the earlier state after it, also after an exception."""
         self.asked += 1
         if name not in self._named:
             raise InvalidArgument(
@@ -158,12 +174,8 @@ class CudaRNGStatesTracker:
                 fix=f"call get_cuda_rng_tracker().add({name!r}, seed) once, after torch.cuda.set_device.",
             )
         self._refuse_unknown_recomputation(name)
-        outer = self.active
-        try:
-            self._switch(name)
+        with self.moved_to(name):
             yield
-        finally:
-            self._switch(outer)
 
     def _switch(self, name: str | None) -> None:
         if name == self.active:
@@ -188,7 +200,7 @@ class CudaRNGStatesTracker:
         before, renamed = self._named, set(states) != set(self._named)
         if renamed:
             self._refuse_while_in_use("names were about to change")
-            self._named = {name: before.get(name) or self._generator() for name in states}
+            self._named = {name: before.get(name) or torch.Generator(self._backend.device) for name in states}
         kept = self.get_states()
         for name, state in states.items():
             try:
@@ -236,27 +248,16 @@ class CudaRNGStatesTracker:
         Example:
             >>> checkpoint(layer, x, use_reentrant=False, context_fn=tracker.checkpoint_contexts)
         """
-        forward = Forward(self)
-        return forward, Recomputation(self, forward)
+        forward = _Forward(self)
+        return forward, _Recomputation(self, forward)
 
-    def moment(self) -> Moment:
-        """All states now."""
-        return Moment(self.active, {name: self._get(name) for name in (None, *self._named)})
+    def _moment(self) -> _Moment:
+        return _Moment(self.active, {name: self._get(name) for name in (None, *self._named)})
 
-    def go_to(self, moment: Moment) -> None:
-        """Make all states those of a moment."""
+    def _go_to(self, moment: _Moment) -> None:
         self._switch(moment.active)
         for name, state in moment.states.items():
             self._set(name, state)
-
-    @contextlib.contextmanager
-    def recomputing(self) -> Iterator[None]:
-        """The block is a recomputation whose states are right."""
-        self._recomputing += 1
-        try:
-            yield
-        finally:
-            self._recomputing -= 1
 
     def _refuse_unknown_recomputation(self, name: str) -> None:
         in_backward = torch._C._current_graph_task_id() != -1
@@ -272,7 +273,7 @@ class CudaRNGStatesTracker:
     # -- for the recorder of a step
 
     def begin_segment(self, forward: Segment | None = None) -> Segment:
-        """A graph begins: states that were read before are not its own, but for those of its forward graph."""
+        """A graph begins: it cannot use states that were read before, except those of its forward graph."""
         self._segment = Segment(forward)
         return self._segment
 
@@ -280,24 +281,21 @@ class CudaRNGStatesTracker:
     def left(self) -> Iterator[str | None]:
         """Leave the fork for the length of the block; gives its name."""
         active = self.active
-        self._switch(None)
-        try:
+        with self.moved_to(None):
             yield active
-        finally:
-            self._switch(active)
 
     @contextlib.contextmanager
     def moved_to(self, name: str | None) -> Iterator[None]:
         """Be inside the fork of a name, or outside any, for the length of the block."""
         outer = self.active
-        self._switch(name)
         try:
+            self._switch(name)
             yield
         finally:
             self._switch(outer)
 
     def under(self, name: str | None, call: Callable[[], Any]) -> Callable[[], Any]:
-        """A call made inside a fork."""
+        """The call, made inside a fork."""
         if name is None:
             return call
 
@@ -306,3 +304,51 @@ class CudaRNGStatesTracker:
                 return call()
 
         return forked
+
+
+@dataclass(frozen=True, slots=True)
+class _Moment:
+    """The name that was forked, and every state; None is the default one."""
+
+    active: str | None
+    states: dict[str | None, torch.Tensor]
+
+
+class _Forward(AbstractContextManager[None]):
+    """Notes the states where a checkpointed forward begins."""
+
+    def __init__(self, tracker: CudaRNGStatesTracker) -> None:
+        self._tracker = tracker
+        self.moment: _Moment | None = None
+
+    def __enter__(self) -> None:
+        self.moment = self._tracker._moment()
+
+    def __exit__(self, *error: object) -> None:
+        return
+
+
+class _Recomputation(AbstractContextManager[None]):
+    """Goes back to the states of the forward, and returns. It may be entered again, as a second backward does."""
+
+    def __init__(self, tracker: CudaRNGStatesTracker, forward: _Forward) -> None:
+        self._tracker, self._forward = tracker, forward
+        self._outer: list[_Moment] = []
+
+    def __enter__(self) -> None:
+        assert self._forward.moment is not None, "a recomputation without a forward"
+        outer = self._tracker._moment()
+        self._tracker._recomputing += 1
+        try:
+            self._tracker._go_to(self._forward.moment)
+        except BaseException:
+            self._leave(outer)
+            raise
+        self._outer.append(outer)
+
+    def __exit__(self, *error: object) -> None:
+        self._leave(self._outer.pop())
+
+    def _leave(self, outer: _Moment) -> None:
+        self._tracker._recomputing -= 1
+        self._tracker._go_to(outer)

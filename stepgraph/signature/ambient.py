@@ -1,21 +1,19 @@
-"""The flags around a call choose its kernels, beside the arguments, in this process and in this thread.
+"""The flags of the process and the thread around a call choose its kernels, beside the arguments.
 
 A graph has baked in what they were at its capture, so they are read at every call, in little more than a microsecond.
-torch's compiler has a guard in C++ that compares many of them at once; the others are polled. Modes around a call count
-as well: they see, and may change, all that eager code does, and a replay shows them nothing.
+A C++ guard of torch's compiler compares many of them at once; the others are polled. Modes around a call count as well:
+they see, and may change, all that eager code does, and a replay shows them nothing. Not read are
+`torch.backends.cuda.preferred_blas_library` and the like for linear algebra: they are slow to read, and set once.
 
-Not read: `torch.backends.cuda.preferred_blas_library` and its like for linear algebra, which take as long to ask for
-as a fifth of all the rest. They are set once a program.
-
-A recording that is made later than its call runs under the call's flags again: those that differ from block to block
-(grad mode, inference mode, autocast) are set for its time (`as_called`); for the others see `changed_flags`.
+A recording that is made later than its call runs under the call's grad mode, inference mode and autocast again
+(`as_called`); for the other flags see `changed_flags`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -40,7 +38,7 @@ class OwnMode:
 
 
 class _Same:
-    """An object around a call, told by identity. It is held, so that no other is ever taken for it."""
+    """An object around a call, compared by identity, and held so that no other takes its id."""
 
     def __init__(self, given: Any) -> None:
         self._given = given
@@ -55,20 +53,10 @@ class _Same:
         return str(getattr(self._given, "__qualname__", type(self._given).__qualname__))
 
 
-def _function_modes() -> Hashable:
-    """The modes that see every function of torch, and may change what it does. One of them sets the default device."""
-    modes = [mode for mode in _get_current_function_mode_stack() if not isinstance(mode, OwnMode)]
+def _modes(stack: Iterable[Any]) -> Hashable:
+    """The modes of others. One of the function modes sets the default device."""
+    modes = [mode for mode in stack if not isinstance(mode, OwnMode)]
     return tuple(f"device {m.device}" if isinstance(m, DeviceContext) else _Same(m) for m in modes) or None
-
-
-def _dispatch_modes() -> Hashable:
-    """The modes that see every operator."""
-    return tuple(_Same(m) for m in _get_current_dispatch_mode_stack() if not isinstance(m, OwnMode)) or None
-
-
-def _hooks() -> Hashable:
-    """The hooks for tensors that autograd saves."""
-    return tuple(map(_Same, _saved_tensor_hooks(True) or ())) or None
 
 
 def _autocast(device: str) -> Hashable:
@@ -76,7 +64,7 @@ def _autocast(device: str) -> Hashable:
 
 
 def _default_dtype(device: str, dtype: Any) -> Hashable:
-    """What autocast will use where the step switches it on without a dtype, if that is not what it mostly is."""
+    """The dtype of autocast where the step switches it on without one, if it is not the usual one."""
     return None if torch.is_autocast_enabled(device) or dtype is _USUAL_DTYPES[device] else dtype
 
 
@@ -103,7 +91,7 @@ AMBIENT_NAMES = (
     *("torch-function modes", "dispatch modes", "saved-tensor hooks"),
 )
 _RESTORED = ("grad mode", "inference mode", "autocast on cuda", "autocast on cpu", "autocast cache")
-"""What `as_called` sets for a recording."""
+"""The flags that `as_called` sets for a recording."""
 _ANOMALY = AMBIENT_NAMES.index("anomaly mode")
 _NOWHERE = functools.partial(tuple)  # the getter of a flag that this torch does not have
 _matmul_precision, _conv_precision = _precision("cuda", "matmul"), _precision("cuda", "conv")
@@ -114,7 +102,7 @@ _fast_path = functools.partial(getattr, torch.backends.mha, "_is_fastpath_enable
 _saved_tensor_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda _: None)
 
 compiler_guards: Any = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
-"""The guards of torch's compiler, in C++; what they have differs from version to version."""
+"""The C++ guards of torch's compiler; what they have differs from version to version."""
 _make_guard: Callable[[], Any] = getattr(compiler_guards, "GlobalStateGuard", lambda: None)
 _guard_knows_tf32 = '"allow_tf32"' in str(getattr(_make_guard(), "__getstate__", str)())
 _matmul_unless_guarded = _NOWHERE if _guard_knows_tf32 else _matmul_precision
@@ -125,9 +113,9 @@ _USUAL_DTYPES = {"cuda": torch.float16, "cpu": torch.bfloat16}
 
 
 def _polled() -> tuple[Any, ...]:
-    """The flags that the guard does not compare, spelled out: a loop over them takes half as long again.
+    """The flags that the guard does not compare, written out: a loop over them takes 1.5 times as long.
 
-    Not among them is the order in which kernels for attention are tried: torch changes it by itself at the first call.
+    The order in which attention kernels are tried is not among them: torch changes it by itself at the first call.
     """
     return (
         _matmul_unless_guarded(),
@@ -152,15 +140,15 @@ def _polled() -> tuple[Any, ...]:
 
 
 def reason_for_eager(ambient: tuple[Hashable, ...]) -> str | None:
-    """What around a call asks for eager code: in anomaly mode autograd looks into each result of a backward."""
+    """The flag around a call that asks for eager code: in anomaly mode autograd checks each result of a backward."""
     return "anomaly mode" if ambient[_ANOMALY] else None
 
 
 class AmbientReader:
-    """Reads the flags again and again: torch's compiler has a guard that compares many of them in one call.
+    """Reads the flags again and again, with a guard of torch's compiler that compares many of them in one call.
 
-    `observers`: what only looks on as eager code works, dispatch modes and saved-tensor hooks, counts as well. It does
-    for a step. Around a graphed module such things are a matter of course, where activations are checkpointed.
+    `observers`: dispatch modes and saved-tensor hooks, which only look on, count as well. They do for a step. Around a
+    graphed module they are common, where activations are checkpointed.
     """
 
     def __init__(self, *, observers: bool = False) -> None:
@@ -178,13 +166,13 @@ class AmbientReader:
         key = ambient_key(observers=self._observers)
         if key != self._key:
             self._key = key
-        # modes and hooks are not told at a glance: with any around, each reading is a full one
+        # modes and hooks cannot be compared fast: with any around, each reading is a full one
         self._rest, self._guard = rest, _make_guard() if key[-3:] == (None, None, None) else None
         return self._key
 
 
 def ambient_key(*, observers: bool = False) -> tuple[Hashable, ...]:
-    """The flags of the process and thread that choose kernels, and what else is around a call."""
+    """The flags of the process and thread that choose kernels, and the modes around a call."""
     _, *flags, on_cuda, on_cpu, has_modes = _polled()
     return (
         *(torch.is_grad_enabled(), _autocast("cuda"), _autocast("cpu"), torch.is_autocast_cache_enabled()),
@@ -195,14 +183,14 @@ def ambient_key(*, observers: bool = False) -> tuple[Hashable, ...]:
         torch._C._get_cublas_allow_fp16_reduced_precision_reduction(),
         _matmul_precision(),
         *(*flags, _default_dtype("cuda", on_cuda), _default_dtype("cpu", on_cpu)),
-        _function_modes() if has_modes else None,
-        _dispatch_modes() if observers else None,
-        _hooks() if observers else None,
+        _modes(_get_current_function_mode_stack()) if has_modes else None,
+        _modes(_get_current_dispatch_mode_stack()) if observers else None,
+        _modes(_saved_tensor_hooks(True) or ()) if observers else None,
     )
 
 
 def changed_flags(ambient: Sequence[Hashable]) -> list[str]:
-    """The flags that are not as they were at a call, but for those that `as_called` puts back."""
+    """The flags that have changed since a call, except those that `as_called` puts back."""
     pairs = zip(AMBIENT_NAMES, ambient, ambient_key(), strict=True)
     return [name for name, then, now in pairs if then != now and name not in _RESTORED]
 
@@ -220,15 +208,14 @@ def as_called(ambient: Sequence[Hashable], *, cache: bool = False) -> Iterator[N
 
 def autocast_now() -> tuple[Hashable, Hashable]:
     """The dtype of autocast on CUDA and on the CPU, or False where it is off."""
-    cuda, cpu = torch.is_autocast_enabled("cuda"), torch.is_autocast_enabled("cpu")
-    return cuda and torch.get_autocast_dtype("cuda"), cpu and torch.get_autocast_dtype("cpu")
+    return _autocast("cuda"), _autocast("cpu")
 
 
 @contextlib.contextmanager
 def under_autocast(*dtypes: Any, cache: bool = False) -> Iterator[None]:
     """Autocast on CUDA and on the CPU with these dtypes, or off; without the cache, whose casts would be baked in.
 
-    `cache`: with an empty one, that is emptied again. The region around it, if there is one, casts its weights anew.
+    `cache`: with an empty cache that is emptied again; an outer autocast region then casts its weights again.
     """
     with contextlib.ExitStack() as stack:
         if cache:
@@ -245,12 +232,11 @@ def under_autocast(*dtypes: Any, cache: bool = False) -> Iterator[None]:
 def without_saved_tensor_hooks() -> Iterator[None]:
     """Outside any hooks for tensors that autograd saves: activations of a graph stay where they are.
 
-    A caller who checkpoints a graphed module from outside has such hooks set when it is called.
+    Such hooks are set where a caller checkpoints a graphed module from outside.
     """
     calls = torch._C._autograd
-    top = getattr(calls, "_top_saved_tensors_default_hooks", None)  # where it is missing, they cannot be read
     taken: list[Any] = []
-    while top is not None and (hooks := top(True)) is not None:
+    while (hooks := _saved_tensor_hooks(True)) is not None:
         taken.append(hooks)
         calls._pop_saved_tensors_default_hooks()
     try:

@@ -1,12 +1,10 @@
 """A buffer gets the class and the Python attributes of its tensor argument (`x.scale = 3.0`).
 
-A graph is captured on buffers in the place of the arguments, and code may read more from an argument than its data. So
-a buffer gets the plain values that hang on the argument (numbers, strings, enums, dtypes, tuples of these), and they
-are a part of the call's signature: another value is another graph. Anything else, such as a tensor, would be that of
-the capture for ever, and is refused. Marks that libraries leave for each other are left alone: they say how a tensor is
-to be treated (compiled, offloaded, freed), never what is computed.
-
-A tensor of a wrapper class keeps its data in attributes. Those belong to the class, which copies them itself.
+A graph is captured on buffers in the place of the arguments, and code may read attributes of an argument. So a buffer
+gets the argument's plain attributes (numbers, strings, enums, dtypes, tuples of these), and they are part of the call's
+signature. Anything else, such as a tensor, would stay that of the capture, and is refused. Marks that libraries leave
+for each other are ignored: they say how a tensor is to be treated, not what is computed. A tensor of a wrapper class
+keeps its data in attributes, which the class copies itself.
 """
 
 from __future__ import annotations
@@ -23,20 +21,19 @@ _MARKS = (
     *("_dynamo_", "_has_dynamo_", "_specialize_on"),
     *("_do_not_clear", "activation_offloading", "offloading_activation", "weight_offloading"),
 )
-"""How the names of marks begin: those of torch's compiler, and of Transformer Engine."""
+"""Prefixes of the names of marks: those of torch's compiler, and of Transformer Engine."""
 _PLAIN = frozenset({bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.layout})
 
 
 class Attributes:
-    """What hangs on one tensor, compared by name and value."""
+    """The Python attributes of one tensor, compared by name and value."""
 
     __slots__ = ("_key", "others", "values")
 
     def __init__(self, found: dict[str, Any]) -> None:
         self.values = {name: value for name, value in found.items() if _is_plain(value)}
-        """Plain values, which a buffer gets too."""
         self.others = {name: type(value) for name, value in found.items() if name not in self.values}
-        """The classes of what is no plain value."""
+        """The classes of the others."""
         self._key = (frozenset((n, _key(v)) for n, v in self.values.items()), frozenset(self.others.items()))
 
     def __eq__(self, other: object) -> bool:
@@ -50,7 +47,7 @@ class Attributes:
         return ", ".join(values + [f".{name}=<{kind.__name__} object>" for name, kind in self.others.items()])
 
     def difference(self, other: Attributes) -> str | None:
-        """The end of a sentence about the first attribute that `other` has otherwise."""
+        """The end of a sentence about the first attribute that differs."""
         for name in (*self.values, *self.others, *other.values, *other.others):
             mine, its = self._at(name), other._at(name)
             if mine != its:
@@ -65,7 +62,7 @@ NONE = Attributes({})
 
 
 def attributes_on(tensor: torch.Tensor) -> Attributes:
-    """What hangs on a tensor, marks aside. On a parameter nothing does: it is not exchanged for a buffer."""
+    """The attributes of a tensor, without marks. Those of a parameter do not count: no buffer takes its place."""
     found = tensor.__dict__
     if not found or isinstance(tensor, torch.nn.Parameter) or _is_wrapper(type(tensor)):
         return NONE
@@ -74,24 +71,24 @@ def attributes_on(tensor: torch.Tensor) -> Attributes:
 
 
 def attributes_in(key: Any) -> Attributes:
-    """What hung on the tensor that a leaf's key is of."""
+    """The attributes of the tensor that a leaf's key is of."""
     return key[8] if len(key) > 8 and isinstance(key[8], Attributes) else NONE
 
 
 def put_on(tensor: torch.Tensor, key: Any) -> torch.Tensor:
-    """Give a buffer what hung on the tensor that a leaf's key is of."""
+    """Give a buffer the attributes of the tensor that a leaf's key is of."""
     tensor.__dict__.update(attributes_in(key).values)
     return tensor
 
 
 def as_given(made: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
-    """A tensor made in the place of one that was given: of the same class, with what hangs on that one."""
+    """A tensor made in the place of a given one, with the class and attributes of that one."""
     if type(made) is not type(given):
         if _is_wrapper(type(given)):
             raise InvalidArgument(
                 f"an argument is a {type(given).__name__}, and a buffer for it is a {type(made).__name__}",
                 rule="tensor-class",
-                why="a step is captured on buffers in the place of its arguments, and may do something else with them.",
+                why="a step is captured on buffers in the place of its arguments, and may treat them differently.",
                 fix="pass plain tensors, and put them together inside the step.",
             )
         made = made.as_subclass(type(given))
@@ -101,7 +98,7 @@ def as_given(made: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
 
 
 def refuse_unlike_buffers(leaves: Sequence[Any], names: Sequence[str]) -> None:
-    """Refuse tensors that no buffer can stand for: with attributes that are no plain values, or without data."""
+    """Refuse tensors that no buffer can replace: with attributes that are not plain, or without data."""
     for leaf, name in zip(leaves, names, strict=True):
         if not isinstance(leaf, torch.Tensor) or isinstance(leaf, torch.nn.Parameter):
             continue
@@ -116,7 +113,7 @@ def refuse_unlike_buffers(leaves: Sequence[Any], names: Sequence[str]) -> None:
             raise InvalidArgument(
                 f"`{name}` has an attribute `{attribute}` that is a {kind.__name__}",
                 rule="tensor-attribute",
-                why="the argument is copied into a buffer; what hangs on it would be that of the capture at every "
+                why="the argument is copied into a buffer; its attribute would be that of the capture at every "
                 "replay, unless it is a plain value (a number, a string, an enum, a tuple of these).",
                 fix=f"pass it as an argument of its own, or remove it before the call (del {name}.{attribute}).",
             )
@@ -125,7 +122,7 @@ def refuse_unlike_buffers(leaves: Sequence[Any], names: Sequence[str]) -> None:
 def changed_attributes(arguments: Iterable[tuple[str, Any, Any]]) -> str | None:
     """The first attribute that a call has changed on tensors it was given, in words.
 
-    `arguments` are names, leaves as they are now, and their keys of before the call.
+    `arguments` are names, leaves as they are now, and their keys from before the call.
     """
     for name, leaf, key in arguments:
         if isinstance(leaf, torch.Tensor) and not isinstance(leaf, torch.nn.Parameter):
@@ -136,7 +133,7 @@ def changed_attributes(arguments: Iterable[tuple[str, Any, Any]]) -> str | None:
 
 
 def _is_wrapper(kind: type[torch.Tensor]) -> bool:
-    """Whether a class of tensors says itself what operations do: its instances hold other tensors."""
+    """Whether a class of tensors defines its own operations: its instances hold other tensors."""
     return kind is not torch.Tensor and kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
 
 

@@ -1,8 +1,8 @@
-"""The differences between two calls name, in words, each thing that keeps one call from the other's graph."""
+"""The differences between two calls name each thing that keeps one call from the other's graph."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,7 +14,7 @@ from stepgraph.tree import Structure, argument_name, step_into
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """One thing that is not as it was: where, what, and both values."""
+    """One change: where, what, and both values."""
 
     path: str
     what: str
@@ -31,10 +31,8 @@ class Difference:
         return f"{self.path}: {self.what} ({before} {self.captured}, received {self.received})"
 
 
-def find_differences(
-    captured: Signature, received: Signature, module_names: Sequence[str] = (), parameter_names: Sequence[str] = ()
-) -> list[Difference]:
-    """Everything that differs between two signatures, each by name."""
+def find_differences(captured: Signature, received: Signature) -> list[Difference]:
+    """Everything that differs between two signatures, by name."""
     found = _call_differences(captured, received)
     there = dict(zip(received.names(), received.leaves, strict=True))
     for path, one in zip(captured.names(), captured.leaves, strict=True):
@@ -44,8 +42,8 @@ def find_differences(
     for name, before, now in zip(AMBIENT_NAMES, captured.ambient, received.ambient, strict=True):
         if before != now:
             found.append(Difference(name, "changed", str(before), str(now)))
-    found += _flag_differences("training", captured.training, received.training, module_names)
-    found += _flag_differences(".grad is None", captured.no_grad, received.no_grad, parameter_names)
+    found += _flag_differences("training", captured.training, received.training)
+    found += _flag_differences(".grad is None", captured.no_grad, received.no_grad)
     return found
 
 
@@ -97,16 +95,13 @@ def _kind(structure: Structure) -> str:
     return structure.kind.__name__ if structure.kind else "a leaf"
 
 
-def _flag_differences(
-    what: str, one: tuple[bool, ...], two: tuple[bool, ...], names: Sequence[str]
-) -> list[Difference]:
+def _flag_differences(what: str, one: tuple[bool, ...], two: tuple[bool, ...]) -> list[Difference]:
     if not one or not two:  # not known yet
         return []
     if len(one) != len(two):
         return [Difference(what, "the step touches other objects", str(len(one)), str(len(two)))]
     changed = [i for i, (a, b) in enumerate(zip(one, two, strict=True)) if a != b]
-    label = [names[i] if i < len(names) else f"#{i}" for i in changed]
     if len(changed) > 4:
-        more = f"{label[0]} and {len(changed) - 1} more"
+        more = f"#{changed[0]} and {len(changed) - 1} more"
         return [Difference(more, what, str(one[changed[0]]), str(two[changed[0]]))]
-    return [Difference(n, what, str(one[i]), str(two[i])) for n, i in zip(label, changed, strict=True)]
+    return [Difference(f"#{i}", what, str(one[i]), str(two[i])) for i in changed]

@@ -24,10 +24,10 @@ _attributes = operator.attrgetter("__dict__")
 
 
 def geometry_check(tensors: Sequence[torch.Tensor]) -> Callable[..., bool] | None:
-    """A function that tells whether as many other tensors have the same class, dtype, device, shape and strides.
+    """A function that compares as many other tensors by class, dtype, device, shape and strides.
 
-    None where torch has no such guard. It also says no where autocast is on for their device and was not, and the
-    other way round, and where one tensor is given twice.
+    None where torch has no such guard. It also returns False where autocast was switched on or off for their device,
+    and where one tensor is given twice.
     """
     if _TensorGuards is None:
         return None
@@ -40,7 +40,7 @@ def geometry_check(tensors: Sequence[torch.Tensor]) -> Callable[..., bool] | Non
 
 
 class FastMatch:
-    """The looks of one call whose arguments are plain tensors and plain values."""
+    """The form of one call whose arguments are plain tensors and plain values."""
 
     __slots__ = ("_check", "_is_all_tensors", "_names", "_num_args", "_others", "_tensors", "_with_grad", "_written")
 
@@ -68,11 +68,11 @@ class FastMatch:
         tell_computed: bool = True,
         written: Collection[int] = frozenset(),
     ) -> FastMatch | None:
-        """The looks of a call, or None where no later call could be told to look the same.
+        """The form of a call, or None where no later call could be compared with it.
 
-        `tell_computed`: whether a tensor that needs a gradient looks another if it was computed than if it is a leaf,
-        with or without a `.grad`. `written`: the leaves that are written to, a collection that may grow; a call in
-        which another one shares their memory does not look the same.
+        `tell_computed`: a tensor that needs a gradient is compared by whether it was computed, and by its `.grad`.
+        `written`: the leaves that are written to, a collection that may grow; a call in which another leaf shares their
+        memory does not match.
         """
         leaves = [*args, *kwargs.values()]
         tensors = [leaf for leaf in leaves if type(leaf) is torch.Tensor]
@@ -87,7 +87,7 @@ class FastMatch:
         return cls(args, kwargs, tell_computed=tell_computed, written=written)
 
     def leaves_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any] | None:
-        """The leaves of a call that looks the same, or None."""
+        """The leaves of a call that matches, or None."""
         if len(args) != self._num_args or ((kwargs or self._names) and tuple(kwargs) != self._names):
             return None
         leaves = [*args, *kwargs.values()] if kwargs else list(args)

@@ -1,11 +1,9 @@
 """A signature's key holds all of a call that a captured graph takes for granted.
 
-A graph replays fixed shapes, addresses and kernels. Whatever would have made eager code launch other kernels belongs
-to the signature: each tensor's geometry, each plain value, each module's training flag, grad mode, autocast, the
-numeric flags of the process, and which gradients are None. A call is replayed only by the graph of its own signature.
-
-The key is a flat tuple, cheap to build and to hash; names for its parts are made only when a difference must be named
-(`differences`).
+Whatever would have made eager code launch other kernels belongs to the signature: each tensor's geometry, each plain
+value, each module's training flag, grad mode, autocast, the numeric flags of the process, and which gradients are None.
+A call is replayed only by the graph of its own signature. The key is a flat tuple, cheap to build and to hash; names
+for its parts are made only when a difference must be named (`differences`).
 """
 
 from __future__ import annotations
@@ -27,12 +25,12 @@ from stepgraph.tree import Structure, argument_name, hidden_tensor, paths
 
 
 class Described:
-    """An object of ours that is passed to a step: told by identity, and its `repr` says what it is."""
+    """An object of ours that is passed to a step: compared by identity, described by its `repr`."""
 
 
 _BY_VALUE = (
     *(bool, int, str, bytes, type(None), torch.dtype, torch.device, torch.Size, range, enum.Enum, Described),
-    types.MethodType,  # made anew at each look-up: told by its function and the object it is bound to
+    types.MethodType,  # made again at each look-up: compared by its function and the object it is bound to
 )
 _SHORT = {torch.float32: "f32", torch.float64: "f64", torch.bfloat16: "bf16", torch.float16: "f16"}
 
@@ -51,7 +49,6 @@ class Signature:
 
     @property
     def key(self) -> tuple[Hashable, ...]:
-        """The whole key."""
         return (self.structure, self.leaves, self.ambient, self.training, self.no_grad)
 
     def describe(self) -> str:
@@ -77,7 +74,7 @@ class Signature:
 
 
 def tensor_key(tensor: torch.Tensor) -> tuple[Hashable, ...]:
-    """A tensor's part of the key: its geometry, and what hangs on it, if anything does."""
+    """A tensor's part of the key: its geometry, and its attributes, if it has any."""
     geometry = (
         type(tensor),
         tensor.shape,
@@ -119,7 +116,7 @@ def leaf_key(leaf: Any) -> Hashable:
 def leaf_keys(leaves: Sequence[Any], *, gradients: bool = False) -> tuple[Hashable, ...]:
     """The keys of a call's leaves. A tensor that is passed twice is one tensor, and that is part of its key.
 
-    `gradients`: so is what a backward would find on a tensor that is copied in, a `.grad` or hooks.
+    `gradients`: so is the `.grad` or hooks that a backward would find on a tensor that is copied in.
     """
     if len(leaves) == 1 and type(leaves[0]) is torch.Tensor and not (gradients and leaves[0].requires_grad):
         return (tensor_key(leaves[0]),)
@@ -138,7 +135,7 @@ def leaf_keys(leaves: Sequence[Any], *, gradients: bool = False) -> tuple[Hashab
 
 
 def gradient_mark(tensor: torch.Tensor) -> str:
-    """What a backward would find on a tensor that needs a gradient."""
+    """The part of the key for a tensor that needs a gradient: what a backward would find on it."""
     if not tensor.is_leaf:
         return "computed"
     mark, grad = "leaf", tensor.grad
@@ -152,19 +149,19 @@ def gradient_mark(tensor: torch.Tensor) -> str:
 
 
 def has_gradient_hooks(tensor: torch.Tensor) -> bool:
-    """Whether somebody is to be called when a tensor gets its gradient."""
+    """Whether a tensor has hooks for its gradient."""
     return bool(tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None))
 
 
 def refuse_arguments(leaves: Sequence[Any], names: Sequence[str]) -> None:
-    """Refuse what no graph of a module or a callable can be given."""
+    """Refuse arguments that no graph of a module or a callable can take."""
     refuse_opaque(leaves)
     refuse_unlike_buffers(leaves, names)
     refuse_tensor_classes(leaves, names)
 
 
 def refuse_opaque(leaves: Sequence[Any]) -> None:
-    """Refuse objects that hide tensors: they are told by identity, so that their tensors would be frozen."""
+    """Refuse objects that hide tensors: they are compared by identity, so that their tensors would be frozen."""
     for leaf in leaves:
         if isinstance(leaf, torch.Tensor) or is_plain(leaf) or type(leaf).__module__.partition(".")[0] == "torch":
             continue
@@ -175,7 +172,7 @@ def refuse_opaque(leaves: Sequence[Any]) -> None:
             raise InvalidArgument(
                 f"an argument of type {type(leaf).__name__} holds tensors (`{hidden}`) that stepgraph cannot see",
                 rule="opaque-argument",
-                why="an object of an unknown class is told by identity; its tensors would be those of the capture.",
+                why="an object of an unknown class is compared by identity; its tensors would be those of the capture.",
                 fix="make it a dataclass, pass a dict or a tuple, or register it with torch.utils._pytree.",
             )
 
@@ -195,7 +192,7 @@ def refuse_tensor_classes(leaves: Sequence[Any], names: Sequence[str]) -> None:
 
 
 def is_plain(value: Any) -> bool:
-    """Whether a value is told by what it is, not by which object it is."""
+    """Whether a value is compared by value, not by identity."""
     return isinstance(value, (float, complex, *_BY_VALUE)) and not _is_numpy(value)
 
 

@@ -1,7 +1,7 @@
 """These checks find which tensors of a call share memory, and which ones the call wrote to.
 
-torch counts the writes to a tensor (`_version`), but not all: not those through `.data`, not the running statistics of
-`F.batch_norm`. So what a tensor holds is compared, before an eager call and after it, bit for bit.
+torch counts the writes to a tensor (`_version`), but not those through `.data`, nor the running statistics of
+`F.batch_norm`. So contents are compared bit for bit, before an eager call and after it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 
 
 def memory_of(tensor: Any) -> int | None:
-    """Which memory a tensor lies in, as far as that can be told."""
+    """The id of a tensor's memory, or None where it has none."""
     is_memory = isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided and tensor.numel() > 0
     try:
         return int(tensor.untyped_storage()._cdata) if is_memory else None
@@ -22,12 +22,12 @@ def memory_of(tensor: Any) -> int | None:
 
 
 def version_of(tensor: torch.Tensor) -> int:
-    """How often a tensor was written to, as far as torch counts; 0 of an inference tensor, which has no counter."""
+    """How often a tensor was written to, by torch's count; 0 for an inference tensor, which has no counter."""
     return 0 if tensor.is_inference() else tensor._version
 
 
 def overlap(one: Any, two: Any) -> bool:
-    """Whether two tensors come to the same bytes, gaps between their elements aside."""
+    """Whether two tensors share bytes, gaps between their elements aside."""
     memory = memory_of(one)
     if memory is None or memory != memory_of(two):
         return False
@@ -42,7 +42,7 @@ def _reach(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def sharing(leaves: Sequence[Any], written: Collection[int]) -> list[tuple[int, int]]:
-    """Which leaves lie in the memory of one that the step writes to, each with that one."""
+    """The leaves that are in the memory of one that the step writes to, each with that one."""
     if _lie_apart(leaves):
         return []
     targets = {memory_of(leaves[i]) for i in written} - {None}
@@ -54,7 +54,7 @@ def sharing(leaves: Sequence[Any], written: Collection[int]) -> list[tuple[int, 
 
 
 def _lie_apart(leaves: Sequence[Any]) -> bool:
-    """Whether each tensor has a memory of its own; no says nothing."""
+    """One fast check that each tensor has a memory of its own; False is inconclusive."""
     try:
         found = [leaf.untyped_storage()._cdata for leaf in leaves if isinstance(leaf, torch.Tensor)]
     except (NotImplementedError, RuntimeError):  # a tensor without one
@@ -65,7 +65,7 @@ def _lie_apart(leaves: Sequence[Any]) -> bool:
 def keys_apart(
     keys: tuple[Hashable, ...], leaves: Sequence[Any], written: Collection[int]
 ) -> tuple[Hashable, ...] | None:
-    """The keys of a call in which one leaf lies in the memory of another that is written to; None for other calls."""
+    """The keys of a call in which one leaf is in the memory of another that is written to; None for other calls."""
     shared = sharing(leaves, written)
     if not shared:
         return None
@@ -76,12 +76,12 @@ def keys_apart(
 
 
 def geometry(tensor: torch.Tensor) -> tuple[Hashable, ...]:
-    """Where a tensor lies, and how."""
+    """A tensor's address, shape, strides and dtype."""
     return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
 
 
 class Contents:
-    """What tensors hold at one moment: a copy of each, to compare with later."""
+    """A copy of tensors at one moment, to compare with later."""
 
     def __init__(self, tensors: Sequence[tuple[int, torch.Tensor]]) -> None:
         seen: set[int] = set()
@@ -94,7 +94,7 @@ class Contents:
                     self._copies.append((index, tensor, tensor.detach().clone()))
 
     def changed(self) -> set[int]:
-        """The numbers of those that hold something else now. Asking waits for the device."""
+        """The numbers of those that have changed. Asking waits for the device."""
         with torch.no_grad():
             return {index for index, tensor, copy in self._copies if not _same_bits(tensor.detach(), copy)}
 

@@ -19,8 +19,7 @@ from stepgraph.backends import Graph
 from stepgraph.errors import CaptureError, StateChanged
 from stepgraph.grads.step_grads import Attachment, GradCapture, attach
 from stepgraph.oplog import left_out
-from stepgraph.rng.recompute import STEP_FIX, state_of_another_graph
-from stepgraph.rng.tracker import tracker_for
+from stepgraph.rng.tracker import STEP_FIX, state_of_another_graph, tracker_for
 from stepgraph.session.session import Session
 
 

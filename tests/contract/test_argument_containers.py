@@ -33,7 +33,9 @@ def unpack(batch: dict[str, Any]) -> torch.Tensor:
 @pytest.mark.parametrize("options", [{}, {"strict": True}, {"strict": True, "on_error": "eager"}], ids=str)
 def test_container_given_a_new_tensor_is_refused_at_first_call(options: dict[str, Any], device: torch.device) -> None:
     with stepgraph.capture(recur, **options) as step:
-        with pytest.raises(stepgraph.CaptureError, match=r"changes a container .*`state\['h'\]` is another") as caught:
+        with pytest.raises(
+            stepgraph.CaptureError, match=r"changes a container .*`state\['h'\]` was replaced"
+        ) as caught:
             step({"h": torch.ones(2, device=device)}, torch.ones(2, device=device))
         assert caught.value.rule == "argument-changed"
 
@@ -114,7 +116,9 @@ def test_container_of_the_caller_changes_if_the_step_stays_eager(device: torch.d
         for index in range(6):
             x = torch.full((2,), float(index), device=device)
             if index == 2:  # where it would have been captured
-                with pytest.warns(StepgraphWarning, match=r"(?s)`state\['h'\]` is another Tensor.*goes on in eager"):
+                with pytest.warns(
+                    StepgraphWarning, match=r"(?s)`state\['h'\]` was replaced by a new Tensor.*goes on in eager"
+                ):
                     result = step(state, x)
             else:
                 result = step(state, x)

@@ -227,12 +227,12 @@ def rename(s: Any) -> None:
 
 
 CHANGES: dict[str, tuple[Callable[[torch.Tensor], Any], Callable[[Any], Any], str]] = {
-    "item replaced": (lambda t: {"h": t}, set_item, "`s['h']` is another Tensor"),
-    "number counted": (lambda t: {"n": 0}, count, "`s['n']` is another int"),
+    "item replaced": (lambda t: {"h": t}, set_item, "`s['h']` was replaced by a new Tensor"),
+    "number counted": (lambda t: {"n": 0}, count, "`s['n']` was replaced by a new int"),
     "item replaced behind one that was removed": (
         lambda t: {"n": [t], "h": t},
         lambda s: (s.pop("n"), set_item(s)),
-        "`s['h']` is another Tensor",
+        "`s['h']` was replaced by a new Tensor",
     ),
     "key added": (lambda t: {"h": t}, lambda s: s.update(x=1), "`s['x']` was added"),
     "key added to a subclass": (lambda t: Labelled(1, h=t), lambda s: s.update(x=1), "`s['x']` was added"),
@@ -257,14 +257,18 @@ CHANGES: dict[str, tuple[Callable[[torch.Tensor], Any], Callable[[Any], Any], st
         lambda s: (s.pop("h"), s.update(g=s["g"] + 1)),
         "`s`, a Fields, has 1 values and had 2",
     ),
-    "list item replaced": (lambda t: [t], lambda s: s.__setitem__(0, s[0] + 1), "`s[0]` is another Tensor"),
+    "list item replaced": (lambda t: [t], lambda s: s.__setitem__(0, s[0] + 1), "`s[0]` was replaced by a new Tensor"),
     "appended": (lambda t: [t], lambda s: s.append(t_of(s)), "`s` has 2 items and had 1"),
     "nested append": (lambda t: {"log": []}, lambda s: s["log"].append(1), "`s['log']` has 1 items and had 0"),
-    "container for a tensor": (lambda t: [t], lambda s: s.__setitem__(0, [s[0]]), "`s[0]` is another list"),
+    "container for a tensor": (lambda t: [t], lambda s: s.__setitem__(0, [s[0]]), "`s[0]` was replaced by a new list"),
     "tensor for a container": (lambda t: [[t]], lambda s: s.__setitem__(0, s[0][0]), "`s[0]` is now a Tensor"),
-    "field set": (State, lambda s: setattr(s, "h", s.h + 1), "`s.h` is another Tensor"),
+    "field set": (State, lambda s: setattr(s, "h", s.h + 1), "`s.h` was replaced by a new Tensor"),
     "attribute added": (State, lambda s: setattr(s, "extra", 1), "`s.extra` was added"),
-    "attribute of a dict": (lambda t: Labelled(1, x=t), lambda s: setattr(s, "label", 2), "`s.label` is another int"),
+    "attribute of a dict": (
+        lambda t: Labelled(1, x=t),
+        lambda s: setattr(s, "label", 2),
+        "`s.label` was replaced by a new int",
+    ),
 }
 
 
@@ -341,7 +345,7 @@ def test_leaves_are_compared_by_identity() -> None:
     call = unflatten(structure, leaves)
     assert changed_containers(structure, leaves, call, ("s",)) is None
     call[0][0][0] = Touchy()
-    assert changed_containers(structure, leaves, call, ("s",)) == "`s[0]` is another Touchy"
+    assert changed_containers(structure, leaves, call, ("s",)) == "`s[0]` was replaced by a new Touchy"
 
 
 def test_a_shape_is_a_value(device: torch.device) -> None:

@@ -137,7 +137,7 @@ def test_what_an_optimizer_between_graphs_returns_cannot_be_used(
 
     with stepgraph.capture(step, warmup=1) as captured:
         captured(torch.ones(1, 3, device=device))
-        with pytest.raises(stepgraph.CaptureError, match=r"uses what Own\.step\(\) returns") as caught:
+        with pytest.raises(stepgraph.CaptureError, match=r"uses the result of Own\.step\(\)") as caught:
             for _ in range(2):
                 captured(torch.ones(1, 3, device=device))
         assert caught.value.rule == "optimizer-result"

@@ -1,7 +1,4 @@
-"""The CUDA backend hands out what a session needs from one GPU: workspaces for graphs, side copies, host reads.
-
-The graphs themselves, and the stream and pool that they share, are in `graph`.
-"""
+"""The CUDA backend gives a session what it needs from one GPU: workspaces for graphs, side copies, host reads."""
 
 from __future__ import annotations
 
@@ -89,12 +86,6 @@ class CudaBackend(Backend):
         held = default.graphsafe_get_state()
         default.graphsafe_set_state(generator)
         generator.graphsafe_set_state(held)
-
-    def get_random_state(self, generator: torch.Generator) -> torch.Tensor:
-        return generator.get_state()
-
-    def set_random_state(self, generator: torch.Generator, state: torch.Tensor) -> None:
-        generator.set_state(state)
 
     def can_record_here(self) -> bool:
         return torch.cuda.current_stream(self.device) != torch.cuda.default_stream(self.device)

@@ -1,10 +1,10 @@
 """A CUDA workspace records graphs on one stream, in one pool. Only this module touches `torch.cuda`'s graphs.
 
-It adds to `torch.cuda.CUDAGraph`: one stream and one pool a session, also for warm-up, so that the memory that
-eager warm-up cached is what the capture takes; the garbage collector held off (destroying another graph during a
-capture breaks it); `thread_local` error mode, so that a DataLoader's pin-memory thread cannot; and a failed capture
-that leaves the process usable: the stream capture is ended, its pool is left, and the random generators are taken out
-of capture mode, which torch leaves them in ("Offset increment outside graph capture encountered unexpectedly").
+It adds to `torch.cuda.CUDAGraph`: one stream and one pool for each session, also for warm-up, so that a capture takes
+the memory that warm-up cached; the garbage collector held off, because destroying a graph during a capture breaks it;
+`thread_local` error mode, so that a DataLoader's pin-memory thread cannot break it; and a failed capture that leaves
+the process usable: the stream capture is ended, its pool is left, and the random generators are taken out of capture
+mode, in which torch leaves them ("Offset increment outside graph capture encountered unexpectedly").
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from stepgraph.errors import CaptureRefused
 
 
 def _runtime() -> Any | None:
-    """The CUDA runtime's Python bindings, where they are installed: a tenth of a second, at the first graph."""
+    """The CUDA runtime's Python bindings, where they are installed; importing them takes a tenth of a second."""
     try:
         from cuda.bindings import runtime
     except ImportError:
@@ -35,11 +35,11 @@ def _runtime() -> Any | None:
 
 
 def _register(graph: torch.cuda.CUDAGraph, generators: Sequence[torch.Generator]) -> None:
-    """Make a graph know generators.
+    """Register generators with a graph.
 
-    A generator's first graph makes the tensors that hold its seed and offset on the device, and every later capture
-    and replay fills them: made under inference mode they could only be filled under it (pytorch#166792). The default
-    generator is among `generators` because `capture_begin` would register it by itself, in whatever mode it is called.
+    A generator's first graph makes the tensors that hold its seed and offset on the device, and every later capture and
+    replay fills them: made under inference mode they could only be filled under it (pytorch#166792). The default
+    generator is among them because `capture_begin` would register it by itself, in whatever mode it is called.
     """
     with torch.inference_mode(False):
         for generator in generators:
@@ -49,8 +49,8 @@ def _register(graph: torch.cuda.CUDAGraph, generators: Sequence[torch.Generator]
 def _begin(graph: torch.cuda.CUDAGraph, pool: Any) -> bool:
     """Begin a capture; whether that, and so each replay, needs inference mode.
 
-    It does where a graph that is not ours was captured under inference mode and is alive: its tensors for seed and
-    offset are all graphs' of that generator. torch fills them before anything else of the capture has begun.
+    It does where another library's graph was captured under inference mode and is alive: it shares the generator's
+    tensors for seed and offset.
     """
     try:
         graph.capture_begin(pool, capture_error_mode="thread_local")
@@ -133,7 +133,7 @@ class CudaGraph(Graph):
     def will_replay_from(self) -> None:
         self._note_moved()
         self._replays_from = True
-        # torch tells a graph's kernels where its generators are only if the graph moves them; `replay_from` undoes it
+        # torch gives a graph's kernels the generators' positions only if the graph moves them; `replay_from` undoes it
         advance_under_capture(self._states)
 
     def _note_moved(self) -> None:
@@ -157,7 +157,7 @@ class CudaGraph(Graph):
         runtime = self._runtime
         if runtime is None:
             return True
-        stream = runtime.cudaStream_t(self._workspace.stream_handle)
+        stream = runtime.cudaStream_t(int(self._workspace.capture_stream.cuda_stream))
         info = runtime.cudaStreamGetCaptureInfo(stream)
         graph = info[3] if int(info[0]) == 0 and len(info) > 3 else None
         if graph is None:
@@ -178,7 +178,7 @@ class CudaGraph(Graph):
 
 
 class _Pool:
-    """A private memory pool, kept in being by an empty graph.
+    """A private memory pool, kept alive by an empty graph.
 
     When the last graph of a pool is freed, torch forgets the pool, and asserts if its id is used again
     (CachingHostAllocator.h: use_count > 0).
@@ -203,11 +203,11 @@ class CudaWorkspace(Workspace):
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self.device_index = device.index or 0
-        self._stream = torch.cuda.Stream(device)
+        self.capture_stream = torch.cuda.Stream(device)
         self.order = StreamOrder(torch.device("cuda", self.device_index))
         self.draws = order_of_draws(device)
         self._callers: dict[int, torch.cuda.Stream] = {}
-        """The streams that calls came on to be recorded: the graphs' static memory is from there."""
+        """The streams of calls that were recorded: the graphs' static memory comes from them."""
         self.random = StateCalls()
         self.alive: weakref.WeakSet[CudaGraph] = weakref.WeakSet()
         """Graphs that may be replayed."""
@@ -221,28 +221,23 @@ class CudaWorkspace(Workspace):
         self.pool_of(0)
 
     def before_free(self) -> None:
-        """Static memory of a graph is about to be given back: a replay on another stream may still use it."""
+        """Before static memory of a graph is freed: wait for a replay on another stream that may still use it."""
         with contextlib.suppress(RuntimeError):  # at the exit of the process nothing is left to wait for
             self.order.queue_behind(self._callers.values())
 
     def pool_of(self, lane: int) -> Any:
-        """The id of a lane's pool."""
         assert not self._closed, "the workspace is closed"
         if lane not in self._pools:
             self._new_pool(lane, (self.default_generator,))
         return self._pools[lane].id
 
     def _new_pool(self, lane: int, generators: Sequence[torch.Generator]) -> None:
-        self._pools[lane] = _Pool(self._stream, generators)
+        self._pools[lane] = _Pool(self.capture_stream, generators)
         self._pool_ids.add(tuple(self._pools[lane].id))
 
     @property
     def default_generator(self) -> torch.Generator:
         return torch.cuda.default_generators[self.device_index]
-
-    @property
-    def stream_handle(self) -> int:
-        return int(self._stream.cuda_stream)
 
     def graph(self, generators: Sequence[torch.Generator] = (), lane: int = 0) -> CudaGraph:
         return CudaGraph(self, [g for g in generators if g.device.type == "cuda"], lane)
@@ -250,9 +245,9 @@ class CudaWorkspace(Workspace):
     def abandon_pool(self, generators: Sequence[torch.Generator], lane: int) -> None:
         """Leave a pool that a broken capture was recording to, and record to a new one from now on.
 
-        torch ends a pool's recording only when the capture ended well. Its allocator on the device can be told; the
-        one for pinned memory cannot, and would refuse the pool from then on. The random generators, too, are left in
-        capture mode; the empty capture of the new pool takes them out of it, in place, for other graphs know them.
+        torch ends a pool's recording only when the capture ended well. Its device allocator can be reset; the one for
+        pinned memory cannot, and would refuse the pool. The random generators are left in capture mode, too; the empty
+        capture of the new pool takes them out of it, in place, because other graphs know them.
         """
         pool = self._pools.pop(lane)
         with contextlib.suppress(RuntimeError):  # it had not begun
@@ -264,21 +259,21 @@ class CudaWorkspace(Workspace):
     @contextlib.contextmanager
     def stream(self) -> Iterator[None]:
         outer = torch.cuda.current_stream(self._device)
-        if outer == self._stream:
+        if outer == self.capture_stream:
             yield
             return
         self._callers[int(outer.cuda_stream)] = outer
         self.order.queue_behind([outer])
-        self._stream.wait_stream(outer)
+        self.capture_stream.wait_stream(outer)
         try:
-            with torch.cuda.stream(self._stream):
+            with torch.cuda.stream(self.capture_stream):
                 yield
         finally:
-            outer.wait_stream(self._stream)
+            outer.wait_stream(self.capture_stream)
 
     @contextlib.contextmanager
     def warming_up(self) -> Iterator[None]:
-        # what the pool has free, graphs in it overwrite: what an eager call leaves behind must not lie there
+        # graphs overwrite free memory of the pool: what an eager call leaves behind must not be there
         self._warms_in_pool = not self.alive
         with self.stream():
             self._route_to_pool()
@@ -292,16 +287,16 @@ class CudaWorkspace(Workspace):
         # on the default stream, whose free memory, left over from building the model, no other stream can use
         self._route_away()
         default = torch.cuda.default_stream(self._device)
-        default.wait_stream(self._stream)
+        default.wait_stream(self.capture_stream)
         try:
             with torch.cuda.stream(default):
                 yield
         finally:
-            self._stream.wait_stream(default)
+            self.capture_stream.wait_stream(default)
             self._route_to_pool()
 
     def _route_to_pool(self) -> None:
-        """Let eager work on the stream, in autograd's threads too, allocate from the pool that captures will use."""
+        """Let eager work on the stream, also in autograd's threads, allocate from the pool of the captures."""
         if self._warms_in_pool and hasattr(torch._C, "_cuda_beginAllocateCurrentStreamToPool"):
             torch._C._cuda_beginAllocateCurrentStreamToPool(self.device_index, self.pool_of(0))
 

@@ -1,11 +1,9 @@
 """Replays on several streams wait for each other where they share memory.
 
-Graphs of one session share a pool and gradients, and a graph's arguments and results have one place. So a call that
-comes on another stream than the last one is queued behind all that this one's stream has: its replay, the copies of
-its results, and what its caller has queued there since to read them. Calls on one stream cost a comparison of two
-numbers and no event. Sessions share no memory and do not wait for each other, with one exception that torch makes:
-where a generator is, is told to the kernels of all its graphs through one tensor on the device, which each replay that
-draws fills. So replays that draw random numbers are queued behind each other across sessions.
+Graphs of one session share a pool and gradients, and each graph has one place for its arguments and results. So a call
+on another stream than the last one is queued behind all that the last one's stream has. Calls on one stream cost one
+comparison and no event. Sessions share no memory, with one exception: all graphs of a generator read its position from
+one tensor on the device, which each drawing replay fills. So drawing replays wait for each other across sessions.
 """
 
 from __future__ import annotations
@@ -20,7 +18,7 @@ def _raw_stream(device_index: int) -> int:
 
 
 class StreamOrder:
-    """The stream of the last replay, and the queueing of others behind it."""
+    """The stream of the last replay; other streams queue behind it."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._index = device, device.index or 0
@@ -29,18 +27,15 @@ class StreamOrder:
         self._last: torch.cuda.Stream | None = None
 
     def follow(self) -> None:
-        """Queue what the caller's stream gets next behind the last replay, if that was on another stream."""
+        """Queue the caller's stream behind the last replay, if that was on another stream."""
         if self._current(self._index) != self._handle:
-            self._change()
-
-    def _change(self) -> None:
-        stream = torch.cuda.current_stream(self._device)
-        if self._last is not None:
-            stream.wait_stream(self._last)
-        self._last, self._handle = stream, int(stream.cuda_stream)
+            stream = torch.cuda.current_stream(self._device)
+            if self._last is not None:
+                stream.wait_stream(self._last)
+            self._last, self._handle = stream, int(stream.cuda_stream)
 
     def queue_behind(self, streams: Iterable[torch.cuda.Stream]) -> None:
-        """Queue what these streams get next behind the last replay: memory that it uses is about to be theirs."""
+        """Queue these streams behind the last replay, because they are about to get memory that it uses."""
         last = self._last
         for stream in streams:
             if last is not None and stream != last:
@@ -53,7 +48,4 @@ _DRAWN: dict[int, StreamOrder] = {}
 
 def order_of_draws(device: torch.device) -> StreamOrder:
     """The order of all replays of the process that draw random numbers on a device."""
-    index = device.index or 0
-    if index not in _DRAWN:
-        _DRAWN[index] = StreamOrder(device)
-    return _DRAWN[index]
+    return _DRAWN.setdefault(device.index or 0, StreamOrder(device))

@@ -1,14 +1,13 @@
 """A backward graph on CUDA repeats the random draws of its forward graph.
 
-A graph's kernels draw from where their generator is when the replay begins, and a generator's state read under capture
-is a distance from there. Activation checkpointing reads the state in the forward and goes back to it in the backward.
-If both are in one graph the distances mean the same. If the backward is a graph of its own, it has to begin where the
-forward had begun: so that is noted when the forward is replayed (`Origin`), and the generators are put there for the
-length of the backward's replay. Which graphs need it is seen while they are recorded: torch's two functions, which
-checkpointing calls, are replaced then, in this one place, by forms that take note.
+A graph's kernels draw from where their generator is when the replay begins, and a state read under capture is a
+distance from there. Activation checkpointing reads the state in the forward and goes back to it in the backward. If the
+backward is a graph of its own, it has to begin where the forward began: `Origin` notes that when the forward is
+replayed, and the generators are put there for the backward's replay. While graphs are recorded, torch's functions that
+read and set the state are replaced by forms that note which graphs need this.
 
-Seeding is refused. torch itself refuses another seed under capture, but takes the seed that a generator has already,
-from the step's warm-up, for nothing to do: replays would go on drawing where eager code starts again.
+Seeding is refused. torch refuses a new seed under capture, but silently ignores the seed that the generator already
+has: replays would go on drawing where eager code starts again.
 """
 
 from __future__ import annotations
@@ -28,14 +27,14 @@ from stepgraph.frames import user_location
 
 
 class Origin:
-    """Where generators were at one moment: seed and offset of each."""
+    """Seed and offset of generators at one moment."""
 
     def __init__(self, states: Sequence[torch.Generator]) -> None:
         self._places = [(state, state.initial_seed(), state.get_offset()) for state in states]
 
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
-        """The generators are there again for the length of the block."""
+        """Move the generators there for the length of the block."""
         now = Origin([state for state, _, _ in self._places])
         self._go()
         try:
@@ -68,24 +67,17 @@ class StateCalls:
         self._read: dict[int, tuple[weakref.ref[torch.Tensor], Graph]] = {}
 
     def saw_read(self, state: torch.Tensor) -> None:
-        """A state was read."""
         if self.graph is not None:
             self._read = {key: entry for key, entry in self._read.items() if entry[0]() is not None}
             self._read[id(state)] = (weakref.ref(state), self.graph)
             self.graph.random.reads = True
 
     def saw_set(self, state: torch.Tensor) -> None:
-        """A state is about to be set."""
         if self.graph is not None:
             known = self._read.get(id(state))
             origin = known[1] if known is not None and known[0]() is state else None
             if origin is not self.graph:
                 self.graph.random.rewinds_to.add(origin)
-
-    def refuse_seed(self, name: str) -> None:
-        """The default generator is about to be seeded."""
-        if self.graph is not None:
-            self.graph.refuse(CaptureRefused(entry("reseed"), name, user_location()))
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
@@ -101,7 +93,8 @@ class StateCalls:
             below(new_state, *args, **kwargs)
 
         def seed(name: str, below: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            self.refuse_seed(name)
+            if self.graph is not None:
+                self.graph.refuse(CaptureRefused(entry("reseed"), name, user_location()))
             return below(*args, **kwargs)
 
         with contextlib.ExitStack() as stack:
@@ -115,13 +108,13 @@ class StateCalls:
 
 
 _OFFSET = slice(8, 16)
-"""Where a state's bytes hold the offset; the seed comes before it."""
+"""The bytes of a state that hold the offset; the seed comes before them."""
 _ONE_DRAW = 4
-"""What the smallest draw moves a generator by."""
+"""The offset of the smallest draw."""
 
 
 def offset_under_capture(generator: torch.Generator) -> int:
-    """How far a generator has come in the graph being recorded."""
+    """How far a generator has moved in the graph being recorded."""
     return int.from_bytes(bytes(generator.get_state()[_OFFSET].tolist()), "little")
 
 

@@ -1,8 +1,7 @@
 """Collectives are noted while the tape records, and communicate at replays only, as NCCL's do in a CUDA graph.
 
-So a rank can record while the others do not: nobody waits for it, and no tensors are paired that do not belong
-together. Python, autograd and DDP's reducer still need results to go on with: each collective is answered with finite
-numbers of the right shapes, and with a Work that is complete.
+So a rank can record while the others do not. Python, autograd and DDP's reducer still need results to go on with: each
+collective is answered with finite numbers of the right shapes, and with a Work that is complete.
 
 | kind | its results in a recording |
 |---|---|
@@ -10,11 +9,9 @@ numbers of the right shapes, and with a Work that is complete.
 | writes outputs (`allgather_`, `reduce_scatter_`, `alltoall_`) | the inputs, repeated or cut to fit |
 | makes new tensors (`_c10d_functional`) | the same; shapes from the operator's meta kernel |
 
-A custom operator is noted as one, and its kernel runs while recording. `Silence` is the dispatch mode in which it
-does: collectives that the kernel calls are answered too.
-
-A replay waits for each collective before it goes on. Only messages that stand in a row, as those of
-`batch_isend_irecv`, are started together: two ranks that each sent first, and waited, would wait for ever.
+A custom operator is noted as one, and its kernel runs while recording, in the dispatch mode `Silence`, where the
+collectives that the kernel calls are answered too. A replay waits for each collective before it goes on. Only messages
+in a row, as those of `batch_isend_irecv`, are started together: two ranks that each sent first would wait forever.
 """
 
 from __future__ import annotations
@@ -39,7 +36,7 @@ _CPU = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
 _GROUPS = ("process_group", "group_name")
 _MESSAGES = frozenset(("c10d::send", "c10d::recv_"))
 _READS_ONLY = frozenset(("c10d::send", "c10d::barrier", "c10d::monitored_barrier_"))
-# the host is told who has sent: a graph cannot repeat that
+# the host learns who has sent, which a graph cannot repeat
 _REFUSED = frozenset(("c10d::recv_any_source_",))
 
 
@@ -49,8 +46,8 @@ def is_collective(func: torch._ops.OpOverload) -> bool:
 
 
 def silent(func: torch._ops.OpOverload, refuse: Callable[[CaptureRefused], None]) -> Callable[..., Any]:
-    """An operator, to be called in a recording: collectives that it is, or that its kernel calls, are answered."""
-    if _communicates(func):
+    """An operator, to be called in a recording: it answers collectives instead of running them."""
+    if is_collective(func) and any(argument.name in _GROUPS for argument in func._schema.arguments):
         return functools.partial(_answer, func, refuse)
     if func.namespace == "aten" or is_collective(func) or not dist.is_available() or not dist.is_initialized():
         return func
@@ -84,15 +81,10 @@ class Silence(dispatch.TorchDispatchMode, OwnMode):
         return called(*args, **(kwargs or {}))
 
 
-def _communicates(func: torch._ops.OpOverload) -> bool:
-    return is_collective(func) and any(argument.name in _GROUPS for argument in func._schema.arguments)
-
-
 def _answer(func: Any, refuse: Callable[[CaptureRefused], None], *args: Any, **kwargs: Any) -> Any:
-    """The results of a collective that communicates nothing."""
     schema = func._schema
     given = dict(zip((argument.name for argument in schema.arguments), args, strict=False)) | kwargs
-    written = [given[argument.name] for argument in schema.arguments if _is_written(argument)]
+    written = [given[a.name] for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
     try:
         if schema.name in _REFUSED:
             raise NotImplementedError
@@ -119,7 +111,7 @@ def _new_results(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _work(outputs: Any) -> Any:
-    """A Work that is complete, as the dispatcher hands it on to C++."""
+    """A Work that is complete, in the form that the dispatcher hands to C++."""
     from torch._C import _distributed_c10d as c10d  # a torch may be built without it
 
     done: torch.futures.Future[Any] = torch.futures.Future()
@@ -127,16 +119,12 @@ def _work(outputs: Any) -> Any:
     return c10d._create_work_from_future(done).boxed()  # type: ignore[attr-defined]
 
 
-def _is_written(argument: Any) -> bool:
-    return argument.alias_info is not None and argument.alias_info.is_write
-
-
 def _tensors(tree: Any) -> Iterator[torch.Tensor]:
     return (leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor))
 
 
 def _fill(outputs: Any, inputs: Sequence[torch.Tensor]) -> None:
-    """Give outputs the inputs' numbers, repeated or cut to fit; without inputs they keep their own."""
+    """Fill outputs with the inputs' numbers, repeated or cut to fit; without inputs they keep their own."""
     for index, output in enumerate(_tensors(outputs)):
         source = inputs[index % len(inputs)].reshape(-1) if inputs else None
         if source is None or not output.numel():
@@ -149,7 +137,7 @@ def _fill(outputs: Any, inputs: Sequence[torch.Tensor]) -> None:
 
 
 class Waiting:
-    """A collective at replays: calls it and waits for it; but a message for which others wait is only started."""
+    """A collective at replays: calls it and waits for it, unless it is a message that others wait for."""
 
     def __init__(self, func: torch._ops.OpOverload) -> None:
         self._func = func
@@ -173,7 +161,7 @@ class Waiting:
 
 
 def join_messages(ops: Sequence[Op]) -> None:
-    """Let messages with nothing between them start together, unless one receives into memory that another uses."""
+    """Let messages in a row start together, unless one receives into memory that another uses."""
     row: list[tuple[Waiting, PoolPlace]] = []
     for op in ops:
         call = op.func

@@ -1,10 +1,10 @@
-"""A tape graph holds operators, by the addresses of their arguments, and the memory that a replay runs them in.
+"""A tape graph holds operators, with the addresses of their arguments, and the memory that a replay runs them in.
 
-While it records, each operator is executed and noted (a collective is only noted); what it is about to overwrite
-outside the capture is saved first. At the end all that is put back, and every noted address is bound to its final
-memory. What was born in the recording keeps its numbers until the whole capture is over: a later graph of the same step
-may read them, and kernels on the CPU look at what they are given (a probability, an index). Then it is filled with NaN
-until the first replay.
+While it records, each operator is executed and noted (a collective is only noted), and what it is about to overwrite
+outside the capture is saved first. At the end that is put back, and every noted address is bound to its final memory.
+Tensors made in the recording keep their numbers until the whole capture is over, because a later graph of the same step
+may read them, and CPU kernels look at their input (a probability, an index). Then they are filled with NaN until the
+first replay.
 """
 
 from __future__ import annotations
@@ -43,13 +43,18 @@ class Head:
     def __init__(self) -> None:
         self.graph: TapeGraph | None = None
 
+    def refuse(self, error: CaptureRefused) -> None:
+        """Break the recording, if one is under way."""
+        if self.graph is not None:
+            self.graph.refuse(error)
+
 
 class _Generators:
-    """The default generator and those that the recording was told of: where they were, and where it has left them.
+    """The default generator and the given ones: where they were, and where the recording has left them.
 
-    A generator's own methods (`generator.manual_seed`, `set_state`) are C++: no dispatcher sees them and nothing can
-    take their place. But they leave a state that no recorded work has left, so each is found out before the next
-    operator runs, or at the end. One that leaves the state as it was does nothing, and is let pass.
+    A generator's own methods (`generator.manual_seed`, `set_state`) are C++: no dispatcher sees them and they cannot be
+    replaced. But they leave a state that no recorded work has left, which is noticed before the next operator runs, or
+    at the end.
     """
 
     def __init__(self, given: Sequence[torch.Generator]) -> None:
@@ -62,11 +67,10 @@ class _Generators:
         return any(_address(generator) == _address(known) for known in self._known)
 
     def begin(self) -> None:
-        """The recording begins."""
         self._before = self._now = self._states()
 
     def note(self) -> None:
-        """What was done to them just now is part of the recording."""
+        """Take what was done to them just now as part of the recording."""
         self._now = self._states()
 
     def were_set(self) -> bool:
@@ -74,7 +78,7 @@ class _Generators:
         return not all(map(torch.equal, self._states(), self._now))
 
     def put_back(self) -> list[torch.Generator]:
-        """The recording has ended: all are where they were; gives those that a replay moves."""
+        """At the end of the recording, restore all; returns those that a replay moves."""
         pairs = list(zip(self._known, self._before, strict=False))
         moved = [generator for generator, state in pairs if not torch.equal(state_of(generator), state)]
         for generator, state in pairs:
@@ -180,7 +184,7 @@ class TapeGraph(Graph):
         return len(self._ops)
 
     def _stop(self) -> None:
-        """Stop recording; memory and random state as before."""
+        """Stop recording, and restore memory and random state."""
         if self._head.graph is self:
             self._head.graph = None
         with torch.no_grad():
@@ -201,7 +205,7 @@ class TapeGraph(Graph):
 
     @contextlib.contextmanager
     def moving_generators(self) -> Iterator[None]:
-        """The block is recorded work, and may move generators. Refuses what moved them since the last such block."""
+        """A block of recorded work that may move generators. Refuses moves since the last such block."""
         if self._generators_were_set():
             self.refuse(CaptureRefused(entry("reseed"), _SET, user_location()))
         yield
@@ -233,8 +237,10 @@ class TapeGraph(Graph):
         written = tensors if collective else _written_arguments(func, args, kwargs)
         written_keys = {t.untyped_storage()._cdata for t in written}
         for tensor in tensors:
-            fresh_start = name in _OVERWRITES and tensor.untyped_storage()._cdata in written_keys
-            self._note_read(tensor, overwritten=fresh_start and _covers_storage(tensor))
+            storage = tensor.untyped_storage()
+            is_whole = tensor.numel() * tensor.element_size() == storage.nbytes()
+            if not (is_whole and name in _OVERWRITES and storage._cdata in written_keys):
+                self._note_read(tensor)
         for tensor in written:
             self._note_write(tensor)
         noted = [self._ref(leaf) if isinstance(leaf, torch.Tensor) and _has_numbers(leaf) else leaf for leaf in leaves]
@@ -261,7 +267,7 @@ class TapeGraph(Graph):
             self.refuse(CaptureRefused(entry("generator"), name, user_location()))
 
     def _results(self, name: str, out: Any, known: set[int]) -> list[tuple[Ref, int]]:
-        """Results in memory that is not an argument's, with the birth of what is new."""
+        """Results in memory that is not an argument's; new memory is registered."""
         found = []
         for index, result in enumerate(tree_flatten(out)[0]):
             if not isinstance(result, torch.Tensor) or not has_memory(type(result)):
@@ -281,7 +287,7 @@ class TapeGraph(Graph):
         return found
 
     def _note_resizing(self, name: str, written: Sequence[torch.Tensor]) -> None:
-        """Memory that an operator made larger: born here, it moves to a larger block; from outside, it is refused."""
+        """Memory that an operator made larger moves to a larger block if it was made here; else it is refused."""
         for tensor in written:
             storage = tensor.untyped_storage()
             place = self._place(tensor)
@@ -292,7 +298,7 @@ class TapeGraph(Graph):
             self._pool.grow(place, storage.nbytes())
 
     def adopt(self, tensor: torch.Tensor) -> None:
-        """A constant made by torch's own code: baked into the graph as it is."""
+        """Bake a constant of torch's own code into the graph."""
         self._place(tensor)
 
     def _place(self, tensor: torch.Tensor) -> PoolPlace:
@@ -313,11 +319,10 @@ class TapeGraph(Graph):
             tensor.is_neg(),
         )
 
-    def _note_read(self, tensor: torch.Tensor, *, overwritten: bool) -> None:
+    def _note_read(self, tensor: torch.Tensor) -> None:
         place = self._pool.find(tensor.untyped_storage()._cdata)
-        if place is None or overwritten or id(place) in self._writes or id(place) in self._born:
-            return
-        self._reads.setdefault(id(place), place)
+        if place is not None and id(place) not in self._writes and id(place) not in self._born:
+            self._reads.setdefault(id(place), place)
 
     def _note_write(self, tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()
@@ -373,10 +378,6 @@ def _has_numbers(tensor: torch.Tensor) -> bool:
     Forward-mode AD makes both: to learn a result's geometry, and as the tangent of what is no input.
     """
     return not (tensor.is_meta or tensor._is_zerotensor())
-
-
-def _covers_storage(tensor: torch.Tensor) -> bool:
-    return tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()
 
 
 def _written_arguments(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:

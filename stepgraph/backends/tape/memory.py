@@ -1,21 +1,17 @@
-"""The tape models the memory of a graph pool: who lives at which address, when they die, and who overwrites whom.
+"""The tape models the memory of a graph pool: the address of each tensor, when it dies, and who overwrites whom.
 
-CUDA gives memory that died during a capture to the next tensor that is born, in this capture or a later one of the
-same pool. That is what makes shared pools small, and what makes them dangerous: a graph that reads another graph's
-output reads garbage once a third graph, whose capture was given that memory, has been replayed in between.
+CUDA gives memory that died during a capture to the next new tensor, in this capture or a later one of the same pool.
+That makes shared pools small, and dangerous: a graph that reads another graph's output reads garbage once a third
+graph, whose capture was given that memory, has been replayed in between.
 
-`AddressPool` plays the allocator: best fit, split, coalesce, 512-byte blocks. Addresses are numbers, so the hazard can
-be seen without happening. `Ledger` plays time: it remembers at which replay each surviving block was last written, and
-which address ranges each graph writes. A read is stale when a graph whose ranges overlap was replayed after the
-block's last write. This is data flow, not sequence: any order of replays is right as long as nothing stale is read.
+`AddressPool` is the allocator: best fit, split, coalesce, 512-byte blocks. `Ledger` keeps time: at which replay each
+surviving block was last written, and which address ranges each graph writes. A read is stale when a graph whose ranges
+overlap was replayed after the block's last write. Any order of replays is right as long as nothing stale is read.
 
-`TapePool` has the storages that live at these addresses. A graph must be able to write the same memory again at each
-replay, but holding on to every intermediate tensor of a step would hide the deaths that make pool memory reusable, and
-cost as much memory as the step ever touched. So while the tape records it holds storages weakly: a weak reference's
-callback is the moment of death, and gives the block back to the address pool. When the recording ends, what is still
-alive (outputs, gradients) is bound to its own storage, and all that died is laid out in one arena at its modelled
-addresses, so that a replay takes the memory a pool would. What was alive at the end is watched by its reference count
-from then on: once only graphs hold it, it is dead too.
+`TapePool` has the storages at these addresses. While the tape records it holds them weakly: a weak reference's callback
+is the moment of death, and gives the block back. When the recording ends, what is still alive (outputs, gradients) is
+bound to its own storage, and all that died is laid out in one arena at its modelled addresses, so that a replay takes
+the memory a pool would. Survivors are watched by their reference count: once only graphs hold one, it is dead too.
 """
 
 from __future__ import annotations
@@ -92,14 +88,13 @@ class Footprint:
                 self._stops.append(block.stop)
 
     def overlaps(self, block: Block) -> bool:
-        """Whether any of the ranges shares an address with the block."""
         index = bisect.bisect_right(self._stops, block.start)
         return index < len(self._starts) and self._starts[index] < block.stop
 
 
 @dataclass(slots=True, eq=False)
 class GraphTrace:
-    """What the ledger knows of one graph."""
+    """One graph, as the ledger knows it."""
 
     footprint: Footprint
     reads: list[Block]
@@ -129,7 +124,7 @@ class Ledger:
         self._freed = [t for t in self._freed if t.replayed_at > oldest]
 
     def stale_read(self, trace: GraphTrace) -> Block | None:
-        """A block that the graph would read although another graph has overwritten it since it was written."""
+        """A block that the graph would read although another graph has overwritten it since its last write."""
         for block in trace.reads:
             written = block.written_at
             if written is None:
@@ -140,12 +135,10 @@ class Ledger:
         return None
 
     def loaded(self, block: Block) -> None:
-        """Note that eager code has written a block."""
         self._tick += 1
         block.written_at = self._tick
 
     def replayed(self, trace: GraphTrace) -> None:
-        """Note that a graph has run."""
         self._tick += 1
         trace.replayed_at = self._tick
         for block in trace.writes:
@@ -153,7 +146,7 @@ class Ledger:
 
 
 class PoolPlace:
-    """One storage as the tape knows it. `block` is its address in the pool; a storage from outside has none."""
+    """One storage of the tape. `block` is its address in the pool; a storage from outside has none."""
 
     __slots__ = ("aliases", "block", "holds_floats", "num_bytes", "storage", "watch")
 
@@ -175,21 +168,19 @@ class TapePool:
         self._live: dict[int, PoolPlace] = {}
         self._survivors: list[tuple[int, PoolPlace]] = []
         self._unplayed: list[PoolPlace] = []
-        """What survived recordings of the capture under way: it still holds the numbers of the recording."""
+        """Survivors of recordings of this capture; they still hold the numbers of the recording."""
         unused = torch.UntypedStorage(1)
         self._idle_count = _use_count(unused._cdata)  # what Python's own handle counts for
 
     def find(self, key: int) -> PoolPlace | None:
-        """The living storage of this identity, if it was born here."""
         return self._live.get(key)
 
     @property
     def num_bytes(self) -> int:
-        """The addresses that were ever given out."""
         return sum(lane.high_water - lane.start for lane in self._lanes.values())
 
     def birth(self, storage: torch.UntypedStorage, lane: int = 0) -> PoolPlace:
-        """A storage made while recording in a lane."""
+        """Register a storage made while recording in a lane."""
         self.reap()
         key = storage._cdata
         if lane not in self._lanes:
@@ -216,7 +207,7 @@ class TapePool:
         place.block, place.num_bytes = lane.allocate(num_bytes), num_bytes
 
     def disown(self, place: PoolPlace) -> None:
-        """Forget a storage of a recording that was dropped; if it is still alive, it is plain memory from now on."""
+        """Forget a storage of a recording that was dropped; if it is still alive, it becomes plain memory."""
         storage = place.watch() if place.watch is not None else None
         if storage is not None:
             place.watch = None
@@ -235,20 +226,20 @@ class TapePool:
         return True
 
     def poison_unplayed(self) -> None:
-        """The capture is over, and nothing was replayed yet: no number of the recording is a result."""
+        """At the end of the capture: no number of the recording is a result."""
         unplayed, self._unplayed = self._unplayed, []
         for place in unplayed:
             poison(place)
 
     def poison_overwritten(self, trace: GraphTrace) -> None:
-        """A graph has run: what other graphs had left at its addresses, and somebody still holds, is gone."""
+        """After a replay: poison what other graphs had left at its addresses and somebody still holds."""
         own = set(map(id, trace.writes))
         for _, place in self._survivors:
             if place.block is not None and id(place.block) not in own and trace.footprint.overlaps(place.block):
                 poison(place)
 
     def reap(self) -> None:
-        """Find survivors that only graphs hold on to by now, and give their addresses back."""
+        """Find survivors that only graphs hold by now, and free their addresses."""
         kept = []
         for key, place in self._survivors:
             if _use_count(key) - self._idle_count > place.aliases:
@@ -259,13 +250,12 @@ class TapePool:
 
 
 def poison(place: PoolPlace) -> None:
-    """Make garbage of a storage's numbers; indices are let be, since an operator must be able to work with them."""
+    """Fill a storage with NaN; indices are kept, since an operator must be able to work with them."""
     if place.holds_floats and place.storage is not None:
         bytes_of(place.storage).fill_(0xFF)  # NaN in every floating type
 
 
 def bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
-    """A storage as a tensor."""
     with torch.inference_mode(False):
         return torch.empty(0, dtype=torch.uint8).set_(storage)
 

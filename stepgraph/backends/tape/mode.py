@@ -1,27 +1,22 @@
 """The tape records and replays on the CPU, as CUDA graphs do on a GPU.
 
-A dispatch mode sees every ATen operator that forward, autograd's backward, an optimizer, a custom operator or a
-collective runs. While a `TapeGraph` records, each operator is executed (Python needs real tensors to go on) and noted
-with the addresses of its arguments; at the end everything it wrote is put back, so that, as on a GPU, capture itself
-has no effect: parameters, buffers and random state are those of before, and memory born in the capture is filled with
-NaN until the first replay. A replay runs the noted operators again, into the very same memory.
+A dispatch mode sees every ATen operator that forward, backward, an optimizer, a custom operator or a collective runs.
+While a `TapeGraph` records, each operator is executed, because Python needs real tensors to go on, and noted with the
+addresses of its arguments. At the end everything it wrote is put back, so that capture itself has no effect; memory
+made in the capture is filled with NaN until the first replay. A replay runs the noted operators again, into the same
+memory. Collectives are noted and not executed (`collectives`).
 
-Collectives are the exception: while recording they are noted and not executed (`collectives`). As with NCCL on a GPU,
-a rank that records sends nothing and waits for nobody; replays communicate.
+It refuses what CUDA refuses (`refusals`), with the user's line. It models the pool's addresses (`memory`), raises when
+a graph is about to read memory that another graph's replay has overwritten, and turns numbers that a caller has kept in
+such memory into NaN. It does not model:
 
-It refuses what CUDA refuses (`refusals`), with the user's line; it models the pool's addresses (`memory`)
-and raises when a graph is about to read memory that another graph's replay has overwritten. Numbers that a caller has
-kept in such memory become NaN.
-
-What it does not model:
-- The device boundary: `.to("cpu")` on a CPU tensor cannot be told from no copy at all, so it is let through.
+- The device boundary: `.to("cpu")` on a CPU tensor is no copy, so it passes.
 - Streams, events and their order; everything runs in one.
 - Kernels: it notes ATen operators, not launches, and knows nothing of cuBLAS or cuDNN.
 - Compiled code: under the tape `torch.compile` runs its eager operators, in warm-up too.
-- Messages that pass by the dispatcher: a process group written in Python, a store, a kernel's own threads. They are
+- Messages that bypass the dispatcher: a process group written in Python, a store, a kernel's own threads. They are
   sent while recording, and not at replays.
-- The order in which a replay waits: each collective is waited for at once, not where the step waits. Only sends and
-  receives that stand in a row are under way together.
+- The order in which a replay waits: it waits for each collective at once, except for sends and receives in a row.
 - Speed: a replay costs about what eager does.
 """
 
@@ -35,21 +30,21 @@ from typing import Any
 import torch
 from torch.utils import _python_dispatch as dispatch
 
-from stepgraph.backends.base import Backend, CopyStream, Reading, Workspace
+from stepgraph.backends.base import Backend, Workspace
 from stepgraph.backends.tape.graph import Head, TapeGraph
 from stepgraph.backends.tape.memory import TapePool
 from stepgraph.backends.tape.op import has_memory
 from stepgraph.backends.tape.refusals import HostReadGuard, host_data_refusal, refusal, unseen_by_modules
-from stepgraph.backends.tape.rng import RandomCalls, recorded_rng_calls, swap_states
+from stepgraph.backends.tape.rng import RandomCalls, recorded_rng_calls
 from stepgraph.backends.threads import compiled_code_runs_eagerly
-from stepgraph.collector import collector_at_rest, state_of
+from stepgraph.collector import collector_at_rest
 from stepgraph.errors import CaptureRefused, entry
 from stepgraph.frames import user_location
 from stepgraph.ran import Unnoted
 from stepgraph.signature import OwnMode
 
 _CHECKS = frozenset(("aten::aminmax", "aten::min", "aten::max", "aten::_local_scalar_dense"))
-"""What `F.one_hot` runs on the CPU to look at its values. It is 0 that it is told."""
+"""Operators that `F.one_hot` runs on the CPU to check its values. They are answered with 0."""
 
 
 class RecordingMode(dispatch.TorchDispatchMode, OwnMode):
@@ -83,7 +78,7 @@ class RecordingMode(dispatch.TorchDispatchMode, OwnMode):
         with torch._C.DisableTorchFunction():
             if func._schema.name in ("aten::lift_fresh", "aten::lift_fresh_copy"):
                 return self._host_data(graph, func, args)
-            if self._guard.checking and func._schema.name in _CHECKS:
+            if self._guard.running["one_hot"] and func._schema.name in _CHECKS:
                 return 0 if func._schema.name == "aten::_local_scalar_dense" else func(*args, **kwargs)
             broken = refusal(func, args, kwargs, self._is_host_scalar)
             if broken is not None:
@@ -91,9 +86,9 @@ class RecordingMode(dispatch.TorchDispatchMode, OwnMode):
             return graph.record(func, args, kwargs)
 
     def _host_data(self, graph: TapeGraph, func: Any, args: Sequence[Any]) -> Any:
-        """A tensor made from Python values: refused, but for a number that is being assigned, and for no values."""
+        """A tensor made from Python values: refused, except a number that is being assigned, and no values."""
         (value,) = args
-        if self._guard.assigning and value.dim() == 0:
+        if self._guard.running["__setitem__"] and value.dim() == 0:
             self._host_scalars.add(value.untyped_storage()._cdata)
         elif value.numel():  # without elements nothing moves
             error = host_data_refusal()
@@ -118,24 +113,14 @@ class TapeWorkspace(Workspace):
         own = [g for g in generators if g is not torch.default_generator and g.device.type == "cpu"]
         return TapeGraph(self._head, self._pool, own, lane)
 
-    @contextlib.contextmanager
-    def stream(self) -> Iterator[None]:
-        yield
-
-    @contextlib.contextmanager
-    def warming_up(self) -> Iterator[None]:
-        with compiled_code_runs_eagerly():
-            yield
-
-    @contextlib.contextmanager
-    def keeping(self) -> Iterator[None]:
-        yield
+    def warming_up(self) -> contextlib.AbstractContextManager[None]:
+        return compiled_code_runs_eagerly()
 
     @contextlib.contextmanager
     def capturing(self) -> Iterator[None]:
         if self._pool.num_bytes:  # young garbage may hold memory that the graph could have
             gc.collect(1)
-        guard, random = HostReadGuard(self._refuse), self._random
+        guard, random = HostReadGuard(self._head.refuse), self._random
         with (
             collector_at_rest(),
             self.warming_up(),
@@ -149,13 +134,6 @@ class TapeWorkspace(Workspace):
             finally:
                 self._pool.poison_unplayed()
 
-    def _refuse(self, error: CaptureRefused) -> None:
-        if self._head.graph is not None:
-            self._head.graph.refuse(error)
-
-    def renew(self) -> None:
-        return  # addresses that are free are joined by themselves
-
     def pool_bytes(self) -> int:
         return self._pool.num_bytes
 
@@ -165,30 +143,6 @@ class TapeWorkspace(Workspace):
 
     def close(self) -> None:
         self._pool = TapePool()
-
-
-class TapeCopyStream(CopyStream):
-    """No stream: a copy is done when the call returns."""
-
-    @contextlib.contextmanager
-    def copying(self, *, after_caller: bool) -> Iterator[None]:
-        yield
-
-    def mark_used(self) -> None:
-        return
-
-
-class TapeReading(Reading):
-    """A copy: on the CPU everything has arrived."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self._copy = tensor.clone()
-
-    def is_ready(self) -> bool:
-        return True
-
-    def value(self) -> torch.Tensor:
-        return self._copy
 
 
 class TapeBackend(Backend):
@@ -203,9 +157,6 @@ class TapeBackend(Backend):
     def workspace(self) -> TapeWorkspace:
         return TapeWorkspace()
 
-    def copy_stream(self) -> TapeCopyStream:
-        return TapeCopyStream()
-
     def is_capturing(self) -> bool:
         return self._recorder() is not None
 
@@ -217,38 +168,18 @@ class TapeBackend(Backend):
     def default_generator(self) -> torch.Generator:
         return torch.default_generator
 
-    def swap_random_state(self, generator: torch.Generator) -> None:
+    def _random(self) -> RandomCalls:
         recorder = self._recorder()
-        if recorder is None:
-            swap_states(torch.default_generator, generator)
-        else:
-            recorder.random.swap(generator)
+        return RandomCalls(Head()) if recorder is None else recorder.random  # without a graph it only makes the calls
+
+    def swap_random_state(self, generator: torch.Generator) -> None:
+        self._random().swap(generator)
 
     def get_random_state(self, generator: torch.Generator) -> torch.Tensor:
-        recorder = self._recorder()
-        return state_of(generator) if recorder is None else recorder.random.get(generator)
+        return self._random().get(generator)
 
     def set_random_state(self, generator: torch.Generator, state: torch.Tensor) -> None:
-        recorder = self._recorder()
-        if recorder is None:
-            generator.set_state(state)
-        else:
-            recorder.random.put(generator, state)
-
-    def can_record_here(self) -> bool:
-        return True
+        self._random().put(generator, state)
 
     def owns(self, tensor: torch.Tensor) -> bool:
         return tensor.device.type == "cpu"
-
-    def read_later(self, tensor: torch.Tensor) -> TapeReading:
-        return TapeReading(tensor)
-
-    def synchronize(self) -> None:
-        return
-
-    def peak_memory_bytes(self) -> int | None:
-        return None
-
-    def reset_peak_memory(self) -> None:
-        return

@@ -1,9 +1,8 @@
 """A replay runs each noted operator with the arguments, and under the flags, that it was noted with.
 
-An operator is noted after autocast has cast its arguments, so that there is nothing left to cast, and a dispatch mode's
-handler runs outside autocast. But some kernels call operators in turn, and eager's autocast sees those: the fused ones
-of `nn.TransformerEncoderLayer`, and custom operators. For them it is put back, in the recording and at replays. So is,
-for all, grad mode, which a few kernels look at.
+An operator is noted after autocast has cast its arguments. But some kernels call operators in turn, which eager's
+autocast sees: the fused ones of `nn.TransformerEncoderLayer`, and custom operators. For them autocast is switched on
+again, in the recording and at replays. Grad mode, which a few kernels read, is restored for all.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from stepgraph.backends.tape.memory import PoolPlace
 
 @dataclass(frozen=True, slots=True)
 class Ref:
-    """A tensor by its address: a place and a geometry in it."""
+    """A tensor's address: a place and a geometry in it."""
 
     place: PoolPlace
     offset: int
@@ -33,21 +32,25 @@ class Ref:
 
 
 def has_memory(kind: type) -> bool:
-    """Whether tensors of this type are their own memory, and not wrappers that dispatch to others."""
+    """Whether tensors of this type have their own memory, and are no wrappers that dispatch to others."""
     dispatch_rule: Any = getattr(kind, "__torch_dispatch__", None)
     return kind is torch.Tensor or dispatch_rule is torch._C._disabled_torch_dispatch_impl
 
 
 class Surroundings(NamedTuple):
-    """The flags that kernels look at."""
+    """The flags that kernels read."""
 
     grad: bool
     autocast: torch.dtype | None
 
     @classmethod
     def of(cls, func: torch._ops.OpOverload) -> Surroundings:
-        """As they are where an operator is called, asked in the handler of the mode that sees it."""
-        return cls(torch.is_grad_enabled(), _autocast_around() if _calls_operators(func) else None)
+        """The flags where an operator is called, read in the handler of the mode that sees it."""
+        autocast = None
+        if _calls_operators(func):
+            with enable_reentrant_dispatch():
+                autocast = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
+        return cls(torch.is_grad_enabled(), autocast)
 
     def call(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Call an operator as it would be called without the mode."""
@@ -57,7 +60,7 @@ class Surroundings(NamedTuple):
             return func(*args, **kwargs)
 
     def put(self) -> None:
-        """Make the flags these."""
+        """Set these flags."""
         torch._C._set_grad_enabled(self.grad)
         torch.set_autocast_enabled("cpu", self.autocast is not None)
         if self.autocast is not None:
@@ -68,20 +71,15 @@ _FUSED = frozenset({"aten::_transformer_encoder_layer_fwd", "aten::_native_multi
 
 
 def _calls_operators(func: torch._ops.OpOverload) -> bool:
-    """Whether autocast has not seen to it, and may see to what it calls."""
+    """Whether autocast has no rule for an operator that may call others."""
     if func.namespace == "aten" and func._schema.name not in _FUSED:
         return False
     return not torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "AutocastCPU")
 
 
-def _autocast_around() -> torch.dtype | None:
-    with enable_reentrant_dispatch():
-        return torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
-
-
 @dataclass(slots=True)
 class Op:
-    """One noted operator: arguments by address, and which results go where."""
+    """One noted operator: its arguments by address, and where its results go."""
 
     func: Callable[..., Any]
     leaves: list[Any]
@@ -92,7 +90,7 @@ class Op:
     kwargs: Mapping[str, Any] | None = None
 
     def run(self) -> None:
-        """Call it again, and put its results where they were."""
+        """Call it again, and put its results in their places."""
         out = self.func(*self.args, **(self.kwargs or {}))
         if self.results:
             flat = [out] if isinstance(out, torch.Tensor) else tree_flatten(out)[0]

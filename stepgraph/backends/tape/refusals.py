@@ -1,17 +1,18 @@
 """The tape refuses what CUDA refuses, by a list that was checked on a GPU case by case.
 
-Three nets. ATen's own tags mark most operators whose result or shape depends on data. A short table names the ones
-that synchronize inside their CUDA kernels without a tag. And a function mode catches what never reaches the dispatcher
-on CPU tensors: `.tolist()`, `.numpy()`, `print(x)`. Host data is told by `lift_fresh`, through which every tensor made
-from Python values passes. Scalars assigned to a slice or a mask are fine on CUDA (`x[mask] = 0.0` is a fill), one
-assigned to a single element is not (`x[0] = 1.0` is a copy), so such scalars are marked and looked for. Newer versions
-of torch make no tensor of an assigned number, on either device: each assignment is a fill, and recorded as one.
+There are three checks. ATen's own tags mark most operators whose result or shape depends on data. A short table names
+those that synchronize inside their CUDA kernels without a tag. A function mode catches what never reaches the
+dispatcher on CPU tensors: `.tolist()`, `.numpy()`, `print(x)`. Every tensor made from Python values passes through
+`lift_fresh`, which marks host data. Scalars assigned to a slice or a mask are fine on CUDA (`x[mask] = 0.0` is a fill),
+one assigned to a single element is not (`x[0] = 1.0` is a copy), so such scalars are marked. Newer versions of torch
+make no tensor of an assigned number: each assignment is a fill, and recorded as one.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -23,31 +24,22 @@ from stepgraph.errors import CaptureRefused, ErrorEntry, entry
 from stepgraph.frames import caller_is_autograd, caller_is_torch, user_location
 from stepgraph.signature import OwnMode
 
-_SYNCHRONIZING = frozenset(
-    {
-        "aten::_linalg_check_errors",
-        "aten::is_nonzero",
-        "aten::bincount",
-        "aten::equal",
-        "aten::_ctc_loss",
-        "aten::unique_dim",
-        "aten::unique_consecutive",
-        "aten::_pack_padded_sequence",  # lengths are in host memory, with a GPU too, and are the shape of the result
-        "aten::_pad_packed_sequence",
-    }
+_SYNCHRONIZING = (
+    *("_linalg_check_errors", "is_nonzero", "bincount", "equal", "_ctc_loss", "unique_dim", "unique_consecutive"),
+    *("_pack_padded_sequence", "_pad_packed_sequence"),  # the lengths, in host memory, are the shape of the result
 )
 _LIBRARY_CALLS = frozenset({"aten::_linalg_svd", "aten::_linalg_eigh", "aten::linalg_lstsq", "aten::linalg_eig"})
-_HOST_READS = frozenset({"tolist", "numpy", "__array__", "__repr__", "__format__", "__dlpack__", "__reduce_ex__"})
+_READS = ("tolist", "numpy", "__array__", "__repr__", "__format__", "__dlpack__", "__reduce_ex__")
+_HOST_READS = {**{name: name for name in _READS}, "cpu": "cpu()"}
 _LOOK_FOR_NAN = dataclasses.replace(
     entry("host-read"), fix="switch anomaly mode on around the call of the step, not inside: such calls run eagerly."
 )
-_ASSIGNMENTS = frozenset({"__setitem__"})
 
 
 def refusal(
     func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], is_host_scalar: Callable[[Any], bool]
 ) -> tuple[ErrorEntry, str] | None:
-    """The rule an operator breaks and how to call it, or None where CUDA would record it."""
+    """The rule that an operator breaks and the operator's name, or None where CUDA would record it."""
     name = func._schema.name
     if name == "aten::index":
         return (entry("host-read"), "indexing with a mask") if _has_mask(args[1]) else None
@@ -66,26 +58,20 @@ def refusal(
         return entry("library-call"), name
     if name == "aten::_local_scalar_dense" and _is_flag_of_ddp(args[0]):
         return None
-    tags = func.tags
-    if torch.Tag.data_dependent_output in tags or torch.Tag.dynamic_output_shape in tags or name in _SYNCHRONIZING:
-        return (_LOOK_FOR_NAN, "detect_anomaly()") if _is_look_for_nan() else (entry("host-read"), _spelling(name))
+    tags, short = func.tags, name.removeprefix("aten::")
+    if torch.Tag.data_dependent_output in tags or torch.Tag.dynamic_output_shape in tags or short in _SYNCHRONIZING:
+        if torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled() and caller_is_autograd():
+            return _LOOK_FOR_NAN, "detect_anomaly()"
+        return entry("host-read"), ".item()" if short == "_local_scalar_dense" else short
     return None
 
 
 def _is_flag_of_ddp(value: torch.Tensor) -> bool:
-    """Whether it is one of DDP's own notes on which parameters were used: host memory, with a GPU too.
+    """Whether this is one of DDP's own notes on which parameters were used: host memory, also with a GPU.
 
     With `static_graph=True` its reducer reads them in each backward. No other C++ code of a backward reads an int32.
     """
     return value.dtype is torch.int32 and value.dim() == 0 and caller_is_autograd()
-
-
-def _is_look_for_nan() -> bool:
-    return torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled() and caller_is_autograd()
-
-
-def _spelling(name: str) -> str:
-    return ".item()" if name == "aten::_local_scalar_dense" else name.removeprefix("aten::")
 
 
 def _has_mask(indices: Sequence[torch.Tensor | None]) -> bool:
@@ -98,41 +84,25 @@ class HostReadGuard(TorchFunctionMode, OwnMode):
     def __init__(self, refuse: Callable[[CaptureRefused], None]) -> None:
         super().__init__()
         self._refuse = refuse
-        self._assigning = self._checking = 0
-
-    @property
-    def checking(self) -> bool:
-        """Whether `F.one_hot(x, n)` is under way, which reads the values on the CPU, to check them, and not on CUDA."""
-        return self._checking > 0
-
-    @property
-    def assigning(self) -> bool:
-        """Whether `x[...] = value` is under way."""
-        return self._assigning > 0
+        self.running: Counter[str] = Counter()
+        """`__setitem__` (`x[...] = value`) and `one_hot` (`F.one_hot(x, n)` checks its values on the CPU only)."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         name = getattr(func, "__name__", "")
         if name in _HOST_READS and args and isinstance(args[0], torch.Tensor):
-            self._refuse(CaptureRefused(entry("host-read"), f"Tensor.{name}", user_location()))
-        if name == "cpu" and args and isinstance(args[0], torch.Tensor):
-            self._refuse(CaptureRefused(entry("host-read"), "Tensor.cpu()", user_location()))
+            self._refuse(CaptureRefused(entry("host-read"), f"Tensor.{_HOST_READS[name]}", user_location()))
         if func is torch.tensor and args and isinstance(args[0], torch.Tensor):
             return args[0].detach().clone()
-        if name == "one_hot" and max([*args[1:2], *(kwargs or {}).values()], default=-1) > 0:
-            self._checking += 1
-            try:
-                return func(*args, **(kwargs or {}))
-            finally:
-                self._checking -= 1
-        if name not in _ASSIGNMENTS:
+        checks = name == "one_hot" and max([*args[1:2], *(kwargs or {}).values()], default=-1) > 0
+        if not checks and name != "__setitem__":
             return func(*args, **(kwargs or {}))
-        self._assigning += 1
+        self.running[name] += 1
         try:
             return func(*args, **(kwargs or {}))
         finally:
-            self._assigning -= 1
+            self.running[name] -= 1
 
 
 @contextlib.contextmanager
@@ -140,8 +110,7 @@ def unseen_by_modules(guard: HostReadGuard) -> Iterator[None]:
     """Let torch's modules choose their path as if the guard were not there.
 
     `nn.MultiheadAttention` and `nn.TransformerEncoderLayer` take their fused path only where nothing overrides torch's
-    functions, and any function mode counts as an override (pytorch: `torch.overrides.has_torch_function`). The guard
-    changes nothing, so that the recording would run other kernels than eager does.
+    functions, and any function mode counts as an override (`torch.overrides.has_torch_function`).
     """
 
     def has_torch_function(asked: Callable[..., bool], relevant_args: Iterable[Any]) -> bool:

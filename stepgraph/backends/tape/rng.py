@@ -1,13 +1,10 @@
 """The tape repeats at every replay what a step does to a CPU generator.
 
 Kernels draw from the generator by themselves. But `torch.get_rng_state` and `set_rng_state`, which activation
-checkpointing uses to repeat its dropout masks, and the swaps by which a named state takes the default generator's
-place, are host calls that no dispatcher sees. While the tape records, each is made through `RandomCalls`, which also
-leaves an entry on the tape; for torch's two functions they are replaced, in this one place, by such forms. Another
-seed is refused, as on CUDA.
-
-A generator's own methods cannot be replaced and are refused (`tape.graph`). CUDA is easier on one of them: it
-records `generator.set_state` to a state that was read in the same graph.
+checkpointing uses, and the swaps of a named state with the default one are host calls that no dispatcher sees. While
+the tape records, each is made through `RandomCalls`, which also leaves an entry on the tape. Seeding is refused, as on
+CUDA. A generator's own methods cannot be replaced and are refused (`tape.graph`), although CUDA records
+`generator.set_state` to a state that was read in the same graph.
 """
 
 from __future__ import annotations
@@ -36,7 +33,7 @@ class RandomCalls:
         """States that were read: where each replay puts its own, and in which graph."""
 
     def get(self, generator: torch.Generator) -> torch.Tensor:
-        """A generator's state. Set again later, it is at each replay the one that was read at the last replay."""
+        """A generator's state. Set later, it is at each replay the state read at the last replay."""
         state, graph = state_of(generator), self._head.graph
         cell = [state]
         self._read = {key: entry for key, entry in self._read.items() if entry[0]() is not None}
@@ -48,7 +45,7 @@ class RandomCalls:
 
     def put(self, generator: torch.Generator, state: torch.Tensor) -> None:
         """Set a generator's state, which must be one of the same seed."""
-        if _seed_of(state) != generator.initial_seed():
+        if torch.Generator().set_state(state).initial_seed() != generator.initial_seed():
             self.refuse("reseed", "setting a random state of another seed")
         known, cell, origin = self._read.get(id(state), (None, [state], None))
         if known is None or known() is not state:
@@ -66,11 +63,9 @@ class RandomCalls:
 
     def refuse(self, rule: str, what: str) -> None:
         """Break the recording, if one is under way."""
-        if self._head.graph is not None:
-            self._head.graph.refuse(CaptureRefused(entry(rule), what, user_location()))
+        self._head.refuse(CaptureRefused(entry(rule), what, user_location()))
 
     def _do(self, at_replay: Callable[[], Any], now: Callable[[], Any]) -> None:
-        """Set a state now, and at each replay."""
         graph = self._head.graph
         if graph is None:
             now()
@@ -85,10 +80,6 @@ def swap_states(one: torch.Generator, two: torch.Generator) -> None:
     first, second = state_of(one), state_of(two)
     one.set_state(second)
     two.set_state(first)
-
-
-def _seed_of(state: torch.Tensor) -> int:
-    return torch.Generator().set_state(state).initial_seed()
 
 
 @contextlib.contextmanager

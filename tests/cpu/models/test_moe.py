@@ -14,8 +14,7 @@ import torch.nn.functional as F
 from stepgraph.models import MoEConfig, MoEGPT
 from stepgraph.models.experts import Experts, collect, dispatch, place_padded, place_sorted
 from stepgraph.models.gpt import RotaryPositions
-from stepgraph.models.moe import MoE, MoEBlock, Routing
-from stepgraph.models.router import Router
+from stepgraph.models.moe import MoE, MoEBlock, Router, Routing
 
 TINY = MoEConfig.tiny()
 SMALL = replace(TINY, hidden_size=16, ffn_size=8, num_experts=6)

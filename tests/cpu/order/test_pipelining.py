@@ -194,7 +194,7 @@ def test_order_of_a_schedule_with_its_own_loop_is_not_guessed(ranks: int) -> Non
             return None
 
     stage = make_schedule("ScheduleGPipe", 2)._stage
-    with pytest.raises(InvalidArgument, match="Backwards is no schedule that stepgraph can read an order from"):
+    with pytest.raises(InvalidArgument, match="Backwards is not a schedule that stepgraph can read an order from"):
         order_from_pipelining(Backwards(stage, 2))
 
 
@@ -244,5 +244,5 @@ def test_order_of_an_impossible_schedule_points_at_the_action() -> None:
 
 
 def test_order_of_what_is_no_schedule_is_an_error() -> None:
-    with pytest.raises(InvalidArgument, match="Linear is no schedule"):
+    with pytest.raises(InvalidArgument, match="Linear is not a schedule"):
         order_from_pipelining(torch.nn.Linear(1, 1), 0)

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from stepgraph.errors import InvalidArgument
 from stepgraph.padding import BoundBuckets, Buckets, Padded, named_shapes, result_dims, result_names
+from stepgraph.padding.buckets import dotted
 from stepgraph.padding.layout import dense_strides, holds
-from stepgraph.padding.names import dotted
 from stepgraph.signature import Signature, tensor_key
 from stepgraph.tree import flatten
 
@@ -172,20 +172,20 @@ def test_parse_without_buckets_is_none() -> None:
 @pytest.mark.parametrize(
     ("buckets", "said"),
     [
-        ({"x": {1: []}}, "[] is no list of sizes"),
-        ({"x": {1: [4, 0]}}, "[4, 0] is no list of sizes"),
-        ({"x": {1: [-4]}}, "[-4] is no list of sizes"),
-        ({"x": {1: [4.0]}}, "[4.0] is no list of sizes"),
-        ({"x": {1: [True]}}, "[True] is no list of sizes"),
-        ({"x": {1: 512}}, "512 is no list of sizes"),
-        ({"x": {1: "48"}}, "'48' is no list of sizes"),
-        ({"x": {"1": [4]}}, "'1' is no dimension"),
-        ({"x": {True: [4]}}, "True is no dimension"),
+        ({"x": {1: []}}, "[] is not a list of sizes"),
+        ({"x": {1: [4, 0]}}, "[4, 0] is not a list of sizes"),
+        ({"x": {1: [-4]}}, "[-4] is not a list of sizes"),
+        ({"x": {1: [4.0]}}, "[4.0] is not a list of sizes"),
+        ({"x": {1: [True]}}, "[True] is not a list of sizes"),
+        ({"x": {1: 512}}, "512 is not a list of sizes"),
+        ({"x": {1: "48"}}, "'48' is not a list of sizes"),
+        ({"x": {"1": [4]}}, "'1' is not a dimension"),
+        ({"x": {True: [4]}}, "True is not a dimension"),
         ({"x": {}}, "no dimension is given"),
-        ({"x": [4]}, "[4] is no dict"),
-        ([4], "[4] is no dict"),
-        ({0: {1: [4]}}, "0 is no name"),
-        ({"": {1: [4]}}, "'' is no name"),
+        ({"x": [4]}, "[4] is not a dict"),
+        ([4], "[4] is not a dict"),
+        ({0: {1: [4]}}, "0 is not a name"),
+        ({"": {1: [4]}}, "'' is not a name"),
         ({"result": {1: [4]}}, "no argument has the sizes [4]"),
         ({"x": {1: [8]}, "result.y": {1: [4]}}, "no argument has the sizes [4]"),
         ({"result": {}}, "only results"),
@@ -198,15 +198,15 @@ def test_parse_refuses(buckets: Any, said: str) -> None:
 @pytest.mark.parametrize(
     ("pads", "said"),
     [
-        ({"batch.labels": -100}, "`batch.labels` is no argument with buckets"),
-        ({"result": -100}, "`result` is no argument with buckets"),
-        ({"x": "0"}, "is no number"),
-        ({"x": torch.zeros(())}, "is no number"),
-        ({"x": None}, "is no number"),
-        ({"x": 1, "['x']": 1}, "is no argument with buckets"),
-        ({"a.x": 1, "a['x']": 1}, "is there twice"),
-        ([1], "is no dict"),
-        ({1: 1}, "is no name"),
+        ({"batch.labels": -100}, "`batch.labels` is not an argument with buckets"),
+        ({"result": -100}, "`result` is not an argument with buckets"),
+        ({"x": "0"}, "is not a number"),
+        ({"x": torch.zeros(())}, "is not a number"),
+        ({"x": None}, "is not a number"),
+        ({"x": 1, "['x']": 1}, "is not an argument with buckets"),
+        ({"a.x": 1, "a['x']": 1}, "is given twice"),
+        ([1], "is not a dict"),
+        ({1: 1}, "is not a name"),
     ],
 )
 def test_parse_refuses_pad_values(pads: Any, said: str) -> None:
@@ -214,7 +214,7 @@ def test_parse_refuses_pad_values(pads: Any, said: str) -> None:
 
 
 def test_parse_refuses_pad_values_without_buckets() -> None:
-    assert "no argument with buckets" in refused(lambda: Buckets.parse(None, {"x": 0})).what
+    assert "not an argument with buckets" in refused(lambda: Buckets.parse(None, {"x": 0})).what
 
 
 def test_parse_sorts_sizes_and_drops_repetitions() -> None:
@@ -464,9 +464,9 @@ def test_pad_checks_each_call_again() -> None:
     assert found.pad([torch.ones(1, 2, 3)]).leaves[0].shape == (2, 2, 4)
     assert "name one dimension twice" in refused(lambda: found.pad([torch.ones(2)])).what
     assert "has no dimension -1: f32[] cpu" in refused(lambda: found.pad([torch.ones(())])).what
-    assert "is no tensor to pad: NoneType" in refused(lambda: found.pad([None])).what
+    assert "is not a tensor to pad: NoneType" in refused(lambda: found.pad([None])).what
     assert "torch.sparse_coo" in refused(lambda: found.pad([torch.ones(2, 3).to_sparse()])).what
-    assert "is no tensor to pad" in refused(lambda: found.pad([torch.nn.Parameter(torch.ones(2, 3))])).what
+    assert "is not a tensor to pad" in refused(lambda: found.pad([torch.nn.Parameter(torch.ones(2, 3))])).what
 
 
 @pytest.mark.parametrize("dim", [2, -3])
@@ -477,7 +477,7 @@ def test_bind_refuses_a_dimension_out_of_range(dim: int) -> None:
 
 
 def test_bind_refuses_a_leaf_that_is_no_tensor() -> None:
-    assert "`batch['n']` is no tensor to pad: int" in refused(lambda: bound({"batch.n": {1: SIZES}}, {"n": 3})).what
+    assert "`batch['n']` is not a tensor to pad: int" in refused(lambda: bound({"batch.n": {1: SIZES}}, {"n": 3})).what
 
 
 @pytest.mark.parametrize(
@@ -776,7 +776,7 @@ def test_result_named_by_the_user_must_exist_and_have_the_size() -> None:
     for dim in (0, 2, 3, -4):
         buckets = parse({"x": {1: SIZES}, "result.logits": {dim: SIZES}})
         error = refused(lambda buckets=buckets: result_dims(buckets, shapes, {}))
-        assert re.search(rf"dimension {dim} of `result\['logits'\]` has not the bucket's size, 8", error.what)
+        assert re.search(rf"dimension {dim} of `result\['logits'\]` does not have the bucket's size, 8", error.what)
 
 
 def test_result_named_by_the_user_may_be_absent_if_none_is_cut() -> None:
