@@ -66,7 +66,9 @@ def rows_of(call: Any) -> dict[str, Callable[[], bool]]:
     rows = {}
     for way in ("python", "cpp") if library.native_row() is not None else ("python",):
         row.native_row = library.native_row if way == "cpp" else lambda: None
-        rows[way] = call._expectations()
+        written = row.GuardRow()
+        call._expect(written)
+        rows[way] = written.question()
         assert rows[way]()
     return rows
 
@@ -103,15 +105,13 @@ def measure(num_parameters: int, calls: int) -> dict[str, Any]:
         turns: dict[str, list[float]] = {"bare": [], **{way: [] for way in rows}}
         for _ in range(TURNS):  # in turn, so that all see the machine in the same mood
             turns["bare"].append(median_us(bare, calls, drained=True))
-            for way, call._row in rows.items():
+            for way, call._fast.holds in rows.items():
                 turns[way].append(median_us(lambda: step(x), calls, drained=True))
         parts = {
             "arguments": lambda: fast_match.leaves_of((x,), {}),
             "flags of the process": step._ambient.read,
-            "gradients and their flags": call._steady.hold,
-            "model": lambda: call.guards.model.changed(flags_seen=True),
-            "optimizer numbers": call.guards.numbers[0].changed,
-            "host values": call.guards.values.changed,
+            "modes, gradients and their flags": call.start.fits,
+            **{type(guard).__name__: guard.changed for guard in call.guards.guards},
             **{f"all guards, {way}": row for way, row in rows.items()},
             "copy in": lambda: call.parts.inputs.load(leaves),
             "copy out": call.hand_out,
@@ -123,7 +123,7 @@ def measure(num_parameters: int, calls: int) -> dict[str, Any]:
             "added_us": {way: min(turns[way]) - min(turns["bare"]) for way in rows},
             "median_turn_us": {way: statistics.median(times) for way, times in turns.items()},
             "parts_us": {name: median_us(part, calls) for name, part in parts.items()},
-            "watched_values": len(call.guards.values),
+            "watched_values": len(call.labels),
         }
 
 
