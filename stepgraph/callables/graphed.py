@@ -220,7 +220,11 @@ class GraphedSet:
             weight_grads=sum(sample.weight_runs for sample in self.samples),
             eager_calls=self._eager_calls,
             audits=self.audits.num,
-            equality=equality([proof.shown for proof in self._proofs], self.audits.num),
+            equality=equality(
+                [proof.shown for proof in self._proofs],
+                self.audits.num,
+                (sample.target.unlooked for sample in self.samples),
+            ),
         )
 
     def close(self) -> None:

@@ -143,6 +143,11 @@ class CaptureTarget:
         values = Watch(with_hooks(self.original, inside), SET_OUTSIDE, self.named_modules, ran=self.ran)
         self._guard = SiteGuard(model, values, self.pair.inside(), names, lambda p: spelled[id(p)])
 
+    @property
+    def unlooked(self) -> str | None:
+        """What the watch has not looked at, in a sentence."""
+        return self._guard.unlooked if self._guard is not None else None
+
     def admit_hooks(self, names: Sequence[str]) -> None:
         """Ignore hooks of functions with these names on modules inside: the engine that replays runs them."""
         if self._model_guard is not None:

@@ -102,7 +102,7 @@ def report_on(shared: ModuleSession) -> ModuleReport:
                 static_bytes=sum(runner.static_bytes for runner in runners),
             )
         )
-    shown = [site.proof.shown for manager in shared.managers for site in manager.sites.values() if site.runners]
+    kinds = [site.kind for manager in shared.managers for site in manager.sites.values() if site.runners]
     return ModuleReport(
         backend=backend_name(shared.session),
         rows=tuple(rows),
@@ -111,5 +111,9 @@ def report_on(shared: ModuleSession) -> ModuleReport:
         static_bytes=sum(row.static_bytes for row in rows),
         fixed_order=0 if shared.order is None else len(shared.order),
         audits=shared.turns.audits,
-        equality=equality(shown, shared.turns.audits),
+        equality=equality(
+            [kind.proof.shown for kind in kinds],
+            shared.turns.audits,
+            (kind.guard.unlooked for kind in kinds if kind.guard is not None),
+        ),
     )

@@ -312,6 +312,8 @@ def _report_on(stages: GraphedStages, shared: PairSession) -> StageReport:
             )
         )
     captured = stages.captured
+    calls = [call for manager in stages.managers for call in manager.calls.values() if captured is not None]
+    kinds = [call.kind for call in calls]
     return StageReport(
         backend=backend_name(shared.session),
         rows=tuple(rows),
@@ -324,7 +326,8 @@ def _report_on(stages: GraphedStages, shared: PairSession) -> StageReport:
         capture_seconds=shared.capture_seconds,
         audits=shared.turns.audits,
         equality=equality(
-            [call.kind.proof.shown for manager in stages.managers for call in manager.calls.values() if captured],
+            [kind.proof.shown for kind in kinds],
             shared.turns.audits,
+            (kind.guard.unlooked for kind in kinds if kind.guard is not None),
         ),
     )

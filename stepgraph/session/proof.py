@@ -30,6 +30,8 @@ from stepgraph.observe.step_objects import StepObjects, numbered
 from stepgraph.oplog import Difference, Log, OpLog, Roles, Vocabulary, first_difference, noting_unseen
 from stepgraph.optim.steps import at_optimizer_steps
 
+_DOUBLES_UNTIL = 64
+"""Replays up to which the next audit comes after twice as many, and then after four times as many."""
 _LONGEST_PERIOD = 50_000
 """Most replays between two audits. The cost of an audit is small beside that many steps."""
 NEVER = -1
@@ -40,7 +42,8 @@ def next_audit(audit: str | int, replays: int) -> int:
     if audit is False:
         return NEVER
     if audit == "auto":
-        return max(replays + 1, min(2 * replays, replays + _LONGEST_PERIOD))
+        growth = 2 if replays < _DOUBLES_UNTIL else 4
+        return max(replays + 1, min(growth * replays, replays + _LONGEST_PERIOD))
     return (replays // int(audit) + 1) * int(audit)
 
 

@@ -1,7 +1,6 @@
 """Names of watched values, and descriptions of their changes.
 
-Users read a message to find the line to change. So it spells a value as the step's code does (`self.w`,
-`config['scale']`), and distinguishes two values of the same spelling.
+A message spells a value as the step's code does (`self.w`, `config['scale']`), and tells two of one spelling apart.
 """
 
 from __future__ import annotations
