@@ -27,10 +27,11 @@ from stepgraph.order.cursor import Cursor, Turn
 from stepgraph.pair.cached_casts import shared_cast
 from stepgraph.pair.call import NotedArguments, RecordedCall
 from stepgraph.pair.lanes import PoolLane
-from stepgraph.pair.proof import EagerProof, NotWarm
+from stepgraph.pair.proof import EagerProof
 from stepgraph.pair.runner import Runner
 from stepgraph.pair.shared import PairSession
 from stepgraph.rng.tracker import tracker_for
+from stepgraph.session.proof import NotWarm
 from stepgraph.session.session import Session
 from stepgraph.signature import ambient_key
 from stepgraph.tree import flatten

@@ -24,7 +24,7 @@ from stepgraph.oplog import Difference, is_logged
 from stepgraph.order import Kind
 from stepgraph.order.cursor import Cursor
 from stepgraph.pair.in_flight import run_forward
-from stepgraph.pair.proof import AuditTurns, EagerProof, can_audit_now, equality
+from stepgraph.pair.proof import AuditTurns, EagerProof, equality
 from stepgraph.pair.runner import Grads, Runner, RunnerState
 from stepgraph.pair.shared import PairSession
 from stepgraph.rng.tracker import tracker_for
@@ -85,9 +85,6 @@ class SetAudits:
     def begin_round(self) -> None:
         """Begin a round. Raise `StateChanged` if it is audited and the operations of a callable have changed."""
         if not self._turns.begin():
-            return
-        if not can_audit_now():
-            self._turns.put_off()
             return
         for target in {id(sample.target): sample.target for sample in self._samples}.values():
             target.check(functools.partial(self.differs, target))

@@ -23,8 +23,8 @@ from stepgraph.modules.site import ModuleCall, ModuleSite
 from stepgraph.order.cursor import Cursor, Turn
 from stepgraph.pair.call import CallBuffers
 from stepgraph.pair.lanes import PoolLane
-from stepgraph.pair.proof import NotWarm
 from stepgraph.pair.runner import Grads, Runner
+from stepgraph.session.proof import NotWarm
 
 
 class RoundCapture:

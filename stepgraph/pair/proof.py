@@ -20,15 +20,11 @@ from stepgraph.errors import CaptureError
 from stepgraph.oplog import Log, OpLog, Roles, Vocabulary, first_difference, noting_unseen
 from stepgraph.pair.cached_casts import keeps_casts
 from stepgraph.pair.differentiate import nodes_behind
-from stepgraph.session.proof import Shown, next_audit, tell_other_path, varying_operations
+from stepgraph.session.proof import NotWarm, Shown, judge, next_audit, tell_other_path, varying_operations
 from stepgraph.tree import flatten
 
 _MAX_SURPRISES = 3
 """Recordings that may differ from the eager call before them, where eager calls differ among themselves."""
-
-
-class NotWarm(Exception):
-    """A recording differs from the eager call that it stands for: there has to be another one to say why."""
 
 
 class PairLogs:
@@ -111,20 +107,19 @@ class EagerProof:
 
         Raises `NotWarm` if there should be another eager call, and an error if eager calls differ among themselves.
         """
-        found = first_difference(eager, recording) if eager is not None else None
-        if eager is None or found is None:
-            self.shown, self._surprises = Shown.NOT if eager is None else Shown.EQUAL, 0
+        if eager is None:
+            self.shown, self._surprises = Shown.NOT, 0
             return
         self._surprises += 1
-        if self._surprises == 1 or len(self._logs) < 2:
+        verdict = judge(self._logs, recording, eager)
+        if verdict.found is None:
+            self.shown, self._surprises = Shown.EQUAL, 0
+            return
+        if self._surprises == 1 or (verdict.between is not None and self._surprises <= _MAX_SURPRISES):
             raise NotWarm
-        pairs = ((one, self._logs[-1]) for one in self._logs[:-1])
-        between = next((b for one, two in pairs if (b := first_difference(one, two)) is not None), None)
-        if between is not None and self._surprises <= _MAX_SURPRISES:
-            raise NotWarm
-        if between is not None:
-            raise varying_operations(name, between, whose)
-        tell_other_path(name, found, whose, strict=strict)
+        if verdict.between is not None:
+            raise varying_operations(name, verdict.between, whose)
+        tell_other_path(name, verdict.found, whose, strict=strict)
         self.shown = Shown.OTHER_PATH
 
 
@@ -145,10 +140,9 @@ class AuditTurns:
     def begin(self) -> bool:
         """A round begins; whether it is audited first, and `end` follows. One that cannot be is put off."""
         if self._rounds == self._due:
-            if can_audit_now():
+            if torch._C._current_graph_task_id() == -1:
                 return True
-            self.put_off()
-            return False
+            self._due += 1  # not in a backward
         self._rounds += 1
         return False
 
@@ -158,20 +152,10 @@ class AuditTurns:
         self._agreed, self._due = self._rounds, next_audit(self._audit, self._rounds)
         self._rounds += 1
 
-    def put_off(self) -> None:
-        """This round cannot be audited; the next one is."""
-        self._rounds += 1
-        self._due = self._rounds
-
     @property
     def since(self) -> int:
         """Rounds that have run since the last comparison."""
         return self._rounds - self._agreed
-
-
-def can_audit_now() -> bool:
-    """Whether calls can be recorded here: not in a backward."""
-    return torch._C._current_graph_task_id() == -1
 
 
 def equality(shown: Sequence[Shown], audits: int, unlooked: Iterable[str | None]) -> str:

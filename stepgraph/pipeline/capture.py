@@ -22,10 +22,10 @@ from stepgraph.pair.call import CallBuffers
 from stepgraph.pair.kind import CallKind
 from stepgraph.pair.lanes import PoolLane
 from stepgraph.pair.ordered import InputPart, record_input_part, record_weight_part
-from stepgraph.pair.proof import NotWarm
 from stepgraph.pair.runner import Runner
 from stepgraph.pair.target import PairTarget
 from stepgraph.pipeline.manager import StageCall, StageManager
+from stepgraph.session.proof import NotWarm
 
 
 class StageCapture:

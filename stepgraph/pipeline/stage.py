@@ -27,7 +27,7 @@ from stepgraph.order import order_from_pipelining, read_order
 from stepgraph.order.cursor import Cursor, Turn
 from stepgraph.order.entries import Entry
 from stepgraph.pair.module_method import called_method, put_in_place
-from stepgraph.pair.proof import AuditTurns, NotWarm, equality
+from stepgraph.pair.proof import AuditTurns, equality
 from stepgraph.pair.shared import PairSession
 from stepgraph.pair.target import PairTarget
 from stepgraph.pipeline.capture import CaptureFailed, StageCapture
@@ -37,6 +37,7 @@ from stepgraph.pipeline.torch_stage import check, chunks_of, has_forward_context
 from stepgraph.session.limits import weigh_changes
 from stepgraph.session.messages import warn_misspelt, warn_operations_changed
 from stepgraph.session.options import Audit, Hook, OnError, PairOptions, reads_options
+from stepgraph.session.proof import NotWarm
 from stepgraph.session.report import backend_name, outline
 from stepgraph.session.session import Session
 from stepgraph.signature import reason_for_eager

@@ -90,6 +90,39 @@ class Harmless:
         self.names.clear()
 
 
+class NotWarm(Exception):
+    """A recording differs from the eager calls before it, or there was none: there must be one more eager call."""
+
+    def __init__(self, rebuilt: str | None = None, values: Sequence[Change] = ()) -> None:
+        super().__init__(rebuilt, values)
+        self.rebuilt, self.values = rebuilt, values
+        """What changed since that call: in the model (in words), or which host values."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """A recording compared with eager calls of its kind."""
+
+    found: Difference | None
+    """The first difference between the recording and the eager call that it stands for."""
+    between: Difference | None = None
+    """The first difference between eager calls, if the recording differs: then neither stands for the other."""
+
+
+def judge(eager: Sequence[Log], recording: Log, stands_for: Log | None = None) -> Verdict:
+    """Compare a recording with the latest eager call, or with the one that it `stands_for`.
+
+    Raise `NotWarm` if they differ and a single eager call cannot say why.
+    """
+    found = first_difference(eager[-1] if stands_for is None else stands_for, recording)
+    if found is None:
+        return Verdict(None)
+    if len(eager) < 2:
+        raise NotWarm
+    compared = (first_difference(one, eager[-1]) for one in eager[:-1])
+    return Verdict(found, next((between for between in compared if between is not None), None))
+
+
 class EagerLogs:
     """The logs of a site's eager calls: the last two of each kind."""
 
@@ -139,15 +172,15 @@ class StepLogs:
         with noting_unseen(), at_optimizer_steps(begin, end), log:
             yield log
 
-    def compare(self, eager: Sequence[Log], recording: Log, outside: Iterable[Optimizer]) -> Difference | None:
-        """Return the first difference between a recording and the latest of these eager calls."""
+    def agree(self, eager: Log, recording: Log, outside: Iterable[Optimizer]) -> bool:
+        """Check that a recording runs the operations of an eager call, optimizers between graphs aside."""
         left_out = [id(optimizer) for optimizer in outside]
-        return first_difference(eager[-1].without(left_out), recording.without(left_out))
+        return first_difference(eager.without(left_out), recording.without(left_out)) is None
 
-    def between(self, eager: Sequence[Log], outside: Iterable[Optimizer]) -> Difference | None:
-        """Return the first difference between the last two of these eager calls."""
+    def judge(self, eager: Sequence[Log], recording: Log, outside: Iterable[Optimizer]) -> Verdict:
+        """Compare a recording with eager calls, without the work of optimizers that run between graphs."""
         left_out = [id(optimizer) for optimizer in outside]
-        return first_difference(*(log.without(left_out) for log in eager[-2:]))
+        return judge([log.without(left_out) for log in eager], recording.without(left_out))
 
 
 def varying_operations(name: str, between: Difference, whose: str = "step") -> CaptureError:

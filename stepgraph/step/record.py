@@ -47,7 +47,16 @@ from stepgraph.optim.steps import at_optimizer_steps
 from stepgraph.rng.host_random import refuse_rewound
 from stepgraph.rng.tracker import tracker_for
 from stepgraph.session.failure import refuse_changed_container
-from stepgraph.session.proof import CallProof, Harmless, Shown, StepLogs, next_audit, other_path, varying_operations
+from stepgraph.session.proof import (
+    CallProof,
+    Harmless,
+    NotWarm,
+    Shown,
+    StepLogs,
+    next_audit,
+    other_path,
+    varying_operations,
+)
 from stepgraph.session.session import Session
 from stepgraph.signature import Signature
 from stepgraph.signature.attributes import changed_attributes
@@ -64,15 +73,6 @@ from stepgraph.step.warmup import (
 )
 from stepgraph.tree import Structure, changed_containers, flatten, unflatten
 from stepgraph.values.watch import Watch
-
-
-class NotWarm(Exception):
-    """The step differs from its last eager call, and must run eagerly once more."""
-
-    def __init__(self, rebuilt: str | None = None, values: Sequence[Change] = ()) -> None:
-        super().__init__(rebuilt, values)
-        self.rebuilt, self.values = rebuilt, values
-        """What changed since that call: in the model (in words), or which host values."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,20 +276,20 @@ class StepCapture:
         eager = site.eager.logs.of(recorded.kind)
         if not eager:
             return CallProof(log, Shown.LATER if ahead else Shown.NOT, due)
-        found = self.logs.compare(eager, log, recorded.outside)
         changed = site.eager.values.changed() if site.eager.values is not None else []
-        if found is not None and changed:
-            raise NotWarm(values=changed)
-        if found is not None:
-            if len(eager) < 2:
-                raise NotWarm
-            between = self.logs.between(eager, recorded.outside)
-            if between is not None:
-                self._surprised(site, varying_operations(self.name, between))
+        try:
+            verdict = self.logs.judge(eager, log, recorded.outside)
+        except NotWarm:
+            raise NotWarm(values=changed) from None
+        if verdict.found is not None:
+            if changed:
+                raise NotWarm(values=changed)
+            if verdict.between is not None:
+                self._surprised(site, varying_operations(self.name, verdict.between))
             if self._options.strict:
-                raise other_path(self.name, found)
+                raise other_path(self.name, verdict.found)
         self.harmless.add(changed)
-        return CallProof(log, Shown.EQUAL if found is None else Shown.OTHER_PATH, due, found)
+        return CallProof(log, Shown.EQUAL if verdict.found is None else Shown.OTHER_PATH, due, verdict.found)
 
     def keep(self, site: Site, recorded: Recorded, proof: CallProof, *, ahead: bool = False) -> CapturedCall:
         """Make a recording take effect. `ahead`: it is for a later call, and every `.grad` stays unchanged."""

@@ -32,7 +32,7 @@ from stepgraph.session.failure import capture_error
 from stepgraph.session.interrupt import interrupts_held
 from stepgraph.session.limits import weigh_changes
 from stepgraph.session.messages import state_changed, warn_misspelt, warn_operations_changed, warn_values_changed
-from stepgraph.session.proof import CallProof, Shown, next_audit, tell_other_path
+from stepgraph.session.proof import CallProof, NotWarm, Shown, next_audit, tell_other_path
 from stepgraph.session.report import outline
 from stepgraph.session.session import Session
 from stepgraph.signature import AmbientReader, Signature, argument_names, leaf_keys, reason_for_eager, refuse_opaque
@@ -43,7 +43,7 @@ from stepgraph.step.bucketing import Bucketing, Example
 from stepgraph.step.call import CallArgs, CapturedCall
 from stepgraph.step.eviction import REASON, Action, Sites
 from stepgraph.step.options import StepOptions
-from stepgraph.step.record import NotWarm, Recorded, StepCapture
+from stepgraph.step.record import Recorded, StepCapture
 from stepgraph.step.report import Counts, Report, report_of
 from stepgraph.step.site import LastCall, Site
 from stepgraph.step.warmup import WarmUp, flags_of, surroundings
@@ -225,7 +225,7 @@ class CapturedStep(Generic[P, R]):
         placements = self._capture.placements(site)
         outside = [o for o in site.touched.optimizers if not placements[id(o)].inside]
         eager = site.eager.logs.of(site.kind())
-        if eager and self._capture.logs.compare(eager, call.proof.log, outside) is None:
+        if eager and self._capture.logs.agree(eager[-1], call.proof.log, outside):
             call.proof.shown = Shown.EQUAL
             return True
         if eager:  # it is captured again, as any other
