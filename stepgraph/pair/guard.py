@@ -87,7 +87,7 @@ class SiteGuard:
 
         The module's code has run once more, so the watch expects the present values from now on.
         """
-        self._harmless.add(changes)
+        self._harmless.add(changes, self._checks)
         self._values.drop(self._harmless.names)
         if self._values.changed():
             self._values.renew()
@@ -96,4 +96,5 @@ class SiteGuard:
     @property
     def unlooked(self) -> str | None:
         """What the watch has not looked at, in a sentence."""
-        return self._values.unlooked
+        found = [told for told in (self._values.unlooked, self._harmless.sentence) if told is not None]
+        return "; ".join(found) or None

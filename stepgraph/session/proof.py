@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import enum
 import weakref
+from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -35,6 +36,9 @@ _DOUBLES_UNTIL = 64
 _LONGEST_PERIOD = 50_000
 """Most replays between two audits. The cost of an audit is small beside that many steps."""
 NEVER = -1
+_FREE_AUDITS = 8
+_CALLS_PER_AUDIT = 128
+"""Audits that changes of one value may cause: so many, and one more for each so many calls."""
 
 
 def next_audit(audit: str | int, replays: int) -> int:
@@ -74,15 +78,29 @@ class CallProof:
 
 
 class Harmless:
-    """Names of values that changed without effect on the operations: they are no longer watched."""
+    """Names of values that keep changing without effect on the operations: they are no longer watched.
+
+    One change without effect proves little: `if epoch >= 3` ignores the first two. So each change is audited, unless
+    that would cost too much: a value that changes at each call is dropped after a few audits.
+    """
 
     def __init__(self) -> None:
         self.names: set[str] = set()
+        self._changes: Counter[str] = Counter()
         self._suspects: set[str] = set()
 
-    def add(self, changes: Iterable[Change]) -> None:
-        """Add values that changed while the operations did not."""
-        self.names |= {change.name for change in changes} - self._suspects
+    def add(self, changes: Iterable[Change], calls: int) -> None:
+        """Add values that changed while the operations did not, after so many calls in all."""
+        self._changes.update(change.name for change in changes)
+        most = _FREE_AUDITS + calls // _CALLS_PER_AUDIT
+        self.names |= {change.name for change in changes if self._changes[change.name] > most} - self._suspects
+
+    @property
+    def sentence(self) -> str | None:
+        """What a report says about them."""
+        if not self.names:
+            return None
+        return f"changes too often to be watched, and had no effect so far: {', '.join(sorted(self.names))}"
 
     def suspect(self) -> None:
         """Watch all of them again, for good, since the operations changed while no watched value did."""

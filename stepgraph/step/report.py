@@ -89,8 +89,15 @@ class Report(GraphReport):
 
 
 def report_of(
-    step: str, session: Session, sites: Sequence[Site], counts: Counts, optimizers: dict[str, str], options: StepOptions
+    step: str,
+    session: Session,
+    sites: Sequence[Site],
+    counts: Counts,
+    optimizers: dict[str, str],
+    options: StepOptions,
+    unwatched: str | None,
 ) -> Report:
+    """Make the report of a captured step; `unwatched` is a sentence about values that are not watched any longer."""
     calls = [call for site in sites for call in site.calls]
     return Report(
         step=step,
@@ -110,16 +117,17 @@ def report_of(
         signatures=tuple(call.signature.describe() for call in calls),
         chains=tuple(call.parts.chain.describe() for call in calls),
         optimizers=optimizers,
-        equality=_equality(sites, options) if calls else _NOT_COMPARED if counts.replays else None,
+        equality=_equality(sites, options, unwatched) if calls else _NOT_COMPARED if counts.replays else None,
         guards="Python" if native_row() is None else "C++",
     )
 
 
-def _equality(sites: Sequence[Site], options: StepOptions) -> str:
+def _equality(sites: Sequence[Site], options: StepOptions, unwatched: str | None) -> str:
     """Describe what is known about equality with eager, and by which check."""
     by_outcome = Counter(call.proof.shown for site in sites for call in site.calls)
     facts = [_SHOWN[shown].format(count, "" if count == 1 else "s") for shown, count in by_outcome.items()]
     facts += sorted({call.unlooked or "" for site in sites for call in site.calls} - {""})
+    facts += [unwatched] if unwatched is not None else []
     left = sorted({name for site in sites for name in site.eager.own_changes})
     if left:
         more = f" and {len(left) - _MAX_NAMED} more" if len(left) > _MAX_NAMED else ""

@@ -491,7 +491,8 @@ class CapturedStep(Generic[P, R]):
         """Return a report of graphs, replays, eager calls with their reasons, time and memory."""
         sites = list(self._sites.values())
         placements = self._capture.describe_placements(sites)
-        return report_of(self._name, self._session, sites, self._counts, placements, self._options)
+        unwatched = self._capture.harmless.sentence
+        return report_of(self._name, self._session, sites, self._counts, placements, self._options, unwatched)
 
     def reset(self) -> None:
         """Drop all graphs. The next calls warm up and capture again."""

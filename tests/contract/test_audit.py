@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import os
 import pathlib
+import types
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -276,3 +277,35 @@ def test_varying_gradient_patterns_each_have_an_eager_call_first(device: torch.d
         report = captured.report()
     assert (report.graphs, report.replays) == (2, 9)
     assert report.eager_reasons == {"warm-up": 3}
+
+
+def test_value_that_matters_late_is_right_in_the_same_call(device: torch.device) -> None:
+    """`if epoch >= 3`: the first changes have no effect, and the third one has."""
+    config, weight = types.SimpleNamespace(epoch=0), torch.full((2,), 3.0, device=device)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        return x * weight if config.epoch >= 3 else x + weight
+
+    x = torch.ones(2, device=device)
+    for calls in (20, 150):
+        with stepgraph.capture(step) as captured, warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            for call in range(5 * calls):
+                config.epoch = call // calls
+                assert torch.equal(captured(x), step(x))
+            assert captured.report().replays > 4 * calls
+
+
+def test_value_that_always_changes_without_effect_is_named(device: torch.device) -> None:
+    config = types.SimpleNamespace(steps=0, never=10**6)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        return x * 2 if config.steps < config.never else x
+
+    with stepgraph.capture(step) as captured:
+        for _ in range(40):
+            captured(torch.ones(2, device=device))
+            config.steps += 1
+        report = captured.report()
+    assert "config.steps" in str(report.equality)
+    assert 8 <= report.audits < 20

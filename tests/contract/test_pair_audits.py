@@ -469,3 +469,24 @@ def test_audit_that_is_no_count_is_refused(audit: Any) -> None:
     ):
         with pytest.raises(stepgraph.InvalidArgument, match="audit="):
             graph()
+
+
+def test_module_value_that_matters_late_is_right_at_once(device: torch.device) -> None:
+    """The first changes have no effect, and the third one has."""
+
+    class Late(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.epoch = nn.Linear(4, 4), 0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.linear(x) * 2 if self.epoch >= 3 else self.linear(x)
+
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"part": Late()}).to(device)
+    part, x = model["part"], torch.ones(2, 4, device=device)
+    with stepgraph.graph_modules(model, "part") as handle, quiet(), torch.no_grad():
+        for call in range(100):
+            part.epoch = call // 20
+            assert torch.equal(model["part"](x), Late.forward(part, x))
+        assert handle.report().replays > 80

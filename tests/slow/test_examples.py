@@ -18,4 +18,4 @@ def test_example_runs(example: Path, tmp_path: Path) -> None:
     environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     done = run_to_end([[sys.executable, str(example)]], environment, cwd=tmp_path)[0]
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "replays" in done.stdout
+    assert "replayed" in done.stdout
