@@ -17,7 +17,7 @@ from stepgraph.modules.scopes import Part, ScopeRegistry, read_scope
 from stepgraph.modules.session import ModuleSession
 from stepgraph.pair.module_method import called_method, put_in_place
 from stepgraph.session.options import Audit, Hook, OnError, Outputs, expect, reads_options, renamed
-from stepgraph.session.report import outline
+from stepgraph.session.report import outline, quantities
 from stepgraph.session.session import Session
 from stepgraph.tracebacks import entry_point
 
@@ -117,7 +117,7 @@ class GraphedModules:
     def __repr__(self) -> str:
         managers = self._shared.managers
         sums = (sum(counts) for counts in zip((0, 0, 0), *(manager.tally() for manager in managers), strict=True))
-        return outline(f"{len(managers)} graphed modules", *sums, is_closed=self._shared.is_closed)
+        return outline(quantities(graphed_modules=len(managers)), *sums, is_closed=self._shared.is_closed)
 
     @property
     def paths(self) -> list[str]:

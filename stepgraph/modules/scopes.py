@@ -116,7 +116,7 @@ class ScopeRegistry:
             )
         if not scope:
             if not layers:
-                raise _nothing("layers", model, layers)
+                raise _no_layers(model)
             outer = [path for path in layers if not any(_is_inside(path, other) for other in layers)]
             return [Part(path, model.get_submodule(path)) for path in outer]
         found: dict[tuple[int, str], Part] = {}
@@ -198,6 +198,18 @@ def _refuse_nested(parts: Iterable[Part]) -> None:
                     why="a module is graphed as a whole, with all that is in it.",
                     fix=f"drop one of the two: {outer.path!r} covers {inner.path!r}.",
                 )
+
+
+def _no_layers(model: torch.nn.Module) -> InvalidArgument:
+    lists = [path for path, module in model.named_modules() if isinstance(module, torch.nn.ModuleList) and len(module)]
+    example = f"{lists[0]}.*" if lists else next((path for path, _ in model.named_modules() if path), "")
+    return InvalidArgument(
+        f"{type(model).__name__} has no layer of a known class, and no scope was given",
+        rule="scope",
+        why="without a scope whole layers are graphed, and a layer is known by its class.",
+        fix=f"name the parts: graph_modules(model, {example!r}); or register the layer's class: "
+        "ScopeRegistry().register(...).",
+    )
 
 
 def _nothing(

@@ -192,7 +192,7 @@ def test_words_without_a_known_layer_say_so() -> None:
         "modules     0",
     ]
     assert "ScopeRegistry().register" in error.fix
-    assert refusal(model).what == "the scope 'layers' matches nothing in Sequential"
+    assert refusal(model).what == "Sequential has no layer of a known class, and no scope was given"
 
 
 @pytest.mark.parametrize("scope", [("moe", "moe_router"), ("blocks.0", "attn"), ("blocks.*.moe", "blocks.1.moe.norm")])
