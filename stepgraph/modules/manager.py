@@ -108,8 +108,8 @@ class CudaGraphManager:
             last = self._managed.last
             if last is not None and not self.session.is_closed and not has_global_hooks():
                 leaves = last.fast_match.leaves_of(args, kwargs)
-                is_plain = leaves is not None and not self._is_capturing() and not is_logged()
-                if leaves is not None and is_plain and last.around == self._around():
+                is_inside = self._is_capturing() or is_logged()  # a part of a larger capture
+                if leaves is not None and not is_inside and last.around == self._around():
                     return self._replay(last.site, leaves, last.structure, (args, kwargs))
             return self._look_up(args, kwargs)
         except StepgraphError as error:

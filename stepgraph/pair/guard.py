@@ -2,7 +2,7 @@
 
 It asks the guards of the module first. A changed value that the module's code can name is no reason by itself: the
 call is recorded again, and its operations are compared with those of the graph. So are those of a call whose audit is
-due. Equal operations mean that the value has no effect; it is not watched any longer.
+due. Equal operations mean that the change has no effect; a value that always changes so is not watched any longer.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class SiteGuard:
         self._guards = GuardSet((model, ParameterHooksGuard(inside, spell), values, *names))
         self._harmless: Harmless = Harmless() if before is None else before._harmless
         values.drop(self._harmless.names)
-        self._fast, self._checks = FastCheck(), 0
+        self._fast, self._checks, self._agreed = FastCheck(), 0, 0
 
     def holds(self) -> bool:
         """One fast check that nothing changed; False is inconclusive."""
@@ -62,11 +62,10 @@ class SiteGuard:
     def look(self, differs: Callable[[], Difference | None], *, audited: bool) -> Finding | None:
         """Find a reason not to replay; `differs` records the call again and compares. `audited`: in any case."""
         changes = self._guards.changed()
-        if not changes:
-            self._fast.write(self._guards.expect, self._checks)
         if changes and changes[0].remedy is not Remedy.AUDIT:
             return Finding(told(changes), (told(changes),))
         if not changes and not audited:
+            self._fast.write(self._guards.expect, self._checks)
             return None
         found = differs()
         if found is None:
@@ -83,11 +82,12 @@ class SiteGuard:
         return self._values.labels
 
     def agree(self, changes: Sequence[Change] = ()) -> None:
-        """A new recording was the same although these values have changed: stop watching them.
+        """A new recording was the same although these values have changed.
 
         The module's code has run once more, so the watch expects the present values from now on.
         """
-        self._harmless.add(changes, self._checks)
+        self._harmless.add(changes, self._checks - self._agreed)
+        self._agreed = self._checks
         self._values.drop(self._harmless.names)
         if self._values.changed():
             self._values.renew()

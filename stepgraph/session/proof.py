@@ -87,12 +87,14 @@ class Harmless:
     def __init__(self) -> None:
         self.names: set[str] = set()
         self._changes: Counter[str] = Counter()
+        self._calls = 0
         self._suspects: set[str] = set()
 
-    def add(self, changes: Iterable[Change], calls: int) -> None:
-        """Add values that changed while the operations did not, after so many calls in all."""
+    def add(self, changes: Iterable[Change], calls: int = 0) -> None:
+        """Add values that changed while the operations did not. `calls` have run since the last comparison."""
         self._changes.update(change.name for change in changes)
-        most = _FREE_AUDITS + calls // _CALLS_PER_AUDIT
+        self._calls += calls
+        most = _FREE_AUDITS + self._calls // _CALLS_PER_AUDIT
         self.names |= {change.name for change in changes if self._changes[change.name] > most} - self._suspects
 
     @property

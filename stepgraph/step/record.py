@@ -288,7 +288,7 @@ class StepCapture:
                 self._surprised(site, varying_operations(self.name, verdict.between))
             if self._options.strict:
                 raise other_path(self.name, verdict.found)
-        self.harmless.add(changed, 0)
+        self.harmless.add(changed)
         return CallProof(log, Shown.EQUAL if verdict.found is None else Shown.OTHER_PATH, due, verdict.found)
 
     def keep(self, site: Site, recorded: Recorded, proof: CallProof, *, ahead: bool = False) -> CapturedCall:
@@ -332,7 +332,7 @@ class StepCapture:
         The step's code has run once more, so the watch starts again from the present values.
         """
         recorded.made.drop()
-        self.harmless.add(changes, call.replays)
+        self.harmless.add(changes, call.replays - call.proof.agreed)
         call.watch(self._watch(site, recorded.outside, recorded.made.read.found))
         call.proof.agreed, call.proof.due = call.replays, next_audit(self._options.audit, call.replays)
 

@@ -296,6 +296,24 @@ def test_value_that_matters_late_is_right_in_the_same_call(device: torch.device)
             assert captured.report().replays > 4 * calls
 
 
+def test_value_that_matters_late_is_right_after_a_recapture(device: torch.device) -> None:
+    """Many changes without effect, then another graph, then the change that matters."""
+    config, offset = types.SimpleNamespace(epoch=0, scale=1.0), torch.full((2,), 3.0, device=device)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        return x * config.scale if config.epoch >= 14 else x * config.scale + offset
+
+    x = torch.ones(2, device=device)
+    with stepgraph.capture(step) as captured, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for call in range(15 * 150):
+            config.epoch, config.scale = call // 150, 1.0 if call < 12 * 150 else 2.0
+            result = captured(x)
+            assert call % 50 or torch.equal(result, step(x))
+        assert captured.report().recaptures == 2
+        assert "too often" not in str(captured.report().equality)
+
+
 def test_value_that_always_changes_without_effect_is_named(device: torch.device) -> None:
     config = types.SimpleNamespace(steps=0, never=10**6)
 
