@@ -55,6 +55,7 @@ class _Member:
     name: str
     dims: tuple[tuple[int, int], ...]
     pad: Number
+    is_pad_given: bool
     kind: int
     """Equal for leaves that are padded alike: one tensor passed as both stays one."""
 
@@ -87,7 +88,9 @@ class BoundBuckets:
                 raise same_leaf(taken[index], leaf.name, f", {names[index]}")
             kind = (leaf.dims, type(leaf.pad), repr(leaf.pad))
             kinds += [kind] if kind not in kinds else []
-            self._members.append(_Member(index, names[index], leaf.dims, leaf.pad, kinds.index(kind)))
+            self._members.append(
+                _Member(index, names[index], leaf.dims, leaf.pad, leaf.is_pad_given, kinds.index(kind))
+            )
         self._dims = {member.index: [dim for dim, _ in member.dims] for member in self._members}
         self._indices = [member.index for member in self._members]
         self._plans: dict[tuple[Hashable, ...], _Plan] = {}
@@ -96,6 +99,8 @@ class BoundBuckets:
         self.lengths(leaves)
         for member in self._members:
             _fill(member, leaves[member.index])
+        self.warning = self._warning(leaves)
+        """A warning for the first call that is padded, or None."""
 
     def pad(self, leaves: Sequence[Any]) -> Padded:
         """Pad the call: each group to the smallest size that holds its largest member."""
@@ -117,6 +122,20 @@ class BoundBuckets:
         self._looks[kind] += self._looks[kind] < _NUM_LOOKS + 1
         padded, made = self._fit(leaves, plan.copies, look=self._looks[kind] <= _NUM_LOOKS)
         return Padded(padded, plan.choice, plan.lengths, made, self._written)
+
+    def _warning(self, leaves: Sequence[Any]) -> str | None:
+        """Warn of integers that are padded with 0 by default, unless the user gave any integers a pad value."""
+        found = [member for member in self._members if _holds_integers(leaves[member.index])]
+        if not found or any(member.is_pad_given for member in found):
+            return None
+        names = " and ".join(f"`{member.name}`" for member in found)
+        last = dotted(found[-1].name)
+        return (
+            f"buckets pad {names} with 0, the default for integers   [pad-value]\n"
+            "Why: 0 is also a class and a token. The padding of targets then counts in the loss, as class 0.\n"
+            f'Fix: pad_values={{"{last}": -100}} for targets (cross_entropy ignores -100). If 0 is right, because a '
+            f'mask hides the padding: pad_values={{"{last}": 0}}.'
+        )
 
     def lengths(self, leaves: Sequence[Any]) -> tuple[int, ...]:
         """The largest size in each group."""
@@ -227,6 +246,10 @@ class BoundBuckets:
                 done[key] = known
             fitted[member.index] = known
         return fitted, made
+
+
+def _holds_integers(leaf: torch.Tensor) -> bool:
+    return not (leaf.is_floating_point() or leaf.is_complex() or leaf.dtype is torch.bool)
 
 
 def _target(member: _Member, shape: Sequence[int], choice: Choice) -> tuple[int, ...]:

@@ -30,11 +30,11 @@ def state_changed(step: str, why: str) -> StateChanged:
     )
 
 
-def warn_values_changed(step: str, changes: Sequence[Change], *, is_captured: bool, stays_eager: bool) -> None:
-    """Warn that a host value changed that a graph has baked in, or would bake in."""
+def warn_values_changed(step: str, changes: Sequence[Change], *, is_captured: bool, pause: int) -> None:
+    """Warn that a host value changed that a graph has baked in, or would bake in. `pause`: eager calls that follow."""
     since = "capture" if is_captured else "the call before"
-    if stays_eager:
-        outcome = "A call like this one stays eager from now on."
+    if pause:
+        outcome = _paused(pause)
     elif is_captured:
         outcome = "The step is captured again."
     else:
@@ -53,11 +53,16 @@ def warn_operations_changed(
     replays: int,
     *,
     stays_eager: bool,
+    pause: int = 0,
     whose: str = "step",
     counted: str = "calls",
 ) -> None:
-    """Warn that an audit found other operations: those that the step, or a module, would run now."""
-    outcome = "Calls like this one stay eager from now on." if stays_eager else f"The {whose} is captured again."
+    """Warn that an audit found other operations: those that the step, or a module, would run now.
+
+    `stays_eager`: for good, or for `pause` calls.
+    """
+    eager = _paused(pause) if pause else "Calls like this one stay eager from now on."
+    outcome = eager if stays_eager else f"The {whose} is captured again."
     if changes:
         names = [change.name for change in changes]
         warn_user(
@@ -72,6 +77,10 @@ def warn_operations_changed(
             "operations.\nWhy: a replay runs no Python. A value that the code reads has changed, and the watch cannot "
             f"see it (docs/equality.md).\nFix: {PASS_IT}, or keep it where the code of the {whose} can name it."
         )
+
+
+def _paused(calls: int) -> str:
+    return f"The next {calls} calls like this one run eagerly, then the step is tried again."
 
 
 def warn_misspelt(ignore: Iterable[str], labels: Collection[str]) -> None:
