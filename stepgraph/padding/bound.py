@@ -17,10 +17,10 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
-from stepgraph.errors import CaptureError, InvalidArgument
+from stepgraph.errors import InvalidArgument
 from stepgraph.padding.buckets import RESULT, Buckets, Choice, Number, described, dotted, find, invalid, same_leaf
 from stepgraph.padding.layout import Copy, Made, copied, dense_strides, holds, plan_copy
-from stepgraph.signature import has_gradient_hooks, leaf_key
+from stepgraph.signature import leaf_key, refuse_gradient
 from stepgraph.signature.attributes import as_given, attributes_on
 
 Kind: TypeAlias = tuple[Hashable, ...]
@@ -236,7 +236,7 @@ class BoundBuckets:
             known = done.get(key)
             if known is None:
                 if copy is not None:
-                    _refuse_gradient(member, leaf)
+                    refuse_gradient(member.name, leaf)
                     known = as_given(copied(leaf, copy), leaf)
                     made.append(Made(member.index, member.name, leaf, known, look=look))
                 elif first.setdefault(id(leaf), member.kind) == member.kind or leaf.requires_grad:
@@ -285,25 +285,6 @@ def _check_leaf(member: _Member, leaf: Any) -> None:
             f"buckets: `{member.name}`: {[d for d, _ in member.dims]} name one dimension twice: {described(leaf)}",
             why="a dimension has one list of sizes.",
             fix="drop one of them.",
-        )
-
-
-def _refuse_gradient(member: _Member, leaf: torch.Tensor) -> None:
-    if not leaf.requires_grad or not leaf.is_leaf:
-        return
-    if leaf.grad is not None and leaf.grad.layout is not torch.strided:
-        raise CaptureError(
-            f"argument `{member.name}` has a sparse gradient",
-            rule="sparse-grad",
-            why="the step works on a padded copy, whose gradient is dense.",
-            fix=f"make it dense: {member.name}.grad = {member.name}.grad.to_dense().",
-        )
-    if has_gradient_hooks(leaf):
-        raise CaptureError(
-            f"argument `{member.name}` has a hook for its gradient",
-            rule="module-hook",
-            why="the step works on a padded copy, which has no hooks: it would not run.",
-            fix=f"remove it and do its work on {member.name}.grad after the call.",
         )
 
 

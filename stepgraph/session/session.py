@@ -24,6 +24,20 @@ from stepgraph.session.teardown import BeforeGroupsEnd, is_distributed
 from stepgraph.tracebacks import entry_point
 
 
+class _Listeners:
+    """Methods to call when something happens, each as long as its object lives."""
+
+    def __init__(self) -> None:
+        self._methods: list[weakref.WeakMethod[Callable[[], None]]] = []
+
+    def add(self, method: Callable[[], None]) -> None:
+        living = [known for known in self._methods if known() is not None]
+        self._methods = [*living, weakref.WeakMethod(method)]
+
+    def living(self) -> list[Callable[[], None]]:
+        return [call for known in self._methods if (call := known()) is not None]
+
+
 class _Resources:
     """The resources to free. They are kept apart from the session, so that a finalizer can hold them."""
 
@@ -31,7 +45,7 @@ class _Resources:
         self.graphs: list[Graph] = []
         self.workspace: Workspace | None = None
         self.grads = GradBuffers()
-        self.listeners: list[weakref.WeakMethod[Callable[[], None]]] = []
+        self.when_dropped = _Listeners()
         self.groups: BeforeGroupsEnd | None = None
 
     def adopt(self, graph: Graph) -> None:
@@ -46,10 +60,8 @@ class _Resources:
 
     def drop_graphs(self) -> None:
         self.free_graphs()
-        for listener in self.listeners:
-            call = listener()
-            if call is not None:
-                call()
+        for call in self.when_dropped.living():
+            call()
 
     def release(self) -> None:
         self.free_graphs()
@@ -76,7 +88,7 @@ class Session:
         self._backend = backend_named(backend) if isinstance(backend, str) else backend
         self._resources = _Resources()
         self._lane_numbers = itertools.count(1)
-        self._when_closed: list[weakref.WeakMethod[Callable[[], None]]] = []
+        self._when_closed = _Listeners()
         self._closed = False
         self._finalizer = weakref.finalize(self, self._resources.release)
 
@@ -144,8 +156,7 @@ class Session:
 
     def when_dropped(self, method: Callable[[], None]) -> None:
         """Call a method, as long as its object lives, when all graphs are dropped at once."""
-        living = [listener for listener in self._resources.listeners if listener() is not None]
-        self._resources.listeners = [*living, weakref.WeakMethod(method)]
+        self._resources.when_dropped.add(method)
 
     def drop_graphs(self) -> None:
         """Free all graphs, because something that they use goes away. Steps capture again."""
@@ -165,17 +176,15 @@ class Session:
 
     def when_closed(self, method: Callable[[], None]) -> None:
         """Call a method, as long as its object lives, after the session was closed. The method may raise."""
-        living = [listener for listener in self._when_closed if listener() is not None]
-        self._when_closed = [*living, weakref.WeakMethod(method)]
+        self._when_closed.add(method)
 
     def close(self, *, tell: bool = True) -> None:
         """Free all graphs and the pool; with `tell`, call the methods of `when_closed`. A second call frees nothing."""
         self._closed = True
         self._finalizer()
         with contextlib.ExitStack() as stack:
-            for found in [listener() for listener in reversed(self._when_closed)] if tell else ():
-                if found is not None:
-                    stack.callback(found)
+            for call in reversed(self._when_closed.living()) if tell else ():
+                stack.callback(call)
 
     def __enter__(self) -> Session:
         return self

@@ -122,12 +122,12 @@ class WarmUp:
         groups = optimizer.param_groups
         if self._options.optimizer == "capturable" and not all(group.get("capturable") for group in groups):
             make_capturable(optimizer, self._session.backend.device)
-        if self._site.effects.begin(optimizer):
-            self._numbers.begin(optimizer)
+        self._site.effects.begin(optimizer)
+        self._numbers.begin(optimizer)
 
     def _after_step(self, optimizer: Optimizer, result: Any) -> None:
-        if self._site.effects.end(optimizer, result):
-            self._numbers.end(optimizer)
+        self._site.effects.end(optimizer, result)
+        self._numbers.end(optimizer)
 
     def _logged(self, logs: StepLogs, call: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
         """Call the step and log its operations. A call that creates optimizer state is not compared with others."""
@@ -219,16 +219,13 @@ def flags_of(site: Site, options: StepOptions, step: Callable[..., Any]) -> Flag
 @contextlib.contextmanager
 def _state_outside_the_pool(workspace: Workspace) -> Iterator[None]:
     """Let an optimizer create its state, at its first step, outside the pool, where it would block memory."""
-    stepping: set[int] = set()
     with contextlib.ExitStack() as kept:
 
         def before(optimizer: Optimizer) -> None:
-            if not optimizer.state and not stepping:  # a subclass's step calls its parent's: both arrive here
-                stepping.add(id(optimizer))
+            if not optimizer.state:
                 kept.enter_context(workspace.keeping())
 
         def after(_: Optimizer, __: Any) -> None:
-            stepping.clear()
             kept.close()
 
         with at_optimizer_steps(before, after):
