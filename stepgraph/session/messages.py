@@ -80,7 +80,7 @@ def warn_operations_changed(
 
 
 def _paused(calls: int) -> str:
-    return f"The next {calls} calls like this one run eagerly, then the step is tried again."
+    return f"The next {calls} calls like this one stay eager, then the step is tried again."
 
 
 def warn_misspelt(ignore: Iterable[str], labels: Collection[str]) -> None:
@@ -128,13 +128,7 @@ def warn_past_limit(
     described = [d.describe("captured" if is_captured else "warming up with") for d in found[:8]]
     fix = _fewer_signatures(found)
     if strict:
-        raise SignatureMismatch(
-            f"{step}: this call has a new signature, {reason}",
-            rule="max-graphs",
-            details=described,
-            why="each signature needs its own graph, and strict=True forbids to run the call eagerly.",
-            fix=fix,
-        )
+        raise _mismatch(f"{step}: this call has a new signature, {reason}", described, fix)
     lines = [f"{step}: this call runs eagerly, {reason}   [max-graphs]", *(f"  {line}" for line in described)]
     warn_user("\n".join([*lines, f"Fix: {fix}"]))
 
@@ -158,10 +152,10 @@ def unsigned(error: Exception) -> str:
 def signature_mismatch(module: str, call: Signature, known: Iterable[Signature]) -> SignatureMismatch:
     """Make the error under strict for a module's call that differs from all calls with graphs."""
     found = min((find_differences(signature, call) for signature in known), key=len, default=[])
-    return SignatureMismatch(
-        f"{module}: this call differs from those that have graphs",
-        rule="max-graphs",
-        details=[str(d) for d in found[:8]],
-        why="each kind of call needs its own graphs, and strict=True forbids to run it eagerly.",
-        fix="pad inputs to a few shapes, or raise max_graphs.",
-    )
+    fix = "pad inputs to a few shapes, or raise max_graphs."
+    return _mismatch(f"{module}: this call differs from those that have graphs", list(map(str, found[:8])), fix)
+
+
+def _mismatch(what: str, details: Sequence[str], fix: str) -> SignatureMismatch:
+    why = "each signature needs its own graphs, and strict=True forbids to run the call eagerly."
+    return SignatureMismatch(what, rule="max-graphs", details=details, why=why, fix=fix)

@@ -4,23 +4,30 @@ Nothing is global: one process may have several sessions. Closing a session, als
 exit of the interpreter, frees its graphs and then its pool. Steps with the same session share its memory. A session
 also drops its graphs, and its steps capture again, before something goes away that they use: the communicators of a
 process group, the buckets of a DDP.
+
+A graph with a collective holds its communicator, and NCCL frees a communicator only after every such graph:
+`destroy_process_group()` at the end of a script would hang (pytorch#115388). At the exit of the interpreter sessions
+free their graphs first. torch has no event for groups that are shut down earlier. So the two methods that end a group
+are wrapped as long as any session has graphs to free (`_BeforeGroupsEnd`).
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from types import TracebackType
+from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from stepgraph.backends import Backend, Graph, Workspace, backend_for, backend_named
 from stepgraph.errors import ClosedError, InvalidArgument
 from stepgraph.grads.step_grads import GradBuffers
-from stepgraph.session.teardown import BeforeGroupsEnd, is_distributed
 from stepgraph.tracebacks import entry_point
 
 
@@ -46,12 +53,12 @@ class _Resources:
         self.workspace: Workspace | None = None
         self.grads = GradBuffers()
         self.when_dropped = _Listeners()
-        self.groups: BeforeGroupsEnd | None = None
+        self.groups: _BeforeGroupsEnd | None = None
 
     def adopt(self, graph: Graph) -> None:
         self.graphs.append(graph)
-        if self.groups is None and is_distributed():
-            self.groups = BeforeGroupsEnd(self.drop_graphs)
+        if self.groups is None and _is_distributed():
+            self.groups = _BeforeGroupsEnd(self.drop_graphs)
 
     def free_graphs(self) -> None:
         graphs, self.graphs = self.graphs, []
@@ -193,3 +200,49 @@ class Session:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close(tell=error is None)  # do not hide an error that is being raised
+
+
+_ENDS = ("shutdown", "abort")
+_LISTENERS = "__stepgraph_listeners__"
+
+
+def _is_distributed() -> bool:
+    return dist.is_available() and dist.is_initialized()
+
+
+class _BeforeGroupsEnd:
+    """Calls a function before any process group is shut down, until closed. Instances may be closed in any order."""
+
+    def __init__(self, call: Callable[[], None]) -> None:
+        self._call = call
+        for name in _ENDS:
+            end = vars(dist.ProcessGroup).get(name)
+            if end is None:
+                continue
+            if not hasattr(end, _LISTENERS):
+                end = _announcing(end)
+                setattr(dist.ProcessGroup, name, end)
+            getattr(end, _LISTENERS).append(call)
+
+    def close(self) -> None:
+        """Stop to call. The last instance to be closed restores torch's own methods."""
+        for name in _ENDS:
+            end = vars(dist.ProcessGroup).get(name)
+            listeners = getattr(end, _LISTENERS, [])
+            if self._call in listeners:
+                listeners.remove(self._call)
+                if not listeners:
+                    setattr(dist.ProcessGroup, name, end.__wrapped__)  # type: ignore[union-attr]
+
+
+def _announcing(end: Any) -> Any:
+    listeners: list[Callable[[], None]] = []
+
+    @functools.wraps(end)
+    def announced(group: Any, *args: Any, **kwargs: Any) -> Any:
+        for call in tuple(listeners):
+            call()
+        return end.__get__(group)(*args, **kwargs)
+
+    setattr(announced, _LISTENERS, listeners)
+    return announced

@@ -185,7 +185,7 @@ def test_value_changing_each_call_is_reported_before_recording(device: torch.dev
         for index in range(9):
             weight = 1.0 / (index + 1)
             outcome = (
-                pytest.warns(StepgraphWarning, match="The next 8 calls .* run eagerly")
+                pytest.warns(StepgraphWarning, match="The next 8 calls .* stay eager")
                 if index == 5
                 else contextlib.nullcontext()
             )
