@@ -25,6 +25,7 @@ from stepgraph.backends import Backend
 from stepgraph.backends.threads import replaced
 from stepgraph.errors import CaptureError, entry
 from stepgraph.optim.steps import all_have_hooks, has_other_step, shadowed, step_hooks
+from stepgraph.plain import MISSING
 
 Cut: TypeAlias = Callable[[str, Callable[[], Any], Callable[[], Any] | None], Any]
 """Notes a call to make between two graphs, by name, and its replacement while recording."""
@@ -106,7 +107,7 @@ class BornState:
         for optimizer, before in self._before:
             for parameter, state in list(optimizer.state.items()):
                 earlier = before.get(parameter, {})
-                if all(value is earlier.get(key, _MISSING) for key, value in state.items()):
+                if all(value is earlier.get(key, MISSING) for key, value in state.items()):
                     continue
                 found = True
                 if parameter in before:
@@ -115,9 +116,6 @@ class BornState:
                 else:
                     del optimizer.state[parameter]
         return found
-
-
-_MISSING = object()
 
 
 class HostCounters:
