@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from stepgraph.modules.session import ModuleSession
-from stepgraph.pair.proof import equality
+from stepgraph.pair.kind import equality
 from stepgraph.session.report import GraphReport, backend_name, quantities, sum_known, with_counts
 
 
@@ -111,9 +111,5 @@ def report_on(shared: ModuleSession) -> ModuleReport:
         static_bytes=sum(row.static_bytes for row in rows),
         fixed_order=0 if shared.order is None else len(shared.order),
         audits=shared.turns.audits,
-        equality=equality(
-            [kind.proof.shown for kind in kinds],
-            shared.turns.audits,
-            (kind.guard.unlooked for kind in kinds if kind.guard is not None),
-        ),
+        equality=equality(kinds, shared.turns.audits),
     )
