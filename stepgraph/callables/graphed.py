@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Generic, ParamSpec, TypeVar
 
 import torch
@@ -27,7 +28,7 @@ from stepgraph.pair.module_method import put_in_place
 from stepgraph.pair.proof import AuditTurns
 from stepgraph.pair.runner import Grads, Runner, RunnerState
 from stepgraph.pair.shared import PairSession
-from stepgraph.session.report import GraphReport, backend_name, outline, quantities
+from stepgraph.session.report import GraphReport, backend_name, outline, quantities, with_counts
 from stepgraph.signature.ambient import autocast_now
 from stepgraph.tracebacks import trim
 from stepgraph.tree import CallFlattener
@@ -52,6 +53,8 @@ class CallablesReport(GraphReport):
     """Replays so far."""
     eager_calls: int = 0
     """Forwards, with their backwards, that ran eagerly: the program held a tensor that a replay would overwrite."""
+    refused: dict[str, int] = field(default_factory=dict)
+    """Calls that raised an error of stepgraph, by rule."""
     eager_reason: str | None = None
     """Why there are no graphs, if a configuration asks for none."""
 
@@ -68,7 +71,11 @@ class CallablesReport(GraphReport):
     def facts(self) -> tuple[str, list[tuple[str, str]]]:
         kinds = {"samples": self.num_samples, "graphs": self.num_graphs, "argument_sets": self.num_buffers}
         replays = {"forwards": self.forwards, "backwards": self.backwards, "weight_gradients": self.weight_grads}
-        return "graphed callables", [("graphs", quantities(**kinds)), ("replays", quantities(**replays))]
+        return "graphed callables", [
+            ("graphs", quantities(**kinds)),
+            ("replays", quantities(**replays)),
+            ("refused", with_counts(self.refused)),
+        ]
 
 
 class SetAudits:
@@ -182,6 +189,7 @@ class GraphedSet:
         self.callables: list[GraphedCallable[..., Any]] = []
         self._lent: list[BorrowedTensor] = []
         self._eager_calls = 0
+        self.refused: Counter[str] = Counter()
         self.is_closed = False
         self._num_graphs = sum(sample.num_graphs for sample in samples)
         shared.session.when_dropped(self.close)
@@ -225,6 +233,7 @@ class GraphedSet:
             backwards=sum(sample.runner.backward_runs for sample in self.samples),
             weight_grads=sum(sample.weight_runs for sample in self.samples),
             eager_calls=self._eager_calls,
+            refused=dict(self.refused),
             audits=self.audits.num,
             equality=equality({id(s.kind): s.kind for s in self.samples}.values(), self.audits.num),
         )
@@ -343,6 +352,7 @@ class GraphedCallable(Generic[P, R]):
             result: R = run_forward(self._runner, leaves)
             return result
         except StepgraphError as error:
+            self._owner.refused[error.rule] += 1
             trim(error)
             raise
 
@@ -427,6 +437,7 @@ class GraphedCallable(Generic[P, R]):
                 raise held_gradient(self.name)
             sample.weight_runs += 1
         except StepgraphError as error:
+            self._owner.refused[error.rule] += 1
             trim(error)
             raise
 

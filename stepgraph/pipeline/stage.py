@@ -105,6 +105,7 @@ class GraphedStages:
         self.steps: Counter[str] = Counter()
         """How many steps there were of each mode."""
         self.recaptures: Counter[str] = Counter()
+        self.refused: Counter[str] = Counter()
         self._warm = 0
         self._obstacle: str | None = None
         self._changes: Counter[str] = Counter()
@@ -132,6 +133,7 @@ class GraphedStages:
                 with self._step():
                     return step(*args, **kwargs)
             except StepgraphError as error:
+                self.refused[error.rule] += 1
                 trim(error)
                 raise
 
@@ -320,6 +322,7 @@ def _report_on(stages: GraphedStages, shared: PairSession) -> StageReport:
         rows=tuple(rows),
         steps=dict(stages.steps),
         recaptures=dict(stages.recaptures),
+        refused=dict(stages.refused),
         order=stages.step.cursor.num_entries,
         num_buffers=0 if captured is None else captured.memory.num_buffers,
         static_bytes=0 if captured is None else captured.memory.num_bytes,
