@@ -22,6 +22,7 @@ from dataclasses import dataclass
 import torch
 
 from stepgraph.buffers.borrowed import BorrowedTensor, lend_out
+from stepgraph.grads.step_grads import is_same_memory
 
 
 class GradSlot:
@@ -171,7 +172,7 @@ class GradPart:
         empty = []
         for parameter, slot in self._pairs:
             there = parameter.grad
-            if there is not None and (there is slot.given or _same_place(there, slot.memory)):
+            if there is not None and (there is slot.given or is_same_memory(there, slot.memory)):
                 slot.given = there
                 continue
             is_empty, there = there is None, None
@@ -229,10 +230,6 @@ def _empty_like(parameter: torch.Tensor) -> torch.Tensor:
 
 def _fits(grad: torch.Tensor, parameter: torch.Tensor) -> bool:
     return grad.shape == parameter.shape and grad.dtype == parameter.dtype and grad.device == parameter.device
-
-
-def _same_place(grad: torch.Tensor, memory: torch.Tensor) -> bool:
-    return grad.data_ptr() == memory.data_ptr() and grad.stride() == memory.stride()
 
 
 def _fill_with_nothing(memory: Sequence[torch.Tensor]) -> None:

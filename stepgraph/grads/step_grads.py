@@ -115,7 +115,7 @@ class GradCapture:
         """Put `.grad` where the recording may find it."""
         found = [(parameter, parameter.grad) for parameter in self._parameters if parameter.grad is not None]
         for _, grad in found:
-            _check_dense(grad)
+            refuse_sparse(grad)
         if self._hold:
             for parameter, grad in found:
                 self._hold_entry(parameter, grad)
@@ -172,8 +172,7 @@ class GradCapture:
             grad = parameter.grad
             if grad is not None and grad is not self._last[id(parameter)]:
                 self.added_to.discard(id(parameter))  # what the step adds to from here on is its own
-            if grad is not None and grad is not self._last[id(parameter)]:
-                _check_dense(grad)
+                refuse_sparse(grad)
                 made = self._made.get(id(parameter))
                 kept = made[1] if made is not None else self._buffers.get(parameter)
                 if kept is not None and _same_layout(kept, grad):
@@ -268,7 +267,7 @@ def carry_in(carried: Attachment, note_loaded: Note | None = None) -> Carried | 
         if grad is not kept:
             assert grad is not None, "a call without gradients has another signature"
             assert kept is not None
-            is_lent = _is_part(kept) and not _is_same_memory(grad, kept)
+            is_lent = _is_part(kept) and not is_same_memory(grad, kept)
             if is_lent:
                 found.borrowed.append((kept, kept.clone()))
             kept.copy_(grad)
@@ -303,7 +302,8 @@ def _nobody(_: torch.Tensor) -> None:
     """Not told."""
 
 
-def _is_same_memory(one: torch.Tensor, two: torch.Tensor) -> bool:
+def is_same_memory(one: torch.Tensor, two: torch.Tensor) -> bool:
+    """Whether two tensors start at the same address and have the same strides."""
     return one.data_ptr() == two.data_ptr() and one.stride() == two.stride()
 
 
@@ -312,8 +312,9 @@ def _is_part(grad: torch.Tensor) -> bool:
     return grad._is_view() or grad.untyped_storage().nbytes() != grad.numel() * grad.element_size()
 
 
-def _check_dense(grad: torch.Tensor) -> None:
-    if grad.layout is not torch.strided:
+def refuse_sparse(grad: torch.Tensor | None) -> None:
+    """Refuse a sparse gradient."""
+    if grad is not None and grad.layout is not torch.strided:
         raise CaptureError(
             f"a parameter of shape {list(grad.shape)} has a sparse gradient",
             rule="sparse-grad",

@@ -113,6 +113,7 @@ class CudaGraphManager:
                     return self._replay(last.site, leaves, last.structure, (args, kwargs))
             return self._look_up(args, kwargs)
         except StepgraphError as error:
+            self._managed.refused[error.rule] += 1
             trim(error)
             raise
 
@@ -251,7 +252,7 @@ class CudaGraphManager:
         if self.session.recorder.comes_round(site):
             self.session.create_warm()
             if site.runners:
-                return self(*given[0], **given[1])
+                return self._look_up(*given)
             if self._is_blocked(site):
                 return run()
         self.eager_reasons["warm-up"] += 1

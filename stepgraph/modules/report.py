@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from stepgraph.modules.session import ModuleSession
-from stepgraph.pair.proof import equality
+from stepgraph.pair.kind import equality
 from stepgraph.session.report import GraphReport, backend_name, quantities, sum_known, with_counts
 
 
@@ -27,6 +27,8 @@ class ModuleRow:
     eager_calls: int
     eager_reasons: dict[str, int]
     recapture_reasons: dict[str, int]
+    refused: dict[str, int]
+    """Calls that raised an error of stepgraph, by rule."""
     static_bytes: int
     """Memory at the graphs' edges: arguments and gradients of results."""
 
@@ -36,6 +38,7 @@ class ModuleRow:
             quantities(runners=self.runners, nodes=self.nodes, forwards=self.forwards, backwards=self.backwards),
             f"eager: {with_counts(self.eager_reasons)}" if self.eager_reasons else "",
             f"captured again: {with_counts(self.recapture_reasons)}" if self.recapture_reasons else "",
+            f"refused: {with_counts(self.refused)}" if self.refused else "",
         ]
         return "\n".join(line for line in lines if line) or "no calls yet"
 
@@ -99,6 +102,7 @@ def report_on(shared: ModuleSession) -> ModuleReport:
                 eager_calls=manager.eager_reasons.total(),
                 eager_reasons=dict(manager.eager_reasons),
                 recapture_reasons=dict(manager.recapture_reasons),
+                refused=dict(manager.refused),
                 static_bytes=sum(runner.static_bytes for runner in runners),
             )
         )
@@ -111,9 +115,5 @@ def report_on(shared: ModuleSession) -> ModuleReport:
         static_bytes=sum(row.static_bytes for row in rows),
         fixed_order=0 if shared.order is None else len(shared.order),
         audits=shared.turns.audits,
-        equality=equality(
-            [kind.proof.shown for kind in kinds],
-            shared.turns.audits,
-            (kind.guard.unlooked for kind in kinds if kind.guard is not None),
-        ),
+        equality=equality(kinds, shared.turns.audits),
     )

@@ -1,9 +1,10 @@
 """A scope names the parts of a model that are graphed, by the field's words or by path.
 
-A word (`attn`, `mlp`, `moe`, `moe_router`, `moe_preprocess`, `mamba`) means something else in each model, so a registry
-says for each class of layer which of its submodules or methods a word stands for. Without words, whole layers are
-meant. Anything else is a path from the model: `"layers.3.mlp"`, or a glob, `"layers.*.self_attn"`, in which `*` stands
-for one segment, or a part of one. A path may end in a method: `"layers.*.moe.route"`.
+A word (`attn`, `mlp`, `moe`, `moe_router`, `moe_preprocess`, `mamba`) has another meaning in each model. A registry
+maps it, for each class of layer, to submodules or methods. An empty scope means whole layers. Anything else is a path
+from the model: `"layers.3.mlp"`, or a glob, `"layers.*.self_attn"`, in which `*` stands for one segment, or a part of
+one. A path may end in a method: `"layers.*.moe.route"`. A container that is never called itself (`nn.ModuleList`,
+`nn.ModuleDict`) stands for its children: `"layers"` means the same as `"layers.*"`.
 """
 
 from __future__ import annotations
@@ -82,7 +83,7 @@ class ScopeRegistry:
 
     @entry_point
     def register(self, layer: type[torch.nn.Module], **words: str | Sequence[str]) -> ScopeRegistry:
-        """Say which submodule or method of a class of layer each word stands for.
+        """Map each word to a submodule or method of a class of layer, or to several.
 
         Example:
             >>> registry = stepgraph.ScopeRegistry().register(MyLayer, attn="attention", mlp="ffn")
@@ -133,30 +134,36 @@ class ScopeRegistry:
     def _of_word(
         self, model: torch.nn.Module, word: str, layers: Mapping[str, Mapping[str, tuple[str, ...]]]
     ) -> list[Part]:
-        found = []
+        found: dict[str, list[Part]] = {}
         for path, words in layers.items():
-            for tail in words.get(word, ()):
-                part = _at(model, f"{path}.{tail}" if path else tail)
-                if part is not None:
-                    found.append(part)
-        return found
+            tails = [f"{path}.{tail}" if path else tail for tail in words.get(word, ())]
+            found[path] = [part for tail in tails for part in _at(model, tail)]
+        useful = {type(model.get_submodule(path)) for path, parts in found.items() if parts}
+        for path, words in layers.items():
+            layer = model.get_submodule(path)
+            is_users = type(layer) in self._layers  # those that ship with stepgraph are known by name
+            if word in words and is_users and type(layer) not in useful:
+                raise _no_such_part(word, words[word], layer)
+        return [part for parts in found.values() for part in parts]
 
 
-def _at(model: torch.nn.Module, path: str) -> Part | None:
-    """The module at a path, or the method of the module before its last segment."""
+def _at(model: torch.nn.Module, path: str) -> list[Part]:
+    """The module at a path, or the method of the module before its last segment; for a container its children."""
     parent, _, last = path.rpartition(".")
     try:
         owner = model.get_submodule(parent)
     except AttributeError:
-        return None
+        return []
     value = getattr(owner, last, None)
     if isinstance(value, torch.nn.Module):
-        return Part(path, value) if _has_forward(value) else None
+        if _has_forward(value):
+            return [Part(path, value)]
+        return [part for name, _ in value.named_children() for part in _at(model, f"{path}.{name}")]
     if last == "forward":
-        return Part(parent, owner) if _has_forward(owner) else None
+        return [Part(parent, owner)] if _has_forward(owner) else []
     inherited = hasattr(torch.nn.Module, last)  # parameters(), train() and so on compute nothing
     own = callable(value) and not isinstance(value, torch.Tensor) and not inherited
-    return Part(path, owner, last) if own else None
+    return [Part(path, owner, last)] if own else []
 
 
 def _has_forward(module: torch.nn.Module) -> bool:
@@ -172,7 +179,7 @@ def _of_path(model: torch.nn.Module, pattern: str) -> list[Part]:
     found = []
     for prefix in prefixes:
         paths = _children(model, prefix, last) if "*" in last else [f"{prefix}.{last}" if prefix else last]
-        found += [part for path in paths if (part := _at(model, path)) is not None]
+        found += [part for path in paths for part in _at(model, path)]
     return found
 
 
@@ -218,9 +225,8 @@ def _nothing(
     kinds = sorted({type(model.get_submodule(path)).__name__ for path in layers})
     words = sorted({word for known in layers.values() for word in known})
     names = [path for path, _ in model.named_modules() if path]
-    near = nearest(entry, [*words, *WORDS, *names])
-    if entry in names:
-        near = f"{entry}.*"  # a container, which is never called
+    paths = [_as_glob(entry, path) for path in names]
+    near = nearest(entry, [known for known in (*words, *WORDS, *paths) if known != entry])
     listed = ", ".join(names[:12]) + (", ..." if len(names) > 12 else "")
     return InvalidArgument(
         f"the scope {entry!r} matches nothing in {type(model).__name__}",
@@ -233,6 +239,27 @@ def _nothing(
         why="a scope is one of the words, for layers whose class is registered, or a path or glob from the model.",
         fix=(f"did you mean {near!r}? Or " if near else "")
         + "give a path such as 'layers.*.attn', or register the layer's class: ScopeRegistry().register(...).",
+    )
+
+
+def _as_glob(pattern: str, path: str) -> str:
+    """A path, with the wildcards of a pattern of as many segments where they fit."""
+    wanted, segments = pattern.split("."), path.split(".")
+    if len(wanted) != len(segments):
+        return path
+    pairs = zip(wanted, segments, strict=True)
+    return ".".join(want if "*" in want and fnmatch.fnmatchcase(have, want) else have for want, have in pairs)
+
+
+def _no_such_part(word: str, tails: Sequence[str], layer: torch.nn.Module) -> InvalidArgument:
+    kind, tail = type(layer).__name__, " or ".join(tails)
+    near = nearest(tail, [path for path, _ in layer.named_modules() if path])
+    return InvalidArgument(
+        f"{word!r} is registered as {tail!r} for {kind}, and a {kind} has no such submodule or method",
+        rule="scope",
+        details=[f"submodules  {', '.join(name for name, _ in layer.named_children()) or 'none'}"],
+        why=f"the scope names {word!r}, and nothing of {kind} would be graphed.",
+        fix=f"ScopeRegistry().register({kind}, {word}={near or '...'!r}).",
     )
 
 

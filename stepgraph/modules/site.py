@@ -38,6 +38,8 @@ class ManagedModule:
         """How the last call of a known kind looked."""
         self.eager_reasons: Counter[str] = Counter()
         self.recapture_reasons: Counter[str] = Counter()
+        self.refused: Counter[str] = Counter()
+        """Calls that have raised an error of stepgraph, by rule."""
         self.forwards = self.backwards = 0
         """Replays of graphs that are gone."""
         self.changes: Counter[str] = Counter()

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from stepgraph.errors import CaptureError
+from stepgraph.grads.step_grads import refuse_sparse
 from stepgraph.oplog import left_out
 
 
@@ -56,7 +56,8 @@ def differentiate(
             leaf.grad = grad
         raise AccumulatesByItself
     found = [(entry, grad) for entry, grad in zip(inside, grads[len(edges) :], strict=True) if grad is not None]
-    _check_dense(grads)
+    for grad in grads:
+        refuse_sparse(grad)
     with torch.no_grad(), left_out():
         if found:
             torch._foreach_add_([entry.memory for entry, _ in found], [grad for _, grad in found])
@@ -84,7 +85,8 @@ def accumulate(
             leaf.grad = None
         for handle in handles:
             handle.remove()
-    _check_dense(grads)
+    for grad in grads:
+        refuse_sparse(grad)
     with torch.no_grad(), left_out():
         out = without_aliases(grads, incoming)
     return out, [entry.parameter for entry in inside if id(entry.leaf) in reached]
@@ -151,17 +153,6 @@ def without_aliases(
     """Gradients, with copies of those that went through unchanged: they lie in memory of the graph they came from."""
     own = {tensor.untyped_storage()._cdata for tensor in incoming}
     return [grad.clone() if grad is not None and grad.untyped_storage()._cdata in own else grad for grad in grads]
-
-
-def _check_dense(grads: Sequence[torch.Tensor | None]) -> None:
-    for grad in grads:
-        if grad is not None and grad.layout is not torch.strided:
-            raise CaptureError(
-                f"a parameter of shape {list(grad.shape)} has a sparse gradient",
-                rule="sparse-grad",
-                why="it has as many entries as the batch has rows: its memory differs from call to call.",
-                fix="use dense gradients (nn.Embedding(..., sparse=False)).",
-            )
 
 
 def _config() -> Any:

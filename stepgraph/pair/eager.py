@@ -67,6 +67,6 @@ def run_call(
     returned = {i: t for i, t in leaf_results(value).items() if i not in given}
     outputs = StaticOutputs(value, tensors, {**target.state_by_id(), **returned})
     call.num_results, call.is_differentiable = len(outputs.tensors), any(outputs.differentiable)
-    varies = kind.compare_result(outputs)
+    varies = kind.compare_result(target.name, outputs)
     kind.seen = watched.finding(target.name) or varies
     return EagerResult(value, outputs, list(returned.values()))

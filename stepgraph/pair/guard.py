@@ -48,7 +48,7 @@ class SiteGuard:
         before: SiteGuard | None = None,
     ) -> None:
         """`inside` are the parameters whose gradients the graphs accumulate. `before` guarded graphs that are gone."""
-        self._values = values
+        self._values, self._model = values, model
         self._guards = GuardSet((model, ParameterHooksGuard(inside, spell), values, *names))
         self._harmless: Harmless = Harmless() if before is None else before._harmless
         values.drop(self._harmless.names)
@@ -75,6 +75,10 @@ class SiteGuard:
             self._harmless.suspect()
             return Finding(str(found), (str(found.where or found.operation),), (), found)
         return Finding(told(changes), tuple(change.name for change in changes), changes, found)
+
+    def admit_hooks(self, names: Sequence[str]) -> None:
+        """Ignore hooks of functions with these names on modules inside: the engine that replays runs them."""
+        self._model.admit_hooks(names)
 
     @property
     def labels(self) -> set[str]:

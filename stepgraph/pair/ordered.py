@@ -8,7 +8,7 @@ a whole backward does; parameters whose gradients must pass through autograd are
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,8 +16,10 @@ import torch
 
 from stepgraph.backends import Graph
 from stepgraph.buffers.inputs import ArgMetadata, StaticInputs
+from stepgraph.buffers.reuse_pool import TensorReusePool
 from stepgraph.errors import CaptureError
 from stepgraph.oplog import OpLog, left_out
+from stepgraph.pair.call import RecordedCall
 from stepgraph.pair.differentiate import is_reentrant, without_aliases
 from stepgraph.pair.record import PairCapture
 from stepgraph.pair.runner import BackwardGraph, Grads, Runner
@@ -25,6 +27,47 @@ from stepgraph.pair.split_backward import WeightPart, input_gradients
 
 NO_AUTOCAST = (False, False)
 """A backward runs without autocast, whatever is around the call that captures it."""
+
+
+class OrderedMemory:
+    """Static memory that calls share by their order: arguments by a plan of buffers, gradients of results by a pool."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._pool = device, TensorReusePool(device)
+        self._arguments: dict[int, list[torch.Tensor]] = {}
+        """By the number of a buffer."""
+        self._gradients: dict[Hashable, dict[int, torch.Tensor]] = {}
+        """By call, as long as the order needs them."""
+
+    @property
+    def num_buffers(self) -> int:
+        """The number of sets of static arguments."""
+        return len(self._arguments)
+
+    @property
+    def num_bytes(self) -> int:
+        arguments = (tensor for tensors in self._arguments.values() for tensor in tensors)
+        return sum(tensor.untyped_storage().nbytes() for tensor in arguments) + self._pool.num_bytes
+
+    def arguments(self, number: int, call: RecordedCall) -> dict[int, torch.Tensor]:
+        """Return the static arguments of a call in a buffer, by leaf index."""
+        metas = {i: leaf for i, leaf in enumerate(call.leaves) if isinstance(leaf, ArgMetadata)}
+        if number not in self._arguments:
+            self._arguments[number] = [
+                dataclasses.replace(meta, requires_grad=False).empty(self._device) for meta in metas.values()
+            ]
+        return dict(zip(metas, self._arguments[number], strict=True))
+
+    def gradients(self, call: Hashable, metas: Sequence[ArgMetadata | None]) -> dict[int, torch.Tensor]:
+        """Return static memory for the gradients of a call's results, by index."""
+        if call not in self._gradients:
+            self._gradients[call] = {i: self._pool.get(meta) for i, meta in enumerate(metas) if meta is not None}
+        return self._gradients[call]
+
+    def release(self, call: Hashable) -> None:
+        """Let later calls use the gradients of a call."""
+        for tensor in self._gradients.pop(call, {}).values():
+            self._pool.insert(tensor)
 
 
 @dataclass(frozen=True, slots=True)

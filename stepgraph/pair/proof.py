@@ -11,7 +11,7 @@ dropped. If it differs, the module would do something else by now, and is captur
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -156,16 +156,3 @@ class AuditTurns:
     def since(self) -> int:
         """Rounds that have run since the last comparison."""
         return self._rounds - self._agreed
-
-
-def equality(shown: Sequence[Shown], audits: int, unlooked: Iterable[str | None]) -> str:
-    """What is known of equality with eager, and what the watches have not looked at, in one line."""
-    if not shown:
-        return "nothing captured"
-    counts = {kind: sum(one is kind for one in shown) for kind in Shown}
-    told = [f"{counts[Shown.EQUAL]} of {len(shown)} kinds of calls run the operations of their eager calls"]
-    if counts[Shown.OTHER_PATH]:
-        told.append(f"{counts[Shown.OTHER_PATH]} take another path [other-path]")
-    if counts[Shown.NOT]:
-        told.append(f"{counts[Shown.NOT]} had no eager call to compare with")
-    return "; ".join([", ".join(told), f"audits: {audits}", *sorted({one for one in unlooked if one is not None})])

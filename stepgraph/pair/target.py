@@ -1,6 +1,7 @@
-"""A `PairTarget` is the method of a module that graphs stand in for, and what they take for granted about it.
+"""A `PairTarget` is the code that graphs replace, and what the graphs assume about it.
 
-Graphed modules and pipeline stages share it. Each engine decides when to capture, and which graph a call replays.
+That is a method of a module, or a function with the modules that it reaches. Graphed modules, graphed callables and
+pipeline stages share it. Each engine decides when to capture, and which graph a call replays.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ _training = operator.itemgetter("training")
 
 
 class PairTarget:
-    """One method of a module, which graphs stand in for."""
+    """One method of a module, or a function around a module, that graphs replace."""
 
     def __init__(
         self,
@@ -44,14 +45,23 @@ class PairTarget:
         shared: PairSession,
         outside: Callable[[torch.nn.Module], set[int]],
         *,
+        function: Callable[..., Any] | None = None,
+        runs_own_hooks: bool = True,
         need_backward: bool = True,
     ) -> None:
-        """`outside` finds the parameters that autograd gives their gradients to."""
+        """`outside` finds the parameters that autograd gives their gradients to.
+
+        `function` is called in place of the method. `runs_own_hooks`: the module's own hooks run around the graphs.
+        """
         self.module, self.method, self.name = module, method, name
         self.options, self.shared, self.need_backward = options, shared, need_backward
         self.random: CudaRNGStatesTracker | None = None
         """Known when the backend is."""
-        self._original = ModuleMethod(module, method)
+        self._original: Callable[[], Callable[..., Any]] = ModuleMethod(module, method)
+        if function is not None:
+            self._original = lambda: function
+        self._is_whole = function is None and method == "forward"
+        self._runs_own_hooks = runs_own_hooks
         self._outside = outside
         self._pair: PairCapture | None = None
         self._look_at_modules()
@@ -84,8 +94,8 @@ class PairTarget:
         return {id(tensor): tensor for tensor in (*self.module.parameters(), *self.module.buffers())}
 
     def _called_inside(self) -> list[torch.nn.Module]:
-        """The modules whose hooks run inside what is recorded; this one's own run around its forward."""
-        return self._modules[1:] if self.method == "forward" else self._modules
+        """The modules whose hooks run inside the recorded code; hooks of this one usually run around its forward."""
+        return self._modules[1:] if self._is_whole and self._runs_own_hooks else self._modules
 
     # -- capturing
 
@@ -130,7 +140,7 @@ class PairTarget:
         names = {id(p): f"{self.name}.{path}" for path, p in self.module.named_parameters()}
         names |= {id(module): name for name, module in modules.items()}
         passed = [m for leaf in kind.keep_alive if isinstance(leaf, torch.nn.Module) for m in leaf.modules()]
-        own = self.module.parameters() if self.method == "forward" else pair.known_parameters()
+        own = self.module.parameters() if self._is_whole else pair.known_parameters()
         model = ModelGuard(
             [*self._modules, *passed],
             [*own, *(p for m in passed for p in m._parameters.values() if p is not None)],

@@ -11,17 +11,14 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 
-import torch
-
 from stepgraph.buffers.inputs import ArgMetadata
-from stepgraph.buffers.reuse_pool import TensorReusePool
 from stepgraph.errors import CaptureError
 from stepgraph.order import plan_buffers, read_order
 from stepgraph.order.entries import Entry, Kind, Order
 from stepgraph.pair.call import CallBuffers
 from stepgraph.pair.kind import CallKind
 from stepgraph.pair.lanes import PoolLane
-from stepgraph.pair.ordered import InputPart, record_input_part, record_weight_part
+from stepgraph.pair.ordered import InputPart, OrderedMemory, record_input_part, record_weight_part
 from stepgraph.pair.runner import Runner
 from stepgraph.pair.target import PairTarget
 from stepgraph.pipeline.manager import StageCall, StageManager
@@ -39,28 +36,17 @@ class StageCapture:
         plan = plan_buffers(order, layers, [self._signature(*place) for place in places])
         self._numbers = dict(zip(places, plan, strict=True))
         """The buffer of each call, by chunk and microbatch."""
-        self._device = managers[0].target.shared.session.backend.device
-        self._gradients = TensorReusePool(self._device)
-        self._arguments: dict[tuple[int, int], torch.Tensor] = {}
-        self._taken: dict[tuple[int, int], list[torch.Tensor]] = {}
+        self.memory = OrderedMemory(managers[0].target.shared.session.backend.device)
         self._weights: dict[tuple[int, int], InputPart] = {}
         self._is_cold = False
-
-    @property
-    def num_buffers(self) -> int:
-        """How many calls at a time have static arguments."""
-        return len({number for (chunk, _), number in self._numbers.items() if chunk in self._managers})
-
-    @property
-    def static_bytes(self) -> int:
-        """Memory at the graphs' edges."""
-        arguments = sum(tensor.untyped_storage().nbytes() for tensor in self._arguments.values())
-        return arguments + self._gradients.num_bytes
 
     def _signature(self, chunk: int, microbatch: int) -> Hashable:
         """What a call looks like; those of a stage without graphs share with nobody."""
         manager = self._managers.get(chunk)
-        return (chunk, microbatch) if manager is None else tuple(_geometry(manager.calls[microbatch]).items())
+        if manager is None:
+            return (chunk, microbatch)
+        leaves = enumerate(manager.calls[microbatch].recorded.leaves)
+        return tuple((i, replace(leaf, requires_grad=False)) for i, leaf in leaves if isinstance(leaf, ArgMetadata))
 
     def run(self, lane: PoolLane[Runner]) -> None:
         """Capture them, in the order of the schedule. Raises `NotWarm` if there should be another eager step before."""
@@ -88,27 +74,21 @@ class StageCapture:
         autocast, place = call.recorded.backward_autocast, (entry.chunk, entry.microbatch)
         if entry.kind is Kind.INPUT_GRAD:
             _refuse_split(runner)
-            given = self._incoming(place, metas)
+            given = self.memory.gradients(place, metas)
             self._weights[place] = record_input_part(pair, runner, metas, given, manager.target.name, autocast)
             return
         if entry.kind is Kind.BACKWARD or is_first:
-            pair.backward(runner, metas, self._incoming(place, metas), autocast)
+            pair.backward(runner, metas, self.memory.gradients(place, metas), autocast)
         else:
             weights = self._weights.pop(place)
             manager.weights[entry.microbatch] = record_weight_part(pair, runner, weights, autocast, knows_origin=True)
         runner.give_up_memory()  # what its graphs hand out is copied at once
-        for tensor in self._taken.pop(place):
-            self._gradients.insert(tensor)
+        self.memory.release(place)
 
     def _forward(self, manager: StageManager, microbatch: int, call: StageCall, lane: PoolLane[Runner]) -> None:
         target, pair, eager = manager.target, manager.target.pair(), call.recorded
         target.check_capturable(eager.ambient)
-        number = self._numbers[manager.chunk, microbatch]
-        own = {}
-        for index, meta in _geometry(call).items():
-            if (number, index) not in self._arguments:
-                self._arguments[number, index] = meta.empty(self._device)
-            own[index] = self._arguments[number, index]
+        own = self.memory.arguments(self._numbers[manager.chunk, microbatch], eager)
         runner = pair.forward(eager, lane, CallBuffers(own))
         runner.backwards.are_copied = True
         try:
@@ -119,11 +99,6 @@ class StageCapture:
             target.guard(call.kind, runner)
         manager.runners[microbatch] = runner
 
-    def _incoming(self, place: tuple[int, int], metas: Sequence[ArgMetadata | None]) -> dict[int, torch.Tensor]:
-        taken = {i: self._gradients.get(meta) for i, meta in enumerate(metas) if meta is not None}
-        self._taken[place] = list(taken.values())
-        return taken
-
 
 @dataclass(eq=False)
 class CaptureFailed(Exception):
@@ -132,12 +107,6 @@ class CaptureFailed(Exception):
     target: PairTarget
     kind: CallKind
     error: Exception
-
-
-def _geometry(call: StageCall) -> dict[int, ArgMetadata]:
-    """The tensors among a call's arguments, by leaf index."""
-    leaves = enumerate(call.recorded.leaves)
-    return {i: replace(leaf, requires_grad=False) for i, leaf in leaves if isinstance(leaf, ArgMetadata)}
 
 
 def _gradients(call: StageCall) -> list[ArgMetadata | None]:

@@ -32,6 +32,8 @@ class StageReport(GraphReport):
     """Steps that were replayed, and those that were not, by reason."""
     recaptures: dict[str, int]
     """Why graphs were captured again."""
+    refused: dict[str, int]
+    """Steps that raised an error of stepgraph, by rule."""
     order: int
     """Entries of the order that each replayed step is checked against."""
     num_buffers: int
@@ -47,4 +49,5 @@ class StageReport(GraphReport):
             *((f"stage {row.stage}", quantities(**asdict(row) | {"stage": 0})) for row in self.rows),
             ("order", quantities(turns=self.order, argument_sets=self.num_buffers)),
             ("captured again", with_counts(self.recaptures)),
+            ("refused", with_counts(self.refused)),
         ]

@@ -26,8 +26,9 @@ from stepgraph.guards.hooks import global_hook, has_global_hooks, is_hooked
 from stepgraph.order import order_from_pipelining, read_order
 from stepgraph.order.cursor import Cursor, Turn
 from stepgraph.order.entries import Entry
+from stepgraph.pair.kind import equality
 from stepgraph.pair.module_method import called_method, put_in_place
-from stepgraph.pair.proof import AuditTurns, equality
+from stepgraph.pair.proof import AuditTurns
 from stepgraph.pair.shared import PairSession
 from stepgraph.pair.target import PairTarget
 from stepgraph.pipeline.capture import CaptureFailed, StageCapture
@@ -104,6 +105,7 @@ class GraphedStages:
         self.steps: Counter[str] = Counter()
         """How many steps there were of each mode."""
         self.recaptures: Counter[str] = Counter()
+        self.refused: Counter[str] = Counter()
         self._warm = 0
         self._obstacle: str | None = None
         self._changes: Counter[str] = Counter()
@@ -131,6 +133,7 @@ class GraphedStages:
                 with self._step():
                     return step(*args, **kwargs)
             except StepgraphError as error:
+                self.refused[error.rule] += 1
                 trim(error)
                 raise
 
@@ -313,22 +316,18 @@ def _report_on(stages: GraphedStages, shared: PairSession) -> StageReport:
             )
         )
     captured = stages.captured
-    calls = [call for manager in stages.managers for call in manager.calls.values() if captured is not None]
-    kinds = [call.kind for call in calls]
+    kinds = [c.kind for manager in stages.managers for c in manager.calls.values() if captured is not None]
     return StageReport(
         backend=backend_name(shared.session),
         rows=tuple(rows),
         steps=dict(stages.steps),
         recaptures=dict(stages.recaptures),
+        refused=dict(stages.refused),
         order=stages.step.cursor.num_entries,
-        num_buffers=0 if captured is None else captured.num_buffers,
-        static_bytes=0 if captured is None else captured.static_bytes,
+        num_buffers=0 if captured is None else captured.memory.num_buffers,
+        static_bytes=0 if captured is None else captured.memory.num_bytes,
         pool_bytes=shared.session.pool_bytes(),
         capture_seconds=shared.capture_seconds,
         audits=shared.turns.audits,
-        equality=equality(
-            [kind.proof.shown for kind in kinds],
-            shared.turns.audits,
-            (kind.guard.unlooked for kind in kinds if kind.guard is not None),
-        ),
+        equality=equality(kinds, shared.turns.audits),
     )

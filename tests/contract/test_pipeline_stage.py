@@ -388,11 +388,13 @@ def test_step_that_ends_early_is_refused(device: torch.device) -> None:
 
 
 def test_call_unlike_the_captured_one_is_refused_by_name(device: torch.device) -> None:
-    pipeline, _ = graphed("Schedule1F1B", device)
+    pipeline, handle = graphed("Schedule1F1B", device)
     run(pipeline, 2, scale=torch.ones(8, WIDTH, device=device))
     with pytest.raises(stepgraph.SignatureMismatch, match="stage 0, microbatch 0") as caught:
         run(pipeline, 1, scale=torch.ones(8, 1, device=device))
     assert "scale: shape changed (captured f32[2, 8]" in str(caught.value)
+    assert handle.report().refused == {"pipeline-stage": 1}
+    assert "pipeline-stage: 1" in str(handle.report())
 
 
 class Reading(Block):
