@@ -239,9 +239,9 @@ class StepCapture:
             where = line_of_return(self._function)
             self._surprised(site, Obstacle("varying-output", other, where=where).error(self.name))
         if made.kept is not None:
-            names = () if made.kept.name is None else (made.kept.name,)
+            ignored = () if made.kept.name is None else (made.kept.name,)
             what = f"the step makes a tensor and keeps it in `{made.kept.label}`"
-            raise Obstacle("kept-tensor", what, names).error(self.name)
+            raise Obstacle("kept-tensor", what, ignored).error(self.name)
 
     def record_again(
         self, site: Site, given: CallArgs, raise_held: Callable[[], None], *, looks_on: bool
