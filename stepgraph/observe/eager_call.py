@@ -62,6 +62,12 @@ _WHY = {
         "a replay runs no Python and draws nothing: every {whose} would compute with what the capture drew.",
         f"draw outside the {{whose}} and pass what was drawn as an argument{_OR_IGNORE}.",
     ),
+    "kept-tensor": (
+        "a replay runs no Python, so it would store nothing new there. The kept tensor would be memory of the graph, "
+        "which each replay overwrites.",
+        "copy into a tensor made before the {whose} (kept.copy_(new)), or return it and keep it outside the {whose}"
+        f"{_OR_IGNORE}.",
+    ),
     "module-attribute": (
         "a replay runs no Python; whoever reads the attribute would find that of the capture.",
         f"return the tensor, or change a buffer in place{_OR_IGNORE}.",
