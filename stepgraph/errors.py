@@ -148,5 +148,4 @@ class CaptureError(StepgraphError, RuntimeError):
         details = [f"in    {inside}"] if inside else []
         details += [f"op    {operation}"] if operation else []
         details += [f"torch {raw}"] if raw else []
-        what, fix = f"{step}: {row.what}", fix or row.fix
-        return cls(what, rule=row.id, details=details, why=row.why, fix=fix, where=where, entry=row)
+        return cls(f"{step}: {row.what}", rule=row.id, details=details, fix=fix, where=where, entry=row)
