@@ -20,8 +20,9 @@ from stepgraph.backends.base import Graph, RandomUse
 from stepgraph.backends.tape.collectives import Waiting, is_collective, join_messages, silent
 from stepgraph.backends.tape.memory import Footprint, GraphTrace, PoolPlace, TapePool, arena_for, bytes_of
 from stepgraph.backends.tape.op import Op, Ref, Surroundings, has_memory, run
+from stepgraph.catalogue import entry
 from stepgraph.collector import state_of
-from stepgraph.errors import CaptureRefused, StaleMemoryError, entry
+from stepgraph.errors import CaptureRefused, StaleMemoryError
 from stepgraph.frames import user_location
 
 _ALLOCATIONS = frozenset(
@@ -161,10 +162,6 @@ class TapeGraph(Graph):
             raise StaleMemoryError(
                 "a graph was about to read memory that another graph's replay has overwritten",
                 rule="stale-memory",
-                why="the tensor it reads was dropped, so a later capture was given its memory, and that graph ran "
-                "after the one that writes the tensor.",
-                fix="keep a reference to the tensor for as long as a graph reads it, or replay the graph that writes "
-                "it again first.",
             )
         run(self._ops)
         self._pool.ledger.replayed(self._trace)
