@@ -19,6 +19,7 @@ import stepgraph
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "stepgraph"
 ROOMS = (
+    "catalogue",
     "collector",
     "errors",
     "tracebacks",
