@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from importlib import resources
 from typing import Any
 
-__all__ = ["KINDS", "Entry", "Section", "entries", "entry", "sections"]
+__all__ = ["KINDS", "Entry", "Section", "entries", "entry", "lookup", "sections"]
 
 KINDS = ("config", "run", "capture", "check", "symptom")
 """All kinds, in the order in which a user meets them."""
@@ -48,11 +48,13 @@ class Entry:
     why: str
     """The reason, in sentences; begins in lower case, as it follows `Why:`."""
     fix: str
-    """What to type instead, in sentences; follows `Fix:`."""
+    """What to type instead, in sentences; follows `Fix:`. `{whose}` here and in `why` is what is captured."""
     example: str = ""
     """Command lines (of `config` and `run`) or Python that runs in the tests (of the other kinds)."""
+    details: str = ""
+    """When it is raised, and as what; Markdown for the documentation page."""
     notes: str = ""
-    """Details for the documentation page, in Markdown."""
+    """More about the fix; Markdown for the documentation page."""
     texts: tuple[str, ...] = ()
     """Pieces of raw messages, of CUDA, torch or Megatron, that identify it; CUDA's name does too."""
     code: int | None = None
@@ -84,6 +86,13 @@ def entries(kind: str | None = None) -> tuple[Entry, ...]:
 def sections(kind: str | None = None) -> tuple[Section, ...]:
     """Return all sections, or those of one kind."""
     return tuple(section for known in KINDS if kind in (None, known) for section in _sections(known))
+
+
+def lookup(text: str) -> Entry | None:
+    """Return the entry of a failed capture that a raw message of CUDA or torch belongs to, or None."""
+    folded = text.lower()
+    pieces = ((found, piece) for found in entries("capture") for piece in (*found.texts, found.name) if piece)
+    return next((found for found, piece in pieces if piece.lower() in folded), None)
 
 
 @functools.cache
