@@ -24,11 +24,12 @@ from __future__ import annotations
 
 import difflib
 import enum
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from stepgraph.config.scope import WHOLE_LAYERS, read_scope
+from stepgraph.config.values import types_of
 from stepgraph.errors import InvalidArgument, nearest
 
 IMPLEMENTATIONS = ("none", "local", "transformer_engine", "full_iteration")
@@ -74,8 +75,9 @@ def older_setting(section: Any, name: str, value: Any) -> dict[str, Any] | None:
     return _warned(where, {new: value})
 
 
-def type_as_given(section: Any, name: str, types: Mapping[str, Any]) -> Any:
+def type_as_given(section: Any, name: str) -> Any:
     """The type of a field of a section, also under another generation's name or with its words; None for no field."""
+    types = types_of(type(section))
     if section.section_name == "model":
         if name in (*_SWITCHES, "cuda_graph_share_io_buffers"):
             return bool
