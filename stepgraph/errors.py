@@ -57,6 +57,34 @@ class InvalidArgument(StepgraphError, ValueError):
     """An option or an argument given to stepgraph that it cannot work with."""
 
 
+@dataclass(frozen=True, slots=True)
+class Violation:
+    """A rule that a configuration breaks."""
+
+    rule: str
+    what: str
+    details: tuple[str, ...]
+    """The settings that break it, with their values."""
+    why: str
+    fix: str
+
+
+class ConfigError(InvalidArgument):
+    """A configuration that breaks one or more rules; `violations` has all of them."""
+
+    def __init__(self, violations: Iterable[Violation]) -> None:
+        self.violations = tuple(violations)
+        if len(self.violations) == 1:
+            (one,) = self.violations
+            super().__init__(one.what, rule=one.rule, details=one.details, why=one.why, fix=one.fix)
+            return
+        lines = []
+        for number, each in enumerate(self.violations, 1):
+            lines += [f"{number}. {each.what}   [{each.rule}]", *(f"   {line}" for line in each.details)]
+            lines += [f"   Why: {each.why}", f"   Fix: {each.fix}"]
+        super().__init__(f"the configuration breaks {len(self.violations)} rules", rule="config-rules", details=lines)
+
+
 class SignatureMismatch(StepgraphError):
     """A call under `strict=True` that no captured graph fits."""
 
