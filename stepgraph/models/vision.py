@@ -24,8 +24,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from stepgraph.models.activations import Activation
 from stepgraph.models.gpt import GPT, MLP, GPTConfig, check_length
-from stepgraph.models.language_model import Config, RMSNorm, init_weights
+from stepgraph.models.language_model import Config, init_weights, make_norm
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +51,8 @@ class VisionConfig(Config):
     """Tokens of all images of a microbatch together, at most; None has room for one image of the largest size."""
     num_channels: int = 3
     """Colours of a pixel."""
+    activation: Activation = "swiglu"
+    """The function inside the MLP."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -117,10 +120,10 @@ class VisionBlock(nn.Module):
 
     def __init__(self, config: VisionConfig) -> None:
         super().__init__()
-        self.attn_norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.attn_norm = make_norm(config)
         self.attn = VisionAttention(config)
-        self.mlp_norm = RMSNorm(config.hidden_size, config.norm_eps)
-        self.mlp = MLP(config.hidden_size, config.ffn_size)
+        self.mlp_norm = make_norm(config)
+        self.mlp = MLP(config, config.ffn_size, config.activation)
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor, image_ids: Tensor) -> Tensor:
@@ -151,11 +154,8 @@ class VisionEncoder(nn.Module):
         self.positions = nn.Parameter(torch.empty(config.patches_a_side, config.patches_a_side, width))
         self.merge_proj = nn.Linear(merged, width)
         self.blocks = nn.ModuleList(VisionBlock(config) for _ in range(config.num_layers))
-        self.norm = RMSNorm(width, config.norm_eps)
+        self.norm = make_norm(config)
         init_weights(self, config.num_layers)
-        for name, parameter in self.named_parameters():
-            if name.endswith("bias"):
-                nn.init.zeros_(parameter)
 
     def forward(self, images: Sequence[Tensor]) -> Tensor:
         """Return the tokens of `images`, each [channels, height, width], one image after the other, then padding."""
@@ -272,9 +272,7 @@ class VisionLanguageModel(GPT):
         padding alone. A target of -100 is left out of the mean; those of image tokens should be.
         """
         check_length(self, tokens, self.config)
-        x = self.place_images(self.embed(tokens), tokens, images)
-        for block in self.blocks:
-            x = block(x, self.rotary)
+        x, _ = self.run_blocks(self.place_images(self.embed(tokens), tokens, images), self.rotary)
         return self.read_out(x, targets)
 
     def place_images(self, x: Tensor, tokens: Tensor, images: Sequence[Tensor]) -> Tensor:
