@@ -5,7 +5,14 @@ from stepgraph.models.gpt import GPT, GPTConfig
 from stepgraph.models.hybrid import Hybrid, HybridConfig
 from stepgraph.models.mamba import Mamba, MambaConfig
 from stepgraph.models.moe import MoEConfig, MoEGPT, MoEOutput
-from stepgraph.models.vision import VisionConfig, VisionEncoder, VisionLanguageConfig, VisionLanguageModel
+from stepgraph.models.vision import (
+    VisionConfig,
+    VisionEncoder,
+    VisionLanguageConfig,
+    VisionLanguageModel,
+    VisionMoE,
+    VisionMoEConfig,
+)
 
 __all__ = [
     "GPT",
@@ -22,4 +29,6 @@ __all__ = [
     "VisionEncoder",
     "VisionLanguageConfig",
     "VisionLanguageModel",
+    "VisionMoE",
+    "VisionMoEConfig",
 ]

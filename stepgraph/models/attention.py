@@ -13,6 +13,7 @@ head carry the position alone: queries have their own, the keys of all heads sha
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -23,13 +24,15 @@ from torch import Tensor, nn
 from stepgraph.models.language_model import ModelConfig, RMSNorm
 from stepgraph.models.recompute import recomputed
 
+_TURNS_OF_FAST_AND_SLOW = (32.0, 1.0)
+
 
 @dataclass(frozen=True, kw_only=True)
 class LatentShape:
     """The widths of multi-head latent attention."""
 
-    q_rank: int
-    """Width of the vector that queries pass through."""
+    q_rank: int | None
+    """Width of the vector that queries pass through; None for none."""
     kv_rank: int
     """Width of the vector that keys and values pass through."""
     nope_size: int
@@ -63,14 +66,18 @@ class AttentionConfig(ModelConfig):
     """Rotary positions, a learned vector for each position, or none."""
     rope_base: float = 10_000.0
     """Base of the rotary frequencies."""
+    rope_scaling: float | None = None
+    """YaRN: the context as a multiple of `rope_original_length`; None leaves the frequencies as they are."""
+    rope_original_length: int = 4096
+    """YaRN: the context that the frequencies were made for."""
     attention_dropout: float | None = None
     """Probability of dropping an attention weight in training; None takes that of `dropout`."""
     add_qkv_bias: bool = False
     """Whether the projections to queries, keys and values have a bias, whatever `add_bias_linear` says."""
     sliding_window: int | None = None
     """Positions that a layer with a window sees: its own and those before it; None sees all."""
-    full_attention_interval: int = 2
-    """With a window: every so many layers, the last of them sees all positions."""
+    full_attention_interval: int | None = None
+    """With a window: of every so many layers the last sees all positions; None has a window in all layers."""
     attention_sinks: bool = False
     """Whether each head has a learned sink in its softmax."""
     latent: LatentShape | None = None
@@ -78,7 +85,7 @@ class AttentionConfig(ModelConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._require_positive("num_heads", "num_kv_heads", "max_seq_len", "full_attention_interval")
+        self._require_positive("num_heads", "num_kv_heads", "max_seq_len")
         self._require_one_of("positions", ("rope", "learned", "none"))
         if self.head_dim is None:
             self._require(
@@ -116,7 +123,8 @@ class AttentionConfig(ModelConfig):
 
     def window_of(self, layer: int) -> int | None:
         """How many positions the layer of this number sees, or None for all."""
-        return None if (layer + 1) % self.full_attention_interval == 0 else self.sliding_window
+        interval = self.full_attention_interval
+        return None if interval and (layer + 1) % interval == 0 else self.sliding_window
 
 
 class RotaryPositions(nn.Module):
@@ -125,12 +133,18 @@ class RotaryPositions(nn.Module):
     cos: Tensor
     sin: Tensor
 
-    def __init__(self, head_size: int, max_seq_len: int, base: float) -> None:
+    def __init__(
+        self, head_size: int, max_seq_len: int, base: float, scaling: float | None = None, original: int = 4096
+    ) -> None:
         super().__init__()
         frequencies = base ** -(torch.arange(0, head_size, 2, dtype=torch.float32) / head_size)
+        length = 1.0
+        if scaling is not None:
+            frequencies = _stretched(frequencies, base, scaling, original)
+            length = 0.1 * math.log(scaling) + 1.0
         angles = torch.outer(torch.arange(max_seq_len, dtype=torch.float32), frequencies)
-        self.register_buffer("cos", angles.cos(), persistent=False)
-        self.register_buffer("sin", angles.sin(), persistent=False)
+        self.register_buffer("cos", angles.cos() * length, persistent=False)
+        self.register_buffer("sin", angles.sin() * length, persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """Rotate `x`, of shape [batch, heads, sequence, head_size]; element i pairs with i + head_size / 2."""
@@ -139,11 +153,26 @@ class RotaryPositions(nn.Module):
         return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).type_as(x)
 
 
+def _stretched(frequencies: Tensor, base: float, scaling: float, original: int) -> Tensor:
+    """YaRN: slow frequencies are divided by `scaling`, fast ones stay, and those between are mixed.
+
+    Slow is what turns less than once in the `original` context, fast what turns more than 32 times.
+    """
+    half = len(frequencies)
+    last_fast, first_slow = (
+        half * math.log(original / (turns * 2 * math.pi)) / math.log(base) for turns in _TURNS_OF_FAST_AND_SLOW
+    )
+    places = torch.arange(half, dtype=torch.float32)
+    slowness = ((places - last_fast) / max(first_slow - last_fast, 1e-3)).clamp(0, 1)
+    return frequencies / scaling * slowness + frequencies * (1 - slowness)
+
+
 def make_rotary(config: AttentionConfig) -> nn.Module:
     """Make the tables that a model's attention layers share; without rotary positions, one that changes nothing."""
     if config.positions != "rope":
         return nn.Identity()
-    return RotaryPositions(config.rotary_size, config.max_seq_len, config.rope_base)
+    scaling, original = config.rope_scaling, config.rope_original_length
+    return RotaryPositions(config.rotary_size, config.max_seq_len, config.rope_base, scaling, original)
 
 
 class CoreAttention(nn.Module):
@@ -224,9 +253,10 @@ class LatentAttention(nn.Module):
         super().__init__()
         self.config, self.shape = config, shape
         width, heads = config.hidden_size, config.num_heads
-        self.q_down_proj = config.linear(width, shape.q_rank)
-        self.q_norm = RMSNorm(shape.q_rank, config.norm_eps)
-        self.q_up_proj = config.linear(shape.q_rank, heads * shape.head_size)
+        narrow = width if shape.q_rank is None else shape.q_rank
+        self.q_down_proj = nn.Identity() if shape.q_rank is None else config.linear(width, narrow)
+        self.q_norm = nn.Identity() if shape.q_rank is None else RMSNorm(narrow, config.norm_eps)
+        self.q_up_proj = config.linear(narrow, heads * shape.head_size)
         self.kv_down_proj = config.linear(width, shape.kv_rank + shape.rope_size)
         self.kv_norm = RMSNorm(shape.kv_rank, config.norm_eps)
         self.kv_up_proj = config.linear(shape.kv_rank, heads * (shape.nope_size + shape.value_size))

@@ -134,14 +134,14 @@ class Experts(nn.Module):
         num_experts: int,
         hidden_size: int,
         ffn_size: int,
-        activation: Callable[[Tensor], Tensor] = of_stacked("swiglu"),
+        activation: Callable[[Tensor], Tensor] | None = None,
         *,
         inner_size: int | None = None,
         bias: bool = False,
     ) -> None:
         super().__init__()
         inner_size = 2 * ffn_size if inner_size is None else inner_size
-        self.activation = activation
+        self.activation = of_stacked("swiglu") if activation is None else activation
         self.gate_up_proj = nn.Parameter(torch.empty(num_experts, inner_size, hidden_size))
         self.down_proj = nn.Parameter(torch.empty(num_experts, hidden_size, ffn_size))
         for weight in (self.gate_up_proj, self.down_proj):

@@ -155,7 +155,7 @@ def make_places(config: AttentionConfig) -> nn.Parameter | None:
     """Make the vectors of learned positions, for a model that has them."""
     if config.positions != "learned":
         return None
-    return nn.Parameter(torch.empty(config.max_seq_len, config.hidden_size).normal_(std=0.02))
+    return nn.Parameter(torch.empty(config.max_seq_len, config.hidden_size).normal_(std=config.init_std))
 
 
 def embed(model: LanguageModel, tokens: Tensor, places: Tensor | None) -> Tensor:

@@ -120,7 +120,7 @@ class Hybrid(LanguageModel):
     """A hybrid model whose weights follow from torch's global seed.
 
     Example:
-        `Hybrid(HybridConfig.tiny())(tokens)` gives logits, `Hybrid(HybridConfig.tiny())(tokens, targets)` the mean loss.
+        `Hybrid(HybridConfig.tiny())(tokens)` gives logits, with `targets` beside the tokens the mean loss.
     """
 
     config: HybridConfig

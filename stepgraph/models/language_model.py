@@ -17,8 +17,6 @@ from torch import Tensor, nn
 from stepgraph.models.linear import Linear, backward_dw
 from stepgraph.models.recompute import RecomputeConfig, run_layers
 
-_INIT_STD = 0.02
-
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
@@ -35,7 +33,9 @@ class Config:
     norm_eps: float = 1e-5
     """Added to the mean square, or to the variance, in a norm."""
     add_bias_linear: bool = False
-    """Whether linear layers have a bias; the head and the router's scores never do."""
+    """Whether linear layers have a bias; the head has none."""
+    init_std: float = 0.02
+    """Standard deviation of the first weights of matrices."""
 
     def __post_init__(self) -> None:
         self._require_positive("num_layers", "hidden_size")
@@ -144,7 +144,7 @@ class LanguageModel(nn.Module):
         self.head = config.linear(config.hidden_size, config.vocab_size, bias=False)
         if config.tie_embeddings:
             self.head.weight = self.embedding.weight
-        init_weights(self, config.num_layers)
+        init_weights(self, config)
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Turn `tokens` [batch, sequence] into the residual stream."""
@@ -173,17 +173,17 @@ class LanguageModel(nn.Module):
         return F.cross_entropy(logits.flatten(0, -2).float(), targets.flatten())
 
 
-def init_weights(model: nn.Module, num_layers: int) -> None:
+def init_weights(model: nn.Module, config: Config) -> None:
     """Draw the first weights of a model's matrices; biases of linear layers start at zero.
 
     A block adds one or two branches to the residual stream; scaled, they do not make it grow with depth.
     """
-    branch_std = _INIT_STD / (2 * num_layers) ** 0.5
+    branch_std = config.init_std / (2 * config.num_layers) ** 0.5
     for name, parameter in model.named_parameters():
         path = name.removesuffix(".weight")
         is_matrix = parameter.dim() > 1 and not path.endswith(("conv", "bias"))  # a filter of a few taps is none
         if is_matrix:
-            nn.init.normal_(parameter, std=branch_std if path.endswith(("out_proj", "down_proj")) else _INIT_STD)
+            nn.init.normal_(parameter, std=branch_std if path.endswith(("out_proj", "down_proj")) else config.init_std)
     for module in model.modules():
         if isinstance(module, nn.Linear) and module.bias is not None:
             nn.init.zeros_(module.bias)

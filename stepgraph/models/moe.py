@@ -75,8 +75,8 @@ class MoEConfig(GPTConfig):
     """Width inside the expert that every token passes; 0 for none."""
     shared_gate: bool = False
     """Whether each token scales the shared expert's output by a sigmoid gate."""
-    num_dense_layers: int = 0
-    """Number of layers at the start that have one MLP in place of experts."""
+    dense_layers: tuple[int, ...] = ()
+    """The numbers of the layers that have one MLP in place of experts."""
     dense_ffn_size: int = 0
     """Width inside the MLP of those layers."""
     num_expert_groups: int = 1
@@ -102,10 +102,11 @@ class MoEConfig(GPTConfig):
             f"`top_groups` is {self.top_groups}; it must leave `top_k` {self.top_k} experts to choose from, and be at "
             f"most `num_expert_groups` {self.num_expert_groups}",
         )
+        dense = {layer for layer in self.dense_layers if 0 <= layer < self.num_layers}
         self._require(
-            0 <= self.num_dense_layers <= self.num_layers and (self.dense_ffn_size > 0 or not self.num_dense_layers),
-            f"`num_dense_layers` is {self.num_dense_layers}; it must be at most `num_layers` {self.num_layers}, and "
-            "needs a `dense_ffn_size`",
+            len(dense) == len(self.dense_layers) < self.num_layers and (self.dense_ffn_size > 0 or not dense),
+            f"`dense_layers` is {self.dense_layers}; it must name layers below `num_layers` {self.num_layers}, not all "
+            "of them, and needs a `dense_ffn_size`",
         )
         self._require(self.capacity_factor > 0, f"`capacity_factor` is {self.capacity_factor}; it must be positive")
         for name in ("bias_rate", "shared_ffn_size"):
@@ -307,7 +308,7 @@ class MoEBlock(nn.Module):
 
 def make_moe_block(config: MoEConfig, layer: int) -> nn.Module:
     """Make the layer of this number: one with experts, or a dense one at the start."""
-    if layer < config.num_dense_layers:
+    if layer in config.dense_layers:
         return Block(config, layer, config.dense_ffn_size)
     return MoEBlock(config, layer)
 
