@@ -75,7 +75,7 @@ def fit(cfg: ConfigContainer, free_bytes: int, device: str = "cuda") -> Fit:
         >>> print(found)
     """
     budget = int(SHARE * free_bytes)
-    fitted = _for_cpu(cfg) if device.partition(":")[0] == "cpu" else cfg.copy()
+    fitted = for_cpu(cfg) if device.partition(":")[0] == "cpu" else cfg.copy()
     fitted, estimate = _fewer_layers(fitted, budget)
     while estimate.total > budget:
         fewer = _fewer_experts(fitted)
@@ -127,7 +127,7 @@ def _set_experts(cfg: ConfigContainer, number: int) -> None:
         model.moe_router_group_topk = max(enough, min(model.moe_router_group_topk or 1, groups))
 
 
-def _for_cpu(cfg: ConfigContainer) -> ConfigContainer:
+def for_cpu(cfg: ConfigContainer) -> ConfigContainer:
     """A copy that a CPU can train: narrow, shallow, with few tokens, and of the same parts."""
     cfg = with_layers(cfg, min(cfg.model.num_layers, max(_CPU_LAYERS, fewest_layers(cfg))))
     model = cfg.model
