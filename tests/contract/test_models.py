@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import linecache
 from collections.abc import Callable
 from dataclasses import replace
@@ -25,6 +26,7 @@ from stepgraph.models import (
     VisionMoEConfig,
 )
 from stepgraph.models.experts import Experts, collect, dispatch, place_padded, place_sorted
+from stepgraph.models.linear import Linear, backward_dw
 from stepgraph.models.mamba import Mamba2
 from stepgraph.models.moe import MoE
 from tests.harness import Program, assert_captured_equals_eager
@@ -300,3 +302,29 @@ def test_kind_of_model_with_graphed_parts_equals_eager(kind: str, device: torch.
 def test_compute_setting_captured_equals_eager(kind: str, settings: dict[str, Any], device: torch.device) -> None:
     report = assert_captured_equals_eager(whole_step(KINDS[kind][0], **settings), device)
     assert report.segments == 1
+
+
+def test_callables_split_delayed_weight_gradients(device: torch.device) -> None:
+    """The graphs of an order with -1.5 run them in `backward_dw()`, and equal an eager model's."""
+    torch.manual_seed(0)
+    layers = [torch.nn.Sequential(Linear(8, 8), torch.nn.Tanh()).to(device) for _ in range(2)]
+    for layer in layers:
+        layer[0].delay_wgrad_compute = True
+    eager = copy.deepcopy(layers)
+    samples = tuple((torch.randn(4, 8, device=device, requires_grad=True),) for _ in range(2))
+    graphed = stepgraph.make_graphed_callables(
+        tuple(layers), samples, order=[1, 2, -2, -1, -2.5, -1.5], num_warmup_iters=1
+    )
+    for _ in range(3):
+        x = torch.randn(4, 8, device=device)
+        one, two = x.clone().requires_grad_(), x.clone().requires_grad_()
+        for model, given in ((eager, two), (graphed, one)):
+            out = model[1](model[0](given))
+            out.square().sum().backward()
+        for model in graphed[::-1]:
+            model.backward_dw()
+        for layer in eager:
+            backward_dw(layer)
+        assert torch.equal(one.grad, two.grad)
+        for ours, expected in zip(layers, eager, strict=True):
+            assert torch.equal(ours[0].weight.grad, expected[0].weight.grad)
