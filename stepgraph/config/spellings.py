@@ -5,8 +5,8 @@ became `cuda_graph_modules`, `cuda_graph_num_warmup_steps` became `cuda_graph_wa
 `full_iteration` became an implementation. There are two readers:
 
 - `older_setting` reads one assignment to a `ConfigContainer`, with a warning that names the field to use.
-- `GraphSettings.of` reads a whole configuration object of Megatron, or of ours. A field that is missing or None says
-  nothing. Where two fields say different things the configuration is refused, with both names.
+- `GraphSettings.of` reads a whole configuration object of Megatron, or of ours. A field that is missing or None has
+  no effect. A configuration with two contradicting fields is refused, with both names.
 
 | field | read as |
 |---|---|
@@ -24,11 +24,12 @@ from __future__ import annotations
 
 import difflib
 import enum
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from stepgraph.config.scope import WHOLE_LAYERS, read_scope
+from stepgraph.config.values import types_of
 from stepgraph.errors import InvalidArgument, nearest
 
 IMPLEMENTATIONS = ("none", "local", "transformer_engine", "full_iteration")
@@ -74,6 +75,24 @@ def older_setting(section: Any, name: str, value: Any) -> dict[str, Any] | None:
     return _warned(where, {new: value})
 
 
+def type_as_given(section: Any, name: str) -> Any:
+    """The type of a field of a section, also under another generation's name or with its words; None for no field."""
+    types = types_of(type(section))
+    if section.section_name == "model":
+        if name in (*_SWITCHES, "cuda_graph_share_io_buffers"):
+            return bool
+        if name == "cuda_graph_impl":
+            return types[name] | Literal["full_iteration"]
+    return types.get(_RENAMED.get((section.section_name, name), name))
+
+
+def renamed_flag(flag: str, overrides: Sequence[str]) -> None:
+    """Warn of a flag of Megatron's command line that stands for settings with other names."""
+    name = flag.removeprefix("--").replace("-", "_")
+    if not any(override.partition("=")[0].endswith(f".{name}") for override in overrides) or name == "te_rng_tracker":
+        _warn(f"{flag} is Megatron's name   [option]\nFix: {' '.join(overrides)}.")
+
+
 def _warned(where: str, fields: dict[str, Any]) -> dict[str, Any]:
     section = where.partition(".")[0]
     listed = ", ".join(f"{section}.{name}={value!r}" for name, value in fields.items())
@@ -97,7 +116,7 @@ class GraphSettings:
     """
 
     impl: str | None = None
-    """One of `IMPLEMENTATIONS`; None where the configuration does not say."""
+    """One of `IMPLEMENTATIONS`; None if the configuration does not say."""
     scope: tuple[str, ...] = ()
     """Words and paths; none for whole layers."""
     warmup_steps: int | None = None
@@ -130,7 +149,7 @@ class GraphSettings:
 
     @property
     def reason_for_eager(self) -> str | None:
-        """Why no layer is captured; None where layers are."""
+        """The reason why no layer is captured, or None."""
         if self.impl == "none":
             return "cuda_graph_impl is 'none'"
         if self.impl == _FULL_ITERATION:
@@ -142,6 +161,17 @@ def model_of(config: Any) -> Any:
     """The part of a configuration that says what is captured: its `model` section, if it has one."""
     model = getattr(config, "model", None)
     return model if hasattr(model, "cuda_graph_impl") else config
+
+
+def at_least_one_step(steps: int) -> int:
+    """The warm-up of what is captured from a recorded call: 0 steps are read as 1, with a warning."""
+    if steps == 0:
+        _warn(
+            "cuda_graph_warmup_steps=0 is read as 1   [option]\n"
+            "Why: this graph is captured from a step that has run eagerly once.\n"
+            "Fix: cuda_graph_warmup_steps=1."
+        )
+    return max(1, steps)
 
 
 def _impl(config: Any) -> str | None:
@@ -173,7 +203,7 @@ def _impl(config: Any) -> str | None:
 
 
 def _scope(config: Any) -> tuple[tuple[str, ...], bool]:
-    """The scope, and whether it asks for the full iteration."""
+    """Return the scope, and True if it asks for the full iteration."""
     read = {name: _words(value) for name in _SCOPES if (value := getattr(config, name, None)) is not None}
     said = {name: words for name, words in read.items() if words != [_FULL]}  # Megatron's default gives way
     for name, words in said.items():
@@ -185,7 +215,7 @@ def _scope(config: Any) -> tuple[tuple[str, ...], bool]:
                 raise InvalidArgument(
                     f"{name} has {word!r}",
                     rule="scope",
-                    why="it is no word of a scope.",
+                    why="a scope has no such word.",
                     fix=f"did you mean {_FULL_ITERATION!r}?",
                 )
     layers = {name: [word for word in words if word != _FULL_ITERATION] for name, words in said.items()}
@@ -209,8 +239,8 @@ def _warmup_steps(config: Any) -> int | None:
             raise InvalidArgument(
                 f"{name}={value!r}",
                 rule="option",
-                why="it counts steps.",
-                fix=f"{name}=3.",
+                why="it is a number of steps.",
+                fix=f"pass {name}=3, for example.",
             )
     new, old = _WARMUPS
     if len({*given.values()}) > 1:
@@ -224,6 +254,6 @@ def _contradiction(one: str, other: str, fix: str) -> InvalidArgument:
     return InvalidArgument(
         f"the configuration contradicts itself: {one}, and {other}",
         rule="option",
-        why="they say different things about what is captured.",
+        why="they ask for different captures.",
         fix=f"{fix}.",
     )

@@ -7,13 +7,14 @@ a command line (`from_text`).
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 import functools
 import math
 import types
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from pathlib import PurePath
-from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, Union, cast, get_args, get_origin, get_type_hints
 
 from stepgraph.config.scope import CudaGraphScope, read_words
 from stepgraph.errors import InvalidArgument, nearest
@@ -22,13 +23,17 @@ _TRUE, _FALSE, _NONE = ("true", "yes", "on", "1"), ("false", "no", "off", "0"), 
 _SCOPE = Sequence[CudaGraphScope]
 
 
-@functools.cache
 def types_of(section: type[Any]) -> dict[str, Any]:
     """The annotation of each field of a dataclass, without its sentence."""
-    return {name: hint for name, hint in get_type_hints(section).items() if not name.startswith("_")}
+    return _types_of(cast(Hashable, section))
 
 
 @functools.cache
+def _types_of(section: Any) -> dict[str, Any]:
+    hints = get_type_hints(section)
+    return {field.name: hints[field.name] for field in dataclasses.fields(section)}
+
+
 def sentences_of(section: type[Any]) -> dict[str, str]:
     """The sentence that describes each field of a dataclass."""
     hints = get_type_hints(section, include_extras=True)
@@ -55,7 +60,7 @@ def from_text(where: str, text: str, hint: Any) -> Any:
     if hint == _SCOPE:
         return read_words(_listed(text), where)
     stripped = text.strip()
-    for choice in _choices(hint):
+    for choice in sorted(_choices(hint), key=lambda each: _rank(stripped, each)):
         for value in _readings(stripped, choice):
             found = _as(choice, value)
             if found is not _WRONG:
@@ -103,6 +108,15 @@ def _as(choice: Any, value: Any) -> Any:
     return value if isinstance(value, choice) else _WRONG
 
 
+def _rank(text: str, choice: Any) -> int:
+    """Of several types a text is None first, then what its brackets say, then a string only as the last one."""
+    if choice is type(None):
+        return 0
+    if get_origin(choice) is Sequence:
+        return 1 if text.startswith("[") else 3
+    return 4 if choice is str and text.startswith("[") else 2
+
+
 def _readings(text: str, choice: Any) -> list[Any]:
     """What a text may stand for where this type is expected."""
     if choice is type(None):
@@ -134,7 +148,7 @@ def _wrong(where: str, value: Any, hint: Any) -> InvalidArgument:
     near = nearest(str(value), [str(word) for word in words])
     return InvalidArgument(
         f"{where} = {value!r} is not {spelled(hint)}",
-        rule="setting-type",
+        rule="config-value",
         why="a value of another type would be read differently, or fail long after the start.",
         fix=f"did you mean {near!r}?" if near else f"give {where} a value of type {spelled(hint)}.",
     )

@@ -29,7 +29,8 @@ import torch.distributed as dist
 
 from stepgraph.callables.graphed import CallablesReport
 from stepgraph.callables.make_graphed import make_graphed_callables
-from stepgraph.config.spellings import GraphSettings
+from stepgraph.config.objects import checked_settings
+from stepgraph.config.spellings import model_of
 from stepgraph.errors import InvalidArgument
 from stepgraph.guards.hooks import spelled
 from stepgraph.megatron.part_graphs import PartGraphs, graphs_in
@@ -48,7 +49,7 @@ VISION = "vision_model"
 class TECudaGraphHelper:
     """Captures the layers of model chunks ahead of time, one graph for each layer and microbatch.
 
-    `config` is read for `cuda_graph_impl`, `cuda_graph_modules` or `cuda_graph_scope` (see `GraphSettings`: with
+    `config` is read for `cuda_graph_impl`, `cuda_graph_modules` or `cuda_graph_scope` (see docs/config.md: with
     "none" nothing is captured), `hidden_size` and the pipeline (`pipeline_model_parallel_size`, `num_microbatches`,
     `microbatch_group_size_per_vp_stage`, `overlap_moe_expert_parallel_comm`, `delay_wgrad_compute`); what it lacks
     is as in a training without a pipeline.
@@ -82,11 +83,11 @@ class TECudaGraphHelper:
             checked(name, value, int)
         self.model = [model] if isinstance(model, torch.nn.Module) else list(model)
         self.config, self.optimizers = config, tuple(optimizers)
-        self._settings = GraphSettings.of(config)
+        self._settings = checked_settings(config)
         self._sizes = Sizes(seq_length, micro_batch_size, self._hidden_size())
         self._order_of_rank = functools.partial(
             order_of_rank,
-            config,
+            model_of(config),
             num_microbatches=num_microbatches,
             pipeline_parallel_rank=pipeline_parallel_rank,
             order=order,
@@ -99,7 +100,7 @@ class TECudaGraphHelper:
         """Seconds that the last capture took, with its warm-up."""
 
     def _hidden_size(self) -> int | None:
-        configs = [self.config, *(getattr(chunk, "config", None) for chunk in self.model)]
+        configs = [model_of(self.config), *(getattr(chunk, "config", None) for chunk in self.model)]
         return next((size for config in configs if (size := setting(config, "hidden_size")) is not None), None)
 
     # -- capturing
@@ -113,7 +114,7 @@ class TECudaGraphHelper:
         for graphs in self._graphs:
             graphs.remove()
         self._graphs = []
-        self._settings = GraphSettings.of(self.config)  # as it is now
+        self._settings = checked_settings(self.config)  # as it is now
         self._wait_for_ranks()
         begun = time.perf_counter()
         eager_reason = self._settings.reason_for_eager

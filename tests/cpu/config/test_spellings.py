@@ -83,7 +83,7 @@ def test_settings_read_every_name_of_an_implementation(fields: dict[str, Any], i
     assert (settings.impl, settings.scope) == (impl, ())
     reason = settings.reason_for_eager
     assert (reason is not None) == (impl in ("none", "full_iteration"))
-    assert options_from(SimpleNamespace(**fields)).eager_reason == reason
+    assert options_from(SimpleNamespace(use_te_rng_tracker=True, **fields)).eager_reason == reason
 
 
 @pytest.mark.parametrize("fields", [{"cuda_graph_modules": "full"}, {"cuda_graph_modules": ["mlp", "attn"]}])
@@ -158,9 +158,9 @@ def test_settings_that_contradict_each_other_are_refused(fields: dict[str, Any],
         ({"cuda_graph_impl": 3}, "option", "use one of none, local, transformer_engine, full_iteration."),
         ({"cuda_graph_modules": "full_iteraton"}, "scope", "did you mean 'full_iteration'?"),
         ({"cuda_graph_modules": 3}, "scope", "give strings"),
-        ({"cuda_graph_warmup_steps": "3"}, "option", "cuda_graph_warmup_steps=3."),
-        ({"cuda_graph_num_warmup_steps": True}, "option", "cuda_graph_num_warmup_steps=3."),
-        ({"cuda_graph_warmup_steps": -1}, "option", "cuda_graph_warmup_steps=3."),
+        ({"cuda_graph_warmup_steps": "3"}, "option", "pass cuda_graph_warmup_steps=3"),
+        ({"cuda_graph_num_warmup_steps": True}, "option", "pass cuda_graph_num_warmup_steps=3"),
+        ({"cuda_graph_warmup_steps": -1}, "option", "pass cuda_graph_warmup_steps=3"),
     ],
 )
 def test_settings_name_the_nearest_word(fields: dict[str, Any], rule: str, fix: str) -> None:
