@@ -34,6 +34,8 @@ _SHIPPED: Mapping[str, Mapping[str, tuple[str, ...]]] = MappingProxyType(
             "moe_preprocess": ("moe.preprocess", "moe.combine"),
         },
         "stepgraph.MambaBlock": {"mamba": ("mixer",)},
+        "stepgraph.AttentionBlock": {"attn": ("attn",)},
+        "stepgraph.MLPBlock": {"mlp": ("mlp",)},
         "stepgraph.VisionBlock": {"attn": ("attn",), "mlp": ("mlp",)},
         "transformers.GPT2Block": {"attn": ("attn",), "mlp": ("mlp",)},
         "transformers.LlamaDecoderLayer": _LLAMA,
@@ -45,6 +47,10 @@ _SHIPPED: Mapping[str, Mapping[str, tuple[str, ...]]] = MappingProxyType(
             "moe_router": ("mlp.gate", "block_sparse_moe.gate"),
         },
         "transformers.GptOssDecoderLayer": {**_ROUTED, "moe_router": ("mlp.router",)},
+        "megatron.TransformerLayer": {"attn": ("self_attention",), "mlp": ("mlp",)},
+        "megatron.MoELayer": {"moe": ("forward",), "moe_router": ("router",), "moe_preprocess": ("preprocess",)},
+        "megatron.MambaLayer": {"mamba": ("mixer",)},
+        "transformer_engine.TransformerLayer": {"attn": ("self_attention",), "mlp": ("layernorm_mlp",)},
     }
 )
 
@@ -121,7 +127,8 @@ class ScopeRegistry:
         found: dict[str, list[Part]] = {}
         for path, words in layers.items():
             tails = [f"{path}.{tail}" if path else tail for tail in words.get(word, ())]
-            found[path] = [part for tail in tails for part in _at(model, tail)]
+            parts = [part for tail in tails for part in _at(model, tail)]
+            found[path] = [part for part in parts if not self._is_something_else(part, word)]
         useful = {type(model.get_submodule(path)) for path, parts in found.items() if parts}
         for path, words in layers.items():
             layer = model.get_submodule(path)
@@ -129,6 +136,16 @@ class ScopeRegistry:
             if word in words and is_users and type(layer) not in useful:
                 raise _no_such_part(word, words[word], layer)
         return [part for parts in found.values() for part in parts]
+
+    def _is_something_else(self, part: Part, word: str) -> bool:
+        """Whether a part only stands where a word's part usually does.
+
+        Megatron has one class of layer for all kinds: where a layer has experts they stand in the MLP's place, and
+        where it has no attention an identity does.
+        """
+        if "identity" in type(part.module).__name__.lower():
+            return True
+        return word == "mlp" and "moe" in (self.words_of(part.module) or ())
 
 
 def _at(model: torch.nn.Module, path: str) -> list[Part]:

@@ -49,6 +49,7 @@ ROOMS = (
     "megatron",
     "pipeline",
     "models",
+    "recipes",
     "bench",
     "commands",
     "cli",
