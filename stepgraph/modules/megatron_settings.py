@@ -1,9 +1,9 @@
-"""`MegatronSettings` reads what a Megatron configuration says about CUDA graphs, in any generation's words.
+"""`MegatronSettings` reads the CUDA graph fields of a Megatron configuration, under old and new names.
 
 The names have changed: `enable_cuda_graph` and `external_cuda_graph` became `cuda_graph_impl`, `cuda_graph_scope`
 became `cuda_graph_modules`, `cuda_graph_num_warmup_steps` became `cuda_graph_warmup_steps`, and the scope's word
 `full_iteration` became an implementation. All of them are read here and nowhere else. A field that is missing or None
-says nothing. Where two fields say different things the configuration is refused, with both names.
+has no effect. A configuration with two contradicting fields is refused, with both names.
 
 | field | read as |
 |---|---|
@@ -49,7 +49,7 @@ class MegatronSettings:
     """
 
     impl: str | None = None
-    """One of `IMPLEMENTATIONS`; None where the configuration does not say."""
+    """One of `IMPLEMENTATIONS`; None if the configuration does not say."""
     scope: tuple[str, ...] = ()
     """Words and paths; none for whole layers."""
     warmup_steps: int | None = None
@@ -81,7 +81,7 @@ class MegatronSettings:
 
     @property
     def reason_for_eager(self) -> str | None:
-        """Why no layer is captured; None where layers are."""
+        """The reason why no layer is captured, or None."""
         if self.impl == "none":
             return "cuda_graph_impl is 'none'"
         if self.impl == _FULL_ITERATION:
@@ -118,7 +118,7 @@ def _impl(config: Any) -> str | None:
 
 
 def _scope(config: Any) -> tuple[tuple[str, ...], bool]:
-    """The scope, and whether it asks for the full iteration."""
+    """Return the scope, and True if it asks for the full iteration."""
     read = {name: _words(value) for name in _SCOPES if (value := getattr(config, name, None)) is not None}
     said = {name: words for name, words in read.items() if words != [_FULL]}  # Megatron's default gives way
     for name, words in said.items():
@@ -130,7 +130,7 @@ def _scope(config: Any) -> tuple[tuple[str, ...], bool]:
                 raise InvalidArgument(
                     f"{name} has {word!r}",
                     rule="scope",
-                    why="it is no word of a scope.",
+                    why="a scope has no such word.",
                     fix=f"did you mean {_FULL_ITERATION!r}?",
                 )
     layers = {name: [word for word in words if word != _FULL_ITERATION] for name, words in said.items()}
@@ -154,8 +154,8 @@ def _warmup_steps(config: Any) -> int | None:
             raise InvalidArgument(
                 f"{name}={value!r}",
                 rule="option",
-                why="it counts steps.",
-                fix=f"{name}=3.",
+                why="it is a number of steps.",
+                fix=f"pass {name}=3, for example.",
             )
     new, old = _WARMUPS
     if len({*given.values()}) > 1:
@@ -169,6 +169,6 @@ def _contradiction(one: str, other: str, fix: str) -> InvalidArgument:
     return InvalidArgument(
         f"the configuration contradicts itself: {one}, and {other}",
         rule="option",
-        why="they say different things about what is captured.",
+        why="they ask for different captures.",
         fix=f"{fix}.",
     )
