@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from stepgraph.backends import Backend
 from stepgraph.callables.call_shape import CallShape
-from stepgraph.callables.graphed import GraphedCallable, GraphedSet, SetAudits, refuse_another_backward
+from stepgraph.callables.graphed import GraphedCallable, GraphedSet, refuse_another_backward
 from stepgraph.callables.request import Request
 from stepgraph.callables.sample_graphs import GraphCapture, SampleGraphs
 from stepgraph.callables.target import target_of
@@ -29,6 +29,7 @@ from stepgraph.pair.call import NotedArguments
 from stepgraph.pair.eager import note_call
 from stepgraph.pair.kind import CallKind
 from stepgraph.pair.lanes import PoolLane
+from stepgraph.pair.proof import AuditTurns
 from stepgraph.pair.runner import Runner
 from stepgraph.pair.shared import PairSession
 from stepgraph.pair.target import PairTarget
@@ -167,14 +168,14 @@ class CaptureJob:
     ) -> list[GraphedCallable[..., Any]]:
         """Make the callables for the caller."""
         assert self._capture is not None
+        self._shared.capture_seconds, self._shared.turns = time.perf_counter() - begun, AuditTurns(audit)
         owner = GraphedSet(
             self._shared,
             self.samples,
             self._cursor(retain=retain),
             static_bytes=self._capture.memory.num_bytes,
             num_buffers=self._capture.memory.num_buffers,
-            capture_seconds=time.perf_counter() - begun,
-            audits=SetAudits(self.samples, self._hooks, audit),
+            hooks=self._hooks,
             owns_session=self._owns_session,
         )
         if not clone_param_grads:

@@ -23,12 +23,10 @@ from stepgraph.oplog import is_logged
 from stepgraph.order import Kind
 from stepgraph.order.cursor import Cursor
 from stepgraph.pair.in_flight import run_forward
-from stepgraph.pair.kind import equality
 from stepgraph.pair.module_method import put_in_place
-from stepgraph.pair.proof import AuditTurns
 from stepgraph.pair.runner import Grads, Runner, RunnerState
 from stepgraph.pair.shared import PairSession
-from stepgraph.session.report import GraphReport, backend_name, outline, quantities, with_counts
+from stepgraph.session.report import GraphReport, outline, quantities, with_counts
 from stepgraph.signature.ambient import autocast_now
 from stepgraph.tracebacks import trim
 from stepgraph.tree import CallFlattener
@@ -76,52 +74,6 @@ class CallablesReport(GraphReport):
             ("replays", quantities(**replays)),
             ("refused", with_counts(self.refused)),
         ]
-
-
-class SetAudits:
-    """Records samples again and compares, before rounds that are due or after a value has changed."""
-
-    def __init__(self, samples: Sequence[SampleGraphs], hooks: CaptureTimeHooks, audit: str | int) -> None:
-        self._samples, self._hooks, self._turns = tuple(samples), hooks, AuditTurns(audit)
-
-    @property
-    def num(self) -> int:
-        return self._turns.audits
-
-    def begin_round(self) -> None:
-        """Begin a round. Raise `StateChanged` if it is audited and the operations of a callable have changed."""
-        if self._turns.begin():
-            for sample in {id(s.kind): s for s in reversed(self._samples) if not s.runner.is_freed}.values():
-                self.check(sample, audited=True)
-            self._turns.end()
-
-    def check(self, sample: SampleGraphs, *, audited: bool = False) -> None:
-        """Raise `StateChanged` if something that the graphs of a sample have baked in has changed.
-
-        For values that the code reads, and if `audited`, record the sample again and compare the operations.
-        """
-        guard, name = sample.kind.guard, sample.target.name
-        if guard is None or (not audited and guard.holds()):
-            return
-        found = sample.target.look(guard, lambda: sample.differs(self._hooks), audited=audited)
-        if found is None:
-            return
-        if found.difference is not None and not found.changes:
-            raise StateChanged(
-                f"{name}: the operations of the callable have changed since capture",
-                rule="changed-operations",
-                details=[str(found.difference), f"{self._turns.since} rounds have run since the last comparison"],
-                why="the graphs replay the old operations. A value that the callable's code reads has changed, and "
-                "the watch cannot see it (docs/equality.md).",
-                fix="undo the change, pass the value as a tensor argument, or call .reset() and capture again.",
-            )
-        raise StateChanged(
-            f"{name}: {found.why}",
-            rule="state-changed",
-            details=[f"at {found.difference}"] if found.difference is not None else (),
-            why="the graphs keep the state of their capture.",
-            fix="undo the change, or call .reset() and capture again after it.",
-        )
 
 
 class SampleTurn:
@@ -177,15 +129,13 @@ class GraphedSet:
         cursor: Cursor | None,
         static_bytes: int,
         num_buffers: int,
-        capture_seconds: float,
-        audits: SetAudits,
+        hooks: CaptureTimeHooks,
         *,
         owns_session: bool,
     ) -> None:
-        self.audits = audits
         self.shared, self.samples, self.cursor = shared, tuple(samples), cursor
-        self._static_bytes, self._num_buffers, self._capture_seconds = static_bytes, num_buffers, capture_seconds
-        self._owns_session = owns_session
+        self._static_bytes, self._num_buffers = static_bytes, num_buffers
+        self._hooks, self._owns_session = hooks, owns_session
         self.callables: list[GraphedCallable[..., Any]] = []
         self._lent: list[BorrowedTensor] = []
         self._eager_calls = 0
@@ -219,23 +169,61 @@ class GraphedSet:
             warn_held_result(name)
         self._eager_calls += 1
 
+    # -- checking
+
+    def begin_round(self) -> None:
+        """Begin a round. Raise `StateChanged` if it is audited and the operations of a callable have changed."""
+        if self.shared.turns.begin():
+            for sample in {id(s.kind): s for s in reversed(self.samples) if not s.runner.is_freed}.values():
+                self.check(sample, audited=True)
+            self.shared.turns.end()
+
+    def check(self, sample: SampleGraphs, *, audited: bool = False) -> None:
+        """Raise `StateChanged` if something that the graphs of a sample have baked in has changed.
+
+        For values that the code reads, and if `audited`, record the sample again and compare the operations.
+        """
+        guard, name = sample.kind.guard, sample.target.name
+        if guard is None or (not audited and guard.holds()):
+            return
+        found = sample.target.look(guard, lambda: sample.differs(self._hooks), audited=audited)
+        if found is None:
+            return
+        if found.difference is not None and not found.changes:
+            raise StateChanged(
+                f"{name}: the operations of the callable have changed since capture",
+                rule="changed-operations",
+                details=[str(found.difference), f"{self.shared.turns.since} rounds have run since the last comparison"],
+                why="the graphs replay the old operations. A value that the callable's code reads has changed, and "
+                "the watch cannot see it (docs/equality.md).",
+                fix="undo the change, pass the value as a tensor argument, or call .reset() and capture again.",
+            )
+        raise StateChanged(
+            f"{name}: {found.why}",
+            rule="state-changed",
+            details=[f"at {found.difference}"] if found.difference is not None else (),
+            why="the graphs keep the state of their capture.",
+            fix="undo the change, or call .reset() and capture again after it.",
+        )
+
+    # -- reporting and ending
+
     def report(self) -> CallablesReport:
         """Return what was captured and replayed."""
+        kinds = {id(sample.kind): sample.kind for sample in self.samples}
+        facts = self.shared.facts(kinds.values(), self._static_bytes)
+        if self.is_closed:
+            facts |= {"static_bytes": 0, "pool_bytes": 0}
         return CallablesReport(
-            backend=backend_name(self.shared.session),
             num_samples=len(self.samples),
             num_graphs=0 if self.is_closed else self._num_graphs,
             num_buffers=0 if self.is_closed else self._num_buffers,
-            static_bytes=0 if self.is_closed else self._static_bytes,
-            pool_bytes=0 if self.is_closed else self.shared.session.pool_bytes(),
-            capture_seconds=self._capture_seconds,
             forwards=sum(sample.runner.forwards for sample in self.samples),
             backwards=sum(sample.runner.backward_runs for sample in self.samples),
             weight_grads=sum(sample.weight_runs for sample in self.samples),
             eager_calls=self._eager_calls,
             refused=dict(self.refused),
-            audits=self.audits.num,
-            equality=equality({id(s.kind): s.kind for s in self.samples}.values(), self.audits.num),
+            **facts,
         )
 
     def close(self) -> None:
@@ -323,8 +311,8 @@ class GraphedCallable(Generic[P, R]):
                 return self._eagerly(args, kwargs)
             self._shape.check(leaves, structure, self._owner.shared.ambient.read())
             if cursor.is_at_start if cursor is not None else not self._runner.lane.is_busy:
-                self._owner.audits.begin_round()
-            self._owner.audits.check(self._sample)
+                self._owner.begin_round()
+            self._owner.check(self._sample)
             if in_ddp():
                 raise self._inside_ddp()
             if self._target.fork != self._sample.call.fork:

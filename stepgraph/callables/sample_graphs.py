@@ -164,7 +164,7 @@ class GraphCapture:
         self,
         request: Request,
         samples: Sequence[SampleGraphs],
-        lane: PoolLane[Runner],
+        lane: PoolLane,
         device: torch.device,
         hooks: CaptureTimeHooks,
     ) -> None:

@@ -1,4 +1,4 @@
-"""A report counts what happened to graphed modules: one row for each, as a table or as a dict."""
+"""A report has the counts of graphed modules, one row for each, as a table or as a dict."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from stepgraph.modules.session import ModuleSession
-from stepgraph.pair.kind import equality
-from stepgraph.session.report import GraphReport, backend_name, quantities, sum_known, with_counts
+from stepgraph.session.report import GraphReport, quantities, sum_known, with_counts
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +19,7 @@ class ModuleRow:
     """Kinds of calls that have graphs."""
     runners: int
     nodes: int | None
-    """Nodes of all graphs; None where they cannot be counted."""
+    """Nodes of all graphs; None if they cannot be counted."""
     forwards: int
     """Forwards that were replayed."""
     backwards: int
@@ -33,7 +32,7 @@ class ModuleRow:
     """Memory at the graphs' edges: arguments and gradients of results."""
 
     def describe(self) -> str:
-        """What happened to it, in a few lines."""
+        """Return the counts in a few lines."""
         lines = [
             quantities(runners=self.runners, nodes=self.nodes, forwards=self.forwards, backwards=self.backwards),
             f"eager: {with_counts(self.eager_reasons)}" if self.eager_reasons else "",
@@ -49,7 +48,7 @@ class ModuleReport(GraphReport):
 
     rows: tuple[ModuleRow, ...]
     fixed_order: int = 0
-    """How many forwards and backwards share memory by the order they come in; 0 where any order is right."""
+    """The number of forwards and backwards that share memory by a fixed order; 0 if any order is allowed."""
 
     derived = ("verdict", "graphs", "replays", "eager_calls", "recaptures")
 
@@ -79,13 +78,13 @@ class ModuleReport(GraphReport):
         return "graphed modules", [*parts, ("fixed order", quantities(forwards_and_backwards=self.fixed_order))]
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, ready for JSON."""
+        """Return plain values, ready for JSON."""
         values = GraphReport.to_dict(self)
         return values | {"modules": values.pop("rows")}
 
 
 def report_on(shared: ModuleSession) -> ModuleReport:
-    """The report of a model's graphed modules at this moment."""
+    """Make the report on a model's graphed modules."""
     rows = []
     for manager in shared.managers:
         runners = [runner for site in manager.sites.values() for runner in site.runners]
@@ -108,12 +107,7 @@ def report_on(shared: ModuleSession) -> ModuleReport:
         )
     kinds = [site.kind for manager in shared.managers for site in manager.sites.values() if site.runners]
     return ModuleReport(
-        backend=backend_name(shared.session),
         rows=tuple(rows),
-        capture_seconds=shared.capture_seconds,
-        pool_bytes=shared.session.pool_bytes(),
-        static_bytes=sum(row.static_bytes for row in rows),
         fixed_order=0 if shared.order is None else len(shared.order),
-        audits=shared.turns.audits,
-        equality=equality(kinds, shared.turns.audits),
+        **shared.facts(kinds, sum(row.static_bytes for row in rows)),
     )

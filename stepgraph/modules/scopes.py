@@ -57,7 +57,7 @@ _SHIPPED: Mapping[str, Mapping[str, tuple[str, ...]]] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Something to graph: a module, or one of its methods."""
+    """A part to graph: a module, or one of its methods."""
 
     path: str
     module: torch.nn.Module
@@ -65,7 +65,7 @@ class Part:
 
 
 class ScopeRegistry:
-    """What the words of a scope mean for each class of layer. Each `graph_modules` call may be given its own."""
+    """Maps the words of a scope to parts of each class of layer. Each `graph_modules` call may have its own."""
 
     def __init__(self) -> None:
         self._layers: dict[type | str, Mapping[str, tuple[str, ...]]] = {}
@@ -86,7 +86,7 @@ class ScopeRegistry:
         return self
 
     def words_of(self, layer: torch.nn.Module) -> Mapping[str, tuple[str, ...]] | None:
-        """The words of a layer, by its class, one of its bases, or its name in a known library."""
+        """Return the words of a layer, found by its class, a base class, or the class name in a known library."""
         for kind in type(layer).__mro__:
             if kind in self._layers:
                 return self._layers[kind]
@@ -96,14 +96,14 @@ class ScopeRegistry:
         return None
 
     def resolve(self, model: torch.nn.Module, scope: Sequence[str]) -> list[Part]:
-        """The parts of a model that a scope names, each once, in the order of the model."""
+        """Return the parts of a model that a scope names, each once, in the order of the model."""
         layers = {path: words for path, m in model.named_modules() if (words := self.words_of(m)) is not None}
         if _FULL_ITERATION in scope:
             raise InvalidArgument(
-                f"the scope {_FULL_ITERATION!r} names the whole iteration, and a scope names modules",
+                f"the scope {_FULL_ITERATION!r} means the whole iteration, but a scope names modules",
                 rule="scope",
-                why="the iteration is a function: its graph has the backward and the optimizer in it, too.",
-                fix="stepgraph.capture(train_step), or, of Megatron's loop, FullCudaGraphWrapper(...).",
+                why="the graph of an iteration also has the backward and the optimizer in it.",
+                fix="use stepgraph.capture(train_step), or, for Megatron's loop, FullCudaGraphWrapper(...).",
             )
         if not scope:
             if not layers:
@@ -168,7 +168,7 @@ def _at(model: torch.nn.Module, path: str) -> list[Part]:
 
 
 def _has_forward(module: torch.nn.Module) -> bool:
-    """Whether a module can be called: a ModuleList cannot."""
+    """True if a module can be called; a ModuleList cannot."""
     return type(module).forward is not torch.nn.Module.forward or "forward" in vars(module)
 
 
@@ -185,13 +185,13 @@ def _of_path(model: torch.nn.Module, pattern: str) -> list[Part]:
 
 
 def _children(model: torch.nn.Module, prefix: str, segment: str) -> list[str]:
-    """The children of a module whose name a segment of a pattern fits, by their paths."""
+    """Return the paths of the children of a module that match a segment of a pattern."""
     names = [name for name, _ in model.get_submodule(prefix).named_children() if fnmatch.fnmatchcase(name, segment)]
     return [f"{prefix}.{name}" if prefix else name for name in names]
 
 
 def _is_inside(path: str, other: str) -> bool:
-    """Whether a path leads into what another one leads to."""
+    """True if a path leads into the module at another path."""
     return path != other and (not other or path.startswith(f"{other}."))
 
 
@@ -203,7 +203,7 @@ def _refuse_nested(parts: Iterable[Part]) -> None:
                 raise InvalidArgument(
                     f"the scope names `{outer.path or 'the model'}` and `{inner.path}`, which is inside it",
                     rule="scope",
-                    why="a module is graphed as a whole, with all that is in it.",
+                    why="a module is graphed as a whole, with all its submodules.",
                     fix=f"drop one of the two: {outer.path!r} covers {inner.path!r}.",
                 )
 
@@ -212,9 +212,9 @@ def _no_layers(model: torch.nn.Module) -> InvalidArgument:
     lists = [path for path, module in model.named_modules() if isinstance(module, torch.nn.ModuleList) and len(module)]
     example = f"{lists[0]}.*" if lists else next((path for path, _ in model.named_modules() if path), "")
     return InvalidArgument(
-        f"{type(model).__name__} has no layer of a known class, and no scope was given",
+        f"no scope was given, and {type(model).__name__} has no layer of a known class",
         rule="scope",
-        why="without a scope whole layers are graphed, and a layer is known by its class.",
+        why="without a scope whole layers are graphed, and layers are recognised by their class.",
         fix=f"name the parts: graph_modules(model, {example!r}); or register the layer's class: "
         "ScopeRegistry().register(...).",
     )
@@ -237,9 +237,9 @@ def _nothing(
             f"layers      {', '.join(kinds) or 'none of a known class'}",
             f"modules     {listed}",
         ],
-        why="a scope is one of the words, for layers whose class is registered, or a path or glob from the model.",
+        why="a scope is a word, for layers of a registered class, or a path or glob from the model.",
         fix=(f"did you mean {near!r}? Or " if near else "")
-        + "give a path such as 'layers.*.attn', or register the layer's class: ScopeRegistry().register(...).",
+        + "pass a path such as 'layers.*.attn', or register the layer's class: ScopeRegistry().register(...).",
     )
 
 

@@ -1,7 +1,7 @@
-"""A `CallKind` holds what is known of the calls of one module that look alike.
+"""A `CallKind` holds the facts known about the calls of one module that look alike.
 
-Warm-up is watched for what no replay could repeat. What only a first call does (a cache that is filled, a lazy
-initialization) is in nobody's way, so the latest call decides.
+Warm-up is observed for effects that no replay can repeat. Effects of a first call only (a cache that is filled, a lazy
+initialization) do no harm, so the latest call decides.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from stepgraph.tree import Structure, paths
 
 
 class CallKind:
-    """Calls of one signature: what their eager calls have shown, and the guard of their graphs."""
+    """Calls of one signature: the facts learnt from their eager calls, and the guard of their graphs."""
 
     def __init__(self, signature: Signature, leaves: Iterable[Any]) -> None:
         self.signature = signature
@@ -34,10 +34,10 @@ class CallKind:
         """The code that the calls have run."""
         self.proof = EagerProof()
         self.seen: CaptureError | None = None
-        """What the latest eager call did that no replay could repeat."""
+        """An effect of the latest eager call that no replay can repeat."""
         self.guard: SiteGuard | None = None
         self.obstacle: str | None = None
-        """Why the calls stay eager."""
+        """The reason why the calls stay eager."""
         self._result: tuple[Structure, list[Any]] | None = None
 
     def compare_result(self, name: str, result: StaticOutputs) -> CaptureError | None:

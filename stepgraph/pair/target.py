@@ -1,6 +1,6 @@
-"""A `PairTarget` is the code that graphs replace, and what the graphs assume about it.
+"""A `PairTarget` is the code that graphs replace, with the guards of what the graphs assume about it.
 
-That is a method of a module, or a function with the modules that it reaches. Graphed modules, graphed callables and
+It is a method of a module, or a function with the modules that it reaches. Graphed modules, graphed callables and
 pipeline stages share it. Each engine decides when to capture, and which graph a call replays.
 """
 
@@ -73,7 +73,7 @@ class PairTarget:
 
     @property
     def original(self) -> Callable[..., Any]:
-        """What the graphs stand in for."""
+        """The function that the graphs replace."""
         return self._original()
 
     def modes(self) -> tuple[bool, ...]:
@@ -100,7 +100,7 @@ class PairTarget:
     # -- capturing
 
     def pair(self) -> PairCapture:
-        """What records its graphs, made when the first one is."""
+        """The recorder of its graphs; it is made for the first one."""
         if self._pair is None:
             self._pair = PairCapture(
                 *(self._original, self.module, self.shared, self._outside(self.module), self.options.generators),
@@ -109,14 +109,14 @@ class PairTarget:
         return self._pair
 
     def drop_pair(self) -> None:
-        """Its graphs are gone: others may rest on other modules and gradients."""
+        """Forget the recorder after the graphs were freed: modules and gradients may change before the next one."""
         self._look_at_modules()
         if self._pair is not None:
             self.shared.grads.forget(self._pair.proxies.parameters)
         self._pair = None
 
     def check_capturable(self, ambient: tuple[Hashable, ...]) -> None:
-        """Raise for hooks on modules inside, which would not run at replays, and for flags unlike those of the call."""
+        """Raise for hooks on modules inside, since replays would not run them, and for flags that have changed."""
         names = {id(module): name for name, module in self.named_modules().items()}
         refuse_hooks(self.name, self._called_inside(), self.options.safe_hooks, lambda m: names[id(m)])
         different = changed_flags(ambient)
@@ -124,7 +124,7 @@ class PairTarget:
             raise RuntimeError(f"flags of the process have changed since the call: {', '.join(different)}")
 
     def failed(self, kind: CallKind, error: Exception) -> None:
-        """A capture failed: the module stays eager for these calls."""
+        """Raise or warn after a failed capture; the module stays eager for these calls."""
         raised = capture_error(self.name, error, self.shared.session.backend)
         kind.obstacle = f"capture failed: [{raised.rule}]"
         if not self.options.goes_on_eagerly:
@@ -135,7 +135,7 @@ class PairTarget:
     # -- guards
 
     def guard(self, kind: CallKind, runner: Runner) -> None:
-        """Note what the graphs of a kind of call have baked in."""
+        """Make the guard of the values that the graphs of a kind of call have baked in."""
         modules, pair = self.named_modules(), self.pair()
         names = {id(p): f"{self.name}.{path}" for path, p in self.module.named_parameters()}
         names |= {id(module): name for name, module in modules.items()}
@@ -154,7 +154,7 @@ class PairTarget:
         )
 
     def look(self, guard: SiteGuard, differs: Callable[[], Difference | None], *, audited: bool) -> Finding | None:
-        """A reason not to replay the graphs that a guard belongs to."""
+        """Return a reason not to replay the graphs of a guard, or None."""
         try:
             return guard.look(differs, audited=audited)
         except Exception as error:  # noqa: BLE001 (as in a capture: whatever it is, the graphs are of no use)
@@ -164,11 +164,11 @@ class PairTarget:
             return Finding(f"it can no longer be recorded as it was   [{raised.rule}]", (raised.rule,))
 
     def raise_if_strict(self, why: str) -> None:
-        """Under strict a change is an error, before anything runs."""
+        """Under strict, raise for a change, before anything runs."""
         if self.options.strict:
             raise StateChanged(
                 f"{self.name}: {why}",
                 rule="state-changed",
-                why="the captured graphs go on with what they were recorded with, and strict=True forbids else.",
+                why="the graphs keep the state of their capture, and strict=True forbids to capture again.",
                 fix="call handle.reset() after the change, or leave strict=False.",
             )

@@ -314,7 +314,7 @@ def test_graphs_are_dropped_with_those_of_their_session(device: torch.device) ->
         train(model, device)
         under_way = model(torch.ones(4, 8, device=device)).sum()
         session.drop_graphs()
-        with pytest.raises(stepgraph.StaleMemoryError, match="graphs are gone"):
+        with pytest.raises(stepgraph.StaleMemoryError, match="graphs were freed"):
             under_way.backward()
         assert handle.report().graphs == 0
         del under_way

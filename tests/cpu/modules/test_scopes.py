@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import enum
 import sys
-from collections import OrderedDict
 from typing import Any
 
 import pytest
@@ -67,7 +66,7 @@ def test_scope_of_enum_members_is_read_by_their_names() -> None:
 
 
 def test_scope_of_something_else_is_refused() -> None:
-    with pytest.raises(InvalidArgument, match="a scope holds 3"):
+    with pytest.raises(InvalidArgument, match="the scope has 3"):
         read_scope(["attn", 3])  # type: ignore[list-item]
 
 
@@ -229,7 +228,7 @@ def test_words_without_a_known_layer_say_so() -> None:
         "modules     0",
     ]
     assert "ScopeRegistry().register" in error.fix
-    assert refusal(model).what == "Sequential has no layer of a known class, and no scope was given"
+    assert refusal(model).what == "no scope was given, and Sequential has no layer of a known class"
 
 
 @pytest.mark.parametrize("scope", [("moe", "moe_router"), ("blocks.0", "attn"), ("blocks.*.moe", "blocks.1.moe.norm")])
