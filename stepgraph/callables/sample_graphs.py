@@ -171,6 +171,8 @@ class GraphCapture:
         self._request, self._samples, self._lane, self._hooks = request, samples, lane, hooks
         self.memory = OrderedMemory(device)
         self.places = HandoverBuffers()
+        self._incoming: dict[int, tuple[list[ArgMetadata | None], dict[int, torch.Tensor]]] = {}
+        """By sample: static gradients of its results, which another sample's backward writes."""
         self.allow_unused = False
 
     # -- without an order
@@ -306,8 +308,10 @@ class GraphCapture:
 
     def _gradients(self, sample: SampleGraphs) -> tuple[list[ArgMetadata | None], dict[int, torch.Tensor]]:
         """Return the geometry of the gradients of a sample's results, and static memory for them."""
-        metas = sample.result_metas()
-        return metas, self.memory.gradients(sample.number, metas)
+        if sample.number not in self._incoming:
+            metas = sample.result_metas()
+            self._incoming[sample.number] = (metas, self.memory.gradients(sample.number, metas))
+        return self._incoming[sample.number]
 
     def _give_up(self, sample: SampleGraphs) -> None:
         """Release the memory of a sample that the order no longer needs."""
