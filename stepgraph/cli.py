@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Callable
+from typing import Annotated, Any
 
 import typer
 
@@ -15,7 +16,7 @@ from stepgraph.commands.rules import rules
 
 __all__ = ["COMMANDS", "app", "main"]
 
-COMMANDS = {
+COMMANDS: dict[str, tuple[Callable[..., Any], ...]] = {
     "Decide": (),
     "Check": (),
     "Understand": (rules,),
