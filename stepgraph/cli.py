@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Callable
+from typing import Annotated, Any
 
 import typer
 
@@ -10,15 +11,16 @@ from stepgraph import __version__
 from stepgraph.commands.base import CONTEXT_SETTINGS, Command, Group
 from stepgraph.commands.demo import demo
 from stepgraph.commands.native import native
+from stepgraph.commands.recipes import recipes
 from stepgraph.commands.rules import rules
 
 __all__ = ["COMMANDS", "app", "main"]
 
-COMMANDS = {
+COMMANDS: dict[str, tuple[Callable[..., Any], ...]] = {
     "Decide": (),
     "Check": (),
     "Understand": (rules,),
-    "Train": (),
+    "Train": (recipes,),
     "Set-up": (demo, native),
 }
 """The functions of all commands, by the panel of `stepgraph --help` that lists them. A new command is added here."""

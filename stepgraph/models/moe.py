@@ -180,7 +180,7 @@ class Router(nn.Module):
         groups = self.config.num_expert_groups
         if groups == 1:
             return wanted
-        by_group = wanted.unflatten(-1, (groups, -1))
+        by_group: Tensor = wanted.unflatten(-1, (groups, -1))
         worth = by_group.topk(min(2, by_group.shape[-1])).values.sum(-1)
         best = worth.topk(self.config.top_groups).indices
         is_best = (best.unsqueeze(-1) == self.expert_ids[:groups]).any(1)

@@ -60,7 +60,7 @@ def model_config(model: ModelSection) -> Config:
         language = {**_shared(model), **_attention(model)}
         if model.kind == "vision_language":
             token = model.vocab_size - 1 if model.image_token_id is None else model.image_token_id
-            seen = {"vision": _vision(model), "image_token": token}
+            seen: dict[str, Any] = {"vision": _vision(model), "image_token": token}
             if model.num_moe_experts is None:
                 return VisionLanguageConfig(**language, **_dense(model), **seen)
             return VisionMoEConfig(**language, **_experts(model), **seen)
@@ -162,7 +162,7 @@ def _experts(model: ModelSection) -> dict[str, Any]:
     factor = model.moe_expert_capacity_factor
     capacity = {} if factor is None else {"capacity_factor": factor}
     if factor is None:
-        way = "grouped" if model.moe_sync_free_dispatch else "loop"
+        way = "grouped" if model.moe_grouped_gemm else "loop"
     else:
         way = "capacity" if model.moe_pad_expert_input_to_capacity else "drop"
     return {

@@ -11,16 +11,17 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from stepgraph.config.container import ConfigContainer
+from stepgraph.config.scope import CudaGraphScope
+from stepgraph.config.sections import MixedPrecisionSection
 from stepgraph.errors import InvalidArgument, nearest
 
 TASKS = ("pretrain", "sft", "lora")
 _DENSE_REASON = (
-    "attention launches many small kernels for the time they take; the MLP is a few large products that keep the GPU "
-    "busy, so its graphs would cost memory for static buffers and win little"
+    "attention launches many small kernels; the few large ones of the MLP keep the GPU busy, so its graphs would cost "
+    "memory and win little"
 )
 _MOE_REASON = (
-    "attention, the router and the preparation of the dispatch have static shapes; how many tokens an expert gets "
-    "changes at every step, so the experts stay eager"
+    "these parts have static shapes; how many tokens an expert gets changes at every step, so the experts stay eager"
 )
 
 
@@ -74,7 +75,7 @@ def llama3_70b() -> ConfigContainer:
 def llama3_70b_sft() -> ConfigContainer:
     """Llama 3 70B on pairs of prompt and answer; the MLPs are captured."""
     cfg = for_task(llama3_70b(), "sft")
-    cfg.model.cuda_graph_scope = ["mlp"]
+    cfg.model.cuda_graph_scope = [CudaGraphScope.mlp]
     return cfg
 
 
@@ -150,8 +151,8 @@ def _started(*scope: str) -> ConfigContainer:
     """What all recipes have: bfloat16, AdamW, and graphs of some parts, captured ahead of time."""
     cfg = ConfigContainer()
     cfg.model.cuda_graph_impl = "transformer_engine"
-    cfg.model.cuda_graph_scope = list(scope)
-    cfg.mixed_precision = "bf16_mixed"
+    cfg.model.cuda_graph_scope = [CudaGraphScope(word) for word in scope]
+    cfg.mixed_precision = MixedPrecisionSection.named("bf16_mixed")
     cfg.train.train_iters, cfg.train.micro_batch_size, cfg.train.global_batch_size = 20, 1, 8
     cfg.optimizer.lr, cfg.optimizer.min_lr = 3e-4, 3e-5
     cfg.optimizer.adam_beta2, cfg.optimizer.weight_decay = 0.95, 0.1
@@ -235,8 +236,8 @@ RECIPES: Mapping[str, Recipe] = MappingProxyType(
                 gpt_oss_120b,
                 116_829_156_672,
                 f"{_HF}openai/gpt-oss-120b",
-                f"{_MOE_REASON}; gated by memory: the weights leave little room for static buffers, so the predicted "
-                "bytes are compared with what is free before the capture",
+                f"{_MOE_REASON}; memory-gated: the weights leave little room, so capture is skipped unless its "
+                "predicted bytes are free",
             ),
             Recipe("deepseek_v3", deepseek_v3, 671_026_419_200, f"{_HF}deepseek-ai/DeepSeek-V3", _MOE_REASON),
             Recipe(
