@@ -32,10 +32,10 @@ if TYPE_CHECKING:
         StepgraphWarning,
     )
     from stepgraph.megatron.layers_helper import TECudaGraphHelper
+    from stepgraph.megatron.manager import CudaGraphManager
     from stepgraph.megatron.part_graphs import set_current_microbatch
     from stepgraph.megatron.vision_helper import VisionTECudaGraphHelper, get_vision_cuda_graph_seq_length
     from stepgraph.modules.graph_modules import GraphedModules, graph_modules
-    from stepgraph.modules.manager import CudaGraphManager
     from stepgraph.modules.mismatch import get_mismatch_errors
     from stepgraph.modules.report import ModuleReport
     from stepgraph.modules.scopes import ScopeRegistry
@@ -120,10 +120,10 @@ _HOMES = {
         "errors": "BuildError CaptureError ClosedError ConfigError InvalidArgument NonFinite "
         "SignatureMismatch StaleMemoryError StateChanged StepgraphError StepgraphWarning",
         "megatron.layers_helper": "TECudaGraphHelper",
+        "megatron.manager": "CudaGraphManager",
         "megatron.part_graphs": "set_current_microbatch",
         "megatron.vision_helper": "VisionTECudaGraphHelper get_vision_cuda_graph_seq_length",
         "modules.graph_modules": "GraphedModules graph_modules",
-        "modules.manager": "CudaGraphManager",
         "modules.mismatch": "get_mismatch_errors",
         "modules.report": "ModuleReport",
         "modules.scopes": "ScopeRegistry",

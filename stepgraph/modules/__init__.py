@@ -1,1 +1,1 @@
-"""The modules room captures parts of a model while it trains: `graph_modules` and `CudaGraphManager`."""
+"""The modules room captures parts of a model while it trains: `graph_modules`."""

@@ -11,7 +11,7 @@ import torch
 from stepgraph.config.objects import checked_settings
 from stepgraph.errors import InvalidArgument
 from stepgraph.frames import warn_user
-from stepgraph.modules.manager import CudaGraphManager
+from stepgraph.modules.manager import ModuleGraphs
 from stepgraph.modules.options import ModuleOptions, options_of
 from stepgraph.modules.report import ModuleReport, report_on
 from stepgraph.modules.scopes import Part, ScopeRegistry, read_scope
@@ -82,7 +82,8 @@ def graph_modules(
     why = "it maps the words of a scope to submodules of your layers."
     expect("registry", registry, (ScopeRegistry,), why, "pass ScopeRegistry().register(MyLayer, attn='attention').")
     parts = (registry or ScopeRegistry()).resolve(model, read_scope(scope) or getattr(config, "scope", ()))
-    _refuse_graphed(parts)
+    for part in parts:
+        refuse_graphed(part.module, part.method, part.path)
     options = ModuleOptions(
         warmup=warmup,
         max_graphs=max_graphs,
@@ -100,16 +101,16 @@ def graph_modules(
     return GraphedModules(ModuleSession(session, model), parts, options)
 
 
-def _refuse_graphed(parts: Sequence[Part]) -> None:
-    for part in parts:
-        managers = [vars(part.module).get(name) for name in (part.method, "_compiled_call_impl")]
-        if any(isinstance(manager, CudaGraphManager) and not manager.session.is_closed for manager in managers):
-            raise InvalidArgument(
-                f"`{part.path or type(part.module).__name__}` is graphed already",
-                rule="scope",
-                why="a graph cannot be recorded inside the recording of another graph.",
-                fix="call close() on the first handle, or leave this part out of the scope.",
-            )
+def refuse_graphed(module: torch.nn.Module, method: str, path: str = "") -> None:
+    """Refuse to graph a method that has graphs."""
+    installed = [vars(module).get(name) for name in (method, "_compiled_call_impl")]
+    if any(isinstance(graphs, ModuleGraphs) and not graphs.session.is_closed for graphs in installed):
+        raise InvalidArgument(
+            f"`{path or type(module).__name__}` is graphed already",
+            rule="scope",
+            why="a graph cannot be recorded inside the recording of another graph.",
+            fix="call close() on the first handle, or leave this part out of the scope.",
+        )
 
 
 class GraphedModules:
@@ -120,7 +121,7 @@ class GraphedModules:
         self._restore = contextlib.ExitStack()
         for part in parts:
             method = called_method(part.module, part.method)
-            manager = CudaGraphManager(options, part.module, method, session=shared, name=part.path)
+            manager = ModuleGraphs(options, part.module, method, session=shared, name=part.path)
             self._restore.callback(put_in_place(part.module, method, manager))
 
     def __repr__(self) -> str:

@@ -1,4 +1,4 @@
-"""A manager owns the runners of one module, or of one of its methods, and chooses one of them at each call.
+"""`ModuleGraphs` owns the runners of one module, or of one of its methods, and chooses one of them at each call.
 
 Calls with the same arguments, flags and modes are a site. While a site warms up, its calls run eagerly and are noted.
 Then its graphs are captured, and each call takes a runner that is ready. If none is ready, another runner is captured,
@@ -39,39 +39,27 @@ _LONGEST_ROUND = 1000
 """After so many calls a new round begins, even if calls are in flight: their results may be kept for good."""
 
 
-class CudaGraphManager:
-    """Graphs for the calls of one module. `graph_modules` makes one for each module in its scope.
-
-    Example:
-        >>> layer.forward = CudaGraphManager(config, base_module=layer)
-    """
+class ModuleGraphs:
+    """Graphs for the calls of one module. It stands in the place of the module's forward, or of another method."""
 
     @entry_point
     def __init__(
         self,
-        config: Any = None,
-        base_module: torch.nn.Module | None = None,
-        function_name: str | None = None,
+        config: Any,
+        module: torch.nn.Module,
+        function_name: str = "forward",
         need_backward: bool = True,
         *,
         session: ModuleSession | None = None,
         name: str = "",
     ) -> None:
-        if base_module is None:
-            raise InvalidArgument(
-                "CudaGraphManager needs a base_module",
-                rule="option",
-                why="the graphs depend on the module's parameters, hooks and modes.",
-                fix="pass base_module=layer.",
-            )
-        self.module = base_module
-        self.function_name = function_name or "forward"
-        self.name = name or type(base_module).__name__
+        self.module, self.function_name = module, function_name
+        self.name = name or type(module).__name__
         self.options = options_from(config)
         self.session = session if session is not None else ModuleSession()
         self.need_backward = need_backward
         self._target = PairTarget(
-            *(base_module, self.function_name, self.name, self.options, self.session),
+            *(module, function_name, self.name, self.options, self.session),
             outside=self.session.outside_parameters,
             need_backward=need_backward,
         )
@@ -86,12 +74,16 @@ class CudaGraphManager:
         """The function that the graphs replace."""
         return self._target.original
 
+    def tally(self) -> tuple[int, int, int]:
+        """The numbers of calls, replayed forwards and runners."""
+        return self._managed.tally()
+
     def __reduce__(self) -> Any:
         """Let a copy of the module, by copy.deepcopy or pickle, be a plain module."""
         return getattr, (self.module, self.function_name)
 
     def __repr__(self) -> str:
-        return outline(f"graphed {self.name}", *self._managed.tally(), is_closed=self.session.is_closed)
+        return outline(f"graphed {self.name}", *self.tally(), is_closed=self.session.is_closed)
 
     def report(self) -> ModuleReport:
         """Return the report on all modules of its session."""

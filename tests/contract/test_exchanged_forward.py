@@ -45,9 +45,7 @@ def graph(way: str, part: nn.Module, x: torch.Tensor) -> Any:
     if way == "graph_modules":
         return stepgraph.graph_modules(nn.ModuleDict({"part": part}), "part", warmup=2)
     if way == "manager":
-        manager: Any = stepgraph.CudaGraphManager(base_module=part)
-        part.forward = manager
-        return manager
+        return stepgraph.CudaGraphManager(None, part, "forward")
     return stepgraph.make_graphed_callables(part, (x,))
 
 

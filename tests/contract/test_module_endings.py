@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import stepgraph
-from stepgraph.modules.manager import CudaGraphManager
+from stepgraph.modules.manager import ModuleGraphs
 from tests.module_harness import Layer, Net, same_bits, train
 
 
@@ -25,7 +25,7 @@ def test_close_leaves_the_modules_as_they_were(device: torch.device) -> None:
     before = {path: dict(vars(module)) for path, module in model.named_modules()}
     names = list(model.state_dict())
     handle = stepgraph.graph_modules(model, "layers.*", warmup=1)
-    assert isinstance(model.layers[0].forward, CudaGraphManager)
+    assert isinstance(model.layers[0].forward, ModuleGraphs)
     assert list(model.state_dict()) == names
     train(model, device)
     handle.close()
@@ -77,7 +77,7 @@ def test_copy_of_a_graphed_model_is_a_plain_model(how: str, when: str, device: t
         model.zero_grad()
         made.zero_grad()
         for layer in made.layers:
-            assert not isinstance(layer.forward, CudaGraphManager)
+            assert not isinstance(layer.forward, ModuleGraphs)
             assert layer.forward.__self__ is layer
         with torch.no_grad():
             for p, q in zip(model.parameters(), made.parameters(), strict=True):

@@ -40,7 +40,6 @@ import torch
 from torch import nn
 
 import stepgraph
-from stepgraph.modules.manager import CudaGraphManager
 from tests.module_harness import (
     Layer,
     Net,
@@ -86,14 +85,11 @@ def test_manager_in_the_place_of_a_forward(device: torch.device) -> None:
 
     model = Net(Layer(dropout=0.0)).to(device)
     eager = copy.deepcopy(model)
-    manager = CudaGraphManager(Config(), base_module=model.layers[0])
-    model.layers[0].forward = manager
+    manager = stepgraph.CudaGraphManager(Config(), base_module=model.layers[0], function_name="forward")
     assert all(map(same_bits, train(eager, device, 12), train(model, device, 12)))
     assert manager.report().replays == 11
     manager.session.close()
     assert all(map(same_bits, train(eager, device), train(model, device)))
-    with pytest.raises(stepgraph.InvalidArgument, match="base_module"):
-        CudaGraphManager(Config())
 
 
 @pytest.mark.parametrize("impl", ["none", "full_iteration"])
@@ -101,8 +97,7 @@ def test_manager_captures_nothing_where_the_config_says_so(impl: str, device: to
     model = Net(Layer(dropout=0.0)).to(device)
     eager = copy.deepcopy(model)
     config = SimpleNamespace(cuda_graph_impl=impl, use_te_rng_tracker=True)
-    manager = CudaGraphManager(config, base_module=model.layers[0])
-    model.layers[0].forward = manager
+    manager = stepgraph.CudaGraphManager(config, base_module=model.layers[0], function_name="forward")
     assert all(map(same_bits, train(eager, device, 6), train(model, device, 6)))
     stepgraph.create_cudagraphs()
     report = manager.report()
@@ -114,8 +109,7 @@ def test_manager_captures_nothing_where_the_config_says_so(impl: str, device: to
 def test_manager_reads_the_older_name_of_the_warm_up(device: torch.device) -> None:
     layer = Layer(dropout=0.0).to(device)
     with pytest.warns(stepgraph.StepgraphWarning, match="cuda_graph_warmup_steps=7"):
-        manager = CudaGraphManager(SimpleNamespace(cuda_graph_num_warmup_steps=7), base_module=layer)
-    layer.forward = manager
+        manager = stepgraph.CudaGraphManager(SimpleNamespace(cuda_graph_num_warmup_steps=7), layer, "forward")
     train(layer, device, 9)
     assert manager.report().rows[0].eager_reasons == {"warm-up": 7}
     manager.session.close()
@@ -123,8 +117,7 @@ def test_manager_reads_the_older_name_of_the_warm_up(device: torch.device) -> No
 
 def test_manager_without_backward_keeps_no_activations(device: torch.device) -> None:
     layer = Layer(dropout=0.0).to(device)
-    manager = CudaGraphManager(None, layer, need_backward=False)
-    layer.forward = manager
+    manager = stepgraph.CudaGraphManager(None, layer, "forward", need_backward=False)
     results = [layer(torch.ones(4, 8, device=device)) for _ in range(6)]
     assert all(same_bits(results[0], result) for result in results)
     assert not layer(torch.ones(4, 8, device=device)).requires_grad

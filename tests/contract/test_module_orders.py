@@ -473,8 +473,7 @@ class Managed:
         self._managers: list[CudaGraphManager] = []
         for layer in training.model.layers:
             session = self._managers[0].session if self._managers else None
-            self._managers.append(CudaGraphManager(config, base_module=layer, session=session))
-            layer.forward = self._managers[-1]
+            self._managers.append(CudaGraphManager(config, layer, "forward", session=session))
 
     def __enter__(self) -> Managed:
         return self

@@ -94,7 +94,7 @@ def graph_part(way: str, training: Training, device: torch.device) -> Callable[[
         handle = stepgraph.graph_modules(training.model, "part")
         return lambda: handle.report().replays
     if way == "manager":
-        manager = part.forward = stepgraph.CudaGraphManager(base_module=part)
+        manager = stepgraph.CudaGraphManager(None, part, "forward")
         return lambda: manager.report().replays
     stepgraph.make_graphed_callables(part, (torch.ones(4, WIDTH, device=device),), allow_unused_input=True)
     return lambda: stepgraph.callables.report(part).forwards
