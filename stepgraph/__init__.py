@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     )
     from stepgraph.megatron.layers_helper import TECudaGraphHelper
     from stepgraph.megatron.manager import CudaGraphManager
+    from stepgraph.megatron.optimizer_wrapper import OptimizerCudaGraphWrapper
     from stepgraph.megatron.part_graphs import set_current_microbatch
     from stepgraph.megatron.vision_helper import VisionTECudaGraphHelper, get_vision_cuda_graph_seq_length
     from stepgraph.modules.graph_modules import GraphedModules, graph_modules
@@ -78,6 +79,7 @@ __all__ = [
     "InvalidArgument",
     "ModuleReport",
     "NonFinite",
+    "OptimizerCudaGraphWrapper",
     "Report",
     "ScopeRegistry",
     "Session",
@@ -121,6 +123,7 @@ _HOMES = {
         "SignatureMismatch StaleMemoryError StateChanged StepgraphError StepgraphWarning",
         "megatron.layers_helper": "TECudaGraphHelper",
         "megatron.manager": "CudaGraphManager",
+        "megatron.optimizer_wrapper": "OptimizerCudaGraphWrapper",
         "megatron.part_graphs": "set_current_microbatch",
         "megatron.vision_helper": "VisionTECudaGraphHelper get_vision_cuda_graph_seq_length",
         "modules.graph_modules": "GraphedModules graph_modules",

@@ -96,6 +96,7 @@ class TECudaGraphHelper:
         self._aux_loss_trackers = tuple(aux_loss_trackers)
         self._reuse_buffers = reuse_buffers
         self._graphs: list[PartGraphs] = []
+        self._is_finished = False
         self.capture_seconds = 0.0
         """Seconds that the last capture took, with its warm-up."""
 
@@ -113,7 +114,7 @@ class TECudaGraphHelper:
         """
         for graphs in self._graphs:
             graphs.remove()
-        self._graphs = []
+        self._graphs, self._is_finished = [], False
         self._settings = checked_settings(self.config)  # as it is now
         self._wait_for_ranks()
         begun = time.perf_counter()
@@ -129,6 +130,11 @@ class TECudaGraphHelper:
         else:
             _log.info("this rank has no layer to capture")
         self._wait_for_ranks()
+        self._is_finished = True
+
+    def capture_finished(self) -> bool:
+        """Whether create_cudagraphs() was called, also on a rank that had nothing to capture, or after a deletion."""
+        return self._is_finished
 
     def graphs_created(self) -> bool:
         """Whether this rank replays graphs."""

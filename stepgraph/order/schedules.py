@@ -16,22 +16,36 @@ from stepgraph.tracebacks import entry_point
 
 @entry_point
 def get_schedule_table(
-    num_microbatches: int, num_model_chunks: int, microbatch_group_size: int
+    num_microbatches: int,
+    num_model_chunks: int,
+    microbatch_group_size_per_vp_stage: int | None = None,
+    *,
+    microbatch_group_size: int | None = None,
 ) -> list[tuple[int, int]]:
     """The (microbatch, chunk) of each forward of a rank, both counted from 0.
 
+    `microbatch_group_size` is an older name of `microbatch_group_size_per_vp_stage`.
+
     Example:
-        >>> get_schedule_table(3, 2, microbatch_group_size=2)
+        >>> get_schedule_table(3, 2, microbatch_group_size_per_vp_stage=2)
         [(0, 0), (1, 0), (0, 1), (1, 1), (2, 0), (2, 1)]
     """
     _at_least("num_microbatches", num_microbatches, 1)
     _at_least("num_model_chunks", num_model_chunks, 1)
-    _at_least("microbatch_group_size", microbatch_group_size, 1)
+    if microbatch_group_size_per_vp_stage is not None and microbatch_group_size is not None:
+        raise invalid(
+            "microbatch_group_size_per_vp_stage and microbatch_group_size are given",
+            why="they are two names of one number.",
+            fix=f"microbatch_group_size_per_vp_stage={microbatch_group_size_per_vp_stage} alone.",
+        )
+    group = microbatch_group_size if microbatch_group_size is not None else microbatch_group_size_per_vp_stage
+    _at_least("microbatch_group_size_per_vp_stage", group, 1)
+    assert group is not None
     return [
         (microbatch, chunk)
-        for start in range(0, num_microbatches, microbatch_group_size)
+        for start in range(0, num_microbatches, group)
         for chunk in range(num_model_chunks)
-        for microbatch in range(start, min(start + microbatch_group_size, num_microbatches))
+        for microbatch in range(start, min(start + group, num_microbatches))
     ]
 
 
@@ -105,7 +119,7 @@ def convert_schedule_table_to_order(
     return order + backwards[len(chunks) - warmup :]
 
 
-def _at_least(name: str, value: int, least: int) -> None:
+def _at_least(name: str, value: int | None, least: int) -> None:
     if not is_count(value, least):
         raise invalid(
             f"{name} is {value!r}",

@@ -117,6 +117,10 @@ class Sites:
     def add(self, key: Hashable, site: Site) -> None:
         self._placed[key] = site
 
+    def remove(self, site: Site) -> None:
+        """Take a site's place; its calls warm up again."""
+        self._placed = {key: other for key, other in self._placed.items() if other is not site}
+
     def clear(self) -> None:
         self._placed.clear()
         self._counted.clear()

@@ -21,7 +21,7 @@ import torch
 from stepgraph.backends import Backend
 from stepgraph.config.objects import checked_settings
 from stepgraph.config.spellings import GraphSettings, at_least_one_step
-from stepgraph.errors import ClosedError, InvalidArgument, StepgraphError
+from stepgraph.errors import ClosedError, InvalidArgument, StepgraphError, nearest
 from stepgraph.frames import untraced, warn_user
 from stepgraph.observe.finder import reachable
 from stepgraph.optim.optimizer import OptimizerMode
@@ -32,8 +32,11 @@ from stepgraph.step.capture import capture
 from stepgraph.step.options import NanCheck, StepOptions
 from stepgraph.step.report import Report
 from stepgraph.step.static_loader import StaticBufferLoader, StaticMicrobatches
-from stepgraph.tracebacks import trim
+from stepgraph.tracebacks import entry_point, trim
 from stepgraph.tree import flatten
+
+_STAGES = ("training", "validation")
+"""The stages of a run, without and with `forward_only`."""
 
 
 def _older_names(given: dict[str, Any]) -> None:
@@ -70,9 +73,10 @@ class FullCudaGraphWrapper:
 
     Each new kind of call (another number of microbatches, other shapes, `forward_only`, `seq_length`, ...) runs
     eagerly `cuda_graph_warmup_steps` times, is captured, and is replayed from then on. Kinds past `max_graphs` stay
-    eager, with a warning. By default the optimizer runs in the caller's loop. With `optimizers=`, a training call runs
-    `zero_grad()` of all of them, all microbatches, and `step()` of all of them. The other options are those of
-    `stepgraph.capture`; `optimizer` says where optimizers run.
+    eager, with a warning. `use_single_mempool` has no effect: the graphs of a wrapper always have one pool, and
+    wrappers with one `session` share it. By default the optimizer runs in the caller's loop. With `optimizers=`, a
+    training call runs `zero_grad()` of all of them, all microbatches, and `step()` of all of them. The other options
+    are those of `stepgraph.capture`; `optimizer` says where optimizers run.
     """
 
     @reads_options(
@@ -85,6 +89,7 @@ class FullCudaGraphWrapper:
         self,
         forward_backward_func: Callable[..., Any],
         cuda_graph_warmup_steps: int | None = None,
+        use_single_mempool: bool = False,
         *,
         config: Any = None,
         optimizers: Sequence[Any] = (),
@@ -102,6 +107,7 @@ class FullCudaGraphWrapper:
         backend: Backend | str | None = None,
     ) -> None:
         _check(forward_backward_func, optimizers)
+        checked("use_single_mempool", use_single_mempool, bool)
         self._forward_backward_func, self._optimizers = forward_backward_func, tuple(optimizers)
         self._name = getattr(forward_backward_func, "__name__", type(forward_backward_func).__name__)
         self._session = session if session is not None else Session()
@@ -187,6 +193,28 @@ class FullCudaGraphWrapper:
         self._step.reset()
         if self._loader is not None:
             self._loader.reset()
+
+    @entry_point
+    def reset_cuda_graph(self, stage: str | None = None) -> None:
+        """Free the graphs of a stage, "training" or "validation", or of both. Its next calls warm up and capture again.
+
+        The stage of a call follows from `forward_only`. Static buffers that the other stage reads stay.
+        """
+        if stage is None:
+            self.reset()
+            return
+        if stage not in _STAGES:
+            near = nearest(str(stage), _STAGES)
+            raise InvalidArgument(
+                f"reset_cuda_graph got stage={stage!r}",
+                rule="option",
+                why="the stages are 'training' and 'validation'; None stands for both.",
+                fix=f"did you mean {near!r}?" if near else "pass stage='training', for example.",
+            )
+        rest = self._step.reset_where(lambda call: _STAGES[bool(call.get("forward_only", False))] == stage)
+        if self._loader is not None:
+            values = [value for call in rest for value in call.values()]
+            self._loader.reset([value for value in values if isinstance(value, StaticMicrobatches)])
 
     def close(self) -> None:
         """Free the graphs and buffers, and the session if the wrapper made it. A second call does nothing."""

@@ -222,11 +222,12 @@ class StaticBufferLoader:
         """Memory of all kept buffers."""
         return sum(slot.inputs.num_bytes for slot in self._slots.values())
 
-    def reset(self) -> None:
-        """Wait for the device, then drop all buffers. Later loads make new ones."""
+    def reset(self, kept: Sequence[StaticMicrobatches] = ()) -> None:
+        """Wait for the device, then drop all buffers but the kept ones. Later loads make new ones."""
         self._backend.synchronize()
-        self._layouts.clear()
-        self._slots.clear()
+        self._layouts = {key: layout for key, layout in self._layouts.items() if layout in kept}
+        slots = [slot for layout in self._layouts.values() for slot in layout.slots]
+        self._slots = {key: slot for key, slot in self._slots.items() if slot in slots}
 
     def _check(self, num_microbatches: int) -> None:
         if not isinstance(num_microbatches, int) or isinstance(num_microbatches, bool) or num_microbatches < 1:

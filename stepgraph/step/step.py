@@ -13,7 +13,7 @@ import copy
 import enum
 import functools
 import time
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, cast, overload
@@ -506,6 +506,17 @@ class CapturedStep(Generic[P, R]):
             site.drop_graphs()
         self._sites.clear()
         self._last = None
+
+    def reset_where(self, holds: Callable[[Mapping[str, Any]], bool]) -> list[Mapping[str, Any]]:
+        """Drop the graphs of calls whose arguments, other than tensors, pass a test. Return the arguments of the rest.
+
+        Arguments are given by name. The next calls of the dropped kinds warm up and capture again.
+        """
+        for site in [site for site in self._sites.values() if holds(site.keep_alive)]:
+            site.drop_graphs()
+            self._sites.remove(site)
+        self._last = None
+        return [site.keep_alive for site in self._sites.values()]
 
     def _forget_graphs(self) -> None:
         """Start over, since the session has dropped all graphs."""

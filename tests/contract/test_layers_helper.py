@@ -49,8 +49,10 @@ def make_rank(order: Any, *layers: int, dtype: torch.dtype = torch.float32) -> C
 def capture(rank: Rank, config: Any, **options: Any) -> stepgraph.TECudaGraphHelper:
     helper = stepgraph.TECudaGraphHelper(rank.chunks, config, SEQUENCE, BATCH, [rank.optimizer], **options)
     assert not helper.graphs_created()
+    assert not helper.capture_finished()
     helper.create_cudagraphs()
     assert helper.graphs_created()
+    assert helper.capture_finished()
     return helper
 
 
@@ -74,6 +76,7 @@ def test_helper_captures_nothing_where_the_config_says_so(
     helper.cuda_graph_set_manual_hooks()
     assert "no layer is captured: cuda_graph_impl is" in caplog.text
     assert not helper.graphs_created()
+    assert helper.capture_finished()
     assert helper.paths == []
     assert not any("forward" in vars(module) for module in training.model.modules())
     training.run(device)
@@ -82,6 +85,7 @@ def test_helper_captures_nothing_where_the_config_says_so(
     assert report.to_dict()["eager_reason"] == report.eager_reason
     assert str(report).startswith("no graphs, all calls run eagerly: cuda_graph_impl is")
     helper.delete_cuda_graphs()
+    assert helper.capture_finished()
 
 
 TRACKED = {"use_te_rng_tracker": True}

@@ -6,6 +6,7 @@ import copy
 import pickle
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 from torch import nn
 
 import stepgraph
+from stepgraph.models import GPT, GPTConfig
 from tests.module_harness import same_bits
 
 CONFIG = SimpleNamespace(cuda_graph_impl="local", cuda_graph_warmup_steps=2, use_te_rng_tracker=True)
@@ -223,3 +225,182 @@ def test_manager_refuses_other_uses(wrong: Callable[[Any], Any], message: str) -
         wrong(Managed(CONFIG))
     assert raised.value.rule == "option"
     assert raised.value.fix
+
+
+# -- OptimizerCudaGraphWrapper
+
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "SGD": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+    "AdamW": lambda parameters: torch.optim.AdamW(parameters, lr=0.1),
+    "fused AdamW": lambda parameters: torch.optim.AdamW(parameters, lr=0.1, fused=True),
+}
+
+
+def optimizer_losses(make: Any, device: torch.device, wrap: Any, *, set_to_none: bool = False) -> list[torch.Tensor]:
+    """Train two models with an optimizer each, under changing learning rates; all parameters afterwards."""
+    torch.manual_seed(0)
+    models = [Managed().to(device) for _ in range(2)]
+    optimizers = [make(model.parameters()) for model in models]
+    schedulers = [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9) for optimizer in optimizers]
+    steps = [wrap(optimizer) for optimizer in optimizers]
+    for _ in range(7):
+        for model, optimizer, scheduler, step in zip(models, optimizers, schedulers, steps, strict=True):
+            model(torch.randn(4, 8, device=device)).pow(2).mean().backward()
+            step()
+            scheduler.step()
+            optimizer.zero_grad(set_to_none=set_to_none)
+    return [parameter.detach() for model in models for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("set_to_none", [False, True])
+@pytest.mark.parametrize("installed", [False, True], ids=["beside", "installed"])
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_optimizer_wrapper_is_equal_to_eager(
+    kind: str, installed: bool, set_to_none: bool, device: torch.device
+) -> None:
+    """Two wrappers in one process, each with graphs of its own."""
+    wrappers: list[Any] = []
+
+    def wrap(optimizer: Any) -> Callable[[], Any]:
+        wrapper = stepgraph.OptimizerCudaGraphWrapper(optimizer.step, 2, True)
+        wrappers.append(wrapper)
+        if not installed:
+            return wrapper
+        optimizer.step = wrapper
+        return lambda: optimizer.step()
+
+    make = OPTIMIZERS[kind]
+    expected = optimizer_losses(make, device, lambda optimizer: lambda: optimizer.step(), set_to_none=set_to_none)
+    found = optimizer_losses(make, device, wrap, set_to_none=set_to_none)
+    assert all(map(same_bits, expected, found))
+    for wrapper in wrappers:
+        report = wrapper.report()
+        assert report.replays >= 3
+        assert report.eager_calls + report.replays == 7
+        wrapper.reset()
+        assert wrapper.report().graphs == 0
+        wrapper.close()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (lambda step: step(lambda: 1.0), "with arguments: function"),
+        (lambda step: step(closure=None), "with arguments: closure="),
+        (lambda step: stepgraph.OptimizerCudaGraphWrapper(None), "cannot be called"),
+        (lambda step: stepgraph.OptimizerCudaGraphWrapper(step, -1), "cuda_graph_warmup_steps=-1"),
+        (lambda step: stepgraph.OptimizerCudaGraphWrapper(step, 1, "yes"), "use_single_mempool='yes'"),
+    ],
+)
+def test_optimizer_wrapper_refuses_other_uses(wrong: Callable[[Any], Any], message: str) -> None:
+    optimizer = torch.optim.SGD(Managed().parameters(), lr=0.1)
+    with pytest.raises(stepgraph.InvalidArgument, match=message):
+        wrong(stepgraph.OptimizerCudaGraphWrapper(optimizer.step))
+
+
+# -- FullCudaGraphWrapper
+
+
+def iteration(*, data_iterator: Any, model: Any, num_microbatches: int, forward_only: bool, **rest: Any) -> Any:
+    """Forward and backward of all microbatches."""
+    losses = []
+    for _ in range(num_microbatches):
+        loss = model(next(data_iterator)["x"]).pow(2).mean()
+        if not forward_only:
+            loss.backward()
+        losses.append(loss.detach())
+    return losses
+
+
+def test_wrapper_resets_the_graphs_of_one_stage(device: torch.device) -> None:
+    model, wrapped = Managed().to(device), stepgraph.FullCudaGraphWrapper(iteration, 1, True)
+
+    def run(forward_only: bool, times: int = 4) -> int:
+        before = wrapped.report().replays
+        for _ in range(times):
+            microbatches = [{"x": torch.randn(4, 8, device=device)} for _ in range(2)]
+            call = {"model": model, "num_microbatches": 2, "forward_only": forward_only}
+            torch.manual_seed(1)
+            with torch.set_grad_enabled(not forward_only):
+                expected = iteration(data_iterator=iter(microbatches), **call)
+                torch.manual_seed(1)
+                found = wrapped(forward_step_func=len, data_iterator=iter(microbatches), **call)
+            assert all(map(same_bits, expected, found))
+            model.zero_grad()
+        return wrapped.report().replays - before
+
+    assert (run(False), run(True)) == (2, 2)
+    held = wrapped.report().static_bytes
+    wrapped.reset_cuda_graph("validation")
+    assert wrapped.report().graphs == 1
+    assert wrapped.report().static_bytes == held  # both stages read the same buffers
+    assert (run(False), run(True)) == (4, 2)
+    wrapped.reset_cuda_graph(stage="training")
+    assert (run(True), run(False)) == (4, 2)
+    wrapped.reset_cuda_graph("training")
+    wrapped.reset_cuda_graph("validation")
+    assert (wrapped.report().graphs, wrapped.report().static_bytes) == (0, 0)
+    assert run(False) == 2
+    wrapped.reset_cuda_graph()
+    assert (wrapped.report().graphs, wrapped.report().static_bytes) == (0, 0)
+    with pytest.raises(stepgraph.InvalidArgument, match="mean 'training'"):
+        wrapped.reset_cuda_graph("train")
+    wrapped.close()
+
+
+# -- the words of a configuration
+
+TINY = replace(GPTConfig.tiny(), hidden_size=32, ffn_size=32)
+LAYERS, ATTENTION = ["blocks.0", "blocks.1"], ["blocks.0.attn", "blocks.1.attn"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "paths"),
+    [
+        ({}, LAYERS),
+        ({"cuda_graph_modules": "full"}, LAYERS),
+        ({"cuda_graph_scope": "full"}, LAYERS),
+        ({"cuda_graph_modules": []}, LAYERS),
+        ({"cuda_graph_modules": ["attn"]}, ATTENTION),
+        ({"cuda_graph_modules": ["attn"], "cuda_graph_scope": "full"}, ATTENTION),
+        ({"cuda_graph_impl": "none", "cuda_graph_modules": ["attn"]}, []),
+    ],
+)
+@pytest.mark.parametrize("engine", ["graph_modules", "helper"])
+def test_engines_capture_what_megatron_captures(
+    engine: str, fields: dict[str, Any], paths: list[str], device: torch.device
+) -> None:
+    """Trap: the renamed scope was not read, and whole layers were captured; "none" was captured too."""
+    config = SimpleNamespace(**{**vars(CONFIG), "cuda_graph_warmup_steps": 1, "hidden_size": TINY.hidden_size} | fields)
+    model = GPT(TINY).to(device)
+    tokens = torch.randint(TINY.vocab_size, (1, 9), device=device)
+
+    def step() -> None:
+        model(tokens[:, :-1], tokens[:, 1:]).backward()
+
+    if engine == "helper":
+        helper = stepgraph.TECudaGraphHelper(model, config, 8, 1)
+        helper.create_cudagraphs()
+        assert (helper.paths, helper.capture_finished(), helper.graphs_created()) == (paths, True, bool(paths))
+        stepgraph.set_current_microbatch(model, 0)
+        step()
+        assert helper.report().forwards == len(paths)
+        helper.delete_cuda_graphs()
+        return
+    with stepgraph.graph_modules(model, config=config) as handle:
+        for _ in range(3):
+            step()
+        report = handle.report()
+        assert [row.path for row in report.rows if row.runners] == paths
+        assert report.replays == 2 * len(paths)
+        if not paths:
+            assert all(row.eager_reasons == {"cuda_graph_impl is 'none'": 3} for row in report.rows)
+
+
+def test_manager_of_impl_none_counts_its_eager_calls(device: torch.device) -> None:
+    config = SimpleNamespace(cuda_graph_impl="none", cuda_graph_modules=["attn"])
+    eager, managed = pair(config, device, inline_capture=True)
+    assert_equal_steps(eager, managed, device, 3)
+    stepgraph.create_cudagraphs()
+    report = managed.cudagraph_manager.report()
+    assert (report.graphs, report.rows[0].eager_reasons) == (0, {"cuda_graph_impl is 'none'": 3})

@@ -45,6 +45,8 @@ def test_schedule_table_runs_groups_through_the_chunks() -> None:
 
 def test_schedule_table_of_an_oversized_group_is_one_group() -> None:
     assert get_schedule_table(2, 2, 7) == [(0, 0), (1, 0), (0, 1), (1, 1)]
+    assert get_schedule_table(2, 2, microbatch_group_size=7) == get_schedule_table(2, 2, 7)
+    assert get_schedule_table(5, 2, microbatch_group_size_per_vp_stage=3) == get_schedule_table(5, 2, 3)
 
 
 @pytest.mark.parametrize(("ranks", "chunks", "expected"), [(1, 1, 0), (1, 2, 0), (4, 1, 2), (4, 2, 9)])
@@ -104,7 +106,9 @@ def test_order_has_the_invariants_of_a_schedule(
     [
         (lambda: get_schedule_table(0, 1, 1), "num_microbatches is 0"),
         (lambda: get_schedule_table(1, 0, 1), "num_model_chunks is 0"),
-        (lambda: get_schedule_table(1, 1, 0), "microbatch_group_size is 0"),
+        (lambda: get_schedule_table(1, 1, 0), "microbatch_group_size_per_vp_stage is 0"),
+        (lambda: get_schedule_table(1, 1), "microbatch_group_size_per_vp_stage is None"),
+        (lambda: get_schedule_table(1, 1, 1, microbatch_group_size=1), "microbatch_group_size_per_vp_stage and micro"),
         (lambda: get_schedule_table(2.0, 1, 1), "num_microbatches is 2.0"),  # type: ignore[arg-type]
         (lambda: get_schedule_table(True, 1, 1), "num_microbatches is True"),
         (lambda: num_warmup_microbatches(1, 1, 1, 0, 0), "pipeline_parallel_size is 0"),
