@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from stepgraph import order
     from stepgraph.backends import Backend, backend_for
     from stepgraph.buffers.inputs import ArgMetadata
+    from stepgraph.buffers.reuse_pool import TensorReusePool
     from stepgraph.callables.graphed import CallablesReport
     from stepgraph.callables.make_graphed import make_graphed_callables
     from stepgraph.config.container import ConfigContainer
@@ -54,6 +55,7 @@ if TYPE_CHECKING:
     from stepgraph.step.report import Report
     from stepgraph.step.static_loader import StaticBufferLoader
     from stepgraph.step.step import CapturedStep
+    from stepgraph.tree import tree_map
 
 __version__ = "0.1.0"
 
@@ -90,6 +92,7 @@ __all__ = [
     "StepgraphError",
     "StepgraphWarning",
     "TECudaGraphHelper",
+    "TensorReusePool",
     "VisionTECudaGraphHelper",
     "backend_for",
     "capture",
@@ -106,6 +109,7 @@ __all__ = [
     "order",
     "set_cuda_graph_overrides",
     "set_current_microbatch",
+    "tree_map",
 ]
 
 _HOMES = {
@@ -113,6 +117,7 @@ _HOMES = {
     for home, names in {
         "backends": "Backend backend_for",
         "buffers.inputs": "ArgMetadata",
+        "buffers.reuse_pool": "TensorReusePool",
         "callables.graphed": "CallablesReport",
         "callables.make_graphed": "make_graphed_callables",
         "config.container": "ConfigContainer",
@@ -139,6 +144,7 @@ _HOMES = {
         "step.report": "Report",
         "step.static_loader": "StaticBufferLoader",
         "step.step": "CapturedStep",
+        "tree": "tree_map",
     }.items()
     for name in names.split()
 }

@@ -8,47 +8,104 @@ holds, at which version.
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
+from stepgraph.errors import InvalidArgument
 from stepgraph.signature.attributes import as_given
+from stepgraph.tracebacks import entry_point
 from stepgraph.tree import Leaf
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, init=False)
 class ArgMetadata(Leaf):
-    """A tensor's geometry without its memory: enough to make a buffer like it, and to compare it with others."""
+    """What an argument is: of a tensor its geometry without its memory, of anything else its type and value.
+
+    That is enough to make a tensor like it, and to compare it with others. Two tensors of one geometry are equal here,
+    whatever they hold. What is not a tensor has None for a shape, and so on.
+
+    Example:
+        >>> ArgMetadata(torch.ones(2, 3)).zeros_like().shape
+        torch.Size([2, 3])
+    """
 
     shape: torch.Size
     stride: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
     requires_grad: bool
+    value: Any = field(compare=False)
+    """The value, or the address of a tensor."""
+    type: type[Any] = field(compare=False)
+    _plain: Hashable = field(repr=False)
+    """The type and value of what is not a tensor, to compare by."""
 
-    @classmethod
-    def of(cls, tensor: torch.Tensor) -> ArgMetadata:
-        return cls(tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad)
+    def __init__(self, arg: Any) -> None:
+        found: dict[str, Any] = dict.fromkeys(ArgMetadata.__slots__) | {"type": arg.__class__, "value": arg}
+        if isinstance(arg, torch.Tensor):
+            found |= {"shape": arg.shape, "dtype": arg.dtype, "device": arg.device, "requires_grad": arg.requires_grad}
+            found |= {"stride": arg.stride() if arg.layout is torch.strided else None, "value": _address(arg)}
+        else:
+            found["_plain"] = (arg.__class__, arg)
+        for name, value in found.items():
+            object.__setattr__(self, name, value)
+
+    @property
+    def is_tensor(self) -> bool:
+        return issubclass(self.type, torch.Tensor)
 
     @property
     def layout(self) -> Hashable:
         """Shape, strides and dtype: a backward is recorded for each layout of gradients."""
         return (self.shape, self.stride, self.dtype)
 
+    def changed(self, **fields: Any) -> ArgMetadata:
+        """Return the same with other values of some fields."""
+        made = copy.copy(self)
+        for name, value in fields.items():
+            object.__setattr__(made, name, value)
+        return made
+
     def empty(self, device: torch.device) -> torch.Tensor:
         """Make an uninitialized tensor of this geometry."""
+        strides: Any = self.stride
+        if strides is None:
+            what = "a tensor without strides" if self.is_tensor else f"an argument of type {self.type.__name__}"
+            raise InvalidArgument(
+                f"no tensor can be made like {what}",
+                rule="option",
+                why="this ArgMetadata has no shape, strides and dtype for a buffer.",
+                fix="make it of a dense tensor: ArgMetadata(tensor).",
+            )
         with torch.inference_mode(False):
             made = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=device)
             return made.requires_grad_(self.requires_grad)
+
+    @entry_point
+    def zeros_like(self) -> torch.Tensor:
+        """Make a tensor of zeros with this shape, strides, dtype, device and requires_grad."""
+        made = self.empty(self.device)
+        with torch.no_grad():
+            _once(made).zero_()
+        return made
+
+
+def _address(tensor: torch.Tensor) -> int:
+    try:
+        return tensor.data_ptr()
+    except RuntimeError:  # a wrapper without memory of its own
+        return 0
 
 
 def buffer_like(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Make a buffer of a tensor's class and strides; for a tensor on the host with the strides of `.to(device)`."""
     if type(tensor) is torch.Tensor and tensor.device == device:
-        return as_given(ArgMetadata.of(tensor).empty(device), tensor)
+        return as_given(ArgMetadata(tensor).empty(device), tensor)
     return as_given(torch.empty_like(tensor, device=device), tensor).requires_grad_(tensor.requires_grad)
 
 
@@ -199,6 +256,6 @@ def _once(tensor: torch.Tensor) -> torch.Tensor:
 
 def copied(tensor: torch.Tensor) -> torch.Tensor:
     """Return a copy of the same geometry."""
-    made = replace(ArgMetadata.of(tensor), requires_grad=False).empty(tensor.device)
+    made = ArgMetadata(tensor).changed(requires_grad=False).empty(tensor.device)
     StaticInputs({0: made}).load([tensor])
     return made

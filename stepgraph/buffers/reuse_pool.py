@@ -9,36 +9,66 @@ geometry. The pool keeps every tensor alive, because a graph uses its address as
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import replace
 
 import torch
 
 from stepgraph.buffers.inputs import ArgMetadata
+from stepgraph.errors import InvalidArgument
+from stepgraph.tracebacks import entry_point
 
 
 class TensorReusePool:
-    """Static tensors of any geometry."""
+    """Static tensors of any geometry, lent to calls that do not need them at the same time.
 
-    def __init__(self, device: torch.device) -> None:
+    `get` lends a tensor without gradients and with any contents; `insert` takes it back. The tensors are on one
+    device, or without one on that of the metadata.
+
+    Example:
+        >>> pool = TensorReusePool()
+        >>> buffer = pool.get(ArgMetadata(x))
+        >>> pool.insert(buffer)
+        >>> pool.get(ArgMetadata(x)) is buffer
+        True
+    """
+
+    def __init__(self, device: torch.device | None = None) -> None:
         self._device = device
         self._tensors: dict[int, tuple[torch.Tensor, ArgMetadata]] = {}  # all tensors ever made, by storage
         self._free: dict[ArgMetadata, list[torch.Tensor]] = defaultdict(list)
         self._needed: set[int] = set()
 
+    @property
+    def tensor_strong_refs(self) -> list[torch.Tensor]:
+        """All tensors that the pool has made and keeps alive."""
+        return [tensor for tensor, _ in self._tensors.values()]
+
+    def owns(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor, or the one that it is a view of, was made by this pool."""
+        return tensor.untyped_storage()._cdata in self._tensors
+
+    @entry_point
     def get(self, meta: ArgMetadata) -> torch.Tensor:
         """Return an unused tensor of this geometry, or a new one."""
-        geometry = replace(meta, requires_grad=False)
+        geometry = meta.changed(requires_grad=False)
         unused = self._free[geometry]
-        tensor = unused.pop() if unused else geometry.empty(self._device)
+        tensor = unused.pop() if unused else geometry.empty(self._device or meta.device)
         memory = tensor.untyped_storage()._cdata
         self._tensors[memory] = (tensor, geometry)
         self._needed.add(memory)
         return tensor
 
+    @entry_point
     def insert(self, tensor: torch.Tensor) -> None:
         """Return a tensor to the pool, for other calls."""
         memory = tensor.untyped_storage()._cdata
-        assert memory in self._needed, "the tensor was given back, or is not of this pool"
+        if memory not in self._needed:
+            known = "was given back already" if memory in self._tensors else "is not of this pool"
+            raise InvalidArgument(
+                f"a tensor was given to a TensorReusePool that {known}",
+                rule="option",
+                why="two calls would get the same memory, or memory that others use.",
+                fix="insert each tensor once after get() has lent it; owns(tensor) is True for the pool's own.",
+            )
         self._needed.remove(memory)
         own, geometry = self._tensors[memory]
         self._free[geometry].append(own)

@@ -90,7 +90,7 @@ class SampleTurn:
         self._handovers = sample.handovers
         incoming = next(iter(sample.runner.backwards.values())).grads_in.tensors
         self._metas = [
-            ArgMetadata.of(incoming[index]) if index in incoming else None
+            ArgMetadata(incoming[index]) if index in incoming else None
             for index in range(len(sample.runner.result.differentiable))
         ]
 

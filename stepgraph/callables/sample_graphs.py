@@ -11,7 +11,6 @@ of the microbatches in flight at one time, however many microbatches there are.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -235,7 +234,7 @@ class GraphCapture:
         """In the recording of a forward: write results to arguments of the next sample with the same geometry."""
         following_sample, buffers = following
         metas = following_sample.metas
-        looks = {index: ArgMetadata.of(tensor) for index, tensor in enumerate(result.tensors)}
+        looks = {index: ArgMetadata(tensor) for index, tensor in enumerate(result.tensors)}
         for leaf, buffer in buffers.items():
             index = next((i for i, meta in looks.items() if meta == metas[leaf] and not _is_lazy(result, i)), None)
             if index is not None:
@@ -251,7 +250,7 @@ class GraphCapture:
             buffer = self._gradients(before)[1].get(index)
             position = flows.index(leaf) if leaf in flows else len(found)
             grad = found[position] if position < len(found) else None
-            if buffer is not None and grad is not None and ArgMetadata.of(grad).layout == ArgMetadata.of(buffer).layout:
+            if buffer is not None and grad is not None and ArgMetadata(grad).layout == ArgMetadata(buffer).layout:
                 with torch.no_grad():
                     buffer.copy_(grad)
                 sample.handovers.grads[position] = self.places.at(buffer)
@@ -330,4 +329,4 @@ def _is_lazy(result: StaticOutputs, index: int) -> bool:
 def _dense(tensor: torch.Tensor) -> ArgMetadata:
     """Return the usual geometry of a tensor's gradient: that of the tensor, without the repetitions of expand()."""
     made = torch.empty_like(tensor, requires_grad=False, device="meta")
-    return dataclasses.replace(ArgMetadata.of(made), device=tensor.device)
+    return ArgMetadata(made).changed(device=tensor.device)

@@ -20,7 +20,7 @@ of calls; managers with one `session` share both.
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -88,7 +88,7 @@ class CudaGraphManager:
         self._under_way: set[tuple[int, int]] = set()
         """The threads and modules of calls that have not returned."""
         self._installed: _Calls | None = None
-        self._take_back = lambda: None
+        self._take_back: Callable[[], None] = lambda: None
         if function_name is not None:
             method = _installable(base_module, function_name)
             assert base_module is not None

@@ -41,6 +41,8 @@ def _signature(args: Sequence[Any], kwargs: Mapping[str, Any], names: Sequence[s
 
 def _key(leaf: Any) -> Hashable:
     """Return a leaf's key. A computed tensor and a leaf of autograd have equal keys if both require a gradient."""
+    if isinstance(leaf, ArgMetadata) and not leaf.is_tensor:
+        leaf = leaf.value
     if isinstance(leaf, ArgMetadata):
         return (torch.Tensor, leaf.shape, leaf.stride, leaf.dtype, leaf.device, leaf.requires_grad, False, False)
     if not isinstance(leaf, torch.Tensor):

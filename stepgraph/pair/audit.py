@@ -48,7 +48,7 @@ def _backward_differs(
     """Record a backward again, for gradients of the same results, and compare."""
     autocast = (key[-3], key[-2])
     tensors, device = backward.grads_in.tensors, pair.session.backend.device
-    metas = [ArgMetadata.of(t) if (t := tensors.get(i)) is not None else None for i in range(len(key) - 3)]
+    metas = [ArgMetadata(t) if (t := tensors.get(i)) is not None else None for i in range(len(key) - 3)]
     given = dict(tensors)
     if pair.session.backend.runs_while_recording:
         given = {i: meta.empty(device) for i, meta in enumerate(metas) if meta is not None}

@@ -51,7 +51,7 @@ def _noted(index: int, leaf: Any, first: dict[int, int]) -> Any:
     at = first.get(id(leaf))
     if at is None:
         return leaf
-    return ArgMetadata.of(leaf) if at == index else SameTensor(at)
+    return ArgMetadata(leaf) if at == index else SameTensor(at)
 
 
 @dataclass(eq=False, slots=True)

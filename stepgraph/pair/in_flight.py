@@ -126,7 +126,7 @@ class InFlightCall:
                 backwards.are_copied = True
             elif recorded.accumulated.attach():
                 return recorded
-        metas = [None if grad is None else ArgMetadata.of(grad) for grad in grads]
+        metas = [None if grad is None else ArgMetadata(grad) for grad in grads]
         if backwards.record is None:
             raise _out_of_order(metas, is_known=recorded is not None)
         recorded = backwards.record(self.runner, metas)

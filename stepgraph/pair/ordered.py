@@ -53,9 +53,7 @@ class OrderedMemory:
         """Return the static arguments of a call in a buffer, by leaf index."""
         metas = {i: leaf for i, leaf in enumerate(call.leaves) if isinstance(leaf, ArgMetadata)}
         if number not in self._arguments:
-            self._arguments[number] = [
-                dataclasses.replace(meta, requires_grad=False).empty(self._device) for meta in metas.values()
-            ]
+            self._arguments[number] = [meta.changed(requires_grad=False).empty(self._device) for meta in metas.values()]
         return dict(zip(metas, self._arguments[number], strict=True))
 
     def gradients(self, call: Hashable, metas: Sequence[ArgMetadata | None]) -> dict[int, torch.Tensor]:

@@ -58,4 +58,4 @@ class WaitingCalls:
             self._task = torch._C._current_graph_task_id()
             waiting.call.backward_ambient = ambient_key()
             waiting.then(waiting)
-        waiting.call.grads[index] = ArgMetadata.of(grad)
+        waiting.call.grads[index] = ArgMetadata(grad)

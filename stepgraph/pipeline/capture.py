@@ -9,7 +9,7 @@ are released at the same time, and graphs that are captured later use their memo
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from stepgraph.buffers.inputs import ArgMetadata
 from stepgraph.errors import CaptureError
@@ -46,7 +46,7 @@ class StageCapture:
         if manager is None:
             return (chunk, microbatch)
         leaves = enumerate(manager.calls[microbatch].recorded.leaves)
-        return tuple((i, replace(leaf, requires_grad=False)) for i, leaf in leaves if isinstance(leaf, ArgMetadata))
+        return tuple((i, leaf.changed(requires_grad=False)) for i, leaf in leaves if isinstance(leaf, ArgMetadata))
 
     def run(self, lane: PoolLane) -> None:
         """Capture the graphs in the order of the schedule. Raise `NotWarm` if another eager step is needed first."""

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils import _pytree as torch_pytree
 
-from stepgraph.tree import LEAF, Structure, flatten, paths, unflatten
+from stepgraph.tree import LEAF, Structure, flatten, paths, tree_map, unflatten
 
 
 class Pair(NamedTuple):
@@ -432,3 +432,20 @@ def test_flatten_takes_a_cached_property_once_it_is_there() -> None:
     leaves, structure = flatten(lazy)
     assert leaves == [1, 2]
     assert unflatten(structure, [3, 6]).double == 6
+
+
+def test_tree_map_goes_into_dataclasses_and_keeps_the_rest() -> None:
+    tree = {"a": [1, Plain(2, mask=Pair(3, None))], "b": (Frozen(4), Slotted(5, [6]))}
+    mapped = tree_map(lambda leaf: None if leaf is None else leaf * 10, tree)
+    assert mapped == {"a": [10, Plain(20, mask=Pair(30, None))], "b": (Frozen(40, 10.0), Slotted(50, [60]))}
+    assert tree["a"][1] == Plain(2, mask=Pair(3, None))
+    assert tree_map(str, 1) == "1"
+
+    @dataclasses.dataclass
+    class Derived:
+        ids: int
+
+        def __post_init__(self) -> None:
+            self.double = self.ids * 2
+
+    assert vars(tree_map(lambda leaf: leaf + 1, Derived(1))) == {"ids": 2, "double": 3}  # mapped, not derived again

@@ -7,12 +7,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import stepgraph
 from stepgraph.buffers.inputs import ArgMetadata
 from stepgraph.buffers.reuse_pool import TensorReusePool
 
 
 def meta(*shape: int, **options: object) -> ArgMetadata:
-    return ArgMetadata.of(torch.empty(*shape, **options))  # type: ignore[call-overload]
+    return ArgMetadata(torch.empty(*shape, **options))  # type: ignore[call-overload]
 
 
 @pytest.fixture
@@ -39,7 +40,7 @@ def test_tensor_is_found_by_geometry_whatever_its_requires_grad(pool: TensorReus
 
 
 def test_strides_are_part_of_the_geometry(pool: TensorReusePool) -> None:
-    across = ArgMetadata.of(torch.empty(2, 3).t())
+    across = ArgMetadata(torch.empty(2, 3).t())
     tensor = pool.get(across)
     assert tensor.stride() == (1, 3)
     pool.insert(tensor)
@@ -53,13 +54,24 @@ def test_empty_tensors_are_distinguished(pool: TensorReusePool) -> None:
     assert pool.get(meta(0)) is not pool.get(meta(0))
 
 
-def test_tensor_given_back_twice_is_a_bug(pool: TensorReusePool) -> None:
+def test_tensor_given_back_twice_is_refused(pool: TensorReusePool) -> None:
     tensor = pool.get(meta(4))
     pool.insert(tensor)
-    with pytest.raises(AssertionError, match="given back"):
+    with pytest.raises(stepgraph.InvalidArgument, match="given back"):
         pool.insert(tensor)
-    with pytest.raises(AssertionError, match="not of this pool"):
+    with pytest.raises(stepgraph.InvalidArgument, match="not of this pool"):
         pool.insert(torch.empty(4))
+    with pytest.raises(stepgraph.InvalidArgument, match="of type int"):
+        pool.get(ArgMetadata(3))
+
+
+def test_pool_without_a_device_follows_the_metadata() -> None:
+    pool = stepgraph.TensorReusePool()
+    tensors = [pool.get(meta(2, device=device)) for device in ("cpu", "meta")]
+    assert [tensor.device.type for tensor in tensors] == ["cpu", "meta"]
+    assert [tensor is own for tensor, own in zip(tensors, pool.tensor_strong_refs, strict=True)] == [True, True]
+    assert all(map(pool.owns, [*tensors, tensors[0][:1]]))
+    assert not pool.owns(torch.empty(2))
 
 
 @given(st.lists(st.tuples(st.integers(0, 2), st.booleans()), max_size=40))

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from stepgraph import ArgMetadata, get_mismatch_errors
+from stepgraph import ArgMetadata, InvalidArgument, get_mismatch_errors
 
 X = torch.zeros(4, 8)
 
@@ -78,11 +78,11 @@ def test_mismatch_without_names_counts_arguments() -> None:
 
 
 def test_mismatch_takes_metadata_for_tensors_that_are_gone() -> None:
-    kept = ArgMetadata.of(X)
+    kept = ArgMetadata(X)
     assert get_mismatch_errors((kept,), {"m": [kept]}, (X,), {"m": [X]}) == []
     (error,) = get_mismatch_errors((kept,), {}, (X[:1],), {}, names=["x"])
     assert error == "x: shape changed (captured f32[4, 8] cpu, received f32[1, 8] cpu)"
-    assert get_mismatch_errors((X,), {}, (ArgMetadata.of(X[:1]),), {}, names=["x"]) != []
+    assert get_mismatch_errors((X,), {}, (ArgMetadata(X[:1]),), {}, names=["x"]) != []
 
 
 def test_mismatch_treats_leaves_and_computed_tensors_alike() -> None:
@@ -97,7 +97,24 @@ def test_mismatch_of_sparse_tensors_is_reported() -> None:
 
 def test_metadata_makes_a_tensor_of_the_same_geometry() -> None:
     for tensor in (X, X.T, X[:, ::2], X[:1].expand(4, 8), X.bfloat16().requires_grad_()):
-        made = ArgMetadata.of(tensor).empty(torch.device("cpu"))
-        assert ArgMetadata.of(made) == ArgMetadata.of(tensor)
-    assert ArgMetadata.of(X) != ArgMetadata.of(X.T)
-    assert len({ArgMetadata.of(X), ArgMetadata.of(X.clone()), ArgMetadata.of(X.T)}) == 2
+        made = ArgMetadata(tensor).empty(torch.device("cpu"))
+        assert ArgMetadata(made) == ArgMetadata(tensor)
+        zeros = ArgMetadata(tensor).zeros_like()
+        assert ArgMetadata(zeros) == ArgMetadata(tensor)
+        assert not zeros.any()
+    assert ArgMetadata(X) != ArgMetadata(X.T)
+    assert len({ArgMetadata(X), ArgMetadata(X.clone()), ArgMetadata(X.T)}) == 2
+
+
+def test_metadata_is_made_of_any_argument() -> None:
+    meta = ArgMetadata(X)
+    assert (meta.type, meta.shape, meta.dtype, meta.device) == (torch.Tensor, X.shape, X.dtype, X.device)
+    assert (meta.value, meta.requires_grad) == (X.data_ptr(), False)
+    number, nothing = ArgMetadata(3), ArgMetadata(None)
+    assert (number.type, number.value, number.shape) == (int, 3, None)
+    assert number == ArgMetadata(3)
+    assert len({number, nothing, meta, ArgMetadata(True), ArgMetadata(4), ArgMetadata(1)}) == 6
+    assert get_mismatch_errors((number, nothing), {}, (3, None), {}) == []
+    for arg in (3, None, X.to_sparse()):
+        with pytest.raises(InvalidArgument, match="no tensor can be made like a"):
+            ArgMetadata(arg).zeros_like()
