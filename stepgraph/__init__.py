@@ -47,6 +47,7 @@ if TYPE_CHECKING:
         is_graph_capturing,
         is_graph_warmup,
     )
+    from stepgraph.modules.static_buffers import CudagraphBufferMetadata
     from stepgraph.pipeline.stage import GraphedStages, graph_stage
     from stepgraph.rng.tracker import CudaRNGStatesTracker, get_cuda_rng_tracker
     from stepgraph.session.session import Session
@@ -74,6 +75,7 @@ __all__ = [
     "CudaGraphManager",
     "CudaGraphScope",
     "CudaRNGStatesTracker",
+    "CudagraphBufferMetadata",
     "Environment",
     "FullCudaGraphWrapper",
     "GraphedModules",
@@ -136,6 +138,7 @@ _HOMES = {
         "modules.report": "ModuleReport",
         "modules.scopes": "ScopeRegistry",
         "modules.session": "create_cudagraphs delete_cuda_graphs is_graph_capturing is_graph_warmup",
+        "modules.static_buffers": "CudagraphBufferMetadata",
         "pipeline.stage": "GraphedStages graph_stage",
         "rng.tracker": "CudaRNGStatesTracker get_cuda_rng_tracker",
         "session.session": "Session",

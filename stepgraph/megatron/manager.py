@@ -34,6 +34,7 @@ from stepgraph.modules.manager import ModuleGraphs
 from stepgraph.modules.options import options_from
 from stepgraph.modules.report import ModuleReport, report_on
 from stepgraph.modules.session import ModuleSession
+from stepgraph.modules.static_buffers import CudagraphBufferMetadata, static_buffers
 from stepgraph.pair.module_method import called_method, put_in_place
 from stepgraph.session.options import checked
 from stepgraph.session.report import outline, quantities
@@ -154,6 +155,10 @@ class CudaGraphManager:
     def report(self) -> ModuleReport:
         """Return the report on all modules of its session."""
         return report_on(self.session)
+
+    def static_buffers(self) -> list[CudagraphBufferMetadata]:
+        """List the memory at the edges of the graphs. It holds what the last replays left there: read it only."""
+        return static_buffers(self.session)
 
     def reset(self) -> None:
         """Free all graphs of its session; the next calls warm up and are captured again."""

@@ -78,25 +78,26 @@ class OptimizerCudaGraphWrapper:
                     why="it is captured as a call without arguments; a closure would run on the host.",
                     fix="call optimizer_step() and compute the loss before it.",
                 )
-            return self._step() if self._owner is None else self._run_as_before(vars(self._owner))
+            return self._as_before(self._step)
         except StepgraphError as error:
             trim(error)
             raise
 
-    def _run_as_before(self, attributes: dict[str, Any]) -> Any:
-        """Run with the original in its place, if the wrapper stands there: `optimizer.step = wrapper`."""
+    def _as_before(self, call: Callable[[], Any]) -> Any:
+        """Call with the original in its place, if the wrapper stands there: `optimizer.step = wrapper`."""
+        attributes = {} if self._owner is None else vars(self._owner)
         if attributes.get(self._name) is not self:
-            return self._step()
+            return call()
         del attributes[self._name]
         attributes.update(self._before)
         try:
-            return self._step()
+            return call()
         finally:
             attributes[self._name] = self
 
     def report(self) -> Report:
         """Return the report of the captured step."""
-        found: Report = self._step.report()
+        found: Report = self._as_before(self._step.report)
         return found
 
     def reset(self) -> None:

@@ -16,6 +16,7 @@ from stepgraph.modules.options import ModuleOptions, options_of
 from stepgraph.modules.report import ModuleReport, report_on
 from stepgraph.modules.scopes import Part, ScopeRegistry, read_scope
 from stepgraph.modules.session import ModuleSession
+from stepgraph.modules.static_buffers import CudagraphBufferMetadata, static_buffers
 from stepgraph.pair.module_method import called_method, put_in_place
 from stepgraph.session.options import Audit, Hook, OnError, Outputs, expect, reads_options, renamed
 from stepgraph.session.report import outline, quantities
@@ -137,6 +138,10 @@ class GraphedModules:
     def report(self) -> ModuleReport:
         """Return the counts of captures, replays and eager calls, part by part."""
         return report_on(self._shared)
+
+    def static_buffers(self) -> list[CudagraphBufferMetadata]:
+        """List the memory at the edges of the graphs. It holds what the last replays left there: read it only."""
+        return static_buffers(self._shared)
 
     @entry_point
     def create_cudagraphs(self) -> None:

@@ -16,7 +16,7 @@ from torch import nn
 
 import stepgraph
 from stepgraph.models import GPT, GPTConfig
-from tests.module_harness import same_bits
+from tests.module_harness import Layer, Net, same_bits
 
 CONFIG = SimpleNamespace(cuda_graph_impl="local", cuda_graph_warmup_steps=2, use_te_rng_tracker=True)
 
@@ -277,9 +277,31 @@ def test_optimizer_wrapper_is_equal_to_eager(
         report = wrapper.report()
         assert report.replays >= 3
         assert report.eager_calls + report.replays == 7
+        assert not any("replaced" in where for where in report.optimizers.values())
         wrapper.reset()
         assert wrapper.report().graphs == 0
         wrapper.close()
+
+
+@pytest.mark.parametrize("set_to_none", [False, True])
+def test_optimizer_wrapper_holds_the_optimizer(set_to_none: bool, device: torch.device) -> None:
+    """With the step inside the graph, gradients are read wherever they are, and the result is the step's."""
+    models = [Managed().to(device).eval() for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+    wrapper = stepgraph.OptimizerCudaGraphWrapper(optimizers[1].step)
+    optimizers[1].step = wrapper  # type: ignore[method-assign]
+    held = []
+    for _ in range(6):
+        x = torch.randn(4, 8, device=device)
+        for model, optimizer in zip(models, optimizers, strict=True):
+            optimizer.zero_grad(set_to_none=set_to_none)
+            model(x).pow(2).mean().backward()
+            assert optimizer.step() is None
+            held.append([parameter.grad for parameter in model.parameters()])  # new memory at each step
+        assert all(map(same_bits, models[0].parameters(), models[1].parameters()))
+    assert wrapper.report().optimizers == {"SGD": "inside the graph (SGD uses no step count)"}
+    wrapper.close()
 
 
 @pytest.mark.parametrize(
@@ -404,3 +426,31 @@ def test_manager_of_impl_none_counts_its_eager_calls(device: torch.device) -> No
     stepgraph.create_cudagraphs()
     report = managed.cudagraph_manager.report()
     assert (report.graphs, report.rows[0].eager_reasons) == (0, {"cuda_graph_impl is 'none'": 3})
+
+
+# -- static buffers
+
+
+@pytest.mark.parametrize("single_mempool", [False, True])
+def test_static_buffers_list_the_edges_of_the_graphs(single_mempool: bool, device: torch.device) -> None:
+    """Two layers in a row with one mask: what is between them is the first one's result and the second's argument."""
+    model = Net(Layer(), Layer()).to(device)
+    mask = torch.ones(4, 8, device=device)
+    with stepgraph.graph_modules(model, "layers.*", warmup=1, single_mempool=single_mempool) as handle:
+        assert handle.static_buffers() == []
+        for _ in range(3):
+            x = torch.randn(4, 8, device=device)
+            model(x, mask).sum().backward()
+        buffers = handle.static_buffers()
+        counts = [(b.is_cudagraph_input, b.is_cudagraph_output, b.input_use_count) for b in buffers]
+        assert sorted(counts) == [(False, True, 0), (True, False, 1), (True, False, 2), (True, True, 1)]
+        assert [b.cudagraph_reuse_ref_count for b in buffers] == [int(all(kinds[:2])) for kinds in counts]
+        for buffer, (_, _, uses) in zip(buffers, counts, strict=True):
+            assert (buffer.bwd_cudagraph_buffer is None) is (uses == 2)  # the mask
+            assert buffer.fwd_cudagraph_buffer is not None
+            assert buffer.fwd_cudagraph_buffer.shape == (4, 8)
+            assert buffer.capture_reuse_count == 0
+            if uses == 2:
+                assert same_bits(buffer.fwd_cudagraph_buffer, mask)
+        handle.reset()
+        assert handle.static_buffers() == []
