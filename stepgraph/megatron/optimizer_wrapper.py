@@ -29,9 +29,8 @@ from stepgraph.tracebacks import entry_point, trim
 class OptimizerCudaGraphWrapper:
     """Wraps an optimizer's step and captures it after some eager steps.
 
-    A learning rate may change at each step. Make schedulers before the wrapper takes the place of `optimizer.step`.
-    Keep gradients in place (`zero_grad(set_to_none=False)`): a graph that holds the optimizer reads them where they
-    were. `use_single_mempool` has no effect: wrappers with one `session` share a pool.
+    A learning rate may change at each step, and gradients may be new tensors. Make schedulers before the wrapper takes
+    the place of `optimizer.step`. `use_single_mempool` has no effect: wrappers with one `session` share a pool.
 
     Example:
         >>> optimizer.step = stepgraph.OptimizerCudaGraphWrapper(optimizer.step, cuda_graph_warmup_steps=1)

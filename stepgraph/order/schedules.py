@@ -8,8 +8,10 @@ are left. Backwards walk the same table with the chunks reversed (`convert_sched
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 
+from stepgraph.errors import StepgraphWarning
 from stepgraph.order.entries import invalid, is_count
 from stepgraph.tracebacks import entry_point
 
@@ -37,6 +39,13 @@ def get_schedule_table(
             "microbatch_group_size_per_vp_stage and microbatch_group_size are given",
             why="they are two names of one number.",
             fix=f"microbatch_group_size_per_vp_stage={microbatch_group_size_per_vp_stage} alone.",
+        )
+    if microbatch_group_size is not None:
+        warnings.warn(
+            "microbatch_group_size is an older name   [option]\n"
+            f"Fix: microbatch_group_size_per_vp_stage={microbatch_group_size}.",
+            StepgraphWarning,
+            stacklevel=3,  # the caller of the entry point
         )
     group = microbatch_group_size if microbatch_group_size is not None else microbatch_group_size_per_vp_stage
     _at_least("microbatch_group_size_per_vp_stage", group, 1)

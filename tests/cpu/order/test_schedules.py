@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stepgraph import InvalidArgument
+from stepgraph import InvalidArgument, StepgraphWarning
 from stepgraph.order import (
     convert_schedule_table_to_order,
     get_schedule_table,
@@ -45,7 +45,9 @@ def test_schedule_table_runs_groups_through_the_chunks() -> None:
 
 def test_schedule_table_of_an_oversized_group_is_one_group() -> None:
     assert get_schedule_table(2, 2, 7) == [(0, 0), (1, 0), (0, 1), (1, 1)]
-    assert get_schedule_table(2, 2, microbatch_group_size=7) == get_schedule_table(2, 2, 7)
+    with pytest.warns(StepgraphWarning, match="microbatch_group_size_per_vp_stage=7") as caught:
+        assert get_schedule_table(2, 2, microbatch_group_size=7) == get_schedule_table(2, 2, 7)
+    assert caught[0].filename == __file__
     assert get_schedule_table(5, 2, microbatch_group_size_per_vp_stage=3) == get_schedule_table(5, 2, 3)
 
 
