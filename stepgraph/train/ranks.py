@@ -1,8 +1,8 @@
 """`Ranks` knows the processes of a training, and lets them agree on small numbers.
 
 Training needs a few decisions that all ranks must take alike: whether memory suffices for graphs, whether a signal has
-arrived, whether all files of a checkpoint are written. Each is one number, reduced over the ranks. With NCCL the numbers
-go through a gloo group of their own, so that asking does not wait for the GPU.
+arrived, whether all files of a checkpoint are written. Each is one number, reduced over the ranks. The numbers go
+through a gloo group of their own, so that with NCCL too asking does not wait for the GPU.
 """
 
 from __future__ import annotations
