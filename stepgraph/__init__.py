@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from stepgraph.buffers.inputs import ArgMetadata
     from stepgraph.callables.graphed import CallablesReport
     from stepgraph.callables.make_graphed import make_graphed_callables
+    from stepgraph.config.container import ConfigContainer
+    from stepgraph.config.scope import VALID_CUDA_GRAPH_IMPLS, VALID_CUDA_GRAPH_SCOPES, CudaGraphScope
     from stepgraph.errors import (
         BuildError,
         CaptureError,
@@ -52,6 +54,8 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "VALID_CUDA_GRAPH_IMPLS",
+    "VALID_CUDA_GRAPH_SCOPES",
     "ArgMetadata",
     "Backend",
     "BuildError",
@@ -59,7 +63,9 @@ __all__ = [
     "CaptureError",
     "CapturedStep",
     "ClosedError",
+    "ConfigContainer",
     "CudaGraphManager",
+    "CudaGraphScope",
     "CudaRNGStatesTracker",
     "FullCudaGraphWrapper",
     "GraphedModules",
@@ -101,6 +107,8 @@ _HOMES = {
         "buffers.inputs": "ArgMetadata",
         "callables.graphed": "CallablesReport",
         "callables.make_graphed": "make_graphed_callables",
+        "config.container": "ConfigContainer",
+        "config.scope": "CudaGraphScope VALID_CUDA_GRAPH_IMPLS VALID_CUDA_GRAPH_SCOPES",
         "errors": "BuildError CaptureError ClosedError InvalidArgument NonFinite "
         "SignatureMismatch StaleMemoryError StateChanged StepgraphError StepgraphWarning",
         "megatron.layers_helper": "TECudaGraphHelper",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from stepgraph.modules.megatron_settings import MegatronSettings
+from stepgraph.config.spellings import GraphSettings
 from stepgraph.session.options import PairOptions
 
 
@@ -25,7 +25,7 @@ def options_from(config: Any) -> ModuleOptions:
     """The options that a configuration object names as the field does."""
     if isinstance(config, ModuleOptions):
         return config
-    settings = MegatronSettings.of(config)
+    settings = GraphSettings.of(config)
     found = {
         "warmup": settings.warmup_steps,
         "max_runners": settings.max_runners,

@@ -8,15 +8,14 @@ for one segment, or a part of one. A path may end in a method: `"layers.*.moe.ro
 
 from __future__ import annotations
 
-import enum
 import fnmatch
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
 
 import torch
 
+from stepgraph.config.scope import read_scope as read_scope
 from stepgraph.errors import InvalidArgument, nearest
 from stepgraph.tracebacks import entry_point
 
@@ -56,21 +55,6 @@ class Part:
     path: str
     module: torch.nn.Module
     method: str = "forward"
-
-
-def read_scope(scope: Sequence[str | enum.Enum] | str | enum.Enum) -> list[str]:
-    """The entries of a scope that is given as a list, or as one string with commas or spaces between them."""
-    given: list[Any] = [*scope] if isinstance(scope, Iterable) and not isinstance(scope, (str, enum.Enum)) else [scope]
-    texts = [entry.name if isinstance(entry, enum.Enum) else entry for entry in given]
-    for entry in texts:
-        if not isinstance(entry, str):
-            raise InvalidArgument(
-                f"a scope holds {entry!r}, which is a {type(entry).__name__}",
-                rule="scope",
-                why="a scope is made of words and paths.",
-                fix='give strings, such as ["attn", "layers.3.mlp"].',
-            )
-    return [word for entry in texts for word in entry.replace(",", " ").split()]
 
 
 class ScopeRegistry:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import stepgraph
-from stepgraph.modules.megatron_settings import MegatronSettings
+from stepgraph.config.spellings import GraphSettings
 from stepgraph.modules.options import ModuleOptions, options_from
 
 
@@ -21,8 +21,8 @@ class CudaGraphScope(enum.Enum):
     full_iteration = 3
 
 
-def read(**fields: Any) -> MegatronSettings:
-    return MegatronSettings.of(SimpleNamespace(**fields))
+def read(**fields: Any) -> GraphSettings:
+    return GraphSettings.of(SimpleNamespace(**fields))
 
 
 @pytest.mark.parametrize("name", ["cuda_graph_scope", "cuda_graph_modules"])
@@ -44,7 +44,7 @@ def read(**fields: Any) -> MegatronSettings:
 )
 def test_settings_read_every_form_of_a_scope(name: str, value: Any, scope: tuple[str, ...]) -> None:
     settings = read(**{name: value})
-    assert settings == MegatronSettings(scope=scope)
+    assert settings == GraphSettings(scope=scope)
     assert settings.reason_for_eager is None
 
 

@@ -1,9 +1,12 @@
-"""`MegatronSettings` reads what a Megatron configuration says about CUDA graphs, in any generation's words.
+"""The names that other generations of Megatron have for the settings of CUDA graphs, read here and nowhere else.
 
 The names have changed: `enable_cuda_graph` and `external_cuda_graph` became `cuda_graph_impl`, `cuda_graph_scope`
 became `cuda_graph_modules`, `cuda_graph_num_warmup_steps` became `cuda_graph_warmup_steps`, and the scope's word
-`full_iteration` became an implementation. All of them are read here and nowhere else. A field that is missing or None
-says nothing. Where two fields say different things the configuration is refused, with both names.
+`full_iteration` became an implementation. There are two readers:
+
+- `older_setting` reads one assignment to a `ConfigContainer`, with a warning that names the field to use.
+- `GraphSettings.of` reads a whole configuration object of Megatron, or of ours. A field that is missing or None says
+  nothing. Where two fields say different things the configuration is refused, with both names.
 
 | field | read as |
 |---|---|
@@ -14,6 +17,7 @@ says nothing. Where two fields say different things the configuration is refused
 | `cuda_graph_modules`, `cuda_graph_scope` | the scope; empty, or Megatron's default `"full"`: whole layers |
 | `full_iteration` in a scope | `cuda_graph_impl="full_iteration"` |
 | `cuda_graph_warmup_steps`, `cuda_graph_num_warmup_steps` | eager steps before the capture |
+| `cuda_graph_share_io_buffers` | nothing: a graph's output is always the next graph's input, without a copy |
 """
 
 from __future__ import annotations
@@ -24,12 +28,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from stepgraph.config.scope import WHOLE_LAYERS, read_scope
 from stepgraph.errors import InvalidArgument, nearest
-from stepgraph.frames import warn_user
-from stepgraph.modules.scopes import read_scope
 
 IMPLEMENTATIONS = ("none", "local", "transformer_engine", "full_iteration")
-_FULL, _FULL_ITERATION = "full", "full_iteration"
+_FULL, _FULL_ITERATION = WHOLE_LAYERS, "full_iteration"
 _SCOPES = ("cuda_graph_modules", "cuda_graph_scope")
 _WARMUPS = ("cuda_graph_warmup_steps", "cuda_graph_num_warmup_steps")
 _SWITCHES = {
@@ -38,13 +41,58 @@ _SWITCHES = {
 }
 """The older switches, and the implementations that each may stand for, the plain one first."""
 
+_RENAMED = {
+    ("model", "cuda_graph_num_warmup_steps"): "cuda_graph_warmup_steps",
+    ("model", "cuda_graph_modules"): "cuda_graph_scope",
+    ("dataset", "sequence_length"): "seq_length",
+}
+"""Fields of a `ConfigContainer` under another name."""
+
+
+def older_setting(section: Any, name: str, value: Any) -> dict[str, Any] | None:
+    """The fields that an assignment in another generation's words stands for; None if it is no such assignment.
+
+    `section` is the part of a `ConfigContainer` that is assigned to. None says nothing, and changes nothing.
+    """
+    spelling = value.name if isinstance(value, enum.Enum) else value
+    where = f"{section.section_name}.{name}"
+    if (section.section_name, name, spelling) == ("model", "cuda_graph_impl", _FULL_ITERATION):
+        return _warned(f"{where}={spelling!r}", {"cuda_graph_impl": "local", "cuda_graph_scope": [_FULL_ITERATION]})
+    if section.section_name == "model" and name in _SWITCHES:
+        impl = _SWITCHES[name][0]
+        off = {"cuda_graph_impl": "none"} if section.cuda_graph_impl == impl and value is not None else {}
+        return _warned(where, {"cuda_graph_impl": impl} if value else off)
+    if (section.section_name, name) == ("model", "cuda_graph_share_io_buffers"):
+        _warn(f"{where} has no effect   [option]\nFix: leave it out; buffers are always shared between graphs.")
+        return {}
+    new = _RENAMED.get((section.section_name, name))
+    if new is None:
+        return None
+    is_iteration = name == "cuda_graph_modules" and [*section.cuda_graph_scope] == [_FULL_ITERATION]
+    if value is None or (is_iteration and not value):  # an empty list of modules goes with the full iteration
+        return {}
+    return _warned(where, {new: value})
+
+
+def _warned(where: str, fields: dict[str, Any]) -> dict[str, Any]:
+    section = where.partition(".")[0]
+    listed = ", ".join(f"{section}.{name}={value!r}" for name, value in fields.items())
+    _warn(f"{where} is another generation's name   [option]\nFix: {listed or 'leave it out'}.")
+    return fields
+
+
+def _warn(message: str) -> None:
+    from stepgraph.frames import warn_user  # it imports torch, which a configuration needs for nothing else
+
+    warn_user(message)
+
 
 @dataclass(frozen=True, slots=True)
-class MegatronSettings:
-    """The fields about CUDA graphs of a Megatron-like configuration object.
+class GraphSettings:
+    """What a configuration object says about CUDA graphs, in any generation's words.
 
     Example:
-        >>> MegatronSettings.of(SimpleNamespace(cuda_graph_impl="local", cuda_graph_modules="attn, mlp")).scope
+        >>> GraphSettings.of(SimpleNamespace(cuda_graph_impl="local", cuda_graph_modules="attn, mlp")).scope
         ('attn', 'mlp')
     """
 
@@ -57,8 +105,9 @@ class MegatronSettings:
     single_mempool: bool | None = None
 
     @staticmethod
-    def of(config: Any) -> MegatronSettings:
-        """Read a configuration object, or raise for one that contradicts itself."""
+    def of(config: Any) -> GraphSettings:
+        """Read a configuration object, ours or Megatron's, or raise for one that contradicts itself."""
+        config = model_of(config)
         impl = _impl(config)
         scope, wants_iteration = _scope(config) if impl != "none" else ((), False)  # it says nothing then
         if wants_iteration:
@@ -71,7 +120,7 @@ class MegatronSettings:
             impl = _FULL_ITERATION
         if impl == _FULL_ITERATION and scope:
             raise _contradiction("full_iteration", f"a scope of {', '.join(scope)}", "cuda_graph_modules=[]")
-        return MegatronSettings(
+        return GraphSettings(
             impl,
             scope,
             _warmup_steps(config),
@@ -87,6 +136,12 @@ class MegatronSettings:
         if self.impl == _FULL_ITERATION:
             return "cuda_graph_impl is 'full_iteration', which FullCudaGraphWrapper captures"
         return None
+
+
+def model_of(config: Any) -> Any:
+    """The part of a configuration that says what is captured: its `model` section, if it has one."""
+    model = getattr(config, "model", None)
+    return model if hasattr(model, "cuda_graph_impl") else config
 
 
 def _impl(config: Any) -> str | None:
@@ -110,7 +165,7 @@ def _impl(config: Any) -> str | None:
     for name in on:
         meant = _SWITCHES[name]
         if impl is None:
-            warn_user(f"{name} is an older name   [option]\nFix: cuda_graph_impl={meant[0]!r}.")
+            _warn(f"{name} is an older name   [option]\nFix: cuda_graph_impl={meant[0]!r}.")
         elif impl not in meant:
             raise _contradiction(f"{name}=True", f"cuda_graph_impl={impl!r}", f"{name}=False")
         return impl or meant[0]
@@ -161,7 +216,7 @@ def _warmup_steps(config: Any) -> int | None:
     if len({*given.values()}) > 1:
         raise _contradiction(f"{new}={given[new]}", f"{old}={given[old]}", f"{new} alone")
     if new not in given and old in given:
-        warn_user(f"{old} is an older name   [option]\nFix: {new}={given[old]}.")
+        _warn(f"{old} is an older name   [option]\nFix: {new}={given[old]}.")
     return next(iter(given.values()), None)
 
 
