@@ -110,11 +110,21 @@ def _parts(row: Any, vocab_size: int) -> tuple[list[int], list[int]]:
 class Instructions:
     """Examples as samples of one shape, padded, or packed with `cu_seqlens`."""
 
-    def __init__(self, examples: Sequence[Example], seq_length: int, seed: int, *, packed: bool, name: str) -> None:
+    def __init__(
+        self,
+        examples: Sequence[Example],
+        seq_length: int,
+        seed: int,
+        *,
+        packed: bool,
+        name: str,
+        max_packed: int | None = None,
+    ) -> None:
         self._seq_length, self._packed = seq_length, packed
-        self._rows = pack(examples, seq_length) if packed else [[example] for example in examples]
+        limit = max_packed or len(examples)
+        self._rows = pack(examples, seq_length, limit) if packed else [[example] for example in examples]
         self._order = Shuffled(len(self._rows), seed)
-        self._longest = max(len(row) for row in self._rows)
+        self._longest = max_packed or max(len(row) for row in self._rows)
         self.fingerprint = f"{name} {len(examples)} {seq_length} {seed} {'packed' if packed else 'padded'}"
 
     def sample(self, number: int) -> Sample:
@@ -131,13 +141,14 @@ class Instructions:
         return {"tokens": tokens, "targets": targets, "cu_seqlens": bounds}
 
 
-def pack(examples: Iterable[Example], seq_length: int) -> list[list[Example]]:
+def pack(examples: Iterable[Example], seq_length: int, max_packed: int) -> list[list[Example]]:
     """Put whole examples into rows, each into the first row with room for it, the longest first."""
     rows: list[list[Example]] = []
     room: list[int] = []
     for example in sorted(examples, key=lambda one: -len(one.tokens)):
         size = len(example.tokens)
-        place = next((index for index, left in enumerate(room) if left >= size), None)
+        fits = (index for index, left in enumerate(room) if left >= size and len(rows[index]) < max_packed)
+        place = next(fits, None)
         if place is None:
             place = len(rows)
             rows.append([])

@@ -50,7 +50,7 @@ class ForwardStep:
             loss, load = out.out, out.load
             total = loss + self.aux_loss_coeff * out.aux_loss if self.aux_loss_coeff else loss
         if self.checks_host and not bool(total.isfinite()):
-            raise non_finite("loss", float(loss))
+            raise non_finite("loss", float(loss.detach()))
         return total, loss.detach(), load
 
 

@@ -21,6 +21,7 @@ class Schedule:
     warmup_iters: int = 0
     decay_iters: int = 1
     style: str = "cosine"
+    warmup_init: float = 0.0
 
     def at(self, iteration: int) -> float:
         """Return the learning rate of an iteration, counted from 0.
@@ -30,9 +31,12 @@ class Schedule:
             0.5
         """
         if iteration < self.warmup_iters:
-            return self.lr * (iteration + 1) / self.warmup_iters
+            return self.warmup_init + (self.lr - self.warmup_init) * (iteration + 1) / self.warmup_iters
         if self.style == "constant":
             return self.lr
+        if self.style == "inverse-square-root":
+            begin = max(1, self.warmup_iters)
+            return max(self.min_lr, self.lr * math.sqrt(begin / max(begin, iteration + 1)))
         span = max(1, self.decay_iters - self.warmup_iters)
         done = min(1.0, (iteration - self.warmup_iters) / span)
         left = 1.0 - done if self.style == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))

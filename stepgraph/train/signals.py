@@ -20,17 +20,14 @@ _WATCHED = (signal.SIGINT, signal.SIGTERM)
 class SignalFlag:
     """Notes signals from `__enter__` to `__exit__`; outside the main thread, where Python runs no handlers, nothing."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, wanted: bool = True) -> None:
+        self._wanted = wanted
         self.number = 0
         """The signal that arrived, or 0."""
         self._before: dict[int, Any] = {}
 
-    @property
-    def exit_code(self) -> int:
-        return 128 + self.number
-
     def __enter__(self) -> SignalFlag:
-        if threading.current_thread() is threading.main_thread():
+        if self._wanted and threading.current_thread() is threading.main_thread():
             self._before = {number: signal.signal(number, self._note) for number in _WATCHED}
         return self
 

@@ -48,6 +48,7 @@ ROOMS = (
     "megatron",
     "pipeline",
     "models",
+    "train",
     "bench",
     "cli",
     "__main__",

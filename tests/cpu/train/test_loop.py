@@ -1,0 +1,169 @@
+"""The training loop on the tape: every implementation gives eager's losses, and every end is in order."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import stepgraph
+from stepgraph.errors import NonFinite
+from stepgraph.train import finetune, pretrain
+from stepgraph.train.checkpoint import checkpoints_in
+from stepgraph.train.memory import DeviceMemory
+from tests.train_harness import gpt, tiny
+
+GRAPHED = ("scopes", "iteration", "te")
+
+
+def train(folder: Path, implementation: str = "eager", provider: Any = gpt, **settings: Any) -> Any:
+    return pretrain(tiny(folder, implementation, **settings), model_provider=provider, device="cpu", quiet=True)
+
+
+@pytest.mark.parametrize("implementation", GRAPHED)
+def test_graphed_losses_equal_eager(tmp_path: Path, implementation: str) -> None:
+    settings = {"train__eval_interval": 3, "train__eval_iters": 1}
+    eager = train(tmp_path, **settings)
+    graphed = train(tmp_path, implementation, **settings)
+    assert graphed.losses == eager.losses
+    assert graphed.eval_losses == eager.eval_losses
+    assert graphed.replays > 0
+    assert graphed.eager_reasons["warm-up"] == 2
+    assert ("evaluation" in graphed.eager_reasons) == (implementation != "iteration")
+    assert "NOTHING WAS REPLAYED" in eager.verdict
+    rows = [json.loads(line) for line in (tmp_path / "stepgraph-train.jsonl").read_text().splitlines()]
+    assert [row["loss"] for row in rows if row["kind"] == "train"] == list(eager.losses.values())
+    assert {"start", "capture", "eval", "end"} <= {row["kind"] for row in rows}
+
+
+@pytest.mark.parametrize("implementation", GRAPHED)
+def test_capture_survives_a_skipped_iteration(tmp_path: Path, implementation: str) -> None:
+    """Iteration 3 is the one that the warm-up of 2 ends with."""
+    settings = {"train__iterations_to_skip": [3]}
+    graphed = train(tmp_path, implementation, **settings)
+    assert graphed.skipped == (3,)
+    assert graphed.replays > 0
+    assert graphed.losses == train(tmp_path, **settings).losses
+
+
+@pytest.mark.parametrize("implementation", GRAPHED)
+@pytest.mark.parametrize("at", [1, 2, 4], ids=["in the warm-up", "at the capture", "after it"])
+def test_resumed_losses_equal_an_unbroken_run(tmp_path: Path, implementation: str, at: int) -> None:
+    whole = train(tmp_path / "log", implementation, scheduler__lr_decay_iters=6)
+    saving = {"checkpoint__save": str(tmp_path / "saved"), "scheduler__lr_decay_iters": 6}
+    train(tmp_path / "log", implementation, train__train_iters=at, **saving)
+    resumed = train(tmp_path / "log", implementation, checkpoint__load=str(tmp_path / "saved"), **saving)
+    assert resumed.start == at
+    assert resumed.losses == {step: loss for step, loss in whole.losses.items() if step > at}
+
+
+def test_too_little_memory_means_eager(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(DeviceMemory, "free", lambda self: 1000)
+    report = train(tmp_path, "te")
+    assert report.losses == train(tmp_path).losses
+    assert report.replays == 0
+    assert sum(count for reason, count in report.eager_reasons.items() if reason.startswith("memory:")) == 4
+    assert "NOTHING WAS REPLAYED" in str(report)
+    assert "1000" not in report.verdict
+
+
+class Spoiled(nn.Module):
+    """A model whose loss becomes infinite from one call on."""
+
+    def __init__(self, cfg: Any, calls: int) -> None:
+        super().__init__()
+        self.inner = gpt(cfg)
+        self.register_buffer("left", torch.tensor(float(calls)))
+
+    def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        loss = self.inner(tokens, targets)
+        self.left.sub_(1)
+        return loss / self.left.clamp(0, 1)
+
+
+@pytest.mark.parametrize(
+    ("implementation", "check"), [("eager", None), ("eager", "device"), ("te", "device"), ("iteration", None)]
+)
+def test_nan_in_the_loss_stops_the_run(tmp_path: Path, implementation: str, check: Any) -> None:
+    settings: dict[str, Any] = {"checkpoint__save": str(tmp_path), "checkpoint__save_interval": 1}
+    with pytest.raises(NonFinite):
+        train(
+            *(tmp_path, implementation, lambda cfg: Spoiled(cfg, 9)),
+            rerun_state_machine__check_for_nan_in_loss=check,
+            model__cuda_graph_scope=[]
+            if implementation == "eager"
+            else tiny(tmp_path, implementation).model.cuda_graph_scope,
+            **settings,
+        )
+    assert [step for step, _ in checkpoints_in(tmp_path)] == [1, 2, 3, 4], "bad parameters are not saved"
+
+
+def test_errors_leave_no_graphs(tmp_path: Path) -> None:
+    def stop(name: str, step: int) -> None:
+        if step == 5:
+            raise KeyError("the user's own")
+
+    model: list[nn.Module] = []
+
+    def provider(cfg: Any) -> nn.Module:
+        model.append(gpt(cfg))
+        return model[0]
+
+    for implementation in GRAPHED:
+        model.clear()
+        with pytest.raises(KeyError, match="the user's own"):
+            pretrain(tiny(tmp_path, implementation), model_provider=provider, device="cpu", on_event=stop, quiet=True)
+        assert not [m for m in model[0].modules() if "forward" in vars(m)], implementation
+    assert not stepgraph.get_cuda_rng_tracker("cpu").is_initialized()
+
+
+def test_events_come_in_order(tmp_path: Path) -> None:
+    seen: list[tuple[str, int]] = []
+    cfg = tiny(tmp_path, "te", train__train_iters=4, checkpoint__save=str(tmp_path))
+    pretrain(cfg, model_provider=gpt, device="cpu", on_event=lambda *event: seen.append(event), quiet=True)
+    assert seen == [("warmup", 0), ("warmup", 1), ("capture", 2), ("replay", 2), ("replay", 3), ("checkpoint", 4)]
+
+
+@pytest.mark.parametrize("implementation", GRAPHED)
+def test_lora_leaves_base_weights_alone(tmp_path: Path, implementation: str) -> None:
+    models: list[nn.Module] = []
+    before: dict[str, torch.Tensor] = {}
+
+    def provider(cfg: Any) -> nn.Module:
+        models.append(gpt(cfg))
+        before.update({name: tensor.clone() for name, tensor in models[-1].state_dict().items()})
+        return models[-1]
+
+    settings: dict[str, Any] = {"peft__scheme": "lora", "peft__dim": 4}
+    graphed = finetune(tiny(tmp_path, implementation, **settings), model_provider=provider, device="cpu", quiet=True)
+    after = {name.replace(".base.", "."): tensor for name, tensor in models[-1].state_dict().items()}
+    assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
+    trained = [name for name, p in models[-1].named_parameters() if p.requires_grad]
+    assert trained
+    assert all("lora_" in name for name in trained)
+    assert graphed.replays > 0
+    eager = finetune(tiny(tmp_path, **settings), model_provider=provider, device="cpu", quiet=True)
+    assert graphed.losses == eager.losses
+
+
+def test_settings_that_are_not_carried_out_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"ddp.use_distributed_optimizer, train.rampup_batch_size"):
+        train(tmp_path, ddp__use_distributed_optimizer=True, train__rampup_batch_size=[1, 1, 1])
+    with pytest.raises(ValueError, match="global_batch_size 3 is not a multiple of 2"):
+        train(tmp_path, train__global_batch_size=3)
+
+
+def test_save_folder_of_a_longer_run_is_refused(tmp_path: Path) -> None:
+    train(tmp_path, checkpoint__save=str(tmp_path / "saved"))
+    with pytest.raises(RuntimeError, match="went further"):
+        train(tmp_path, checkpoint__save=str(tmp_path / "saved"), train__train_iters=3)
+
+
+def test_recent_checkpoints_are_kept(tmp_path: Path) -> None:
+    saving: dict[str, Any] = {"checkpoint__save": str(tmp_path / "s"), "checkpoint__most_recent_k": 2}
+    train(tmp_path, checkpoint__save_interval=2, **saving)
+    assert [step for step, _ in checkpoints_in(tmp_path / "s")] == [4, 6]
