@@ -60,7 +60,7 @@ def memory_config(device: torch.device) -> tuple[GPTConfig, int, list[int]]:
     """The model, the batch size and the sequence lengths, longest first."""
     if device.type == "cpu":
         return replace(GPTConfig.tiny(), num_layers=1, max_seq_len=64), 2, list(range(64, 0, -8))
-    return replace(GPTConfig.gpt2_small(), num_layers=2), 8, list(range(1024, 0, -128))
+    return replace(GPTConfig.gpt_162m(), num_layers=2), 8, list(range(1024, 0, -128))
 
 
 def signatures_memory(device: torch.device, lengths: Sequence[int], *, captured: bool = True) -> Record:

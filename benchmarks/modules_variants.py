@@ -92,7 +92,7 @@ def reset_peaks(setting: Setting) -> None:
 def model_config(setting: Setting, variant: str) -> GPTConfig:
     """Return the shape of a workload's model, with experts as the variant runs them."""
     if setting.workload in ("gpt2-small", "megatron-gpt2-small"):
-        return replace(GPTConfig.gpt2_small() if setting.is_on_gpu else GPTConfig.tiny(), num_layers=setting.layers)
+        return replace(GPTConfig.gpt_162m() if setting.is_on_gpu else GPTConfig.tiny(), num_layers=setting.layers)
     config = MoEConfig.qwen3_30b_a3b() if setting.is_on_gpu else MoEConfig.tiny()
     experts = WORKLOADS[setting.workload].bases[variant].removeprefix("eager-")
     return replace(config, num_layers=setting.layers, experts=experts)

@@ -17,7 +17,8 @@ from whole_step_variants import Clock, copied, fused_adamw, time_steps, trained_
 
 import stepgraph
 from stepgraph.models import GPTConfig
-from stepgraph.models.gpt import Block, RotaryPositions
+from stepgraph.models.attention import RotaryPositions
+from stepgraph.models.gpt import Block
 from stepgraph.order import Kind, read_order
 
 WARM_STEPS = 6
@@ -43,7 +44,7 @@ class Setting:
         """The shape of a layer."""
         if not self.is_on_gpu:
             return replace(GPTConfig.tiny(), max_seq_len=8)
-        return replace(GPTConfig.gpt2_small(), max_seq_len=WORKLOADS[self.workload].tokens)
+        return replace(GPTConfig.gpt_162m(), max_seq_len=WORKLOADS[self.workload].tokens)
 
     @property
     def microbatches(self) -> int:

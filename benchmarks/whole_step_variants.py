@@ -51,7 +51,7 @@ def build_model(layers: int) -> torch.nn.Module:
 
     torch.manual_seed(0)
     with torch.device(DEVICE):
-        model = GPT(replace(GPTConfig.gpt2_small(), num_layers=layers))
+        model = GPT(replace(GPTConfig.gpt_162m(), num_layers=layers))
     return model.to(torch.bfloat16)
 
 
@@ -59,7 +59,7 @@ def build_batches(workload: str, count: int) -> list[tuple[Tensor, Tensor]]:
     """Return `count` batches of (tokens, targets), each [microbatch, sequence, position], always the same."""
     from stepgraph.models.gpt import GPTConfig
 
-    config = GPTConfig.gpt2_small()
+    config = GPTConfig.gpt_162m()
     generator = torch.Generator(DEVICE).manual_seed(7)
     shape = (MICROBATCHES, WORKLOADS[workload], config.max_seq_len + 1)
     drawn = (torch.randint(config.vocab_size, shape, device=DEVICE, generator=generator) for _ in range(count))

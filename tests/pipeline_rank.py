@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from stepgraph.models.gpt import Block, GPTConfig, RotaryPositions
+from stepgraph.models.attention import RotaryPositions
+from stepgraph.models.gpt import Block, GPTConfig
 from stepgraph.order import Kind, read_order
 from tests.harness import Program, State, assert_same_history, snapshot
 from tests.seeding import seed

@@ -118,6 +118,7 @@ class RouterFields(Section):
     moe_router_load_balancing_type: Annotated[
         Literal["aux_loss", "seq_aux_loss", "none"], "How the load of the experts is balanced."
     ] = "aux_loss"
+    moe_router_bias: Annotated[bool, "Whether the router's logits have a learned bias."] = False
     moe_aux_loss_coeff: Annotated[float, "Factor on the balancing loss."] = 0.0
 
 
@@ -170,6 +171,10 @@ class VisionFields(Section):
     vision_image_size: Annotated[int, "Pixels on each side of an image."] = 224
     vision_patch_size: Annotated[int, "Pixels on each side of a patch."] = 16
     vision_spatial_merge_size: Annotated[int, "Patches on each side that become one token."] = 1
+    max_vision_cuda_graph_seq_length: Annotated[
+        int | None, "Tokens of all images of a microbatch together; None has room for one image of the largest size."
+    ] = None
+    image_token_id: Annotated[int | None, "The token that stands for one of an image; None is the last token."] = None
 
 
 @dataclass(kw_only=True)

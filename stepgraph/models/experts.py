@@ -13,12 +13,14 @@ the host, which is the usual way to write it and what no graph can hold.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from stepgraph.models.activations import of_stacked
 from stepgraph.models.language_model import autocast_dtype
 
 
@@ -57,6 +59,18 @@ def place_padded(choices: Tensor, expert_ids: Tensor, capacity: int) -> Placemen
     rank = by_expert.slots - starts[experts]
     slots = experts * capacity + rank.clamp(max=capacity - 1)
     return Placement(rows.flatten(), slots, by_expert.ends, filled.flatten(), rank < capacity)
+
+
+def place_dropped(choices: Tensor, expert_ids: Tensor, capacity: int) -> Placement:
+    """Place the rows of `choices` [tokens, k] sorted by expert; of each expert, rows past `capacity` are dropped.
+
+    A dropped row keeps its place, so that the number of places does not depend on the choices, and counts as zero.
+    """
+    by_expert = place_sorted(choices, expert_ids)
+    starts = F.pad(by_expert.ends[:-1], (1, 0))
+    rank = by_expert.slots - starts[choices.flatten()]
+    kept = rank < capacity
+    return by_expert._replace(kept=kept)
 
 
 def dispatch(hidden: Tensor, placement: Placement) -> Tensor:
@@ -113,14 +127,27 @@ class _Collect(torch.autograd.Function):
 
 
 class Experts(nn.Module):
-    """SwiGLU experts side by side, their weights stacked."""
+    """Experts side by side, their weights stacked; with `bias`, each matrix of each expert has one."""
 
-    def __init__(self, num_experts: int, hidden_size: int, ffn_size: int) -> None:
+    def __init__(
+        self,
+        num_experts: int,
+        hidden_size: int,
+        ffn_size: int,
+        activation: Callable[[Tensor], Tensor] | None = None,
+        *,
+        inner_size: int | None = None,
+        bias: bool = False,
+    ) -> None:
         super().__init__()
-        self.gate_up_proj = nn.Parameter(torch.empty(num_experts, 2 * ffn_size, hidden_size))
+        inner_size = 2 * ffn_size if inner_size is None else inner_size
+        self.activation = of_stacked("swiglu") if activation is None else activation
+        self.gate_up_proj = nn.Parameter(torch.empty(num_experts, inner_size, hidden_size))
         self.down_proj = nn.Parameter(torch.empty(num_experts, hidden_size, ffn_size))
         for weight in (self.gate_up_proj, self.down_proj):
             nn.init.normal_(weight, std=weight.shape[-1] ** -0.5)
+        self.gate_up_bias = nn.Parameter(torch.zeros(num_experts, inner_size)) if bias else None
+        self.down_bias = nn.Parameter(torch.zeros(num_experts, hidden_size)) if bias else None
 
     def can_group(self) -> bool:
         """Whether `grouped` runs here without a read on the host, given the weights' device, type and widths."""
@@ -134,22 +161,41 @@ class Experts(nn.Module):
     def grouped(self, slots: Tensor, ends: Tensor) -> Tensor:
         """Run rows sorted by expert [rows, width] in one grouped matrix product a projection."""
         slots, gate_up, down = self._operands(slots)
-        inner = _swiglu(F.grouped_mm(slots, gate_up.transpose(-2, -1), offs=ends))
-        return F.grouped_mm(inner, down.transpose(-2, -1), offs=ends)
+        inner = F.grouped_mm(slots, gate_up.transpose(-2, -1), offs=ends)
+        inner = self.activation(self._biased(inner, self.gate_up_bias, ends))
+        return self._biased(F.grouped_mm(inner, down.transpose(-2, -1), offs=ends), self.down_bias, ends)
 
     def padded(self, slots: Tensor) -> Tensor:
         """Run equally many slots of each expert [experts * capacity, width] in one batched product a projection."""
         slots, gate_up, down = self._operands(slots)
         batch = slots.view(gate_up.shape[0], -1, slots.shape[-1])
-        return torch.bmm(_swiglu(torch.bmm(batch, gate_up.mT)), down.mT).flatten(0, 1)
+        inner = self.activation(_added(torch.bmm(batch, gate_up.mT), self.gate_up_bias))
+        return _added(torch.bmm(inner, down.mT), self.down_bias).flatten(0, 1)
 
     def loop(self, slots: Tensor, ends: Tensor) -> Tensor:
         """Run rows sorted by expert [rows, width] one expert after the other; the host waits for the counts."""
         slots, gate_up, down = self._operands(slots)
         counts = ends.diff(prepend=ends.new_zeros(1)).tolist()
+        none = [None] * len(counts)
+        biases = [none if b is None else b.to(slots.dtype).unbind() for b in (self.gate_up_bias, self.down_bias)]
         # unbind: the gradient of all experts is one stack; that of gate_up[i] would be a tensor of zeros for each i
-        weights = zip(slots.split(counts), gate_up.unbind(), down.unbind(), strict=True)
-        return torch.cat([F.linear(_swiglu(F.linear(x, w_in)), w_out) for x, w_in, w_out in weights if x.shape[0]])
+        parts = zip(slots.split(counts), gate_up.unbind(), down.unbind(), *biases, strict=True)
+        return torch.cat(
+            [
+                F.linear(self.activation(F.linear(x, w_in, b_in)), w_out, b_out)
+                for x, w_in, w_out, b_in, b_out in parts
+                if x.shape[0]
+            ]
+        )
+
+    def _biased(self, x: Tensor, bias: Tensor | None, ends: Tensor) -> Tensor:
+        """Add to rows sorted by expert the bias of their expert."""
+        if bias is None:
+            return x
+        rows = torch.arange(x.shape[0], device=x.device, dtype=ends.dtype)
+        # A product with one column an expert: the gradient of an indexed read would add rows up with atomics.
+        owner = torch.searchsorted(ends, rows, right=True).unsqueeze(-1) == torch.arange(len(bias), device=x.device)
+        return x + owner.to(x.dtype) @ bias.to(x.dtype)
 
     def _operands(self, slots: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         dtype = self._compute_dtype()
@@ -170,6 +216,5 @@ def _has_grouped_kernel(device: torch.device) -> bool:
     return torch.version.cuda is not None and torch.cuda.get_device_capability(device)[0] == 9
 
 
-def _swiglu(x: Tensor) -> Tensor:
-    gate, up = x.chunk(2, dim=-1)
-    return F.silu(gate) * up
+def _added(x: Tensor, bias: Tensor | None) -> Tensor:
+    return x if bias is None else x + bias.to(x.dtype).unsqueeze(1)

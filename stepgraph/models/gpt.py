@@ -1,8 +1,9 @@
 """A dense GPT in plain torch.
 
 The decoder of today's dense language models and nothing more: token embedding, blocks of pre-normed causal attention
-(rotary positions, grouped key/value heads) and a SwiGLU MLP, a final RMSNorm, a linear head. It is the workload that
-the demo, the benchmarks and the tests share, so it is written the way anyone would write it for eager torch.
+(rotary positions, grouped key/value heads) and a SwiGLU MLP, a final RMSNorm, a linear head. Settings make it GPT-2,
+with learned positions, LayerNorm, biases and a plain GELU. It is the workload that the demo, the benchmarks and the
+tests share, so it is written the way anyone would write it for eager torch.
 
 What makes it fit for a CUDA graph is only what makes it a good eager model: the forward pass reads nothing back to
 the host and builds no tensor from host data, and everything that depends on positions is a buffer made once.
@@ -13,55 +14,31 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from stepgraph.models.language_model import LanguageModel, ModelConfig, RMSNorm
+from stepgraph.models.activations import GATED, PLAIN, Activation, is_gated
+from stepgraph.models.attention import AttentionConfig, make_attention, make_rotary
+from stepgraph.models.language_model import Config, LanguageModel, make_norm
+from stepgraph.models.recompute import recomputed
 
 
 @dataclass(frozen=True, kw_only=True)
-class GPTConfig(ModelConfig):
+class GPTConfig(AttentionConfig):
     """The shape of a GPT; start from a named one and change it with `dataclasses.replace`.
 
     Example:
         `replace(GPTConfig.tiny(), dropout=0.1)`
     """
 
-    num_heads: int
-    """Number of query heads."""
-    num_kv_heads: int
-    """Number of key and value heads; each serves `num_heads // num_kv_heads` query heads."""
     ffn_size: int
     """Width inside the MLP; SwiGLU has three matrices of it, so 8/3 of `hidden_size` equals the classic factor 4."""
-    max_seq_len: int
-    """Longest sequence the rotary tables cover."""
-    head_dim: int | None = None
-    """Width of one head; None shares `hidden_size` among the query heads."""
-    qk_norm: bool = False
-    """Whether queries and keys pass an RMSNorm of their own in each head."""
-    rope_base: float = 10_000.0
-    """Base of the rotary frequencies."""
+    activation: Activation = "swiglu"
+    """The function inside the MLP; `"clamped_swiglu"` is that of GPT-OSS, `"relu2"` the square of ReLU."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._require_positive("num_heads", "num_kv_heads", "ffn_size", "max_seq_len")
-        if self.head_dim is None:
-            self._require(
-                self.hidden_size % (2 * self.num_heads) == 0,
-                f"`hidden_size` {self.hidden_size} is not a multiple of 2 * `num_heads` {self.num_heads}; heads share "
-                "the width, and rotary positions need an even one",
-            )
-        else:
-            self._require(
-                self.head_dim >= 2 and self.head_dim % 2 == 0,
-                f"`head_dim` is {self.head_dim}; rotary positions need an even width",
-            )
-        self._require_multiple("num_heads", "num_kv_heads")
-
-    @property
-    def head_size(self) -> int:
-        """Width of one attention head."""
-        return self.hidden_size // self.num_heads if self.head_dim is None else self.head_dim
+        self._require_positive("ffn_size")
+        self._require_one_of("activation", (*GATED, *PLAIN))
 
     @classmethod
     def tiny(cls) -> GPTConfig:
@@ -71,8 +48,11 @@ class GPTConfig(ModelConfig):
         )
 
     @classmethod
-    def gpt2_small(cls) -> GPTConfig:
-        """The shape of GPT-2 small: 12 layers of width 768, the vocabulary padded to a multiple of 128."""
+    def gpt_162m(cls) -> GPTConfig:
+        """A model of GPT-2 small's width and depth with today's parts: rotary positions, SwiGLU, an untied head.
+
+        162 million parameters; the vocabulary is padded to a multiple of 128. The benchmarks' figures are of this one.
+        """
         return cls(
             vocab_size=50304,
             num_layers=12,
@@ -83,87 +63,63 @@ class GPTConfig(ModelConfig):
             max_seq_len=1024,
         )
 
-
-class RotaryPositions(nn.Module):
-    """Rotates pairs of a head's elements by angles that grow with the position."""
-
-    cos: Tensor
-    sin: Tensor
-
-    def __init__(self, head_size: int, max_seq_len: int, base: float) -> None:
-        super().__init__()
-        frequencies = base ** -(torch.arange(0, head_size, 2, dtype=torch.float32) / head_size)
-        angles = torch.outer(torch.arange(max_seq_len, dtype=torch.float32), frequencies)
-        self.register_buffer("cos", angles.cos(), persistent=False)
-        self.register_buffer("sin", angles.sin(), persistent=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Rotate `x`, of shape [batch, heads, sequence, head_size]; element i pairs with i + head_size / 2."""
-        cos, sin = self.cos[: x.shape[-2]], self.sin[: x.shape[-2]]
-        first, second = x.chunk(2, dim=-1)
-        return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).type_as(x)
-
-
-class Attention(nn.Module):
-    """Causal self-attention with rotary positions and grouped key/value heads."""
-
-    def __init__(self, config: GPTConfig) -> None:
-        super().__init__()
-        self.head_size = config.head_size
-        self.is_grouped = config.num_kv_heads != config.num_heads
-        self.dropout = config.dropout
-        q_size, kv_size = config.num_heads * config.head_size, config.num_kv_heads * config.head_size
-        self.q_proj = nn.Linear(config.hidden_size, q_size, bias=False)
-        self.k_proj = nn.Linear(config.hidden_size, kv_size, bias=False)
-        self.v_proj = nn.Linear(config.hidden_size, kv_size, bias=False)
-        self.out_proj = nn.Linear(q_size, config.hidden_size, bias=False)
-        self.q_norm = RMSNorm(config.head_size, config.norm_eps) if config.qk_norm else nn.Identity()
-        self.k_norm = RMSNorm(config.head_size, config.norm_eps) if config.qk_norm else nn.Identity()
-
-    def forward(self, x: Tensor, rotary: RotaryPositions) -> Tensor:
-        """Attend from each position of `x` to itself and to those before it."""
-        q = rotary(self.q_norm(self._split_heads(self.q_proj(x))))
-        k = rotary(self.k_norm(self._split_heads(self.k_proj(x))))
-        v = self._split_heads(self.v_proj(x))
-        dropout = self.dropout if self.training else 0.0
-        mixed = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True, enable_gqa=self.is_grouped)
-        out: Tensor = self.out_proj(mixed.transpose(1, 2).flatten(2))
-        return out
-
-    def _split_heads(self, x: Tensor) -> Tensor:
-        return x.view(*x.shape[:-1], -1, self.head_size).transpose(1, 2)
+    @classmethod
+    def gpt2_small(cls) -> GPTConfig:
+        """GPT-2 small as published: 124 million parameters, learned positions, LayerNorm, biases, a tied head."""
+        return cls(
+            vocab_size=50257,
+            num_layers=12,
+            hidden_size=768,
+            num_heads=12,
+            num_kv_heads=12,
+            ffn_size=3072,
+            max_seq_len=1024,
+            positions="learned",
+            norm="layer",
+            activation="gelu",
+            add_bias_linear=True,
+            tie_embeddings=True,
+        )
 
 
 class MLP(nn.Module):
-    """SwiGLU: a gate of SiLU times a linear branch, projected back."""
+    """Two matrices with a function between them; a gated one, such as SwiGLU, has a third beside the first."""
 
-    def __init__(self, hidden_size: int, ffn_size: int) -> None:
+    def __init__(self, config: Config, ffn_size: int, activation: Activation = "swiglu") -> None:
         super().__init__()
-        self.gate_proj = nn.Linear(hidden_size, ffn_size, bias=False)
-        self.up_proj = nn.Linear(hidden_size, ffn_size, bias=False)
-        self.down_proj = nn.Linear(ffn_size, hidden_size, bias=False)
+        self.gate_proj = config.linear(config.hidden_size, ffn_size) if is_gated(activation) else None
+        self.up_proj = config.linear(config.hidden_size, ffn_size)
+        self.down_proj = config.linear(ffn_size, config.hidden_size)
+        self.activation = activation
 
     def forward(self, x: Tensor) -> Tensor:
         """Transform each position of `x` by itself."""
-        out: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        if self.gate_proj is None:
+            inner = PLAIN[self.activation](self.up_proj(x))
+        else:
+            inner = GATED[self.activation](self.gate_proj(x), self.up_proj(x))
+        out: Tensor = self.down_proj(inner)
         return out
 
 
 class Block(nn.Module):
     """One layer: attention, then the MLP, each normed before and added to the residual stream."""
 
-    def __init__(self, config: GPTConfig) -> None:
+    def __init__(self, config: GPTConfig, layer: int = 0, ffn_size: int | None = None) -> None:
         super().__init__()
-        self.attn_norm = RMSNorm(config.hidden_size, config.norm_eps)
-        self.attn = Attention(config)
-        self.mlp_norm = RMSNorm(config.hidden_size, config.norm_eps)
-        self.mlp = MLP(config.hidden_size, config.ffn_size)
+        self.config = config
+        self.attn_norm = make_norm(config)
+        self.attn = make_attention(config, layer)
+        self.mlp_norm = make_norm(config)
+        self.mlp = MLP(config, config.ffn_size if ffn_size is None else ffn_size, config.activation)
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, x: Tensor, rotary: RotaryPositions) -> Tensor:
+    def forward(self, x: Tensor, rotary: nn.Module) -> Tensor:
         """Add this layer's two branches to the residual stream `x`."""
-        x = x + self.dropout(self.attn(self.attn_norm(x), rotary))
-        out: Tensor = x + self.dropout(self.mlp(self.mlp_norm(x)))
+        config = self.config
+        x = x + self.dropout(self.attn(recomputed(config, "layernorm", self.attn_norm, x), rotary))
+        hidden = recomputed(config, "layernorm", self.mlp_norm, x)
+        out: Tensor = x + self.dropout(recomputed(config, "mlp", self.mlp, hidden))
         return out
 
 
@@ -177,8 +133,9 @@ class GPT(LanguageModel):
     config: GPTConfig
 
     def __init__(self, config: GPTConfig) -> None:
-        super().__init__(config, (Block(config) for _ in range(config.num_layers)))
-        self.rotary = RotaryPositions(config.head_size, config.max_seq_len, config.rope_base)
+        super().__init__(config, (Block(config, layer) for layer in range(config.num_layers)))
+        self.rotary = make_rotary(config)
+        self.places = make_places(config)
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
         """Return the logits for `tokens` [batch, sequence], or with `targets` the mean cross-entropy in float32.
@@ -186,14 +143,30 @@ class GPT(LanguageModel):
         A target of -100 is left out of the mean.
         """
         check_length(self, tokens, self.config)
-        x = self.embed(tokens)
-        for block in self.blocks:
-            x = block(x, self.rotary)
+        x, _ = self.run_blocks(self.embed(tokens), self.rotary)
         return self.read_out(x, targets)
 
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Turn `tokens` [batch, sequence] into the residual stream."""
+        return embed(self, tokens, self.places)
 
-def check_length(model: nn.Module, tokens: Tensor, config: GPTConfig) -> None:
-    """Refuse a sequence that the rotary tables do not cover."""
+
+def make_places(config: AttentionConfig) -> nn.Parameter | None:
+    """Make the vectors of learned positions, for a model that has them."""
+    if config.positions != "learned":
+        return None
+    return nn.Parameter(torch.empty(config.max_seq_len, config.hidden_size).normal_(std=config.init_std))
+
+
+def embed(model: LanguageModel, tokens: Tensor, places: Tensor | None) -> Tensor:
+    """Turn `tokens` [batch, sequence] into the residual stream, with the vectors of their places if there are any."""
+    x = model.embedding(tokens)
+    out: Tensor = model.dropout(x if places is None else x + places[: tokens.shape[-1]])
+    return out
+
+
+def check_length(model: nn.Module, tokens: Tensor, config: AttentionConfig) -> None:
+    """Refuse a sequence that the tables of positions do not cover."""
     if tokens.shape[-1] > config.max_seq_len:
         raise ValueError(
             f"{type(model).__name__}.forward, argument `tokens`: sequence of {tokens.shape[-1]} is longer than "

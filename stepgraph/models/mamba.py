@@ -22,7 +22,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from stepgraph.models.language_model import LanguageModel, ModelConfig, RMSNorm, autocast_dtype
+from stepgraph.models.language_model import LanguageModel, ModelConfig, RMSNorm, autocast_dtype, make_norm
+from stepgraph.models.recompute import recomputed
 
 _DT_RANGE = (1e-3, 1e-1)
 _DECAY_RANGE = (1.0, 16.0)
@@ -44,6 +45,10 @@ class MambaConfig(ModelConfig):
     """Number of `B` and `C`; each serves `num_heads // num_groups` heads."""
     conv_size: int = 4
     """Positions that the convolution before the scan sees: its own and those before it."""
+    norm_by_group: bool = False
+    """Whether the norm behind the scan is taken over each of `num_groups` parts by itself."""
+    mamba_num_heads: int | None = None
+    """Number of heads; None takes as many as make the width inside `expand` times `hidden_size`."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -60,6 +65,8 @@ class MambaConfig(ModelConfig):
     @property
     def inner_size(self) -> int:
         """Width inside the layer."""
+        if self.mamba_num_heads is not None:
+            return self.mamba_num_heads * self.head_size
         return self.expand * self.hidden_size
 
     @property
@@ -107,7 +114,7 @@ class Mamba2(nn.Module):
         self.config = config
         inner, heads = config.inner_size, config.num_heads
         self.widths = (inner, inner + 2 * config.num_groups * config.state_size, heads)
-        self.in_proj = nn.Linear(config.hidden_size, sum(self.widths), bias=False)
+        self.in_proj = config.linear(config.hidden_size, sum(self.widths))
         self.conv = CausalConv(self.widths[1], config.conv_size)
         # dt starts spread over its range evenly by magnitude, and the decay per unit of dt evenly over its own.
         dt = torch.empty(heads).uniform_(*(math.log(bound) for bound in _DT_RANGE)).exp()
@@ -115,7 +122,7 @@ class Mamba2(nn.Module):
         self.A_log = nn.Parameter(torch.empty(heads).uniform_(*_DECAY_RANGE).log())
         self.D = nn.Parameter(torch.ones(heads))
         self.norm = RMSNorm(inner, config.norm_eps)
-        self.out_proj = nn.Linear(inner, config.hidden_size, bias=False)
+        self.out_proj = config.linear(inner, config.hidden_size)
 
     def forward(self, x: Tensor) -> Tensor:
         """Mix each position of `x` [batch, sequence, width] with those before it."""
@@ -130,8 +137,16 @@ class Mamba2(nn.Module):
             keys.unflatten(-1, (-1, config.state_size)),
             queries.unflatten(-1, (-1, config.state_size)),
         )
-        out: Tensor = self.out_proj(self.norm(y.flatten(2).type_as(gate) * F.silu(gate)))
+        out: Tensor = self.out_proj(self._normed(y.flatten(2).type_as(gate) * F.silu(gate)))
         return out
+
+    def _normed(self, y: Tensor) -> Tensor:
+        if not self.config.norm_by_group:
+            normed: Tensor = self.norm(y)
+            return normed
+        parts = y.unflatten(-1, (self.config.num_groups, -1))
+        weight = self.norm.weight.to(y.dtype)
+        return F.rms_norm(parts, parts.shape[-1:], eps=self.norm.eps).flatten(-2) * weight
 
     def _scan(self, values: Tensor, dt: Tensor, keys: Tensor, queries: Tensor) -> Tensor:
         # Decays multiply over hundreds of positions, so all of it is in float32 at least, under autocast too.
@@ -192,13 +207,14 @@ class MambaBlock(nn.Module):
 
     def __init__(self, config: MambaConfig) -> None:
         super().__init__()
-        self.norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.config = config
+        self.norm = make_norm(config)
         self.mixer = Mamba2(config)
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor) -> Tensor:
         """Add this layer's branch to the residual stream `x`."""
-        out: Tensor = x + self.dropout(self.mixer(self.norm(x)))
+        out: Tensor = x + self.dropout(self.mixer(recomputed(self.config, "layernorm", self.norm, x)))
         return out
 
 
@@ -219,7 +235,5 @@ class Mamba(LanguageModel):
 
         A target of -100 is left out of the mean.
         """
-        x = self.embed(tokens)
-        for block in self.blocks:
-            x = block(x)
+        x, _ = self.run_blocks(self.embed(tokens))
         return self.read_out(x, targets)

@@ -11,6 +11,7 @@ How the experts run is a choice with a price:
   kernel (see `Experts.can_group`), each expert gets room for all tokens: as static and as exact, but it computes
   `num_experts / top_k` times as much.
 - `"capacity"` gives each expert the same number of slots and drops choices that find none left.
+- `"drop"` drops the same choices and has no empty slots: it runs as `"grouped"` does, and what was dropped counts zero.
 - `"loop"` computes exactly the chosen rows too, expert by expert, and reads on the host how many there are.
 
 The router has two means against crowding. The auxiliary loss pulls the scores themselves away from crowded experts.
@@ -23,14 +24,26 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from stepgraph.models.experts import Experts, Placement, collect, dispatch, place_padded, place_sorted
-from stepgraph.models.gpt import MLP, Attention, GPTConfig, RotaryPositions, check_length
-from stepgraph.models.language_model import LanguageModel, RMSNorm
+from stepgraph.models.activations import is_gated, of_stacked
+from stepgraph.models.attention import make_attention, make_rotary
+from stepgraph.models.experts import (
+    Experts,
+    Placement,
+    collect,
+    dispatch,
+    place_dropped,
+    place_padded,
+    place_sorted,
+)
+from stepgraph.models.gpt import MLP, Block, GPTConfig, check_length, embed, make_places
+from stepgraph.models.language_model import LanguageModel, make_norm
+from stepgraph.models.recompute import recomputed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,10 +58,11 @@ class MoEConfig(GPTConfig):
     """Number of experts in each layer."""
     top_k: int
     """Number of experts that each token chooses."""
-    experts: Literal["grouped", "capacity", "loop"] = "grouped"
-    """How experts run: without drops or host reads, with a fixed capacity, or in a loop that reads on the host."""
+    experts: Literal["grouped", "capacity", "drop", "loop"] = "grouped"
+    """How experts run: without drops or host reads, with a fixed capacity, padded to it or not, or in a loop that
+    reads on the host."""
     capacity_factor: float = 1.25
-    """For `"capacity"`: slots of an expert, as a multiple of its even share of all choices."""
+    """For `"capacity"` and `"drop"`: choices that an expert takes, as a multiple of its even share of all choices."""
     scores: Literal["softmax", "sigmoid"] = "softmax"
     """How the router's logits become scores."""
     normalize_weights: bool = True
@@ -61,6 +75,16 @@ class MoEConfig(GPTConfig):
     """Width inside the expert that every token passes; 0 for none."""
     shared_gate: bool = False
     """Whether each token scales the shared expert's output by a sigmoid gate."""
+    dense_layers: tuple[int, ...] = ()
+    """The numbers of the layers that have one MLP in place of experts."""
+    dense_ffn_size: int = 0
+    """Width inside the MLP of those layers."""
+    num_expert_groups: int = 1
+    """Number of equal groups of experts; with several, a token chooses among the experts of its best groups only."""
+    top_groups: int = 1
+    """Number of groups that a token chooses from; a group is as good as its two best experts."""
+    router_bias: bool = False
+    """Whether the router's logits have a learned bias."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -69,9 +93,21 @@ class MoEConfig(GPTConfig):
             self.top_k <= self.num_experts,
             f"`top_k` {self.top_k} is more than `num_experts` {self.num_experts}; a token chooses an expert once",
         )
-        for name, known in (("experts", ("grouped", "capacity", "loop")), ("scores", ("softmax", "sigmoid"))):
-            value = getattr(self, name)
-            self._require(value in known, f"`{name}` is {value!r}; it must be one of {', '.join(map(repr, known))}")
+        self._require_one_of("experts", ("grouped", "capacity", "drop", "loop"))
+        self._require_one_of("scores", ("softmax", "sigmoid"))
+        self._require_multiple("num_experts", "num_expert_groups")
+        self._require(
+            1 <= self.top_groups <= self.num_expert_groups
+            and self.top_k <= self.top_groups * (self.num_experts // self.num_expert_groups),
+            f"`top_groups` is {self.top_groups}; it must leave `top_k` {self.top_k} experts to choose from, and be at "
+            f"most `num_expert_groups` {self.num_expert_groups}",
+        )
+        dense = {layer for layer in self.dense_layers if 0 <= layer < self.num_layers}
+        self._require(
+            len(dense) == len(self.dense_layers) < self.num_layers and (self.dense_ffn_size > 0 or not dense),
+            f"`dense_layers` is {self.dense_layers}; it must name layers below `num_layers` {self.num_layers}, not all "
+            "of them, and needs a `dense_ffn_size`",
+        )
         self._require(self.capacity_factor > 0, f"`capacity_factor` is {self.capacity_factor}; it must be positive")
         for name in ("bias_rate", "shared_ffn_size"):
             self._require(getattr(self, name) >= 0, f"`{name}` is {getattr(self, name)}; it must not be negative")
@@ -114,7 +150,7 @@ class Router(nn.Module):
     def __init__(self, config: MoEConfig) -> None:
         super().__init__()
         self.config = config
-        self.gate = nn.Linear(config.hidden_size, config.num_experts, bias=False)
+        self.gate = config.linear(config.hidden_size, config.num_experts, bias=config.router_bias)
         self.register_buffer("expert_ids", torch.arange(config.num_experts), persistent=False)
         # The bias in whole steps of bias_rate: a count survives `.to(torch.bfloat16)`, where 0.5 + 0.001 is 0.5.
         bias_steps = torch.zeros(config.num_experts, dtype=torch.int64) if config.bias_rate else None
@@ -128,7 +164,7 @@ class Router(nn.Module):
         wanted = scores.detach()
         if self.bias_steps is not None:
             wanted = wanted + self.bias_steps * config.bias_rate
-        choices = wanted.topk(config.top_k).indices
+        choices = self._within_groups(wanted).topk(config.top_k).indices
         is_chosen = choices.unsqueeze(-1) == self.expert_ids
         # The scores of the choices by a sum in which all others are zero: a gather's gradient would be a scatter.
         weights = (scores.unsqueeze(1) * is_chosen).sum(-1)
@@ -138,6 +174,17 @@ class Router(nn.Module):
         shares = scores if config.scores == "softmax" else scores / scores.sum(-1, keepdim=True)
         aux_loss = (load * shares.mean(0)).sum() * (config.num_experts / choices.numel())
         return weights * config.weight_scale, choices, load, aux_loss
+
+    def _within_groups(self, wanted: Tensor) -> Tensor:
+        """Leave each token the experts of its best groups."""
+        groups = self.config.num_expert_groups
+        if groups == 1:
+            return wanted
+        by_group = wanted.unflatten(-1, (groups, -1))
+        worth = by_group.topk(min(2, by_group.shape[-1])).values.sum(-1)
+        best = worth.topk(self.config.top_groups).indices
+        is_best = (best.unsqueeze(-1) == self.expert_ids[:groups]).any(1)
+        return by_group.masked_fill(~is_best.unsqueeze(-1), -torch.inf).flatten(1)
 
     @torch.no_grad()
     def update_bias(self, load: Tensor) -> None:
@@ -169,8 +216,8 @@ class SharedExpert(nn.Module):
 
     def __init__(self, config: MoEConfig) -> None:
         super().__init__()
-        self.mlp = MLP(config.hidden_size, config.shared_ffn_size)
-        self.gate = nn.Linear(config.hidden_size, 1, bias=False) if config.shared_gate else None
+        self.mlp = MLP(config, config.shared_ffn_size, config.activation)
+        self.gate = config.linear(config.hidden_size, 1, bias=False) if config.shared_gate else None
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Transform each token of `hidden` by itself."""
@@ -184,10 +231,17 @@ class MoE(nn.Module):
     def __init__(self, config: MoEConfig) -> None:
         super().__init__()
         self.config = config
-        self.norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.norm = make_norm(config)
         self.router = Router(config)
         self.shared = SharedExpert(config) if config.shared_ffn_size else None
-        self.experts = Experts(config.num_experts, config.hidden_size, config.ffn_size)
+        self.experts = Experts(
+            config.num_experts,
+            config.hidden_size,
+            config.ffn_size,
+            partial(recomputed, config, "moe_act", of_stacked(config.activation)),
+            inner_size=(2 if is_gated(config.activation) else 1) * config.ffn_size,
+            bias=config.add_bias_linear,
+        )
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the branch's output for the residual stream `x`, the auxiliary loss and the load."""
@@ -201,22 +255,22 @@ class MoE(nn.Module):
         """Norm the tokens of `x`, choose their experts, and run the shared one."""
         # Flat first: what comes back from the norm is added up before it meets the residual stream's gradient, so the
         # sum is the same, bit for bit, where this part is differentiated apart from the rest.
-        hidden = self.norm(x.flatten(0, -2))
+        hidden = recomputed(self.config, "layernorm", self.norm, x.flatten(0, -2))
         weights, choices, load, aux_loss = self.router(hidden)
-        shared = None if self.shared is None else self.shared(hidden)
+        shared = None if self.shared is None else recomputed(self.config, "shared_experts", self.shared, hidden)
         return Routing(hidden, weights, choices, load, aux_loss, shared)
 
     def preprocess(self, choices: Tensor) -> Placement:
         """Find a slot for every choice."""
-        config = self.config
+        config, ids = self.config, self.router.expert_ids
+        even_share = choices.numel() / config.num_experts
+        capacity = min(math.ceil(even_share * config.capacity_factor), choices.shape[0])
         if config.experts == "capacity":
-            even_share = choices.numel() / config.num_experts
-            capacity = min(math.ceil(even_share * config.capacity_factor), choices.shape[0])
-        elif config.experts == "grouped" and not self.experts.can_group():
-            capacity = choices.shape[0]  # no expert can be chosen by more: nothing is dropped
-        else:
-            return place_sorted(choices, self.router.expert_ids)
-        return place_padded(choices, self.router.expert_ids, capacity)
+            return place_padded(choices, ids, capacity)
+        if config.experts == "loop" or self.experts.can_group():
+            return place_dropped(choices, ids, capacity) if config.experts == "drop" else place_sorted(choices, ids)
+        # No expert can be chosen by more than all tokens, so without a capacity nothing is dropped.
+        return place_padded(choices, ids, capacity if config.experts == "drop" else choices.shape[0])
 
     def run_experts(self, hidden: Tensor, placement: Placement) -> Tensor:
         """Copy tokens into their slots and run each expert on its own."""
@@ -237,18 +291,26 @@ class MoE(nn.Module):
 class MoEBlock(nn.Module):
     """One layer: attention, then the experts, each normed before and added to the residual stream."""
 
-    def __init__(self, config: MoEConfig) -> None:
+    def __init__(self, config: MoEConfig, layer: int = 0) -> None:
         super().__init__()
-        self.attn_norm = RMSNorm(config.hidden_size, config.norm_eps)
-        self.attn = Attention(config)
+        self.config = config
+        self.attn_norm = make_norm(config)
+        self.attn = make_attention(config, layer)
         self.moe = MoE(config)
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, x: Tensor, rotary: RotaryPositions) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(self, x: Tensor, rotary: nn.Module) -> tuple[Tensor, Tensor, Tensor]:
         """Add this layer's two branches to the residual stream `x`; return it, the auxiliary loss and the load."""
-        x = x + self.dropout(self.attn(self.attn_norm(x), rotary))
-        out, aux_loss, load = self.moe(x)
+        x = x + self.dropout(self.attn(recomputed(self.config, "layernorm", self.attn_norm, x), rotary))
+        out, aux_loss, load = recomputed(self.config, "moe", self.moe, x)
         return x + self.dropout(out), aux_loss, load
+
+
+def make_moe_block(config: MoEConfig, layer: int) -> nn.Module:
+    """Make the layer of this number: one with experts, or a dense one at the start."""
+    if layer in config.dense_layers:
+        return Block(config, layer, config.dense_ffn_size)
+    return MoEBlock(config, layer)
 
 
 class MoEOutput(NamedTuple):
@@ -259,7 +321,7 @@ class MoEOutput(NamedTuple):
     aux_loss: Tensor
     """The load-balancing loss, mean of the layers: add it to the loss with a small weight."""
     load: Tensor
-    """[layers, experts] how often each expert was chosen; what `MoEGPT.update_bias` wants."""
+    """[layers with experts, experts] how often each expert was chosen; what `MoEGPT.update_bias` wants."""
 
 
 class MoEGPT(LanguageModel):
@@ -272,19 +334,24 @@ class MoEGPT(LanguageModel):
     config: MoEConfig
 
     def __init__(self, config: MoEConfig) -> None:
-        super().__init__(config, (MoEBlock(config) for _ in range(config.num_layers)))
-        self.rotary = RotaryPositions(config.head_size, config.max_seq_len, config.rope_base)
+        super().__init__(config, (make_moe_block(config, layer) for layer in range(config.num_layers)))
+        self.rotary = make_rotary(config)
+        self.places = make_places(config)
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> MoEOutput:
         """Return the logits for `tokens` [batch, sequence], or with `targets` the loss, and the state of balance."""
         check_length(self, tokens, self.config)
-        x = self.embed(tokens)
-        aux_losses, loads = [], []
-        for block in self.blocks:
-            x, aux_loss, load = block(x, self.rotary)
-            aux_losses.append(aux_loss)
-            loads.append(load)
+        return self.read_experts(self.embed(tokens), targets)
+
+    def read_experts(self, x: Tensor, targets: Tensor | None) -> MoEOutput:
+        """Run the blocks on the residual stream `x` and return what the model does."""
+        x, balance = self.run_blocks(x, self.rotary)
+        aux_losses, loads = zip(*balance, strict=True)
         return MoEOutput(self.read_out(x, targets), torch.stack(aux_losses).mean(), torch.stack(loads))
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Turn `tokens` [batch, sequence] into the residual stream."""
+        return embed(self, tokens, self.places)
 
     def update_bias(self, load: Tensor) -> None:
         """Move every router's bias one step toward even `load` [layers, experts]: once a step, after all microbatches.

@@ -17,7 +17,7 @@ from torch import nn
 
 import stepgraph
 from stepgraph.models import GPT, GPTConfig, MoEConfig, MoEGPT
-from stepgraph.models.gpt import RotaryPositions
+from stepgraph.models.attention import RotaryPositions
 from stepgraph.models.moe import MoEBlock
 from stepgraph.order import convert_schedule_table_to_order, get_schedule_table
 from tests.harness import Program, assert_same_history, different, snapshot

@@ -48,6 +48,7 @@ ROOMS = (
     "megatron",
     "pipeline",
     "models",
+    "recipes",
     "train",
     "bench",
     "cli",

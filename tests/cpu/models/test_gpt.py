@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from stepgraph.models import GPT, GPTConfig
-from stepgraph.models.gpt import Attention, RMSNorm, RotaryPositions
+from stepgraph.models.attention import Attention, RotaryPositions
+from stepgraph.models.language_model import RMSNorm
 
 TINY = GPTConfig.tiny()
 
@@ -148,11 +149,12 @@ def test_gpt_every_parameter_gets_a_gradient() -> None:
     assert [name for name, p in model.named_parameters() if p.grad is None or not p.grad.any()] == []
 
 
-def test_gpt2_small_has_its_published_shape() -> None:
+@pytest.mark.parametrize(("name", "count"), [("gpt2_small", 124_439_808), ("gpt_162m", 162_220_800)])
+def test_gpt_named_shapes_have_their_sizes(name: str, count: int) -> None:
+    """GPT-2 small as its weights on Hugging Face (openai-community/gpt2) count, and the benchmarks' model."""
     with torch.device("meta"):
-        model = GPT(GPTConfig.gpt2_small())
-    block = 4 * 768 * 768 + 3 * 768 * 2048 + 2 * 768
-    assert sum(p.numel() for p in model.parameters()) == 2 * 50304 * 768 + 12 * block + 768
+        model = GPT(getattr(GPTConfig, name)())
+    assert sum(p.numel() for p in model.parameters()) == count
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 
 from stepgraph.models import MoEConfig, MoEGPT
+from stepgraph.models.attention import RotaryPositions
 from stepgraph.models.experts import Experts, collect, dispatch, place_padded, place_sorted
-from stepgraph.models.gpt import RotaryPositions
 from stepgraph.models.moe import MoE, MoEBlock, Router, Routing
 
 TINY = MoEConfig.tiny()

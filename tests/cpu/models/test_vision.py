@@ -169,7 +169,7 @@ def test_model_puts_vectors_at_image_tokens_in_order() -> None:
     model, images = make_model(), make_images((8, 16), (8, 8), (8, 16))
     tokens = text_with_images([2, 0, 3])  # the first row has the first image, the third the other two
     embedded = model.embed(tokens)
-    x = model.place_images(embedded, tokens, images)
+    x = model.place_images(embedded, tokens, images, model.config.image_token)
     vectors = model.projector(model.vision_model(images))[0]
     expected = embedded.clone()
     expected[0, 2:4], expected[2, 2:5] = vectors[:2], vectors[2:5]

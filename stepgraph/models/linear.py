@@ -1,0 +1,142 @@
+"""A linear layer that can compute its weight gradient later, or add it to `main_grad` in place.
+
+A linear layer's backward has two products. The gradient of its input is awaited by the layers before it; the gradient
+of its weight is awaited by nobody until the optimizer runs. Two settings use this:
+
+- `delay_wgrad_compute`: the backward computes the gradients of inputs only, and `backward_dw()` computes those of the
+  weights when there is time. Whoever splits the backward in two himself, as a pipeline schedule does, gets the weight
+  gradients in his second part, and nothing is left for `backward_dw()`.
+- `gradient_accumulation_fusion`: where the weight has a tensor `main_grad`, the gradient is added to it in place, and
+  `weight.grad` stays as it was.
+
+With either setting the layer makes two nodes in autograd's graph where torch makes one: the product, which knows the
+weight as a constant, and beside it the weight's own node. So each of the two can be run without the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class Linear(nn.Linear):
+    """`nn.Linear`, bit for bit, whose weight gradient can be delayed or added to `weight.main_grad`."""
+
+    def __init__(self, in_features: int, out_features: int, bias: bool = False) -> None:
+        super().__init__(in_features, out_features, bias)
+        self.delay_wgrad_compute = False
+        self.gradient_accumulation_fusion = False
+        self._delayed: list[Callable[[], None]] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Multiply the last dimension of `x` by the weight and add the bias."""
+        is_apart = self.delay_wgrad_compute or self.gradient_accumulation_fusion
+        if not (is_apart and self.weight.requires_grad and torch.is_grad_enabled()):
+            return super().forward(x)
+        product = F.linear(x, self.weight.detach(), self.bias)
+        node = _WeightNode(self)
+        token: Tensor = _WeightGradient.apply(x.detach(), self.weight, node, product.detach())  # type: ignore[no-untyped-call]
+        out: Tensor = _Join.apply(product, token, node)  # type: ignore[no-untyped-call]
+        return out
+
+    def need_backward_dw(self) -> bool:
+        """Whether a weight gradient waits to be computed."""
+        return bool(self._delayed)
+
+    def backward_dw(self) -> None:
+        """Compute the weight gradients of the oldest backward that left them; refuse if there is none."""
+        if not self._delayed:
+            raise RuntimeError(
+                "Linear.backward_dw: no weight gradient waits here; call it once after each backward of a model with "
+                "`delay_wgrad_compute=True`, and not where the backward was split or replayed by others"
+            )
+        self._delayed.pop(0)()
+
+
+def backward_dw(model: nn.Module) -> None:
+    """Compute the weight gradients that the oldest backward through `model` left to be computed.
+
+    Example:
+        `loss.backward(); backward_dw(model); optimizer.step()`
+    """
+    delayed = [module for module in model.modules() if isinstance(module, Linear) and module.delay_wgrad_compute]
+    for module in delayed:
+        module.backward_dw()
+
+
+class _WeightNode:
+    """What the two nodes of one call share: the layer, where its gradient goes, and which backward came by."""
+
+    def __init__(self, layer: Linear) -> None:
+        weight = layer.weight
+        self.delayed = layer._delayed if layer.delay_wgrad_compute else None
+        self.weight = weight
+        self.main_grad: Tensor | None = None
+        if layer.gradient_accumulation_fusion:
+            self.main_grad = getattr(weight, "main_grad", None)
+        self.backward_id = -1
+
+    def gradient(self, x: Tensor, grad: Tensor) -> Tensor | None:
+        """The weight's gradient, or None where it was added to `main_grad`."""
+        x, grad = x.flatten(0, -2).to(grad.dtype), grad.flatten(0, -2)
+        if self.main_grad is None:
+            # the product as torch's own backward writes it, so that its bits are the same
+            return (x.mT @ grad).mT.to(self.weight.dtype)
+        if self.main_grad.dtype is grad.dtype:
+            self.main_grad.addmm_(grad.mT, x)
+        else:
+            self.main_grad.add_(grad.mT @ x)
+        return None
+
+    def add_later(self, x: Tensor, grad: Tensor) -> None:
+        """Compute the gradient now, after the backward, and add it to what the weight has."""
+        with torch.no_grad():
+            found = self.gradient(x, grad)
+        if found is None:
+            return
+        if self.weight.grad is None:
+            self.weight.grad = found
+        else:
+            self.weight.grad.add_(found)
+
+
+class _WeightGradient(torch.autograd.Function):
+    """The weight's node: its result has the product's shape and no memory, and exists for its gradient only."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, node: _WeightNode, product: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.node = node
+        return product.new_empty(()).expand(product.shape)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (x,), node, grad = ctx.saved_tensors, ctx.node, grads[0]
+        if node.delayed is not None and node.backward_id == _backward_id():
+            node.delayed.append(lambda: node.add_later(x, grad))
+            return None, None, None, None
+        return None, node.gradient(x, grad), None, None
+
+
+class _Join(torch.autograd.Function):
+    """The product, unchanged; its gradient goes to the product's node and to the weight's."""
+
+    @staticmethod
+    def forward(ctx: Any, product: Tensor, token: Tensor, node: _WeightNode) -> Tensor:
+        ctx.node = node
+        return product.view_as(product)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        ctx.node.backward_id = _backward_id()
+        return grads[0], grads[0], None
+
+
+def _backward_id() -> int:
+    """The number of the call of autograd that is running: the two parts of a split backward have different ones."""
+    found: int = torch._C._current_graph_task_id()
+    return found
