@@ -7,37 +7,28 @@
 
 While it is being written it may hold anything of the right type. `validate` fills in what depends on other settings,
 applies the rules, and returns a copy that can no longer change.
+
+This package stands before the engines, which read configurations too, and imports no torch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from os import PathLike
 from typing import Any, Self
 
-from stepgraph.config.model import ModelSection
-from stepgraph.config.section import Section, is_frozen, refuse_frozen, unknown_setting, values_of
-from stepgraph.config.sections import (
-    CheckpointSection,
-    CommOverlapSection,
-    DatasetSection,
-    DdpSection,
-    DistSection,
-    LoggerSection,
-    MixedPrecisionSection,
-    OptimizerSection,
-    PeftSection,
-    RerunStateMachineSection,
-    RngSection,
-    SchedulerSection,
-    TrainSection,
-)
-from stepgraph.config.values import types_of
-from stepgraph.errors import InvalidArgument
+from stepgraph.config.base import ConfigSections
+from stepgraph.config.environment import Environment
+from stepgraph.config.overrides import apply_overrides
+from stepgraph.config.rules import broken_rules, finalised
+from stepgraph.config.toml_file import as_toml, read_toml
+from stepgraph.errors import ConfigError
+from stepgraph.tracebacks import entry_point
 
 
 @dataclass(kw_only=True)
-class ConfigContainer:
+class ConfigContainer(ConfigSections):
     """A configuration of a training run, section by section.
 
     Example:
@@ -48,84 +39,44 @@ class ConfigContainer:
         >>> cfg = cfg.validate()
     """
 
-    model: ModelSection = field(default_factory=ModelSection)
-    rng: RngSection = field(default_factory=RngSection)
-    ddp: DdpSection = field(default_factory=DdpSection)
-    rerun_state_machine: RerunStateMachineSection = field(default_factory=RerunStateMachineSection)
-    optimizer: OptimizerSection = field(default_factory=OptimizerSection)
-    scheduler: SchedulerSection = field(default_factory=SchedulerSection)
-    train: TrainSection = field(default_factory=TrainSection)
-    dataset: DatasetSection = field(default_factory=DatasetSection)
-    checkpoint: CheckpointSection = field(default_factory=CheckpointSection)
-    logger: LoggerSection = field(default_factory=LoggerSection)
-    dist: DistSection = field(default_factory=DistSection)
-    peft: PeftSection = field(default_factory=PeftSection)
-    comm_overlap: CommOverlapSection = field(default_factory=CommOverlapSection)
-    mixed_precision: MixedPrecisionSection = field(default_factory=MixedPrecisionSection)
+    @entry_point
+    def validate(self, environment: Environment | None = None, *, run: bool = False) -> Self:
+        """Return a frozen copy with all settings filled in, or raise a `ConfigError` that lists every broken rule.
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        """Replace a section. Besides a section: None for its defaults, a mapping, or the name of a precision."""
-        refuse_frozen(self, name)
-        sections = types_of(type(self))
-        if name not in sections:
-            raise unknown_setting("", name, type(self))
-        kind = sections[name]
-        if name == "mixed_precision" and isinstance(value, str):
-            value = MixedPrecisionSection.named(value)
-        elif name == "peft" and isinstance(value, str):
-            value = {"scheme": value}
-        if value is None or isinstance(value, Mapping):
-            given, value = value or {}, kind()
-            for field_name, new in given.items():
-                setattr(value, field_name, new)
-        if not isinstance(value, kind):
-            raise InvalidArgument(
-                f"{name} = {value!r} is not a {kind.__name__}",
-                rule="setting-type",
-                why="each section has its own settings.",
-                fix=f"cfg.{name} = {kind.__name__}(...), or assign its fields: cfg.{name}.name = value.",
-            )
-        object.__setattr__(self, name, value)
+        `environment` is this process's by default. With `run=True` the rules of a run are applied too: what this
+        program and this machine can run.
+        """
+        known = Environment.read() if environment is None else environment
+        found = finalised(self, known)
+        violations = broken_rules(found, known, ("config", "run") if run else ("config",))
+        if violations:
+            raise ConfigError(violations)
+        assert isinstance(found, type(self))
+        return found.frozen()
 
-    def copy(self) -> Self:
-        """A configuration of its own with the same values, which can be changed."""
-        return type(self)(**{name: section.copy() for name, section in self.sections().items()})
+    @entry_point
+    def override(self, overrides: Iterable[str]) -> Self:
+        """Apply `section.field=value` texts, in place; return the configuration.
 
-    def frozen(self) -> Self:
-        """A copy that refuses changes."""
-        found = self.copy()
-        for name, section in found.sections().items():
-            object.__setattr__(found, name, section.frozen())
-        object.__setattr__(found, "_is_frozen", True)
-        return found
-
-    @property
-    def is_frozen(self) -> bool:
-        """True for what `validate()` returned."""
-        return is_frozen(self)
-
-    def sections(self) -> dict[str, Section]:
-        """The sections by name."""
-        return {each.name: getattr(self, each.name) for each in fields(self)}
-
-    def to_dict(self) -> dict[str, dict[str, Any]]:
-        """All values as plain Python: sections, and in them numbers, strings, bools, None and lists."""
-        return {
-            name: {
-                key: [_plain(item) for item in value] if isinstance(value, (list, tuple)) else _plain(value)
-                for key, value in values_of(section).items()
-            }
-            for name, section in self.sections().items()
-        }
+        Example:
+            >>> cfg.override(["model.cuda_graph_scope=attn,mlp", "optimizer.lr=1e-4", "mixed_precision=bf16_mixed"])
+        """
+        apply_overrides(self, overrides)
+        return self
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
         """A configuration from sections of values; what is not named keeps its default."""
         found = cls()
-        for name, value in values.items():
-            setattr(found, name, value)
+        found.update(values)
         return found
 
+    @classmethod
+    @entry_point
+    def from_toml(cls, file: str | PathLike[str]) -> Self:
+        """A configuration from a TOML file; what is not named keeps its default."""
+        return cls.from_dict(read_toml(file))
 
-def _plain(value: Any) -> Any:
-    return str(value) if isinstance(value, str) else value
+    def to_toml(self) -> str:
+        """The configuration as a TOML file. Settings that are None are left out: None is their default."""
+        return as_toml(self.to_dict())

@@ -49,6 +49,7 @@ class ShapeFields(Section):
     vocab_size: Annotated[int, "Number of tokens in the vocabulary."] = 50257
     make_vocab_size_divisible_by: Annotated[int, "The embedding is padded to a multiple of this."] = 1
     seq_length: Annotated[int, "Tokens in a sequence, the same at every step."] = 1024
+    variable_seq_lengths: Annotated[bool, "Let sequences have another length at each step."] = False
     share_embeddings_and_output_weights: Annotated[bool, "Use one matrix for the embedding and the output."] = False
     init_method_std: Annotated[float, "Standard deviation of the initial weights."] = 0.02
 
@@ -134,16 +135,14 @@ class ExpertFields(Section):
     ] = None
     moe_shared_expert_gate: Annotated[bool, "Whether tokens scale the output of the shared expert."] = False
     moe_token_dispatcher_type: Annotated[
-        Literal["allgather", "alltoall", "flex"], "How tokens travel between ranks of experts."
-    ] = "alltoall"
+        Literal["sync_free", "allgather", "alltoall", "flex"],
+        'How tokens reach experts; all but "sync_free" read token counts on the host.',
+    ] = "sync_free"
     moe_grouped_gemm: Annotated[bool, "Compute all experts in one grouped product."] = True
     moe_expert_capacity_factor: Annotated[
         float | None, "Tokens an expert takes, as a multiple of its even share; None drops no token."
     ] = None
     moe_pad_expert_input_to_capacity: Annotated[bool, "Pad each expert's tokens to its capacity."] = False
-    moe_sync_free_dispatch: Annotated[
-        bool, "Dispatch without drops that reads no count on the host, so that a graph can hold it."
-    ] = True
 
 
 @dataclass(kw_only=True)
@@ -217,19 +216,22 @@ class ParallelFields(Section):
 
 @dataclass(kw_only=True)
 class ModelSection(
-    GraphFields,
-    ShapeFields,
-    LayerFields,
-    AttentionFields,
-    LatentAttentionFields,
-    RouterFields,
-    ExpertFields,
-    StateSpaceFields,
-    VisionFields,
-    ComputeFields,
     ParallelFields,
+    ComputeFields,
+    VisionFields,
+    StateSpaceFields,
+    ExpertFields,
+    RouterFields,
+    LatentAttentionFields,
+    AttentionFields,
+    LayerFields,
+    ShapeFields,
+    GraphFields,
 ):
-    """The model: what is captured, its shape, its parts, and how it is computed and spread over ranks."""
+    """The model: what is captured, its shape, its parts, and how it is computed and spread over ranks.
+
+    Its fields are listed from the last group to the first, as dataclasses have them.
+    """
 
     section_name: ClassVar[str] = "model"
 

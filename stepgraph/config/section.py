@@ -42,7 +42,7 @@ class Section:
     def __delattr__(self, name: str) -> None:
         raise InvalidArgument(
             f"{self.section_name}.{name} cannot be deleted",
-            rule="setting-name",
+            rule="config-field",
             why="every setting has a value.",
             fix="assign None, or the default.",
         )
@@ -88,7 +88,7 @@ def unknown_setting(section: str, name: str, kind: type[Any]) -> InvalidArgument
     dotted = f"{section}." if section else ""
     return InvalidArgument(
         f"the configuration has no `{dotted}{name}`",
-        rule="setting-name",
+        rule="config-field",
         why="a misspelt name would leave the setting at its default.",
         fix=f"did you mean `{dotted}{near}`?" if near else f"the names are {', '.join(types_of(kind))}.",
     )

@@ -126,7 +126,7 @@ class DatasetSection(Section):
     section_name: ClassVar[str] = "dataset"
 
     kind: Annotated[
-        Literal["text", "mock", "tokens", "sft"],
+        Literal["text", "synthetic", "tokens", "sft"],
         "A small text made on the spot, random tokens, memory-mapped tokens, or pairs of prompt and answer.",
     ] = "text"
     data_path: Annotated[str | Sequence[str] | None, "The file of tokens, or the JSONL file of prompts."] = None
@@ -194,9 +194,9 @@ class PeftSection(Section):
     section_name: ClassVar[str] = "peft"
 
     scheme: Annotated[Literal["lora"] | None, "None trains all parameters."] = None
-    target_modules: Annotated[Sequence[str], "The linear layers that get adapters."] = field(
-        default_factory=lambda: ["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"]
-    )
+    target_modules: Annotated[
+        Sequence[str], "The linear layers that get adapters, by name or glob; empty for those of attention and MLP."
+    ] = field(default_factory=list)
     dim: Annotated[int, "Rank of the adapters."] = 32
     alpha: Annotated[int, "Scale of the adapters, divided by their rank."] = 32
     dropout: Annotated[float, "Dropout in the adapters."] = 0.0
@@ -265,7 +265,7 @@ class MixedPrecisionSection(Section):
             near = nearest(name, PRECISIONS)
             raise InvalidArgument(
                 f"mixed_precision = {name!r} is not a known mix",
-                rule="setting-type",
+                rule="config-value",
                 why=f"the mixes are {', '.join(PRECISIONS)}.",
                 fix=f"did you mean {near!r}?" if near else "use one of them, or set the fields of the section.",
             )

@@ -24,9 +24,9 @@ from __future__ import annotations
 
 import difflib
 import enum
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from stepgraph.config.scope import WHOLE_LAYERS, read_scope
 from stepgraph.errors import InvalidArgument, nearest
@@ -72,6 +72,23 @@ def older_setting(section: Any, name: str, value: Any) -> dict[str, Any] | None:
     if value is None or (is_iteration and not value):  # an empty list of modules goes with the full iteration
         return {}
     return _warned(where, {new: value})
+
+
+def type_as_given(section: Any, name: str, types: Mapping[str, Any]) -> Any:
+    """The type of a field of a section, also under another generation's name or with its words; None for no field."""
+    if section.section_name == "model":
+        if name in (*_SWITCHES, "cuda_graph_share_io_buffers"):
+            return bool
+        if name == "cuda_graph_impl":
+            return types[name] | Literal["full_iteration"]
+    return types.get(_RENAMED.get((section.section_name, name), name))
+
+
+def renamed_flag(flag: str, overrides: Sequence[str]) -> None:
+    """Warn of a flag of Megatron's command line that stands for settings with other names."""
+    name = flag.removeprefix("--").replace("-", "_")
+    if not any(override.partition("=")[0].endswith(f".{name}") for override in overrides) or name == "te_rng_tracker":
+        _warn(f"{flag} is Megatron's name   [option]\nFix: {' '.join(overrides)}.")
 
 
 def _warned(where: str, fields: dict[str, Any]) -> dict[str, Any]:

@@ -7,13 +7,14 @@ a command line (`from_text`).
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 import functools
 import math
 import types
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from pathlib import PurePath
-from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, Union, cast, get_args, get_origin, get_type_hints
 
 from stepgraph.config.scope import CudaGraphScope, read_words
 from stepgraph.errors import InvalidArgument, nearest
@@ -22,13 +23,17 @@ _TRUE, _FALSE, _NONE = ("true", "yes", "on", "1"), ("false", "no", "off", "0"), 
 _SCOPE = Sequence[CudaGraphScope]
 
 
-@functools.cache
 def types_of(section: type[Any]) -> dict[str, Any]:
     """The annotation of each field of a dataclass, without its sentence."""
-    return {name: hint for name, hint in get_type_hints(section).items() if not name.startswith("_")}
+    return _types_of(cast(Hashable, section))
 
 
 @functools.cache
+def _types_of(section: Any) -> dict[str, Any]:
+    hints = get_type_hints(section)
+    return {field.name: hints[field.name] for field in dataclasses.fields(section)}
+
+
 def sentences_of(section: type[Any]) -> dict[str, str]:
     """The sentence that describes each field of a dataclass."""
     hints = get_type_hints(section, include_extras=True)
@@ -134,7 +139,7 @@ def _wrong(where: str, value: Any, hint: Any) -> InvalidArgument:
     near = nearest(str(value), [str(word) for word in words])
     return InvalidArgument(
         f"{where} = {value!r} is not {spelled(hint)}",
-        rule="setting-type",
+        rule="config-value",
         why="a value of another type would be read differently, or fail long after the start.",
         fix=f"did you mean {near!r}?" if near else f"give {where} a value of type {spelled(hint)}.",
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from stepgraph.config.spellings import GraphSettings
+from stepgraph.config.objects import checked_settings
 from stepgraph.session.options import PairOptions
 
 
@@ -25,7 +25,7 @@ def options_from(config: Any) -> ModuleOptions:
     """The options that a configuration object names as the field does."""
     if isinstance(config, ModuleOptions):
         return config
-    settings = GraphSettings.of(config)
+    settings = checked_settings(config)
     found = {
         "warmup": settings.warmup_steps,
         "max_runners": settings.max_runners,

@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 
-from stepgraph.errors import CaptureError, entry
+from stepgraph.catalogue import entry
+from stepgraph.errors import CaptureError
 from stepgraph.guards.protocol import Change
 from stepgraph.observe.module_attributes import ModuleAttributes
 from stepgraph.ran import ExecutedCode
@@ -25,56 +26,8 @@ _MAX_TOLD = 4
 _MANY = 4
 """Names past which a message spells the containers instead."""
 
-CHANGED_CONTAINER = (
-    "arguments are built again for a capture, and a replay runs no Python: the caller's own stays as it is.",
-    "return the new value, copy into the tensor that is there (state['h'].copy_(new)), or, if nobody else uses it, "
-    "change a copy (batch = dict(batch)).",
-)
-"""Why a container must not be changed by a call, and what to do instead."""
 _OR_IGNORE = ", or, if nothing depends on it, name it in ignore=[...]"
-_WHY = {
-    "argument-changed": CHANGED_CONTAINER,
-    "ddp-stream": (
-        "its accumulators remember the stream that DDP was built on, and CUDA records nothing on the default one. New "
-        "ones could not be made: a loss of before is kept with its graph, or DDP has more than a reducer (mixed "
-        "precision, an optimizer in backward, a hook in C++).",
-        "drop or .detach() losses kept from before, or build DDP on the session's stream: `with session.stream(): "
-        "model = DistributedDataParallel(model)`, and stepgraph.capture(step, session=session).",
-    ),
-    "host-random": (
-        "it would be drawn once, at capture, and frozen.",
-        "draw on the {whose}'s device (torch.rand(..., device=x.device)), or draw outside and pass it as a tensor "
-        "argument (a plain number gets a graph for each value).",
-    ),
-    "host-value": (
-        "Python code runs only at capture, not at replay: the value would stand still.",
-        "change it outside the {whose} (call scheduler.step() after it, count and append in the loop), make it a "
-        "tensor that is changed in place (of tensors: old.copy_(new), or pass it in and return the new one)"
-        f"{_OR_IGNORE}.",
-    ),
-    "inner-optimizer": (
-        "it is made again at each call, so it has to run inside the graph.",
-        "use SGD, RMSprop or a fused optimizer there (torch.optim.Adam(..., fused=True)), or make it once, outside the "
-        "step.",
-    ),
-    "iterator": (
-        "a replay runs no Python and draws nothing: every {whose} would compute with what the capture drew.",
-        f"draw outside the {{whose}} and pass what was drawn as an argument{_OR_IGNORE}.",
-    ),
-    "module-attribute": (
-        "a replay runs no Python; whoever reads the attribute would find that of the capture.",
-        f"return the tensor, or change a buffer in place{_OR_IGNORE}.",
-    ),
-    "own-change": (
-        "a replay runs no Python: the model would stay as the capture left it.",
-        "change tensors in place (buffer.copy_(new), p.data.sub_(update)), and flags outside the {whose}.",
-    ),
-    "reseed": (entry("reseed").why, entry("reseed").fix),
-    "varying-output": (
-        "a replay computes tensors; a plain value in the result would be that of the capture for ever.",
-        "return a tensor (loss.detach(), not loss.item()), or compute the value outside the {whose}.",
-    ),
-}
+"""How some fixes of the catalogue end; an obstacle says what to name, or leaves it out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +42,8 @@ class Obstacle:
 
     def error(self, name: str) -> CaptureError:
         """The error for a step or module of this name."""
-        why, fix = (text.replace("{whose}", self.whose) for text in _WHY[self.rule])
+        known = entry(self.rule)
+        why, fix = (text.replace("{whose}", self.whose) for text in (known.why, known.fix))
         ignoring = f", or, if nothing depends on it, {to_ignore(self.names)}" if self.names else ""
         return CaptureError(f"{name}: {self.what}", rule=self.rule, why=why, fix=fix.replace(_OR_IGNORE, ignoring))
 

@@ -23,7 +23,8 @@ from torch.optim.optimizer import Optimizer
 
 from stepgraph.backends import Backend
 from stepgraph.backends.threads import replaced
-from stepgraph.errors import CaptureError, entry
+from stepgraph.catalogue import entry
+from stepgraph.errors import CaptureError
 from stepgraph.optim.steps import all_have_hooks, has_other_step, shadowed, step_hooks
 
 Cut: TypeAlias = Callable[[str, Callable[[], Any], Callable[[], Any] | None], Any]
@@ -87,7 +88,7 @@ def check_forced(optimizer: Optimizer, mode: str, placement: Placement) -> None:
     if mode == "inside" and not placement.inside and _counts_on_host(optimizer):
         row = entry("optimizer-capturable")
         what = f"{type(optimizer).__name__}: {row.what}"
-        raise CaptureError(what, rule=row.rule, why=row.why, fix=row.fix, entry=row)
+        raise CaptureError(what, rule=row.id, why=row.why, fix=row.fix, entry=row)
 
 
 class BornState:

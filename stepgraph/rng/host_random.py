@@ -21,8 +21,9 @@ from typing import Any
 import torch
 
 from stepgraph.backends import Graph
+from stepgraph.catalogue import entry
 from stepgraph.collector import state_of
-from stepgraph.errors import CaptureRefused, entry
+from stepgraph.errors import CaptureRefused
 
 
 class HostRandomWatch:

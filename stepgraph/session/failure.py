@@ -10,9 +10,9 @@ import re
 from dataclasses import dataclass
 
 from stepgraph.backends import Backend
-from stepgraph.errors import CaptureError, CaptureRefused, ErrorEntry, Location, StepgraphError, entry, lookup
+from stepgraph.catalogue import Entry, entry, lookup
+from stepgraph.errors import CaptureError, CaptureRefused, Location, StepgraphError
 from stepgraph.frames import error_location, torch_function
-from stepgraph.observe.eager_call import CHANGED_CONTAINER
 
 _READS = re.compile(r"\.(tolist|item|cpu|numpy)\(|\.to\(\s*(device\s*=\s*)?[\"']cpu")
 _READ_WITHIN_TORCH = frozenset(("host-read", "host-data", "tape-limit"))
@@ -34,7 +34,7 @@ def capture_error(step: str, error: Exception, backend: Backend) -> StepgraphErr
     raw = str(error).split("\n", 1)[0]
     where = error_location(error)
     row = lookup(str(error))
-    if row is not None and row.rule == "host-data" and where is not None and _READS.search(where.source):
+    if row is not None and row.id == "host-data" and where is not None and _READS.search(where.source):
         row = entry("host-read")  # torch has one message for copies to the host and from it
     if row is not None:
         inside, fix = _reader_and_fix(row, error)
@@ -51,13 +51,13 @@ def capture_error(step: str, error: Exception, backend: Backend) -> StepgraphErr
     )
 
 
-def _reader_and_fix(row: ErrorEntry, error: Exception) -> tuple[str, str | None]:
+def _reader_and_fix(row: Entry, error: Exception) -> tuple[str, str | None]:
     """Return the function of torch that reads on the host, if the user's line does not, and the fix if it is known."""
-    reader = torch_function(error) if row.rule in _READ_WITHIN_TORCH else None
+    reader = torch_function(error) if row.id in _READ_WITHIN_TORCH else None
     if reader is not None:
         return f"torch/{reader.file}, {reader.function}", fix_in_torch(reader)
     where = error.where if isinstance(error, CaptureRefused) else error_location(error)
-    return "", fix_in_library(where) if row.rule == "host-read" and where is not None else None
+    return "", fix_in_library(where) if row.id == "host-read" and where is not None else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,10 +143,10 @@ def fix_in_library(where: Location) -> str | None:
 def refuse_changed_container(what: str | None, by: str = "the step") -> None:
     """Raise for a container that a call has changed, since a replay does not change the caller's container."""
     if what is not None:
-        why, fix = CHANGED_CONTAINER
+        known = entry("argument-changed")
         raise CaptureError(
             f"{by} changes a container that it was given: {what}",
             rule="argument-changed",
-            why=why,
-            fix=fix,
+            why=known.why,
+            fix=known.fix,
         )

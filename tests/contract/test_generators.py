@@ -81,7 +81,7 @@ def test_generator_that_work_rewinds_is_refused(how: str, whose: str, backend: B
         REWINDS[how](generator)
     with pytest.raises(CaptureRefused) as caught:
         refuse_rewound(watch.unmoved(), [recorded(backend, lambda: REWINDS[how](generator), generator)])
-    assert caught.value.row.rule == "reseed"
+    assert caught.value.row.id == "reseed"
 
 
 @pytest.mark.parametrize("whose", ["own", "default"])

@@ -19,6 +19,7 @@ import stepgraph
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "stepgraph"
 ROOMS = (
+    "catalogue",
     "collector",
     "errors",
     "tracebacks",
@@ -247,6 +248,13 @@ def test_orders_know_nothing_of_torch() -> None:
     for path in paths:
         assert "torch" not in {name.partition(".")[0] for name in imports_of(path)}, name_of(path)
         assert rooms_imported(path) <= {"errors", "tracebacks", "order"}, name_of(path)
+
+
+def test_catalogue_stands_alone() -> None:
+    """What names the rules imports none of the code that applies them, and no torch."""
+    for path in (PACKAGE / "catalogue").rglob("*.py"):
+        names = {name.partition(".")[0] for name in imports_of(path)}
+        assert names <= {"__future__", *sys.stdlib_module_names}, name_of(path)
 
 
 def test_import_starts_no_cuda_and_no_optional_framework() -> None:

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 import stepgraph
-from stepgraph.errors import ERROR_TABLE
+from stepgraph import catalogue
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -157,9 +157,24 @@ def test_page_links_resolve(page: Path) -> None:
     assert broken == []
 
 
-def test_errors_page_gives_cuda_codes_of_the_table() -> None:
+@pytest.mark.parametrize("name", ["errors.md", "rules.md"])
+def test_page_is_built_from_the_catalogue(name: str) -> None:
+    """`python docs/build.py` would change nothing."""
+    build = runpy.run_path(str(ROOT / "docs" / "build.py"), run_name="build")
+    assert (ROOT / "docs" / name).read_text() == build["page_with_entries"](name), "run python docs/build.py"
+
+
+def test_catalogue_pages_show_every_entry_once() -> None:
+    headings: list[str] = []
+    for name in ("errors.md", "rules.md"):
+        headings += re.findall(r"^## (\S+)$", FENCE.sub("", (ROOT / "docs" / name).read_text()), re.MULTILINE)
+    assert sorted(headings) == sorted(entry.id for entry in catalogue.entries())
+
+
+def test_errors_page_gives_cuda_codes_of_the_catalogue() -> None:
     text = (ROOT / "docs" / "errors.md").read_text()
     sections = dict(re.findall(r"^## (\S+)\n(.*?)(?=^#|\Z)", FENCE.sub("", text), re.MULTILINE | re.DOTALL))
-    for row in ERROR_TABLE:
-        if row.code is not None:
-            assert f"CUDA {row.code}, `{row.name}`" in sections[row.rule], row.rule
+    codes = [entry for entry in catalogue.entries("capture") if entry.code is not None]
+    assert len(codes) == 11
+    for entry in codes:
+        assert f"CUDA {entry.code}, `{entry.name}`" in sections[entry.id], entry.id

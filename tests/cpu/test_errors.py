@@ -1,4 +1,4 @@
-"""Errors: each raw CUDA message finds its row, each error says what, why and how, each rule has its page."""
+"""Errors: each raw CUDA message finds its entry, each error says what, why and how, each rule is in the catalogue."""
 
 import ast
 import re
@@ -7,20 +7,12 @@ from pathlib import Path
 import pytest
 
 import stepgraph
-from stepgraph import errors
-from stepgraph.errors import (
-    ERROR_TABLE,
-    CaptureError,
-    CaptureRefused,
-    InvalidArgument,
-    Location,
-    StepgraphError,
-    entry,
-    lookup,
-)
+from stepgraph import catalogue, errors
+from stepgraph.catalogue import entry, lookup
+from stepgraph.errors import CaptureError, CaptureRefused, InvalidArgument, Location, StepgraphError
 
 PACKAGE = Path(stepgraph.__file__).parent
-PAGE = PACKAGE.parent / "docs" / "errors.md"
+KNOWN_TEXTS = [row for row in catalogue.entries("capture") if row.texts]
 HINT = (
     "\nSearch for `{name}' in https://docs.nvidia.com/cuda/cuda-runtime-api/group__CUDART__TYPES.html for more "
     "information.\nCUDA kernel errors might be asynchronously reported at some other API call, so the stacktrace below "
@@ -60,15 +52,15 @@ def test_lookup_finds_the_row_of_a_raw_message() -> None:
     for text, expected in RAW.items():
         found = lookup(text)
         assert found is not None, text
-        assert (found.rule, found.code) == expected
+        assert (found.id, found.code) == expected
 
 
-def test_lookup_cases_cover_the_table() -> None:
-    assert {rule for rule, _ in RAW.values()} == {row.rule for row in ERROR_TABLE}
+def test_lookup_cases_cover_the_catalogue() -> None:
+    assert {rule for rule, _ in RAW.values()} == {row.id for row in KNOWN_TEXTS}
 
 
 def test_lookup_finds_a_row_by_its_cuda_name_alone() -> None:
-    for row in ERROR_TABLE:
+    for row in KNOWN_TEXTS:
         if row.code is not None and row.name != "cudaErrorMemoryAllocation":
             assert lookup(f"RuntimeError: {row.name}: something the driver said") is row
 
@@ -81,22 +73,8 @@ def test_lookup_of_an_unknown_text_is_none(text: str) -> None:
     assert lookup(text) is None
 
 
-def test_table_rules_and_codes_are_unique() -> None:
-    rules = [row.rule for row in ERROR_TABLE]
-    codes = [row.code for row in ERROR_TABLE if row.code is not None]
-    assert len(set(rules)) == len(rules)
-    assert len(set(codes)) == len(codes)
-
-
-def test_table_rows_say_what_why_and_how() -> None:
-    for row in ERROR_TABLE:
-        assert re.fullmatch(r"[a-z]+(-[a-z]+)*", row.rule)
-        assert all((row.what, row.why, row.fix, row.texts)), row.rule
-        assert entry(row.rule) is row
-
-
-def test_table_texts_do_not_hide_each_other() -> None:
-    for row in ERROR_TABLE:
+def test_lookup_texts_do_not_hide_each_other() -> None:
+    for row in KNOWN_TEXTS:
         for text in row.texts:
             assert lookup(text) is row, text
 
@@ -125,13 +103,13 @@ def called(node: ast.Call) -> str:
 
 
 def raised_rules() -> set[str]:
-    """The rules of the table, of `rule="..."`, of rows asked for by name, of obstacles of warm-up, and of warnings."""
-    found = {row.rule for row in ERROR_TABLE}
+    """The rules of raw messages, of `rule="..."`, of entries by name, of obstacles of warm-up, and of warnings."""
+    found = {row.id for row in KNOWN_TEXTS}
     for path in PACKAGE.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.keyword) and node.arg == "rule":
                 values: list[ast.expr] = [node.value]
-            elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "entry":
+            elif isinstance(node, ast.Call) and called(node) == "entry":
                 values = node.args
             elif isinstance(node, ast.Call) and called(node) in ("Obstacle", "note_obstacle"):
                 values = node.args[:1]
@@ -148,9 +126,12 @@ def test_raised_rules_are_found() -> None:
     assert {"host-read", "closed", "backend", "varying-output", "stale-memory"} <= raised_rules()
 
 
-def test_raised_rules_are_the_headings_of_the_errors_page() -> None:
-    headings = set(re.findall(r"^## (\S+)$", PAGE.read_text(), flags=re.MULTILINE))
-    assert headings == raised_rules()
+def test_raised_rules_are_in_the_catalogue() -> None:
+    assert raised_rules() - {row.id for row in catalogue.entries()} == set()
+
+
+def test_catalogue_has_no_capture_rule_that_nobody_raises() -> None:
+    assert {row.id for row in catalogue.entries("capture")} - raised_rules() == set()
 
 
 def test_raised_errors_say_why_and_how_to_fix_them() -> None:

@@ -22,7 +22,8 @@ import torch
 
 from stepgraph.backends.base import Graph
 from stepgraph.backends.threads import replaced
-from stepgraph.errors import CaptureRefused, entry
+from stepgraph.catalogue import entry
+from stepgraph.errors import CaptureRefused
 from stepgraph.frames import user_location
 
 

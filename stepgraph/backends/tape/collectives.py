@@ -27,7 +27,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from stepgraph.backends.tape.memory import PoolPlace
 from stepgraph.backends.tape.op import Op, Ref, has_memory
-from stepgraph.errors import CaptureRefused, entry
+from stepgraph.catalogue import entry
+from stepgraph.errors import CaptureRefused
 from stepgraph.frames import user_location
 from stepgraph.signature import OwnMode
 

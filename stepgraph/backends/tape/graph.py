@@ -20,8 +20,9 @@ from stepgraph.backends.base import Graph, RandomUse
 from stepgraph.backends.tape.collectives import Waiting, is_collective, join_messages, silent
 from stepgraph.backends.tape.memory import Footprint, GraphTrace, PoolPlace, TapePool, arena_for, bytes_of
 from stepgraph.backends.tape.op import Op, Ref, Surroundings, has_memory, run
+from stepgraph.catalogue import entry
 from stepgraph.collector import state_of
-from stepgraph.errors import CaptureRefused, StaleMemoryError, entry
+from stepgraph.errors import CaptureRefused, StaleMemoryError
 from stepgraph.frames import user_location
 
 _ALLOCATIONS = frozenset(

@@ -37,8 +37,9 @@ from stepgraph.backends.tape.op import has_memory
 from stepgraph.backends.tape.refusals import HostReadGuard, host_data_refusal, refusal, unseen_by_modules
 from stepgraph.backends.tape.rng import RandomCalls, recorded_rng_calls
 from stepgraph.backends.threads import compiled_code_runs_eagerly
+from stepgraph.catalogue import entry
 from stepgraph.collector import collector_at_rest
-from stepgraph.errors import CaptureRefused, entry
+from stepgraph.errors import CaptureRefused
 from stepgraph.frames import user_location
 from stepgraph.ran import Unnoted
 from stepgraph.signature import OwnMode

@@ -20,7 +20,8 @@ import torch
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode_temporarily
 
 from stepgraph.backends.threads import replaced
-from stepgraph.errors import CaptureRefused, ErrorEntry, entry
+from stepgraph.catalogue import Entry, entry
+from stepgraph.errors import CaptureRefused
 from stepgraph.frames import caller_is_autograd, caller_is_torch, user_location
 from stepgraph.signature import OwnMode
 
@@ -38,7 +39,7 @@ _LOOK_FOR_NAN = dataclasses.replace(
 
 def refusal(
     func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], is_host_scalar: Callable[[Any], bool]
-) -> tuple[ErrorEntry, str] | None:
+) -> tuple[Entry, str] | None:
     """The rule that an operator breaks and the operator's name, or None where CUDA would record it."""
     name = func._schema.name
     if name == "aten::index":

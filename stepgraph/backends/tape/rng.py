@@ -19,8 +19,9 @@ import torch
 
 from stepgraph.backends.tape.graph import Head, TapeGraph
 from stepgraph.backends.threads import replaced
+from stepgraph.catalogue import entry
 from stepgraph.collector import state_of
-from stepgraph.errors import CaptureRefused, entry
+from stepgraph.errors import CaptureRefused
 from stepgraph.frames import user_location
 
 

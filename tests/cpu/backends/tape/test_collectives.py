@@ -72,7 +72,7 @@ def test_memory_filled_by_a_collective_has_values_in_a_recording() -> None:
 
 def test_receive_from_any_rank_is_refused() -> None:
     error = refused(lambda x: dist.recv(x), torch.ones(2))
-    assert (error.row.rule, error.operation) == ("tape-limit", "the collective c10d::recv_any_source_")
+    assert (error.row.id, error.operation) == ("tape-limit", "the collective c10d::recv_any_source_")
 
 
 def test_hook_of_ddp_that_wants_the_numbers_in_cpp_is_refused() -> None:

@@ -131,7 +131,7 @@ def is_at(error: CaptureRefused, function: Callable[..., Any]) -> bool:
 @pytest.mark.parametrize("name", HOST_READS)
 def test_host_read_is_refused_with_code_900_at_its_line(name: str) -> None:
     error = refused(HOST_READS[name], VALUES[0])
-    assert (error.row.rule, error.row.code) == ("host-read", 900)
+    assert (error.row.id, error.row.code) == ("host-read", 900)
     assert is_at(error, HOST_READS[name])
     assert error.operation
 
@@ -139,13 +139,13 @@ def test_host_read_is_refused_with_code_900_at_its_line(name: str) -> None:
 @pytest.mark.parametrize("name", HOST_DATA)
 def test_host_data_is_refused_as_an_unpinned_copy_at_its_line(name: str) -> None:
     error = refused(HOST_DATA[name], VALUES[0])
-    assert error.row.rule == "host-data"
+    assert error.row.id == "host-data"
     assert is_at(error, HOST_DATA[name])
 
 
 def test_seeding_a_generator_itself_is_refused_at_the_end() -> None:
     error = refused(lambda x: torch.default_generator.manual_seed(1), VALUES[0])
-    assert error.row.rule == "reseed"
+    assert error.row.id == "reseed"
     assert error.where is None  # a method of a C object: only its effect is seen
 
 
@@ -155,7 +155,7 @@ def test_seeding_a_generator_is_refused_at_the_next_operator() -> None:
         return x + 1
 
     error = refused(seeds, VALUES[0])
-    assert error.row.rule == "reseed"
+    assert error.row.id == "reseed"
     assert is_at(error, seeds)
 
 
@@ -173,7 +173,7 @@ def test_state_that_is_set_to_what_it_is_is_no_refusal() -> None:
 def test_other_work_is_refused_by_its_rule_at_its_line(name: str) -> None:
     rule, function = OTHERS[name]
     error = refused(function, VALUES[0])
-    assert error.row.rule == rule
+    assert error.row.id == rule
     assert is_at(error, function)
 
 

@@ -1,0 +1,73 @@
+"""Builds the entries of docs/errors.md and docs/rules.md from the catalogue: `python docs/build.py`.
+
+The head of each page, up to the marker, is written by hand; everything after it is built. A test compares the pages
+with what this script would write.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from stepgraph import catalogue
+from stepgraph.catalogue import Entry, Section
+
+DOCS = Path(__file__).parent
+MARKER = "<!-- From here on built by `python docs/build.py` from stepgraph/catalogue. -->\n"
+PAGES = {
+    "errors.md": ("capture",),
+    "rules.md": ("config", "run", "check", "symptom"),
+}
+"""The kinds of entries that each page shows."""
+BLOCKS = ("|", "-", "```")
+"""Markdown that cannot go on in the paragraph before it."""
+
+
+def page_with_entries(name: str) -> str:
+    """Return the text that a page should have."""
+    head, marker, _ = (DOCS / name).read_text(encoding="utf-8").partition(MARKER)
+    if not marker:
+        raise SystemExit(f"docs/{name} has no line `{MARKER.strip()}`")
+    sections = [section for kind in PAGES[name] for section in catalogue.sections(kind)]
+    return (
+        "\n\n".join([head + marker.strip(), *(part for section in sections for part in section_parts(section))]) + "\n"
+    )
+
+
+def section_parts(section: Section) -> Iterator[str]:
+    """Yield the paragraphs of a section."""
+    yield f"# {section.title}"
+    if section.intro:
+        yield section.intro
+    for entry in section.entries:
+        yield from entry_parts(entry)
+
+
+def entry_parts(entry: Entry) -> Iterator[str]:
+    """Yield the paragraphs of an entry."""
+    yield f"## {entry.id}"
+    cuda = f"CUDA {entry.code}, `{entry.name}`. " if entry.code is not None else ""
+    opening = f"{cuda}{entry.what[0].upper()}{entry.what[1:]}."
+    details = entry.details.strip()
+    yield opening + ("\n\n" if details.startswith(BLOCKS) else " ") + details if details else opening
+    if entry.kind == "config" and entry.texts:
+        yield "Megatron: " + ", ".join(f"`{text}`" for text in entry.texts) + "."
+    yield f"Why: {entry.why}".replace("{whose}", "step")
+    yield f"Fix: {entry.fix}".replace("{whose}", "step")
+    if entry.notes:
+        yield entry.notes.strip()
+    if entry.example:
+        language = "bash" if entry.kind in ("config", "run") else "python"
+        yield f"```{language}\n{entry.example.strip()}\n```"
+
+
+def main() -> None:
+    """Write all pages."""
+    for name in PAGES:
+        text = page_with_entries(name)
+        (DOCS / name).write_text(text, encoding="utf-8")
+        print(f"docs/{name}: {text.count(chr(10) + '## ')} entries")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,60 @@
+"""Configuration objects that are given to the engines: ours, or Megatron's, checked by the same rules.
+
+`TECudaGraphHelper`, `CudaGraphManager`, `FullCudaGraphWrapper` and `graph_modules` take a configuration object. It may
+be a `ConfigContainer`, its `model` section, or any object with Megatron's fields. Of the last, the fields that a model
+section has are read; what is missing breaks no rule. There are two exceptions. An object that turns graphs on must have
+`use_te_rng_tracker=True`, because Megatron makes its random states by that flag. And its experts are taken to be
+dispatched with host reads.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from stepgraph.config.base import ConfigSections
+from stepgraph.config.environment import Environment
+from stepgraph.config.model import ModelSection
+from stepgraph.config.rules import broken_rules, finalised
+from stepgraph.config.spellings import GraphSettings, model_of
+from stepgraph.config.values import fitted, types_of
+from stepgraph.errors import ConfigError, InvalidArgument
+
+_ITERATION = "full_iteration"
+
+
+def checked_settings(config: Any, environment: Environment | None = None) -> GraphSettings:
+    """What a configuration object says about graphs, or an error with all rules that it breaks."""
+    known = environment if environment is not None else Environment.read()
+    if isinstance(config, ConfigSections):
+        sections = config
+    elif isinstance(config, ModelSection):
+        sections = ConfigSections(model=config)
+    else:
+        sections = _sections_of(config)
+    violations = broken_rules(finalised(sections, known), known)
+    if violations:
+        raise ConfigError(violations)
+    return GraphSettings.of(config)
+
+
+def _sections_of(config: Any) -> ConfigSections:
+    """The settings of another configuration object, as far as rules ask for them."""
+    settings, config = GraphSettings.of(config), model_of(config)
+    found = ConfigSections()
+    if settings.impl in (None, "none"):
+        return found
+    for name, hint in types_of(ModelSection).items():
+        value = getattr(config, name, None)
+        if value is not None and not name.startswith("cuda_graph"):
+            try:
+                object.__setattr__(found.model, name, fitted(name, value, hint))
+            except InvalidArgument:  # a function for an activation, and others that no rule asks for
+                continue
+    is_iteration = settings.impl == _ITERATION
+    found.model.cuda_graph_impl = "local" if is_iteration or settings.impl == "local" else "transformer_engine"
+    scope = [_ITERATION] if is_iteration else [*settings.scope]
+    object.__setattr__(found.model, "cuda_graph_scope", scope)  # may have paths, which rules pass over
+    found.model.use_te_rng_tracker = bool(getattr(config, "use_te_rng_tracker", False))
+    if getattr(config, "moe_token_dispatcher_type", None) is None:
+        found.model.moe_token_dispatcher_type = "alltoall"
+    return found
