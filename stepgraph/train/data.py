@@ -29,10 +29,10 @@ from stepgraph.errors import InvalidArgument
 Sample = dict[str, Tensor]
 _TOKEN_BYTES = {"uint16": 2, "int32": 4}
 _TEXT_BYTES = 1 << 16
-_WORDS = (
-    "the a every one small quiet graph step stream kernel loss batch layer model token waits learns replays records "
-    "moves keeps follows again before after quickly slowly without with and then because while"
-).split()
+_WORDS = tuple(
+    "the a every one small quiet graph step stream kernel loss batch layer model token waits learns replays records "  # noqa: SIM905
+    "moves keeps follows again before after quickly slowly without with and then because while".split()
+)
 
 
 class Source(Protocol):

@@ -4,7 +4,7 @@
 |---|---|---|---|
 | `none` | | `Eager` | nothing |
 | `local` | words, or empty for whole layers | `LocalScopes` | each part, from the calls of the warm-up |
-| `local` | `full_iteration` | `FullIteration` | forward, backward, clipping and optimizer of an iteration, as one graph |
+| `local` | `full_iteration` | `FullIteration` | one graph: forward, backward, clipping and optimizer |
 | `transformer_engine` | words, or empty for whole layers | `AheadOfTime` | each part, from sample arguments |
 
 All of them run the same iteration (`iteration`), and each gives the losses of `Eager` bit for bit.
@@ -217,13 +217,13 @@ class AheadOfTime(Implementation):
 
     name = "transformer_engine"
 
-    def __init__(self, work: Work, model_config: Any, micro_batch_size: int) -> None:
+    def __init__(self, work: Work, cfg: Any) -> None:
         super().__init__(work)
         self._helper = TECudaGraphHelper(
             [work.core],
-            model_config,
-            model_config.seq_length,
-            micro_batch_size,
+            cfg,
+            cfg.model.seq_length,
+            cfg.train.micro_batch_size,
             [work.optimizer],
             num_microbatches=work.num_microbatches,
         )
@@ -255,12 +255,12 @@ class AheadOfTime(Implementation):
         self._helper.delete_cuda_graphs()
 
 
-def choose(work: Work, model_config: Any, micro_batch_size: int) -> Implementation:
-    """Return the implementation that a validated model section names."""
-    if model_config.cuda_graph_impl == "none":
+def choose(work: Work, cfg: Any) -> Implementation:
+    """Return the implementation that a validated configuration names."""
+    if cfg.model.cuda_graph_impl == "none":
         return Eager(work)
-    if model_config.cuda_graph_impl == "transformer_engine":
-        return AheadOfTime(work, model_config, micro_batch_size)
-    if "full_iteration" in read_scope(model_config.cuda_graph_scope):
-        return FullIteration(work, model_config.cuda_graph_warmup_steps)
-    return LocalScopes(work, model_config)
+    if cfg.model.cuda_graph_impl == "transformer_engine":
+        return AheadOfTime(work, cfg)
+    if cfg.model.captures_iteration:
+        return FullIteration(work, cfg.model.cuda_graph_warmup_steps)
+    return LocalScopes(work, cfg.model)

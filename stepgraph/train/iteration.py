@@ -1,7 +1,7 @@
 """One training iteration, written once for all implementations: microbatches forward and backward, then clipping.
 
-`forward_backward` has the form of Megatron's function of that name, so that `FullCudaGraphWrapper` captures it as it is;
-the other implementations call it. It reads nothing on the host unless a check on the host was asked for.
+`forward_backward` has the form of Megatron's function of that name, so that `FullCudaGraphWrapper` captures it as it
+is; the other implementations call it. It reads nothing on the host unless a check on the host was asked for.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from stepgraph.errors import NonFinite
 from stepgraph.train.data import Sample
 from stepgraph.train.optimizer import clip_gradients
+from stepgraph.train.reduction import average_gradients
 
 
 class Result(NamedTuple):
@@ -56,15 +57,22 @@ class ForwardStep:
 
 @dataclass(frozen=True)
 class Finish:
-    """The end of an iteration, after all backwards: clip the gradients, check their norm, move the experts' bias."""
+    """The end of an iteration, after all backwards: average and clip gradients, check them, move the experts' bias."""
 
     parameters: Sequence[nn.Parameter]
     max_norm: float = 0.0
     checks_host: bool = False
     update_bias: Callable[[Tensor], None] | None = None
+    data_size: int = 1
+    """Ranks to average gradients over here; 1 where DDP has done so."""
+    data_group: Any = None
+    stage_group: Any = None
+    """The ranks that hold the other stages of the model, whose gradients count in the norm."""
 
     def __call__(self, load: Tensor | None) -> Tensor | None:
-        norm = clip_gradients(self.parameters, self.max_norm)
+        if self.data_size > 1:
+            average_gradients(self.parameters, self.data_size, self.data_group)
+        norm = clip_gradients(self.parameters, self.max_norm, self.stage_group)
         if self.checks_host:
             found = norm if norm is not None else total_norm(self.parameters)
             if not bool(found.isfinite()):

@@ -1,6 +1,6 @@
 """The training loop: iterate, capture when the warm-up is over, evaluate, save, and stop in order.
 
-The loop decides nothing by itself. `policy` says when, `implementations` know how an iteration runs, `checkpoint` writes.
+The loop decides nothing by itself: `policy` says when, `implementations` say how an iteration runs.
 Losses are read one iteration late, so that the host queues an iteration while the device still works on the last one.
 """
 
@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 
+import stepgraph.train.checkpoint as checkpoint
 from stepgraph.backends import Reading
 from stepgraph.observe.nonfinite import FlagReader, flags_over
-from stepgraph.train import checkpoint
 from stepgraph.train.data import Batches
 from stepgraph.train.implementations import Eager, Implementation
 from stepgraph.train.iteration import Result, non_finite
@@ -40,7 +40,7 @@ from stepgraph.train.setup import Checks
 from stepgraph.train.signals import SignalFlag
 
 OnEvent = Callable[[str, int], None]
-"""Called with `warmup`, `capture`, `replay`, `evaluate` or `checkpoint`, and the number of iterations done, before it."""
+"""Called before `warmup`, `capture`, `replay`, `evaluate` and `checkpoint`, with the number of iterations done."""
 
 
 @dataclass(frozen=True)

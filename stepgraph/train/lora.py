@@ -1,8 +1,8 @@
 """LoRA: train two small matrices beside each frozen linear layer (Hu et al., 2021, arXiv:2106.09685).
 
 A linear layer computes `x W^T`. With LoRA it computes `x W^T + (x A^T) B^T * alpha / dim`, where A and B have `dim`
-rows and columns. W is frozen: no gradient is computed for it, no optimizer sees it, and its bits do not change. B begins
-at zero, so that the first outputs are those of the base model.
+rows and columns. W is frozen: no gradient is computed for it, no optimizer sees it, its bits do not change. B begins at
+zero, so that the first outputs are those of the base model.
 """
 
 from __future__ import annotations

@@ -15,12 +15,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+import stepgraph.train.checkpoint as checkpoint
+import stepgraph.train.setup as setup
 from stepgraph.config.container import ConfigContainer
+from stepgraph.config.environment import Environment
 from stepgraph.errors import InvalidArgument, NonFinite
 from stepgraph.rng.tracker import get_cuda_rng_tracker
 from stepgraph.session.session import Session
 from stepgraph.tracebacks import entry_point
-from stepgraph.train import checkpoint, setup
 from stepgraph.train.data import Batches
 from stepgraph.train.implementations import Work, choose
 from stepgraph.train.journal import Journal
@@ -87,20 +89,14 @@ def _train(
     on_event: OnEvent | None,
     quiet: bool,
 ) -> RunReport:
-    checked = _validated(cfg)
-    setup.refuse_untrained(checked)
     where = _device(device)
+    checked = cfg.copy().validate(Environment.read(where.type), run=True)
+    setup.refuse_untrained(checked)
     with SignalFlag(wanted=checked.train.exit_signal_handler) as flag, _processes(where):
         loop, signal = _run(checked, where, provider, on_event or (lambda name, step: None), flag, quiet)
     if signal:
         raise SystemExit(128 + signal)
     return loop.report()
-
-
-def _validated(cfg: ConfigContainer) -> ConfigContainer:
-    if cfg.is_frozen:
-        return cfg
-    return cfg.validate() if hasattr(cfg, "validate") else cfg.frozen()
 
 
 def _device(device: torch.device | str | None) -> torch.device:
@@ -164,7 +160,7 @@ def _run(
             on_event=on_event,
         )
         journal.write("start", start, implementation=cfg.model.cuda_graph_impl, ranks=ranks.size, config=cfg.to_dict())
-        loop = Loop(run, choose(work, cfg.model, cfg.train.micro_batch_size), flag, start)
+        loop = Loop(run, choose(work, cfg), flag, start)
         signal = _run_loop(loop)
         report = loop.report()
         journal.write("end", report.step, signal=signal, **_summary(report))
@@ -203,14 +199,14 @@ def _make_work(
         _load_weights(core, checkpoint.load(Path(cfg.checkpoint.pretrained_checkpoint), ranks))
     setup.adapt(cfg, core)
     setup.refuse_unpacked(cfg, core)
-    model = setup.wrap(core, session, device, ranks)
+    model = setup.wrap(cfg, core, session, device, ranks)
     checks = setup.checks_of(cfg)
     return Work(
         model=model,
         core=core,
         optimizer=setup.make_optimizer(cfg, core),
         forward_step=setup.make_forward_step(cfg, checks),
-        finish=setup.make_finish(cfg, core, checks),
+        finish=setup.make_finish(cfg, core, checks, ranks),
         num_microbatches=num_microbatches,
         session=session,
         device_flags=checks.on_device,
@@ -242,7 +238,7 @@ def _load_weights(model: torch.nn.Module, saved: checkpoint.Saved) -> None:
         raise checkpoint.CheckpointError(
             f"the weights of {saved.path} do not fit the model",
             rule="checkpoint",
-            details=str(error).splitlines()[1:6],
+            details=[line.strip()[:110] for line in str(error).splitlines()[1:6]],
             why="the checkpoint is of a model with other layers or sizes.",
             fix="resume with the configuration in the checkpoint's config.json.",
         ) from error

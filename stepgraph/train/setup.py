@@ -14,15 +14,17 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from stepgraph.errors import InvalidArgument
+from stepgraph.recipes.build import build_model
 from stepgraph.rng.tracker import get_cuda_rng_tracker
 from stepgraph.session.session import Session
 from stepgraph.train.data import Batches, Source, SyntheticTokens, TokenWindows, made_text, mapped_tokens, text_tokens
 from stepgraph.train.instruction_data import Instructions, made_examples, read_examples
 from stepgraph.train.iteration import Finish, ForwardStep
-from stepgraph.train.lora import add_lora
+from stepgraph.train.lora import DEFAULT_TARGETS, add_lora
 from stepgraph.train.optimizer import Schedule, make_adamw
 from stepgraph.train.policy import divided
 from stepgraph.train.ranks import Ranks
+from stepgraph.train.reduction import broadcast_from_first
 
 ModelProvider = Callable[[Any], nn.Module]
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -141,11 +143,7 @@ def make_core(cfg: Any, device: torch.device, provider: ModelProvider | None) ->
             why="the loop has no loss scaling, and models here have no FP8 layers.",
             fix='cfg.mixed_precision = "bf16_mixed", "bf16_autocast" or "fp32".',
         )
-    if provider is None:
-        from stepgraph.models import build_model  # type: ignore[attr-defined]
-
-        provider = lambda cfg: build_model(cfg.model)
-    model = provider(cfg)
+    model = provider(cfg) if provider is not None else build_model(cfg.model)
     return model.to(device, _DTYPES[precision.params_dtype])
 
 
@@ -153,13 +151,24 @@ def adapt(cfg: Any, model: nn.Module) -> list[str]:
     """Add LoRA where the configuration asks for it; return the layers that have it."""
     if cfg.peft.scheme is None:
         return []
-    names = [name for target in cfg.peft.target_modules for name in _OUR_LINEAR.get(target, (target,))]
+    names = [
+        name for target in cfg.peft.target_modules or DEFAULT_TARGETS for name in _OUR_LINEAR.get(target, (target,))
+    ]
     return add_lora(model, names, dim=cfg.peft.dim, alpha=cfg.peft.alpha, dropout=cfg.peft.dropout)
 
 
-def wrap(core: nn.Module, session: Session, device: torch.device, ranks: Ranks) -> nn.Module:
+def reduces_at_end(cfg: Any, ranks: Ranks) -> bool:
+    """True if gradients are averaged after the backward: DDP does not see those of graphs captured ahead of time."""
+    is_ahead = cfg.model.cuda_graph_impl == "transformer_engine"
+    return ranks.data_size > 1 and (is_ahead or not cfg.ddp.overlap_grad_reduce)
+
+
+def wrap(cfg: Any, core: nn.Module, session: Session, device: torch.device, ranks: Ranks) -> nn.Module:
     """Wrap a model in DDP on the session's stream, if several ranks train it on different data."""
     if ranks.data_size < 2:
+        return core
+    if reduces_at_end(cfg, ranks):
+        broadcast_from_first(core, ranks.stage, ranks.data_group)
         return core
     ids = [device.index or 0] if device.type == "cuda" else None
     with session.stream():
@@ -192,10 +201,18 @@ def make_forward_step(cfg: Any, checks: Checks) -> ForwardStep:
     return ForwardStep(cfg.model.moe_aux_loss_coeff, autocast, checks.loss == "host")
 
 
-def make_finish(cfg: Any, core: nn.Module, checks: Checks) -> Finish:
+def make_finish(cfg: Any, core: nn.Module, checks: Checks, ranks: Ranks) -> Finish:
     trained = tuple(parameter for parameter in core.parameters() if parameter.requires_grad)
     update = getattr(core, "update_bias", None) if cfg.model.moe_router_enable_expert_bias else None
-    return Finish(trained, cfg.optimizer.clip_grad, checks.grad == "host", update)
+    return Finish(
+        trained,
+        cfg.optimizer.clip_grad,
+        checks.grad == "host",
+        update,
+        data_size=ranks.data_size if reduces_at_end(cfg, ranks) else 1,
+        data_group=ranks.data_group,
+        stage_group=ranks.stage_group,
+    )
 
 
 def make_batches(cfg: Any, ranks: Ranks, count: int, *, is_eval: bool = False) -> Batches:

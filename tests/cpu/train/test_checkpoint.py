@@ -198,7 +198,7 @@ def test_full_device_gives_a_clear_error(tmp_path: Path, monkeypatch: pytest.Mon
         return real(Path("/dev/full") if self.suffix == ".pt" else self, *args, **kwargs)
 
     monkeypatch.setattr(Path, "open", redirected)
-    with pytest.raises(CheckpointError, match="No space left|was not written"):
+    with pytest.raises(CheckpointError, match="was not written"):
         write(tmp_path, 2, size=1_000_000)
     monkeypatch.undo()
     assert [step for step, _ in checkpoints_in(tmp_path)] == [1]
