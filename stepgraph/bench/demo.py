@@ -23,16 +23,13 @@ from torch import Tensor
 import stepgraph
 from stepgraph.models import GPT, GPTConfig
 
-__all__ = ["MIN_STEPS", "SETTLING_STEPS", "DemoResult", "DemoRun", "resolve_device", "run_demo"]
+__all__ = ["SETTLING_STEPS", "DemoResult", "DemoRun", "run_demo"]
 
 Batch = dict[str, Tensor]
 OnStep = Callable[[str], None]
 
 SETTLING_STEPS = 5
 """Steps left out of the times: three of warm-up, the capture, and one more."""
-
-MIN_STEPS = SETTLING_STEPS + 1
-"""The smallest number of steps with one step to time."""
 
 _BATCH_SIZE = 8
 _SEQ_LEN = 64
@@ -84,9 +81,14 @@ class DemoResult:
     """The report of the captured step, by `Report.to_dict`."""
 
     @property
-    def steps(self) -> int:
-        """Training steps in each run."""
+    def total_steps(self) -> int:
+        """Training steps in each run, warm-up and capture included."""
         return len(self.eager.losses)
+
+    @property
+    def steps(self) -> int:
+        """Steady steps in each run: those after warm-up and capture."""
+        return self.total_steps - SETTLING_STEPS
 
     @property
     def replays(self) -> int:
@@ -116,7 +118,7 @@ class DemoResult:
     @property
     def equality(self) -> str:
         """A sentence about what was compared, and the outcome."""
-        compared = f"stepgraph demo: {self.steps} losses and all parameters"
+        compared = f"stepgraph demo: {self.total_steps} losses and all parameters"
         if self.equal:
             return f"{compared} equal eager's, the parameters bit for bit"
         return f"{compared} do not equal eager's" if self.replays else f"{compared}: nothing was replayed"
@@ -124,7 +126,8 @@ class DemoResult:
     def to_dict(self) -> dict[str, Any]:
         """Return the results and the verdicts as plain values."""
         found: dict[str, Any] = {
-            name: getattr(self, name) for name in ("device", "backend", "torch_version", "steps", "seed", "speedup")
+            name: getattr(self, name)
+            for name in ("device", "backend", "torch_version", "steps", "total_steps", "seed", "speedup")
         }
         for phase, run in (("eager", self.eager), ("graphed", self.graphed)):
             found |= {f"{phase}_step_ms": run.step_ms, f"{phase}_loss": run.losses[-1]}
@@ -135,32 +138,15 @@ class DemoResult:
         return found | {"parameters_equal": self.parameters_equal, "equal": self.equal, "equality": self.equality}
 
 
-def resolve_device(name: str) -> torch.device:
-    """Return the device of this name; "auto" is the GPU if there is one. Raise ValueError if it cannot be used."""
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise ValueError(f"`{name}` is not a device; use auto, cpu, cuda or cuda:N") from error
-    if device.type not in ("cpu", "cuda"):
-        raise ValueError(f"`{name}` has no backend; use auto, cpu, cuda or cuda:N")
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise ValueError(
-            f"`{name}` does not exist: torch has {torch.cuda.device_count()} CUDA devices; use auto or cpu"
-        )
-    return device
-
-
 def run_demo(steps: int, seed: int, device: torch.device, on_step: OnStep = lambda phase: None) -> DemoResult:
-    """Train `steps` steps eager, then graphed, and return the comparison.
+    """Train until there were `steps` steady steps, eager, then graphed, and return the comparison.
 
     `on_step` is called after every step with "eager" or "graphed", for a progress bar.
     """
-    if steps < MIN_STEPS:
-        raise ValueError(f"run_demo, argument `steps`: {steps} leaves no step to time; use at least {MIN_STEPS}")
+    if steps < 1:
+        raise ValueError(f"run_demo, argument `steps`: {steps} leaves no step to time; use at least 1")
     with _reproducible(device):
-        batches = _make_batches(steps, seed, device)
+        batches = _make_batches(steps + SETTLING_STEPS, seed, device)
         eager, parameters, _ = _train(batches, seed, device, "eager", on_step)
         graphed, graphed_parameters, report = _train(batches, seed, device, "graphed", on_step)
     return DemoResult(

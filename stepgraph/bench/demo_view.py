@@ -28,7 +28,8 @@ def demo_progress(console: Console, steps: int) -> Iterator[Callable[[str], None
     """Show one bar for each run and yield the function that advances them, to be passed as `on_step`."""
     columns = (TextColumn("{task.description:<8}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console) as progress:
-        tasks = {phase: progress.add_task(phase, total=steps, start=False) for phase in ("eager", "graphed")}
+        total = steps + SETTLING_STEPS
+        tasks = {phase: progress.add_task(phase, total=total, start=False) for phase in ("eager", "graphed")}
 
         def advance(phase: str) -> None:
             progress.start_task(tasks[phase])
@@ -39,7 +40,7 @@ def demo_progress(console: Console, steps: int) -> Iterator[Callable[[str], None
 
 def render_demo(result: DemoResult) -> RenderableType:
     """Return the table, the chart and the conclusion of a result."""
-    table = Table(title=f"A small GPT, {result.steps} steps, eager and graphed, from seed {result.seed}")
+    table = Table(title=f"A small GPT, {result.total_steps} steps, eager and graphed, from seed {result.seed}")
     table.add_column("")
     table.add_column("eager", justify="right")
     table.add_column("graphed", justify="right")
@@ -54,7 +55,7 @@ def render_demo(result: DemoResult) -> RenderableType:
     if None not in peaks:
         table.add_row("peak memory", *(f"{peak / 2**20:.1f} MiB" for peak in peaks if peak is not None))
     table.add_section()
-    table.add_row("steps replayed", "", f"{result.replays} of {result.steps}")
+    table.add_row("steps replayed", "", f"{result.replays} of {result.total_steps}")
     for name in ("graphs", "segments", "nodes"):
         if result.report[name] is not None:
             table.add_row(name, "", str(result.report[name]))
@@ -102,7 +103,7 @@ def draw_demo(result: DemoResult, path: Path) -> None:
     figure = Figure(figsize=(10, 4), layout="constrained")
     loss, time = figure.subplots(1, 2)
     for name, run, style in (("eager", result.eager, "-"), ("graphed", result.graphed, "--")):
-        steps = range(1, result.steps + 1)
+        steps = range(1, result.total_steps + 1)
         loss.plot(steps, run.losses, style, linewidth=4 if name == "eager" else 1.5, label=name)
         time.plot(steps, run.times_ms, ".-", label=f"{name}, median {run.step_ms:.2f} ms")
     loss.set(title="loss: equal at every step" if result.equal else "loss", xlabel="step")

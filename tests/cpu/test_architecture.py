@@ -52,13 +52,14 @@ ROOMS = (
     "recipes",
     "train",
     "bench",
+    "commands",
     "cli",
     "__main__",
 )
 """From first to last; a module imports from its own room and from rooms before it."""
 ENGINES = {"step", "modules", "callables", "pipeline"}
 """Rooms that do not import each other: what they share stands before them, what joins them after them."""
-PUBLIC_USERS = ("bench", "cli")
+PUBLIC_USERS = ("bench", "commands", "cli")
 OPTIONAL = (
     "matplotlib",
     "transformers",

@@ -59,7 +59,7 @@ def test_examples_of_configurations_are_command_lines() -> None:
 
 def test_fixes_of_configurations_can_be_typed() -> None:
     """A fix names a field, a variable, an option or a package, or says that the message does."""
-    typed = re.compile(r"\w+\.\w+=|[A-Z_]{8,}=|--\w+|\w+>=\d|(model|train)\.\w+|the message")
+    typed = re.compile(r"\w+\.\w+=|[A-Z_]{8,}=|--\w+|\w+>=\d|(model|train)\.\w+|cfg\.|the message")
     assert [found.id for kind in ("config", "run") for found in entries(kind) if not typed.search(found.fix)] == []
 
 

@@ -1,51 +1,358 @@
-"""The command line: what it prints, and what it exits with."""
+"""The command line: what every command has in common, and what each prints and exits with."""
 
+import functools
 import json
+import math
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
 import tomllib
 from pathlib import Path
+from typing import Annotated, Any
 
 import pytest
 import torch
+import typer
 from typer.testing import CliRunner
 
-from stepgraph.bench.demo import MIN_STEPS, DemoResult, DemoRun, run_demo
-from stepgraph.cli import app
+from stepgraph import catalogue
+from stepgraph.bench.demo import SETTLING_STEPS, DemoResult, DemoRun, run_demo
+from stepgraph.cli import COMMANDS, app
+from stepgraph.commands.base import CONTEXT_SETTINGS, AsJson, Command, ExitCode, Result, Stopped, Stops, envelope
+from stepgraph.errors import InvalidArgument
 
 ROOT = Path(__file__).parents[2]
+PLAIN = {"NO_COLOR": "1", "COLUMNS": "80"}
 runner = CliRunner()
 
+RUNS: dict[str, list[str]] = {
+    "demo": ["--device", "cpu", "--steps", "2", "--plot", "none"],
+    "native": [],
+    "rules": [],
+}
+"""For each command, arguments of a short run."""
+NAMES = [function.__name__ for functions in COMMANDS.values() for function in functions]
 
-def test_demo_json_is_only_json_and_equal() -> None:
-    result = runner.invoke(app, ["demo", "--steps", "8", "--device", "cpu", "--json"])
+
+@functools.cache
+def short_run(name: str, *, as_json: bool = False) -> Any:
+    """The result of a command's short run, which several tests look at."""
+    return runner.invoke(app, [name, *RUNS[name], *(["--json"] if as_json else [])], env=PLAIN)
+
+
+def assert_plain(text: str) -> None:
+    """No colours, nothing wider than 80 columns, no traceback."""
+    assert "\x1b[" not in text
+    assert [line for line in text.splitlines() if len(line.rstrip()) > 80] == []
+    assert "Traceback" not in text
+
+
+def parsed(text: str) -> dict[str, Any]:
+    """What a command printed with `--json`; a NaN or an infinity in it fails."""
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is not JSON")
+
+    values = json.loads(text, parse_constant=refuse)
+    assert isinstance(values, dict)
+    return values
+
+
+# -- all commands
+
+
+def test_commands_stand_in_the_panels_in_order() -> None:
+    assert list(COMMANDS) == ["Decide", "Check", "Understand", "Train", "Set-up"]
+    assert set(NAMES) == set(RUNS), "each command has a short run here"
+    shown = runner.invoke(app, ["--help"], env=PLAIN)
+    panels = re.findall(r"─ ([\w-]+) ─", shown.stdout)
+    assert panels == ["Options", *(panel for panel, functions in COMMANDS.items() if functions)]
+    assert_plain(shown.output)
+    assert runner.invoke(app, []).exit_code == 2
+
+
+def test_help_and_rules_load_no_torch() -> None:
+    program = (
+        "import sys\nfrom typer.testing import CliRunner\nfrom stepgraph.cli import app\n"
+        "for line in sys.stdin:\n"
+        "    assert CliRunner().invoke(app, line.split()).exit_code == 0, line\n"
+        "print('torch' in sys.modules)\n"
+    )
+    lines = ["--help", "--version", "rules", "rules --json", "rules host-read", *(f"{name} --help" for name in NAMES)]
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, input="\n".join(lines), cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_command_refuses_bad_usage_without_traceback(name: str) -> None:
+    shown = runner.invoke(app, [name, "--help"], env=PLAIN)
+    assert (shown.exit_code, shown.stderr) == (0, "")
+    assert_plain(shown.stdout)
+    for wrong in ("--no-such-option", "-gq", "-json"):
+        result = runner.invoke(app, [name, wrong], env=PLAIN)
+        assert result.exit_code == 2, wrong
+        assert wrong in result.stderr
+        assert result.stdout == ""
+        assert_plain(result.output)
+    as_json = runner.invoke(app, [name, "--json", "-jsn"])
+    assert parsed(as_json.stdout)["exit_code"] == as_json.exit_code == 2
+    assert "Did you mean --json?" in parsed(as_json.stdout)["error"]["what"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_command_json_is_alone_and_has_the_envelope(name: str) -> None:
+    result = short_run(name, as_json=True)
+    values = parsed(result.stdout)
+    assert (values["schema"], values["command"], values["exit_code"]) == (1, name, result.exit_code)
     assert result.exit_code == 0, result.output
-    values = json.loads(result.stdout)
+    assert values["version"] == tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    assert values["next"].split()[:1] == ["stepgraph"]
+    assert values["next"].split()[1] in NAMES
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_command_ends_with_the_next_one_to_type(name: str) -> None:
+    result = short_run(name)
+    assert result.exit_code == 0, result.output
+    last = result.stdout.splitlines()[-1]
+    assert re.fullmatch(r"Next: stepgraph (\w+)( .+)?", last)
+    assert last.split()[2] in NAMES
+    if name != "native":  # a path may be longer
+        assert_plain(result.stdout)
+
+
+def test_version_is_the_project_version() -> None:
+    result = runner.invoke(app, ["--version"])
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert result.exit_code == 0
+    assert result.stdout == f"stepgraph {project['version']}\n"
+
+
+def test_unknown_command_names_the_nearest() -> None:
+    result = runner.invoke(app, ["rulse"], env=PLAIN)
+    assert result.exit_code == 2
+    assert "'rules'" in result.stderr
+
+
+# -- what a command is made of
+
+small = typer.Typer(context_settings=CONTEXT_SETTINGS, pretty_exceptions_enable=False)
+
+
+@small.command(cls=Command)
+def outcome(
+    which: Annotated[str, typer.Argument()] = "fine",
+    graph_scope: Annotated[str, typer.Option("--graph-scope", "-gs")] = "attn",
+    group: Annotated[str, typer.Option("-g")] = "none",
+    flag: Annotated[bool, typer.Option("-f")] = False,
+    as_json: AsJson = False,
+) -> Result:
+    """End in one of several ways."""
+    print("a library prints this")
+    if which == "error":
+        raise InvalidArgument("it broke", rule="option", details=["one", "two"], why="so.", fix="do.")
+    if which == "usage":
+        raise typer.BadParameter("not this one")
+    if which == "stop":
+        raise KeyboardInterrupt
+    code = ExitCode.FINDINGS if which == "findings" else ExitCode.OK
+    values = {"scope": graph_scope, "group": group, "flag": flag, "numbers": [1.0, math.nan, (math.inf,)]}
+    return Result(values, f"scope {graph_scope}", next="stepgraph demo", exit_code=code)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "scope", "group"),
+    [
+        (["--graph-scope", "mlp"], "mlp", "none"),
+        (["--graph_scope", "mlp"], "mlp", "none"),
+        (["--graph_scope=a_b"], "a_b", "none"),
+        (["-gs", "mlp", "-g", "q"], "mlp", "q"),
+        (["-gs=mlp"], "mlp", "none"),
+        (["--graph-scope", "-abc"], "-abc", "none"),  # a value, not an option
+        (["-f", "-g", "-xy", "fine"], "attn", "-xy"),
+        (["--", "-xy"], "attn", "none"),
+    ],
+)
+def test_options_are_read_as_they_are_typed(arguments: list[str], scope: str, group: str) -> None:
+    result = runner.invoke(small, ["--json", *arguments])
+    assert result.exit_code == 0, result.output
+    values = parsed(result.stdout)
+    assert (values["scope"], values["group"]) == (scope, group)
+
+
+@pytest.mark.parametrize(
+    ("word", "hint"),
+    [
+        ("-gq", "Did you mean -g?"),
+        ("-graph-scope", "Did you mean --graph-scope?"),
+        ("-jsn", "Did you mean --json?"),
+        ("-hlp", "Did you mean --help?"),
+        ("-zzzz", "options of several letters have two dashes."),
+    ],
+)
+def test_unknown_short_words_are_refused_with_the_nearest(word: str, hint: str) -> None:
+    result = runner.invoke(small, [word], env=PLAIN)
+    assert result.exit_code == 2
+    assert f"No such option: {word}" in result.stderr
+    assert hint in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("which", "code", "what"),
+    [("error", 2, "it broke"), ("usage", 2, "Invalid value: not this one"), ("stop", 130, "interrupted")],
+)
+def test_failures_have_their_code_and_no_traceback(which: str, code: int, what: str) -> None:
+    result = runner.invoke(small, [which, "--json"])
+    values = parsed(result.stdout)
+    assert (result.exit_code, values["exit_code"], values["error"]["what"]) == (code, code, what)
+    assert "Traceback" not in result.output
+    text = runner.invoke(small, [which], env=PLAIN)
+    assert (text.exit_code, text.stdout) == (code, "a library prints this\n")
+    assert what.removeprefix("Invalid value: ") in text.stderr
+    if which == "error":
+        assert values["error"] == {
+            "rule": "option",
+            "what": "it broke",
+            "details": ["one", "two"],
+            "why": "so.",
+            "fix": "do.",
+        }
+        assert text.stderr.splitlines()[0] == "InvalidArgument: it broke   [option]"
+
+
+def test_result_is_printed_for_people_or_programs() -> None:
+    result = runner.invoke(small, ["findings", "--json"])
+    assert result.exit_code == parsed(result.stdout)["exit_code"] == 1
+    assert parsed(result.stdout)["numbers"] == [1.0, None, [None]]
+    assert result.stderr == "a library prints this\n"
+    text = runner.invoke(small, ["findings"], env=PLAIN)
+    assert text.exit_code == 1
+    assert text.stdout == "a library prints this\nscope attn\nNext: stepgraph demo\n"
+
+
+def test_envelope_comes_first() -> None:
+    values = json.loads(envelope("demo", ExitCode.FINDINGS, {"x": 1}, schema=2))
+    assert list(values) == ["schema", "command", "version", "exit_code", "x"]
+    assert (values["schema"], values["exit_code"]) == (2, 1)
+
+
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, ExitCode.INTERRUPTED), (signal.SIGTERM, ExitCode.TERMINATED)]
+)
+def test_signals_stop_a_command(number: signal.Signals, code: ExitCode) -> None:
+    before = [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)]
+    stops = Stops(None)
+    with pytest.raises(Stopped), stops.watched():
+        os.kill(os.getpid(), number)
+        time.sleep(10)
+    assert stops.exit_code == code
+    assert [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)] == before
+
+
+@pytest.mark.parametrize("is_ignored", [False, True])
+def test_timeout_stops_a_command(is_ignored: bool) -> None:
+    before = signal.getsignal(signal.SIGINT)
+    stops = Stops(0.01)
+    try:
+        if is_ignored:  # as under nohup
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+        with pytest.raises(Stopped), stops.watched():
+            time.sleep(10)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert stops.exit_code == ExitCode.SCRIPT
+    assert stops.reason == "stopped after 0.01 s, as --timeout says"
+    assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
+
+
+# -- rules
+
+
+@pytest.mark.parametrize("kind", [None, *catalogue.KINDS])
+def test_rules_lists_the_catalogue(kind: str | None) -> None:
+    arguments = ["rules"] if kind is None else ["rules", "--kind", kind]
+    ids = [entry.id for entry in catalogue.entries(kind)]
+    found = parsed(runner.invoke(app, [*arguments, "--json"]).stdout)["rules"]
+    assert [entry["id"] for entry in found] == ids
+    assert all({"id", "kind", "what", "why", "fix", "example"} <= set(entry) for entry in found)
+    text = runner.invoke(app, arguments, env=PLAIN)
+    assert set(ids) <= set(text.stdout.split())
+    assert_plain(text.stdout)
+
+
+@pytest.mark.parametrize("entry", catalogue.entries(), ids=lambda entry: entry.id)
+def test_rules_explains_each_entry(entry: catalogue.Entry) -> None:
+    text = runner.invoke(app, ["rules", entry.id], env=PLAIN)
+    assert text.exit_code == 0
+    assert_plain(text.stdout)
+    words = " ".join(text.stdout.split())
+    assert f"What: {' '.join(entry.what.split())}." in words
+    assert ("Why: " in words, "Fix: " in words) == (True, True)
+    assert "](" not in words
+    assert "{whose}" not in words
+    assert ("Example:" in words) == bool(entry.example)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["host-rea"], "did you mean host-read?"),
+        (["zzzzzzzz"], "`stepgraph rules` lists them."),
+        (["host-read", "--kind", "config"], "there is no rule `host-read`"),
+        (["--kind", "confg"], "did you mean config?"),
+        (["--kind", "zzzz"], "use config, run, capture, check, symptom."),
+    ],
+)
+def test_rules_refuses_unknown_names(arguments: list[str], expected: str) -> None:
+    result = runner.invoke(app, ["rules", *arguments], env=PLAIN)
+    assert result.exit_code == 2
+    assert expected in " ".join(result.stderr.replace("│", " ").split())
+
+
+@pytest.mark.parametrize("spelling", ["host-read", "host_read", "[host-read]"])
+def test_rules_takes_an_id_as_an_error_prints_it(spelling: str) -> None:
+    (found,) = parsed(runner.invoke(app, ["rules", spelling, "--json"]).stdout)["rules"]
+    assert (found["id"], found["code"]) == ("host-read", 900)
+
+
+# -- demo
+
+
+def test_demo_json_says_that_the_runs_are_equal() -> None:
+    result = short_run("demo", as_json=True)
+    assert result.exit_code == 0, result.output
+    values = parsed(result.stdout)
     assert values["equal"] is True
     assert values["parameters_equal"] is True
     assert values["equality"].endswith("losses and all parameters equal eager's, the parameters bit for bit")
     assert values["loss_difference"] == 0.0
     assert values["backend"] == "tape"
     assert values["speedup"] is None
-    assert values["steps"] == 8
-    assert values["replays"] > 0
+    assert (values["steps"], values["total_steps"]) == (2, 2 + SETTLING_STEPS)
+    assert values["replays"] >= 2
     assert values["graphs"] >= 1
     # The plain AdamW stays eager, so it cuts the step.
     assert values["segments"] >= 2
     assert values["eager_losses"] == values["graphed_losses"]
-    assert len(values["graphed_times_ms"]) == 8
+    assert len(values["graphed_times_ms"]) == 2 + SETTLING_STEPS
+    assert values["picture"] is None
 
 
 def test_demo_shows_a_table_a_chart_and_what_tape_times_mean() -> None:
-    arguments = ["demo", "--steps", "6", "--device", "cpu", "--plot", "none"]
-    result = runner.invoke(app, arguments, env={"COLUMNS": "120"})
+    result = short_run("demo")
     assert result.exit_code == 0, result.output
     for text in ("parameters equal", "segments", "capture time", "its step times say nothing about a GPU's"):
-        assert text in result.stdout
+        assert text in " ".join(result.stdout.split())
     lines = [line.split() for line in result.stdout.splitlines()]
     (loss,) = (line for line in lines if line[:2] == ["loss", "eager"])
-    assert len(loss[2]) == 6, "a letter for each step"
-    (time,) = (line for line in lines if line[:3] == ["step", "time", "eager"])
-    assert time[3].startswith("█")
-    assert time[-1] == "ms"
+    assert len(loss[2]) == 2 + SETTLING_STEPS, "a letter for each step"
+    (step_time,) = (line for line in lines if line[:3] == ["step", "time", "eager"])
+    assert step_time[3].startswith("█")
+    assert step_time[-1] == "ms"
     assert "peak memory" not in result.stdout, "the tape has no figure"
 
 
@@ -65,38 +372,37 @@ def test_demo_leaves_torch_settings_as_they_were() -> None:
     torch.manual_seed(7)
     before = (torch.get_num_threads(), torch.are_deterministic_algorithms_enabled(), torch.get_rng_state())
     phases: list[str] = []
-    run_demo(MIN_STEPS, 0, torch.device("cpu"), phases.append)
-    assert phases == ["eager"] * MIN_STEPS + ["graphed"] * MIN_STEPS
+    run_demo(1, 0, torch.device("cpu"), phases.append)
+    total = 1 + SETTLING_STEPS
+    assert phases == ["eager"] * total + ["graphed"] * total
     assert torch.get_num_threads() == before[0]
     assert torch.are_deterministic_algorithms_enabled() == before[1]
     assert torch.equal(torch.get_rng_state(), before[2])
 
 
 @pytest.mark.parametrize(
-    "arguments",
+    ("arguments", "rule"),
     [
-        ["--device", "abacus"],
-        ["--device", "meta"],
-        ["--device", "cuda:99"],
-        ["--steps", str(MIN_STEPS - 1)],
-        ["--plot", "runs.txt"],
-        ["--plot", "no/such/folder/runs.png"],
+        (["--device", "abacus"], None),
+        (["--device", "meta"], None),
+        (["--device", "cuda:99"], "gpu-missing"),
+        (["--steps", "0"], None),
+        (["--timeout", "0"], None),
+        (["--plot", "runs.txt"], None),
+        (["--plot", "no/such/folder/runs.png"], None),
     ],
 )
-def test_demo_refuses_what_it_cannot_run(arguments: list[str]) -> None:
-    result = runner.invoke(app, ["demo", *arguments])
+def test_demo_refuses_what_it_cannot_run(arguments: list[str], rule: str | None) -> None:
+    result = runner.invoke(app, ["demo", *arguments, "--json"])
     assert result.exit_code == 2
-    assert arguments[0] in result.output
+    assert arguments[0] in result.stderr
+    assert parsed(result.stdout)["error"].get("rule") == rule
 
 
-def test_version_is_the_project_version() -> None:
-    result = runner.invoke(app, ["--version"])
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    assert result.exit_code == 0
-    assert result.stdout == f"stepgraph {project['version']}\n"
+# -- native
 
 
-def test_unknown_command_exits_with_usage() -> None:
-    result = runner.invoke(app, ["no-such-command"])
+def test_native_refuses_to_build_and_remove_at_once() -> None:
+    result = runner.invoke(app, ["native", "--build", "--remove"])
     assert result.exit_code == 2
-    assert "no-such-command" in result.output
+    assert "pass only one of the two" in result.stderr

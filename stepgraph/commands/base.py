@@ -1,0 +1,275 @@
+"""What all commands share: exit codes, common options, the form of results, and how a command ends.
+
+A command is a function that returns a `Result`. It prints nothing itself, except a progress bar on stderr. The class
+`Command` around it reads the options, runs the function, and prints the result: for people, with the next command to
+type as the last line, or with `--json` as one JSON object alone on stdout. An error of stepgraph becomes its message on
+stderr and exit code 2, without a traceback. Ctrl-C, SIGTERM and `--timeout` arrive as one exception, which captures
+hold back until their state is consistent; they differ in the exit code only.
+
+Example:
+    >>> def rules(as_json: AsJson = False) -> Result:
+    ...     return Result({"rules": []}, "no rules", next="stepgraph demo")
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import json
+import math
+import re
+import signal
+import sys
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import FrameType
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+import typer.core
+
+import stepgraph
+from stepgraph import catalogue
+from stepgraph.errors import InvalidArgument, StepgraphError, nearest
+
+if TYPE_CHECKING:
+    import torch
+    from rich.console import RenderableType
+
+
+class ExitCode(enum.IntEnum):
+    """What the exit status of every command means."""
+
+    OK = 0
+    FINDINGS = 1
+    """There are findings or differences, or no judgement is possible."""
+    USAGE = 2
+    """Wrong usage, a bad configuration, a broken rule, or hardware that is not there."""
+    SCRIPT = 3
+    """The user's script failed, or ran past the time limit."""
+    INTERRUPTED = 130
+    TERMINATED = 143
+
+
+Device = Annotated[
+    str,
+    typer.Option("--device", metavar="NAME", help="auto, cpu, cuda or cuda:N; auto takes a GPU if there is one."),
+]
+Steps = Annotated[
+    int, typer.Option("--steps", min=1, help="Steady steps: those after warm-up and capture, which are timed.")
+]
+Seed = Annotated[int, typer.Option("--seed", help="Seed of the weights, the data and the dropout.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON and nothing else.")]
+Timeout = Annotated[
+    float | None,
+    typer.Option("--timeout", min=0.001, metavar="SECONDS", help="Stop after this time, with exit code 3."),
+]
+"""The options that mean the same in every command that has them. The parameters are named `device`, `steps`, `seed`,
+`as_json` and `timeout`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """The outcome of a command."""
+
+    values: Mapping[str, Any]
+    """Plain values, for JSON. Numbers that are not finite become null."""
+    text: RenderableType
+    """The same for people."""
+    next: str
+    """The command to type next."""
+    exit_code: ExitCode = ExitCode.OK
+    schema: int = 1
+    """Counts changes of the meaning of this command's values."""
+
+
+CONTEXT_SETTINGS = {
+    "help_option_names": ["--help", "-h"],
+    "token_normalize_func": lambda name: name.replace("_", "-"),  # `--some_option` is `--some-option`
+}
+_UsageError: Any = typer.BadParameter.__base__  # typer has no public name for it
+_SHORT_WORD = re.compile(r"-[a-zA-Z][\w-]+")
+
+
+class _StrictOptions:
+    """Refuses an unknown option of one dash and several letters, which would be read as an option and its value."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        as_json, unknown = "--json" in args, _unknown_short_word(self, args)
+        try:
+            if unknown is not None:
+                ctx.fail(_no_such_option(unknown, _options(self)))
+            return list(super().parse_args(ctx, args))  # type: ignore[misc]
+        except _UsageError as error:
+            _report_usage(ctx, error, as_json)
+            raise
+
+
+class Group(_StrictOptions, typer.core.TyperGroup):
+    """`stepgraph` itself."""
+
+
+class Command(_StrictOptions, typer.core.TyperCommand):
+    """One command: runs its function, prints the result, and exits with its code."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command. Every way out of it ends here."""
+        as_json = bool(ctx.params.get("as_json"))
+        stops = Stops(ctx.params.get("timeout"))
+        try:
+            with stops.watched(), contextlib.redirect_stdout(sys.stderr if as_json else sys.stdout):
+                result = super().invoke(ctx)
+        except KeyboardInterrupt:
+            _fail(ctx, as_json, stops.exit_code, {"what": stops.reason}, stops.reason)
+        except StepgraphError as error:
+            parts = {name: getattr(error, name) for name in ("rule", "what", "details", "why", "fix")}
+            _fail(ctx, as_json, ExitCode.USAGE, parts, f"{type(error).__name__}: {error}")
+        except _UsageError as error:
+            _report_usage(ctx, error, as_json)
+            raise
+        if not isinstance(result, Result):
+            return result
+        if as_json:
+            typer.echo(envelope(ctx.info_name, result.exit_code, {**result.values, "next": result.next}, result.schema))
+        else:
+            _print_for_people(result)
+        raise typer.Exit(result.exit_code)
+
+
+class Stopped(KeyboardInterrupt):
+    """Ctrl-C, SIGTERM, or the end of a time limit.
+
+    A class of its own: after a plain KeyboardInterrupt inside `exec` Python ends with SIGINT's status, even if the
+    exception was caught.
+    """
+
+
+class Stops:
+    """Turns SIGINT, SIGTERM and the end of a time limit into `Stopped`, and remembers which it was."""
+
+    def __init__(self, timeout: float | None) -> None:
+        self._timeout = timeout
+        self.exit_code, self.reason = ExitCode.INTERRUPTED, "interrupted"
+
+    @contextlib.contextmanager
+    def watched(self) -> Iterator[None]:
+        """Watch during the block. Python handles signals in the main thread only."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        numbers = [signal.SIGTERM]
+        numbers += [signal.SIGINT] if callable(signal.getsignal(signal.SIGINT)) else []  # `nohup` ignores it
+        numbers += [signal.SIGALRM] if self._timeout is not None else []
+        before = {number: signal.signal(number, self._stop) for number in numbers}
+        if self._timeout is not None:
+            signal.setitimer(signal.ITIMER_REAL, self._timeout)
+        try:
+            yield
+        finally:
+            if self._timeout is not None:
+                signal.setitimer(signal.ITIMER_REAL, 0)
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _stop(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGINT:
+            raise Stopped
+        if number == signal.SIGTERM:
+            self.exit_code, self.reason = ExitCode.TERMINATED, "terminated"
+        else:
+            self.exit_code, self.reason = ExitCode.SCRIPT, f"stopped after {self._timeout:g} s, as --timeout says"
+        if not callable(signal.getsignal(signal.SIGINT)):
+            raise Stopped
+        signal.raise_signal(signal.SIGINT)  # which a capture holds back until its state is consistent
+
+
+def envelope(command: str, exit_code: int, values: Mapping[str, Any], schema: int = 1) -> str:
+    """Return the JSON text of a command's values, with what every command adds to them."""
+    head = {"schema": schema, "command": command, "version": stepgraph.__version__, "exit_code": int(exit_code)}
+    return json.dumps(head | finite(values), indent=2, allow_nan=False)
+
+
+def finite(value: Any) -> Any:
+    """Return a copy of plain values in which None stands for numbers that JSON cannot hold."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(key): finite(part) for key, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [finite(part) for part in value]
+    return value
+
+
+def torch_device(name: str) -> torch.device:
+    """Return the device of `--device`; "auto" is the GPU if there is one."""
+    import torch
+
+    num_gpus = torch.cuda.device_count()
+    if name == "auto":
+        return torch.device("cuda" if num_gpus else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        device = None
+    if device is None or device.type not in ("cpu", "cuda"):
+        raise typer.BadParameter(f"`{name}` has no backend; use auto, cpu, cuda or cuda:N", param_hint="--device")
+    if device.type == "cuda" and (device.index or 0) >= num_gpus:
+        rule = catalogue.entry("gpu-missing")
+        what = f"--device {name}: {rule.what} (torch sees {num_gpus})"
+        raise InvalidArgument(what, rule="gpu-missing", why=rule.why, fix=rule.fix)
+    return device
+
+
+def _print_for_people(result: Result) -> None:
+    from rich.console import Console
+    from rich.text import Text
+
+    console = Console(highlight=False)
+    console.print(result.text)
+    console.print(Text.assemble("Next: ", (result.next, "bold")), soft_wrap=True)
+
+
+def _fail(ctx: Any, as_json: bool, exit_code: ExitCode, error: Mapping[str, Any], message: str) -> None:
+    """Say on stderr what went wrong, and exit."""
+    if as_json:
+        typer.echo(envelope(ctx.info_name, exit_code, {"error": error}))
+    typer.echo(message, err=True)
+    raise typer.Exit(exit_code) from None
+
+
+def _report_usage(ctx: Any, error: Any, as_json: bool) -> None:
+    """With `--json`, wrong usage is reported as JSON too; typer prints it on stderr."""
+    if as_json:
+        typer.echo(envelope(ctx.info_name, ExitCode.USAGE, {"error": {"what": error.format_message()}}))
+
+
+def _options(command: Any) -> dict[str, Any]:
+    """The options of a command by their names, those of `--no-x` included."""
+    return {
+        name: option for option in command.params for name in (*option.opts, *option.secondary_opts) if name[0] == "-"
+    }
+
+
+def _unknown_short_word(command: Any, args: Sequence[str]) -> str | None:
+    """The first argument such as `-gq` that is no declared option, and not the value of the option before it."""
+    options = _options(command)
+    words = iter(args)
+    for word in words:
+        name, has_value = word.partition("=")[:2]
+        if word == "--" or not (word.startswith("-") or command.allow_interspersed_args):
+            return None
+        dashes = re.match("-*", name).group()  # type: ignore[union-attr]
+        option = options.get(dashes + name[len(dashes) :].replace("_", "-"))
+        if option is None and _SHORT_WORD.fullmatch(name):
+            return name
+        if option is not None and not option.is_flag and not has_value:
+            next(words, None)
+    return None
+
+
+def _no_such_option(name: str, options: Mapping[str, Any]) -> str:
+    near = f"-{name}" if f"-{name}" in options else nearest(name, [*options, "--help"])
+    return f"No such option: {name}" + (
+        f". Did you mean {near}?" if near else "; options of several letters have two dashes."
+    )
