@@ -146,8 +146,8 @@ def _activation(model: ModelSection) -> str:
     known = _GATED if model.gated_linear_unit else _PLAIN
     if model.activation_func not in known:
         raise ValueError(
-            f"`activation_func` is {model.activation_func!r} and `gated_linear_unit` is {model.gated_linear_unit}; gated "
-            f"there are {', '.join(_GATED)}, not gated {', '.join(_PLAIN)}"
+            f"`activation_func` is {model.activation_func!r} and `gated_linear_unit` is {model.gated_linear_unit}; "
+            f"gated there are {', '.join(_GATED)}, not gated {', '.join(_PLAIN)}"
         )
     return known[model.activation_func]
 

@@ -244,16 +244,16 @@ RECIPES: Mapping[str, Recipe] = MappingProxyType(
                 qwen3_vl,
                 31_070_754_032,
                 f"{_HF}Qwen/Qwen3-VL-30B-A3B-Instruct",
-                f"{_MOE_REASON}; nothing is captured until the data has real images: on padding alone the figures would "
-                "mean nothing",
+                f"{_MOE_REASON}; nothing is captured until the data has real images: on padding alone the figures "
+                "would mean nothing",
             ),
             Recipe(
                 "nemotron_h",
                 nemotron_h,
                 8_100_852_736,
                 f"{_HF}nvidia/Nemotron-H-8B-Base-8K",
-                "a Mamba-2 layer is a long chain of small kernels, and attention is much the same; the MLPs are two large "
-                "products that keep the GPU busy",
+                "a Mamba-2 layer is a long chain of small kernels, and attention is much the same; the MLPs are two "
+                "large products that keep the GPU busy",
             ),
         )
     }

@@ -1,0 +1,199 @@
+"""Cuts a configuration until a training step fits the memory of a machine.
+
+Layers go first, because a model with fewer of them is captured, replayed and measured as the whole one is. If one layer
+of each kind is still too much, experts go, by halves. A CPU is slow, too: there the widths, the vocabulary, the
+sequence and the depth are brought down to what trains in a fraction of a second, whatever the memory.
+
+60% of what is free is planned with. The rest is for what no estimate knows: the allocator's fragments, workspaces of
+libraries, and the static buffers of graphs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+from stepgraph.config.container import ConfigContainer
+from stepgraph.errors import InvalidArgument
+from stepgraph.recipes.layers import fewest_layers, with_layers
+from stepgraph.recipes.memory import MemoryEstimate, estimate_memory
+
+SHARE = 0.6
+"""The part of the free memory that is planned with."""
+_CPU_WIDTH = 256
+_CPU_HEAD = 32
+_CPU_MOST: Mapping[str, Mapping[str, int]] = MappingProxyType(
+    {
+        "all": {"vocab_size": 8192, "seq_length": 128},
+        "num_moe_experts": {"num_moe_experts": 8},
+        "window_size": {"window_size": 32},
+        "multi_latent_attention": {"qk_head_dim": _CPU_HEAD, "qk_pos_emb_head_dim": _CPU_HEAD, "v_head_dim": _CPU_HEAD},
+        "mamba": {"mamba_state_dim": 32, "mamba_head_dim": 32, "mamba_num_groups": 2, "mamba_chunk_size": 32},
+        "vision_language": {"vision_image_size": 64, "vision_num_layers": 2},
+    }
+)
+"""The largest values on a CPU, of all models, and of those of a kind or with a setting."""
+_CPU_LAYERS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """A setting that was changed to fit."""
+
+    setting: str
+    before: Any
+    after: Any
+
+    def __str__(self) -> str:
+        return f"{self.setting}: {_short(self.before)} -> {_short(self.after)}"
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """A configuration that fits, and what was cut for it."""
+
+    config: ConfigContainer
+    cuts: tuple[Cut, ...]
+    estimate: MemoryEstimate
+    budget_bytes: int
+
+    def __str__(self) -> str:
+        need = f"{_gib(self.estimate.total)} of {_gib(self.budget_bytes)} ({SHARE:.0%} of what is free)"
+        if not self.cuts:
+            return f"fits whole: {need}"
+        lines = [f"  {cut}" for cut in self.cuts]
+        return "\n".join([f"cut to {self.estimate.parameters:,} parameters, {need}:", *lines])
+
+
+def fit(cfg: ConfigContainer, free_bytes: int, device: str = "cuda") -> Fit:
+    """Return a copy of a configuration that trains within 60% of `free_bytes` on a device, and what was cut.
+
+    Example:
+        >>> found = fit(recipes.llama3_8b(), torch.cuda.mem_get_info()[0])
+        >>> print(found)
+    """
+    budget = int(SHARE * free_bytes)
+    fitted = for_cpu(cfg) if device.partition(":")[0] == "cpu" else cfg.copy()
+    fitted, estimate = _fewer_layers(fitted, budget)
+    while estimate.total > budget:
+        fewer = _fewer_experts(fitted)
+        if fewer is None:
+            raise _too_large(fitted, estimate, budget)
+        fitted, estimate = fewer, estimate_memory(fewer)
+    return Fit(fitted, _cuts(cfg, fitted), estimate, budget)
+
+
+def _fewer_layers(cfg: ConfigContainer, budget: int) -> tuple[ConfigContainer, MemoryEstimate]:
+    """The most layers that fit, or the fewest that there may be."""
+    least, most = fewest_layers(cfg), cfg.model.num_layers
+    runs: dict[str, int] = {}
+    whole = estimate_memory(cfg, runs)
+    if whole.total <= budget or least == most:
+        return cfg, whole
+    found = with_layers(cfg, least)
+    estimate = estimate_memory(found, runs)
+    while estimate.total <= budget and most - least > 1:  # `most` is known not to fit
+        middle = (least + most) // 2
+        tried = with_layers(cfg, middle)
+        needed = estimate_memory(tried, runs)
+        if needed.total <= budget:
+            least, found, estimate = middle, tried, needed
+        else:
+            most = middle
+    return found, estimate
+
+
+def _fewer_experts(cfg: ConfigContainer) -> ConfigContainer | None:
+    """Half as many experts, or None if tokens would have no choice."""
+    model = cfg.model
+    if model.num_moe_experts is None or model.num_moe_experts // 2 <= model.moe_router_topk:
+        return None
+    found = cfg.copy()
+    _set_experts(found, model.num_moe_experts // 2)
+    return found
+
+
+def _set_experts(cfg: ConfigContainer, number: int) -> None:
+    """Set the number of experts; groups stay at least two experts large, and leave as many to choose from."""
+    model = cfg.model
+    model.num_moe_experts = number
+    model.moe_router_topk = min(model.moe_router_topk, max(1, number // 2))
+    if model.moe_router_num_groups:
+        groups = max(1, min(model.moe_router_num_groups, number // 2))
+        model.moe_router_num_groups = groups
+        enough = -(-model.moe_router_topk * groups // number)
+        model.moe_router_group_topk = max(enough, min(model.moe_router_group_topk or 1, groups))
+
+
+def for_cpu(cfg: ConfigContainer) -> ConfigContainer:
+    """A copy that a CPU can train: narrow, shallow, with few tokens, and of the same parts."""
+    cfg = with_layers(cfg, min(cfg.model.num_layers, max(_CPU_LAYERS, fewest_layers(cfg))))
+    model = cfg.model
+    kinds = {"all", "mamba" if model.kind == "hybrid" else model.kind}
+    for kind, settings in _CPU_MOST.items():
+        if kind in kinds or getattr(model, kind, None):
+            for name, most in settings.items():
+                setattr(model, name, min(getattr(model, name), most))
+    if model.num_moe_experts is not None:
+        _set_experts(cfg, model.num_moe_experts)
+    if model.image_token_id is not None:
+        model.image_token_id = min(model.image_token_id, model.vocab_size - 1)
+    if model.hidden_size > _CPU_WIDTH:
+        _narrow(cfg, _CPU_WIDTH / model.hidden_size)
+    if model.kind == "vision_language" and model.vision_hidden_size > _CPU_WIDTH // 2:
+        _scale(model, "vision_ffn_hidden_size", _CPU_WIDTH / 2 / model.vision_hidden_size)
+        model.vision_hidden_size, model.vision_num_attention_heads = _CPU_WIDTH // 2, 4
+    return cfg
+
+
+def _narrow(cfg: ConfigContainer, factor: float) -> None:
+    """Bring the widths down to that of a CPU, each by the same factor as far as heads allow."""
+    model = cfg.model
+    model.hidden_size = _CPU_WIDTH
+    for name in ("ffn_hidden_size", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size"):
+        _scale(model, name, factor)
+    if model.multi_latent_attention:
+        _scale(model, "q_lora_rank", factor)
+        _scale(model, "kv_lora_rank", factor)
+    groups = model.num_query_groups or model.num_attention_heads
+    shared = model.num_attention_heads // groups
+    groups = max(1, int(groups * factor))
+    if model.num_query_groups is not None:
+        model.num_query_groups = groups
+    model.num_attention_heads = groups * min(shared, 8)
+    if model.kv_channels is not None or _CPU_WIDTH % (2 * model.num_attention_heads):
+        model.kv_channels = _CPU_HEAD
+    if model.mamba_num_heads is not None:
+        model.mamba_num_heads = 2 * _CPU_WIDTH // model.mamba_head_dim
+
+
+def _scale(model: Any, name: str, factor: float) -> None:
+    value = getattr(model, name)
+    if value is not None:
+        setattr(model, name, max(8, round(value * factor / 8) * 8))
+
+
+def _cuts(before: ConfigContainer, after: ConfigContainer) -> tuple[Cut, ...]:
+    old, new = before.to_dict()["model"], after.to_dict()["model"]
+    return tuple(Cut(f"model.{name}", old[name], new[name]) for name in old if old[name] != new[name])
+
+
+def _too_large(cfg: ConfigContainer, estimate: MemoryEstimate, budget: int) -> InvalidArgument:
+    return InvalidArgument(
+        f"the smallest cut, {cfg.model.num_layers} layers, does not fit",
+        rule="fit",
+        details=[f"needed     {_gib(estimate.total)}", f"available  {_gib(budget)} ({SHARE:.0%} of what is free)"],
+        why="layers and experts are cut, widths and the sequence are not.",
+        fix="set a shorter model.seq_length, recompute_granularity='full', or choose a smaller recipe.",
+    )
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:.2f} GiB"
+
+
+def _short(value: Any) -> str:
+    text = str(value)
+    return text if len(text) <= 40 else f"{text[:18]} ... {text[-18:]}"
