@@ -211,6 +211,9 @@ class ParallelFields(Section):
     context_parallel_size: Annotated[int, "Ranks that share each sequence."] = 1
     expert_model_parallel_size: Annotated[int, "Ranks that share the experts."] = 1
     expert_tensor_parallel_size: Annotated[int | None, "Ranks that share each expert's matrices."] = None
+    overlap_moe_expert_parallel_comm: Annotated[
+        bool, "Overlap the dispatch of tokens to experts. Together with comm_overlap.overlap_moe_expert_parallel_comm."
+    ] = False
     sequence_parallel: Annotated[bool, "Share activations between the ranks of tensor parallelism."] = False
 
 

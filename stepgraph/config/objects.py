@@ -2,9 +2,9 @@
 
 `TECudaGraphHelper`, `CudaGraphManager`, `FullCudaGraphWrapper` and `graph_modules` take a configuration object. It may
 be a `ConfigContainer`, its `model` section, or any object with Megatron's fields. Of the last, the fields that a model
-section has are read; what is missing breaks no rule. There are two exceptions. An object that turns graphs on must have
-`use_te_rng_tracker=True`, because Megatron makes its random states by that flag. And its experts are taken to be
-dispatched with host reads.
+section has are read; what is missing breaks no rule. There are two exceptions. An object that turns graphs on by
+`cuda_graph_impl` must have `use_te_rng_tracker=True`, because Megatron makes its random states by that flag. And its
+experts are taken to be dispatched with host reads.
 """
 
 from __future__ import annotations
@@ -20,18 +20,22 @@ from stepgraph.config.values import fitted, types_of
 from stepgraph.errors import ConfigError, InvalidArgument
 
 _ITERATION = "full_iteration"
+_OF_WHOLE_RUNS = (
+    *("config-value", "batch-size"),
+    *("moe-scope-without-experts", "mlp-scope-without-dense", "scope-without-layers"),
+)
+"""Rules about data, which a model's configuration does not have, and about layers, which engines find in the model."""
 
 
 def checked_settings(config: Any, environment: Environment | None = None) -> GraphSettings:
     """What a configuration object says about graphs, or an error with all rules that it breaks."""
     known = environment if environment is not None else Environment.read()
     if isinstance(config, ConfigSections):
-        sections = config
-    elif isinstance(config, ModelSection):
-        sections = ConfigSections(model=config)
+        violations = broken_rules(finalised(config, known), known)
     else:
-        sections = _sections_of(config)
-    violations = broken_rules(finalised(sections, known), known)
+        is_ours = isinstance(config, ModelSection)
+        sections = finalised(ConfigSections(model=config), known) if is_ours else _sections_of(config)
+        violations = [broken for broken in broken_rules(sections, known) if broken.rule not in _OF_WHOLE_RUNS]
     if violations:
         raise ConfigError(violations)
     return GraphSettings.of(config)
@@ -54,7 +58,11 @@ def _sections_of(config: Any) -> ConfigSections:
     found.model.cuda_graph_impl = "local" if is_iteration or settings.impl == "local" else "transformer_engine"
     scope = [_ITERATION] if is_iteration else [*settings.scope]
     object.__setattr__(found.model, "cuda_graph_scope", scope)  # may have paths, which rules pass over
-    found.model.use_te_rng_tracker = bool(getattr(config, "use_te_rng_tracker", False))
+    found.comm_overlap.delay_wgrad_compute = found.model.delay_wgrad_compute
+    is_tracked = getattr(config, "use_te_rng_tracker", None)
+    if is_tracked is None and getattr(config, "cuda_graph_impl", None) is not None:
+        is_tracked = False  # Megatron's default; the older switches turned it on by themselves
+    found.model.use_te_rng_tracker = None if is_tracked is None else bool(is_tracked)
     if getattr(config, "moe_token_dispatcher_type", None) is None:
         found.model.moe_token_dispatcher_type = "alltoall"
     return found

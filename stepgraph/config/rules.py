@@ -39,8 +39,10 @@ def finalised(config: ConfigSections, environment: Environment) -> ConfigSection
         found.rerun_state_machine.check_for_nan_in_loss = "device" if model.captures_iteration else True
     if found.ddp.check_for_nan_in_grad is None:
         found.ddp.check_for_nan_in_grad = "device" if model.captures_iteration else False
-    if found.comm_overlap.delay_wgrad_compute or model.delay_wgrad_compute:
-        found.comm_overlap.delay_wgrad_compute = model.delay_wgrad_compute = True
+    for name in ("delay_wgrad_compute", "overlap_moe_expert_parallel_comm"):
+        is_on = getattr(found.comm_overlap, name) or getattr(model, name)
+        setattr(found.comm_overlap, name, is_on)
+        setattr(model, name, is_on)
     if found.dist.distributed_backend is None:
         found.dist.distributed_backend = "gloo" if environment.compute_capability is None else "nccl"
     return found

@@ -161,6 +161,17 @@ def model_of(config: Any) -> Any:
     return model if hasattr(model, "cuda_graph_impl") else config
 
 
+def at_least_one_step(steps: int) -> int:
+    """The warm-up of what is captured from a recorded call: 0 steps are read as 1, with a warning."""
+    if steps == 0:
+        _warn(
+            "cuda_graph_warmup_steps=0 is read as 1   [option]\n"
+            "Why: this graph is captured from a step that has run eagerly once.\n"
+            "Fix: cuda_graph_warmup_steps=1."
+        )
+    return max(1, steps)
+
+
 def _impl(config: Any) -> str | None:
     """The implementation, by its own field and by the older switches."""
     given = getattr(config, "cuda_graph_impl", None)

@@ -30,6 +30,7 @@ import torch.distributed as dist
 from stepgraph.callables.graphed import CallablesReport
 from stepgraph.callables.make_graphed import make_graphed_callables
 from stepgraph.config.objects import checked_settings
+from stepgraph.config.spellings import model_of
 from stepgraph.errors import InvalidArgument
 from stepgraph.guards.hooks import spelled
 from stepgraph.megatron.part_graphs import PartGraphs, graphs_in
@@ -86,7 +87,7 @@ class TECudaGraphHelper:
         self._sizes = Sizes(seq_length, micro_batch_size, self._hidden_size())
         self._order_of_rank = functools.partial(
             order_of_rank,
-            config,
+            model_of(config),
             num_microbatches=num_microbatches,
             pipeline_parallel_rank=pipeline_parallel_rank,
             order=order,
@@ -99,7 +100,7 @@ class TECudaGraphHelper:
         """Seconds that the last capture took, with its warm-up."""
 
     def _hidden_size(self) -> int | None:
-        configs = [self.config, *(getattr(chunk, "config", None) for chunk in self.model)]
+        configs = [model_of(self.config), *(getattr(chunk, "config", None) for chunk in self.model)]
         return next((size for config in configs if (size := setting(config, "hidden_size")) is not None), None)
 
     # -- capturing

@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 
+from stepgraph.config.objects import checked_settings
 from stepgraph.errors import InvalidArgument
 from stepgraph.frames import warn_user
 from stepgraph.modules.manager import CudaGraphManager
-from stepgraph.modules.options import ModuleOptions
+from stepgraph.modules.options import ModuleOptions, options_of
 from stepgraph.modules.report import ModuleReport, report_on
 from stepgraph.modules.scopes import Part, ScopeRegistry, read_scope
 from stepgraph.modules.session import ModuleSession
@@ -27,10 +28,16 @@ def _older_names(given: dict[str, Any]) -> None:
     if given.get("outputs") == "guarded":
         warn_user("outputs='guarded' is an older name of outputs='copy'   [option]\nFix: outputs='copy'.")
         given["outputs"] = "copy"
+    if given.get("config") is not None:
+        given["config"] = checked_settings(given["config"])
+        given.update({name: value for name, value in options_of(given["config"]).items() if name not in given})
 
 
 @reads_options(
-    ModuleOptions, older=_older_names, registry="What the words of a scope mean for the classes of your layers."
+    ModuleOptions,
+    older=_older_names,
+    registry="What the words of a scope mean for the classes of your layers.",
+    config="A ConfigContainer, or Megatron's configuration: checked, and read for what is not given here.",
 )
 def graph_modules(
     model: torch.nn.Module,
@@ -48,6 +55,7 @@ def graph_modules(
     audit: Audit = "auto",
     single_mempool: bool = False,
     registry: ScopeRegistry | None = None,
+    config: Any = None,
     session: Session | None = None,
 ) -> GraphedModules:
     """Graph the parts of a model that a scope names; the rest goes on eagerly.
@@ -73,7 +81,7 @@ def graph_modules(
         )
     why = "it says which submodules of your layers the words of a scope stand for."
     expect("registry", registry, (ScopeRegistry,), why, "ScopeRegistry().register(MyLayer, attn='attention').")
-    parts = (registry or ScopeRegistry()).resolve(model, read_scope(scope))
+    parts = (registry or ScopeRegistry()).resolve(model, read_scope(scope) or getattr(config, "scope", ()))
     _refuse_graphed(parts)
     options = ModuleOptions(
         warmup=warmup,
@@ -87,6 +95,7 @@ def graph_modules(
         safe_hooks=safe_hooks,
         audit=audit,
         single_mempool=single_mempool,
+        eager_reason=getattr(config, "reason_for_eager", None),
     )
     return GraphedModules(ModuleSession(session, model), parts, options)
 

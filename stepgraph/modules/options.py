@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any
 
 from stepgraph.config.objects import checked_settings
+from stepgraph.config.spellings import GraphSettings, at_least_one_step
 from stepgraph.session.options import PairOptions
 
 
@@ -26,11 +27,15 @@ def options_from(config: Any) -> ModuleOptions:
     if isinstance(config, ModuleOptions):
         return config
     settings = checked_settings(config)
+    return ModuleOptions(**options_of(settings), eager_reason=settings.reason_for_eager)
+
+
+def options_of(settings: GraphSettings) -> dict[str, Any]:
+    """The options of `graph_modules` that settings name."""
+    steps = settings.warmup_steps
     found = {
-        "warmup": settings.warmup_steps,
+        "warmup": steps if steps is None or settings.reason_for_eager is not None else at_least_one_step(steps),
         "max_runners": settings.max_runners,
         "single_mempool": settings.single_mempool,
-        "eager_reason": settings.reason_for_eager,
     }
-    given: dict[str, Any] = {name: value for name, value in found.items() if value is not None}
-    return ModuleOptions(**given)
+    return {name: value for name, value in found.items() if value}

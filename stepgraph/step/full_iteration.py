@@ -19,6 +19,8 @@ from typing import Any
 import torch
 
 from stepgraph.backends import Backend
+from stepgraph.config.objects import checked_settings
+from stepgraph.config.spellings import GraphSettings, at_least_one_step
 from stepgraph.errors import ClosedError, InvalidArgument, StepgraphError
 from stepgraph.frames import untraced, warn_user
 from stepgraph.observe.finder import reachable
@@ -73,12 +75,18 @@ class FullCudaGraphWrapper:
     `stepgraph.capture`; `optimizer` says where optimizers run.
     """
 
-    @reads_options(StepOptions, older=_older_names, optimizers="Optimizers to zero and step in each training call.")
+    @reads_options(
+        StepOptions,
+        older=_older_names,
+        optimizers="Optimizers to zero and step in each training call.",
+        config="A ConfigContainer, or Megatron's configuration: checked, and read for the number of warm-up steps.",
+    )
     def __init__(
         self,
         forward_backward_func: Callable[..., Any],
-        cuda_graph_warmup_steps: int = 1,
+        cuda_graph_warmup_steps: int | None = None,
         *,
+        config: Any = None,
         optimizers: Sequence[Any] = (),
         optimizer: OptimizerMode = "auto",
         max_graphs: int = 8,
@@ -93,7 +101,7 @@ class FullCudaGraphWrapper:
         session: Session | None = None,
         backend: Backend | str | None = None,
     ) -> None:
-        _check(forward_backward_func, cuda_graph_warmup_steps, optimizers)
+        _check(forward_backward_func, optimizers)
         self._forward_backward_func, self._optimizers = forward_backward_func, tuple(optimizers)
         self._name = getattr(forward_backward_func, "__name__", type(forward_backward_func).__name__)
         self._session = session if session is not None else Session()
@@ -102,7 +110,7 @@ class FullCudaGraphWrapper:
         self._max_graphs = max_graphs
         self._step = capture(
             _iteration(self._name),
-            warmup=cuda_graph_warmup_steps,
+            warmup=_warmup_steps(cuda_graph_warmup_steps, config),
             optimizer=optimizer,
             max_graphs=max_graphs,
             strict=strict,
@@ -243,7 +251,25 @@ def _read_otherwise(received: str, num_microbatches: int) -> InvalidArgument:
     )
 
 
-def _check(forward_backward_func: Any, warmup_steps: Any, optimizers: Any) -> None:
+def _warmup_steps(given: int | None, config: Any) -> int:
+    """The eager steps before the capture: as given, else the configuration's, else 1."""
+    settings = checked_settings(config) if config is not None else GraphSettings("full_iteration")
+    if settings.impl != "full_iteration":
+        raise InvalidArgument(
+            f"the configuration has cuda_graph_impl={settings.impl!r} without the scope 'full_iteration'",
+            rule="option",
+            why="FullCudaGraphWrapper captures the full iteration.",
+            fix="cuda_graph_impl='local' and cuda_graph_scope=['full_iteration'], or leave the wrapper out.",
+        )
+    steps = settings.warmup_steps if given is None else given
+    if steps is None:
+        return 1
+    if steps == 0 and not isinstance(steps, bool):
+        return at_least_one_step(steps)
+    return int(checked("cuda_graph_warmup_steps", steps, int))
+
+
+def _check(forward_backward_func: Any, optimizers: Any) -> None:
     if not callable(forward_backward_func):
         raise InvalidArgument(
             f"forward_backward_func is a {type(forward_backward_func).__name__}, which cannot be called",
@@ -251,7 +277,6 @@ def _check(forward_backward_func: Any, warmup_steps: Any, optimizers: Any) -> No
             why="it must be the function that runs all microbatches of an iteration.",
             fix="pass FullCudaGraphWrapper(get_forward_backward_func(), ...), with the brackets of the call.",
         )
-    checked("cuda_graph_warmup_steps", warmup_steps, int)
     for optimizer in optimizers if isinstance(optimizers, (list, tuple)) else [optimizers]:
         if not isinstance(optimizers, (list, tuple)) or not _can_step(optimizer):
             raise InvalidArgument(

@@ -58,7 +58,7 @@ def capture(rank: Rank, config: Any, **options: Any) -> stepgraph.TECudaGraphHel
 
 IMPLS: dict[str, dict[str, Any]] = {
     "none": {"cuda_graph_impl": "none", "cuda_graph_modules": ["attn"]},
-    "full_iteration": {"cuda_graph_impl": "full_iteration"},
+    "full_iteration": {"cuda_graph_impl": "full_iteration", "use_te_rng_tracker": True},
     "older switches": {"enable_cuda_graph": False, "external_cuda_graph": False},
 }
 
@@ -84,12 +84,15 @@ def test_helper_captures_nothing_where_the_config_says_so(
     helper.delete_cuda_graphs()
 
 
+TRACKED = {"use_te_rng_tracker": True}
+
+
 @pytest.mark.parametrize(
     ("fields", "paths"),
     [
         ({"cuda_graph_modules": "full"}, ["blocks.0", "blocks.1"]),
         ({"cuda_graph_modules": ["attn"]}, ["blocks.0.attn", "blocks.1.attn"]),
-        ({"cuda_graph_impl": "local", "cuda_graph_modules": "blocks.1.mlp"}, ["blocks.1.mlp"]),
+        ({"cuda_graph_impl": "local", "cuda_graph_modules": "blocks.1.mlp", **TRACKED}, ["blocks.1.mlp"]),
     ],
 )
 def test_helper_reads_the_newer_name_of_the_scope(

@@ -99,7 +99,8 @@ def test_manager_in_the_place_of_a_forward(device: torch.device) -> None:
 def test_manager_captures_nothing_where_the_config_says_so(impl: str, device: torch.device) -> None:
     model = Net(Layer(dropout=0.0)).to(device)
     eager = copy.deepcopy(model)
-    manager = CudaGraphManager(SimpleNamespace(cuda_graph_impl=impl), base_module=model.layers[0])
+    config = SimpleNamespace(cuda_graph_impl=impl, use_te_rng_tracker=True)
+    manager = CudaGraphManager(config, base_module=model.layers[0])
     model.layers[0].forward = manager
     assert all(map(same_bits, train(eager, device, 6), train(model, device, 6)))
     stepgraph.create_cudagraphs()

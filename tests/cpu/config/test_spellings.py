@@ -83,7 +83,7 @@ def test_settings_read_every_name_of_an_implementation(fields: dict[str, Any], i
     assert (settings.impl, settings.scope) == (impl, ())
     reason = settings.reason_for_eager
     assert (reason is not None) == (impl in ("none", "full_iteration"))
-    assert options_from(SimpleNamespace(**fields)).eager_reason == reason
+    assert options_from(SimpleNamespace(use_te_rng_tracker=True, **fields)).eager_reason == reason
 
 
 @pytest.mark.parametrize("fields", [{"cuda_graph_modules": "full"}, {"cuda_graph_modules": ["mlp", "attn"]}])
