@@ -11,6 +11,7 @@ from stepgraph.commands.base import CONTEXT_SETTINGS, Command, Group
 from stepgraph.commands.demo import demo
 from stepgraph.commands.native import native
 from stepgraph.commands.rules import rules
+from stepgraph.commands.train import train
 
 __all__ = ["COMMANDS", "app", "main"]
 
@@ -18,7 +19,7 @@ COMMANDS = {
     "Decide": (),
     "Check": (),
     "Understand": (rules,),
-    "Train": (),
+    "Train": (train,),
     "Set-up": (demo, native),
 }
 """The functions of all commands, by the panel of `stepgraph --help` that lists them. A new command is added here."""

@@ -74,6 +74,7 @@ class Progress:
     was_announced: bool = False
     fallback: str | None = None
     """Why the run went on in eager."""
+    graphed: int = 0
     memory_before: int | None = None
     memory_after: int | None = None
     saved: int = -1
@@ -90,6 +91,7 @@ class Pending:
     step: int
     lr: float
     loss: Reading
+    seconds: float
 
 
 class Loop:
@@ -157,8 +159,11 @@ class Loop:
             progress.eager_reasons[progress.fallback or reason] += 1
         self._post_flags(result)
         self._announce()
+        loss = self._backend.read_later(result.loss)
         self._read_pending()
-        self._pending = Pending(progress.step, lr, self._backend.read_later(result.loss))
+        now = time.perf_counter()
+        self._pending = Pending(progress.step, lr, loss, now - self._since)
+        self._since = now
 
     def _after_iteration(self, last: int) -> bool:
         """Evaluate and save where it is time; return True if the run ends here."""
@@ -234,8 +239,9 @@ class Loop:
             return
         progress.was_announced = True
         progress.memory_after = self._memory_in_use()
+        progress.graphed = implementation.num_graphed
         before, after = in_mib(progress.memory_before), in_mib(progress.memory_after)
-        count, seconds = implementation.num_graphed, implementation.capture_seconds
+        count, seconds = progress.graphed, implementation.capture_seconds
         what = "graphed iteration" if implementation.name.endswith("full_iteration") else "graphable layers"
         text = f"{count} {what}, captured in {seconds:.2f} s, memory {before} before and {after} after"
         self._run.journal.say(text)
@@ -268,18 +274,16 @@ class Loop:
             return
         run, progress = self._run, self.progress
         loss = run.ranks.mean(float(pending.loss.value()))
-        now = time.perf_counter()
-        seconds, self._since = now - self._since, now
         progress.losses[pending.step] = loss
-        progress.trained_seconds += seconds
+        progress.trained_seconds += pending.seconds
         progress.trained_iterations += 1
         tokens = run.cfg.train.global_batch_size * run.cfg.model.seq_length
         run.journal.train_row(
             pending.step,
             loss=loss,
             lr=pending.lr,
-            step_ms=1e3 * seconds,
-            tokens_per_s=tokens / seconds,
+            step_ms=1e3 * pending.seconds,
+            tokens_per_s=tokens / pending.seconds,
             replays=self._replays(),
         )
 
@@ -354,7 +358,7 @@ class Loop:
             eval_losses=progress.eval_losses,
             skipped=tuple(progress.skipped),
             replays=graphs.tally()[0] if graphs is not None else 0,
-            graphed=getattr(graphs, "graphs", 0) if graphs is not None else 0,
+            graphed=progress.graphed,
             capture_seconds=implementation.capture_seconds,
             memory_before=progress.memory_before,
             memory_after=progress.memory_after,

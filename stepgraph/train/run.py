@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,14 @@ from stepgraph.train.run_report import RunReport
 from stepgraph.train.signals import SignalFlag
 
 
+class TrainingStopped(SystemExit):
+    """A signal ended the run, in order: `code` is 130 or 143, `report` what was done until then."""
+
+    def __init__(self, code: int, report: RunReport) -> None:
+        super().__init__(code)
+        self.report = report
+
+
 @entry_point
 def pretrain(
     cfg: ConfigContainer,
@@ -42,6 +51,7 @@ def pretrain(
     device: torch.device | str | None = None,
     on_event: OnEvent | None = None,
     quiet: bool = False,
+    prints_report: bool = True,
 ) -> RunReport:
     """Train a model as a configuration says; return the report of the run.
 
@@ -51,10 +61,11 @@ def pretrain(
         >>> print(stepgraph.train.pretrain(cfg))
 
     `model_provider(cfg)` builds another model than the configuration describes: called with `tokens` and `targets`, it
-    returns the loss. `on_event(name, step)` is called before what happens. On SIGINT and SIGTERM the run saves, frees
-    its graphs and raises SystemExit with 130 or 143. Under torchrun, each process is a rank.
+    returns the loss. `on_event(name, step)` is called before what happens. Progress and the report go to stderr. On
+    SIGINT and SIGTERM the run saves, frees its graphs and raises SystemExit with 130 or 143. Under torchrun, each
+    process is a rank.
     """
-    return _train(cfg, model_provider, device, on_event, quiet)
+    return _train(cfg, model_provider, device, on_event, quiet, prints_report and not quiet)
 
 
 @entry_point
@@ -65,6 +76,7 @@ def finetune(
     device: torch.device | str | None = None,
     on_event: OnEvent | None = None,
     quiet: bool = False,
+    prints_report: bool = True,
 ) -> RunReport:
     """Fine-tune a model on prompts and answers: all parameters, or with `cfg.peft.scheme = "lora"` small additions.
 
@@ -79,7 +91,7 @@ def finetune(
     if cfg.dataset.kind == "text":
         cfg = cfg.copy()
         cfg.dataset.kind = "sft"
-    return _train(cfg, model_provider, device, on_event, quiet)
+    return _train(cfg, model_provider, device, on_event, quiet, prints_report and not quiet)
 
 
 def _train(
@@ -88,14 +100,17 @@ def _train(
     device: torch.device | str | None,
     on_event: OnEvent | None,
     quiet: bool,
+    prints_report: bool,
 ) -> RunReport:
     where = _device(device)
     checked = cfg.copy().validate(Environment.read(where.type), run=True)
     setup.refuse_untrained(checked)
     with SignalFlag(wanted=checked.train.exit_signal_handler) as flag, _processes(where):
         loop, signal = _run(checked, where, provider, on_event or (lambda name, step: None), flag, quiet)
+    if prints_report and int(os.environ.get("RANK", "0")) == 0:
+        print(loop.report(), file=sys.stderr)
     if signal:
-        raise SystemExit(128 + signal)
+        raise TrainingStopped(128 + signal, loop.report())
     return loop.report()
 
 
@@ -164,8 +179,6 @@ def _run(
         signal = _run_loop(loop)
         report = loop.report()
         journal.write("end", report.step, signal=signal, **_summary(report))
-        if ranks.is_first:
-            journal.say(str(report))
         return loop, signal
 
 

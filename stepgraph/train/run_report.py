@@ -6,6 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.text import Text
+
 from stepgraph.session.report import GraphReport
 
 
@@ -57,13 +60,21 @@ class RunReport:
         values["graphs"] = self.graphs.to_dict() if self.graphs is not None else None
         return values | {"verdict": self.verdict, "final_loss": self.final_loss}
 
-    def __str__(self) -> str:
+    @property
+    def summary(self) -> str:
+        """A few lines on the run, without the table of its graphs."""
         lines = [f"{len(self.losses)} iterations trained, {self.start} to {self.step}; {self.verdict}"]
         if self.final_loss is not None:
             lines.append(f"last loss {self.final_loss:.4f}, {self.tokens_per_s:,.0f} tokens/s")
         if self.eager_reasons:
             reasons = ", ".join(f"{reason}: {count}" for reason, count in self.eager_reasons.items())
             lines.append(f"ran eagerly: {reasons}")
-        if self.graphs is not None:
-            lines.append(str(self.graphs))
         return "\n".join(lines)
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield Text(self.summary)
+        if self.graphs is not None:
+            yield self.graphs
+
+    def __str__(self) -> str:
+        return self.summary if self.graphs is None else f"{self.summary}\n{self.graphs}"
