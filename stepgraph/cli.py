@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Annotated
 
 import typer
 
 from stepgraph import __version__
-from stepgraph.commands.base import CONTEXT_SETTINGS, Command, Group
+from stepgraph.commands.base import CONTEXT_SETTINGS, Command, Group, Result
 from stepgraph.commands.demo import demo
 from stepgraph.commands.native import native
 from stepgraph.commands.rules import rules
@@ -15,7 +16,7 @@ from stepgraph.commands.train import train
 
 __all__ = ["COMMANDS", "app", "main"]
 
-COMMANDS = {
+COMMANDS: dict[str, tuple[Callable[..., Result], ...]] = {
     "Decide": (),
     "Check": (),
     "Understand": (rules,),

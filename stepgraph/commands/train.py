@@ -87,7 +87,6 @@ def configured(
 
     The model is cut before the settings of the command line are applied: what is typed is what is run.
     """
-    import dataclasses
 
     from stepgraph.config.overrides import CommandLine
     from stepgraph.recipes import recipe as make_recipe

@@ -22,13 +22,14 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import importlib
 import importlib.util
 import json
 import os
 import pickle
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -131,7 +132,7 @@ def _finish(partial: Path, final: Path, step: int, ranks: Ranks) -> None:
     _flush_folder(final.parent)
 
 
-def _attempt(action: Any) -> Exception | None:
+def _attempt(action: Callable[[], None]) -> Exception | None:
     try:
         action()
     except (OSError, RuntimeError, StepgraphError) as error:  # torch reports a full disk as a RuntimeError
@@ -168,9 +169,9 @@ def _write_json(path: Path, value: Any) -> str:
 def _write_tensors(stem: Path, tensors: Mapping[str, torch.Tensor]) -> str:
     """Write tensors without their aliases; tensors that share memory are stored once each."""
     whole = {name: tensor.detach().to("cpu").contiguous().clone() for name, tensor in tensors.items()}
+    write: Callable[[Any], Any]
     if importlib.util.find_spec("safetensors") is not None:
-        from safetensors.torch import save as to_bytes
-
+        to_bytes = importlib.import_module("safetensors.torch").save
         path, write = stem.with_name(stem.name + ".safetensors"), lambda file: file.write(to_bytes(whole))
     else:
         path, write = stem.with_name(stem.name + ".pt"), lambda file: torch.save(whole, file)
@@ -292,9 +293,7 @@ def _read_tensors(path: Path, name: str, files: Mapping[str, Any]) -> dict[str, 
     _check_digest(path, name, files)
     try:
         if name.endswith(".safetensors"):
-            from safetensors.torch import load_file
-
-            return dict(load_file(path / name))
+            return dict(importlib.import_module("safetensors.torch").load_file(path / name))
         found = torch.load(path / name, map_location="cpu", weights_only=True)
     except ImportError as error:
         raise CheckpointError(

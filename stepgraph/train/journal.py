@@ -8,6 +8,7 @@ Only the first rank writes. The JSONL file, `stepgraph-train.jsonl` in `logger.l
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import json
 import math
@@ -38,9 +39,7 @@ class Journal:
         self.path = folder / FILE_NAME
         self._file = self.path.open("a" if start else "w", encoding="utf-8")
         if logger.tensorboard_dir and importlib.util.find_spec("tensorboard") is not None:
-            from torch.utils.tensorboard import SummaryWriter
-
-            self._board = SummaryWriter(logger.tensorboard_dir)  # type: ignore[no-untyped-call]
+            self._board = importlib.import_module("torch.utils.tensorboard").SummaryWriter(logger.tensorboard_dir)
         if logger.log_progress and not quiet and sys.stderr.isatty():
             self._progress = Progress(
                 *(TextColumn("step"), MofNCompleteColumn(), BarColumn(), TextColumn("{task.description}")),

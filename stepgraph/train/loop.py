@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 
-import stepgraph.train.checkpoint as checkpoint
 from stepgraph.backends import Reading
 from stepgraph.observe.nonfinite import FlagReader, flags_over
+from stepgraph.train.checkpoint import checkpoints_in, save
 from stepgraph.train.data import Batches
 from stepgraph.train.implementations import Eager, Implementation
 from stepgraph.train.iteration import Result, non_finite
@@ -335,10 +335,10 @@ class Loop:
             "data": run.batches.state_dict(),
         }
         folder = Path(settings.save)
-        path = checkpoint.save(folder, progress.step, shard=shard, rank=rank, config=run.cfg.to_dict(), ranks=run.ranks)
+        path = save(folder, progress.step, shard=shard, rank=rank, config=run.cfg.to_dict(), ranks=run.ranks)
         progress.saved = progress.step
         if run.ranks.is_first and settings.most_recent_k > 0:
-            for _, old in checkpoint.checkpoints_in(folder)[: -settings.most_recent_k]:
+            for _, old in checkpoints_in(folder)[: -settings.most_recent_k]:
                 shutil.rmtree(old)
         run.journal.write("checkpoint", progress.step, path=str(path))
         self._since = time.perf_counter()

@@ -25,9 +25,9 @@ class LoRALinear(nn.Module):
     def __init__(self, base: nn.Linear, dim: int, alpha: float, dropout: float) -> None:
         super().__init__()
         self.base = base
-        make = {"device": base.weight.device, "dtype": base.weight.dtype}
-        self.lora_a = nn.Parameter(torch.empty(dim, base.in_features, **make))
-        self.lora_b = nn.Parameter(torch.zeros(base.out_features, dim, **make))
+        weight = base.weight
+        self.lora_a = nn.Parameter(torch.empty(dim, base.in_features, device=weight.device, dtype=weight.dtype))
+        self.lora_b = nn.Parameter(torch.zeros(base.out_features, dim, device=weight.device, dtype=weight.dtype))
         nn.init.kaiming_uniform_(self.lora_a, a=math.sqrt(5))
         self.scale = alpha / dim
         self.dropout = nn.Dropout(dropout)

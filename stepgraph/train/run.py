@@ -16,14 +16,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-import stepgraph.train.checkpoint as checkpoint
-import stepgraph.train.setup as setup
 from stepgraph.config.container import ConfigContainer
 from stepgraph.config.environment import Environment
 from stepgraph.errors import InvalidArgument, NonFinite
 from stepgraph.rng.tracker import get_cuda_rng_tracker
 from stepgraph.session.session import Session
 from stepgraph.tracebacks import entry_point
+from stepgraph.train.checkpoint import CheckpointError, Saved, load, refuse_later_checkpoints
 from stepgraph.train.data import Batches
 from stepgraph.train.implementations import Work, choose
 from stepgraph.train.journal import Journal
@@ -32,6 +31,23 @@ from stepgraph.train.memory import DeviceMemory
 from stepgraph.train.random_state import set_random_states
 from stepgraph.train.ranks import Ranks, start_processes
 from stepgraph.train.run_report import RunReport
+from stepgraph.train.setup import (
+    ModelProvider,
+    adapt,
+    checks_of,
+    make_batches,
+    make_core,
+    make_finish,
+    make_forward_step,
+    make_optimizer,
+    make_schedule,
+    num_microbatches,
+    refuse_unpacked,
+    refuse_untrained,
+    seed_dropout,
+    seed_everything,
+    wrap,
+)
 from stepgraph.train.signals import SignalFlag
 
 
@@ -47,7 +63,7 @@ class TrainingStopped(SystemExit):
 def pretrain(
     cfg: ConfigContainer,
     *,
-    model_provider: setup.ModelProvider | None = None,
+    model_provider: ModelProvider | None = None,
     device: torch.device | str | None = None,
     on_event: OnEvent | None = None,
     quiet: bool = False,
@@ -72,7 +88,7 @@ def pretrain(
 def finetune(
     cfg: ConfigContainer,
     *,
-    model_provider: setup.ModelProvider | None = None,
+    model_provider: ModelProvider | None = None,
     device: torch.device | str | None = None,
     on_event: OnEvent | None = None,
     quiet: bool = False,
@@ -96,7 +112,7 @@ def finetune(
 
 def _train(
     cfg: ConfigContainer,
-    provider: setup.ModelProvider | None,
+    provider: ModelProvider | None,
     device: torch.device | str | None,
     on_event: OnEvent | None,
     quiet: bool,
@@ -104,7 +120,7 @@ def _train(
 ) -> RunReport:
     where = _device(device)
     checked = cfg.copy().validate(Environment.read(where.type), run=True)
-    setup.refuse_untrained(checked)
+    refuse_untrained(checked)
     with SignalFlag(wanted=checked.train.exit_signal_handler) as flag, _processes(where):
         loop, signal = _run(checked, where, provider, on_event or (lambda name, step: None), flag, quiet)
     if prints_report and int(os.environ.get("RANK", "0")) == 0:
@@ -122,7 +138,7 @@ def _device(device: torch.device | str | None) -> torch.device:
         if not torch.cuda.is_available():
             raise InvalidArgument(
                 f"device {found}, and torch sees no GPU",
-                rule="device",
+                rule="gpu-missing",
                 why="the run was asked to train there.",
                 fix="leave device out, or pass device='cpu'.",
             )
@@ -145,19 +161,19 @@ def _processes(device: torch.device) -> Iterator[None]:
 def _run(
     cfg: ConfigContainer,
     device: torch.device,
-    provider: setup.ModelProvider | None,
+    provider: ModelProvider | None,
     on_event: OnEvent,
     flag: SignalFlag,
     quiet: bool,
 ) -> tuple[Loop, int]:
     ranks = Ranks(cfg.model.pipeline_model_parallel_size)
-    count = setup.num_microbatches(cfg, ranks)
-    setup.seed_everything(cfg, device, ranks)
+    count = num_microbatches(cfg, ranks)
+    seed_everything(cfg, device, ranks)
     with Session("cuda" if device.type == "cuda" else "tape") as session, contextlib.ExitStack() as stack:
         stack.callback(get_cuda_rng_tracker(device).reset)
         work = _make_work(cfg, device, provider, session, ranks, count)
-        batches = setup.make_batches(cfg, ranks, count)
-        setup.seed_dropout(cfg, ranks)
+        batches = make_batches(cfg, ranks, count)
+        seed_dropout(cfg, ranks)
         start = _resume(cfg, work, batches, device, ranks)
         last = cfg.train.train_iters
         journal = Journal(cfg.logger, rank=ranks.rank, size=ranks.size, start=start, last=last, quiet=quiet)
@@ -167,9 +183,9 @@ def _run(
             device=device,
             ranks=ranks,
             batches=batches,
-            eval_batches=setup.make_batches(cfg, ranks, count, is_eval=True),
-            schedule=setup.make_schedule(cfg),
-            checks=setup.checks_of(cfg),
+            eval_batches=make_batches(cfg, ranks, count, is_eval=True),
+            schedule=make_schedule(cfg),
+            checks=checks_of(cfg),
             memory=DeviceMemory(device),
             journal=journal,
             on_event=on_event,
@@ -202,24 +218,24 @@ def _summary(report: RunReport) -> dict[str, Any]:
 def _make_work(
     cfg: ConfigContainer,
     device: torch.device,
-    provider: setup.ModelProvider | None,
+    provider: ModelProvider | None,
     session: Session,
     ranks: Ranks,
     num_microbatches: int,
 ) -> Work:
-    core = setup.make_core(cfg, device, provider)
+    core = make_core(cfg, device, provider)
     if cfg.checkpoint.pretrained_checkpoint is not None and cfg.checkpoint.load is None:
-        _load_weights(core, checkpoint.load(Path(cfg.checkpoint.pretrained_checkpoint), ranks))
-    setup.adapt(cfg, core)
-    setup.refuse_unpacked(cfg, core)
-    model = setup.wrap(cfg, core, session, device, ranks)
-    checks = setup.checks_of(cfg)
+        _load_weights(core, load(Path(cfg.checkpoint.pretrained_checkpoint), ranks))
+    adapt(cfg, core)
+    refuse_unpacked(cfg, core)
+    model = wrap(cfg, core, session, device, ranks)
+    checks = checks_of(cfg)
     return Work(
         model=model,
         core=core,
-        optimizer=setup.make_optimizer(cfg, core),
-        forward_step=setup.make_forward_step(cfg, checks),
-        finish=setup.make_finish(cfg, core, checks, ranks),
+        optimizer=make_optimizer(cfg, core),
+        forward_step=make_forward_step(cfg, checks),
+        finish=make_finish(cfg, core, checks, ranks),
         num_microbatches=num_microbatches,
         session=session,
         device_flags=checks.on_device,
@@ -231,7 +247,7 @@ def _resume(cfg: ConfigContainer, work: Work, batches: Batches, device: torch.de
     settings = cfg.checkpoint
     start = 0
     if settings.load is not None:
-        saved = checkpoint.load(Path(settings.load), ranks)
+        saved = load(Path(settings.load), ranks)
         _load_weights(work.core, saved)
         if settings.load_optim and saved.shard.get("optimizer") is not None:
             work.optimizer.load_state_dict(saved.shard["optimizer"])
@@ -240,15 +256,15 @@ def _resume(cfg: ConfigContainer, work: Work, batches: Batches, device: torch.de
             set_random_states(saved.rank["random"], device)
         start = saved.step
     if settings.save is not None:
-        checkpoint.refuse_later_checkpoints(Path(settings.save), start)
+        refuse_later_checkpoints(Path(settings.save), start)
     return start
 
 
-def _load_weights(model: torch.nn.Module, saved: checkpoint.Saved) -> None:
+def _load_weights(model: torch.nn.Module, saved: Saved) -> None:
     try:
         model.load_state_dict(saved.shard["model"])
     except (RuntimeError, KeyError) as error:  # other names or shapes
-        raise checkpoint.CheckpointError(
+        raise CheckpointError(
             f"the weights of {saved.path} do not fit the model",
             rule="checkpoint",
             details=[line.strip()[:110] for line in str(error).splitlines()[1:6]],

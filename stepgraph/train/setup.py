@@ -93,7 +93,7 @@ def refuse_unpacked(cfg: Any, model: nn.Module) -> None:
     if cfg.dataset.packed_sequence and "cu_seqlens" not in inspect.signature(model.forward).parameters:
         raise InvalidArgument(
             f"{type(model).__name__}.forward has no argument `cu_seqlens`, and dataset.packed_sequence is on",
-            rule="packed-sequences",
+            rule="packed-sequence",
             why="examples in one sequence must not attend to each other; `cu_seqlens` says where each begins.",
             fix="dataset.packed_sequence=false pads each example, or use a model that takes cu_seqlens.",
         )

@@ -41,7 +41,13 @@ def run(folder: Path, *arguments: str) -> Any:
             "local, full_iteration",
         ),
         (
-            ["--cuda_graph_impl", "transformer_engine", "--cuda_graph_scope", "attn,mlp", "model.cuda_graph_warmup_steps=1"],
+            [
+                "--cuda_graph_impl",
+                "transformer_engine",
+                "--cuda_graph_scope",
+                "attn,mlp",
+                "model.cuda_graph_warmup_steps=1",
+            ],
             "transformer_engine",
         ),
         (["--cuda-graph-impl", "local", "--cuda-graph-scope", "attn", "mlp"], "local"),
