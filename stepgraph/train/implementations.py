@@ -212,6 +212,21 @@ class FullIteration(Implementation):
             self._wrapper.close()
 
 
+@dataclass(frozen=True)
+class PackedSamples:
+    """Sample arguments of layers whose sequences are packed: hidden states, rotary positions and segments."""
+
+    core: nn.Module
+    cfg: Any
+
+    def __call__(self, layer: nn.Module) -> tuple[list[Any], dict[str, Any]]:
+        weight = next(layer.parameters())
+        sizes = (self.cfg.train.micro_batch_size, self.cfg.model.seq_length)
+        hidden = torch.zeros(*sizes, self.cfg.model.hidden_size, dtype=weight.dtype, device=weight.device)
+        segments = torch.ones(sizes, dtype=torch.int64, device=weight.device)
+        return [hidden.requires_grad_(), self.core.rotary, segments], {}
+
+
 class AheadOfTime(Implementation):
     """Graphs of the parts that a scope names, captured ahead of time from sample arguments."""
 
@@ -226,6 +241,7 @@ class AheadOfTime(Implementation):
             cfg.train.micro_batch_size,
             [work.optimizer],
             num_microbatches=work.num_microbatches,
+            sample_arguments=PackedSamples(work.core, cfg) if cfg.dataset.packed_sequence else None,
         )
         self._closed_report: GraphReport | None = None
 
