@@ -15,11 +15,14 @@ if TYPE_CHECKING:
     from stepgraph.callables.graphed import CallablesReport
     from stepgraph.callables.make_graphed import make_graphed_callables
     from stepgraph.config.container import ConfigContainer
+    from stepgraph.config.environment import Environment
+    from stepgraph.config.overrides import set_cuda_graph_overrides
     from stepgraph.config.scope import VALID_CUDA_GRAPH_IMPLS, VALID_CUDA_GRAPH_SCOPES, CudaGraphScope
     from stepgraph.errors import (
         BuildError,
         CaptureError,
         ClosedError,
+        ConfigError,
         InvalidArgument,
         NonFinite,
         SignatureMismatch,
@@ -64,9 +67,11 @@ __all__ = [
     "CapturedStep",
     "ClosedError",
     "ConfigContainer",
+    "ConfigError",
     "CudaGraphManager",
     "CudaGraphScope",
     "CudaRNGStatesTracker",
+    "Environment",
     "FullCudaGraphWrapper",
     "GraphedModules",
     "GraphedStages",
@@ -97,6 +102,7 @@ __all__ = [
     "is_graph_warmup",
     "make_graphed_callables",
     "order",
+    "set_cuda_graph_overrides",
     "set_current_microbatch",
 ]
 
@@ -108,8 +114,10 @@ _HOMES = {
         "callables.graphed": "CallablesReport",
         "callables.make_graphed": "make_graphed_callables",
         "config.container": "ConfigContainer",
+        "config.environment": "Environment",
+        "config.overrides": "set_cuda_graph_overrides",
         "config.scope": "CudaGraphScope VALID_CUDA_GRAPH_IMPLS VALID_CUDA_GRAPH_SCOPES",
-        "errors": "BuildError CaptureError ClosedError InvalidArgument NonFinite "
+        "errors": "BuildError CaptureError ClosedError ConfigError InvalidArgument NonFinite "
         "SignatureMismatch StaleMemoryError StateChanged StepgraphError StepgraphWarning",
         "megatron.layers_helper": "TECudaGraphHelper",
         "megatron.part_graphs": "set_current_microbatch",

@@ -13,6 +13,7 @@ import linecache
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from stepgraph import catalogue
 from stepgraph.catalogue import Entry
 
 
@@ -30,13 +31,21 @@ class StepgraphWarning(UserWarning):
 class StepgraphError(Exception):
     """The base of all errors: what happened, details, why, how to fix it, and the rule's id.
 
+    Without `why` or `fix` the texts of the rule's entry in the catalogue stand there.
+
     Example:
-        >>> print(StepgraphError("the batch is on another device", rule="device", fix="move it"))
-        the batch is on another device   [device]
-        Fix: move it
+        >>> print(StepgraphError("the session is closed", rule="closed", fix="make another."))
+        the session is closed   [closed]
+        Why: its graphs and its pool are gone.
+        Fix: make another.
     """
 
-    def __init__(self, what: str, *, rule: str, details: Iterable[str] = (), why: str = "", fix: str = "") -> None:
+    def __init__(
+        self, what: str, *, rule: str, details: Iterable[str] = (), why: str | None = None, fix: str | None = None
+    ) -> None:
+        if why is None or fix is None:
+            known_why, known_fix = catalogue.entry(rule).reason_and_fix()
+            why, fix = known_why if why is None else why, known_fix if fix is None else fix
         self.what, self.rule, self.details, self.why, self.fix = what, rule, tuple(details), why, fix
         lines = [f"{what}   [{rule}]", *(f"  {line}" for line in self.details)]
         lines += [f"Why: {why}"] if why else []
@@ -141,8 +150,8 @@ class CaptureError(StepgraphError, RuntimeError):
         *,
         rule: str,
         details: Iterable[str] = (),
-        why: str = "",
-        fix: str = "",
+        why: str | None = None,
+        fix: str | None = None,
         where: Location | None = None,
         entry: Entry | None = None,
     ) -> None:
@@ -167,5 +176,4 @@ class CaptureError(StepgraphError, RuntimeError):
         details = [f"in    {inside}"] if inside else []
         details += [f"op    {operation}"] if operation else []
         details += [f"torch {raw}"] if raw else []
-        what, fix = f"{step}: {row.what}", fix or row.fix
-        return cls(what, rule=row.id, details=details, why=row.why, fix=fix, where=where, entry=row)
+        return cls(f"{step}: {row.what}", rule=row.id, details=details, fix=fix, where=where, entry=row)

@@ -192,6 +192,4 @@ def another_leaf() -> CaptureError:
     return CaptureError(
         "the module returns a leaf tensor that requires a gradient, a new one at each call",
         rule="leaf-result",
-        why="in eager the tensor itself gets the gradient; a replay would return the tensor of the capture.",
-        fix="return the tensor without requires_grad, and set requires_grad outside the module.",
     )

@@ -259,7 +259,6 @@ def _refuse_ddp(target: CaptureTarget) -> None:
         raise CaptureError(
             f"{target.name} is or contains a DistributedDataParallel",
             rule="ddp-callable",
-            why="DDP must see each gradient when it is ready, but these graphs accumulate the gradients themselves.",
             fix="use stepgraph.graph_modules, which passes gradients to DDP, or graph the layers without DDP and "
             "reduce the gradients after the backward.",
         )

@@ -413,8 +413,6 @@ class GraphedCallable(Generic[P, R]):
         return CaptureError(
             f"{self.name} is called inside DistributedDataParallel",
             rule="ddp-callable",
-            why="DDP must see each gradient when it is ready, but these graphs accumulate the gradients themselves.",
-            fix="use stepgraph.graph_modules, which passes gradients to DDP, or reduce gradients after the backward.",
         )
 
     # -- the split weight gradient

@@ -188,8 +188,6 @@ def _refuse_fp8(enabled: bool, recipe: Any, group: Any, weight_caching: bool) ->
             raise InvalidArgument(
                 f"`{name}` is given",
                 rule="fp8",
-                why="FP8 scaling factors are outside the graphs and must be copied in at each replay, which is not "
-                "implemented yet.",
                 fix=f"leave `{name}` out, and capture in bf16.",
             )
 

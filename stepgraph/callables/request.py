@@ -162,6 +162,5 @@ def _wrong(what: str, fix: str) -> InvalidArgument:
     return InvalidArgument(
         what,
         rule="sample-arguments",
-        why="graphs are captured from sample arguments, one set for each graph.",
         fix=fix,
     )

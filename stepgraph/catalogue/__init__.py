@@ -22,6 +22,7 @@ Example:
 from __future__ import annotations
 
 import functools
+import re
 import tomllib
 from dataclasses import dataclass
 from importlib import resources
@@ -29,6 +30,7 @@ from typing import Any
 
 __all__ = ["KINDS", "Entry", "Section", "entries", "entry", "lookup", "sections"]
 
+_LINK = re.compile(r"\[([^\]]+)\]\([^)]+\)")
 KINDS = ("config", "run", "capture", "check", "symptom")
 """All kinds, in the order in which a user meets them."""
 
@@ -61,6 +63,11 @@ class Entry:
     """The CUDA runtime's error number, where the failure has one."""
     name: str = ""
     """The CUDA name of that number."""
+
+    def reason_and_fix(self, whose: str = "step") -> tuple[str, str]:
+        """Return `why` and `fix` for a message about this step or module, without Markdown's links."""
+        why, fix = (_LINK.sub(r"\1", text).replace("{whose}", whose) for text in (self.why, self.fix))
+        return why, fix
 
 
 @dataclass(frozen=True, slots=True)

@@ -215,9 +215,8 @@ def torch_device(name: str) -> torch.device:
     if device is None or device.type not in ("cpu", "cuda"):
         raise typer.BadParameter(f"`{name}` has no backend; use auto, cpu, cuda or cuda:N", param_hint="--device")
     if device.type == "cuda" and (device.index or 0) >= num_gpus:
-        rule = catalogue.entry("gpu-missing")
-        what = f"--device {name}: {rule.what} (torch sees {num_gpus})"
-        raise InvalidArgument(what, rule="gpu-missing", why=rule.why, fix=rule.fix)
+        what = catalogue.entry("gpu-missing").what
+        raise InvalidArgument(f"--device {name}: {what} (torch sees {num_gpus})", rule="gpu-missing")
     return device
 
 

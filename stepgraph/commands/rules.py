@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -15,8 +14,6 @@ from stepgraph.errors import nearest
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
-
-_LINK = re.compile(r"\[([^\]]+)\]\([^)]+\)")
 
 
 def rules(
@@ -55,11 +52,6 @@ def _unknown(noun: str, given: str, known: list[str] | tuple[str, ...]) -> str:
     return f"there is no {noun} `{given}`; {hint}"
 
 
-def plain_text(text: str, whose: str = "step") -> str:
-    """Return a text of the catalogue without Markdown's links."""
-    return _LINK.sub(r"\1", text).replace("{whose}", whose)
-
-
 def _table(listed: tuple[Entry, ...]) -> RenderableType:
     from rich import box
     from rich.table import Table
@@ -73,7 +65,7 @@ def _table(listed: tuple[Entry, ...]) -> RenderableType:
     for entry in listed:
         if last is not None and entry.section != last.section:
             table.add_section()
-        table.add_row(entry.id, entry.kind, Text(plain_text(entry.what)))
+        table.add_row(entry.id, entry.kind, Text(entry.what))
         last = entry
     return table
 
@@ -87,8 +79,9 @@ def _details(entry: Entry) -> RenderableType:
     parts: list[RenderableType] = [
         Text.assemble((entry.id, "bold"), f"   {entry.kind}: {entry.section.lower()}, docs/{page}#{entry.id}"),
     ]
-    for name, text in (("What", f"{entry.what}."), ("Why", entry.why), ("Fix", entry.fix)):
-        parts.append(Text.assemble((f"{name}: ", "bold"), plain_text(text)))
+    why, fix = entry.reason_and_fix()
+    for name, text in (("What", f"{entry.what}."), ("Why", why), ("Fix", fix)):
+        parts.append(Text.assemble((f"{name}: ", "bold"), text))
     if entry.code is not None:
         parts.append(Text.assemble(("CUDA: ", "bold"), f"{entry.code} {entry.name}"))
     if entry.texts:

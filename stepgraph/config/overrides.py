@@ -13,11 +13,12 @@ from types import MappingProxyType
 from typing import Any
 
 from stepgraph.config.base import ConfigSections
+from stepgraph.config.model import ModelSection
 from stepgraph.config.scope import read_words
 from stepgraph.config.section import Section, unknown_setting
 from stepgraph.config.spellings import renamed_flag, type_as_given
 from stepgraph.config.toml_file import read_toml
-from stepgraph.config.values import from_text, types_of
+from stepgraph.config.values import fitted, from_text, types_of
 from stepgraph.errors import InvalidArgument, nearest
 
 _FLAGS = MappingProxyType(
@@ -145,7 +146,7 @@ def apply_overrides(config: ConfigSections, overrides: Iterable[str]) -> None:
             setattr(config, section_name, None if value.strip().lower() in ("none", "null", "") else value.strip())
             continue
         section = sections[section_name]
-        hint = type_as_given(section, field, types_of(type(section)))
+        hint = type_as_given(section, field)
         if hint is None:
             raise unknown_setting(section_name, field, type(section))
         setattr(section, field, from_text(f"{section_name}.{field}", value, hint))
@@ -191,10 +192,12 @@ def set_cuda_graph_overrides(recipe: Any, cuda_graph_impl: str | None = None, cu
     Example:
         >>> set_cuda_graph_overrides(cfg, "transformer_engine", "attn,moe_router")
     """
+    scope = None if cuda_graph_scope is None else read_words(cuda_graph_scope)
     if cuda_graph_impl is not None:
+        fitted("cuda_graph_impl", cuda_graph_impl, type_as_given(ModelSection(), "cuda_graph_impl"))
         recipe.model.cuda_graph_impl = cuda_graph_impl
-    if cuda_graph_scope is not None:
-        recipe.model.cuda_graph_scope = read_words(cuda_graph_scope)
+    if scope is not None:
+        recipe.model.cuda_graph_scope = scope
     if cuda_graph_impl not in (None, "none"):
         recipe.model.use_te_rng_tracker = True
         recipe.rng.te_rng_tracker = True

@@ -5,8 +5,8 @@ became `cuda_graph_modules`, `cuda_graph_num_warmup_steps` became `cuda_graph_wa
 `full_iteration` became an implementation. There are two readers:
 
 - `older_setting` reads one assignment to a `ConfigContainer`, with a warning that names the field to use.
-- `GraphSettings.of` reads a whole configuration object of Megatron, or of ours. A field that is missing or None says
-  nothing. Where two fields say different things the configuration is refused, with both names.
+- `GraphSettings.of` reads a whole configuration object of Megatron, or of ours. A field that is missing or None has
+  no effect. A configuration with two contradicting fields is refused, with both names.
 
 | field | read as |
 |---|---|
@@ -24,11 +24,12 @@ from __future__ import annotations
 
 import difflib
 import enum
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from stepgraph.config.scope import WHOLE_LAYERS, read_scope
+from stepgraph.config.values import types_of
 from stepgraph.errors import InvalidArgument, nearest
 
 IMPLEMENTATIONS = ("none", "local", "transformer_engine", "full_iteration")
@@ -74,8 +75,9 @@ def older_setting(section: Any, name: str, value: Any) -> dict[str, Any] | None:
     return _warned(where, {new: value})
 
 
-def type_as_given(section: Any, name: str, types: Mapping[str, Any]) -> Any:
+def type_as_given(section: Any, name: str) -> Any:
     """The type of a field of a section, also under another generation's name or with its words; None for no field."""
+    types = types_of(type(section))
     if section.section_name == "model":
         if name in (*_SWITCHES, "cuda_graph_share_io_buffers"):
             return bool
@@ -114,7 +116,7 @@ class GraphSettings:
     """
 
     impl: str | None = None
-    """One of `IMPLEMENTATIONS`; None where the configuration does not say."""
+    """One of `IMPLEMENTATIONS`; None if the configuration does not say."""
     scope: tuple[str, ...] = ()
     """Words and paths; none for whole layers."""
     warmup_steps: int | None = None
@@ -147,7 +149,7 @@ class GraphSettings:
 
     @property
     def reason_for_eager(self) -> str | None:
-        """Why no layer is captured; None where layers are."""
+        """The reason why no layer is captured, or None."""
         if self.impl == "none":
             return "cuda_graph_impl is 'none'"
         if self.impl == _FULL_ITERATION:
@@ -201,7 +203,7 @@ def _impl(config: Any) -> str | None:
 
 
 def _scope(config: Any) -> tuple[tuple[str, ...], bool]:
-    """The scope, and whether it asks for the full iteration."""
+    """Return the scope, and True if it asks for the full iteration."""
     read = {name: _words(value) for name in _SCOPES if (value := getattr(config, name, None)) is not None}
     said = {name: words for name, words in read.items() if words != [_FULL]}  # Megatron's default gives way
     for name, words in said.items():
@@ -213,7 +215,7 @@ def _scope(config: Any) -> tuple[tuple[str, ...], bool]:
                 raise InvalidArgument(
                     f"{name} has {word!r}",
                     rule="scope",
-                    why="it is no word of a scope.",
+                    why="a scope has no such word.",
                     fix=f"did you mean {_FULL_ITERATION!r}?",
                 )
     layers = {name: [word for word in words if word != _FULL_ITERATION] for name, words in said.items()}
@@ -237,8 +239,8 @@ def _warmup_steps(config: Any) -> int | None:
             raise InvalidArgument(
                 f"{name}={value!r}",
                 rule="option",
-                why="it counts steps.",
-                fix=f"{name}=3.",
+                why="it is a number of steps.",
+                fix=f"pass {name}=3, for example.",
             )
     new, old = _WARMUPS
     if len({*given.values()}) > 1:
@@ -252,6 +254,6 @@ def _contradiction(one: str, other: str, fix: str) -> InvalidArgument:
     return InvalidArgument(
         f"the configuration contradicts itself: {one}, and {other}",
         rule="option",
-        why="they say different things about what is captured.",
+        why="they ask for different captures.",
         fix=f"{fix}.",
     )

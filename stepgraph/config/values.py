@@ -60,7 +60,7 @@ def from_text(where: str, text: str, hint: Any) -> Any:
     if hint == _SCOPE:
         return read_words(_listed(text), where)
     stripped = text.strip()
-    for choice in _choices(hint):
+    for choice in sorted(_choices(hint), key=lambda each: _rank(stripped, each)):
         for value in _readings(stripped, choice):
             found = _as(choice, value)
             if found is not _WRONG:
@@ -106,6 +106,15 @@ def _as(choice: Any, value: Any) -> Any:
     if choice is int and isinstance(value, bool):
         return _WRONG
     return value if isinstance(value, choice) else _WRONG
+
+
+def _rank(text: str, choice: Any) -> int:
+    """Of several types a text is None first, then what its brackets say, then a string only as the last one."""
+    if choice is type(None):
+        return 0
+    if get_origin(choice) is Sequence:
+        return 1 if text.startswith("[") else 3
+    return 4 if choice is str and text.startswith("[") else 2
 
 
 def _readings(text: str, choice: Any) -> list[Any]:

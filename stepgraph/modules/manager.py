@@ -209,7 +209,6 @@ class CudaGraphManager:
             raise CaptureError(
                 f"{self.name}: {needed} calls are under way at once, and max_runners is {self.options.max_runners}",
                 rule="max-runners",
-                why="each call keeps its activations in a runner until its backward has run.",
                 fix=f"raise max_runners to {needed} or more, or call backward() sooner.",
             )
         assert site.recorded is not None

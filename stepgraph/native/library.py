@@ -61,9 +61,6 @@ def build(*, verbose: bool = False) -> Path:
                 "the part of stepgraph in C++ could not be built",
                 rule="native-build",
                 details=str(error).strip().splitlines()[-12:],
-                why="torch compiles it on this machine, with a C++ compiler, ninja and the headers of Python.",
-                fix="install what is missing (pip install ninja; apt install g++ python3-dev), or go on without it: it "
-                "only lowers the host time of a replay.",
             ) from error
         os.replace(Path(folder) / target.name, target)  # atomic
     return target

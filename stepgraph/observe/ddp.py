@@ -166,8 +166,6 @@ def refuse_replicas(step: str, touched: StepObjects, safe_hooks: Collection[Any]
             raise CaptureError(
                 f"{step}: `{name}` is captured with {variable}={os.environ[variable]} in the environment",
                 rule="nccl-blocking-wait",
-                why="every wait for a collective then stops the host until the GPU is done, and during a capture it "
-                "never is.",
                 fix=f"unset {variable} before init_process_group: os.environ.pop({variable!r}, None).",
             )
 

@@ -42,8 +42,7 @@ class Obstacle:
 
     def error(self, name: str) -> CaptureError:
         """The error for a step or module of this name."""
-        known = entry(self.rule)
-        why, fix = (text.replace("{whose}", self.whose) for text in (known.why, known.fix))
+        why, fix = entry(self.rule).reason_and_fix(self.whose)
         ignoring = f", or, if nothing depends on it, {to_ignore(self.names)}" if self.names else ""
         return CaptureError(f"{name}: {self.what}", rule=self.rule, why=why, fix=fix.replace(_OR_IGNORE, ignoring))
 

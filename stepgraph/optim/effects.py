@@ -90,7 +90,4 @@ def result_used(name: str) -> CaptureError:
     return CaptureError(
         f"the step uses the result of {name}",
         rule="optimizer-result",
-        why="the optimizer runs between graphs, and its result is only known then; no graph can read it.",
-        fix="have it write the value into a tensor of its own (self.norm.copy_(norm)) and read that after the step, or "
-        "compute the value in the step itself.",
     )

@@ -88,7 +88,7 @@ def check_forced(optimizer: Optimizer, mode: str, placement: Placement) -> None:
     if mode == "inside" and not placement.inside and _counts_on_host(optimizer):
         row = entry("optimizer-capturable")
         what = f"{type(optimizer).__name__}: {row.what}"
-        raise CaptureError(what, rule=row.id, why=row.why, fix=row.fix, entry=row)
+        raise CaptureError(what, rule=row.id, entry=row)
 
 
 class BornState:

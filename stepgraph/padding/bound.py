@@ -148,7 +148,6 @@ class BoundBuckets:
             f"argument `{member.name}`, dimension {dim}: {length} is past the largest bucket, {sizes[-1]}",
             rule="bucket-overflow",
             details=[f"received  {described(leaves[member.index])}", f"buckets   {sizes}"],
-            why="a batch is padded up to a bucket, never cut.",
             fix=f"add a size of at least {length} to the list of {together}, or cut the batch to {sizes[-1]}.",
         )
 

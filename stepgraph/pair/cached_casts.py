@@ -98,9 +98,6 @@ def shared_cast(whose: str) -> CaptureError:
     return CaptureError(
         f"{whose} uses a weight whose cast autocast keeps, and shares with another use in the same region",
         rule="autocast-cache",
-        why="eager adds up the gradients of both uses in the low precision and converts the sum; a graph converts its "
-        "own share first, so that the sum has other bits.",
-        fix="torch.autocast(..., cache_enabled=False), in the eager program too, or enter autocast for each use.",
     )
 
 

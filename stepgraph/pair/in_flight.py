@@ -143,15 +143,11 @@ class InFlightCall:
             raise CaptureError(
                 "a backward with create_graph=True reached a graphed module",
                 rule="create-graph",
-                why="a replayed backward has no graph of its own: the second derivative would be a constant.",
-                fix="leave this module out of the scope, or close the graphs for that part of the training.",
             )
         if not torch._C._will_engine_execute_node(edges.anchor_node):
             raise CaptureError(
                 "a backward for certain tensors only (autograd.grad, or backward(inputs=...)) reached a graphed module",
                 rule="partial-backward",
-                why="the recorded backward computes, and accumulates, the gradients of all its parameters.",
-                fix="call loss.backward() without inputs=, or leave this module out of the scope.",
             )
         if edges.uses_up_saved and torch._C._autograd._get_current_graph_task_keep_graph():
             raise RuntimeError(
@@ -177,8 +173,6 @@ class InFlightCall:
                     "a tensor that a graphed module's backward needs was changed in place after its forward",
                     rule="inplace-saved",
                     details=[f"a tensor of shape {list(probe.shape)}, version {version} -> {probe._version}"],
-                    why="the activations lie in this memory; eager autograd refuses the same.",
-                    fix="use the out-of-place form of the operation that changes it.",
                 )
 
     # -- ending

@@ -56,6 +56,5 @@ def _varying(what: str) -> CaptureError:
     return CaptureError(
         what,
         rule="varying-output",
-        why="a replay computes tensors; a plain value in the result would be that of the capture for ever.",
         fix="return a tensor (count.detach(), not count.item()), or compute the value outside the module.",
     )

@@ -315,8 +315,6 @@ class PairCapture:
             raise CaptureError(
                 "a module with reentrant checkpointing uses a parameter that is not its own",
                 rule="reentrant-checkpoint",
-                why="such checkpointing accumulates gradients by itself, where no recording may reach.",
-                fix="checkpoint(..., use_reentrant=False), or make the parameter one of the module's.",
             )
         reached = {id(leaf) for leaf in leaves_behind(results)}
         chosen = self.accumulated_inside(outside)
@@ -419,8 +417,6 @@ def _refuse(call: RecordedCall, graph: Graph, tensors: Mapping[int, torch.Tensor
             raise CaptureError(
                 f"the module changes argument `{names[index]}` in place, and gradients flow through it",
                 rule="inplace-argument",
-                why="the caller's tensor would have to become a part of the module's autograd graph.",
-                fix="use the out-of-place form, and return the new tensor.",
             )
         if index in call.aliased:
             raise CaptureError(

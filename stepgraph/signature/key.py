@@ -172,8 +172,6 @@ def refuse_opaque(leaves: Sequence[Any]) -> None:
             raise InvalidArgument(
                 f"an argument of type {type(leaf).__name__} holds tensors (`{hidden}`) that stepgraph cannot see",
                 rule="opaque-argument",
-                why="an object of an unknown class is compared by identity; its tensors would be those of the capture.",
-                fix="make it a dataclass, pass a dict or a tuple, or register it with torch.utils._pytree.",
             )
 
 
@@ -186,7 +184,6 @@ def refuse_tensor_classes(leaves: Sequence[Any], names: Sequence[str]) -> None:
             raise InvalidArgument(
                 f"`{name}` is a {type(leaf).__name__} of layout {str(leaf.layout).removeprefix('torch.')}",
                 rule="tensor-class",
-                why="arguments and results of a graph are plain tensors, with no more than shape, strides and dtype.",
                 fix="pass and return plain tensors, and put them together elsewhere.",
             )
 

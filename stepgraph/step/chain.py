@@ -137,7 +137,6 @@ def _refuse_others(name: str, left: Attachment) -> None:
             rule="optimizer-gradients",
             why="it runs between graphs, and the next graph was recorded with the gradients that it left during "
             "warm-up. It has run; the rest of the step has not.",
-            fix="change gradients in place, or clear them in the step itself (optimizer.zero_grad()).",
         )
 
 

@@ -444,7 +444,6 @@ class StepCapture:
         error = CaptureError(
             f"{type(optimizer).__name__}.step was called, but not during warm-up",
             rule="late-optimizer",
-            why="stepgraph decides during warm-up where an optimizer runs.",
             fix="call every optimizer at each step, or raise warmup= until all have been called once.",
         )
         self._surprised(site, error)

@@ -162,10 +162,6 @@ class TapeGraph(Graph):
             raise StaleMemoryError(
                 "a graph was about to read memory that another graph's replay has overwritten",
                 rule="stale-memory",
-                why="the tensor it reads was dropped, so a later capture was given its memory, and that graph ran "
-                "after the one that writes the tensor.",
-                fix="keep a reference to the tensor for as long as a graph reads it, or replay the graph that writes "
-                "it again first.",
             )
         run(self._ops)
         self._pool.ledger.replayed(self._trace)

@@ -158,9 +158,9 @@ def test_settings_that_contradict_each_other_are_refused(fields: dict[str, Any],
         ({"cuda_graph_impl": 3}, "option", "use one of none, local, transformer_engine, full_iteration."),
         ({"cuda_graph_modules": "full_iteraton"}, "scope", "did you mean 'full_iteration'?"),
         ({"cuda_graph_modules": 3}, "scope", "give strings"),
-        ({"cuda_graph_warmup_steps": "3"}, "option", "cuda_graph_warmup_steps=3."),
-        ({"cuda_graph_num_warmup_steps": True}, "option", "cuda_graph_num_warmup_steps=3."),
-        ({"cuda_graph_warmup_steps": -1}, "option", "cuda_graph_warmup_steps=3."),
+        ({"cuda_graph_warmup_steps": "3"}, "option", "pass cuda_graph_warmup_steps=3"),
+        ({"cuda_graph_num_warmup_steps": True}, "option", "pass cuda_graph_num_warmup_steps=3"),
+        ({"cuda_graph_warmup_steps": -1}, "option", "pass cuda_graph_warmup_steps=3"),
     ],
 )
 def test_settings_name_the_nearest_word(fields: dict[str, Any], rule: str, fix: str) -> None:
