@@ -64,13 +64,13 @@ def place_padded(choices: Tensor, expert_ids: Tensor, capacity: int) -> Placemen
 def place_dropped(choices: Tensor, expert_ids: Tensor, capacity: int) -> Placement:
     """Place the rows of `choices` [tokens, k] sorted by expert; of each expert, rows past `capacity` are dropped.
 
-    A dropped row keeps its place, so that the number of places does not depend on the choices, and counts as zero.
+    A dropped row keeps its slot, so that the number of slots does not depend on the choices, and the slot is empty.
     """
     by_expert = place_sorted(choices, expert_ids)
     starts = F.pad(by_expert.ends[:-1], (1, 0))
     rank = by_expert.slots - starts[choices.flatten()]
     kept = rank < capacity
-    return by_expert._replace(kept=kept)
+    return by_expert._replace(filled=kept[by_expert.rows], kept=kept)
 
 
 def dispatch(hidden: Tensor, placement: Placement) -> Tensor:

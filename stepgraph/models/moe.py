@@ -265,21 +265,25 @@ class MoE(nn.Module):
         config, ids = self.config, self.router.expert_ids
         even_share = choices.numel() / config.num_experts
         capacity = min(math.ceil(even_share * config.capacity_factor), choices.shape[0])
-        if config.experts == "capacity":
-            return place_padded(choices, ids, capacity)
-        if config.experts == "loop" or self.experts.can_group():
-            return place_dropped(choices, ids, capacity) if config.experts == "drop" else place_sorted(choices, ids)
-        # No expert can be chosen by more than all tokens, so without a capacity nothing is dropped.
-        return place_padded(choices, ids, capacity if config.experts == "drop" else choices.shape[0])
+        drops = config.experts in ("capacity", "drop")
+        if self._is_padded():
+            # No expert can be chosen by more than all tokens, so with room for these nothing is dropped.
+            return place_padded(choices, ids, capacity if drops else choices.shape[0])
+        return place_dropped(choices, ids, capacity) if drops else place_sorted(choices, ids)
 
     def run_experts(self, hidden: Tensor, placement: Placement) -> Tensor:
         """Copy tokens into their slots and run each expert on its own."""
         slots = dispatch(hidden, placement)
-        if placement.filled is not None:
+        if self._is_padded():
             return self.experts.padded(slots)
         if self.config.experts == "loop":
             return self.experts.loop(slots, placement.ends)
         return self.experts.grouped(slots, placement.ends)
+
+    def _is_padded(self) -> bool:
+        """Whether each expert has the same number of slots."""
+        way = self.config.experts
+        return way == "capacity" or (way != "loop" and not self.experts.can_group())
 
     def combine(self, expert_out: Tensor, weights: Tensor, placement: Placement, shared: Tensor | None) -> Tensor:
         """Add up each token's experts by weight, and the shared one."""

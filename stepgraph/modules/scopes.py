@@ -33,6 +33,8 @@ _SHIPPED: Mapping[str, Mapping[str, tuple[str, ...]]] = MappingProxyType(
             "moe_preprocess": ("moe.preprocess", "moe.combine"),
         },
         "stepgraph.MambaBlock": {"mamba": ("mixer",)},
+        "stepgraph.AttentionBlock": {"attn": ("attn",)},
+        "stepgraph.MLPBlock": {"mlp": ("mlp",)},
         "stepgraph.VisionBlock": {"attn": ("attn",), "mlp": ("mlp",)},
         "transformers.GPT2Block": {"attn": ("attn",), "mlp": ("mlp",)},
         "transformers.LlamaDecoderLayer": _LLAMA,
@@ -44,6 +46,10 @@ _SHIPPED: Mapping[str, Mapping[str, tuple[str, ...]]] = MappingProxyType(
             "moe_router": ("mlp.gate", "block_sparse_moe.gate"),
         },
         "transformers.GptOssDecoderLayer": {**_ROUTED, "moe_router": ("mlp.router",)},
+        "megatron.TransformerLayer": {"attn": ("self_attention",), "mlp": ("mlp",)},
+        "megatron.MoELayer": {"moe": ("forward",), "moe_router": ("router",), "moe_preprocess": ("preprocess",)},
+        "megatron.MambaLayer": {"mamba": ("mixer",)},
+        "transformer_engine.TransformerLayer": {"attn": ("self_attention",), "mlp": ("layernorm_mlp",)},
     }
 )
 
@@ -121,9 +127,19 @@ class ScopeRegistry:
         for path, words in layers.items():
             for tail in words.get(word, ()):
                 part = _at(model, f"{path}.{tail}" if path else tail)
-                if part is not None:
+                if part is not None and not self._is_something_else(part, word):
                     found.append(part)
         return found
+
+    def _is_something_else(self, part: Part, word: str) -> bool:
+        """Whether a part only stands where a word's part usually does.
+
+        Megatron has one class of layer for all kinds: where a layer has experts they stand in the MLP's place, and
+        where it has no attention an identity does.
+        """
+        if "identity" in type(part.module).__name__.lower():
+            return True
+        return word == "mlp" and "moe" in (self.words_of(part.module) or ())
 
 
 def _at(model: torch.nn.Module, path: str) -> Part | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import linecache
 from collections.abc import Callable
 from dataclasses import replace
@@ -11,11 +12,25 @@ import pytest
 import torch
 
 import stepgraph
-from stepgraph.models import Mamba, MambaConfig, MoEConfig, MoEGPT
+from stepgraph.models import (
+    GPT,
+    GPTConfig,
+    Hybrid,
+    HybridConfig,
+    LatentShape,
+    Mamba,
+    MambaConfig,
+    MoEConfig,
+    MoEGPT,
+    VisionMoE,
+    VisionMoEConfig,
+)
 from stepgraph.models.experts import Experts, collect, dispatch, place_padded, place_sorted
+from stepgraph.models.linear import Linear, backward_dw
 from stepgraph.models.mamba import Mamba2
 from stepgraph.models.moe import MoE
 from tests.harness import Program, assert_captured_equals_eager
+from tests.module_harness import Note, Training, assert_graphed_equals_eager
 
 CALLS = 8
 TINY = MoEConfig.tiny()
@@ -153,3 +168,163 @@ def test_model_layer_is_deterministic_by_default(kind: str, dtype: torch.dtype, 
         loss = out.float().square().sum() if kind == "mamba" else out[0].float().square().sum() + out[1]
         runs.append([loss, *torch.autograd.grad(loss, [x, *layer.parameters()])])
     assert all(torch.equal(one, two) for run in runs[1:] for one, two in zip(runs[0], run, strict=True))
+
+
+# -- kinds of models
+
+
+GPT2 = replace(
+    GPTConfig.tiny(),
+    num_kv_heads=4,
+    positions="learned",
+    norm="layer",
+    activation="gelu",
+    add_bias_linear=True,
+    tie_embeddings=True,
+)
+GPT_OSS = replace(
+    TINY,
+    add_bias_linear=True,
+    router_bias=True,
+    attention_sinks=True,
+    sliding_window=5,
+    full_attention_interval=2,
+    activation="clamped_swiglu",
+    rope_scaling=4.0,
+    rope_original_length=16,
+)
+LATENT = LatentShape(q_rank=24, kv_rank=16, nope_size=16, rope_size=8, value_size=16)
+DEEPSEEK_V3 = replace(
+    DEEPSEEK, latent=LATENT, num_kv_heads=4, num_expert_groups=4, top_groups=2, dense_layers=(0,), dense_ffn_size=96
+)
+KINDS: dict[str, tuple[Any, list[str]]] = {
+    "gpt": (GPTConfig.tiny(), ["attn", "mlp"]),
+    "gpt-2": (GPT2, ["attn", "mlp"]),
+    "qkv bias and window": (replace(GPTConfig.tiny(), add_qkv_bias=True, sliding_window=4), ["attn"]),
+    "qwen3": (replace(TINY, qk_norm=True, head_dim=32), ["attn", "moe_router", "moe_preprocess"]),
+    "gpt-oss": (GPT_OSS, ["attn", "moe_router", "moe_preprocess"]),
+    "deepseek-v3": (DEEPSEEK_V3, ["attn", "moe_router", "moe_preprocess"]),
+    "drop": (replace(TINY, experts="drop", capacity_factor=1.0), ["attn", "moe"]),
+    "mamba": (MambaConfig.tiny(), ["mamba"]),
+    "nemotron-h": (HybridConfig.tiny(), ["mamba", "attn"]),
+    "vision with experts": (VisionMoEConfig.tiny(), ["attn", "moe_router", "moe_preprocess"]),
+}
+"""One small model of each kind that a recipe has, and the scope that it is captured by."""
+MAKERS: dict[type, Any] = {
+    GPTConfig: GPT,
+    MoEConfig: MoEGPT,
+    MambaConfig: Mamba,
+    HybridConfig: Hybrid,
+    VisionMoEConfig: VisionMoE,
+}
+
+
+def loss_of(out: Any) -> torch.Tensor:
+    return out if isinstance(out, torch.Tensor) else out.out + 0.01 * out.aux_loss
+
+
+def whole_step(config: Any, **settings: Any) -> Callable[[torch.device], Program]:
+    """A step of a model of any kind, with two microbatches; delayed weight gradients are computed in between."""
+
+    def build(device: torch.device) -> Program:
+        model = MAKERS[type(config)](replace(config, dropout=0.1, **settings)).to(device)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+        for parameter in model.parameters() if model.config.gradient_accumulation_fusion else ():
+            parameter.main_grad = torch.zeros_like(parameter)
+            parameter.grad = parameter.main_grad  # what the optimizer reads
+
+        def step(tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+            optimizer.zero_grad(set_to_none=not model.config.gradient_accumulation_fusion)
+            for one in range(2):
+                loss = loss_of(model(tokens[one : one + 1], targets=targets[one : one + 1]))
+                loss.backward()
+                if model.config.delay_wgrad_compute:
+                    model.backward_dw()
+            optimizer.step()
+            return loss.detach()
+
+        return Program(step, random_batches(device), [model], [optimizer])
+
+    return build
+
+
+def kinds(*quick: str) -> list[Any]:
+    """All kinds; those that are not quick enough, or near others, for the slow run only."""
+    return [pytest.param(kind, marks=[] if kind in quick else [pytest.mark.slow]) for kind in KINDS]
+
+
+@pytest.mark.parametrize("kind", kinds("gpt-oss", "deepseek-v3"))
+def test_kind_of_model_captured_equals_eager(kind: str, device: torch.device) -> None:
+    report = assert_captured_equals_eager(whole_step(KINDS[kind][0]), device)
+    assert set(report.eager_reasons) == {"warm-up"}
+    assert report.segments == 1
+
+
+@pytest.mark.parametrize("kind", kinds("gpt-2", "nemotron-h"))
+def test_kind_of_model_with_graphed_parts_equals_eager(kind: str, device: torch.device) -> None:
+    config, scope = KINDS[kind]
+
+    def build(device: torch.device) -> Training:
+        model = MAKERS[type(config)](replace(config, dropout=0.1)).to(device)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+
+        def step(batch: Any, note: Note) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = loss_of(model(batch[0], targets=batch[1]))
+            loss.backward()
+            note(loss)
+            optimizer.step()
+            return loss.detach()
+
+        return Training(model, step, random_batches(device), [optimizer])
+
+    assert_graphed_equals_eager(build, device, scope)
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        pytest.param("gpt", {"recompute_granularity": "full"}, marks=pytest.mark.slow),
+        ("gpt", {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 2}),
+        ("gpt", {"recompute_granularity": "selective", "recompute_modules": ("core_attn", "mlp", "layernorm")}),
+        (
+            "deepseek-v3",
+            {"recompute_granularity": "selective", "recompute_modules": ("moe_act", "shared_experts", "mla_up_proj")},
+        ),
+        ("qwen3", {"recompute_granularity": "selective", "recompute_modules": ("moe",)}),
+        ("gpt", {"delay_wgrad_compute": True}),
+        ("gpt-2", {"gradient_accumulation_fusion": True, "tie_embeddings": False}),
+        ("nemotron-h", {"delay_wgrad_compute": True, "gradient_accumulation_fusion": True}),
+        ("gpt", {"attention_dropout": 0.3}),
+    ],
+    ids=str,
+)
+def test_compute_setting_captured_equals_eager(kind: str, settings: dict[str, Any], device: torch.device) -> None:
+    report = assert_captured_equals_eager(whole_step(KINDS[kind][0], **settings), device)
+    assert report.segments == 1
+
+
+def test_callables_split_delayed_weight_gradients(device: torch.device) -> None:
+    """The graphs of an order with -1.5 run them in `backward_dw()`, and equal an eager model's."""
+    torch.manual_seed(0)
+    layers = [torch.nn.Sequential(Linear(8, 8), torch.nn.Tanh()).to(device) for _ in range(2)]
+    for layer in layers:
+        layer[0].delay_wgrad_compute = True
+    eager = copy.deepcopy(layers)
+    samples = tuple((torch.randn(4, 8, device=device, requires_grad=True),) for _ in range(2))
+    graphed = stepgraph.make_graphed_callables(
+        tuple(layers), samples, order=[1, 2, -2, -1, -2.5, -1.5], num_warmup_iters=1
+    )
+    for _ in range(3):
+        x = torch.randn(4, 8, device=device)
+        one, two = x.clone().requires_grad_(), x.clone().requires_grad_()
+        for model, given in ((eager, two), (graphed, one)):
+            out = model[1](model[0](given))
+            out.square().sum().backward()
+        for model in graphed[::-1]:
+            model.backward_dw()
+        for layer in eager:
+            backward_dw(layer)
+        assert torch.equal(one.grad, two.grad)
+        for ours, expected in zip(layers, eager, strict=True):
+            assert torch.equal(ours[0].weight.grad, expected[0].weight.grad)

@@ -21,6 +21,7 @@ SMALL = replace(TINY, hidden_size=16, ffn_size=8, num_experts=6)
 WAYS = {
     "grouped": {"experts": "grouped"},
     "capacity": {"experts": "capacity", "capacity_factor": 6.0},
+    "drop": {"experts": "drop", "capacity_factor": 6.0},
     "loop": {"experts": "loop"},
 }
 """Each way to run experts, with nothing dropped."""
@@ -31,6 +32,10 @@ ROUTERS: dict[str, dict[str, Any]] = {
     "shared expert": {"shared_ffn_size": 12},
     "gated shared expert": {"shared_ffn_size": 12, "shared_gate": True},
     "one expert": {"top_k": 1},
+    "biases": {"add_bias_linear": True, "router_bias": True, "shared_ffn_size": 12},
+    "clamped with biases": {"activation": "clamped_swiglu", "add_bias_linear": True, "router_bias": True},
+    "not gated": {"activation": "relu2", "add_bias_linear": True},
+    "groups": {"num_expert_groups": 3, "top_groups": 2, "scores": "sigmoid", "bias_rate": 0.05},
 }
 
 
@@ -42,6 +47,9 @@ def make_layer(config: MoEConfig, seed: int = 0) -> MoE:
         layer.router.gate.weight.normal_()  # scores far enough apart to choose by
         if layer.router.bias_steps is not None:
             layer.router.bias_steps += torch.arange(-3, config.num_experts - 3)
+        for name, parameter in layer.named_parameters():
+            if name.endswith("bias"):
+                parameter.normal_()
     return layer
 
 
@@ -54,6 +62,33 @@ def random_tokens(batch: int = 2, length: int = 16, seed: int = 1) -> torch.Tens
     return torch.randint(TINY.vocab_size, (batch, length), generator=torch.Generator().manual_seed(seed))
 
 
+def mlp_by_hand(x: torch.Tensor, activation: str, first: list[torch.Tensor], down: torch.Tensor) -> torch.Tensor:
+    """An MLP of any activation; the first matrices have their bias as a last column."""
+    inner = [weight[:, :-1] @ x + weight[:, -1] for weight in first]
+    if activation == "relu2":
+        mixed = inner[0].relu() ** 2
+    elif activation == "swiglu":
+        mixed = inner[0] * torch.sigmoid(inner[0]) * inner[1]
+    else:
+        gate, up = torch.minimum(inner[0], torch.tensor(7.0)), inner[1].clamp(-7.0, 7.0)
+        mixed = gate / (1 + torch.exp(-1.702 * gate)) * (up + 1)
+    return down[:, :-1] @ mixed + down[:, -1]
+
+
+def with_bias(weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    column = torch.zeros_like(weight[..., :1]) if bias is None else bias[..., None]
+    return torch.cat((weight, column), dim=-1)
+
+
+def choices_by_hand(config: MoEConfig, wanted: list[float]) -> list[int]:
+    """The best experts of the best groups; a group is worth its two best."""
+    size = config.num_experts // config.num_expert_groups
+    groups = [list(range(start, start + size)) for start in range(0, config.num_experts, size)]
+    groups.sort(key=lambda group: -sum(sorted((wanted[e] for e in group), reverse=True)[:2]))
+    allowed = [e for group in groups[: config.top_groups] for e in group]
+    return sorted(allowed, key=lambda e: -wanted[e])[: config.top_k]
+
+
 def swiglu_by_hand(x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
     inner = gate @ x
     return down @ (inner * torch.sigmoid(inner) * (up @ x))
@@ -63,25 +98,31 @@ def layer_by_hand(layer: MoE, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tens
     """One token after the other, in the type of `x`: output, auxiliary loss, and how often each expert was chosen."""
     config, outputs = layer.config, []
     load, shares = [0] * config.num_experts, []
-    gate_up, down = layer.experts.gate_up_proj, layer.experts.down_proj
+    gate_up = with_bias(layer.experts.gate_up_proj, layer.experts.gate_up_bias)
+    down = with_bias(layer.experts.down_proj, layer.experts.down_bias)
+    router_bias = 0.0 if layer.router.gate.bias is None else layer.router.gate.bias
     for token in x.flatten(0, -2):
         h = token / (token.square().mean() + config.norm_eps).sqrt() * layer.norm.weight
-        logits = layer.router.gate.weight @ h
+        logits = layer.router.gate.weight @ h + router_bias
         raw = logits.exp() if config.scores == "softmax" else 1 / (1 + (-logits).exp())
         shares.append(raw / raw.sum())
         scores = shares[-1] if config.scores == "softmax" else raw
         steps = layer.router.bias_steps
         wanted = [s.item() + (0 if steps is None else steps[e].item() * config.bias_rate) for e, s in enumerate(scores)]
-        chosen = sorted(range(config.num_experts), key=lambda e: -wanted[e])[: config.top_k]
+        chosen = choices_by_hand(config, wanted)
         total = sum(scores[e] for e in chosen) if config.normalize_weights else 1.0
         out = torch.zeros_like(h)
         for e in chosen:
             load[e] += 1
-            gate, up = gate_up[e].split(config.ffn_size)
-            out = out + scores[e] / total * config.weight_scale * swiglu_by_hand(h, gate, up, down[e])
+            first = list(gate_up[e].split(config.ffn_size))
+            out = out + scores[e] / total * config.weight_scale * mlp_by_hand(h, config.activation, first, down[e])
         if layer.shared is not None:
             mlp, shared_gate = layer.shared.mlp, layer.shared.gate
-            shared = swiglu_by_hand(h, mlp.gate_proj.weight, mlp.up_proj.weight, mlp.down_proj.weight)
+            first, last = (
+                [with_bias(linear.weight, linear.bias) for linear in linears]
+                for linears in ((mlp.gate_proj, mlp.up_proj), (mlp.down_proj,))
+            )
+            shared = mlp_by_hand(h, config.activation, first, last[0])
             out = out + shared * (1.0 if shared_gate is None else torch.sigmoid(shared_gate.weight @ h))
         outputs.append(out)
     frequency = [count / sum(load) for count in load]
@@ -186,8 +227,9 @@ def test_moe_capacity_is_a_multiple_of_the_even_share(factor: float, capacity: i
     assert placement.rows.shape == (6 * capacity,)
 
 
-def test_moe_past_capacity_drops_the_choice_and_nothing_else() -> None:
-    config = replace(SMALL, experts="capacity", capacity_factor=0.5)
+@pytest.mark.parametrize("way", ["capacity", "drop"])
+def test_moe_past_capacity_drops_the_choice_and_nothing_else(way: str) -> None:
+    config = replace(SMALL, experts=way, capacity_factor=0.5)
     layer = make_layer(config).double()
     x = torch.randn(1, 12, SMALL.hidden_size, dtype=torch.float64, requires_grad=True)
     out, _, load = layer(x)
@@ -446,3 +488,48 @@ def test_moe_config_names_the_wrong_field(change: dict[str, Any], named: str) ->
 def test_moe_refuses_a_sequence_beyond_its_tables() -> None:
     with pytest.raises(ValueError, match=r"MoEGPT\.forward.*max_seq_len"):
         make_model()(random_tokens(1, TINY.max_seq_len + 1))
+
+
+@pytest.mark.parametrize("change", [{}, {"add_bias_linear": True, "activation": "clamped_swiglu"}], ids=str)
+def test_moe_drop_and_capacity_agree_in_bfloat16(change: dict[str, Any]) -> None:
+    """In bfloat16 `drop` runs in the grouped kernel, `capacity` in a batched one: the same choices are dropped."""
+    x = torch.randn(2, 20, 64).bfloat16()
+    results = []
+    for way in ("drop", "capacity"):
+        layer = make_layer(replace(TINY, experts=way, capacity_factor=0.75, **change)).bfloat16()
+        given = x.clone().requires_grad_()
+        out = layer(given)[0]
+        out.float().square().sum().backward()
+        results.append([out, given.grad, *(parameter.grad for parameter in layer.experts.parameters())])
+        placement = layer.preprocess(layer.route(given).choices)
+        assert (placement.rows.shape == placement.slots.shape) == (way == "drop")
+        assert not placement.kept.all()
+    for one, two in zip(*results, strict=True):
+        scale = two.abs().max().item()  # bf16 keeps 8 bits, and kernels add in another order
+        torch.testing.assert_close(one, two, rtol=0, atol=0.03 * scale)
+
+
+def test_moe_model_with_dense_layers_among_experts() -> None:
+    config = replace(TINY, num_layers=3, dense_layers=(0, 2), dense_ffn_size=96, bias_rate=0.01)
+    model, tokens = make_model(config), random_tokens()
+    assert [type(block).__name__ for block in model.blocks] == ["Block", "MoEBlock", "Block"]
+    assert model.blocks[0].mlp.up_proj.weight.shape == (96, 64)
+    out, _, load = model(tokens, tokens)
+    assert load.shape == (1, 8)
+    out.backward()
+    model.update_bias(load)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"num_expert_groups": 3}, "num_expert_groups"),
+        ({"num_expert_groups": 8, "top_groups": 1}, "top_groups"),
+        ({"dense_layers": (2,), "dense_ffn_size": 8}, "dense_layers"),
+        ({"dense_layers": (0,)}, "dense_ffn_size"),
+        ({"dense_layers": (0, 1), "dense_ffn_size": 8}, "dense_layers"),
+    ],
+)
+def test_moe_config_names_wrong_groups_and_layers(change: dict[str, Any], named: str) -> None:
+    with pytest.raises(ValueError, match=named):
+        replace(TINY, **change)

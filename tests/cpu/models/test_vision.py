@@ -6,7 +6,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from stepgraph.models import VisionConfig, VisionEncoder, VisionLanguageConfig, VisionLanguageModel
+from stepgraph.models import (
+    VisionConfig,
+    VisionEncoder,
+    VisionLanguageConfig,
+    VisionLanguageModel,
+    VisionMoE,
+    VisionMoEConfig,
+)
 
 TINY = VisionConfig.tiny()
 MODEL = VisionLanguageConfig.tiny()
@@ -227,3 +234,19 @@ def test_model_refuses_longer_vision_input() -> None:
 def test_model_config_refuses_image_token_outside_the_vocabulary() -> None:
     with pytest.raises(ValueError, match="image_token"):
         replace(MODEL, image_token=256)
+
+
+def test_model_with_experts_reads_images_like_the_dense_one() -> None:
+    torch.manual_seed(0)
+    model, images = VisionMoE(VisionMoEConfig.tiny()), make_images((16, 16), (8, 16))
+    tokens, targets = text_with_images([4, 2]), text_with_images([0, 0])
+    out, aux_loss, load = model(tokens, images, targets)
+    (out + aux_loss).backward()
+    assert load.shape == (2, 8)
+    missing = [name for name, p in model.named_parameters() if p.grad is None]
+    assert missing == []
+    assert model.vision_model.patch_proj.weight.grad.any()
+    changed = model(tokens, [images[0] + 1, images[1]], targets).out
+    assert not torch.equal(changed, out)
+    with pytest.raises(ValueError, match="image_token"):
+        replace(VisionMoEConfig.tiny(), image_token=256)

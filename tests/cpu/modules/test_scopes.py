@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import sys
 from collections import OrderedDict
 
 import pytest
@@ -277,11 +278,12 @@ def test_graph_modules_takes_a_registry_and_puts_everything_back() -> None:
 # -- Hugging Face, by name
 
 
-def fake_layer(name: str, **parts: nn.Module) -> nn.Module:
+def fake_layer(name: str, library: str = "transformers.models", **parts: nn.Module) -> nn.Module:
     def forward(self: nn.Module, x: torch.Tensor) -> torch.Tensor:
         return x
 
-    module = type(name, (nn.Module,), {"__module__": f"transformers.models.{name.lower()}", "forward": forward})()
+    body = {"__module__": f"{library}.{name.lower()}", "forward": forward, "preprocess": forward}
+    module = type(name, (nn.Module,), body)()
     for part, value in parts.items():
         module.add_module(part, value)
     return module
@@ -332,6 +334,32 @@ def test_huggingface_layers_are_known_by_name(
 def test_huggingface_names_of_other_libraries_are_not_known() -> None:
     layer = type("LlamaDecoderLayer", (nn.Linear,), {"__module__": "elsewhere"})(2, 2)
     refusal(nn.Sequential(layer))
+
+
+def test_megatron_layers_are_known_by_name() -> None:
+    """One class of layer for all kinds: what stands in it decides, and nothing of megatron is imported."""
+
+    def make(name: str, **parts: nn.Module) -> nn.Module:
+        return fake_layer(name, "megatron.core", **parts)
+
+    moe = make("MoELayer", router=nn.Linear(2, 2))
+    model = nn.Sequential(
+        make("TransformerLayer", self_attention=nn.Linear(2, 2), mlp=nn.Linear(2, 2)),
+        make("TransformerLayer", self_attention=nn.Linear(2, 2), mlp=moe),
+        make("TransformerLayer", self_attention=make("IdentityOp"), mlp=nn.Linear(2, 2)),
+        make("MambaLayer", mixer=nn.Linear(2, 2)),
+    )
+    expected = {
+        "attn": ["0.self_attention", "1.self_attention"],
+        "mlp": ["0.mlp", "2.mlp"],
+        "moe": ["1.mlp"],
+        "moe_router": ["1.mlp.router"],
+        "moe_preprocess": ["1.mlp.preprocess"],
+        "mamba": ["3.mixer"],
+    }
+    assert {word: paths(model, word) for word in expected} == expected
+    assert paths(model) == ["0", "1", "2", "3"]
+    assert "megatron" not in sys.modules
 
 
 def test_words_are_those_of_the_field() -> None:

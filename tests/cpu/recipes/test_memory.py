@@ -81,7 +81,7 @@ def test_estimate_is_what_is_allocated(name: str, settings: dict[str, object]) -
 def test_estimate_of_a_deep_stack_is_that_of_its_run(name: str) -> None:
     """Only shallow stacks are run for the estimate; here the deep one is run, too.
 
-    In a hybrid stack the peak is inside one layer or another by its depth, so what a kind of layer adds is not constant.
+    In a hybrid stack the peak is inside one layer or another, by its depth, so what a kind adds is not constant.
     """
     cfg = small(name)
     deep = with_layers(recipe(name), 14).model
