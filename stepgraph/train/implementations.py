@@ -23,8 +23,9 @@ from torch import nn
 
 from stepgraph.megatron.layers_helper import TECudaGraphHelper
 from stepgraph.megatron.part_graphs import set_current_microbatch
+from stepgraph.megatron.samples import parts_of
 from stepgraph.modules.graph_modules import graph_modules
-from stepgraph.modules.scopes import read_scope
+from stepgraph.modules.scopes import ScopeRegistry, read_scope
 from stepgraph.observe.ddp import warmup_calls
 from stepgraph.session.report import GraphReport
 from stepgraph.session.session import Session
@@ -107,6 +108,10 @@ class Implementation(ABC):
         """Free all graphs. A second call does nothing."""
         return
 
+    def eager(self) -> Implementation:
+        """After `close`: return what runs the same iterations without graphs."""
+        return Eager(self.work)
+
 
 class Eager(Implementation):
     """No graphs."""
@@ -124,7 +129,7 @@ class LocalScopes(Implementation):
         rounds = self.warmup_steps(model_config.cuda_graph_warmup_steps) * work.num_microbatches
         self._handle = graph_modules(
             work.core,
-            read_scope(model_config.cuda_graph_scope),
+            present(work.core, read_scope(model_config.cuda_graph_scope)),
             warmup=rounds,
             max_graphs=1,  # training only: evaluation stays eager
             max_runners=model_config.cuda_graph_max_runners,
@@ -152,6 +157,12 @@ class LocalScopes(Implementation):
         if self._closed_report is None:
             self._closed_report = self._handle.report()
             self._handle.close()
+
+
+def present(model: nn.Module, scope: list[str]) -> list[str]:
+    """Leave out words for layers that a cut model, or a stage of a pipeline, does not have, unless that is all."""
+    registry = ScopeRegistry()
+    return [word for word in scope if parts_of(model, [word], registry)] or scope
 
 
 class FullIteration(Implementation):

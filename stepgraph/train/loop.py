@@ -21,7 +21,7 @@ from stepgraph.backends import Reading
 from stepgraph.observe.nonfinite import FlagReader, flags_over
 from stepgraph.train.checkpoint import checkpoints_in, save
 from stepgraph.train.data import Batches
-from stepgraph.train.implementations import Eager, Implementation
+from stepgraph.train.implementations import Implementation
 from stepgraph.train.iteration import Result, non_finite
 from stepgraph.train.journal import Journal
 from stepgraph.train.memory import DeviceMemory, in_mib
@@ -200,7 +200,7 @@ class Loop:
             run.journal.say(f"no graphs, training goes on in eager: {reason}")
             run.journal.write("capture", progress.step, captured=False, reason=reason)
             self.implementation.close()
-            self.implementation = Eager(self._work)
+            self.implementation = self.implementation.eager()
             return
         run.on_event("capture", progress.step)
         progress.memory_before = self._memory_in_use()
@@ -273,7 +273,7 @@ class Loop:
         if pending is None:
             return
         run, progress = self._run, self.progress
-        loss = run.ranks.mean(float(pending.loss.value()))
+        loss = run.ranks.mean_loss(float(pending.loss.value()))
         progress.losses[pending.step] = loss
         progress.trained_seconds += pending.seconds
         progress.trained_iterations += 1
@@ -307,7 +307,7 @@ class Loop:
             work.model.train()
         if self.implementation.evaluates_eagerly:
             progress.eager_reasons["evaluation"] += len(found)
-        loss = run.ranks.mean(float(torch.stack(found).mean()))
+        loss = run.ranks.mean_loss(float(torch.stack(found).mean()))
         progress.eval_losses[progress.step] = loss
         run.journal.write("eval", progress.step, loss=loss)
         run.journal.say(f"step {progress.step}  evaluation loss {loss:.4f}")

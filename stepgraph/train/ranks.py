@@ -55,9 +55,9 @@ class Ranks:
         """Return the smallest of the numbers that the ranks give; every rank must ask."""
         return -self.largest(-value)
 
-    def mean(self, value: float) -> float:
-        """Return the mean of the numbers that the ranks give; every rank must ask."""
-        return self._reduced(value, dist.ReduceOp.SUM) / self.size if self.size > 1 else value
+    def mean_loss(self, value: float) -> float:
+        """Return the mean loss over data-parallel ranks; stages of a pipeline that know no loss give 0."""
+        return self._reduced(value, dist.ReduceOp.SUM) / self.data_size if self.size > 1 else value
 
     def wait(self) -> None:
         """Wait until every rank has come here."""

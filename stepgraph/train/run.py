@@ -28,6 +28,7 @@ from stepgraph.train.implementations import Work, choose
 from stepgraph.train.journal import Journal
 from stepgraph.train.loop import Loop, OnEvent, Run
 from stepgraph.train.memory import DeviceMemory
+from stepgraph.train.pipelined import Pipelined, stage_of
 from stepgraph.train.random_state import set_random_states
 from stepgraph.train.ranks import Ranks, start_processes
 from stepgraph.train.run_report import RunReport
@@ -191,7 +192,7 @@ def _run(
             on_event=on_event,
         )
         journal.write("start", start, implementation=cfg.model.cuda_graph_impl, ranks=ranks.size, config=cfg.to_dict())
-        loop = Loop(run, choose(work, cfg), flag, start)
+        loop = Loop(run, choose(work, cfg) if ranks.pipeline_size == 1 else Pipelined(work, cfg, ranks), flag, start)
         signal = _run_loop(loop)
         report = loop.report()
         journal.write("end", report.step, signal=signal, **_summary(report))
@@ -226,6 +227,8 @@ def _make_work(
     core = make_core(cfg, device, provider)
     if cfg.checkpoint.pretrained_checkpoint is not None and cfg.checkpoint.load is None:
         _load_weights(core, load(Path(cfg.checkpoint.pretrained_checkpoint), ranks))
+    if ranks.pipeline_size > 1:
+        core = stage_of(core, ranks, make_forward_step(cfg, checks_of(cfg)).autocast)
     adapt(cfg, core)
     refuse_unpacked(cfg, core)
     model = wrap(cfg, core, session, device, ranks)

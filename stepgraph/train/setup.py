@@ -74,7 +74,6 @@ def refuse_untrained(cfg: Any) -> None:
         "dataset.num_workers": cfg.dataset.num_workers > 0,
         "scheduler.weight_decay_incr_style": cfg.scheduler.weight_decay_incr_style != "constant",
         "peft.dropout_position": cfg.peft.scheme is not None and cfg.peft.dropout_position != "pre",
-        "model.pipeline_model_parallel_size": cfg.model.pipeline_model_parallel_size > 1,
         "model.virtual_pipeline_model_parallel_size": (cfg.model.virtual_pipeline_model_parallel_size or 1) > 1,
         "comm_overlap.overlap_moe_expert_parallel_comm": cfg.comm_overlap.overlap_moe_expert_parallel_comm,
     }
@@ -100,9 +99,11 @@ def refuse_unpacked(cfg: Any, model: nn.Module) -> None:
 
 
 def seed_everything(cfg: Any, device: torch.device, ranks: Ranks) -> None:
-    """Seed initial weights: alike on data-parallel ranks, unless `rng.data_parallel_random_init`."""
-    shift = ranks.data_rank if cfg.rng.data_parallel_random_init else 0
-    _seed(cfg.rng.seed + _STAGE_SEED * ranks.stage + shift)
+    """Seed initial weights: alike on all ranks, unless `rng.data_parallel_random_init`.
+
+    Ranks of a pipeline build the whole model and keep their stage of it.
+    """
+    _seed(cfg.rng.seed + (ranks.data_rank if cfg.rng.data_parallel_random_init else 0))
     tracker = get_cuda_rng_tracker(device)
     tracker.reset()
     if cfg.model.cuda_graph_impl != "none" or cfg.rng.te_rng_tracker or cfg.model.use_te_rng_tracker:
@@ -160,7 +161,7 @@ def adapt(cfg: Any, model: nn.Module) -> list[str]:
 def reduces_at_end(cfg: Any, ranks: Ranks) -> bool:
     """True if gradients are averaged after the backward: DDP does not see those of graphs captured ahead of time."""
     is_ahead = cfg.model.cuda_graph_impl == "transformer_engine"
-    return ranks.data_size > 1 and (is_ahead or not cfg.ddp.overlap_grad_reduce)
+    return ranks.data_size > 1 and (is_ahead or ranks.pipeline_size > 1 or not cfg.ddp.overlap_grad_reduce)
 
 
 def wrap(cfg: Any, core: nn.Module, session: Session, device: torch.device, ranks: Ranks) -> nn.Module:

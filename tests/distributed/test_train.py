@@ -47,3 +47,20 @@ def test_ddp_losses_equal_eager_for_every_implementation(tmp_path: Path, iterati
         graphed = train(tmp_path / implementation, implementation, *given)
         assert [rank["losses"] for rank in graphed] == [rank["losses"] for rank in eager], implementation
         assert all(rank["replays"] > 0 for rank in graphed), (implementation, graphed)
+
+
+@pytest.mark.parametrize("ranks", [2, 4], ids=["pipeline", "pipeline and data parallel"])
+def test_pipeline_losses_equal_eager(tmp_path: Path, ranks: int) -> None:
+    given = ["model.pipeline_model_parallel_size=2", "train.global_batch_size=16", "train.train_iters=6"]
+    given += ["train.eval_interval=3", "train.eval_iters=1"]
+    eager = train(tmp_path / "eager", "eager", *given, ranks=ranks)
+    graphed = train(tmp_path / "graphed", "layers", *given, ranks=ranks)
+    assert [rank["losses"] for rank in graphed] == [rank["losses"] for rank in eager]
+    assert all(rank["replays"] > 0 for rank in graphed), graphed
+
+
+def test_one_rank_short_of_memory_means_all_are_eager(tmp_path: Path) -> None:
+    found = train(tmp_path, "te", "train.global_batch_size=8", "--short", "1")
+    for rank in found:
+        assert rank["replays"] == 0
+        assert sum(count for reason, count in rank["eager"].items() if reason.startswith("memory")) == 4
