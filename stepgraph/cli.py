@@ -11,6 +11,7 @@ from stepgraph import __version__
 from stepgraph.commands.base import CONTEXT_SETTINGS, Command, Group, Result
 from stepgraph.commands.demo import demo
 from stepgraph.commands.native import native
+from stepgraph.commands.recipes import recipes
 from stepgraph.commands.rules import rules
 from stepgraph.commands.train import train
 
@@ -20,7 +21,7 @@ COMMANDS: dict[str, tuple[Callable[..., Result], ...]] = {
     "Decide": (),
     "Check": (),
     "Understand": (rules,),
-    "Train": (train,),
+    "Train": (train, recipes),
     "Set-up": (demo, native),
 }
 """The functions of all commands, by the panel of `stepgraph --help` that lists them. A new command is added here."""

@@ -162,7 +162,7 @@ def _experts(model: ModelSection) -> dict[str, Any]:
     factor = model.moe_expert_capacity_factor
     capacity = {} if factor is None else {"capacity_factor": factor}
     if factor is None:
-        way = "grouped" if model.moe_sync_free_dispatch else "loop"
+        way = "grouped" if model.moe_grouped_gemm else "loop"
     else:
         way = "capacity" if model.moe_pad_expert_input_to_capacity else "drop"
     return {

@@ -15,12 +15,11 @@ from stepgraph.errors import InvalidArgument, nearest
 
 TASKS = ("pretrain", "sft", "lora")
 _DENSE_REASON = (
-    "attention launches many small kernels for the time they take; the MLP is a few large products that keep the GPU "
-    "busy, so its graphs would cost memory for static buffers and win little"
+    "attention launches many small kernels; the few large ones of the MLP keep the GPU busy, so its graphs would cost "
+    "memory and win little"
 )
 _MOE_REASON = (
-    "attention, the router and the preparation of the dispatch have static shapes; how many tokens an expert gets "
-    "changes at every step, so the experts stay eager"
+    "these parts have static shapes; how many tokens an expert gets changes at every step, so the experts stay eager"
 )
 
 
@@ -235,8 +234,8 @@ RECIPES: Mapping[str, Recipe] = MappingProxyType(
                 gpt_oss_120b,
                 116_829_156_672,
                 f"{_HF}openai/gpt-oss-120b",
-                f"{_MOE_REASON}; gated by memory: the weights leave little room for static buffers, so the predicted "
-                "bytes are compared with what is free before the capture",
+                f"{_MOE_REASON}; memory-gated: the weights leave little room, so capture is skipped unless its "
+                "predicted bytes are free",
             ),
             Recipe("deepseek_v3", deepseek_v3, 671_026_419_200, f"{_HF}deepseek-ai/DeepSeek-V3", _MOE_REASON),
             Recipe(

@@ -304,13 +304,16 @@ def test_compute_setting_captured_equals_eager(kind: str, settings: dict[str, An
     assert report.segments == 1
 
 
-def test_callables_split_delayed_weight_gradients(device: torch.device) -> None:
+@pytest.mark.parametrize("fused", [False, True])
+def test_callables_split_delayed_weight_gradients(fused: bool, device: torch.device) -> None:
     """The graphs of an order with -1.5 run them in `backward_dw()`, and equal an eager model's."""
     torch.manual_seed(0)
     layers = [torch.nn.Sequential(Linear(8, 8), torch.nn.Tanh()).to(device) for _ in range(2)]
     for layer in layers:
-        layer[0].delay_wgrad_compute = True
+        layer[0].delay_wgrad_compute, layer[0].gradient_accumulation_fusion = True, fused
     eager = copy.deepcopy(layers)
+    for layer in (*layers, *eager) if fused else ():
+        layer[0].weight.main_grad = torch.zeros_like(layer[0].weight)
     samples = tuple((torch.randn(4, 8, device=device, requires_grad=True),) for _ in range(2))
     graphed = stepgraph.make_graphed_callables(
         tuple(layers), samples, order=[1, 2, -2, -1, -2.5, -1.5], num_warmup_iters=1
@@ -327,4 +330,6 @@ def test_callables_split_delayed_weight_gradients(device: torch.device) -> None:
             backward_dw(layer)
         assert torch.equal(one.grad, two.grad)
         for ours, expected in zip(layers, eager, strict=True):
-            assert torch.equal(ours[0].weight.grad, expected[0].weight.grad)
+            one, two = (layer[0].weight.main_grad if fused else layer[0].weight.grad for layer in (ours, expected))
+            assert torch.equal(one, two)
+            assert one.any()

@@ -31,6 +31,7 @@ runner = CliRunner()
 RUNS: dict[str, list[str]] = {
     "demo": ["--device", "cpu", "--steps", "2", "--plot", "none"],
     "native": [],
+    "recipes": [],
     "rules": [],
     "train": ["--device", "cpu", "train.train_iters=2", "model.num_layers=1", "logger.log_dir=/tmp"],
 }
@@ -82,7 +83,8 @@ def test_help_and_rules_load_no_torch() -> None:
         "    assert CliRunner().invoke(app, line.split()).exit_code == 0, line\n"
         "print('torch' in sys.modules)\n"
     )
-    lines = ["--help", "--version", "rules", "rules --json", "rules host-read", *(f"{name} --help" for name in NAMES)]
+    lines = ["--help", "--version", "rules", "rules --json", "rules host-read", "recipes --json", "recipes qwen3_vl"]
+    lines += [f"{name} --help" for name in NAMES]
     command = [sys.executable, "-c", program]
     done = subprocess.run(command, input="\n".join(lines), cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"
@@ -407,3 +409,26 @@ def test_native_refuses_to_build_and_remove_at_once() -> None:
     result = runner.invoke(app, ["native", "--build", "--remove"])
     assert result.exit_code == 2
     assert "pass only one of the two" in result.stderr
+
+
+# -- recipes
+
+
+def test_recipes_lists_size_scope_and_reason() -> None:
+    listed = parsed(short_run("recipes", as_json=True).stdout)["recipes"]
+    found = {row["name"]: row for row in listed}
+    assert len(found) == 10
+    assert (found["gpt2_small"]["size"], found["gpt2_small"]["scope"]) == ("124 M", ["attn"])
+    assert (found["llama3_8b"]["size"], found["deepseek_v3"]["size"]) == ("8.03 B", "671 B")
+    assert all(row["reason"] and row["source"].startswith("https://") for row in listed)
+    text = short_run("recipes").stdout
+    assert all(name in text for name in found)
+
+
+def test_recipes_of_one_name_shows_its_settings() -> None:
+    shown = parsed(runner.invoke(app, ["recipes", "nemotron-h", "--json"]).stdout)["recipes"][0]
+    assert shown["settings"]["model.hybrid_override_pattern"].count("*") == 4
+    assert "model.seq_length = 8192" in runner.invoke(app, ["recipes", "nemotron_h"], env=PLAIN).stdout
+    wrong = runner.invoke(app, ["recipes", "nemotron"], env=PLAIN)
+    assert wrong.exit_code == 2
+    assert "did you mean 'nemotron_h'?" in wrong.stderr

@@ -9,9 +9,11 @@ import pytest
 import torch
 
 from stepgraph import recipes
+from stepgraph.config.environment import Environment
 from stepgraph.errors import InvalidArgument
 from stepgraph.recipes import RECIPES, find_recipe, recipe
 from stepgraph.recipes.build import build_model, model_config
+from stepgraph.recipes.fit import for_cpu
 
 MOE_SCOPE = ["attn", "moe_router", "moe_preprocess"]
 PUBLISHED = {
@@ -57,6 +59,14 @@ def test_recipe_captures_what_it_says(name: str, impl: str, scope: list[str]) ->
     model = RECIPES[name].make().model
     assert (model.cuda_graph_impl, [str(word) for word in model.cuda_graph_scope]) == (impl, scope)
     assert len(RECIPES[name].reason) > 40
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_recipe_keeps_the_rules(name: str) -> None:
+    hopper = Environment(None, (9, 0), {}, 1, "cuda")
+    cut = for_cpu(RECIPES[name].make())
+    for cfg in (RECIPES[name].make(), cut):
+        assert cfg.validate(hopper, run=True).is_frozen
 
 
 def test_recipes_are_all_listed() -> None:
@@ -110,7 +120,7 @@ def test_build_names_the_wrong_setting(settings: dict[str, object], named: str) 
     ("settings", "way"),
     [
         ({}, "grouped"),
-        ({"moe_sync_free_dispatch": False}, "loop"),
+        ({"moe_grouped_gemm": False}, "loop"),
         ({"moe_expert_capacity_factor": 1.5}, "drop"),
         ({"moe_expert_capacity_factor": 1.5, "moe_pad_expert_input_to_capacity": True}, "capacity"),
     ],
