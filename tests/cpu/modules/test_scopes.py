@@ -65,7 +65,7 @@ def test_scope_of_enum_members_is_read_by_their_names() -> None:
 
 
 def test_scope_of_something_else_is_refused() -> None:
-    with pytest.raises(InvalidArgument, match="a scope holds 3"):
+    with pytest.raises(InvalidArgument, match="the scope has 3"):
         read_scope(["attn", 3])  # type: ignore[list-item]
 
 
