@@ -65,10 +65,3 @@ def capture_fits(predicted_bytes: int, free_bytes: int | None) -> Decision:
 def is_time(step: int, interval: int | None, last: int) -> bool:
     """True after iterations that are a multiple of an interval, and after the last one; never without an interval."""
     return bool(interval) and (step % int(interval or 1) == 0 or step == last)
-
-
-def divided(name: str, whole: int, by: int) -> tuple[int, str | None]:
-    """Return a quotient, and a sentence if there is a rest."""
-    if by < 1 or whole < 1 or whole % by:
-        return 0, f"{name} {whole} is not a multiple of {by}"
-    return whole // by, None

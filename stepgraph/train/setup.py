@@ -22,7 +22,6 @@ from stepgraph.train.instruction_data import Instructions, made_examples, read_e
 from stepgraph.train.iteration import Finish, ForwardStep
 from stepgraph.train.lora import DEFAULT_TARGETS, add_lora
 from stepgraph.train.optimizer import Schedule, make_adamw
-from stepgraph.train.policy import divided
 from stepgraph.train.ranks import Ranks
 from stepgraph.train.reduction import broadcast_from_first
 
@@ -121,17 +120,8 @@ def _seed(seed: int) -> None:
 
 
 def num_microbatches(cfg: Any, ranks: Ranks) -> int:
-    """Return the microbatches of one rank's iteration; sizes that do not divide are refused."""
-    whole = cfg.train.global_batch_size
-    count, rest = divided("train.global_batch_size", whole, cfg.train.micro_batch_size * ranks.data_size)
-    if rest is not None:
-        raise InvalidArgument(
-            f"{rest} (train.micro_batch_size {cfg.train.micro_batch_size} x {ranks.data_size} data-parallel ranks)",
-            rule="batch-size",
-            why="every rank runs the same number of whole microbatches in an iteration.",
-            fix=f"train.global_batch_size={cfg.train.micro_batch_size * ranks.data_size}, or a multiple of it.",
-        )
-    return count
+    """Return the microbatches of one rank's iteration; the rules of a configuration see to it that sizes divide."""
+    return int(cfg.train.global_batch_size // (cfg.train.micro_batch_size * ranks.data_size))
 
 
 def make_core(cfg: Any, device: torch.device, provider: ModelProvider | None) -> nn.Module:
