@@ -42,7 +42,8 @@ class StageModule(nn.Module):
         self.embedding = whole.embedding if self.is_first else None
         self.places = whole.places if self.is_first else None
         self.dropout = whole.dropout
-        self.norm, self.head = (whole.norm, whole.head) if self.is_last else (None, None)
+        self.norm: nn.Module | None = whole.norm if self.is_last else None
+        self.head: nn.Module | None = whole.head if self.is_last else None
         self._autocast = autocast
 
     def forward(self, x: Tensor) -> Tensor:

@@ -9,10 +9,14 @@ import pytest
 import torch
 from torch import nn
 
+import stepgraph
 from stepgraph.config.container import ConfigContainer
+from stepgraph.errors import NonFinite
+from stepgraph.models import GPT
 from stepgraph.recipes import recipe
 from stepgraph.recipes.fit import for_cpu
 from stepgraph.train import finetune, pretrain
+from stepgraph.train.checkpoint import checkpoints_in
 from tests.train_harness import gpt, tiny
 
 GRAPHED = ("scopes", "layers", "iteration", "te")
@@ -53,6 +57,57 @@ def test_lora_leaves_base_weights_alone(tmp_path: Path, implementation: str) -> 
     assert graphed.replays > 0
     eager = finetune(tiny(tmp_path, **settings), model_provider=provider, device="cpu", quiet=True)
     assert graphed.losses == eager.losses
+
+
+@pytest.mark.parametrize("implementation", GRAPHED)
+def test_capture_survives_a_skipped_iteration(tmp_path: Path, implementation: str) -> None:
+    """Iteration 3 is the one that the warm-up of 2 ends with."""
+    settings = {"train__iterations_to_skip": [3]}
+    graphed = train(tmp_path, implementation, **settings)
+    assert graphed.skipped == (3,)
+    assert graphed.replays > 0
+    assert graphed.losses == train(tmp_path, **settings).losses
+
+
+def test_errors_leave_no_graphs(tmp_path: Path) -> None:
+    def stop(name: str, step: int) -> None:
+        if step == 5:
+            raise KeyError("the user's own")
+
+    model: list[nn.Module] = []
+
+    def provider(cfg: Any) -> nn.Module:
+        model.append(gpt(cfg))
+        return model[0]
+
+    for implementation in GRAPHED:
+        model.clear()
+        with pytest.raises(KeyError, match="the user's own"):
+            pretrain(tiny(tmp_path, implementation), model_provider=provider, device="cpu", on_event=stop, quiet=True)
+        assert not [m for m in model[0].modules() if "forward" in vars(m)], implementation
+    assert not stepgraph.get_cuda_rng_tracker("cpu").is_initialized()
+
+
+class Spoiled(GPT):
+    """A model whose loss becomes infinite after some calls."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        self.left.sub_(1)
+        return super().forward(*args, **kwargs) / self.left.clamp(0, 1)
+
+
+def spoiled(cfg: Any) -> nn.Module:
+    model = gpt(cfg)
+    model.__class__ = Spoiled
+    model.register_buffer("left", torch.tensor(9.0))
+    return model
+
+
+def test_nan_inside_the_graph_stops_the_run(tmp_path: Path) -> None:
+    """In full iteration the flag is inside the graph, by default."""
+    with pytest.raises(NonFinite):
+        train(tmp_path, "iteration", spoiled, checkpoint__save=str(tmp_path), checkpoint__save_interval=1)
+    assert [step for step, _ in checkpoints_in(tmp_path)] == [1, 2, 3, 4], "bad parameters are not saved"
 
 
 KINDS: dict[str, dict[str, list[list[str]]]] = {

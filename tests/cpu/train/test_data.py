@@ -126,8 +126,11 @@ def test_packed_examples_do_not_see_each_other(positions: str) -> None:
 @pytest.mark.parametrize("implementation", ["scopes", "iteration", "te"])
 def test_packed_training_equals_eager(tmp_path: Path, implementation: str) -> None:
     settings: dict[str, Any] = {
-        "dataset__packed_sequence": True, "dataset__pad_cu_seqlens": True, "model__num_layers": 1,
-        "model__seq_length": 32, "train__train_iters": 5,
+        "dataset__packed_sequence": True,
+        "dataset__pad_cu_seqlens": True,
+        "model__num_layers": 1,
+        "model__seq_length": 32,
+        "train__train_iters": 5,
     }
     runs = [
         finetune(tiny(tmp_path, name, **settings), model_provider=gpt, device="cpu", quiet=True)

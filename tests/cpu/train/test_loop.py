@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import nn
 
-import stepgraph
 from stepgraph.errors import NonFinite
 from stepgraph.train import pretrain
 from stepgraph.train.checkpoint import checkpoints_in
@@ -41,16 +40,6 @@ def test_graphed_losses_equal_eager(tmp_path: Path, implementation: str) -> None
     assert {"start", "capture", "eval", "end"} <= {row["kind"] for row in rows}
 
 
-@pytest.mark.parametrize("implementation", GRAPHED)
-def test_capture_survives_a_skipped_iteration(tmp_path: Path, implementation: str) -> None:
-    """Iteration 3 is the one that the warm-up of 2 ends with."""
-    settings = {"train__iterations_to_skip": [3]}
-    graphed = train(tmp_path, implementation, **settings)
-    assert graphed.skipped == (3,)
-    assert graphed.replays > 0
-    assert graphed.losses == train(tmp_path, **settings).losses
-
-
 def test_too_little_memory_means_eager(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(DeviceMemory, "free", lambda self: 1000)
     report = train(tmp_path, "te")
@@ -75,9 +64,7 @@ class Spoiled(nn.Module):
         return loss / self.left.clamp(0, 1)
 
 
-@pytest.mark.parametrize(
-    ("implementation", "check"), [("eager", None), ("eager", "device"), ("te", "device"), ("iteration", None)]
-)
+@pytest.mark.parametrize(("implementation", "check"), [("eager", None), ("eager", "device"), ("te", "device")])
 def test_nan_in_the_loss_stops_the_run(tmp_path: Path, implementation: str, check: Any) -> None:
     settings: dict[str, Any] = {"checkpoint__save": str(tmp_path), "checkpoint__save_interval": 1}
     with pytest.raises(NonFinite):
@@ -90,25 +77,6 @@ def test_nan_in_the_loss_stops_the_run(tmp_path: Path, implementation: str, chec
             **settings,
         )
     assert [step for step, _ in checkpoints_in(tmp_path)] == [1, 2, 3, 4], "bad parameters are not saved"
-
-
-def test_errors_leave_no_graphs(tmp_path: Path) -> None:
-    def stop(name: str, step: int) -> None:
-        if step == 5:
-            raise KeyError("the user's own")
-
-    model: list[nn.Module] = []
-
-    def provider(cfg: Any) -> nn.Module:
-        model.append(gpt(cfg))
-        return model[0]
-
-    for implementation in GRAPHED:
-        model.clear()
-        with pytest.raises(KeyError, match="the user's own"):
-            pretrain(tiny(tmp_path, implementation), model_provider=provider, device="cpu", on_event=stop, quiet=True)
-        assert not [m for m in model[0].modules() if "forward" in vars(m)], implementation
-    assert not stepgraph.get_cuda_rng_tracker("cpu").is_initialized()
 
 
 def test_events_come_in_order(tmp_path: Path) -> None:
