@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import importlib.util
 import json
 import os
 import pickle
@@ -41,8 +43,6 @@ def write(folder: Path, step: int, size: int = 4) -> Path:
 
 def relist(path: Path, name: str) -> None:
     """Make the manifest agree with a changed file, as an attacker would."""
-    import hashlib
-
     manifest = json.loads((path / "manifest.json").read_text())
     data = (path / name).read_bytes()
     manifest["files"][name] = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
@@ -127,7 +127,15 @@ def flip(path: Path) -> None:
     path.write_bytes(bytes(data))
 
 
-FILES = ("shard_00000.pt", "shard_00000.json", "rank_00000.pt", "rank_00000.json", "config.json", "manifest.json")
+TENSORS = "safetensors" if importlib.util.find_spec("safetensors") is not None else "pt"
+FILES = (
+    f"shard_00000.{TENSORS}",
+    "shard_00000.json",
+    f"rank_00000.{TENSORS}",
+    "rank_00000.json",
+    "config.json",
+    "manifest.json",
+)
 
 
 @pytest.mark.parametrize("damage", [Path.unlink, truncate, flip])
@@ -157,9 +165,10 @@ def test_planted_pickle_is_refused_and_not_run(tmp_path: Path, name: str, relist
 
 def test_pickle_in_a_torch_file_is_not_run(tmp_path: Path) -> None:
     path = write(tmp_path / "saved", 1)
-    torch.save({"state": Planted(tmp_path / "run")}, path / "shard_00000.pt")
-    relist(path, "shard_00000.pt")
-    with pytest.raises(CheckpointError, match=r"shard_00000\.pt"):
+    name = f"shard_00000.{TENSORS}"
+    torch.save({"state": Planted(tmp_path / "run")}, path / name)
+    relist(path, name)
+    with pytest.raises(CheckpointError, match=name):
         load(path, Ranks())
     assert not (tmp_path / "run").exists()
 
@@ -195,7 +204,7 @@ def test_full_device_gives_a_clear_error(tmp_path: Path, monkeypatch: pytest.Mon
     real = Path.open
 
     def redirected(self: Path, *args: Any, **kwargs: Any) -> Any:
-        return real(Path("/dev/full") if self.suffix == ".pt" else self, *args, **kwargs)
+        return real(Path("/dev/full") if self.suffix == f".{TENSORS}" else self, *args, **kwargs)
 
     monkeypatch.setattr(Path, "open", redirected)
     with pytest.raises(CheckpointError, match="was not written"):
