@@ -26,7 +26,7 @@ from stepgraph.guards.random_names import NamesGuard
 from stepgraph.observe.module_attributes import ModuleAttributes
 from stepgraph.observe.step_objects import leaves_behind
 from stepgraph.oplog import OpLog, left_out
-from stepgraph.pair.cached_casts import casts_behind, casts_twice, keeps_casts
+from stepgraph.pair.cached_casts import as_computed, casts_behind, casts_twice, keeps_casts
 from stepgraph.pair.call import CallBuffers, EagerCall, SameTensor
 from stepgraph.pair.differentiate import (
     AccumulatesByItself,
@@ -212,7 +212,7 @@ class PairCapture:
         has_casts = keeps_casts(call.ambient)
         for index, tensor in found.items():
             key = call.signature.leaves[index]
-            found[index] = put_on(_as_computed(tensor) if has_casts and is_computed(key) else tensor, key)
+            found[index] = put_on(as_computed(tensor) if has_casts and is_computed(key) else tensor, key)
         if call.values:
             StaticInputs({i: found[i] for i in call.values}).load(call.values)
         return found
@@ -380,12 +380,6 @@ class PairCapture:
 def with_modes(module: torch.nn.Module) -> list[torch.nn.Module]:
     """The modules that have their own training flag; a compiled module shows the flag of the module in it."""
     return [inner for inner in module.modules() if "training" in vars(inner)]
-
-
-def _as_computed(tensor: torch.Tensor) -> torch.Tensor:
-    """A leaf that is a view: autocast keeps the casts of leaves, and an argument that was computed is none in eager."""
-    with torch.no_grad():
-        return tensor.view_as(tensor).requires_grad_()
 
 
 def _storage(tensor: torch.Tensor) -> Any:

@@ -94,8 +94,8 @@ def tensor_key(tensor: torch.Tensor) -> tuple[Hashable, ...]:
 
 
 def is_computed(key: Hashable) -> bool:
-    """True if a leaf's key is that of a tensor that autograd has computed."""
-    return isinstance(key, tuple) and len(key) > _GRAD and key[_GRAD] == "computed"
+    """True if a leaf's key is that of a tensor that autograd has computed, or may have computed."""
+    return isinstance(key, tuple) and len(key) > _GRAD and key[_GRAD] in ("computed", True)
 
 
 def leaf_key(leaf: Any) -> Hashable:
