@@ -87,5 +87,9 @@ def _details(entry: Entry) -> RenderableType:
     if entry.texts:
         parts.append(Text.assemble(("Also reported as: ", "bold"), "; ".join(entry.texts)))
     if entry.example:
-        parts += [Text("Example:", "bold"), Padding(Text(entry.example.strip()), (0, 0, 0, 2), expand=False)]
+        helper = " (rule_of returns the id of the error that a capture raises)" if "rule_of" in entry.example else ""
+        parts += [
+            Text.assemble(("Example", "bold"), f"{helper}:"),
+            Padding(Text(entry.example.strip()), (0, 0, 0, 2), expand=False),
+        ]
     return Group(*parts)

@@ -47,16 +47,16 @@ WHOLE_LAYERS = "full"
 
 
 def read_scope(scope: Any) -> list[str]:
-    """The entries of a scope that is given as a list, or as one string with commas or spaces between them."""
+    """Return the entries of a scope, given as a list or as one string with commas or spaces."""
     given: list[Any] = [*scope] if isinstance(scope, Iterable) and not isinstance(scope, (str, enum.Enum)) else [scope]
     texts = [entry.name if isinstance(entry, enum.Enum) else entry for entry in given]
     for entry in texts:
         if not isinstance(entry, str):
             raise InvalidArgument(
-                f"a scope holds {entry!r}, which is a {type(entry).__name__}",
+                f"the scope has {entry!r}, which is a {type(entry).__name__}",
                 rule="scope",
-                why="a scope is made of words and paths.",
-                fix='give strings, such as ["attn", "layers.3.mlp"].',
+                why="a scope is a list of words and paths.",
+                fix='pass strings, such as ["attn", "layers.3.mlp"].',
             )
     return [word for entry in texts for word in entry.replace(",", " ").split()]
 

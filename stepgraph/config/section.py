@@ -74,12 +74,7 @@ def is_frozen(section: Any) -> bool:
 def refuse_frozen(section: Any, where: str) -> None:
     """Refuse a change to a validated configuration."""
     if is_frozen(section):
-        raise InvalidArgument(
-            f"{where} is set on a validated configuration",
-            rule="config-frozen",
-            why="a run works with one configuration from start to end, the one that was checked.",
-            fix="change a copy, and validate it again: cfg = cfg.copy().",
-        )
+        raise InvalidArgument(f"{where} is set on a validated configuration", rule="config-frozen")
 
 
 def unknown_setting(section: str, name: str, kind: type[Any]) -> InvalidArgument:

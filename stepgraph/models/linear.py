@@ -104,8 +104,8 @@ class _WeightNode:
             found = self.gradient(x, grad)
         if found is None:
             return
-        if self.weight.grad is None:
-            self.weight.grad = found
+        if self.weight.grad is None:  # with the weight's strides, as autograd keeps them: fused optimizers need it
+            self.weight.grad = torch.empty_like(self.weight).copy_(found)
         else:
             self.weight.grad.add_(found)
 

@@ -157,7 +157,7 @@ def test_page_links_resolve(page: Path) -> None:
     assert broken == []
 
 
-@pytest.mark.parametrize("name", ["errors.md", "rules.md"])
+@pytest.mark.parametrize("name", ["errors.md", "rules.md", "config.md"])
 def test_page_is_built_from_the_catalogue(name: str) -> None:
     """`python docs/build.py` would change nothing."""
     build = runpy.run_path(str(ROOT / "docs" / "build.py"), run_name="build")
