@@ -263,12 +263,12 @@ class MoE(nn.Module):
     def preprocess(self, choices: Tensor) -> Placement:
         """Find a slot for every choice."""
         config, ids = self.config, self.router.expert_ids
-        even_share = choices.numel() / config.num_experts
-        capacity = min(math.ceil(even_share * config.capacity_factor), choices.shape[0])
-        drops = config.experts in ("capacity", "drop")
+        capacity = choices.shape[0]  # no expert can be chosen by more, so nothing is dropped
+        if drops := config.experts in ("capacity", "drop"):
+            even_share = choices.numel() / config.num_experts
+            capacity = min(math.ceil(even_share * config.capacity_factor), capacity)
         if self._is_padded():
-            # No expert can be chosen by more than all tokens, so with room for these nothing is dropped.
-            return place_padded(choices, ids, capacity if drops else choices.shape[0])
+            return place_padded(choices, ids, capacity)
         return place_dropped(choices, ids, capacity) if drops else place_sorted(choices, ids)
 
     def run_experts(self, hidden: Tensor, placement: Placement) -> Tensor:
