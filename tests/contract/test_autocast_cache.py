@@ -184,3 +184,27 @@ def test_autocast_cache_of_arguments_is_as_in_eager(is_leaf: bool, device: torch
         found = gradients(graphed)
         assert handle.report().rows[0].forwards == 3
     assert all(torch.equal(one, other) for one, other in zip(found, gradients(eager), strict=True))
+
+
+def test_autocast_casts_a_callables_argument_as_in_eager(device: torch.device) -> None:
+    """The sample is a leaf, whose cast autocast would keep for both uses; what the calls are given was computed."""
+
+    def gradients(model: Any) -> list[torch.Tensor]:
+        torch.manual_seed(1)
+        found = []
+        for _ in range(4):
+            base = torch.randn(64, 8, device=device, requires_grad=True)
+            with torch.autocast(device.type, torch.bfloat16):
+                result = model(base.mul(1.5))
+            result.float().square().sum().backward()
+            assert base.grad is not None
+            found.append(base.grad)
+        return found
+
+    torch.manual_seed(0)
+    eager, layer = Product().to(device), Product().to(device)
+    layer.load_state_dict(eager.state_dict())
+    sample = torch.randn(64, 8, device=device, requires_grad=True)
+    with torch.autocast(device.type, torch.bfloat16):
+        graphed = stepgraph.make_graphed_callables(layer, (sample,))
+    assert all(torch.equal(one, other) for one, other in zip(gradients(graphed), gradients(eager), strict=True))
