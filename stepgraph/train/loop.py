@@ -325,12 +325,16 @@ class Loop:
             raise non_finite("loss", loss)  # do not save parameters that are lost
         run.on_event("checkpoint", progress.step)
         settings = run.cfg.checkpoint
+        if work.gathered is not None:
+            work.gathered.gather_all()
+        state = work.optimizer.state_dict() if settings.save_optim else None
         shard = {
             "model": work.core.state_dict(),
-            "optimizer": work.optimizer.state_dict() if settings.save_optim else None,
+            "optimizer": state if work.gathered is None else None,
             "schedule": asdict(run.schedule),
         }
         rank = {
+            "optimizer": None if work.gathered is None else state,  # of this rank's share
             "random": get_random_states(run.device) if settings.save_rng else None,
             "data": run.batches.state_dict(),
         }
