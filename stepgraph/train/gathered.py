@@ -20,6 +20,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from stepgraph.backends import is_capturing
+from stepgraph.oplog import is_logged
 from stepgraph.train.ranks import Ranks
 
 
@@ -86,7 +88,8 @@ class GatheredModel(nn.Module):
 
     def _make_forward_pre_hook(self) -> Callable[[nn.Module, Any], None]:
         def gather_parameters(module: nn.Module, args: Any) -> None:
-            self._gather(self._buffers_of.get(id(module), ()))
+            if not is_capturing() and not is_logged():  # an audit records again, which has no effect
+                self._gather(self._buffers_of.get(id(module), ()))
 
         return gather_parameters
 

@@ -73,7 +73,7 @@ def weights(folder: Path, step: int) -> dict[str, torch.Tensor]:
 
 
 def test_gathered_parameters_equal_plain_ones(tmp_path: Path) -> None:
-    """Every loss depends on what the hooks gathered; parameters are compared at the checkpoints, after 4 and 7 steps."""
+    """Every loss depends on what hooks gathered; parameters are compared at the checkpoints, after 4 and 7 steps."""
     given = ["train.global_batch_size=8", "train.train_iters=7", "checkpoint.save_interval=4"]
     gathered = "ddp.overlap_param_gather=true"
     runs = {"plain": ["eager"], "eager": ["eager", gathered], "te": ["te", gathered]}
