@@ -9,12 +9,13 @@ experts are taken to be dispatched with host reads.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from stepgraph.config.base import ConfigSections
 from stepgraph.config.environment import Environment
 from stepgraph.config.model import ModelSection
-from stepgraph.config.rules import broken_rules, finalised
+from stepgraph.config.rules import broken_rules, data_parallel_size, finalised
 from stepgraph.config.spellings import GraphSettings, model_of
 from stepgraph.config.values import fitted, types_of
 from stepgraph.errors import ConfigError, InvalidArgument
@@ -38,7 +39,15 @@ def checked_settings(config: Any, environment: Environment | None = None) -> Gra
         violations = [broken for broken in broken_rules(sections, known) if broken.rule not in _OF_WHOLE_RUNS]
     if violations:
         raise ConfigError(violations)
-    return GraphSettings.of(config)
+    return replace(GraphSettings.of(config), num_microbatches=_num_microbatches(config, known))
+
+
+def _num_microbatches(config: Any, environment: Environment) -> int:
+    """How often layers run in a step, one microbatch after the other; 1 where that is not known."""
+    if not isinstance(config, ConfigSections) or config.model.pipeline_model_parallel_size > 1:
+        return 1
+    ranks = data_parallel_size(config.model, environment)
+    return max(1, config.train.global_batch_size // (config.train.micro_batch_size * ranks))
 
 
 def _sections_of(config: Any) -> ConfigSections:

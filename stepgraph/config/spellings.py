@@ -122,6 +122,8 @@ class GraphSettings:
     warmup_steps: int | None = None
     max_runners: int | None = None
     single_mempool: bool | None = None
+    num_microbatches: int = 1
+    """Microbatches of a step that run one after the other, as far as the configuration says."""
 
     @staticmethod
     def of(config: Any) -> GraphSettings:

@@ -32,9 +32,9 @@ def options_from(config: Any) -> ModuleOptions:
 
 def options_of(settings: GraphSettings) -> dict[str, Any]:
     """The options of `graph_modules` that settings name."""
-    steps = settings.warmup_steps
+    steps = settings.warmup_steps if settings.reason_for_eager is None else None
     found = {
-        "warmup": steps if steps is None or settings.reason_for_eager is not None else at_least_one_step(steps),
+        "warmup": None if steps is None else at_least_one_step(steps) * settings.num_microbatches,
         "max_runners": settings.max_runners,
         "single_mempool": settings.single_mempool,
     }

@@ -48,6 +48,7 @@ from stepgraph.session.failure import refuse_changed_container
 from stepgraph.signature import refuse_tensor_classes
 from stepgraph.signature.ambient import as_called, autocast_now, under_autocast, without_saved_tensor_hooks
 from stepgraph.signature.attributes import changed_attributes, put_on
+from stepgraph.signature.key import is_computed
 from stepgraph.signature.memory import version_of
 from stepgraph.tree import changed_containers, unflatten
 
@@ -208,8 +209,10 @@ class PairCapture:
                 found[index] = buffers[index].detach().requires_grad_(leaf.requires_grad)
             elif isinstance(leaf, ArgMetadata):
                 found[index] = leaf.empty(self.session.backend.device)
+        has_casts = keeps_casts(call.ambient)
         for index, tensor in found.items():
-            put_on(tensor, call.signature.leaves[index])
+            key = call.signature.leaves[index]
+            found[index] = put_on(_as_computed(tensor) if has_casts and is_computed(key) else tensor, key)
         if call.values:
             StaticInputs({i: found[i] for i in call.values}).load(call.values)
         return found
@@ -377,6 +380,12 @@ class PairCapture:
 def with_modes(module: torch.nn.Module) -> list[torch.nn.Module]:
     """The modules that have a training flag of their own; a compiled one shows that of the module in it."""
     return [inner for inner in module.modules() if "training" in vars(inner)]
+
+
+def _as_computed(tensor: torch.Tensor) -> torch.Tensor:
+    """A leaf that is a view: autocast keeps the casts of leaves, and an argument that was computed is none in eager."""
+    with torch.no_grad():
+        return tensor.view_as(tensor).requires_grad_()
 
 
 def _storage(tensor: torch.Tensor) -> Any:

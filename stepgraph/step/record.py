@@ -234,7 +234,9 @@ class StepCapture:
             site.eager.results.pop(kind)
             self._surprised(site, Obstacle("varying-output", other).error(self.name))
         if made.kept is not None:
-            raise _kept_tensor(self.name, made.kept)
+            ignored = () if made.kept.name is None else (made.kept.name,)
+            what = f"the step makes a tensor and keeps it in `{made.kept.label}`"
+            raise Obstacle("kept-tensor", what, ignored).error(self.name)
 
     def record_again(
         self, site: Site, given: CallArgs, raise_held: Callable[[], None], *, looks_on: bool
@@ -407,7 +409,8 @@ class StepCapture:
                         refuse_changed_container(changed or changed_attributes(site.with_keys(leaves)))
                         named = zip(site.sign().names(), leaves, strict=True)
                         found_flags = flags.finish(outputs.tree, site.touched.parameters, named)
-                        _refuse_own_change(self.name, model.changed(site.touched.name))
+                        if (own := model.changed(site.touched.name)) is not None:
+                            raise own_change(self.name, own)
                         kept = self._kept(site, outputs, flags.tensors, found_flags)
                         chain = recorder.finish()
                         modes = model.take_modes()
@@ -478,23 +481,6 @@ class _WithGradients(StepObjects):
             if parameter is not None:
                 parameter.grad = grad
         self._found.clear()
-
-
-def _kept_tensor(step: str, place: Place) -> CaptureError:
-    harmless = f"; or, if nothing depends on it, ignore=[{place.name!r}]" if place.name is not None else ""
-    return CaptureError(
-        f"{step}: the step makes a tensor and keeps it in `{place.label}`",
-        rule="kept-tensor",
-        why="a replay runs no Python, so it would store nothing new there. The kept tensor would be memory of the "
-        "graph, which each replay overwrites.",
-        fix="copy into a tensor made before the step (kept.copy_(new)), or return it and keep it outside the step"
-        f"{harmless}.",
-    )
-
-
-def _refuse_own_change(step: str, changed: str | None) -> None:
-    if changed is not None:
-        raise own_change(step, changed)
 
 
 def _own_tensors(site: Site, objects: Sequence[Any]) -> Iterator[tuple[str, torch.Tensor]]:

@@ -139,6 +139,14 @@ def test_cuda_graph_modules_take_a_configuration(fields: dict[str, Any], paths: 
         assert next(iter(report.rows[0].eager_reasons)).startswith("cuda_graph_impl is")
 
 
+def test_cuda_graph_warmup_steps_have_all_their_microbatches() -> None:
+    model, config = GPT(TINY), ours(cuda_graph_scope="mlp", cuda_graph_warmup_steps=1)
+    config.train.global_batch_size, config.train.micro_batch_size = 6, 2
+    with stepgraph.graph_modules(model, config=config) as handle:
+        trained(model, 5)
+        assert handle.report().rows[0].eager_reasons["warm-up"] == 3
+
+
 def test_cuda_graph_options_come_before_the_configuration() -> None:
     model = GPT(TINY)
     config = ours(cuda_graph_scope="attn")

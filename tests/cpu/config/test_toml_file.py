@@ -47,7 +47,7 @@ CHANGES = st.lists(
 )
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(changes=CHANGES)
 def test_configuration_survives_round_trips(changes: list[tuple[str, str, Any]]) -> None:
     config = stepgraph.ConfigContainer()
@@ -60,7 +60,7 @@ def test_configuration_survives_round_trips(changes: list[tuple[str, str, Any]])
     assert stepgraph.ConfigContainer.from_dict(config.frozen().to_dict()) == config
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     change=st.sampled_from(FIELDS)
     .filter(lambda each: str not in (each[2], *get_args(each[2])) and Sequence[str] != each[2])
