@@ -116,10 +116,10 @@ def called_from_torch(file: str) -> bool:
 
 
 def warn_user(message: str) -> None:
-    """Warn at the user's line."""
-    level, frame = 1, sys._getframe(0)
-    while frame.f_back is not None and is_engine(frame.f_code.co_filename):
-        level, frame = level + 1, frame.f_back
+    """Warn at the user's innermost line, or, where there is none, at the line that called stepgraph."""
+    codes = [frame.f_code for frame in _stack(sys._getframe(0))]
+    outside = next((level for level, code in enumerate(codes, 1) if not is_engine(code.co_filename)), len(codes))
+    level = next((level for level, code in enumerate(codes, 1) if is_users_code(code)), outside)
     warnings.warn(message, StepgraphWarning, stacklevel=level)
 
 

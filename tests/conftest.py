@@ -13,6 +13,7 @@ import torch
 from tests.seeding import seed
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+os.environ.pop("COLUMNS", None)  # reports are as wide as they are by default
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -10,7 +10,17 @@ from stepgraph.backends.base import Backend, CopyStream, Graph, Reading, Workspa
 from stepgraph.errors import InvalidArgument
 from stepgraph.tracebacks import entry_point
 
-__all__ = ["Backend", "CopyStream", "Graph", "Reading", "Workspace", "backend_for", "backend_named", "is_capturing"]
+__all__ = [
+    "Backend",
+    "CopyStream",
+    "Graph",
+    "Reading",
+    "Workspace",
+    "backend_for",
+    "backend_named",
+    "is_capturing",
+    "refuse_unknown_backend",
+]
 
 NAMES = {"cuda": "cuda", "tape": "cpu"}
 """Each backend's name and the type of device it records."""
@@ -55,8 +65,8 @@ def is_capturing() -> bool:
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
-def backend_named(name: str, device: torch.device | None = None) -> Backend:
-    """The backend of that name."""
+def refuse_unknown_backend(name: str) -> None:
+    """Refuse a name that no backend has."""
     if name not in NAMES:
         raise InvalidArgument(
             f"unknown backend {name!r}",
@@ -64,6 +74,11 @@ def backend_named(name: str, device: torch.device | None = None) -> Backend:
             why="backend= and STEPGRAPH_BACKEND take the name of a backend.",
             fix="use " + " or ".join(repr(n) for n in NAMES) + ".",
         )
+
+
+def backend_named(name: str, device: torch.device | None = None) -> Backend:
+    """The backend of that name."""
+    refuse_unknown_backend(name)
     if name == "tape":
         from stepgraph.backends.tape.mode import TapeBackend
 

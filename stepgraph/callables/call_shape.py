@@ -38,13 +38,14 @@ class CallShape:
         leaves: Sequence[Any],
         structure: Structure,
         arguments: tuple[str, ...],
+        training: tuple[bool, ...],
         *,
         needs_backward: bool = False,
     ) -> None:
-        """`needs_backward`: each call has a backward, so that none may be made without gradients."""
+        """`training`: the modes of the modules. `needs_backward`: no call may be made without gradients."""
         self.name = name
         keys = tuple(_settled_key(key) for key in leaf_keys(leaves))
-        self.call = Signature(structure, keys, ambient_key(), arguments=arguments)
+        self.call = Signature(structure, keys, ambient_key(), training, arguments=arguments)
         self._check_sample(leaves)
         self._ambients = {self.call.ambient}
         if self.call.ambient[_GRAD] and not self.call.ambient[_INFERENCE] and not needs_backward:
@@ -103,7 +104,7 @@ class CallShape:
         for index, key in enumerate(map(_settled_key, leaf_keys(leaves))):
             old = known[index] if structure == self.call.structure else None
             keys.append(_forgiven(old, key) if _is_tensor(old) and _is_tensor(key) else key)
-        received = Signature(structure, tuple(keys), ambient, arguments=self.call.arguments)
+        received = Signature(structure, tuple(keys), ambient, self.call.training, arguments=self.call.arguments)
         found = [str(difference) for difference in find_differences(self.call, received)]
         return SignatureMismatch(
             f"{self.name}: this call differs from the sample that its graphs were captured from",
@@ -149,11 +150,6 @@ def _beside(old: Any, key: Any) -> tuple[Any, ...]:
     own = () if attributes is NONE else (attributes,)
     has_identity = len(old) > _PLAIN_KEY + (attributes_in(old) is not NONE)
     return (*own, *key[_PLAIN_KEY + len(own) :]) if has_identity else own
-
-
-def same_modes(modes: Sequence[dict[str, Any]], captured: Sequence[bool]) -> bool:
-    """Check that all modules are in the mode they were captured in."""
-    return all(mode["training"] is flag for mode, flag in zip(modes, captured, strict=True))
 
 
 def detached(leaf: Any) -> Any:

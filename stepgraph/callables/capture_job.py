@@ -11,26 +11,29 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from stepgraph.backends import Backend, backend_for, backend_named
+from stepgraph.backends import Backend
 from stepgraph.callables.call_shape import CallShape
-from stepgraph.callables.graphed import GraphedCallable, GraphedSet, SetAudits, refuse_another_backward
+from stepgraph.callables.graphed import GraphedCallable, GraphedSet, refuse_another_backward
 from stepgraph.callables.request import Request
 from stepgraph.callables.sample_graphs import GraphCapture, SampleGraphs
-from stepgraph.callables.target import CaptureTarget
-from stepgraph.callables.warm_up import CaptureTimeHooks, warm_up
+from stepgraph.callables.target import target_of
+from stepgraph.callables.warm_up import CaptureTimeHooks, WarmUpCall, warm_up
 from stepgraph.errors import CaptureError, InvalidArgument
 from stepgraph.frames import warn_user
-from stepgraph.observe.finder import devices
+from stepgraph.guards.hooks import is_hooked
 from stepgraph.oplog import first_difference
 from stepgraph.order import Kind, samples_of
 from stepgraph.order.cursor import Cursor, Turn
 from stepgraph.pair.cached_casts import shared_cast
-from stepgraph.pair.call import NotedArguments, RecordedCall
+from stepgraph.pair.call import NotedArguments
+from stepgraph.pair.eager import note_call
+from stepgraph.pair.kind import CallKind
 from stepgraph.pair.lanes import PoolLane
-from stepgraph.pair.proof import EagerProof
+from stepgraph.pair.proof import AuditTurns
 from stepgraph.pair.runner import Runner
 from stepgraph.pair.shared import PairSession
-from stepgraph.rng.tracker import tracker_for
+from stepgraph.pair.target import PairTarget
+from stepgraph.session.backend_choice import choose_backend
 from stepgraph.session.proof import NotWarm
 from stepgraph.session.session import Session
 from stepgraph.signature import ambient_key
@@ -50,29 +53,28 @@ class CaptureJob:
         owns_session: bool,
     ) -> None:
         self._request, self._hooks, self._owns_session = request, hooks, owns_session
-        chosen = backend_named(backend) if isinstance(backend, str) else backend
-        session.settle(chosen if chosen is not None else backend_for(_device_of(request)))
+        arguments = flatten([(sample.args, sample.kwargs) for sample in request.samples])[0]
+        session.settle(choose_backend(request.callables, arguments, backend, session))
         self._shared = PairSession(session)
-        trains = request.trains
-        self._targets = [
-            CaptureTarget(each, index, self._shared, need_backward=trains)
-            for index, each in enumerate(request.callables)
-        ]
-        with_order = request.order is not None
-        for target in self._targets:
-            _refuse_graphed(target)
+        self._targets: list[PairTarget] = []
+        outside = functools.partial(_through_autograd, self._targets)  # not `self`, which would keep the samples alive
+        for index, each in enumerate(request.callables):
+            target = target_of(
+                *(each, index, self._shared, outside),
+                with_order=request.order is not None,
+                need_backward=request.trains,
+            )
+            self._targets.append(target)
+            if isinstance(each, torch.nn.Module):
+                _refuse_graphed(target)
             _refuse_ddp(target)
-            target.route(self._targets)
-            target.refuse_hooks(own=with_order)
+            target.check_capturable(ambient_key())
+        self._kinds: dict[Hashable, CallKind] = {}
+        """The kinds of calls that differ in their callable or arguments."""
         self.samples = [self._sample(index) for index in range(len(request.samples))]
         # with its own session the capture uses the memory that warm-up leaves, which is in lane 0
         self._lane = PoolLane(0) if owns_session else self._shared.lanes.exclusive()
         self._capture: GraphCapture | None = None
-        self._kinds: dict[Hashable, tuple[list[SampleGraphs], EagerProof]] = {}
-        """The samples of each kind of call, and the logs of its eager calls."""
-        for each in self.samples:
-            key = (each.index, each.shape.call.structure, each.shape.call.leaves)
-            self._kinds.setdefault(key, ([], EagerProof()))[0].append(each)
 
     def _sample(self, index: int) -> SampleGraphs:
         sample = self._request.samples[index]
@@ -80,23 +82,17 @@ class CaptureJob:
         leaves, structure = flatten((sample.args, sample.kwargs))
         self._refuse_elsewhere(target, leaves)
         needs_backward = self._request.order is not None and self._request.trains
-        shape = CallShape(target.name, leaves, structure, target.arguments, needs_backward=needs_backward)
-        backend = self._shared.session.backend
-        noted = NotedArguments.of(leaves)
-        call = RecordedCall(  # not a real call: it has the flags that are set now
-            shape.call,
-            structure,
-            leaves=noted.leaves,
-            ambient=ambient_key(),
-            training=target.training,
-            in_ddp=False,
-            fork=tracker_for(backend).active,
-            aliased=noted.aliased,
-            values=dict(noted.tensors) if backend.runs_while_recording else {},
-        )
-        return SampleGraphs(index, sample.callable_index, target, shape, call)
+        described = (target.name, leaves, structure, target.arguments, target.modes())
+        shape = CallShape(*described, needs_backward=needs_backward)
+        key = (sample.callable_index, structure, shape.call.leaves)
+        kind = self._kinds.setdefault(key, CallKind(shape.call, leaves))
+        call = note_call(target, kind, NotedArguments.of(leaves), structure)
+        return SampleGraphs(index, sample.callable_index, target, shape, kind, call)
 
-    def _refuse_elsewhere(self, target: CaptureTarget, leaves: Sequence[Any]) -> None:
+    def _of_kind(self, kind: CallKind) -> list[SampleGraphs]:
+        return [sample for sample in self.samples if sample.kind is kind]
+
+    def _refuse_elsewhere(self, target: PairTarget, leaves: Sequence[Any]) -> None:
         backend = self._shared.session.backend
         for leaf in leaves:
             if isinstance(leaf, torch.Tensor) and not backend.owns(leaf):
@@ -110,21 +106,17 @@ class CaptureJob:
     def warm_up(self, iterations: int) -> None:
         """Call each callable `iterations` times for each kind of its samples."""
         calls = []
-        for samples, proof in self._kinds.values():
-            given = self._request.samples[samples[0].number]
-            leaves, structure = flatten((given.args, given.kwargs))
-            calls.append((samples[0].target, samples[0].index, leaves, structure, proof))
+        for kind in self._kinds.values():
+            sample = self._of_kind(kind)[0]
+            given = self._request.samples[sample.number]
+            leaves = flatten((given.args, given.kwargs))[0]
+            calls.append(WarmUpCall(sample.target, kind, sample.call, sample.index, leaves))
         session = self._shared.session
 
         def run() -> None:
             with session.workspace.warming_up():
-                warm_up(
-                    calls,
-                    session.backend,
-                    self._hooks,
-                    iterations=iterations,
-                    trains=self._request.trains,
-                )
+                trains = self._request.trains
+                warm_up(calls, session.backend, self._hooks, iterations=iterations, trains=trains)
 
         self._shared.warming(run)
 
@@ -141,10 +133,9 @@ class CaptureJob:
                 self._capture.run()
         session.backend.synchronize()
         self._prove()
-        for target in self._targets:
-            own = [sample for sample in self.samples if sample.target is target]
-            names = own[0].runner.forward.names if own else ()
-            target.guard(names, own_hooks=with_order)
+        for kind in self._kinds.values():
+            first = self._of_kind(kind)[0]
+            first.target.guard(kind, first.runner)
         for sample in self.samples:
             self._settle(sample, may_add=not (with_order and (shares or sample.has_split_weights)))
 
@@ -153,14 +144,14 @@ class CaptureJob:
         pending = list(self._kinds.values())
         while pending:
             cold = []
-            for samples, proof in pending:
-                eager = proof.latest
+            for kind in pending:
+                eager, samples = kind.proof.latest, self._of_kind(kind)
                 logs = [sample.log for sample in samples]
                 other = [log for log in logs if eager is not None and first_difference(eager, log) is not None]
                 try:
-                    proof.compare(samples[0].target.name, eager, (other or logs)[0], whose="callable")
+                    kind.proof.compare(samples[0].target.name, eager, (other or logs)[0], whose="callable")
                 except NotWarm:
-                    cold.append((samples, proof))
+                    cold.append(kind)
             pending = cold
             if cold:
                 self.warm_up(1)
@@ -177,16 +168,14 @@ class CaptureJob:
     ) -> list[GraphedCallable[..., Any]]:
         """Make the callables for the caller."""
         assert self._capture is not None
-        buffers = self._capture.buffers.values()
+        self._shared.capture_seconds, self._shared.turns = time.perf_counter() - begun, AuditTurns(audit)
         owner = GraphedSet(
             self._shared,
             self.samples,
             self._cursor(retain=retain),
-            static_bytes=sum(t.untyped_storage().nbytes() for b in buffers for t in b) + self._capture.pool.num_bytes,
-            num_buffers=len(buffers),
-            capture_seconds=time.perf_counter() - begun,
-            proofs=[proof for _, proof in self._kinds.values()],
-            audits=SetAudits(self.samples, self._hooks, audit),
+            static_bytes=self._capture.memory.num_bytes,
+            num_buffers=self._capture.memory.num_buffers,
+            hooks=self._hooks,
             owns_session=self._owns_session,
         )
         if not clone_param_grads:
@@ -218,16 +207,23 @@ class CaptureJob:
         for sample in self.samples:
             sample.free()
         for target in self._targets:
-            self._shared.grads.forget(target.pair.proxies.parameters)
+            target.drop_pair()
         if self._owns_session:
             self._shared.close()
             self._shared.session.close()
 
 
+def _through_autograd(targets: Sequence[PairTarget], module: torch.nn.Module) -> set[int]:
+    """Return the parameters whose gradients pass through autograd: hooked ones, and those of several callables."""
+    others = [target.module for target in targets if target.module is not module]
+    foreign = {id(p) for other in others for p in other.parameters()}
+    return {id(p) for p in module.parameters() if is_hooked(p) or id(p) in foreign}
+
+
 @contextlib.contextmanager
-def _gradients_aside(targets: Sequence[CaptureTarget]) -> Iterator[None]:
+def _gradients_aside(targets: Sequence[PairTarget]) -> Iterator[None]:
     """Let graphs that cannot be captured again add to their own memory, not to gradients that may be dropped."""
-    kept = [(p, p.grad) for target in targets for p in target.parameters if p.grad is not None]
+    kept = [(p, p.grad) for target in targets for p in target.module.parameters() if p.grad is not None]
     for parameter, _ in kept:
         parameter.grad = None
     try:
@@ -244,8 +240,8 @@ def _warn_of_several(runners: Sequence[Runner], name: str) -> None:
     warn_user(str(shared_cast(f"{name}, called several times in one backward,")))
 
 
-def _refuse_graphed(target: CaptureTarget) -> None:
-    if target.is_module and isinstance(vars(target.module).get(target.method), GraphedCallable):
+def _refuse_graphed(target: PairTarget) -> None:
+    if isinstance(vars(target.module).get(target.method), GraphedCallable):
         raise InvalidArgument(
             f"{target.name} has graphs already",
             rule="sample-arguments",
@@ -254,7 +250,7 @@ def _refuse_graphed(target: CaptureTarget) -> None:
         )
 
 
-def _refuse_ddp(target: CaptureTarget) -> None:
+def _refuse_ddp(target: PairTarget) -> None:
     if any(isinstance(module, DistributedDataParallel) for module in target.module.modules()):
         raise CaptureError(
             f"{target.name} is or contains a DistributedDataParallel",
@@ -262,12 +258,3 @@ def _refuse_ddp(target: CaptureTarget) -> None:
             fix="use stepgraph.graph_modules, which passes gradients to DDP, or graph the layers without DDP and "
             "reduce the gradients after the backward.",
         )
-
-
-def _device_of(request: Request) -> torch.device:
-    """Return the device of the samples; without tensors among them, the device of the parameters."""
-    for sample in request.samples:
-        for leaf in flatten((sample.args, sample.kwargs))[0]:
-            if isinstance(leaf, torch.Tensor):
-                return leaf.device
-    return next(devices(iter(request.callables)), torch.device("cpu"))

@@ -2,33 +2,31 @@
 
 from __future__ import annotations
 
-import functools
+import contextlib
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Generic, ParamSpec, TypeVar
 
 import torch
 
 from stepgraph.buffers.borrowed import BorrowedTensor, any_held
 from stepgraph.buffers.inputs import ArgMetadata
-from stepgraph.callables.call_shape import same_modes
 from stepgraph.callables.handover import held_result, take_back, warn_held_result
 from stepgraph.callables.sample_graphs import SampleGraphs
-from stepgraph.callables.target import CaptureTarget
 from stepgraph.callables.warm_up import CaptureTimeHooks
 from stepgraph.errors import CaptureError, ClosedError, InvalidArgument, StateChanged, StepgraphError
 from stepgraph.frames import untraced
 from stepgraph.guards.hooks import global_hook, has_global_hooks
 from stepgraph.observe.ddp import in_ddp
-from stepgraph.oplog import Difference, is_logged
+from stepgraph.oplog import is_logged
 from stepgraph.order import Kind
 from stepgraph.order.cursor import Cursor
 from stepgraph.pair.in_flight import run_forward
-from stepgraph.pair.proof import AuditTurns, EagerProof, equality
+from stepgraph.pair.module_method import put_in_place
 from stepgraph.pair.runner import Grads, Runner, RunnerState
 from stepgraph.pair.shared import PairSession
-from stepgraph.rng.tracker import tracker_for
-from stepgraph.session.report import GraphReport, backend_name, outline, quantities
+from stepgraph.session.report import GraphReport, outline, quantities, with_counts
 from stepgraph.signature.ambient import autocast_now
 from stepgraph.tracebacks import trim
 from stepgraph.tree import CallFlattener
@@ -53,6 +51,8 @@ class CallablesReport(GraphReport):
     """Replays so far."""
     eager_calls: int = 0
     """Forwards, with their backwards, that ran eagerly: the program held a tensor that a replay would overwrite."""
+    refused: dict[str, int] = field(default_factory=dict)
+    """Calls that raised an error of stepgraph, by rule."""
     eager_reason: str | None = None
     """Why there are no graphs, if a configuration asks for none."""
 
@@ -69,42 +69,11 @@ class CallablesReport(GraphReport):
     def facts(self) -> tuple[str, list[tuple[str, str]]]:
         kinds = {"samples": self.num_samples, "graphs": self.num_graphs, "argument_sets": self.num_buffers}
         replays = {"forwards": self.forwards, "backwards": self.backwards, "weight_gradients": self.weight_grads}
-        return "graphed callables", [("graphs", quantities(**kinds)), ("replays", quantities(**replays))]
-
-
-class SetAudits:
-    """Records samples again and compares, before rounds that are due or after a value has changed."""
-
-    def __init__(self, samples: Sequence[SampleGraphs], hooks: CaptureTimeHooks, audit: str | int) -> None:
-        self._samples, self._hooks, self._turns = tuple(samples), hooks, AuditTurns(audit)
-
-    @property
-    def num(self) -> int:
-        return self._turns.audits
-
-    def begin_round(self) -> None:
-        """Begin a round. Raise `StateChanged` if it is audited and the operations of a callable have changed."""
-        if not self._turns.begin():
-            return
-        for target in {id(sample.target): sample.target for sample in self._samples}.values():
-            target.check(functools.partial(self.differs, target))
-            found = self.differs(target)
-            if found is not None:
-                raise StateChanged(
-                    f"{target.name}: the operations of the callable have changed since capture",
-                    rule="changed-operations",
-                    details=[str(found), f"{self._turns.since} rounds have run since the last comparison"],
-                    why="the graphs replay the old operations. A value that the callable's code reads has changed, and "
-                    "the watch cannot see it (docs/equality.md).",
-                    fix="undo the change, pass the value as a tensor argument, or call .reset() and capture again.",
-                )
-            target.agree()
-        self._turns.end()
-
-    def differs(self, target: CaptureTarget) -> Difference | None:
-        """Return the first difference between a new recording and the graphs; one sample of each kind is compared."""
-        kinds = {s.shape.call.key: s for s in reversed(self._samples) if s.target is target and not s.runner.is_freed}
-        return next((found for s in kinds.values() if (found := s.differs(self._hooks)) is not None), None)
+        return "graphed callables", [
+            ("graphs", quantities(**kinds)),
+            ("replays", quantities(**replays)),
+            ("refused", with_counts(self.refused)),
+        ]
 
 
 class SampleTurn:
@@ -160,19 +129,17 @@ class GraphedSet:
         cursor: Cursor | None,
         static_bytes: int,
         num_buffers: int,
-        capture_seconds: float,
-        proofs: Sequence[EagerProof],
-        audits: SetAudits,
+        hooks: CaptureTimeHooks,
         *,
         owns_session: bool,
     ) -> None:
-        self._proofs, self.audits = tuple(proofs), audits
         self.shared, self.samples, self.cursor = shared, tuple(samples), cursor
-        self._static_bytes, self._num_buffers, self._capture_seconds = static_bytes, num_buffers, capture_seconds
-        self._owns_session = owns_session
+        self._static_bytes, self._num_buffers = static_bytes, num_buffers
+        self._hooks, self._owns_session = hooks, owns_session
         self.callables: list[GraphedCallable[..., Any]] = []
         self._lent: list[BorrowedTensor] = []
         self._eager_calls = 0
+        self.refused: Counter[str] = Counter()
         self.is_closed = False
         self._num_graphs = sum(sample.num_graphs for sample in samples)
         shared.session.when_dropped(self.close)
@@ -202,26 +169,61 @@ class GraphedSet:
             warn_held_result(name)
         self._eager_calls += 1
 
+    # -- checking
+
+    def begin_round(self) -> None:
+        """Begin a round. Raise `StateChanged` if it is audited and the operations of a callable have changed."""
+        if self.shared.turns.begin():
+            for sample in {id(s.kind): s for s in reversed(self.samples) if not s.runner.is_freed}.values():
+                self.check(sample, audited=True)
+            self.shared.turns.end()
+
+    def check(self, sample: SampleGraphs, *, audited: bool = False) -> None:
+        """Raise `StateChanged` if something that the graphs of a sample have baked in has changed.
+
+        For values that the code reads, and if `audited`, record the sample again and compare the operations.
+        """
+        guard, name = sample.kind.guard, sample.target.name
+        if guard is None or (not audited and guard.holds()):
+            return
+        found = sample.target.look(guard, lambda: sample.differs(self._hooks), audited=audited)
+        if found is None:
+            return
+        if found.difference is not None and not found.changes:
+            raise StateChanged(
+                f"{name}: the operations of the callable have changed since capture",
+                rule="changed-operations",
+                details=[str(found.difference), f"{self.shared.turns.since} rounds have run since the last comparison"],
+                why="the graphs replay the old operations. A value that the callable's code reads has changed, and "
+                "the watch cannot see it (docs/equality.md).",
+                fix="undo the change, pass the value as a tensor argument, or call .reset() and capture again.",
+            )
+        raise StateChanged(
+            f"{name}: {found.why}",
+            rule="state-changed",
+            details=[f"at {found.difference}"] if found.difference is not None else (),
+            why="the graphs keep the state of their capture.",
+            fix="undo the change, or call .reset() and capture again after it.",
+        )
+
+    # -- reporting and ending
+
     def report(self) -> CallablesReport:
         """Return what was captured and replayed."""
+        kinds = {id(sample.kind): sample.kind for sample in self.samples}
+        facts = self.shared.facts(kinds.values(), self._static_bytes)
+        if self.is_closed:
+            facts |= {"static_bytes": 0, "pool_bytes": 0}
         return CallablesReport(
-            backend=backend_name(self.shared.session),
             num_samples=len(self.samples),
             num_graphs=0 if self.is_closed else self._num_graphs,
             num_buffers=0 if self.is_closed else self._num_buffers,
-            static_bytes=0 if self.is_closed else self._static_bytes,
-            pool_bytes=0 if self.is_closed else self.shared.session.pool_bytes(),
-            capture_seconds=self._capture_seconds,
             forwards=sum(sample.runner.forwards for sample in self.samples),
             backwards=sum(sample.runner.backward_runs for sample in self.samples),
             weight_grads=sum(sample.weight_runs for sample in self.samples),
             eager_calls=self._eager_calls,
-            audits=self.audits.num,
-            equality=equality(
-                [proof.shown for proof in self._proofs],
-                self.audits.num,
-                (sample.target.unlooked for sample in self.samples),
-            ),
+            refused=dict(self.refused),
+            **facts,
         )
 
     def close(self) -> None:
@@ -234,7 +236,7 @@ class GraphedSet:
         for sample in self.samples:
             sample.free()
         for target in {id(s.target): s.target for s in self.samples}.values():
-            self.shared.grads.forget(target.pair.proxies.parameters)
+            target.drop_pair()
         if self._owns_session:
             self.shared.close()
             self.shared.session.close()
@@ -252,12 +254,9 @@ class GraphedCallable(Generic[P, R]):
     def __init__(self, owner: GraphedSet, sample: SampleGraphs) -> None:
         self._owner, self._sample = owner, sample
         self._target, self._shape, self._runner = sample.target, sample.shape, sample.runner
-        self._modes, self._training = sample.target.modes, sample.call.training
         self._flatten = CallFlattener()
         self._is_capturing = owner.shared.session.backend.capture_probe
-        self._random = tracker_for(owner.shared.session.backend)
-        self._place: dict[str, Any] | None = None
-        self._before: Any = None
+        self._restore = contextlib.ExitStack()
         self.is_closed = False
         owner.callables.append(self)
 
@@ -280,11 +279,10 @@ class GraphedCallable(Generic[P, R]):
 
     def put_in_place(self) -> None:
         """Replace the forward of the module."""
-        self._place = vars(self._target.module)
-        self._before = self._place.get(self._target.method, _MISSING)
-        self._place[self._target.method] = self
-        if not hasattr(self._target.module, "reset"):
-            self._place["reset"] = _Reset(self)
+        module = self._target.module
+        self._restore.callback(put_in_place(module, self._target.method, self))
+        if not hasattr(module, "reset"):
+            self._restore.callback(put_in_place(module, "reset", _Reset(self)))
 
     def _stays_eager(self) -> bool:
         """Check whether flags require an eager call."""
@@ -295,16 +293,7 @@ class GraphedCallable(Generic[P, R]):
     def put_back(self) -> None:
         """Restore the forward of the module."""
         self.is_closed = True
-        place, self._place = self._place, None
-        if place is None:
-            return
-        if place.get(self._target.method) is self:
-            if self._before is _MISSING:
-                del place[self._target.method]
-            else:
-                place[self._target.method] = self._before
-        if isinstance(place.get("reset"), _Reset):
-            del place["reset"]
+        self._restore.close()
 
     # -- calling
 
@@ -315,18 +304,18 @@ class GraphedCallable(Generic[P, R]):
             cursor = self._owner.cursor
             if self.is_closed or torch.compiler.is_compiling() or self._is_capturing() or is_logged():
                 return self._otherwise(args, kwargs)
-            if not same_modes(self._modes, self._training):
+            if self._target.modes() != self._sample.call.training:
                 return self._eagerly(args, kwargs)  # as both contracts require
             leaves, structure = self._flatten(args, kwargs)
             if cursor is None and self._stays_eager():
                 return self._eagerly(args, kwargs)
             self._shape.check(leaves, structure, self._owner.shared.ambient.read())
             if cursor.is_at_start if cursor is not None else not self._runner.lane.is_busy:
-                self._owner.audits.begin_round()
-            self._target.check(self._differs)
+                self._owner.begin_round()
+            self._owner.check(self._sample)
             if in_ddp():
                 raise self._inside_ddp()
-            if self._random.active != self._sample.call.fork:
+            if self._target.fork != self._sample.call.fork:
                 raise self._in_another_fork()
             if has_global_hooks() and (hook := global_hook(())) is not None:
                 if cursor is None:
@@ -351,11 +340,9 @@ class GraphedCallable(Generic[P, R]):
             result: R = run_forward(self._runner, leaves)
             return result
         except StepgraphError as error:
+            self._owner.refused[error.rule] += 1
             trim(error)
             raise
-
-    def _differs(self) -> Difference | None:
-        return self._owner.audits.differs(self._target)
 
     def _otherwise(self, args: Any, kwargs: Any) -> R:
         """Call after the graphs were freed, or inside a larger function that is being captured or compiled."""
@@ -404,7 +391,7 @@ class GraphedCallable(Generic[P, R]):
         return CaptureError(
             f"{self.name} is called under another named random state than at capture",
             rule="sample-mismatch",
-            details=[f"captured  {self._sample.call.fork!r}", f"received  {self._random.active!r}"],
+            details=[f"captured  {self._sample.call.fork!r}", f"received  {self._target.fork!r}"],
             why="the graph draws from the generator that was active at the capture.",
             fix="call make_graphed_callables inside tracker.fork() if the callable is called inside it.",
         )
@@ -436,12 +423,14 @@ class GraphedCallable(Generic[P, R]):
                 raise held_gradient(self.name)
             sample.weight_runs += 1
         except StepgraphError as error:
+            self._owner.refused[error.rule] += 1
             trim(error)
             raise
 
     def admit_hooks(self, names: Sequence[str]) -> None:
         """Ignore hooks of functions with these names on modules inside: the caller runs them."""
-        self._target.admit_hooks(names)
+        if self._sample.kind.guard is not None:
+            self._sample.kind.guard.admit_hooks(names)
 
     # -- ending
 
@@ -503,6 +492,3 @@ def held_gradient(name: str) -> CaptureError:
 
 def _is_autocast() -> bool:
     return any(autocast_now())
-
-
-_MISSING = object()

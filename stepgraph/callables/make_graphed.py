@@ -18,7 +18,6 @@ from stepgraph.backends import Backend
 from stepgraph.callables.capture_job import CaptureJob
 from stepgraph.callables.graphed import CallablesReport, GraphedCallable
 from stepgraph.callables.request import read_request
-from stepgraph.callables.sample_graphs import SampleGraphs
 from stepgraph.callables.warm_up import CaptureTimeHooks
 from stepgraph.errors import InvalidArgument
 from stepgraph.order.entries import is_count
@@ -131,7 +130,7 @@ def make_graphed_callables(
     _refuse_fp8(fp8_enabled, fp8_recipe, fp8_group, fp8_weight_caching)
     _check_options(num_warmup_iters, audit)
     request = read_request(callables, sample_args, sample_kwargs, order, num_layers_per_chunk)
-    hooks = CaptureTimeHooks(capture_time_hooks, len(request.callables))
+    hooks = CaptureTimeHooks(capture_time_hooks, request.callables)
     session = pool if pool is not None else Session()
     begun = time.perf_counter()
     job = CaptureJob(request, session, hooks, backend, owns_session=pool is None)
@@ -148,15 +147,16 @@ def make_graphed_callables(
     made = job.graphed(begun, clone_param_grads=clone_param_grads, retain=retain_graph_in_backward, audit=audit)
     if request.order is not None:
         return tuple(made)
-    found = [_put_in_place(graphed, sample) for graphed, sample in zip(made, job.samples, strict=True)]
+    found = [_put_in_place(graphed, given) for graphed, given in zip(made, request.callables, strict=True)]
     return found[0] if request.is_single else tuple(found)
 
 
-def _put_in_place(graphed: GraphedCallable[..., Any], sample: SampleGraphs) -> Any:
+def _put_in_place(graphed: GraphedCallable[..., Any], given: Callable[..., Any]) -> Any:
     """Without an order: return the module with its forward replaced, or the graphed callable of a function."""
-    if sample.target.is_module:
-        graphed.put_in_place()
-    return sample.target.given if sample.target.is_module else graphed
+    if not isinstance(given, torch.nn.Module):
+        return graphed
+    graphed.put_in_place()
+    return given
 
 
 @entry_point

@@ -16,6 +16,7 @@ import torch
 from stepgraph.errors import InvalidArgument
 from stepgraph.order import Entry, Kind, count_microbatches, read_order
 from stepgraph.order.entries import is_count
+from stepgraph.order.lifetimes import layers_of_samples
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +74,7 @@ def read_request(
             f"{len(several)} callables, and num_layers_per_chunk={list(layers)} says {sum(layers)}",
             "pass one callable a layer, chunk after chunk.",
         )
-    owners = _owners(layers, num_microbatches)
+    owners = layers_of_samples(layers, num_microbatches)
     where = f"layer and microbatch ({sum(layers)} layers x {num_microbatches} microbatches)"
     args = _one_each("sample_args", _dealt_out(sample_args, owners, len(several)), len(owners), where)
     kwargs = _kwargs_of(_dealt_out(sample_kwargs, owners, len(several)), len(owners), where, is_single=False)
@@ -94,16 +95,6 @@ def _layers(given: Any, order: Sequence[float], num_callables: int) -> tuple[int
     if not isinstance(given, Sequence) or not all(map(is_count, given)):
         raise _wrong(f"num_layers_per_chunk={given!r}", "pass a whole number, or a list of them, one a chunk.")
     return tuple(int(count) for count in given)
-
-
-def _owners(layers: Sequence[int], num_microbatches: int) -> list[int]:
-    starts = [sum(layers[:chunk]) for chunk in range(len(layers))]
-    return [
-        start + layer
-        for start, count in zip(starts, layers, strict=True)
-        for _ in range(num_microbatches)
-        for layer in range(count)
-    ]
 
 
 def _dealt_out(given: Any, owners: Sequence[int], num_callables: int) -> Any:

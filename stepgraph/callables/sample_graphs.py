@@ -11,43 +11,52 @@ of the microbatches in flight at one time, however many microbatches there are.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import TypeAlias
 
 import torch
 
 from stepgraph.buffers.borrowed import BorrowedTensor
-from stepgraph.buffers.inputs import ArgMetadata, copied
+from stepgraph.buffers.inputs import ArgMetadata
 from stepgraph.buffers.outputs import StaticOutputs
-from stepgraph.buffers.reuse_pool import TensorReusePool
 from stepgraph.callables.call_shape import CallShape
 from stepgraph.callables.handover import Handover, HandoverBuffers, SampleHandovers
 from stepgraph.callables.request import Request
-from stepgraph.callables.target import CaptureTarget
+from stepgraph.callables.target import named
 from stepgraph.callables.warm_up import CaptureTimeHooks
-from stepgraph.errors import CaptureError, InvalidArgument
+from stepgraph.errors import InvalidArgument
 from stepgraph.observe.step_objects import leaves_behind
 from stepgraph.oplog import Difference, Log
 from stepgraph.order import Kind, plan_buffers, samples_of
 from stepgraph.pair.audit import differs
-from stepgraph.pair.call import CallBuffers, RecordedCall
+from stepgraph.pair.call import CallBuffers, EagerCall
 from stepgraph.pair.differentiate import is_reentrant
+from stepgraph.pair.kind import CallKind
 from stepgraph.pair.lanes import PoolLane
-from stepgraph.pair.ordered import NO_AUTOCAST, InputPart, WeightGraph, record_input_part, record_weight_part
+from stepgraph.pair.ordered import (
+    NO_AUTOCAST,
+    InputPart,
+    OrderedMemory,
+    WeightGraph,
+    record_input_part,
+    record_weight_part,
+)
 from stepgraph.pair.runner import Runner
-from stepgraph.session.failure import capture_error
+from stepgraph.pair.target import PairTarget
 from stepgraph.signature.ambient import changed_flags
 
 
 class SampleGraphs:
     """One sample: its call, and the graphs that serve it."""
 
-    def __init__(self, number: int, index: int, target: CaptureTarget, shape: CallShape, call: RecordedCall) -> None:
-        self.number, self.index, self.target, self.shape, self.call = number, index, target, shape, call
+    def __init__(
+        self, number: int, index: int, target: PairTarget, shape: CallShape, kind: CallKind, call: EagerCall
+    ) -> None:
+        self.number, self.index, self.target = number, index, target
+        self.shape, self.kind, self.call = shape, kind, call
         self.captured: Runner | None = None
         self.has_split_weights = False
         self.weights: WeightGraph | None = None
@@ -82,17 +91,17 @@ class SampleGraphs:
             return None
 
         def around(backward: bool) -> AbstractContextManager[None]:
-            return hooks.around(self.index, self.target.given, backward=backward)
+            return hooks.around(self.index, backward=backward)
 
-        with _named(self.target):
-            return differs(self.target.pair, self.call, self.runner, around)
+        with named(self.target):
+            return differs(self.target.pair(), self.call, self.runner, around)
 
     def free(self) -> None:
         """Free its graphs."""
         runner = self.captured
         if runner is not None and not runner.is_freed:
             if self.weights is not None:
-                self.target.release(self.weights.recorded.graph)
+                self.target.shared.session.release(self.weights.recorded.graph)
                 self.weights = None
             runner.free()
 
@@ -155,16 +164,12 @@ class GraphCapture:
         self,
         request: Request,
         samples: Sequence[SampleGraphs],
-        lane: PoolLane[Runner],
+        lane: PoolLane,
         device: torch.device,
         hooks: CaptureTimeHooks,
     ) -> None:
-        self._request, self._samples, self._lane, self._device = request, samples, lane, device
-        self._hooks = hooks
-        self.pool = TensorReusePool(device)
-        """Static gradients of results."""
-        self.buffers: dict[int, list[torch.Tensor]] = {}
-        """Static arguments by the plan's number."""
+        self._request, self._samples, self._lane, self._hooks = request, samples, lane, hooks
+        self.memory = OrderedMemory(device)
         self.places = HandoverBuffers()
         self._incoming: dict[int, tuple[list[ArgMetadata | None], dict[int, torch.Tensor]]] = {}
         """By sample: static gradients of its results, which another sample's backward writes."""
@@ -175,7 +180,7 @@ class GraphCapture:
     def run(self) -> None:
         """Capture a forward for each sample, then the backwards in reverse."""
         for sample in self._samples:
-            self._forward(sample, self._own_buffers(sample, sample.number))
+            self._forward(sample, self.memory.arguments(sample.number, sample.call))
         for sample in reversed(self._samples):
             if sample.runner.edges.anchor.requires_grad:
                 self._whole_backward(sample)
@@ -192,7 +197,7 @@ class GraphCapture:
             numbers = samples_of(entry, request.num_layers_per_chunk, request.num_microbatches)
             chosen = [self._samples[n] for n in numbers]
             if entry.kind is Kind.FORWARD:
-                own = [self._own_buffers(s, plan[s.number] if reuse else s.number) for s in chosen]
+                own = [self.memory.arguments(plan[s.number] if reuse else s.number, s.call) for s in chosen]
                 for layer, sample in enumerate(chosen):
                     following = (chosen[layer + 1], own[layer + 1]) if layer + 1 < len(chosen) else None
                     self._forward(sample, own[layer], following)
@@ -213,21 +218,13 @@ class GraphCapture:
         for sample in self._samples:
             sample.hand_on(self.places)
 
-    def _own_buffers(self, sample: SampleGraphs, number: int) -> dict[int, torch.Tensor]:
-        """Return the static arguments of a sample, by leaf index."""
-        if number not in self.buffers:
-            metas = [dataclasses.replace(meta, requires_grad=False) for meta in sample.metas.values()]
-            self.buffers[number] = [meta.empty(self._device) for meta in metas]
-        return dict(zip(sample.metas, self.buffers[number], strict=True))
-
     # -- one graph
 
     def _forward(self, sample: SampleGraphs, own: dict[int, torch.Tensor], following: Following | None = None) -> None:
         target = sample.target
         then = functools.partial(self._hand_result_on, sample, following) if following is not None else None
-        with self._hooks.around(sample.index, target.given, backward=False), _named(target):
-            sample.captured = target.pair.forward(sample.call, self._lane, CallBuffers(own), then)
-        sample.call.values = {i: copied(tensor) for i, tensor in sample.call.values.items()}  # the caller's may go
+        with self._hooks.around(sample.index, backward=False), named(target):
+            sample.captured = target.pair().forward(sample.call, self._lane, CallBuffers(own), then)
         result = sample.runner.result
         result.copy(range(len(result.tensors)))
         sample.runner.backwards.are_copied = True
@@ -271,7 +268,7 @@ class GraphCapture:
         inputs = {names[i]: t for i, t in runner.boundary.tensors.items() if t.requires_grad}
         returned = {id(t) for t in runner.result.objects}
         used_outside = {path for path, p in target.module.named_parameters() if id(p) in returned}
-        weights = {path: target.pair.proxies.of(p) for path, p in target.module.named_parameters() if p.requires_grad}
+        weights = {path: target.pair().proxies.of(p) for path, p in target.module.named_parameters() if p.requires_grad}
         for kind, tensors in (("argument", inputs), ("parameter", weights)):
             for name, tensor in tensors.items():
                 if id(tensor) not in reached and name not in used_outside:
@@ -285,14 +282,14 @@ class GraphCapture:
     def _whole_backward(self, sample: SampleGraphs, before: SampleGraphs | None = None) -> None:
         metas, given = self._gradients(sample)
         then = self._then(sample, before)
-        with self._hooks.around(sample.index, sample.target.given, backward=True), _named(sample.target):
-            sample.target.pair.backward(sample.runner, metas, given, NO_AUTOCAST, then=then)
+        with self._hooks.around(sample.index, backward=True), named(sample.target):
+            sample.target.pair().backward(sample.runner, metas, given, NO_AUTOCAST, then=then)
 
     def _input_part(self, sample: SampleGraphs, before: SampleGraphs | None) -> InputPart:
         metas, given = self._gradients(sample)
         then, name = self._then(sample, before), sample.target.name
-        with self._hooks.around(sample.index, sample.target.given, backward=True), _named(sample.target):
-            return record_input_part(sample.target.pair, sample.runner, metas, given, name, then=then)
+        with self._hooks.around(sample.index, backward=True), named(sample.target):
+            return record_input_part(sample.target.pair(), sample.runner, metas, given, name, then=then)
 
     def _then(
         self, sample: SampleGraphs, before: SampleGraphs | None
@@ -305,25 +302,21 @@ class GraphCapture:
     def _weight_part(self, sample: SampleGraphs, part: InputPart | None) -> None:
         sample.has_split_weights = True
         if part is not None:
-            with _named(sample.target):
+            with named(sample.target):
                 sample.kept = part.weights.kept()
-                sample.weights = record_weight_part(sample.target.pair, sample.runner, part, keeps_saved=True)
+                sample.weights = record_weight_part(sample.target.pair(), sample.runner, part, keeps_saved=True)
 
     def _gradients(self, sample: SampleGraphs) -> tuple[list[ArgMetadata | None], dict[int, torch.Tensor]]:
         """Return the geometry of the gradients of a sample's results, and static memory for them."""
         if sample.number not in self._incoming:
             metas = sample.result_metas()
-            given = {i: self.pool.get(meta) for i, meta in enumerate(metas) if meta is not None}
-            self._incoming[sample.number] = (metas, given)
+            self._incoming[sample.number] = (metas, self.memory.gradients(sample.number, metas))
         return self._incoming[sample.number]
 
     def _give_up(self, sample: SampleGraphs) -> None:
         """Release the memory of a sample that the order no longer needs."""
-        runner = sample.runner
-        for backward in runner.backwards.values():
-            for tensor in backward.grads_in.tensors.values():
-                self.pool.insert(tensor)
-        runner.give_up_memory()
+        self.memory.release(sample.number)
+        sample.runner.give_up_memory()
         if sample.weights is not None:
             sample.weights.recorded.give_up()
             sample.kept = []
@@ -338,17 +331,3 @@ def _dense(tensor: torch.Tensor) -> ArgMetadata:
     """Return the usual geometry of a tensor's gradient: that of the tensor, without the repetitions of expand()."""
     made = torch.empty_like(tensor, requires_grad=False, device="meta")
     return dataclasses.replace(ArgMetadata.of(made), device=tensor.device)
-
-
-@contextlib.contextmanager
-def _named(target: CaptureTarget) -> Iterator[None]:
-    """Name the callable in any error of its capture."""
-    try:
-        yield
-    except Exception as error:  # noqa: BLE001 (any error gets the name of the callable)
-        name, raised = target.name, capture_error(target.name, error, target.backend)
-        if isinstance(raised, CaptureError) and not raised.what.startswith(name):
-            raised = CaptureError(
-                f"{name}: {raised.what}", rule=raised.rule, details=raised.details, why=raised.why, fix=raised.fix
-            )
-        raise raised from (None if raised is error else error)

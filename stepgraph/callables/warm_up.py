@@ -11,27 +11,29 @@ from __future__ import annotations
 import contextlib
 import random
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from stepgraph.backends import Backend
+from stepgraph.buffers.inputs import tensors_among
 from stepgraph.callables.call_shape import detached
-from stepgraph.callables.target import SET_OUTSIDE, CaptureTarget
+from stepgraph.callables.target import named
 from stepgraph.collector import state_of
 from stepgraph.errors import InvalidArgument
-from stepgraph.observe.eager_call import CallObserver
 from stepgraph.observe.module_attributes import ModuleAttributes
 from stepgraph.observe.step_objects import leaves_behind
+from stepgraph.pair.call import EagerCall
 from stepgraph.pair.differentiate import is_reentrant
+from stepgraph.pair.eager import run_call
+from stepgraph.pair.kind import CallKind
 from stepgraph.pair.parameter_proxies import without_hooks
-from stepgraph.pair.proof import EagerProof, note_forward, noting
+from stepgraph.pair.target import PairTarget
 from stepgraph.rng.tracker import tracker_for
-from stepgraph.signature import ambient_key
 from stepgraph.signature.ambient import under_autocast, without_saved_tensor_hooks
-from stepgraph.tree import Structure, flatten, unflatten
+from stepgraph.tree import flatten, unflatten
 
 PHASES = ("forward_pre_hooks", "forward_hooks", "backward_pre_hooks", "backward_hooks")
 
@@ -39,7 +41,8 @@ PHASES = ("forward_pre_hooks", "forward_hooks", "backward_pre_hooks", "backward_
 class CaptureTimeHooks:
     """Functions that run around each forward and backward of warm-up, capture and audits, but never at a replay."""
 
-    def __init__(self, given: Any, num_callables: int) -> None:
+    def __init__(self, given: Any, callables: Sequence[Callable[..., Any]]) -> None:
+        self._callables, num_callables = callables, len(callables)
         entries = [None] * num_callables if given is None else given
         if not isinstance(entries, Sequence) or len(entries) != num_callables:
             raise _wrong_hooks(f"{given!r}"[:80], f"pass a list of {num_callables} entries, one a callable.")
@@ -53,16 +56,16 @@ class CaptureTimeHooks:
             self._hooks.append({phase: _functions(index, phase, (entry or {}).get(phase)) for phase in PHASES})
 
     @contextlib.contextmanager
-    def around(self, index: int, module: Any, *, backward: bool) -> Iterator[None]:
-        """Run the hooks before and after a forward or a backward, outside any recording."""
+    def around(self, index: int, *, backward: bool) -> Iterator[None]:
+        """Run the hooks of a callable before and after its forward or backward, outside any recording."""
         before, after = PHASES[2:] if backward else PHASES[:2]
-        self._run(index, before, module)
+        self._run(index, before)
         yield
-        self._run(index, after, module)
+        self._run(index, after)
 
-    def _run(self, index: int, phase: str, module: Any) -> None:
+    def _run(self, index: int, phase: str) -> None:
         for hook in self._hooks[index][phase]:
-            if hook(module) is not None:
+            if hook(self._callables[index]) is not None:
                 raise _wrong_hooks(
                     f"a hook of callables[{index}] ({phase}) returned a value",
                     "let it return None: it cannot change arguments, results or gradients.",
@@ -70,85 +73,71 @@ class CaptureTimeHooks:
 
 
 @dataclass(frozen=True, slots=True)
-class _Warm:
+class WarmUpCall:
     """One kind of call to warm up."""
 
-    target: CaptureTarget
+    target: PairTarget
+    kind: CallKind
+    call: EagerCall
     index: int
-    leaves: list[Any]
-    structure: Structure
-    proof: EagerProof
+    """Index of the callable."""
+    leaves: Sequence[Any]
+    """The sample arguments."""
 
 
 def warm_up(
-    calls: Sequence[tuple[CaptureTarget, int, list[Any], Structure, EagerProof]],
-    backend: Backend,
-    hooks: CaptureTimeHooks,
-    *,
-    iterations: int,
-    trains: bool,
+    calls: Sequence[WarmUpCall], backend: Backend, hooks: CaptureTimeHooks, *, iterations: int, trains: bool
 ) -> None:
     """Call each callable with its sample arguments, forward and backward, and log the operations of the forwards.
 
     Raise for effects that no replay can repeat.
     """
-    targets = list({id(call[0]): call[0] for call in calls}.values())
-    with _as_before(targets, backend):
+    with as_before([call.target.module for call in calls], backend):
         for call in calls:
-            warm = _Warm(*call)
-            for count in range(iterations):
-                is_last = count == iterations - 1 and iterations > 1  # a first call may fill caches
-                watched = _watch(warm.target, backend) if is_last else None
-                with warm.target.ran.noting(backwards_on=backend.device):
-                    _one_call(warm, hooks, backend.device, trains=trains)
-                finding = watched.finding(warm.target.name) if watched is not None else None
-                if finding is not None:
-                    raise finding
-                if is_last and count > 1:
-                    warm.proof.refuse_varying(warm.target.name, "callable")
+            for _ in range(iterations):
+                _one_call(call, hooks, backend.device, trains=trains)
+            if iterations > 1 and call.kind.seen is not None:  # a first call may fill caches
+                with named(call.target):
+                    raise call.kind.seen
+            if iterations > 2:
+                call.kind.proof.refuse_varying(call.target.name, "callable")
 
 
-def _watch(target: CaptureTarget, backend: Backend) -> CallObserver:
-    return CallObserver.of_module(target.original, target.named_modules, SET_OUTSIDE, backend.device, target.ran)
-
-
-def _one_call(warm: _Warm, hooks: CaptureTimeHooks, device: torch.device, *, trains: bool) -> None:
+def _one_call(warm: WarmUpCall, hooks: CaptureTimeHooks, device: torch.device, *, trains: bool) -> None:
     """Run a forward and a backward on copies and proxies."""
-    target = warm.target
-    proxies = target.pair.proxies
+    target, pair = warm.target, warm.target.pair()
     leaves = [detached(leaf) for leaf in warm.leaves]
-    args, kwargs = unflatten(warm.structure, leaves)
+    args, kwargs = unflatten(warm.call.structure, leaves)
     mode = contextlib.nullcontext() if trains else torch.no_grad()
-    around = hooks.around(warm.index, target.given, backward=False)
-    log = target.logs.of_call(target.module, leaves, ambient_key(), device)
-    with around, proxies.in_place(), without_saved_tensor_hooks(), mode, noting(log):
-        result = target.original(*args, **kwargs)
-        note_forward(log, result, leaves)
-    warm.proof.add(log.finish())
-    found = flatten(result)[0]
-    target.pair.note_returned(found, leaves)
-    results = [t for t in found if isinstance(t, torch.Tensor) and t.grad_fn is not None]
+    around = hooks.around(warm.index, backward=False)
+    with around, pair.proxies.in_place(), without_saved_tensor_hooks(), mode:
+        made = run_call(
+            *(target, warm.kind, warm.call, leaves, tensors_among(leaves)),
+            lambda: target.original(*args, **kwargs),
+        )
+    pair.note_returned(made.value, leaves)
+    results = [t for t in flatten(made.value)[0] if isinstance(t, torch.Tensor) and t.grad_fn is not None]
     if not results:
         return
     incoming = [torch.zeros_like(result) for result in results]
     behind = list({id(leaf): leaf for leaf in leaves_behind(results)}.values())
-    own = {id(leaf) for leaf in (*proxies.leaves, *leaves)}
+    own = {id(leaf) for leaf in (*pair.proxies.leaves, *leaves)}
     foreign = [leaf for leaf in behind if id(leaf) not in own]
-    around = hooks.around(warm.index, target.given, backward=True)
-    plain = under_autocast(False, False)
-    with around, proxies.in_place(), without_saved_tensor_hooks(), plain, without_hooks(foreign):
+    around = hooks.around(warm.index, backward=True)
+    plain, noting = under_autocast(False, False), warm.kind.ran.noting(backwards_on=device)
+    with around, pair.proxies.in_place(), without_saved_tensor_hooks(), plain, without_hooks(foreign), noting:
         if is_reentrant(results):
             torch.autograd.backward(results, incoming)
         else:
             torch.autograd.grad(results, behind, incoming, allow_unused=True)
-    for leaf in proxies.leaves:
+    for leaf in pair.proxies.leaves:
         leaf.grad = None
 
 
 @contextlib.contextmanager
-def _as_before(targets: Sequence[CaptureTarget], backend: Backend) -> Iterator[None]:
-    """Restore all that warm-up changes."""
-    modules = list({id(m): m for target in targets for m in target.module.modules()}.values())
+def as_before(owners: Iterable[torch.nn.Module], backend: Backend) -> Iterator[None]:
+    """Restore all that calls of these modules change: buffers, attributes, random states."""
+    modules = list({id(m): m for owner in owners for m in owner.modules()}.values())
     tensors = {id(b): b for m in modules for b in m._buffers.values() if b is not None}
     for parameter in (p for m in modules for p in m._parameters.values() if p is not None):
         main_grad = getattr(parameter, "main_grad", None)  # code of the backward may add to it directly

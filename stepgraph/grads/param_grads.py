@@ -1,15 +1,15 @@
 """A module's backward graph accumulates parameter gradients by itself.
 
-The graph adds to one piece of memory for each parameter, as autograd's accumulators add to `.grad`. Where there was no
-gradient before, eager would have put the new one there as it is; the memory is filled with -0.0 for that, the one
-number that leaves every other unchanged, bit for bit, when it is added to.
+The graph adds to one piece of memory for each parameter, as autograd's accumulators add to `.grad`. Without an earlier
+gradient, eager stores the new one unchanged. For that the memory is filled with -0.0: adding any number to it gives
+that number, bit for bit.
 
-Mostly the memory is ours, and `.grad` is a tensor over it. But a caller may keep such a gradient over `zero_grad()`,
-because eager makes a new one then; or they have set `.grad` to memory of their own, and expect to find the gradient
-there. Then the graph gets memory that nobody sees, and gradients are copied in before a replay and out after it.
+Usually the memory is stepgraph's, and `.grad` is a tensor over it. But a caller may keep such a gradient over
+`zero_grad()`, because eager makes a new one then. Or the caller has set `.grad` to other memory, and expects the
+gradient there. Then the graph gets hidden memory, and gradients are copied in before a replay and out after it.
 
-Autograd sums what several uses of a parameter contribute to one backward before it adds the sum to an old gradient.
-Graphs that run one after the other would add to the old one each. Where the same backward will run another use, the old
+If a parameter has several uses in one backward, autograd adds the sum of their gradients to an old gradient. Graphs
+that run one after the other would each add to the old one. So, if the same backward will run another use, the old
 gradient is put aside until the last of them, and added then.
 """
 
@@ -22,10 +22,11 @@ from dataclasses import dataclass
 import torch
 
 from stepgraph.buffers.borrowed import BorrowedTensor, lend_out
+from stepgraph.grads.step_grads import is_same_memory
 
 
 class GradSlot:
-    """Where graphs accumulate the gradient of one parameter."""
+    """The memory in which graphs accumulate the gradient of one parameter."""
 
     __slots__ = ("given", "is_callers", "lent", "memory", "parameter")
 
@@ -33,22 +34,22 @@ class GradSlot:
         self.parameter = parameter
         self.memory = _empty_like(parameter)
         self.given: torch.Tensor | None = None
-        """What `.grad` is while it lies in the memory."""
+        """The tensor that `.grad` is while it is stored in the memory."""
         self.lent: BorrowedTensor | None = lend_out([self.memory])[0]
-        """Tells whether anybody holds the memory; None where it is not given out."""
+        """Knows whether a caller holds the memory; None if callers get copies."""
         self.is_callers = False
-        """Whether the caller has chosen the memory."""
+        """True if the memory is the caller's."""
         if parameter.grad is not None and self.bring() and _fits(parameter.grad, parameter):
             self.memory, self.given, self.lent = parameter.grad.detach(), parameter.grad, None
             self.is_callers = True
 
     def is_free(self) -> bool:
-        """Where `.grad` is not in the memory: whether nobody else looks at it."""
+        """True if nobody else uses the memory. Call it if `.grad` is not stored there."""
         self.given = None
         return not self.is_callers if self.lent is None else not self.lent.is_held()
 
     def move(self) -> None:
-        """Leave the memory to whoever holds it; from now on callers get copies."""
+        """Leave the memory to the caller that holds it. Callers get copies from now on."""
         self.memory, self.given, self.lent, self.is_callers = _empty_like(self.parameter), None, None, False
 
     def give(self) -> None:
@@ -57,7 +58,7 @@ class GradSlot:
         self.given = self.parameter.grad = self.lent.lend()
 
     def bring(self) -> bool:
-        """Copy the gradient there is to the memory. Whether `.grad` stays what it is, since others hold it."""
+        """Copy the present gradient to the memory. Return True if `.grad` stays as it is, since others hold it."""
         assert self.parameter.grad is not None
         self.memory.copy_(self.parameter.grad)
         if self.lent is None:
@@ -80,7 +81,7 @@ class _Aside:
     version: int
 
     def put_back(self) -> None:
-        """The backward broke off: the old gradient, unless the caller has written something else since."""
+        """After an aborted backward, restore the old gradient, unless the caller has written to it since."""
         if self.given is not None and self.given._version == self.version:
             self.memory.copy_(self.old)
 
@@ -91,13 +92,13 @@ class ParamGrads:
     def __init__(self) -> None:
         self._slots: dict[int, GradSlot] = {}
         self.moves = 0
-        """How often memory was given up: graphs that knew it have to be recorded again."""
+        """The number of times memory was given up: graphs that use it must be recorded again."""
         self._task = -1
         self.aside: dict[Hashable, dict[int, _Aside]] = {}
         """Old gradients that wait for a sum, by group."""
 
     def part(self, parameters: Sequence[torch.Tensor], group: Hashable = None) -> GradPart:
-        """The parameters that one backward graph gives gradients to. Graphs of one group may share parameters."""
+        """The parameters that get gradients from one backward graph. Graphs of one group may share parameters."""
         with torch.no_grad():
             return GradPart(self, [self._slot(parameter) for parameter in parameters], group)
 
@@ -108,17 +109,17 @@ class ParamGrads:
         return slot
 
     def knows(self, parameter: torch.Tensor) -> bool:
-        """Whether a graph accumulates the gradient of this parameter."""
+        """True if a graph accumulates the gradient of this parameter."""
         slot = self._slots.get(id(parameter))
         return slot is not None and slot.parameter is parameter
 
     def forget(self, parameters: Sequence[torch.Tensor]) -> None:
-        """The graphs that add to the gradients of these are gone."""
+        """Forget the memory of these parameters, after their graphs were freed."""
         for parameter in parameters:
             self._slots.pop(id(parameter), None)
 
     def put_aside(self, group: Hashable, slots: Sequence[GradSlot]) -> None:
-        """In a backward that adds several times: start a sum of its own."""
+        """Start a separate sum, in a backward in which several graphs add to a gradient."""
         self._task = torch._C._current_graph_task_id()
         aside = self.aside.setdefault(group, {})
         fresh = [slot for slot in slots if id(slot.memory) not in aside]
@@ -129,14 +130,14 @@ class ParamGrads:
             _fill_with_nothing([slot.memory for slot in fresh])
 
     def settle(self) -> None:
-        """Undo what a backward that broke off has left."""
+        """Undo the changes of an aborted backward."""
         if self._task != torch._C._current_graph_task_id():
             for aside in [aside for group in self.aside.values() for aside in group.values()]:
                 aside.put_back()
             self.aside.clear()
 
     def take_back(self, group: Hashable) -> None:
-        """After the last addition of a group: the old gradients, and the sums."""
+        """After the last addition of a group, add the sums to the old gradients."""
         kept = list(self.aside.pop(group, {}).values())
         if kept:
             torch._foreach_add_([a.old for a in kept], [a.memory for a in kept])
@@ -144,18 +145,18 @@ class ParamGrads:
 
 
 class GradPart:
-    """Parameters and the memory of their gradients, as one backward graph knows them."""
+    """The parameters of one backward graph and the memory of their gradients."""
 
     def __init__(self, grads: ParamGrads, slots: list[GradSlot], group: Hashable) -> None:
         self._grads, self._slots, self._group = grads, slots, group
         self._pairs = [(slot.parameter, slot) for slot in slots]
         self.memory = [slot.memory for slot in slots]
-        """What the graph adds to."""
+        """The memory that the graph adds to."""
         self._moves, self._is_current = grads.moves, True
         self._callers: list[GradSlot] = []
 
     def attach(self) -> bool:
-        """Before a replay: bring `.grad` to the memory. False: the graph must be recorded again, for other memory."""
+        """Before a replay, bring `.grad` to the memory. Return False if the graph must be recorded for other memory."""
         if self._grads.aside:
             self._grads.settle()
         for parameter, slot in self._pairs:
@@ -171,7 +172,7 @@ class GradPart:
         empty = []
         for parameter, slot in self._pairs:
             there = parameter.grad
-            if there is not None and (there is slot.given or _same_place(there, slot.memory)):
+            if there is not None and (there is slot.given or is_same_memory(there, slot.memory)):
                 slot.given = there
                 continue
             is_empty, there = there is None, None
@@ -191,11 +192,11 @@ class GradPart:
             _fill_with_nothing(empty)
 
     def begin_sum(self) -> None:
-        """More than one graph adds in this backward, and this is not the last."""
+        """Begin a sum: further graphs add in this backward."""
         self._grads.put_aside(self._group, self._slots)
 
     def finish(self, *, last: bool) -> None:
-        """After a replay. `last`: no further graph adds in this backward."""
+        """Finish after a replay. `last`: no further graph adds in this backward."""
         if last and self._grads.aside:
             self._grads.take_back(self._group)
         if self._callers:
@@ -208,7 +209,7 @@ class GradPart:
 
 
 def _held_elsewhere(parameter: torch.Tensor) -> torch.Tensor | None:
-    """Take `.grad` off a parameter, and see whether it dies: the gradient, if anybody else holds it or its memory."""
+    """Remove `.grad` from a parameter. Return the gradient if anybody else holds it or its memory."""
     grad = parameter.grad
     assert grad is not None
     tensor, storage = weakref.ref(grad), weakref.ref(grad.untyped_storage())
@@ -229,10 +230,6 @@ def _empty_like(parameter: torch.Tensor) -> torch.Tensor:
 
 def _fits(grad: torch.Tensor, parameter: torch.Tensor) -> bool:
     return grad.shape == parameter.shape and grad.dtype == parameter.dtype and grad.device == parameter.device
-
-
-def _same_place(grad: torch.Tensor, memory: torch.Tensor) -> bool:
-    return grad.data_ptr() == memory.data_ptr() and grad.stride() == memory.stride()
 
 
 def _fill_with_nothing(memory: Sequence[torch.Tensor]) -> None:

@@ -9,12 +9,12 @@ A gradient that is a view of the user's own memory (a piece of a flat buffer) an
 is. The graph adds to it there, if it is the first such graph, or the result is copied there after each replay. A call
 that finds another gradient in its place gets the result in that one, and the memory of the first is as it was.
 
-What was in `.grad` before the call is harder. Most steps throw it away (`zero_grad()` comes first), some add to it, a
-few read it first. CUDA does not say which. But if the old gradient's memory died before anything was recorded, the
-graph cannot know its address: then nothing has to be carried in, and its memory is free for the capture. So the first
-try lets go of the old gradients and watches them die, with a copy in host memory in case the capture fails. If one
-outlives the first node, the recording is thrown away (nothing has run) and made again with the old gradients held at
-the session's addresses, to which each later call's `.grad` is carried.
+The content of `.grad` before the call is harder. Most steps drop it (`zero_grad()` comes first), some add to it, a few
+read it first. CUDA does not say which. But if the old gradient's memory died before anything was recorded, the graph
+cannot use its address: then nothing is copied in, and the capture may use its memory. So the first try drops the old
+gradients and notes when they die, with a copy in host memory in case the capture fails. If one outlives the first node,
+the recording is dropped (nothing has run). It is made again with the old gradients at the session's addresses, to which
+each later call's `.grad` is copied.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from stepgraph.errors import CaptureError
 from stepgraph.oplog import current_log, left_out
 
 Attachment = list[tuple[torch.Tensor, torch.Tensor | None]]
-"""Parameters and what their `.grad` is to be."""
+"""Parameters and the tensors that become their `.grad`."""
 Note = Callable[[torch.Tensor], None]
 _ALIGNED = 64
 """Bytes; no dtype needs more."""
 
 
 def attach(attachment: Attachment) -> None:
-    """Make `.grad` what it is after a replay."""
+    """Set each `.grad` to its tensor."""
     for parameter, grad in attachment:
         if parameter.grad is not grad:
             parameter.grad = grad
@@ -66,7 +66,7 @@ class _Entry:
 
     parameter: torch.Tensor
     kept: torch.Tensor | None
-    """The very tensor that `.grad` was, where it has to stay: the session's buffer, or a view of the user's memory."""
+    """The tensor that `.grad` was, if it must stay: the session's buffer, or a view of the user's memory."""
     on_host: torch.Tensor | None
     alive: weakref.ref[torch.Tensor] | None
 
@@ -82,7 +82,7 @@ class _Entry:
 
 
 class GradCapture:
-    """Gradients during one recording. `hold` chooses between the two ways of the module's docstring."""
+    """Gradients during one recording. `hold` keeps the old gradients, as the module's docstring explains."""
 
     def __init__(
         self,
@@ -103,19 +103,19 @@ class GradCapture:
         self._last: dict[int, torch.Tensor | None] = {}
         self._made: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._views: Attachment = []
-        """Gradients in memory of the user's, which are put back before the first replay."""
+        """Gradients in the user's own memory, which are restored before the first replay."""
         self.loaded: list[torch.Tensor] = []
         """Buffers that were written to for the recording's first replay."""
         self.added_to: set[int] = set()
-        """Parameters, by id, whose gradient was there before, and the step adds to it as long as it has any."""
+        """Parameters, by id, that had a gradient before, to which the step adds."""
         self.carried_in: Attachment = []
         """Parameters whose `.grad` must be at its buffer before a replay, with that buffer."""
 
     def begin(self) -> None:
-        """Put `.grad` where the recording may find it."""
+        """Prepare `.grad` for the recording."""
         found = [(parameter, parameter.grad) for parameter in self._parameters if parameter.grad is not None]
         for _, grad in found:
-            _check_dense(grad)
+            refuse_sparse(grad)
         if self._hold:
             for parameter, grad in found:
                 self._hold_entry(parameter, grad)
@@ -141,7 +141,7 @@ class GradCapture:
         self._entries.append(_Entry(parameter, grad, None, None))
 
     def _release(self, found: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """Leave gradients to the recording, and watch them die."""
+        """Leave the gradients to the recording, and note when they die."""
         own: list[tuple[torch.Tensor, torch.Tensor]] = []
         for parameter, grad in found:
             if self._buffers.get(parameter) is grad or _is_part(grad):  # memory that others know outlives the recording
@@ -160,11 +160,11 @@ class GradCapture:
 
     @property
     def entries_unused(self) -> bool:
-        """Whether the recording provably knows nothing of the gradients that were there before."""
+        """True if the recording provably does not use the old gradients."""
         return self._hold or self._died_in_time == len(self._watches)
 
     def end_segment(self) -> Attachment:
-        """While still recording: bring new gradients to their addresses. Returns what `.grad` is from here on."""
+        """While recording, bring new gradients to their addresses. Return each `.grad` from here on."""
         found: Attachment = []
         targets, sources = [], []
         log = current_log()
@@ -172,8 +172,7 @@ class GradCapture:
             grad = parameter.grad
             if grad is not None and grad is not self._last[id(parameter)]:
                 self.added_to.discard(id(parameter))  # what the step adds to from here on is its own
-            if grad is not None and grad is not self._last[id(parameter)]:
-                _check_dense(grad)
+                refuse_sparse(grad)
                 made = self._made.get(id(parameter))
                 kept = made[1] if made is not None else self._buffers.get(parameter)
                 if kept is not None and _same_layout(kept, grad):
@@ -191,7 +190,7 @@ class GradCapture:
         return found
 
     def commit(self) -> None:
-        """The recording is good: its addresses are the session's, and `.grad` is what a replay begins with."""
+        """Accept the recording: the session keeps its addresses, and `.grad` is ready for a replay."""
         self._watches.clear()
         attach(self.carried_in)
         attach([(parameter, None) for parameter in self._empty])
@@ -200,14 +199,14 @@ class GradCapture:
             self._buffers.keep(parameter, grad)
 
     def commit_ahead(self) -> None:
-        """The recording is good and is not replayed now: its addresses are the session's, `.grad` is as before."""
+        """Accept a recording that is not replayed now: the session keeps its addresses, `.grad` is as before."""
         made = list(self._made.values())
         self.rollback()
         for parameter, grad in made:
             self._buffers.keep(parameter, grad)
 
     def rollback(self) -> None:
-        """`.grad` as before the recording."""
+        """Restore `.grad` as before the recording."""
         self._watches.clear()
         for entry in self._entries:
             entry.restore()
@@ -218,11 +217,11 @@ class GradCapture:
 
 
 def copies_on_host(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Copies of tensors that fill their memory, with the strides they have, in the host's memory.
+    """Copy tensors that fill their memory to the host, with the same strides.
 
-    Memory that a process has just been given has to be entered into its page table when it is first written to, and
-    one thread does that more slowly than a GPU sends the data. So all copies lie in one piece, which many threads
-    write zeros to first: that halves the time, or better.
+    The first write to new memory of a process is slow: one thread enters it into the page table more slowly than a GPU
+    sends the data. So all copies are in one piece of memory, to which many threads write zeros first. That takes at
+    most half the time.
     """
     begins = list(accumulate((-(-t.nbytes // _ALIGNED) * _ALIGNED for t in tensors), initial=0))
     with torch.no_grad():
@@ -239,16 +238,16 @@ def _strided_view(memory: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Carried:
-    """What a replay was given from elsewhere, and has to give back."""
+    """Gradients that a replay was given in other memory, and must return there."""
 
     views: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
-    """Parameters, gradients that the user holds or that lie in memory of theirs, and where the graph has them."""
+    """Parameters, gradients that the user holds or in the user's memory, and the graph's own gradients."""
     borrowed: list[tuple[torch.Tensor, torch.Tensor]]
-    """Memory of the user's that the graph uses in the place of another gradient, and what was in it."""
+    """The user's memory that the graph uses in place of another gradient, and its former contents."""
 
 
 def can_carry_in(carried: Attachment) -> bool:
-    """Whether gradients lie as those that the graph knows: a sum over other strides is taken in another order."""
+    """True if gradients have the strides of the recorded ones: other strides change the order of a sum."""
     found = ((parameter.grad, kept) for parameter, kept in carried)
     return all(
         grad is kept or (grad is not None and grad.stride() == kept.stride())
@@ -258,9 +257,9 @@ def can_carry_in(carried: Attachment) -> bool:
 
 
 def carry_in(carried: Attachment, note_loaded: Note | None = None) -> Carried | None:
-    """Before a replay: bring `.grad` to the address that the graph reads. None where it lies there already.
+    """Before a replay, bring `.grad` to the address that the graph reads. Return None if it is there already.
 
-    `note_loaded` is told of memory that is written to.
+    `note_loaded` is called with memory that is written to.
     """
     found, note = Carried([], []), note_loaded if note_loaded is not None else _nobody
     for parameter, kept in carried:
@@ -268,7 +267,7 @@ def carry_in(carried: Attachment, note_loaded: Note | None = None) -> Carried | 
         if grad is not kept:
             assert grad is not None, "a call without gradients has another signature"
             assert kept is not None
-            is_lent = _is_part(kept) and not _is_same_memory(grad, kept)
+            is_lent = _is_part(kept) and not is_same_memory(grad, kept)
             if is_lent:
                 found.borrowed.append((kept, kept.clone()))
             kept.copy_(grad)
@@ -283,10 +282,7 @@ def carry_in(carried: Attachment, note_loaded: Note | None = None) -> Carried | 
 
 
 def carry_out(carried: Carried, added_to: Container[int], note_loaded: Note | None = None) -> None:
-    """After a replay: where the step has added to the gradients it found, give the result to the user's own.
-
-    In eager it adds to these. It may have let go of them since.
-    """
+    """After a replay, copy the result to the user's own gradients if the step has added to them, as eager does."""
     note = note_loaded if note_loaded is not None else _nobody
     for parameter, view, kept in carried.views:
         if id(parameter) in added_to:
@@ -300,24 +296,26 @@ def carry_out(carried: Carried, added_to: Container[int], note_loaded: Note | No
 
 
 def _nobody(_: torch.Tensor) -> None:
-    """Not told."""
+    """Ignore the call."""
 
 
-def _is_same_memory(one: torch.Tensor, two: torch.Tensor) -> bool:
+def is_same_memory(one: torch.Tensor, two: torch.Tensor) -> bool:
+    """True if two tensors start at the same address and have the same strides."""
     return one.data_ptr() == two.data_ptr() and one.stride() == two.stride()
 
 
 def _is_part(grad: torch.Tensor) -> bool:
-    """Whether a gradient lies in memory that another tensor knows: a view, a piece of a flat buffer."""
+    """True if a gradient is in memory that another tensor may use: a view, a piece of a flat buffer."""
     return grad._is_view() or grad.untyped_storage().nbytes() != grad.numel() * grad.element_size()
 
 
-def _check_dense(grad: torch.Tensor) -> None:
-    if grad.layout is not torch.strided:
+def refuse_sparse(grad: torch.Tensor | None) -> None:
+    """Refuse a sparse gradient."""
+    if grad is not None and grad.layout is not torch.strided:
         raise CaptureError(
             f"a parameter of shape {list(grad.shape)} has a sparse gradient",
             rule="sparse-grad",
-            why="a sparse gradient has as many entries as the batch has rows: its memory differs from call to call.",
+            why="a sparse gradient has as many entries as the batch has rows, so its memory changes from call to call.",
             fix="use dense gradients (nn.Embedding(..., sparse=False)).",
         )
 

@@ -247,7 +247,3 @@ class TECudaGraphHelper:
         for graphs in [*graphs_in(self.model), *self._graphs]:
             graphs.remove()
         self._graphs = []
-
-
-def _as_callable(part: Part) -> Any:
-    return part.module if part.method == "forward" else getattr(part.module, part.method)

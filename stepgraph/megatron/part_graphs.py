@@ -16,10 +16,10 @@ import torch
 from stepgraph.backends import is_capturing
 from stepgraph.errors import InvalidArgument, StepgraphError
 from stepgraph.frames import untraced
-from stepgraph.megatron.samples import CallForm, Sample, place_of
+from stepgraph.megatron.samples import CallForm, Sample
 from stepgraph.modules.scopes import Part
 from stepgraph.order.entries import is_count
-from stepgraph.pair.module_method import ModuleMethod
+from stepgraph.pair.module_method import ModuleMethod, called_method, put_in_place
 from stepgraph.tracebacks import trim
 
 _PARTS = "_parts_with_graphs"
@@ -40,14 +40,13 @@ class PartGraphs:
         self._one_for_all = one_for_all
         self._modes = vars(part.module)
         self._training = part.module.training
-        self._place = place_of(part)
+        self._place = called_method(part.module, part.method)
         self._eager = ModuleMethod(part.module, self._place)
         self._form = CallForm(getattr(part.module, part.method))
         self._num_args, self._names = len(sample.args), frozenset(sample.kwargs)
-        self._own = self._modes.get(self._place)
         self._listed: dict[str, Any] = vars(chunk)
         self._listed[_PARTS] = [*graphs_in(chunk), self]
-        self._modes[self._place] = self
+        self._take_back = put_in_place(part.module, self._place, self)
 
     @untraced
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -107,10 +106,7 @@ class PartGraphs:
 
     def remove(self) -> None:
         """Free the graphs, and restore the part."""
-        if self.is_in_place:
-            del self._modes[self._place]
-            if self._own is not None:
-                self._modes[self._place] = self._own
+        self._take_back()
         listed = self._listed.get(_PARTS, [])
         if self in listed:
             listed.remove(self)

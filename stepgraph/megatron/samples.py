@@ -19,19 +19,19 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 
+from stepgraph.callables.call_shape import detached
+from stepgraph.callables.warm_up import as_before
 from stepgraph.errors import InvalidArgument
 from stepgraph.modules.scopes import WORDS, Part, ScopeRegistry
-from stepgraph.observe.module_attributes import ModuleAttributes
 from stepgraph.optim.steps import shadowed
-from stepgraph.rng.tracker import tracker_for
+from stepgraph.pair.module_method import called_method
 from stepgraph.session.backend_choice import backend_of
-from stepgraph.signature.attributes import as_given
 from stepgraph.tree import flatten, unflatten
 
 SampleArguments = Callable[[torch.nn.Module], tuple[Sequence[Any], dict[str, Any]]]
@@ -130,9 +130,10 @@ def _no_sample(part: Part, what: str) -> InvalidArgument:
 def samples_of_parts(layer: torch.nn.Module, sample: Sample, parts: Sequence[Part]) -> list[Found]:
     """Run a layer once on its sample; its parts in the order in which they are called, with their arguments."""
     found: list[Found] = []
-    with _as_before(layer), contextlib.ExitStack() as stack:
+    backend = backend_of(tensor.device for tensor in (*layer.parameters(), *layer.buffers()))
+    with as_before([layer], backend), contextlib.ExitStack() as stack:
         for part in parts:
-            stack.enter_context(shadowed(part.module, place_of(part), _noting(part, found)))
+            stack.enter_context(shadowed(part.module, called_method(part.module, part.method), _noting(part, found)))
         with torch.enable_grad():
             layer(*sample.args, **sample.kwargs)
     called = [part for part, _ in found]
@@ -147,49 +148,19 @@ def samples_of_parts(layer: torch.nn.Module, sample: Sample, parts: Sequence[Par
     return found
 
 
-def place_of(part: Part) -> str:
-    """The attribute of a part's module that a call runs; module.compile() changes it."""
-    compiled = part.method == "forward" and part.module._compiled_call_impl is not None
-    return "_compiled_call_impl" if compiled else part.method
-
-
 def _noting(part: Part, found: list[Found]) -> Callable[..., Any]:
-    original, form = getattr(part.module, place_of(part)), CallForm(getattr(part.module, part.method))
+    original, form = (
+        getattr(part.module, called_method(part.module, part.method)),
+        CallForm(getattr(part.module, part.method)),
+    )
 
     def noted(*args: Any, **kwargs: Any) -> Any:
         call = form(args, kwargs)
         leaves, structure = flatten((call.args, call.kwargs))
-        found.append(Found(part, Sample(*unflatten(structure, [_detached(leaf) for leaf in leaves]))))
+        found.append(Found(part, Sample(*unflatten(structure, [detached(leaf) for leaf in leaves]))))
         return original(*args, **kwargs)
 
     return noted
-
-
-def _detached(leaf: Any) -> Any:
-    if not isinstance(leaf, torch.Tensor):
-        return leaf
-    return as_given(leaf.detach().clone(), leaf).requires_grad_(leaf.requires_grad)
-
-
-@contextlib.contextmanager
-def _as_before(layer: torch.nn.Module) -> Iterator[None]:
-    """Put attributes, buffers and random states back."""
-    tensors = [*layer.parameters(), *layer.buffers()]
-    backend = backend_of(tensor.device for tensor in tensors)
-    tracker = tracker_for(backend)
-    named = tracker.get_states()
-    attributes = ModuleAttributes(dict(layer.named_modules()))
-    buffers = [(buffer, buffer.detach().clone()) for buffer in layer.buffers()]
-    devices = [backend.device] if backend.device.type == "cuda" else []
-    with torch.random.fork_rng(devices):
-        try:
-            yield
-        finally:
-            attributes.restore()
-            with torch.no_grad():
-                for buffer, before in buffers:
-                    buffer.copy_(before)
-            tracker.set_states(named)
 
 
 # -- parts of a chunk

@@ -15,7 +15,6 @@ weight as a constant, and beside it the weight's own node. So each of the two ca
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -30,7 +29,7 @@ class Linear(nn.Linear):
         super().__init__(in_features, out_features, bias)
         self.delay_wgrad_compute = False
         self.gradient_accumulation_fusion = False
-        self._delayed: list[Callable[[], None]] = []
+        self._delayed: list[tuple[_WeightNode, Tensor, Tensor]] = []
 
     def forward(self, x: Tensor) -> Tensor:
         """Multiply the last dimension of `x` by the weight and add the bias."""
@@ -54,7 +53,14 @@ class Linear(nn.Linear):
                 "Linear.backward_dw: no weight gradient waits here; call it once after each backward of a model with "
                 "`delay_wgrad_compute=True`, and not where the backward was split or replayed by others"
             )
-        self._delayed.pop(0)()
+        node, x, grad = self._delayed.pop(0)
+        if node.weight is not self.weight:
+            raise RuntimeError(
+                "Linear.backward_dw: the weight is not the one that the backward saw, which was recorded for a replay "
+                "or run on a copy of the weights; graph the whole step with its `backward_dw()`, or split the backward "
+                "by an order of callables, and graph no single modules with `delay_wgrad_compute=True`"
+            )
+        node.add_later(x, grad)
 
 
 def backward_dw(model: nn.Module) -> None:
@@ -98,8 +104,8 @@ class _WeightNode:
             found = self.gradient(x, grad)
         if found is None:
             return
-        if self.weight.grad is None:
-            self.weight.grad = found
+        if self.weight.grad is None:  # with the weight's strides, as autograd keeps them: fused optimizers need it
+            self.weight.grad = torch.empty_like(self.weight).copy_(found)
         else:
             self.weight.grad.add_(found)
 
@@ -117,7 +123,7 @@ class _WeightGradient(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (x,), node, grad = ctx.saved_tensors, ctx.node, grads[0]
         if node.delayed is not None and node.backward_id == _backward_id():
-            node.delayed.append(lambda: node.add_later(x, grad))
+            node.delayed.append((node, x, grad))
             return None, None, None, None
         return None, node.gradient(x, grad), None, None
 

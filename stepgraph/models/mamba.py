@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from contextlib import nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -82,7 +83,7 @@ class MambaConfig(ModelConfig):
     @classmethod
     def mamba2_130m(cls) -> MambaConfig:
         """The shape of Mamba-2 130M: 24 layers of width 768."""
-        sizes = {"hidden_size": 768, "state_size": 128, "head_size": 64, "chunk_size": 256}
+        sizes: dict[str, Any] = {"hidden_size": 768, "state_size": 128, "head_size": 64, "chunk_size": 256}
         return cls(vocab_size=50288, num_layers=24, tie_embeddings=True, **sizes)
 
 

@@ -180,7 +180,7 @@ class Router(nn.Module):
         groups = self.config.num_expert_groups
         if groups == 1:
             return wanted
-        by_group = wanted.unflatten(-1, (groups, -1))
+        by_group: Tensor = wanted.unflatten(-1, (groups, -1))
         worth = by_group.topk(min(2, by_group.shape[-1])).values.sum(-1)
         best = worth.topk(self.config.top_groups).indices
         is_best = (best.unsqueeze(-1) == self.expert_ids[:groups]).any(1)
@@ -263,12 +263,12 @@ class MoE(nn.Module):
     def preprocess(self, choices: Tensor) -> Placement:
         """Find a slot for every choice."""
         config, ids = self.config, self.router.expert_ids
-        even_share = choices.numel() / config.num_experts
-        capacity = min(math.ceil(even_share * config.capacity_factor), choices.shape[0])
-        drops = config.experts in ("capacity", "drop")
+        capacity = choices.shape[0]  # no expert can be chosen by more, so nothing is dropped
+        if drops := config.experts in ("capacity", "drop"):
+            even_share = choices.numel() / config.num_experts
+            capacity = min(math.ceil(even_share * config.capacity_factor), capacity)
         if self._is_padded():
-            # No expert can be chosen by more than all tokens, so with room for these nothing is dropped.
-            return place_padded(choices, ids, capacity if drops else choices.shape[0])
+            return place_padded(choices, ids, capacity)
         return place_dropped(choices, ids, capacity) if drops else place_sorted(choices, ids)
 
     def run_experts(self, hidden: Tensor, placement: Placement) -> Tensor:

@@ -135,7 +135,7 @@ class VisionBlock(nn.Module):
 
     def get_layer_static_inputs(self, seq_length: int, micro_batch_size: int) -> dict[str, Tensor]:
         """Return what the layer is called with at this length, all one image: zeros, in its own type."""
-        weight = self.mlp_norm.weight
+        weight: Tensor = self.mlp_norm.weight  # type: ignore[assignment]
         x = weight.new_zeros(micro_batch_size, seq_length, weight.shape[0]).requires_grad_()
         return {"x": x, "image_ids": torch.zeros(x.shape[:2], dtype=torch.int64, device=weight.device)}
 

@@ -58,29 +58,29 @@ def graph_modules(
     config: Any = None,
     session: Session | None = None,
 ) -> GraphedModules:
-    """Graph the parts of a model that a scope names; the rest goes on eagerly.
+    """Graph the parts of a model that a scope names; the other parts run eagerly.
 
     Example:
         >>> handle = stepgraph.graph_modules(model, scope=["attn", "moe_router"])
-        >>> for batch in loader:                     # train as before: warm-up, capture and replay by themselves
+        >>> for batch in loader:                     # train as before: warm-up, capture and replay are automatic
         ...     loss = model(batch).mean()
         ...     loss.backward()
         >>> print(handle.report())
 
     A scope is any of the words `attn`, `mlp`, `moe`, `moe_router`, `moe_preprocess`, `mamba`, or paths and globs
-    (`"layers.*.self_attn"`); without one, whole layers are graphed. Gradients flow as in eager. Dropping the handle
-    keeps the graphs; `close()` ends them. Before the rounds that `audit` names, each kind of call is recorded again,
-    without effect, and compared: a module that would run other operations by now is captured anew, with a warning.
+    (`"layers.*.self_attn"`); without a scope, whole layers are graphed. Gradients flow as in eager. The graphs stay if
+    the handle is dropped; `close()` frees them. Before the rounds that `audit` names, each kind of call is recorded
+    again, without effect, and compared. A module whose operations have changed is captured again, with a warning.
     """
     if not isinstance(model, torch.nn.Module):
         raise InvalidArgument(
-            f"graph_modules was given {model!r}, a {type(model).__name__}, and it graphs parts of a torch.nn.Module",
+            f"graph_modules was given {model!r}, a {type(model).__name__}, but it graphs parts of a torch.nn.Module",
             rule="option",
             why="a scope names modules inside a model.",
-            fix="graph_modules(model, scope). A function is captured by stepgraph.capture(function).",
+            fix="call graph_modules(model, scope). For a function use stepgraph.capture(function).",
         )
-    why = "it says which submodules of your layers the words of a scope stand for."
-    expect("registry", registry, (ScopeRegistry,), why, "ScopeRegistry().register(MyLayer, attn='attention').")
+    why = "it maps the words of a scope to submodules of your layers."
+    expect("registry", registry, (ScopeRegistry,), why, "pass ScopeRegistry().register(MyLayer, attn='attention').")
     parts = (registry or ScopeRegistry()).resolve(model, read_scope(scope) or getattr(config, "scope", ()))
     _refuse_graphed(parts)
     options = ModuleOptions(
@@ -107,13 +107,13 @@ def _refuse_graphed(parts: Sequence[Part]) -> None:
             raise InvalidArgument(
                 f"`{part.path or type(part.module).__name__}` is graphed already",
                 rule="scope",
-                why="a graph cannot be recorded inside of another one's recording.",
-                fix="close() the handle of the first graph_modules before, or leave this part out of the scope.",
+                why="a graph cannot be recorded inside the recording of another graph.",
+                fix="call close() on the first handle, or leave this part out of the scope.",
             )
 
 
 class GraphedModules:
-    """The graphed parts of a model: look at them, drop their graphs, end them."""
+    """The graphed parts of a model, with a report, `reset()` and `close()`."""
 
     def __init__(self, shared: ModuleSession, parts: Sequence[Part], options: ModuleOptions) -> None:
         self._shared = shared
@@ -130,24 +130,24 @@ class GraphedModules:
 
     @property
     def paths(self) -> list[str]:
-        """The graphed parts."""
+        """The paths of the graphed parts."""
         return [manager.name for manager in self._shared.managers]
 
     def report(self) -> ModuleReport:
-        """What happened so far, part by part."""
+        """Return the counts of captures, replays and eager calls, part by part."""
         return report_on(self._shared)
 
     @entry_point
     def create_cudagraphs(self) -> None:
-        """Capture now what the last round has recorded, without waiting for the warm-up to end."""
+        """Capture the calls of the last round now, without waiting for the end of the warm-up."""
         self._shared.create_cudagraphs()
 
     def reset(self) -> None:
-        """Drop all graphs; the next calls warm up and capture anew."""
+        """Free all graphs; the next calls warm up and are captured again."""
         self._shared.delete_cuda_graphs()
 
     def close(self) -> None:
-        """End the graphs; the modules are as they were before. Closing twice is fine."""
+        """Free the graphs and restore the modules. It may be called twice."""
         self._shared.close()
         self._restore.close()
 

@@ -1,8 +1,8 @@
 """A manager owns the runners of one module, or of one of its methods, and chooses one of them at each call.
 
-Calls with the same arguments, flags and modes are a site. While it warms up, its calls run eagerly and are recorded;
-then its graphs are captured, and each call takes a runner that is ready. Where there is none, the call gets another
-runner, up to `max_runners`; where nothing can be replayed, it runs eagerly, and is counted with the reason.
+Calls with the same arguments, flags and modes are a site. While a site warms up, its calls run eagerly and are noted.
+Then its graphs are captured, and each call takes a runner that is ready. If none is ready, another runner is captured,
+up to `max_runners`. A call that cannot be replayed runs eagerly, and is counted with the reason.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from stepgraph.tracebacks import entry_point, trim
 from stepgraph.tree import CallFlattener, Structure
 
 _LONGEST_ROUND = 1000
-"""Calls after which a round is taken to begin although others are under way: their results may be kept for good."""
+"""After so many calls a new round begins, even if calls are in flight: their results may be kept for good."""
 
 
 class CudaGraphManager:
@@ -59,10 +59,10 @@ class CudaGraphManager:
     ) -> None:
         if base_module is None:
             raise InvalidArgument(
-                "CudaGraphManager was given no base_module",
+                "CudaGraphManager needs a base_module",
                 rule="option",
-                why="the module's parameters, hooks and modes belong to what a graph takes for granted.",
-                fix="CudaGraphManager(config, base_module=layer).",
+                why="the graphs depend on the module's parameters, hooks and modes.",
+                fix="pass base_module=layer.",
             )
         self.module = base_module
         self.function_name = function_name or "forward"
@@ -83,25 +83,25 @@ class CudaGraphManager:
 
     @property
     def original(self) -> Callable[..., Any]:
-        """What the graphs stand in for."""
+        """The function that the graphs replace."""
         return self._target.original
 
     def __reduce__(self) -> Any:
-        """A copy of the module, by copy.deepcopy or by pickle, is a plain module."""
+        """Let a copy of the module, by copy.deepcopy or pickle, be a plain module."""
         return getattr, (self.module, self.function_name)
 
     def __repr__(self) -> str:
         return outline(f"graphed {self.name}", *self._managed.tally(), is_closed=self.session.is_closed)
 
     def report(self) -> ModuleReport:
-        """What happened so far to the modules of this one's session."""
+        """Return the report on all modules of its session."""
         return report_on(self.session)
 
     # -- calling
 
     @untraced
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the module: by replay where a runner fits, eagerly where none does yet."""
+        """Call the module: replay if a runner fits, else run eagerly."""
         try:
             if torch.compiler.is_compiling():
                 return self.original(*args, **kwargs)  # a part of a larger compiled region
@@ -113,6 +113,7 @@ class CudaGraphManager:
                     return self._replay(last.site, leaves, last.structure, (args, kwargs))
             return self._look_up(args, kwargs)
         except StepgraphError as error:
+            self._managed.refused[error.rule] += 1
             trim(error)
             raise
 
@@ -130,7 +131,7 @@ class CudaGraphManager:
         return self.session.ambient.read(), self._target.modes(), in_ddp(), self._target.fork
 
     def _look_up(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A call that does not look like the one before."""
+        """Make a call that differs from the last one."""
         session, target = self.session, self._target
         if (reason := self.options.eager_reason) is not None:
             self.eager_reasons[reason] += 1
@@ -176,18 +177,18 @@ class CudaGraphManager:
         return None
 
     def _keep_results(self, refused: Runner) -> None:
-        """A caller holds results that a replay would overwrite: they are copied from now on, and this call is eager."""
+        """Copy results that a caller holds and a replay would overwrite, from now on. This call runs eagerly."""
         held = refused.lane.held_results(refused)
         self.session.copy_results(held)
         if any(id(refused) in runner.held_up for runner in held):  # since the call before this one
-            self.session.start_over(self._managed, "results of earlier calls are held on to")
+            self.session.start_over(self._managed, "results of earlier calls are still held")
             return
         self.eager_reasons["a result of an earlier call is still held; it is copied from now on"] += 1
         for runner in held:
             runner.held_up.add(id(refused))
 
     def _in_turn(self, order: FixedRound, site: ModuleSite, leaves: Sequence[Any]) -> Runner | None:
-        """The runner whose turn it is; raises if it is not this module's."""
+        """Return the runner whose turn it is; raise if it is another module's turn."""
         runner = order.take_forward(site)
         if not runner.boundary.is_free_for(leaves):
             self.session.start_over(self._managed, "an argument is no longer another module's result")
@@ -195,19 +196,19 @@ class CudaGraphManager:
         held = runner.lane.held_results(runner) if self.options.outputs == "copy" else []
         if held:
             self.session.copy_results(held)
-            self.session.start_over(self._managed, "results of earlier calls are held on to")
+            self.session.start_over(self._managed, "results of earlier calls are still held")
             return None
         return runner
 
     def _another(self, site: ModuleSite) -> Runner | None:
-        """All runners wait for their backward, or their memory is in use: one more."""
+        """Capture one more runner: all others wait for their backward, or their memory is in use."""
         if len(site.runners) >= self.options.max_runners:
             if any(runner.state is RunnerState.FWD_READY for runner in site.runners):
-                self.eager_reasons["calls in another order than captured, and max_runners is reached"] += 1
+                self.eager_reasons["the order of calls differs from the capture, and max_runners is reached"] += 1
                 return None
             needed = max(len(site.runners) + 1, site.most_under_way)
             raise CaptureError(
-                f"{self.name}: {needed} calls are under way at once, and max_runners is {self.options.max_runners}",
+                f"{self.name}: {needed} calls are in flight at once, and max_runners is {self.options.max_runners}",
                 rule="max-runners",
                 fix=f"raise max_runners to {needed} or more, or call backward() sooner.",
             )
@@ -250,26 +251,26 @@ class CudaGraphManager:
         if self.session.recorder.comes_round(site):
             self.session.create_warm()
             if site.runners:
-                return self(*given[0], **given[1])
+                return self._look_up(*given)
             if self._is_blocked(site):
                 return run()
         self.eager_reasons["warm-up"] += 1
         return self.session.recorder.run(site, leaves, structure, run)
 
     def _is_blocked(self, site: ModuleSite) -> bool:
-        """Whether calls here stay eager; counts this one if they do."""
+        """Return True if calls here stay eager, and count this one then."""
         obstacle = site.kind.obstacle
         if obstacle is not None:
             self._count_eager(obstacle)
         return obstacle is not None
 
     def _count_eager(self, reason: str) -> None:
-        """A call runs eagerly."""
+        """Count a call that runs eagerly; raise under strict."""
         if self.options.strict:
             raise CaptureError(
                 f"{self.name} runs eagerly: {reason}",
                 rule="eager-module",
                 why="strict=True forbids running a graphed module eagerly.",
-                fix="mend what stands in the way, or leave the module out of the scope.",
+                fix="remove the reason, or leave the module out of the scope.",
             )
         self.eager_reasons[reason] += 1

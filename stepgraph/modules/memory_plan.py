@@ -1,12 +1,12 @@
 """A memory plan places the graphs of a round in memory: one plan serves any order, the other a fixed order.
 
-For any order (`AnyOrder`), each kind of call has a runner for each call that was under way at a time, in the lane of
+For any order (`AnyOrder`), each kind of call has a runner for each of its calls in flight at a time, in the lane of
 that number, and every runner keeps the tensors at its edges.
 
-For a fixed order (`FixedOrder`), each call of the round has a runner of its own, and all are in one lane. When its
-backward is captured, the activations of a call are let go of, so that graphs captured later are given their memory, and
-the tensors at its edges go back to a `TensorReusePool`. Memory is then that of the calls under way at a time, as in
-eager, at the price of graphs for each call and of a check before each replay.
+For a fixed order (`FixedOrder`), each call of the round has its own runner, and all are in one lane. When its backward
+is captured, the activations of a call are released for graphs that are captured later, and the tensors at its edges go
+back to a `TensorReusePool`. The memory needed is that of the calls in flight at a time, as in eager. The price is one
+set of graphs for each call, and a check before each replay.
 """
 
 from __future__ import annotations
@@ -24,42 +24,42 @@ from stepgraph.pair.runner import BackwardGraph, Runner
 
 
 class AnyOrder:
-    """A lane for each call under way at a time; every runner keeps its own."""
+    """A lane for each call in flight at a time; every runner keeps its own memory."""
 
-    def __init__(self, lanes: PoolLanes[Runner]) -> None:
+    def __init__(self, lanes: PoolLanes) -> None:
         self._lanes = lanes
 
     def key(self, call: ModuleCall) -> Hashable:
         """Calls of one key have one runner."""
         return (id(call.site), call.slot)
 
-    def lane(self, call: ModuleCall) -> PoolLane[Runner]:
-        """Where a call's graphs are."""
+    def lane(self, call: ModuleCall) -> PoolLane:
+        """The lane of a call's graphs."""
         return self._lanes.at(call.slot)
 
     def has_room(self, call: ModuleCall) -> bool:
-        """Whether its kind may have another runner."""
+        """True if its kind may have another runner."""
         return len(call.site.runners) < call.site.manager.options.max_runners
 
     def buffers(self, call: ModuleCall, metas: Mapping[int, ArgMetadata]) -> dict[int, torch.Tensor]:
-        """Buffers for arguments or for gradients of results, by index; those left out are made for this call."""
+        """Buffers for arguments or for gradients of results, by index; missing ones are made for this call."""
         return {}
 
     def captured(self, call: ModuleCall, runner: Runner, backward: BackwardGraph) -> None:
-        """The backward of a call is captured."""
+        """Note that the backward of a call is captured."""
 
 
 class FixedOrder:
-    """One lane, a runner for each call, and memory that goes from one call to the next."""
+    """One lane, a runner for each call, and memory that is passed from one call to the next."""
 
-    def __init__(self, lane: PoolLane[Runner], device: torch.device) -> None:
+    def __init__(self, lane: PoolLane, device: torch.device) -> None:
         self._lane, self._pool = lane, TensorReusePool(device)
         self._needed: dict[int, list[torch.Tensor]] = defaultdict(list)
 
     def key(self, call: ModuleCall) -> Hashable:
         return id(call)
 
-    def lane(self, call: ModuleCall) -> PoolLane[Runner]:
+    def lane(self, call: ModuleCall) -> PoolLane:
         return self._lane
 
     def has_room(self, call: ModuleCall) -> bool:
@@ -81,4 +81,4 @@ class FixedOrder:
 
 
 MemoryPlan = AnyOrder | FixedOrder
-"""Which calls share a runner, and where graphs and their edges are."""
+"""The choice of runners, lanes and buffers for the calls of a round."""

@@ -20,10 +20,10 @@ def get_mismatch_errors(
     *,
     names: Sequence[str] = (),
 ) -> list[str]:
-    """Every difference between two calls' arguments, each by its path; empty where one graph serves both.
+    """Return all differences between the arguments of two calls, by path; none if one graph serves both.
 
-    Tensors are told by type, shape, strides, dtype, device and requires_grad, plain values by value, other objects by
-    identity. `ArgMetadata` may stand for a tensor that is gone. `names` are those of the positional parameters.
+    Tensors are compared by type, shape, strides, dtype, device and requires_grad, plain values by value, other objects
+    by identity. `ArgMetadata` may stand for a tensor that no longer exists. `names` are the positional parameters.
 
     Example:
         >>> get_mismatch_errors((x,), {"mask": mask}, (x[:2],), {}, names=["hidden_states"])
@@ -40,7 +40,7 @@ def _signature(args: Sequence[Any], kwargs: Mapping[str, Any], names: Sequence[s
 
 
 def _key(leaf: Any) -> Hashable:
-    """A leaf's key. Whether a tensor that needs a gradient was computed or is a leaf makes no graph another."""
+    """Return a leaf's key. A computed tensor and a leaf of autograd have equal keys if both require a gradient."""
     if isinstance(leaf, ArgMetadata):
         return (torch.Tensor, leaf.shape, leaf.stride, leaf.dtype, leaf.device, leaf.requires_grad, False, False)
     if not isinstance(leaf, torch.Tensor):

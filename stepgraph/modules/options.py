@@ -1,4 +1,4 @@
-"""`ModuleOptions` are the options of `graph_modules` and `graph_stage`, read from a configuration of the field too."""
+"""`ModuleOptions` are the options of `graph_modules`; they can be read from a Megatron configuration."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from stepgraph.session.options import PairOptions
 
 @dataclass(frozen=True, slots=True)
 class ModuleOptions(PairOptions):
-    """How modules are graphed."""
+    """The options of `graph_modules`."""
 
     max_runners: Annotated[int, "Calls of one signature that may be under way at a time, waiting for backward."] = 16
     single_mempool: Annotated[bool, "Share memory between calls by their order, and check each replay against it."] = (
         False
     )
     eager_reason: str | None = None
-    """Why nothing is captured at all: a configuration may say so."""
+    """The reason why nothing is captured, if a configuration turns graphs off."""
 
 
 def options_from(config: Any) -> ModuleOptions:
-    """The options that a configuration object names as the field does."""
+    """Read the options from a configuration object with the usual field names."""
     if isinstance(config, ModuleOptions):
         return config
     settings = checked_settings(config)

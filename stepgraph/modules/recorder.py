@@ -1,9 +1,9 @@
 """The recorder notes the order in which the modules of a session run, while they still run eagerly.
 
-Training goes round: a module that was called while no backward was outstanding is called so again. One round is one
-warm-up step; an evaluation is a round of its own, or a part of one. The recorder notes each forward and each backward
-of the last round in order, which result of one call is an argument of another, which tensor several calls share, and
-which results gradients came back to. From that the graphs are captured in the order they will be replayed in, and
+Training repeats rounds. A round begins when a module that began the last one is called again and no backward is
+outstanding. One round is one warm-up step; an evaluation is a separate round, or a part of one. The recorder notes each
+forward and backward of the last round in order, results of one call that are arguments of another, tensors that several
+calls share, and results that got gradients. With these notes the graphs are captured in the order of their replays, and
 tensors need not be copied from one graph to the next.
 """
 
@@ -38,40 +38,40 @@ class Event:
 
 
 class Recorder:
-    """The order of one session's modules."""
+    """Notes the order of the calls of one session's modules."""
 
     def __init__(self, session: PairSession, start_over: Callable[[ManagedModule, str], None]) -> None:
-        """`start_over` drops all graphs, for a reason that a module gives."""
+        """`start_over` frees all graphs, with a module and a reason."""
         self._session, self._start_over = session, start_over
         self.events: list[Event] = []
-        """What happened in the round under way."""
+        """The events of the present round."""
         self.round: list[Event] = []
-        """What happened in the last whole round."""
+        """The events of the last whole round."""
         self._before: list[Event] = []
         self.rounds: Counter[int] = Counter()
-        """In how many rounds each kind of call occurred, by the id of its site."""
+        """The number of rounds with each kind of call, by the id of its site."""
         self.credit: dict[int, int] = {}
-        """Rounds of before a change that count as warm-up of the next capture, by the id of the site."""
+        """Rounds before a change that count as warm-up for the next capture, by the id of the site."""
         self._outstanding: weakref.WeakKeyDictionary[WaitingCall, ModuleCall] = weakref.WeakKeyDictionary()
         self._num_backwards = 0
         self._in_task: dict[int, ModuleSite] = {}
-        """The modules that the last backward came to, by id, and for which kind of call."""
+        """The sites that the last backward reached, by the id of their module."""
         self._task = -1
         self._openers: set[ModuleSite] = set()
         self._notes = _RoundNotes()
 
     @property
     def is_settled(self) -> bool:
-        """Whether no recorded call waits for its backward."""
+        """True if no recorded call waits for its backward."""
         return not self._outstanding
 
     @property
     def repeats(self) -> bool:
-        """Whether the last whole round went as the one before it, as far as there was one; evaluations aside."""
+        """True if the last whole round had the order of the round before it, if there was one; without evaluations."""
         return not self._before or _sequence(self._before) == _sequence(self.round)
 
     def comes_round(self, site: ModuleSite) -> bool:
-        """Before a call: whether it is the first of a new round; the last one is then complete."""
+        """Before a call, return True if it begins a new round; the last round is then complete."""
         if self._is_in_a_round(site):
             return False
         if site not in self._openers:
@@ -85,10 +85,10 @@ class Recorder:
         return bool(self.round)
 
     def _is_in_a_round(self, site: ModuleSite) -> bool:
-        """Whether a backward is under way, or still to come.
+        """True if a backward is running or still expected.
 
-        An evaluation with gradients on has calls that no backward comes to. A kind of call that never had one, and that
-        a backward has passed by, is not waited for.
+        An evaluation with gradients on has calls without a backward. If a kind of call never had one, and a backward
+        has run without it, it is not waited for.
         """
         if torch._C._current_graph_task_id() != -1:
             return True
@@ -107,7 +107,7 @@ class Recorder:
         self.rounds.clear()
 
     def run(self, site: ModuleSite, leaves: Sequence[Any], structure: Structure, run: Callable[[], Any]) -> Any:
-        """Call the module eagerly and note what goes in and what comes out."""
+        """Call the module eagerly and note its arguments and results."""
         manager, waiting = site.manager, list(self._outstanding.values())
         taken = {w.slot for w in waiting if w.site.manager is manager} | self._session.lanes.busy()
         slot = next(number for number in itertools.count() if number not in taken)
@@ -132,7 +132,7 @@ class Recorder:
         return made.value
 
     def _saw_backward(self, waiting: WaitingCall) -> None:
-        """A gradient has come back to a call, the first one."""
+        """Note the first gradient that reaches a call."""
         call = self._outstanding.pop(waiting)
         site, task = call.site, torch._C._current_graph_task_id()
         site.had_backward = True
@@ -149,7 +149,7 @@ class Recorder:
 
 
 class _RoundNotes:
-    """Where the arguments of a round's calls come from, and which operations its calls of each kind run."""
+    """The sources of the arguments of a round's calls, and the operations of each kind of call."""
 
     def __init__(self) -> None:
         self._producers: dict[int, tuple[weakref.ref[torch.Tensor], ModuleCall, int]] = {}
@@ -159,7 +159,7 @@ class _RoundNotes:
         """The first log of each kind of call, by the id of its site."""
 
     def trace(self, call: ModuleCall, tensors: Mapping[int, torch.Tensor]) -> None:
-        """Note which arguments are results of other calls, and which are given to several."""
+        """Note the arguments that are results of other calls, and those that several calls are given."""
         for index, tensor in tensors.items():
             producer = self._producers.get(id(tensor))
             if producer is not None and producer[0]() is tensor:
@@ -171,18 +171,18 @@ class _RoundNotes:
             call.shared[index] = seen[1]
 
     def add(self, call: ModuleCall, results: Sequence[torch.Tensor]) -> None:
-        """A call has returned these."""
+        """Note the results of a call."""
         self._producers |= {id(tensor): (weakref.ref(tensor), call, index) for index, tensor in enumerate(results)}
 
     def compare(self, call: ModuleCall) -> None:
-        """Are the operations of a call those of other calls of its kind?"""
+        """Compare the operations of a call with those of other calls of its kind."""
         site, log = call.site, call.eager.log
         assert log is not None
         first = self._first.setdefault(id(site), log)
         between = first_difference(first, log)
         if first is log or between is not None:
             wavers = None if between is None else varying_operations(site.manager.name, between, "module")
-            site.proof.wavers = wavers
+            site.kind.proof.wavers = wavers
 
 
 def _sequence(events: Sequence[Event]) -> list[tuple[ModuleSite, int, bool]]:

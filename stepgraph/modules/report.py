@@ -1,4 +1,4 @@
-"""A report counts what happened to graphed modules: one row for each, as a table or as a dict."""
+"""A report has the counts of graphed modules, one row for each, as a table or as a dict."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from stepgraph.modules.session import ModuleSession
-from stepgraph.pair.proof import equality
-from stepgraph.session.report import GraphReport, backend_name, quantities, sum_known, with_counts
+from stepgraph.session.report import GraphReport, quantities, sum_known, with_counts
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,22 +19,25 @@ class ModuleRow:
     """Kinds of calls that have graphs."""
     runners: int
     nodes: int | None
-    """Nodes of all graphs; None where they cannot be counted."""
+    """Nodes of all graphs; None if they cannot be counted."""
     forwards: int
     """Forwards that were replayed."""
     backwards: int
     eager_calls: int
     eager_reasons: dict[str, int]
     recapture_reasons: dict[str, int]
+    refused: dict[str, int]
+    """Calls that raised an error of stepgraph, by rule."""
     static_bytes: int
     """Memory at the graphs' edges: arguments and gradients of results."""
 
     def describe(self) -> str:
-        """What happened to it, in a few lines."""
+        """Return the counts in a few lines."""
         lines = [
             quantities(runners=self.runners, nodes=self.nodes, forwards=self.forwards, backwards=self.backwards),
             f"eager: {with_counts(self.eager_reasons)}" if self.eager_reasons else "",
             f"captured again: {with_counts(self.recapture_reasons)}" if self.recapture_reasons else "",
+            f"refused: {with_counts(self.refused)}" if self.refused else "",
         ]
         return "\n".join(line for line in lines if line) or "no calls yet"
 
@@ -46,7 +48,7 @@ class ModuleReport(GraphReport):
 
     rows: tuple[ModuleRow, ...]
     fixed_order: int = 0
-    """How many forwards and backwards share memory by the order they come in; 0 where any order is right."""
+    """The number of forwards and backwards that share memory by a fixed order; 0 if any order is allowed."""
 
     derived = ("verdict", "graphs", "replays", "eager_calls", "recaptures")
 
@@ -76,13 +78,13 @@ class ModuleReport(GraphReport):
         return "graphed modules", [*parts, ("fixed order", quantities(forwards_and_backwards=self.fixed_order))]
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, ready for JSON."""
+        """Return plain values, ready for JSON."""
         values = GraphReport.to_dict(self)
         return values | {"modules": values.pop("rows")}
 
 
 def report_on(shared: ModuleSession) -> ModuleReport:
-    """The report of a model's graphed modules at this moment."""
+    """Make the report on a model's graphed modules."""
     rows = []
     for manager in shared.managers:
         runners = [runner for site in manager.sites.values() for runner in site.runners]
@@ -99,21 +101,13 @@ def report_on(shared: ModuleSession) -> ModuleReport:
                 eager_calls=manager.eager_reasons.total(),
                 eager_reasons=dict(manager.eager_reasons),
                 recapture_reasons=dict(manager.recapture_reasons),
+                refused=dict(manager.refused),
                 static_bytes=sum(runner.static_bytes for runner in runners),
             )
         )
     kinds = [site.kind for manager in shared.managers for site in manager.sites.values() if site.runners]
     return ModuleReport(
-        backend=backend_name(shared.session),
         rows=tuple(rows),
-        capture_seconds=shared.capture_seconds,
-        pool_bytes=shared.session.pool_bytes(),
-        static_bytes=sum(row.static_bytes for row in rows),
         fixed_order=0 if shared.order is None else len(shared.order),
-        audits=shared.turns.audits,
-        equality=equality(
-            [kind.proof.shown for kind in kinds],
-            shared.turns.audits,
-            (kind.guard.unlooked for kind in kinds if kind.guard is not None),
-        ),
+        **shared.facts(kinds, sum(row.static_bytes for row in rows)),
     )

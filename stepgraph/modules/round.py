@@ -1,11 +1,11 @@
 """`RoundCapture` captures the graphs of one round, in the order in which its forwards and backwards came.
 
-A result that is another call's argument is that argument: the second graph reads it where the first one writes it, and
-gradients go back the same way. A tensor that several calls were given has one buffer. A call that cannot be captured
-leaves its module eager, and the rest as it is.
+If a result is another call's argument, the second graph reads it where the first one writes it, and gradients go back
+the same way. A tensor that several calls were given has one buffer. If a call cannot be captured, its module stays
+eager, and the other modules are captured.
 
-Where the calls of a round share memory by its order (`memory_plan.FixedOrder`), `FixedRound` hands out the runner whose
-turn it is. Calls in another order are refused.
+If the calls of a round share memory by its order (`memory_plan.FixedOrder`), `FixedRound` returns the runner whose turn
+it is. Calls in another order are refused.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class RoundCapture:
         self._shared = _shared_tensors(events)
         self._buffers: dict[tuple[int, int], SharedBuffer] = {}
         self._cold: set[ModuleSite] = set()
-        """Kinds of calls that run eagerly in this round once more, and are captured at the next."""
+        """Kinds of calls that run eagerly once more in this round, and are captured at the next."""
 
     def run(self) -> None:
         """Capture all that is not captured yet."""
@@ -72,7 +72,7 @@ class RoundCapture:
         buffers = CallBuffers(own, shared, given)
         runner = target.pair().forward(eager, self._memory_plan.lane(call), buffers)
         site.add(runner)
-        site.proof.compare(target.name, eager.log, runner.forward.log, strict=target.options.strict)
+        site.kind.proof.compare(target.name, eager.log, runner.forward.log, strict=target.options.strict)
         if len(site.runners) == 1:
             target.guard(site.kind, runner)
         site.recorded = eager
@@ -119,7 +119,7 @@ class RoundCapture:
 
 @dataclass(frozen=True, slots=True)
 class _BackwardTurn:
-    """How the backward of one call takes its turn: a `ReplayOrder`."""
+    """The turns of one call's backward: a `ReplayOrder`."""
 
     cursor: Cursor
     number: int
@@ -134,11 +134,11 @@ class _BackwardTurn:
 class FixedRound:
     """The runners of a round, one for each call that was captured, by id of the recorded call."""
 
-    def __init__(self, events: Sequence[Event], runners: Mapping[Hashable, Runner], lane: PoolLane[Runner]) -> None:
+    def __init__(self, events: Sequence[Event], runners: Mapping[Hashable, Runner], lane: PoolLane) -> None:
         calls: dict[Runner, int] = {}
         turns: list[Turn] = []
         self._runners: list[Runner] = []
-        """Of each turn."""
+        """The runner of each turn."""
         for event in events:
             runner, site = runners.get(id(event.call)), event.call.site
             if runner is None or (event.backward and not runner.backwards):
@@ -152,8 +152,8 @@ class FixedRound:
         self.kinds = {turn.key for turn in turns}
         """The kinds of calls that have a turn; others are free."""
         fix = (
-            "keep to that order, call handle.reset() where the order changes for good, or leave "
-            "cuda_graph_use_single_mempool=False: then any order is right."
+            "run that order, call handle.reset() if the order changes for good, or leave "
+            "cuda_graph_use_single_mempool=False: then any order is allowed."
         )
         self._cursor = Cursor(turns, fix, is_under_way=lambda: lane.is_busy)
         for runner, number in calls.items():
@@ -164,11 +164,11 @@ class FixedRound:
         return len(self._runners)
 
     def take_forward(self, site: ModuleSite) -> Runner:
-        """The runner of the call whose turn it is; raises if that is another module's."""
+        """Return the runner whose turn it is; raise if it is another module's turn."""
         return self._runners[self._cursor.take(site)]
 
     def end(self) -> None:
-        """The graphs are dropped; backwards of calls under way still run."""
+        """End the order after the graphs were dropped; backwards of calls in flight still run."""
         for runner in self._runners:
             runner.order = None
 

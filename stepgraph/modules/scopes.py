@@ -1,9 +1,10 @@
 """A scope names the parts of a model that are graphed, by the field's words or by path.
 
-A word (`attn`, `mlp`, `moe`, `moe_router`, `moe_preprocess`, `mamba`) means something else in each model, so a registry
-says for each class of layer which of its submodules or methods a word stands for. Without words, whole layers are
-meant. Anything else is a path from the model: `"layers.3.mlp"`, or a glob, `"layers.*.self_attn"`, in which `*` stands
-for one segment, or a part of one. A path may end in a method: `"layers.*.moe.route"`.
+A word (`attn`, `mlp`, `moe`, `moe_router`, `moe_preprocess`, `mamba`) has another meaning in each model. A registry
+maps it, for each class of layer, to submodules or methods. An empty scope means whole layers. Anything else is a path
+from the model: `"layers.3.mlp"`, or a glob, `"layers.*.self_attn"`, in which `*` stands for one segment, or a part of
+one. A path may end in a method: `"layers.*.moe.route"`. A container that is never called itself (`nn.ModuleList`,
+`nn.ModuleDict`) stands for its children: `"layers"` means the same as `"layers.*"`.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ _SHIPPED: Mapping[str, Mapping[str, tuple[str, ...]]] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Something to graph: a module, or one of its methods."""
+    """A part to graph: a module, or one of its methods."""
 
     path: str
     module: torch.nn.Module
@@ -64,7 +65,7 @@ class Part:
 
 
 class ScopeRegistry:
-    """What the words of a scope mean for each class of layer. Each `graph_modules` call may be given its own."""
+    """Maps the words of a scope to parts of each class of layer. Each `graph_modules` call may have its own."""
 
     def __init__(self) -> None:
         self._layers: dict[type | str, Mapping[str, tuple[str, ...]]] = {}
@@ -72,7 +73,7 @@ class ScopeRegistry:
 
     @entry_point
     def register(self, layer: type[torch.nn.Module], **words: str | Sequence[str]) -> ScopeRegistry:
-        """Say which submodule or method of a class of layer each word stands for.
+        """Map each word to a submodule or method of a class of layer, or to several.
 
         Example:
             >>> registry = stepgraph.ScopeRegistry().register(MyLayer, attn="attention", mlp="ffn")
@@ -85,7 +86,7 @@ class ScopeRegistry:
         return self
 
     def words_of(self, layer: torch.nn.Module) -> Mapping[str, tuple[str, ...]] | None:
-        """The words of a layer, by its class, one of its bases, or its name in a known library."""
+        """Return the words of a layer, found by its class, a base class, or the class name in a known library."""
         for kind in type(layer).__mro__:
             if kind in self._layers:
                 return self._layers[kind]
@@ -95,14 +96,14 @@ class ScopeRegistry:
         return None
 
     def resolve(self, model: torch.nn.Module, scope: Sequence[str]) -> list[Part]:
-        """The parts of a model that a scope names, each once, in the order of the model."""
+        """Return the parts of a model that a scope names, each once, in the order of the model."""
         layers = {path: words for path, m in model.named_modules() if (words := self.words_of(m)) is not None}
         if _FULL_ITERATION in scope:
             raise InvalidArgument(
-                f"the scope {_FULL_ITERATION!r} names the whole iteration, and a scope names modules",
+                f"the scope {_FULL_ITERATION!r} means the whole iteration, but a scope names modules",
                 rule="scope",
-                why="the iteration is a function: its graph has the backward and the optimizer in it, too.",
-                fix="stepgraph.capture(train_step), or, of Megatron's loop, FullCudaGraphWrapper(...).",
+                why="the graph of an iteration also has the backward and the optimizer in it.",
+                fix="use stepgraph.capture(train_step), or, for Megatron's loop, FullCudaGraphWrapper(...).",
             )
         if not scope:
             if not layers:
@@ -123,13 +124,18 @@ class ScopeRegistry:
     def _of_word(
         self, model: torch.nn.Module, word: str, layers: Mapping[str, Mapping[str, tuple[str, ...]]]
     ) -> list[Part]:
-        found = []
+        found: dict[str, list[Part]] = {}
         for path, words in layers.items():
-            for tail in words.get(word, ()):
-                part = _at(model, f"{path}.{tail}" if path else tail)
-                if part is not None and not self._is_something_else(part, word):
-                    found.append(part)
-        return found
+            tails = [f"{path}.{tail}" if path else tail for tail in words.get(word, ())]
+            parts = [part for tail in tails for part in _at(model, tail)]
+            found[path] = [part for part in parts if not self._is_something_else(part, word)]
+        useful = {type(model.get_submodule(path)) for path, parts in found.items() if parts}
+        for path, words in layers.items():
+            layer = model.get_submodule(path)
+            is_users = type(layer) in self._layers  # those that ship with stepgraph are known by name
+            if word in words and is_users and type(layer) not in useful:
+                raise _no_such_part(word, words[word], layer)
+        return [part for parts in found.values() for part in parts]
 
     def _is_something_else(self, part: Part, word: str) -> bool:
         """Whether a part only stands where a word's part usually does.
@@ -142,25 +148,27 @@ class ScopeRegistry:
         return word == "mlp" and "moe" in (self.words_of(part.module) or ())
 
 
-def _at(model: torch.nn.Module, path: str) -> Part | None:
-    """The module at a path, or the method of the module before its last segment."""
+def _at(model: torch.nn.Module, path: str) -> list[Part]:
+    """The module at a path, or the method of the module before its last segment; for a container its children."""
     parent, _, last = path.rpartition(".")
     try:
         owner = model.get_submodule(parent)
     except AttributeError:
-        return None
+        return []
     value = getattr(owner, last, None)
     if isinstance(value, torch.nn.Module):
-        return Part(path, value) if _has_forward(value) else None
+        if _has_forward(value):
+            return [Part(path, value)]
+        return [part for name, _ in value.named_children() for part in _at(model, f"{path}.{name}")]
     if last == "forward":
-        return Part(parent, owner) if _has_forward(owner) else None
+        return [Part(parent, owner)] if _has_forward(owner) else []
     inherited = hasattr(torch.nn.Module, last)  # parameters(), train() and so on compute nothing
     own = callable(value) and not isinstance(value, torch.Tensor) and not inherited
-    return Part(path, owner, last) if own else None
+    return [Part(path, owner, last)] if own else []
 
 
 def _has_forward(module: torch.nn.Module) -> bool:
-    """Whether a module can be called: a ModuleList cannot."""
+    """True if a module can be called; a ModuleList cannot."""
     return type(module).forward is not torch.nn.Module.forward or "forward" in vars(module)
 
 
@@ -172,18 +180,18 @@ def _of_path(model: torch.nn.Module, pattern: str) -> list[Part]:
     found = []
     for prefix in prefixes:
         paths = _children(model, prefix, last) if "*" in last else [f"{prefix}.{last}" if prefix else last]
-        found += [part for path in paths if (part := _at(model, path)) is not None]
+        found += [part for path in paths for part in _at(model, path)]
     return found
 
 
 def _children(model: torch.nn.Module, prefix: str, segment: str) -> list[str]:
-    """The children of a module whose name a segment of a pattern fits, by their paths."""
+    """Return the paths of the children of a module that match a segment of a pattern."""
     names = [name for name, _ in model.get_submodule(prefix).named_children() if fnmatch.fnmatchcase(name, segment)]
     return [f"{prefix}.{name}" if prefix else name for name in names]
 
 
 def _is_inside(path: str, other: str) -> bool:
-    """Whether a path leads into what another one leads to."""
+    """True if a path leads into the module at another path."""
     return path != other and (not other or path.startswith(f"{other}."))
 
 
@@ -195,7 +203,7 @@ def _refuse_nested(parts: Iterable[Part]) -> None:
                 raise InvalidArgument(
                     f"the scope names `{outer.path or 'the model'}` and `{inner.path}`, which is inside it",
                     rule="scope",
-                    why="a module is graphed as a whole, with all that is in it.",
+                    why="a module is graphed as a whole, with all its submodules.",
                     fix=f"drop one of the two: {outer.path!r} covers {inner.path!r}.",
                 )
 
@@ -204,9 +212,9 @@ def _no_layers(model: torch.nn.Module) -> InvalidArgument:
     lists = [path for path, module in model.named_modules() if isinstance(module, torch.nn.ModuleList) and len(module)]
     example = f"{lists[0]}.*" if lists else next((path for path, _ in model.named_modules() if path), "")
     return InvalidArgument(
-        f"{type(model).__name__} has no layer of a known class, and no scope was given",
+        f"no scope was given, and {type(model).__name__} has no layer of a known class",
         rule="scope",
-        why="without a scope whole layers are graphed, and a layer is known by its class.",
+        why="without a scope whole layers are graphed, and layers are recognised by their class.",
         fix=f"name the parts: graph_modules(model, {example!r}); or register the layer's class: "
         "ScopeRegistry().register(...).",
     )
@@ -218,9 +226,8 @@ def _nothing(
     kinds = sorted({type(model.get_submodule(path)).__name__ for path in layers})
     words = sorted({word for known in layers.values() for word in known})
     names = [path for path, _ in model.named_modules() if path]
-    near = nearest(entry, [*words, *WORDS, *names])
-    if entry in names:
-        near = f"{entry}.*"  # a container, which is never called
+    paths = [_as_glob(entry, path) for path in names]
+    near = nearest(entry, [known for known in (*words, *WORDS, *paths) if known != entry])
     listed = ", ".join(names[:12]) + (", ..." if len(names) > 12 else "")
     return InvalidArgument(
         f"the scope {entry!r} matches nothing in {type(model).__name__}",
@@ -230,9 +237,30 @@ def _nothing(
             f"layers      {', '.join(kinds) or 'none of a known class'}",
             f"modules     {listed}",
         ],
-        why="a scope is one of the words, for layers whose class is registered, or a path or glob from the model.",
+        why="a scope is a word, for layers of a registered class, or a path or glob from the model.",
         fix=(f"did you mean {near!r}? Or " if near else "")
-        + "give a path such as 'layers.*.attn', or register the layer's class: ScopeRegistry().register(...).",
+        + "pass a path such as 'layers.*.attn', or register the layer's class: ScopeRegistry().register(...).",
+    )
+
+
+def _as_glob(pattern: str, path: str) -> str:
+    """A path, with the wildcards of a pattern of as many segments where they fit."""
+    wanted, segments = pattern.split("."), path.split(".")
+    if len(wanted) != len(segments):
+        return path
+    pairs = zip(wanted, segments, strict=True)
+    return ".".join(want if "*" in want and fnmatch.fnmatchcase(have, want) else have for want, have in pairs)
+
+
+def _no_such_part(word: str, tails: Sequence[str], layer: torch.nn.Module) -> InvalidArgument:
+    kind, tail = type(layer).__name__, " or ".join(tails)
+    near = nearest(tail, [path for path, _ in layer.named_modules() if path])
+    return InvalidArgument(
+        f"{word!r} is registered as {tail!r} for {kind}, and a {kind} has no such submodule or method",
+        rule="scope",
+        details=[f"submodules  {', '.join(name for name, _ in layer.named_children()) or 'none'}"],
+        why=f"the scope names {word!r}, and nothing of {kind} would be graphed.",
+        fix=f"ScopeRegistry().register({kind}, {word}={near or '...'!r}).",
     )
 
 

@@ -1,10 +1,10 @@
-"""A `ModuleSession` holds what the graphed modules of one model share: their order, and the moment of capture."""
+"""A `ModuleSession` holds the state that the graphed modules of one model share, and decides when to capture."""
 
 from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Collection, Hashable, Sequence
 
 import torch
 
@@ -18,6 +18,7 @@ from stepgraph.modules.site import ManagedModule, ModuleCall, ModuleSite
 from stepgraph.oplog import Difference, first_difference
 from stepgraph.pair.audit import differs
 from stepgraph.pair.call import EagerCall
+from stepgraph.pair.lanes import Tenant
 from stepgraph.pair.proof import AuditTurns
 from stepgraph.pair.runner import Runner
 from stepgraph.pair.shared import PairSession, live_sessions
@@ -29,20 +30,20 @@ from stepgraph.tracebacks import entry_point
 
 
 class ModuleSession(PairSession):
-    """The managers of one model, the order they run in, and the moment of capture."""
+    """The managers of one model, the order of their calls, and the time of capture."""
 
     def __init__(self, session: Session | None = None, model: torch.nn.Module | None = None) -> None:
         super().__init__(session, self._forget_graphs)
         self.model = model
         self.recorder = Recorder(self, self.start_over)
         self.managers: list[ManagedModule] = []
-        """What each manager knows of its module."""
+        """The state of each manager's module."""
         self.order: FixedRound | None = None
-        """The calls that share memory by their order, where that is asked for."""
+        """The calls that share memory by their order, if `single_mempool` is set."""
         self.session.when_dropped(self._dropped)
 
     def add(self, manager: ManagedModule) -> None:
-        """Take a module in."""
+        """Add a module."""
         if not self.managers:
             self.turns = AuditTurns(manager.options.audit)
         self.managers.append(manager)
@@ -52,7 +53,7 @@ class ModuleSession(PairSession):
         return [site for manager in self.managers for site in manager.sites.values()]
 
     def _warn_misspelt(self) -> None:
-        """After the first capture: names to ignore that nothing in reach of any module has."""
+        """After the first capture, warn of names in `ignore` that no watched value has."""
         guards = [site.kind.guard for site in self._sites if site.kind.guard is not None]
         if guards:
             warn_misspelt(self.managers[0].options.ignore, set().union(*(guard.labels for guard in guards)))
@@ -60,7 +61,7 @@ class ModuleSession(PairSession):
     # -- auditing
 
     def begin_round(self) -> None:
-        """A replay comes when no other is under way: if it is time, all kinds of calls are compared first."""
+        """Begin a round of replays. If an audit is due, compare all kinds of calls first."""
         self.lanes.calls.begun = 0
         if self.turns.begin():
             for site in self._sites:
@@ -69,7 +70,7 @@ class ModuleSession(PairSession):
             self.turns.end()
 
     def holds(self, site: ModuleSite, *, audited: bool = False) -> bool:
-        """Whether nothing that the graphs have baked in has changed; `audited`, by a new recording, too."""
+        """True if no value that the graphs have baked in has changed. `audited`: also record again and compare."""
         guard = site.kind.guard
         assert guard is not None
         if site.again is not None:
@@ -97,16 +98,16 @@ class ModuleSession(PairSession):
         return False
 
     def _differs(self, site: ModuleSite, audited: bool) -> Difference | None:
-        """Where a recording of such a call would differ by now from the one that is replayed."""
+        """Record such a call again; return the first difference from the recording in use."""
         assert site.recorded is not None
         self.turns.audits += not audited  # those in their turn are counted by the round
         return differs(site.manager.target.pair(), site.recorded, site.runners[0])
 
     def _recapture(self, site: ModuleSite, why: str, names: Sequence[str]) -> list[str]:
-        """Drop a module's graphs, to be captured anew; those of these names that change too often for that.
+        """Free a module's graphs, to be captured again. Return those of these names that change too often for that.
 
-        Calls that had graphs need only one whole round to warm up. Where calls share memory by their order, the graphs
-        of all modules go.
+        Calls that had graphs need only one whole round to warm up. If calls share memory by their order, the graphs of
+        all modules are freed.
         """
         manager = site.manager
         replays = max(runner.forwards for runner in site.runners)
@@ -129,7 +130,7 @@ class ModuleSession(PairSession):
     # -- capturing
 
     def create_warm(self) -> None:
-        """At the end of a round: capture the graphs of the calls that have warmed up."""
+        """At the end of a round, capture the graphs of the calls that have warmed up."""
         ready = [e for e in self.recorder.round if self._is_warm(e.call.site)]
         for event in ready:
             self.recorder.credit.pop(id(event.call.site), None)
@@ -146,12 +147,12 @@ class ModuleSession(PairSession):
         return not site.runners and site.kind.obstacle is None and warm >= site.manager.options.warmup
 
     def create_cudagraphs(self) -> None:
-        """Capture all forwards and backwards of the last round, in its order, whatever the warm-up."""
+        """Capture all forwards and backwards of the last round, in its order, even before the warm-up ends."""
         order = self.recorder.events if self.recorder.is_settled and self.recorder.events else self.recorder.round
         self.create([e for e in order if e.call.site.is_open])
 
     def create(self, events: Sequence[Event], *, fixed: bool = True) -> None:
-        """Capture these forwards and backwards, in their order. `fixed`: it can be relied on, if that is asked for."""
+        """Capture these forwards and backwards in their order. `fixed`: the order may be used to share memory."""
         begun = time.perf_counter()
         in_order = [event for event in events if fixed and self._is_fixed(event.call)]
         if any(event.backward for event in in_order):
@@ -175,11 +176,11 @@ class ModuleSession(PairSession):
         return captured.runners
 
     def _is_fixed(self, call: ModuleCall) -> bool:
-        """Whether a call is to share memory by the order; one order at a time can be fixed, and none of evaluations."""
+        """True if a call shares memory by the order; only one order can be fixed, and none of evaluations."""
         return self.order is None and call.eager.is_differentiable and call.site.manager.options.single_mempool
 
     def capture_one(self, site: ModuleSite, call: EagerCall) -> Runner | None:
-        """One more runner for calls of a kind that is captured, with memory of its own."""
+        """Capture one more runner, with its own memory, for a kind of call that has runners."""
         begun = time.perf_counter()
         try:
             with self.session.workspace.capturing():
@@ -188,7 +189,7 @@ class ModuleSession(PairSession):
                 found = first_difference(site.runners[0].forward.log, runner.forward.log)
                 if found is not None:
                     runner.free()
-                    site.again = f"it would run other operations by now   [changed-operations]\n  {found}"
+                    site.again = f"its operations have changed since capture   [changed-operations]\n  {found}"
                     warn_user(f"{site.manager.name}: {site.again}\nIts calls warm up again.")
                     return None
                 if any(meta is not None for meta in call.metas) and call.backward_ambient is not None:
@@ -200,8 +201,8 @@ class ModuleSession(PairSession):
         self.capture_seconds += time.perf_counter() - begun
         return runner
 
-    def copy_results(self, held: Iterable[Runner]) -> None:
-        """Hand out copies of the results and gradients that callers hold on to, from now on."""
+    def copy_results(self, held: Collection[Tenant]) -> None:
+        """From now on return copies of the results and gradients that callers hold."""
         for site in self._sites:
             site.copy_held(held)
 
@@ -218,18 +219,18 @@ class ModuleSession(PairSession):
     # -- ending
 
     def _dropped(self) -> None:
-        """The session has freed all graphs at once."""
+        """Free all runners after the session has freed its graphs."""
         for runner in [runner for site in self._sites for runner in site.runners]:
             runner.free()
         self.drop_graphs()
 
     def start_over(self, manager: ManagedModule, why: str) -> None:
-        """Free all graphs, for a reason that one module gives."""
+        """Free all graphs; the reason is counted for one module."""
         manager.recapture_reasons[why] += 1
         self.drop_graphs()
 
     def drop_graphs(self) -> None:
-        """Free all graphs; calls warm up and are captured anew, with what was learnt about them."""
+        """Free all graphs; calls warm up and are captured again, and keep the facts learnt about them."""
         if self.order is not None:
             self.order.end()
             self.order = None
@@ -253,16 +254,16 @@ def create_cudagraphs() -> None:
 
 
 def delete_cuda_graphs() -> None:
-    """Free the graphs of all graphed modules; their calls warm up and are captured anew."""
+    """Free the graphs of all graphed modules; their calls warm up and are captured again."""
     for shared in live_sessions():
         shared.delete_cuda_graphs()
 
 
 def is_graph_capturing() -> bool:
-    """Whether the calling thread records a graph right now; autograd's device threads are asked like any other."""
+    """Return True if the calling thread is recording a graph; it also works in autograd's device threads."""
     return is_capturing()
 
 
 def is_graph_warmup() -> bool:
-    """Whether a graphed module runs eagerly to warm up, or waits for the backward of such a run."""
+    """Return True if a graphed module runs eagerly to warm up, or waits for the backward of such a run."""
     return any(shared.is_warming for shared in live_sessions() if not shared.is_closed)

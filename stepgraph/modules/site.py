@@ -1,13 +1,13 @@
-"""A module's site holds all its calls that look alike: their runners, and what is known of them.
+"""A module's site stands for all its calls that look alike: it has their runners and the facts known about them.
 
-`ManagedModule` has the sites of one module, and counts what happened to its calls.
+`ManagedModule` has the sites of one module, and counts its calls.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Hashable, Iterable
+from collections.abc import Collection, Hashable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,7 +20,7 @@ from stepgraph.modules.options import ModuleOptions
 from stepgraph.pair.cached_casts import CastWatch, shared_cast
 from stepgraph.pair.call import EagerCall
 from stepgraph.pair.kind import CallKind
-from stepgraph.pair.proof import EagerProof
+from stepgraph.pair.lanes import Tenant
 from stepgraph.pair.runner import Runner
 from stepgraph.pair.target import PairTarget
 from stepgraph.signature.fast_match import FastMatch
@@ -28,29 +28,31 @@ from stepgraph.tree import Structure
 
 
 class ManagedModule:
-    """The sites of one module or method, and what happened to its calls."""
+    """The sites of one module or method, and the counts of its calls."""
 
     def __init__(self, target: PairTarget, options: ModuleOptions) -> None:
         self.target, self.options = target, options
         self.name, self.module = target.name, target.module
         self.sites: dict[Hashable, ModuleSite] = {}
         self.last: LastModuleCall | None = None
-        """How the last call of a known kind looked."""
+        """The last call of a known kind, for a fast comparison."""
         self.eager_reasons: Counter[str] = Counter()
         self.recapture_reasons: Counter[str] = Counter()
+        self.refused: Counter[str] = Counter()
+        """Calls that have raised an error of stepgraph, by rule."""
         self.forwards = self.backwards = 0
-        """Replays of graphs that are gone."""
+        """Replays of freed graphs."""
         self.changes: Counter[str] = Counter()
-        """What changed soon after a capture, which was not worth it then."""
+        """Values that changed soon after a capture, so that the capture did not pay."""
 
     def tally(self) -> tuple[int, int, int]:
-        """How many calls, replayed forwards and runners there are."""
+        """The numbers of calls, replayed forwards and runners."""
         runners = [runner for site in self.sites.values() for runner in site.runners]
         forwards = self.forwards + sum(runner.forwards for runner in runners)
         return forwards + self.eager_reasons.total(), forwards, len(runners)
 
     def look_for_replays(self) -> None:
-        """In the backward of an eager call: tell if it also comes to replayed calls, which share no casts with it."""
+        """In the backward of an eager call, warn if it also reaches replayed calls, which share no casts with it."""
         if self.target.shared.in_flight_of(self.module).has_more_to_come():
             for site in self.sites.values():
                 if any(runner.edges.keeps_casts for runner in site.runners):
@@ -67,7 +69,7 @@ class ManagedModule:
         self.target.drop_pair()
 
     def forget(self) -> None:
-        """Free this module's graphs, and forget what was in the way of others."""
+        """Free this module's graphs, and forget all obstacles to a capture."""
         self.drop()
         self.last = None
         self.sites.clear()
@@ -81,23 +83,23 @@ class ModuleCall:
     eager: EagerCall
     site: ModuleSite
     slot: int
-    """The first lane that no other call of the module, and no replayed call, was under way in."""
+    """The first lane without another call of the module or a replayed call in flight."""
     born_at: int
-    """How many backwards there had been."""
+    """The number of backwards before it."""
     made_by: dict[int, tuple[ModuleCall, int]] = field(default_factory=dict)
-    """Arguments that are another call's result: which call, which of its tensors."""
+    """Arguments that are another call's result: that call, and the index of the result."""
     shared: dict[int, int] = field(default_factory=dict)
-    """Arguments that other calls were given too, by leaf index: a number for the tensor."""
+    """Arguments that other calls were given too, by leaf index, as numbers of tensors."""
 
 
 @dataclass(frozen=True, slots=True)
 class LastModuleCall:
-    """How a site's calls look, for a call that looks the same to find it without a signature."""
+    """The look of a site's calls: a call that looks the same finds the site without a signature."""
 
     fast_match: FastMatch
     structure: Structure
     around: tuple[Hashable, ...]
-    """Flags, modes and what else tells kinds of calls apart, beside the arguments."""
+    """Flags, modes and other values, beside the arguments, by which kinds of calls are distinguished."""
     site: ModuleSite
 
 
@@ -109,39 +111,35 @@ class ModuleSite:
         self.runners: list[Runner] = []
         self.recorded: EagerCall | None = None
         self.had_backward = self.is_passed_by = False
-        """Whether a backward has come to one of its calls, and whether one has run while a call waited for it."""
+        """True if a backward reached one of its calls, and if a backward ran while one of its calls waited."""
         self.most_under_way = 0
-        """Calls that were under way at a time in warm-up."""
+        """The most calls in flight at a time in warm-up."""
         self.casts = CastWatch()
         self.knows_several = False
-        """Whether a backward of the warm-up came to several calls of the module."""
+        """True if a backward of the warm-up reached several calls of the module."""
         self.again: str | None = None
-        """Why calls have to warm up again."""
+        """The reason why calls must warm up again."""
         self._copied: set[int] = set()
-        """Results that callers were found to hold, so that they are handed out as copies."""
+        """Results that callers held, so that they get copies."""
         self._copies_grads = False
         self._handed_out: dict[int, list[weakref.ref[torch.UntypedStorage]]] = {}
         """The results of the last eager call in each slot."""
         self._last_call: LastModuleCall | None = None
 
     @property
-    def proof(self) -> EagerProof:
-        return self.kind.proof
-
-    @property
     def finding(self) -> CaptureError | None:
-        """What its eager calls did that no replay could repeat."""
-        return self.kind.seen or self.proof.wavers or self.casts.found()
+        """An effect of its eager calls that no replay can repeat."""
+        return self.kind.seen or self.kind.proof.wavers or self.casts.found()
 
     @property
     def is_open(self) -> bool:
-        """Whether graphs could be captured now."""
+        """True if graphs could be captured now."""
         return not self.runners and self.kind.obstacle is None and self.finding is None
 
     def last_call(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], structure: Structure, around: tuple[Hashable, ...]
     ) -> LastModuleCall | None:
-        """How a call of this site looks, or None where that cannot be told at once, or need not be."""
+        """Return the look of a call of this site, or None if it has no runners or cannot be compared fast."""
         if self._last_call is None and self.runners:
             fast_match = FastMatch.of(args, kwargs, tell_computed=False)
             if fast_match is not None:
@@ -149,7 +147,7 @@ class ModuleSite:
         return self._last_call
 
     def add(self, runner: Runner) -> None:
-        """Take a runner in."""
+        """Add a runner."""
         runner.result.copy(self._copied)
         runner.backwards.are_copied = self._copies_grads
         if not self.knows_several:
@@ -157,14 +155,14 @@ class ModuleSite:
         self.runners.append(runner)
 
     def tell_several(self) -> None:
-        """One backward comes to several calls, which warm-up has not seen: it looks again whether they share casts."""
+        """Warm up again to see if calls share casts: one backward reaches several calls, which warm-up has not seen."""
         if self.again is None and not self.knows_several:
             self.again = "several calls in one backward, under autocast with its cache   [autocast-cache]"
             self.knows_several = True
             warn_user(f"{self.manager.name}: {self.again}\n{shared_cast('it possibly')}\nIts calls warm up again.")
 
-    def copy_held(self, held: Iterable[Runner]) -> None:
-        """Hand out copies of what callers hold of these runners, from now on."""
+    def copy_held(self, held: Collection[Tenant]) -> None:
+        """From now on return copies of what callers hold of these runners."""
         holding = [runner for runner in self.runners if runner in held]
         self._copied.update(index for runner in holding for index in runner.result.held())
         self._copies_grads |= any(runner.has_held_grads() for runner in holding)
@@ -173,11 +171,11 @@ class ModuleSite:
             runner.backwards.are_copied |= self._copies_grads
 
     def note_kept(self, slot: int) -> None:
-        """Before an eager call: results of the last one in its slot that are still held are handed out as copies."""
+        """Before an eager call, note the results of the last one in its slot that are still held; they are copied."""
         before = self._handed_out.pop(slot, ())
         if self.manager.options.outputs == "copy":
             self._copied |= {index for index, storage in enumerate(before) if storage() is not None}
 
     def note_handed_out(self, result: StaticOutputs, slot: int) -> None:
-        """After an eager call: note its results."""
+        """Note the results of an eager call."""
         self._handed_out[slot] = [weakref.ref(tensor.untyped_storage()) for tensor in result.tensors]

@@ -10,6 +10,8 @@ so it may fail although nothing changed; then the guards are asked. It never pas
 from __future__ import annotations
 
 import functools
+import gc
+import itertools
 import operator
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
@@ -28,6 +30,9 @@ Layout = tuple[torch.Tensor, int, torch.dtype, tuple[int, ...], tuple[int, ...],
 """A tensor, its address, dtype, shape, strides, and dispatch keys."""
 Gradient = tuple[torch.Tensor, torch.Tensor | None, bool]
 """A parameter, its gradient, and its `requires_grad`."""
+_MISSING = object()
+_version_of: Callable[[dict[Any, Any]], Any] = getattr(compiler_guards, "dict_version", lambda _: object())
+"""The version of a dictionary; always another where torch cannot tell."""
 
 
 class GuardRow:
@@ -35,7 +40,7 @@ class GuardRow:
 
     __slots__ = (
         *("_attributes", "_containers", "_items", "_keys", "_lengths"),
-        *("_classes", "_copies", "_names", "_objects", "_owners", "_questions", "_sized", "_wholes"),
+        *("_classes", "_held", "_names", "_objects", "_owners", "_questions", "_sized"),
         *("_columns", "_gradients", "_layouts", "_otherwise", "_unwritten"),
     )
 
@@ -48,8 +53,7 @@ class GuardRow:
         self._items: list[Any] = []
         self._objects: list[Any] = []
         self._classes: list[type] = []
-        self._wholes: list[Mapping[Any, Any]] = []
-        self._copies: list[Mapping[Any, Any]] = []
+        self._held = _Dictionaries()
         self._sized: list[Sized] = []
         self._lengths: list[int] = []
         self._questions: list[Callable[[], bool]] = []
@@ -85,19 +89,23 @@ class GuardRow:
             for key, value in values.items():
                 self.item(container, key, value)
 
-    def contents(self, container: Mapping[Any, Any], values: Mapping[Any, Any]) -> None:
-        """Expect a dictionary to hold exactly these objects.
+    def held(self, container: Mapping[Any, Any], values: Mapping[Any, Any], length: int | None = None) -> None:
+        """Expect a dictionary, or the attributes of a class, to hold these objects, and to have this length.
 
-        Python's `==` of dictionaries compares values by identity first, and is twice as fast as a loop. Only different
-        objects are compared with `==`; for two tensors with several elements that raises, which also fails the check.
+        The version of an empty one may stay as it is when `update` fills it (Python 3.12): it is not asked for.
         """
-        if all(map(is_compared_by_identity, values.values())):
-            self._wholes.append(container)
-            self._copies.append(values)
-        else:
-            for key, value in values.items():
-                self.item(container, key, value)
-            self.length(container, len(values))
+        dictionary = container if isinstance(container, dict) else gc.get_referents(container)[0]
+        if isinstance(dictionary, dict) and dictionary:
+            self._held.add(dictionary, values, length)
+            return
+        for key, value in values.items():
+            self.item(container, key, value)
+        if length is not None:
+            self.length(container, length)
+
+    def contents(self, container: Mapping[Any, Any], values: Mapping[Any, Any]) -> None:
+        """Expect a dictionary to hold these objects and no others."""
+        self.held(container, values, len(values))
 
     def column(self, containers: Sequence[dict[Any, Any]], key: Any, values: list[Any]) -> None:
         """Expect the items at one key of many dictionaries to be these objects."""
@@ -116,6 +124,9 @@ class GuardRow:
     def unwritten(self, expected: Sequence[tuple[dict[Any, Any], Mapping[Any, Any]]]) -> None:
         """Expect dictionaries to hold exactly these objects. Without the library, check that none was written to."""
         self._unwritten += expected
+        for where, _ in expected:
+            if not where:  # `held` says why
+                self.length(where, 0)
         hold = functools.partial(_hold_just, expected)
         versions = _question_of_versions([where for where, _ in expected]) if hold() else None
         self._otherwise.append(versions or hold)
@@ -140,9 +151,10 @@ class GuardRow:
         lengths = [*zip(self._sized, self._lengths, strict=True)]
         for containers, key, values in self._columns:
             items += ((container, key, value) for container, value in zip(containers, values, strict=True))
-        for container, copy in (*zip(self._wholes, self._copies, strict=True), *self._unwritten):
+        unwritten = ((container, copy, len(copy)) for container, copy in self._unwritten)
+        for container, copy, length in (*self._held.expected(), *unwritten):
             items += ((container, key, value) for key, value in copy.items())
-            lengths.append((container, len(copy)))
+            lengths += [(container, length)] if length is not None else []
         return make(
             tuple(zip(self._owners, self._names, self._attributes, strict=True)),
             tuple(items),
@@ -159,7 +171,7 @@ class GuardRow:
             return (
                 all(map(operator.is_, map(getattr, self._owners, self._names), self._attributes))
                 and all(map(operator.is_, map(operator.getitem, self._containers, self._keys), self._items))
-                and all(map(operator.eq, self._wholes, self._copies))
+                and self._held.hold()
                 and list(map(len, self._sized)) == self._lengths
                 and list(map(type, self._objects)) == self._classes
                 and all(list(map(operator.itemgetter(key), where)) == values for where, key, values in self._columns)
@@ -168,6 +180,52 @@ class GuardRow:
             )
         except (LookupError, AttributeError, TypeError, ValueError, RuntimeError):  # removed, or no longer readable
             return False
+
+
+class _Dictionaries:
+    """Dictionaries whose items must stay what they are.
+
+    A dictionary has a version, which is another one after each write. So items are compared only after a write: most
+    are attributes of classes and globals of libraries, which nothing writes to.
+    """
+
+    __slots__ = ("_copies", "_index", "_lengths", "_versions", "_where")
+
+    def __init__(self) -> None:
+        self._index: dict[int, int] = {}
+        self._where: list[dict[Any, Any]] = []
+        self._copies: list[dict[Any, Any]] = []
+        self._lengths: list[int | None] = []
+        self._versions: list[Any] = []
+
+    def add(self, where: dict[Any, Any], values: Mapping[Any, Any], length: int | None) -> None:
+        index = self._index.setdefault(id(where), len(self._where))
+        if index == len(self._where):
+            self._where.append(where)
+            self._copies.append({})
+            self._lengths.append(None)
+            self._versions.append(None)
+        self._copies[index].update(values)
+        if length is not None:
+            self._lengths[index] = length
+
+    def expected(self) -> Iterable[tuple[dict[Any, Any], Mapping[Any, Any], int | None]]:
+        return zip(self._where, self._copies, self._lengths, strict=True)
+
+    def hold(self) -> bool:
+        versions = list(map(_version_of, self._where))
+        if versions == self._versions:
+            return True
+        for now, then, expected in zip(versions, self._versions, self.expected(), strict=True):
+            if now != then and not _hold(*expected):
+                return False
+        self._versions = versions  # as read before the items: a write since then makes another
+        return True
+
+
+def _hold(where: dict[Any, Any], values: Mapping[Any, Any], length: int | None) -> bool:
+    found = map(dict.get, itertools.repeat(where), values, itertools.repeat(_MISSING))
+    return (length is None or dict.__len__(where) == length) and all(map(operator.is_, found, values.values()))
 
 
 def is_compared_by_identity(value: Any) -> bool:

@@ -15,8 +15,9 @@ from typing import Any
 import torch
 
 from stepgraph.catalogue import entry
-from stepgraph.errors import CaptureError
+from stepgraph.errors import CaptureError, Location
 from stepgraph.guards.protocol import Change
+from stepgraph.observe.lines import line_of_change
 from stepgraph.observe.module_attributes import ModuleAttributes
 from stepgraph.ran import ExecutedCode
 from stepgraph.rng.host_random import GeneratorWatch, HostRandomWatch
@@ -39,12 +40,15 @@ class Obstacle:
     names: tuple[str, ...] = ()
     """The values in question, as `ignore=` takes them."""
     whose: str = "step"
+    where: Location | None = None
+    """The user's line, if it is known."""
 
     def error(self, name: str) -> CaptureError:
         """The error for a step or module of this name."""
         why, fix = entry(self.rule).reason_and_fix(self.whose)
         ignoring = f", or, if nothing depends on it, {to_ignore(self.names)}" if self.names else ""
-        return CaptureError(f"{name}: {self.what}", rule=self.rule, why=why, fix=fix.replace(_OR_IGNORE, ignoring))
+        fix = fix.replace(_OR_IGNORE, ignoring)
+        return CaptureError(f"{name}: {self.what}", rule=self.rule, where=self.where, why=why, fix=fix)
 
 
 class CallObserver:
@@ -58,12 +62,16 @@ class CallObserver:
         attributes: ModuleAttributes | None = None,
         ignore: Iterable[str] = (),
         *,
+        ran: ExecutedCode | None = None,
         whose: str = "step",
     ) -> None:
-        """`values` are watched, and so are the device's `generators`, and the `attributes` of modules."""
+        """`values` are watched, and so are the device's `generators`, and the `attributes` of modules.
+
+        `ran` is the code that the call is seen to run.
+        """
         self._random, self.generators = HostRandomWatch(device), GeneratorWatch(generators)
         self._values, self._attributes, self._ignore = values, attributes, frozenset(ignore)
-        self._whose = whose
+        self._whose, self._ran = whose, ran
 
     @classmethod
     def of_module(
@@ -76,7 +84,7 @@ class CallObserver:
     ) -> CallObserver:
         """Observe a call of a module, or of a function around modules."""
         values = Watch(function, frozenset(ignore), modules, ran=ran)
-        return cls(device, values, (), ModuleAttributes(modules), ignore, whose="module")
+        return cls(device, values, (), ModuleAttributes(modules), ignore, ran=ran, whose="module")
 
     def obstacles(self) -> list[Obstacle]:
         """What it did so far."""
@@ -102,7 +110,8 @@ class CallObserver:
         if changes:
             told = "; ".join(map(str, changes[:_MAX_TOLD])) + (" ..." if len(changes) > _MAX_TOLD else "")
             names = tuple(change.name for change in changes)
-            yield Obstacle("host-value", f"the {whose} itself changes {told}", names, whose)
+            where = line_of_change(names[0], self._ran.codes()) if self._ran is not None else None
+            yield Obstacle("host-value", f"the {whose} itself changes {told}", names, whose, where)
         if sources := (*self._values.drawn(), *self._values.unseen()):
             told, names = ", ".join(map(str, sources)), tuple(source.name for source in sources)
             yield Obstacle("iterator", f"the {whose} draws from {told}", names, whose)

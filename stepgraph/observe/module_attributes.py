@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from stepgraph.frames import is_own
-from stepgraph.signature import is_plain
+from stepgraph.plain import MISSING, is_plain, same
 
 
 class Slots:
@@ -41,15 +41,8 @@ class ModuleAttributes(Slots):
         found = []
         for module, now, before in self.kept:
             name = self._names[id(module)]
-            keys = [k for k in {*now, *before} if not _same(now.get(k, _MISSING), before.get(k, _MISSING))]
+            keys = [k for k in {*now, *before} if not same(now.get(k, MISSING), before.get(k, MISSING))]
             if not is_own(type(module)):
                 keys = [k for k in keys if not (is_plain(now.get(k)) and is_plain(before.get(k)))]
             found += [f"{name}.{key}" for key in sorted(keys)]
         return found
-
-
-def _same(one: Any, two: Any) -> bool:
-    return one is two or (type(one) is type(two) and is_plain(one) and bool(one == two))
-
-
-_MISSING = object()

@@ -64,24 +64,17 @@ class FlagCollector:
     @contextlib.contextmanager
     def at_optimizers(self) -> Iterator[None]:
         """Check the gradients of each optimizer that steps in this block, just before it does."""
-        stepping: set[int] = set()
-
-        def before(optimizer: Optimizer) -> None:
-            if id(optimizer) not in stepping:  # a subclass's step calls its parent's: both are told of
-                stepping.add(id(optimizer))
-                self.see_optimizer(optimizer)
 
         def leave_to_scaler(_: Any) -> None:
             self._gradients = False
             self._parts.clear()
 
         def after(optimizer: Optimizer, _: Any) -> None:
-            stepping.discard(id(optimizer))
             self._remember(_parameters(optimizer))  # its kernels may count as writes to the gradients
 
         with contextlib.ExitStack() as stack:
             if self._gradients:
-                stack.enter_context(at_optimizer_steps(before, after))
+                stack.enter_context(at_optimizer_steps(self.see_optimizer, after))
                 stack.enter_context(noticing_scalers(leave_to_scaler))
             yield
 

@@ -17,6 +17,7 @@ from torch.optim.optimizer import Optimizer
 from stepgraph.guards.layout import change_of, layouts_of
 from stepgraph.guards.optimizer import NumbersGuard
 from stepgraph.observe.module_attributes import Slots
+from stepgraph.plain import MISSING
 
 
 class ModelState:
@@ -42,7 +43,7 @@ class ModelState:
     def _changes(self, name: Callable[[Any], str]) -> Iterator[str]:
         for module, where, before in self._slots.kept:
             for key in {**before, **where}:
-                if where.get(key, _MISSING) is not before.get(key, _MISSING):
+                if where.get(key, MISSING) is not before.get(key, MISSING):
                     yield f"puts something else in the place of `{name(module)}.{key}`"
         for layout, _ in self._data:
             if change_of(layout) is not None:
@@ -74,9 +75,6 @@ class ModelState:
         for module, mode in self._modes:
             module.training = mode
         return left
-
-
-_MISSING = object()
 
 
 class OwnNumbers:

@@ -144,6 +144,7 @@ def _geometry(name: str, one: tuple[Any, ...], two: tuple[Any, ...]) -> Iterator
         if len(one) > part and len(two) > part:
             for what, a, b in zip(names, one[part], two[part], strict=True):
                 if a != b:
+                    a, b = (tuple(it) if isinstance(it, torch.Size) else it for it in (a, b))
                     yield f"{name} has {what} {a}", f"{what} {b}"
 
 

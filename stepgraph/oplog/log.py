@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import operator
 import os
 import sys
 import types
@@ -31,7 +32,7 @@ from array import array
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch.utils import _python_dispatch as dispatch
@@ -41,6 +42,7 @@ from stepgraph.backends.tape import rng as tape_rng
 from stepgraph.frames import is_user
 
 _V = TypeVar("_V")
+_first = operator.itemgetter(0)
 
 FIELDS = 4
 """The numbers of a note: operation, plain arguments, tensors, line."""
@@ -81,6 +83,15 @@ class _ByMemory(Generic[_V]):
         return _ByMemory(self._held)
 
 
+class Operation(NamedTuple):
+    """An operation of the dispatcher, and its number."""
+
+    func: Any
+    number: int
+    computes_nothing: bool
+    is_torchs: bool
+
+
 class Vocabulary:
     """The parts of notes, each with a number; and numbers for memory that no log has a name for."""
 
@@ -90,8 +101,9 @@ class Vocabulary:
         self._memory: _ByMemory[int] = _ByMemory()
         self._seen: list[tuple[int, int, weakref.ref[torch.UntypedStorage]]] = []
         """For each memory by its number: the log that saw it first, its number there, and whether it lives."""
+        self._operations: dict[int, Operation] = {}
         self.logs = itertools.count()
-        self._kinds: dict[types.CodeType, int] = {}
+        self.kinds: dict[types.CodeType, int] = {}
         self.casts: _ByMemory[str] = _ByMemory()
         """The name of the cast, of a tensor with a name, that autocast keeps in some memory for later calls."""
 
@@ -100,6 +112,14 @@ class Vocabulary:
         if found is None:
             found = self._numbers[part] = len(self.parts)
             self.parts.append(part)
+        return found
+
+    def operation(self, func: Any) -> Operation:
+        """What is known of an operation. Its own properties are slow: they take its name apart at each look."""
+        found = self._operations.get(id(func))
+        if found is None:
+            found = Operation(func, self.number(func), func.namespace in _UNSEEN, func.namespace == "aten")
+            self._operations[id(func)] = found
         return found
 
     def memory(self, storage: torch.UntypedStorage, log: int, order: Callable[[], int]) -> int:
@@ -117,7 +137,7 @@ class Vocabulary:
         return order if first == log and alive() is None else None
 
     def kind_of(self, code: types.CodeType) -> int:
-        found = self._kinds.get(code)
+        found = self.kinds.get(code)
         if found is None:
             file = code.co_filename
             found = _USER if is_user(file) else _NOBODY
@@ -127,7 +147,7 @@ class Vocabulary:
                 found = _LEFT_OUT
             elif file.endswith(_COLLECTIVES_FILE):
                 found = _COLLECTIVE
-            self._kinds[code] = found
+            self.kinds[code] = found
         return found
 
 
@@ -165,8 +185,11 @@ class Roles:
         whole = self._wholes.get(storage)
         if whole is not None:
             return whole, offset
-        found = [span for span in self._names.get(storage) or () if span[0] <= offset < span[1]]
-        start, _, name = max(found, key=lambda span: span[0], default=(0, 0, None))
+        spans = self._names.get(storage)
+        if spans is None:
+            return None
+        found = [span for span in spans if span[0] <= offset < span[1]]
+        start, _, name = max(found, key=_first) if found else (0, 0, None)
         return (name, start) if found else None
 
     def shared(self) -> dict[Hashable, Hashable]:
@@ -293,7 +316,7 @@ class OpLog(dispatch.TorchDispatchMode):
         """Note a call that the dispatcher does not see, by its arguments; what runs within is not noted."""
         line, _ = self._line()
         known: set[int] = set()
-        self._note(name, leaves, {}, line, known)
+        self._note(self._vocabulary.number(name), leaves, {}, line, known)
         self._hidden += 1
         try:
             out = call()
@@ -314,7 +337,8 @@ class OpLog(dispatch.TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func.namespace in _UNSEEN:
+        operation = self._vocabulary.operation(func)
+        if operation.computes_nothing:
             return func(*args, **kwargs)
         if kinds and any(kind.__torch_dispatch__ is not _TENSORS_OWN for kind in kinds):
             return NotImplemented  # a wrapper around other tensors: let it take itself apart first
@@ -323,33 +347,33 @@ class OpLog(dispatch.TorchDispatchMode):
             self._vocabulary.casts.put(out.untyped_storage(), f"{cast} as {out.dtype}")
             return out
         if self._hidden:
-            line, scope = 0, "left out"
+            line, is_left_out = 0, True
         else:
-            line, left_out = self._line(is_collective=func.namespace != "aten")
-            scope = "left out" if left_out else self._scope
+            line, is_left_out = self._line(is_collective=not operation.is_torchs)
         known: set[int] = set()
         """The memory of the arguments: any other memory of the results is new."""
-        begin = len(self._notes)
-        if scope == "left out":
+        if is_left_out:
             _add_memory(known, args)
             _add_memory(known, tuple(kwargs.values()))
-        else:
-            on_device = self._note(func, _lifted(args[0]) if func in _LIFTS else args, kwargs, line, known)
+            out = func(*args, **kwargs)
+            self._bear(known, out, "left out")
+            return out
+        begin = len(self._notes)
+        taken = _lifted(args[0]) if func is _LIFT or func is _LIFT_COPY else args
+        on_device = self._note(operation.number, taken, kwargs, line, known)
         out = func(*args, **kwargs)
-        is_host = self._device is not None and all(tensor.device.type != self._device for tensor in _tensors(out))
-        if scope != "left out" and is_host and not on_device:
+        if on_device or self._device is None or any(one.device.type == self._device for one in _tensors(out)):
+            self._bear(known, out, self._scope)
+        else:
             del self._notes[begin:]
-            scope = "host"
-        self._bear(known, out, scope)
+            self._bear(known, out, "host")
         return out
 
     @property
     def _scope(self) -> str:
         return "" if self._section is None else self._section[1]
 
-    def _note(
-        self, operation: Hashable, args: Sequence[Any], kwargs: Mapping[str, Any], line: int, known: set[int]
-    ) -> bool:
+    def _note(self, operation: int, args: Sequence[Any], kwargs: Mapping[str, Any], line: int, known: set[int]) -> bool:
         """Note an operation and the memory of its arguments. Returns whether a tensor is on the step's device."""
         plain: list[Hashable] = []
         tensors: list[Hashable] = []
@@ -358,7 +382,7 @@ class OpLog(dispatch.TorchDispatchMode):
             plain.append(name)
             on_device = self._take((value,), plain, tensors, known) or on_device
         number = self._vocabulary.number
-        self._notes.extend((number(operation), number(tuple(plain)), number(tuple(tensors)), line))
+        self._notes.extend((operation, number(tuple(plain)), number(tuple(tensors)), line))
         return on_device
 
     def _take(self, values: Iterable[Any], plain: list[Hashable], tensors: list[Hashable], known: set[int]) -> bool:
@@ -385,16 +409,18 @@ class OpLog(dispatch.TorchDispatchMode):
                 self._births.add(storage, scope)
 
     def _tensor(self, tensor: torch.Tensor, known: set[int]) -> Hashable:
-        shape = tuple(tensor.shape) if not tensor.is_nested else ("nested", tensor.size(0))
-        form = (shape, tensor.dtype, tensor.device, tensor.layout)
         storage = storage_of(tensor)
         if storage is None:
+            shape = tuple(tensor.shape) if not tensor.is_nested else ("nested", tensor.size(0))
+            form = (shape, tensor.dtype, tensor.device, tensor.layout)
             return (("without memory", type(tensor).__qualname__), form)
         known.add(storage._cdata)
-        offset = int(tensor.storage_offset())
+        device, offset = tensor.device, int(tensor.storage_offset())
         which, begin = self._which(storage, offset)
-        if self._device is not None and not form[0] and which[0] != "made" and tensor.device.type == "cpu":
+        if self._device is not None and which[0] != "made" and not tensor.shape and device.type == "cpu":
+            form = (tensor.shape, tensor.dtype, device, torch.strided)
             return (("number", _plain(_value(tensor))), form)  # the kernel is given its value
+        form = (tensor.shape, tensor.dtype, device, torch.strided)
         return (which, form, (offset - begin, tensor.stride(), tensor.is_conj(), tensor.is_neg()))
 
     def _which(self, storage: torch.UntypedStorage, offset: int) -> tuple[tuple[Any, ...], int]:
@@ -423,14 +449,17 @@ class OpLog(dispatch.TorchDispatchMode):
     def _line(self, *, is_collective: bool = True) -> tuple[int, bool]:
         """The user's line, and whether the caller is left out: a GradScaler, the tape, a process group."""
         node: Any = torch._C._current_autograd_node()
-        number, kind_of = self._vocabulary.number, self._vocabulary.kind_of
+        number, kinds = self._vocabulary.number, self._vocabulary.kinds
         frame: types.FrameType | None = sys._getframe(2)
         line = None
         is_left_out = False
         while frame is not None:
-            kind = kind_of(frame.f_code)
+            code = frame.f_code
+            kind = kinds.get(code)
+            if kind is None:
+                kind = self._vocabulary.kind_of(code)
             if kind == _USER:
-                line = number((frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name))
+                line = number((code.co_filename, frame.f_lineno, code.co_name))
                 break
             if kind == _BACKWARD and node is not None:
                 break
@@ -500,7 +529,7 @@ def left_out() -> Iterator[None]:
         log._hidden -= 1
 
 
-_LIFTS = frozenset((torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default))
+_LIFT, _LIFT_COPY = torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default
 """What makes a tensor of a number that is written in Python."""
 _CAST = torch.ops.aten._to_copy.default
 _TENSORS_OWN = torch.Tensor.__torch_dispatch__

@@ -20,29 +20,22 @@ class OptimizerEffects:
     """The effects of the optimizers of a step in its last eager call."""
 
     def __init__(self) -> None:
-        self._under_way: dict[int, tuple[int, list[tuple[torch.Tensor, torch.Tensor | None]]]] = {}
+        self._found: dict[int, list[tuple[torch.Tensor, torch.Tensor | None]]] = {}
+        """The gradients that a step under way has found."""
         self._returning: set[int] = set()
         self._cleared: dict[int, list[weakref.ref[torch.Tensor]]] = {}
 
-    def begin(self, optimizer: Optimizer) -> bool:
-        """Its step begins. False for a nested step: a subclass's step calls its parent's."""
-        depth, before = self._under_way.get(id(optimizer), (0, []))
-        if not depth:
-            before = [(p, p.grad) for group in optimizer.param_groups for p in group["params"]]
-        self._under_way[id(optimizer)] = (depth + 1, before)
-        return not depth
+    def begin(self, optimizer: Optimizer) -> None:
+        """Its step begins."""
+        self._found[id(optimizer)] = [(p, p.grad) for group in optimizer.param_groups for p in group["params"]]
 
-    def end(self, optimizer: Optimizer, result: Any) -> bool:
-        """Its step ends and returns this. False for a nested step."""
-        depth, before = self._under_way.pop(id(optimizer), (1, []))
-        if depth > 1:
-            self._under_way[id(optimizer)] = (depth - 1, before)
-            return False
+    def end(self, optimizer: Optimizer, result: Any) -> None:
+        """Its step ends and returns this."""
+        before = self._found.pop(id(optimizer), [])
         if result is not None:
             self._returning.add(id(optimizer))
         cleared = self._cleared.setdefault(id(optimizer), [])
         cleared += [weakref.ref(p) for p, grad in before if grad is not None and p.grad is None]
-        return True
 
     def imitate(self, optimizer: Optimizer) -> Any:
         """In a recording, in the place of the optimizer's step: leave what it leaves."""

@@ -26,6 +26,7 @@ from stepgraph.backends.threads import replaced
 from stepgraph.catalogue import entry
 from stepgraph.errors import CaptureError
 from stepgraph.optim.steps import all_have_hooks, has_other_step, shadowed, step_hooks
+from stepgraph.plain import MISSING
 
 Cut: TypeAlias = Callable[[str, Callable[[], Any], Callable[[], Any] | None], Any]
 """Notes a call to make between two graphs, by name, and its replacement while recording."""
@@ -107,7 +108,7 @@ class BornState:
         for optimizer, before in self._before:
             for parameter, state in list(optimizer.state.items()):
                 earlier = before.get(parameter, {})
-                if all(value is earlier.get(key, _MISSING) for key, value in state.items()):
+                if all(value is earlier.get(key, MISSING) for key, value in state.items()):
                     continue
                 found = True
                 if parameter in before:
@@ -116,9 +117,6 @@ class BornState:
                 else:
                     del optimizer.state[parameter]
         return found
-
-
-_MISSING = object()
 
 
 class HostCounters:

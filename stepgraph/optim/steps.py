@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import types
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sized
 from typing import Any
 
@@ -34,26 +35,29 @@ def at_optimizer_steps(
 ) -> Iterator[None]:
     """Report each optimizer that steps in this block for a step that this thread calls.
 
-    `after` is also given the step's result. Both run around the hooks of the optimizer itself.
+    `after` is also given the step's result. Both run around the hooks of the optimizer itself, once for each step: that
+    a subclass's step calls its parent's, which torch reports too, does not count.
     """
     is_ours = for_this_thread()
+    under_way: Counter[int] = Counter()
 
     def begun(optimizer: Optimizer, *_: Any) -> None:
-        if is_ours() and before is not None:
-            before(optimizer)
+        if is_ours():
+            under_way[id(optimizer)] += 1
+            if before is not None and under_way[id(optimizer)] == 1:
+                before(optimizer)
 
     def ended(optimizer: Optimizer, *_: Any) -> None:
-        if is_ours() and after is not None:
-            walker = sys._getframe(2)  # torch does not pass the result to hooks
-            after(optimizer, walker.f_locals.get(_RESULT) if walker.f_code in _WALKERS else None)
+        if is_ours():
+            under_way[id(optimizer)] -= 1
+            if after is not None and not under_way[id(optimizer)]:
+                walker = sys._getframe(2)  # torch does not pass the result to hooks
+                after(optimizer, walker.f_locals.get(_RESULT) if walker.f_code in _WALKERS else None)
 
     with contextlib.ExitStack() as stack:
-        if before is not None:
-            _BEFORE.listen(begun)
-            stack.callback(_BEFORE.leave, begun)
-        if after is not None:
-            _AFTER.listen(ended)
-            stack.callback(_AFTER.leave, ended)
+        for place, listener in ((_BEFORE, begun), (_AFTER, ended)):
+            place.listen(listener)
+            stack.callback(place.leave, listener)
         yield
 
 

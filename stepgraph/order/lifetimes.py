@@ -28,6 +28,17 @@ def samples_of(entry: Entry, num_layers_per_chunk: Sequence[int], num_microbatch
     return range(first, first + layers)
 
 
+def layers_of_samples(num_layers_per_chunk: Sequence[int], num_microbatches: int) -> list[int]:
+    """The layer of each sample, counted over all chunks."""
+    starts = [sum(num_layers_per_chunk[:chunk]) for chunk in range(len(num_layers_per_chunk))]
+    return [
+        start + layer
+        for start, layers in zip(starts, num_layers_per_chunk, strict=True)
+        for _ in range(num_microbatches)
+        for layer in range(layers)
+    ]
+
+
 @entry_point
 def plan_buffers(
     order: Sequence[float], num_layers_per_chunk: Sequence[int], signatures: Sequence[Hashable] | None = None
@@ -82,13 +93,7 @@ def _one_a_sample(
     if len(signatures) == num_samples:
         return signatures
     if len(signatures) == num_layers:
-        starts = [sum(num_layers_per_chunk[:chunk]) for chunk in range(len(num_layers_per_chunk))]
-        return [
-            signatures[start + layer]
-            for start, layers in zip(starts, num_layers_per_chunk, strict=True)
-            for _ in range(num_microbatches)
-            for layer in range(layers)
-        ]
+        return [signatures[layer] for layer in layers_of_samples(num_layers_per_chunk, num_microbatches)]
     raise invalid(
         f"{len(signatures)} signatures for {num_samples} samples",
         details=(f"samples   {num_layers} layers x {num_microbatches} microbatches",),

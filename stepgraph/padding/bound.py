@@ -17,10 +17,10 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
-from stepgraph.errors import CaptureError, InvalidArgument
+from stepgraph.errors import InvalidArgument
 from stepgraph.padding.buckets import RESULT, Buckets, Choice, Number, described, dotted, find, invalid, same_leaf
 from stepgraph.padding.layout import Copy, Made, copied, dense_strides, holds, plan_copy
-from stepgraph.signature import has_gradient_hooks, leaf_key
+from stepgraph.signature import leaf_key, refuse_gradient
 from stepgraph.signature.attributes import as_given, attributes_on
 
 Kind: TypeAlias = tuple[Hashable, ...]
@@ -55,6 +55,7 @@ class _Member:
     name: str
     dims: tuple[tuple[int, int], ...]
     pad: Number
+    is_pad_given: bool
     kind: int
     """Equal for leaves that are padded alike: one tensor passed as both stays one."""
 
@@ -87,7 +88,9 @@ class BoundBuckets:
                 raise same_leaf(taken[index], leaf.name, f", {names[index]}")
             kind = (leaf.dims, type(leaf.pad), repr(leaf.pad))
             kinds += [kind] if kind not in kinds else []
-            self._members.append(_Member(index, names[index], leaf.dims, leaf.pad, kinds.index(kind)))
+            self._members.append(
+                _Member(index, names[index], leaf.dims, leaf.pad, leaf.is_pad_given, kinds.index(kind))
+            )
         self._dims = {member.index: [dim for dim, _ in member.dims] for member in self._members}
         self._indices = [member.index for member in self._members]
         self._plans: dict[tuple[Hashable, ...], _Plan] = {}
@@ -96,6 +99,8 @@ class BoundBuckets:
         self.lengths(leaves)
         for member in self._members:
             _fill(member, leaves[member.index])
+        self.warning = self._warning(leaves)
+        """A warning for the first call that is padded, or None."""
 
     def pad(self, leaves: Sequence[Any]) -> Padded:
         """Pad the call: each group to the smallest size that holds its largest member."""
@@ -117,6 +122,20 @@ class BoundBuckets:
         self._looks[kind] += self._looks[kind] < _NUM_LOOKS + 1
         padded, made = self._fit(leaves, plan.copies, look=self._looks[kind] <= _NUM_LOOKS)
         return Padded(padded, plan.choice, plan.lengths, made, self._written)
+
+    def _warning(self, leaves: Sequence[Any]) -> str | None:
+        """Warn of integers that are padded with 0 by default, unless the user gave any integers a pad value."""
+        found = [member for member in self._members if _holds_integers(leaves[member.index])]
+        if not found or any(member.is_pad_given for member in found):
+            return None
+        names = " and ".join(f"`{member.name}`" for member in found)
+        last = dotted(found[-1].name)
+        return (
+            f"buckets pad {names} with 0, the default for integers   [pad-value]\n"
+            "Why: 0 is also a class and a token. The padding of targets then counts in the loss, as class 0.\n"
+            f'Fix: pad_values={{"{last}": -100}} for targets (cross_entropy ignores -100). If 0 is right, because a '
+            f'mask hides the padding: pad_values={{"{last}": 0}}.'
+        )
 
     def lengths(self, leaves: Sequence[Any]) -> tuple[int, ...]:
         """The largest size in each group."""
@@ -216,7 +235,7 @@ class BoundBuckets:
             known = done.get(key)
             if known is None:
                 if copy is not None:
-                    _refuse_gradient(member, leaf)
+                    refuse_gradient(member.name, leaf)
                     known = as_given(copied(leaf, copy), leaf)
                     made.append(Made(member.index, member.name, leaf, known, look=look))
                 elif first.setdefault(id(leaf), member.kind) == member.kind or leaf.requires_grad:
@@ -226,6 +245,10 @@ class BoundBuckets:
                 done[key] = known
             fitted[member.index] = known
         return fitted, made
+
+
+def _holds_integers(leaf: torch.Tensor) -> bool:
+    return not (leaf.is_floating_point() or leaf.is_complex() or leaf.dtype is torch.bool)
 
 
 def _target(member: _Member, shape: Sequence[int], choice: Choice) -> tuple[int, ...]:
@@ -261,25 +284,6 @@ def _check_leaf(member: _Member, leaf: Any) -> None:
             f"buckets: `{member.name}`: {[d for d, _ in member.dims]} name one dimension twice: {described(leaf)}",
             why="a dimension has one list of sizes.",
             fix="drop one of them.",
-        )
-
-
-def _refuse_gradient(member: _Member, leaf: torch.Tensor) -> None:
-    if not leaf.requires_grad or not leaf.is_leaf:
-        return
-    if leaf.grad is not None and leaf.grad.layout is not torch.strided:
-        raise CaptureError(
-            f"argument `{member.name}` has a sparse gradient",
-            rule="sparse-grad",
-            why="the step works on a padded copy, whose gradient is dense.",
-            fix=f"make it dense: {member.name}.grad = {member.name}.grad.to_dense().",
-        )
-    if has_gradient_hooks(leaf):
-        raise CaptureError(
-            f"argument `{member.name}` has a hook for its gradient",
-            rule="module-hook",
-            why="the step works on a padded copy, which has no hooks: it would not run.",
-            fix=f"remove it and do its work on {member.name}.grad after the call.",
         )
 
 

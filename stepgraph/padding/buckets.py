@@ -43,6 +43,7 @@ class BucketedLeaf:
     """(dimension, group); a negative dimension counts from the end."""
     pad: Number = 0
     """The number that fills the padding; 0 is False for a boolean tensor."""
+    is_pad_given: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +73,8 @@ class Buckets:
             if path in found:
                 raise same_leaf(found[path].name, name)
             dims = _read_dims(name, given, groups)
-            found[path] = BucketedLeaf(name, dims, pads.pop(path, 0) if not _is_result(path) else 0)
+            is_given = path in pads and not _is_result(path)
+            found[path] = BucketedLeaf(name, dims, pads.pop(path) if is_given else 0, is_given)
         for path in pads:
             raise _pads_nothing(path)
         results = tuple(leaf for path, leaf in found.items() if _is_result(path))

@@ -9,9 +9,8 @@ from typing import NamedTuple
 
 import torch
 
-from stepgraph.errors import CaptureError
 from stepgraph.padding.buckets import Number
-from stepgraph.signature.memory import Contents, geometry, version_of
+from stepgraph.signature.memory import Contents, geometry, moved_argument, version_of
 
 
 def dense_strides(shape: Sequence[int], like: Sequence[int]) -> tuple[int, ...]:
@@ -94,13 +93,7 @@ class Made:
     def was_written(self) -> bool:
         """Whether a write to the stand-in was seen."""
         if geometry(self._tensor) != self._geometry:
-            raise CaptureError(
-                f"the step gives argument `{self._name}` other memory or another shape",
-                rule="argument-changed",
-                why="the step works on a padded copy, and only values can be copied back to the caller's tensor.",
-                fix=f"write the values in place ({self._name}.copy_(new)), use forms without an underscore "
-                f"({self._name}.unsqueeze(0)), or return the new tensor.",
-            )
+            raise moved_argument(self._name)
         return version_of(self._tensor) != self._writes or (
             self._contents is not None and bool(self._contents.changed())
         )

@@ -11,7 +11,7 @@ import torch
 
 from stepgraph.buffers.inputs import ArgMetadata
 from stepgraph.oplog import Difference, first_difference
-from stepgraph.pair.call import CallBuffers, RecordedCall
+from stepgraph.pair.call import CallBuffers, EagerCall
 from stepgraph.pair.ordered import record_input_part, record_weight_part
 from stepgraph.pair.record import PairCapture
 from stepgraph.pair.runner import BackwardGraph, Runner
@@ -19,7 +19,7 @@ from stepgraph.pair.runner import BackwardGraph, Runner
 
 def differs(
     pair: PairCapture,
-    call: RecordedCall,
+    call: EagerCall,
     runner: Runner,
     around: Callable[[bool], AbstractContextManager[None]] = lambda backward: contextlib.nullcontext(),
 ) -> Difference | None:

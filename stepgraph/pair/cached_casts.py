@@ -1,9 +1,9 @@
 """Autocast casts a weight once for several uses; warm-up checks that no use is outside the graph.
 
 Autocast keeps the cast of a weight until its region ends. Two uses of the weight then share one cast, and autograd adds
-up their gradients in the low precision before it converts the sum. A graph cannot share a cast with what is outside it:
-it converts first and adds in full precision, which rounds otherwise. So warm-up looks whether a call was alone. What
-comes back to a cast in the backward must be what this call has sent there.
+up their gradients in low precision before it converts the sum. A graph cannot share a cast with code outside it: it
+converts first and adds in full precision, which gives other bits. So warm-up checks that a call does not share casts:
+the gradient that reaches a cast must be the sum that this call has sent there.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _AROUND = [AMBIENT_NAMES.index(name) for name in ("grad mode", "autocast cache",
 
 
 def keeps_casts(ambient: Sequence[Hashable], *, grad_mode: bool = True) -> bool:
-    """Whether eager code under these flags shares the casts of weights; `grad_mode`: only where gradients are on."""
+    """True if eager code under these flags shares the casts of weights; `grad_mode`: only if gradients are on."""
     grad_on, cache, cuda, cpu = (ambient[index] for index in _AROUND)
     return bool((grad_on or not grad_mode) and cache and (cuda or cpu))
 
@@ -29,7 +29,7 @@ def keeps_casts(ambient: Sequence[Hashable], *, grad_mode: bool = True) -> bool:
 def casts_behind(results: Iterable[torch.Tensor], stop: Iterable[Any] = ()) -> dict[Any, list[tuple[Any, int]]]:
     """The casts of leaves that lead to results, as nodes of autograd's graph, each with the nodes that use it.
 
-    A use is a node and the index of its gradient. Nodes in `stop`, and what is behind them, are left out.
+    A use is a node and the index of its gradient. Nodes in `stop`, and the nodes behind them, are left out.
     """
     found: dict[Any, list[tuple[Any, int]]] = {}
     for node in nodes_behind(results, stop):
@@ -40,13 +40,13 @@ def casts_behind(results: Iterable[torch.Tensor], stop: Iterable[Any] = ()) -> d
 
 
 def casts_twice(results: Iterable[torch.Tensor]) -> bool:
-    """Whether a leaf is cast more than once on the way to these results."""
+    """True if a leaf is cast more than once on the way to these results."""
     leaves = [id(_leaf_of(cast)) for cast in casts_behind(results)]
     return len(set(leaves)) != len(leaves)
 
 
 class CastWatch:
-    """Looks, in the backward of an eager call, for casts that other calls use as well."""
+    """Finds, in the backward of an eager call, casts that other calls use as well."""
 
     def __init__(self) -> None:
         self._differs: list[torch.Tensor] = []
@@ -62,14 +62,14 @@ class CastWatch:
             cast.register_prehook(share.compare)
 
     def found(self) -> CaptureError | None:
-        """Why the calls cannot be graphed, if a cast was shared; waits for the device."""
+        """Return the error that says why the calls cannot be graphed, if a cast was shared. Waits for the device."""
         differs, self._differs[:] = list(self._differs), []
         self._is_shared = self._is_shared or any(bool(flag) for flag in differs)
         return shared_cast("the module") if self._is_shared else None
 
 
 class _Share:
-    """What one call adds to the gradient of a cast, in the order in which autograd adds it."""
+    """The sum that one call adds to the gradient of a cast, in the order in which autograd adds it."""
 
     def __init__(self, differs: list[torch.Tensor]) -> None:
         self._differs = differs
@@ -94,9 +94,9 @@ class _Share:
 
 
 def shared_cast(whose: str) -> CaptureError:
-    """A cast of a weight has several uses."""
+    """Make the error for a cast of a weight with several uses."""
     return CaptureError(
-        f"{whose} uses a weight whose cast autocast keeps, and shares with another use in the same region",
+        f"{whose} uses a weight whose cast autocast shares with another use in the same region",
         rule="autocast-cache",
     )
 

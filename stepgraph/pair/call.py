@@ -1,6 +1,6 @@
-"""A `RecordedCall` describes a call that is to be recorded: its arguments without their data, and its surroundings.
+"""An `EagerCall` describes an eager call that will be recorded: its arguments without their data, and its surroundings.
 
-An `EagerCall` was made by the user, and noted: its operations, its results, and the gradients that came back to them.
+When the call has been made, it also has the operations, the number of results, and the geometry of their gradients.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from stepgraph.tree import Structure
 
 @dataclass(frozen=True, slots=True)
 class SameTensor:
-    """An argument that is the very tensor of an earlier one, by leaf index."""
+    """An argument that is the same tensor as an earlier one, which is given by leaf index."""
 
     index: int
 
 
 @dataclass(frozen=True, slots=True)
 class NotedArguments:
-    """The leaves of a call's arguments, with geometry in the place of tensors, and the tensors themselves."""
+    """The leaves of a call's arguments, with geometry in place of tensors, and the tensors themselves."""
 
     leaves: list[Any]
     tensors: dict[int, torch.Tensor]
@@ -38,7 +38,7 @@ class NotedArguments:
 
     @classmethod
     def of(cls, leaves: Sequence[Any]) -> NotedArguments:
-        """Note what a call is given. Parameters are noted as the objects they are."""
+        """Note the arguments of a call. Parameters are noted as the objects they are."""
         tensors = tensors_among(leaves)
         first = {id(tensor): index for index, tensor in tensors.items()}
         storages = {index: tensor.untyped_storage()._cdata for index, tensor in tensors.items()}
@@ -55,30 +55,24 @@ def _noted(index: int, leaf: Any, first: dict[int, int]) -> Any:
 
 
 @dataclass(eq=False, slots=True)
-class RecordedCall:
-    """A call that a forward is recorded for."""
+class EagerCall:
+    """A call that was made eagerly, with its backward, and that graphs are recorded for."""
 
     signature: Signature
     structure: Structure
     leaves: list[Any]
-    """The arguments, with geometry in the place of tensors."""
+    """The arguments, with geometry in place of tensors."""
     ambient: tuple[Hashable, ...]
     training: tuple[bool, ...]
     """The mode of each module inside."""
     in_ddp: bool
-    """Whether it was made inside DDP's forward, which must see every gradient."""
+    """True if it was made inside DDP's forward: DDP must see every gradient."""
     fork: str | None
     """The named random state that was forked."""
     aliased: frozenset[int] = frozenset()
     """Arguments that share memory with another one, by leaf index."""
     values: dict[int, torch.Tensor] = field(default_factory=dict)
-    """Copies of the tensors, by leaf index, where a recording needs values to work with."""
-
-
-@dataclass(eq=False, slots=True)
-class EagerCall(RecordedCall):
-    """A call that was made eagerly, and its backward."""
-
+    """Copies of the tensors, by leaf index, if a recording needs values to work with."""
     num_results: int = 0
     is_differentiable: bool = False
     log: Log | None = None
@@ -104,7 +98,7 @@ _CUDA, _CPU = AMBIENT_NAMES.index("autocast on cuda"), AMBIENT_NAMES.index("auto
 
 @dataclass(frozen=True, slots=True)
 class CallBuffers:
-    """Static memory for arguments of a call, by leaf index; the others get memory of their own."""
+    """Static memory for arguments of a call, by leaf index; the other arguments get their own memory."""
 
     own: Mapping[int, torch.Tensor] = field(default_factory=dict)
     shared: Mapping[int, SharedBuffer] = field(default_factory=dict)

@@ -1,13 +1,13 @@
 """A recorded backward computes gradients for proxies of the parameters, and adds them to the gradients' own memory.
 
 In the common case all gradients are computed first and added with one fused operation. Reentrant checkpointing cannot
-be asked for gradients: its backward runs another backward inside, which accumulates by itself. Then the proxies' own
-accumulators add to the memory, in eager's order, and hooks on them report which parameters had a gradient at all.
+return gradients: its backward runs another backward inside, which accumulates itself. Then the proxies' own
+accumulators add to the memory, in eager's order, and hooks on them report which parameters got a gradient.
 
-Compiled code uses up what it has saved. torch.compile lets a backward reuse the memory of activations that nobody else
-can see, and in return refuses a backward that is to be run again. A recorded backward is replayed once for each
-replayed forward, which fills those activations again, so recording it is fine although the recording keeps autograd's
-graph. A caller who asks for a second backward of one forward is refused as eager refuses them.
+The backward of compiled code may overwrite its activations. torch.compile reuses the memory of activations that only
+this backward reads, and refuses to run the backward again. A recorded backward is replayed once for each replayed
+forward, which fills those activations again. So it may be recorded, although the recording keeps autograd's graph. A
+second backward of one forward is refused, as in eager.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from typing import Any
 
 import torch
 
-from stepgraph.errors import CaptureError
+from stepgraph.grads.step_grads import refuse_sparse
 from stepgraph.oplog import left_out
 
 
 class AccumulatesByItself(Exception):
-    """A backward inside the backward has accumulated gradients: the recording must be made by `accumulate`."""
+    """A backward inside the backward has accumulated gradients; record with `accumulate` instead."""
 
 
 @dataclass(frozen=True, slots=True)
 class Inside:
-    """A parameter whose gradient the graph accumulates: its stand-in, and the memory."""
+    """A parameter whose gradient the graph accumulates, its proxy, and the memory of the gradient."""
 
     parameter: torch.Tensor
     leaf: torch.Tensor
@@ -56,7 +56,8 @@ def differentiate(
             leaf.grad = grad
         raise AccumulatesByItself
     found = [(entry, grad) for entry, grad in zip(inside, grads[len(edges) :], strict=True) if grad is not None]
-    _check_dense(grads)
+    for grad in grads:
+        refuse_sparse(grad)
     with torch.no_grad(), left_out():
         if found:
             torch._foreach_add_([entry.memory for entry, _ in found], [grad for _, grad in found])
@@ -84,19 +85,20 @@ def accumulate(
             leaf.grad = None
         for handle in handles:
             handle.remove()
-    _check_dense(grads)
+    for grad in grads:
+        refuse_sparse(grad)
     with torch.no_grad(), left_out():
         out = without_aliases(grads, incoming)
     return out, [entry.parameter for entry in inside if id(entry.leaf) in reached]
 
 
 def is_reentrant(results: Sequence[torch.Tensor]) -> bool:
-    """Whether a backward from these tensors comes through reentrant checkpointing, torch's or a copy of it."""
+    """True if a backward from these tensors passes through reentrant checkpointing, torch's or a copy of it."""
     return any(type(node).__name__ == "CheckpointFunctionBackward" for node in nodes_behind(results))
 
 
 def saved_memory(results: Sequence[torch.Tensor]) -> frozenset[int]:
-    """The storages, by identity, in which autograd's graph behind these tensors keeps what it needs."""
+    """The storages, by identity, of the tensors that autograd's graph behind these tensors has saved."""
     found = set()
     for node in nodes_behind(results):
         for name in dir(node):
@@ -111,7 +113,7 @@ def saved_memory(results: Sequence[torch.Tensor]) -> frozenset[int]:
 
 
 def nodes_behind(tensors: Iterable[torch.Tensor], stop: Iterable[Any] = ()) -> Iterator[Any]:
-    """The nodes of autograd's graph behind these tensors, each once; those in `stop`, and what is behind, left out."""
+    """The nodes of autograd's graph behind these tensors, each once; without `stop` and the nodes behind it."""
     seen = set(stop)
     nodes = [tensor.grad_fn for tensor in tensors]
     while nodes:
@@ -123,7 +125,7 @@ def nodes_behind(tensors: Iterable[torch.Tensor], stop: Iterable[Any] = ()) -> I
 
 
 def uses_up_saved(results: Sequence[torch.Tensor]) -> bool:
-    """Whether compiled code behind these tensors can run its backward only once."""
+    """True if compiled code behind these tensors can run its backward only once."""
     if not getattr(_config(), "donated_buffer", False):
         return False
     for node in nodes_behind(results):
@@ -148,20 +150,9 @@ def recording_compiled_backwards() -> Iterator[None]:
 def without_aliases(
     grads: Sequence[torch.Tensor | None], incoming: Sequence[torch.Tensor]
 ) -> list[torch.Tensor | None]:
-    """Gradients, with copies of those that went through unchanged: they lie in memory of the graph they came from."""
+    """Gradients, with copies of those that passed unchanged: they are stored in memory of the graph they came from."""
     own = {tensor.untyped_storage()._cdata for tensor in incoming}
     return [grad.clone() if grad is not None and grad.untyped_storage()._cdata in own else grad for grad in grads]
-
-
-def _check_dense(grads: Sequence[torch.Tensor | None]) -> None:
-    for grad in grads:
-        if grad is not None and grad.layout is not torch.strided:
-            raise CaptureError(
-                f"a parameter of shape {list(grad.shape)} has a sparse gradient",
-                rule="sparse-grad",
-                why="it has as many entries as the batch has rows: its memory differs from call to call.",
-                fix="use dense gradients (nn.Embedding(..., sparse=False)).",
-            )
 
 
 def _config() -> Any:

@@ -1,4 +1,4 @@
-"""Eager calls of a module that is to be graphed are noted: what goes in, what runs, and what comes out."""
+"""Makes eager calls of a module that will be graphed, and notes arguments, operations and results."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from stepgraph.tree import Structure
 
 @dataclass(frozen=True, slots=True)
 class EagerResult:
-    """What a call returned."""
+    """The result of a call."""
 
     value: Any
     outputs: StaticOutputs
     returned: list[torch.Tensor]
-    """Parameters, or other leaves, that it returned as such."""
+    """Parameters, or other leaves, that it returned themselves."""
 
 
 def note_call(target: PairTarget, kind: CallKind, arguments: NotedArguments, structure: Structure) -> EagerCall:
@@ -54,7 +54,7 @@ def run_call(
     tensors: dict[int, torch.Tensor],
     run: Callable[[], Any],
 ) -> EagerResult:
-    """Make the call, by `run`: note its operations, its results, and what no replay could repeat."""
+    """Make the call with `run`. Note its operations, its results, and effects that no replay can repeat."""
     shared, device = target.shared, target.shared.session.backend.device
     watched = CallObserver.of_module(target.original, target.named_modules(), target.options.ignore, device, kind.ran)
     log = shared.logs.of_call(target.module, leaves, call.ambient, device)
@@ -67,6 +67,6 @@ def run_call(
     returned = {i: t for i, t in leaf_results(value).items() if i not in given}
     outputs = StaticOutputs(value, tensors, {**target.state_by_id(), **returned})
     call.num_results, call.is_differentiable = len(outputs.tensors), any(outputs.differentiable)
-    varies = kind.compare_result(outputs)
+    varies = kind.compare_result(target.name, outputs)
     kind.seen = watched.finding(target.name) or varies
     return EagerResult(value, outputs, list(returned.values()))

@@ -1,8 +1,8 @@
 """A `SiteGuard` decides whether the graphs of one kind of call may still be replayed.
 
-It asks the guards of the module first. A changed value that the module's code can name is no reason by itself: the
-call is recorded again, and its operations are compared with those of the graph. So are those of a call whose audit is
-due. Equal operations mean that the change has no effect; a value that always changes so is not watched any longer.
+It asks the guards of the module first. If a value that the module's code reads has changed, the call is recorded again,
+and its operations are compared with those of the graph. The same is done if an audit is due. Equal operations mean that
+the change has no effect. A value that keeps changing without effect is no longer watched.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from stepgraph.values.watch import Watch
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """Why graphs are not to be replayed any more."""
+    """A reason to stop replaying graphs."""
 
     why: str
     names: tuple[str, ...]
-    """What it is counted under: a module that keeps changing stays eager."""
+    """The names under which changes are counted: a module that keeps changing stays eager."""
     changes: Sequence[Change] = ()
     """Values that the module's code can name."""
     difference: Difference | None = None
-    """The first operation that would be another one."""
+    """The first operation that has changed."""
 
 
 class SiteGuard:
@@ -47,8 +47,8 @@ class SiteGuard:
         spell: Callable[[Any], str],
         before: SiteGuard | None = None,
     ) -> None:
-        """`inside` are the parameters whose gradients the graphs accumulate. `before` guarded graphs that are gone."""
-        self._values = values
+        """`inside` are the parameters whose gradients the graphs accumulate. `before` guarded earlier graphs."""
+        self._values, self._model = values, model
         self._guards = GuardSet((model, ParameterHooksGuard(inside, spell), values, *names))
         self._harmless: Harmless = Harmless() if before is None else before._harmless
         values.drop(self._harmless.names)
@@ -60,7 +60,7 @@ class SiteGuard:
         return self._fast.holds()
 
     def look(self, differs: Callable[[], Difference | None], *, audited: bool) -> Finding | None:
-        """Find a reason not to replay; `differs` records the call again and compares. `audited`: in any case."""
+        """Find a reason not to replay. `differs` records the call again and compares; `audited`: in any case."""
         changes = self._guards.changed()
         if changes and changes[0].remedy is not Remedy.AUDIT:
             return Finding(told(changes), (told(changes),))
@@ -76,13 +76,17 @@ class SiteGuard:
             return Finding(str(found), (str(found.where or found.operation),), (), found)
         return Finding(told(changes), tuple(change.name for change in changes), changes, found)
 
+    def admit_hooks(self, names: Sequence[str]) -> None:
+        """Ignore hooks of functions with these names on modules inside: the engine that replays runs them."""
+        self._model.admit_hooks(names)
+
     @property
     def labels(self) -> set[str]:
         """The names of all values in reach."""
         return self._values.labels
 
     def agree(self, changes: Sequence[Change] = ()) -> None:
-        """A new recording was the same although these values have changed.
+        """Note that a new recording was the same although these values have changed.
 
         The module's code has run once more, so the watch expects the present values from now on.
         """
@@ -95,6 +99,6 @@ class SiteGuard:
 
     @property
     def unlooked(self) -> str | None:
-        """What the watch has not looked at, in a sentence."""
+        """A sentence about the values that are not watched."""
         found = [told for told in (self._values.unlooked, self._harmless.sentence) if told is not None]
         return "; ".join(found) or None

@@ -1,18 +1,16 @@
 """An in-flight call of a graphed module lasts from its replayed forward to its replayed backward.
 
-Everything that may go wrong in between is looked at when the backward comes: that it is a whole backward and not a part
-of one, that the activations are still there, that nobody has changed them in place. Then the backward
-that was recorded for such gradients is replayed, or, if there is none that fits, recorded now.
+The backward checks first that it is a full backward, that the activations still exist, and that nobody has changed them
+in place. Then it replays the backward that was recorded for such gradients, or records one if there is none.
 
-A gradient of an argument that is another graph's result is handed on as it lies, and so is one that autograd adds to
-the gradient that a leaf already has. Where somebody was found to keep such a gradient (a hook on that tensor may), the
-backward is recorded again in other memory, and hands out copies from then on.
+Gradients are returned as copies, with two exceptions: the gradient of an argument that is another graph's result, and
+one that autograd adds to an existing gradient of a leaf. If a caller keeps such a gradient (a hook on that tensor may),
+the backward is recorded again in other memory, and returns copies from then on.
 
 In autograd's graph a node stands for the call (`ReplayNode`). Its inputs are the tensors through which gradients flow
-back to the caller, and an anchor: an empty leaf that makes autograd build the node where no argument needs a gradient,
-and that tells a full backward, which reaches every leaf, from one that was asked for certain tensors only. Parameters
-whose gradients the graph itself accumulates are no inputs: each input costs the host more than the look at it in the
-runner.
+back to the caller, and an anchor. The anchor is an empty leaf. With it autograd builds the node even if no argument
+needs a gradient, and a full backward, which reaches every leaf, can be distinguished from one for certain tensors only.
+Parameters whose gradients the graph itself accumulates are not inputs, because each input costs host time.
 """
 
 from __future__ import annotations
@@ -43,11 +41,11 @@ class InFlightCall:
         self._ran_in = -1
         """The backward that came here last."""
         self._edges: Sequence[torch.Tensor | bool] = ()
-        """Where the gradients of the arguments go: see `BackwardGraph.hand_out`."""
+        """The destination of each argument's gradient: see `BackwardGraph.hand_out`."""
         self._probes: list[tuple[torch.Tensor, int]] = []
 
     def forward(self, leaves: Sequence[Any]) -> tuple[torch.Tensor, ...]:
-        """Replay the forward for these arguments; the results, free of history."""
+        """Replay the forward for these arguments, and return the results without autograd history."""
         runner = self.runner
         self._origin = runner.replay(leaves)
         runner.begin()
@@ -65,7 +63,7 @@ class InFlightCall:
         return results
 
     def will_run(self) -> bool:
-        """Whether the backward under way will yet come to this call."""
+        """True if the running backward will still reach this call."""
         node = self.node() if self.node is not None else None
         if node is None or self._ran_in == torch._C._current_graph_task_id():
             return False
@@ -114,7 +112,7 @@ class InFlightCall:
         return handed
 
     def _recorded(self, grads: Grads) -> BackwardGraph | None:
-        """The backward for such gradients, ready to be replayed; None where there is no gradient at all."""
+        """The backward for these gradients, ready to be replayed; None if all gradients are None."""
         backwards = self.runner.backwards
         layouts = [None if grad is None else (grad.shape, grad.stride(), grad.dtype) for grad in grads]
         if not any(layouts):
@@ -162,10 +160,10 @@ class InFlightCall:
             )
         if self.runner.state is RunnerState.FREED:
             raise StaleMemoryError(
-                "a backward through a graphed module whose graphs are gone",
+                "a backward reached a graphed module whose graphs were freed",
                 rule="stale-memory",
-                why="the session was closed, or the process groups of its collectives ended, after the forward.",
-                fix="run the backward before that.",
+                why="after the forward, the session was closed or the process groups of its collectives ended.",
+                fix="run the backward first.",
             )
         for probe, version in self._probes:
             if probe._version != version:
@@ -178,7 +176,7 @@ class InFlightCall:
     # -- ending
 
     def _end(self) -> None:
-        """A backward has run; with retain_graph another one may follow."""
+        """End the call after its backward; with retain_graph another backward may follow."""
         if not torch._C._autograd._get_current_graph_task_keep_graph():
             self._release()
 
@@ -194,21 +192,21 @@ class InFlightCall:
 
 
 def _out_of_order(metas: Sequence[ArgMetadata | None], *, is_known: bool) -> CaptureError:
-    what = "gradients came back to other results of a graphed module than in the recorded order, or look otherwise"
+    what = "the gradients of a graphed module's results differ from those of the recorded order"
     if is_known:
         what = "a gradient of an earlier step is still held, and a graphed module's backward would overwrite it"
     return CaptureError(
         what,
         rule="replay-order",
         details=[f"received  {[None if m is None else list(m.shape) for m in metas]}"],
-        why="with a single pool its activations lie in memory that later graphs use, and no graph can be added.",
-        fix="keep to the recorded program, clone gradients that are kept, call handle.reset() where the program "
-        "changes for good, or leave cuda_graph_use_single_mempool=False.",
+        why="with a single pool later graphs use the memory of its activations, so no graph can be added.",
+        fix="run the recorded program, clone gradients that you keep, call handle.reset() if the program changes for "
+        "good, or leave cuda_graph_use_single_mempool=False.",
     )
 
 
 def _edge(given: torch.Tensor, static: torch.Tensor) -> torch.Tensor | bool:
-    """Where the gradient of an argument goes: True if straight back into the graph that made it, or a leaf."""
+    """The destination of an argument's gradient: a leaf, or True for the graph that made the argument."""
     if given.grad_fn is None:
         return given
     return is_replayed(given) and given.data_ptr() == static.data_ptr()
@@ -219,7 +217,7 @@ def _probe(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
 
 
 class ReplayNode(torch.autograd.Function):
-    """Replays the forward, outside autograd's eyes, and later the backward."""
+    """Replays the forward, unseen by autograd, and later the backward."""
 
     @staticmethod
     def forward(
@@ -248,7 +246,7 @@ _is_transforming: Callable[[], bool] = torch._C._are_functorch_transforms_active
 
 
 def run_forward(runner: Runner, leaves: Sequence[Any]) -> Any:
-    """Replay a runner's forward for these arguments; under autograd where gradients can flow."""
+    """Replay a runner's forward for these arguments; under autograd if gradients can flow."""
     result, edges = runner.result, runner.edges
     if edges.anchor_node is None:
         runner.replay(leaves)
@@ -261,5 +259,5 @@ def run_forward(runner: Runner, leaves: Sequence[Any]) -> Any:
 
 
 def is_replayed(tensor: torch.Tensor) -> bool:
-    """Whether a tensor came straight out of a replayed module, so that its gradient goes straight back into one."""
+    """True if a tensor is the direct result of a replayed module, so that its gradient goes directly back there."""
     return type(tensor.grad_fn) is ReplayNode._backward_cls

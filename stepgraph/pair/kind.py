@@ -1,28 +1,31 @@
-"""A `CallKind` holds what is known of the calls of one module that look alike.
+"""A `CallKind` holds the facts known about the calls of one module that look alike.
 
-Warm-up is watched for what no replay could repeat. What only a first call does (a cache that is filled, a lazy
-initialization) is in nobody's way, so the latest call decides.
+Warm-up is observed for effects that no replay can repeat. Effects of a first call only (a cache that is filled, a lazy
+initialization) do no harm, so the latest call decides.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import torch
 
 from stepgraph.buffers.outputs import StaticOutputs, another_leaf
 from stepgraph.errors import CaptureError
+from stepgraph.observe.eager_call import Obstacle
 from stepgraph.pair.guard import SiteGuard
 from stepgraph.pair.proof import EagerProof
 from stepgraph.ran import ExecutedCode
+from stepgraph.session.proof import Shown
 from stepgraph.signature import Signature, is_plain
 from stepgraph.tree import Structure, paths
 
 
 class CallKind:
-    """Calls of one signature: what their eager calls have shown, and the guard of their graphs."""
+    """Calls of one signature: the facts learnt from their eager calls, and the guard of their graphs."""
 
     def __init__(self, signature: Signature, leaves: Iterable[Any]) -> None:
         self.signature = signature
@@ -31,30 +34,38 @@ class CallKind:
         """The code that the calls have run."""
         self.proof = EagerProof()
         self.seen: CaptureError | None = None
-        """What the latest eager call did that no replay could repeat."""
+        """An effect of the latest eager call that no replay can repeat."""
         self.guard: SiteGuard | None = None
         self.obstacle: str | None = None
-        """Why the calls stay eager."""
+        """The reason why the calls stay eager."""
         self._result: tuple[Structure, list[Any]] | None = None
 
-    def compare_result(self, result: StaticOutputs) -> CaptureError | None:
-        """Compare what no replay computes again with the result of the call before."""
+    def compare_result(self, name: str, result: StaticOutputs) -> CaptureError | None:
+        """Compare the plain values of a result, which no replay computes again, with those of the call before."""
         before, now = self._result, (result.structure, result.plain_values)
         self._result, varies = now, None
         if before is None:
             return None
         if before[0] != now[0]:
-            return _varying("the structure of its result is another at each call")
+            what = "the structure of its result changes from call to call"
+            return Obstacle("varying-output", what, whose="module").error(name)
         for path, one, two in zip(paths(now[0], "result"), before[1], now[1], strict=True):
             if one is not two and (not is_plain(one) or one != two):
                 is_leaf = isinstance(one, weakref.ref) and isinstance(two, weakref.ref)
-                varies = another_leaf() if is_leaf else _varying(f"{path} was {one!r}, then {two!r}")
+                what = f"{path} was {one!r}, then {two!r}"
+                varies = another_leaf() if is_leaf else Obstacle("varying-output", what, whose="module").error(name)
         return varies
 
 
-def _varying(what: str) -> CaptureError:
-    return CaptureError(
-        what,
-        rule="varying-output",
-        fix="return a tensor (count.detach(), not count.item()), or compute the value outside the module.",
-    )
+def equality(kinds: Collection[CallKind], audits: int) -> str:
+    """The facts known about equality with eager, and the values that are not watched, in one line."""
+    if not kinds:
+        return "nothing captured"
+    counts = Counter(kind.proof.shown for kind in kinds)
+    told = [f"{counts[Shown.EQUAL]} of {len(kinds)} kinds of calls run the operations of their eager calls"]
+    if counts[Shown.OTHER_PATH]:
+        told.append(f"{counts[Shown.OTHER_PATH]} take another path [other-path]")
+    if counts[Shown.NOT]:
+        told.append(f"{counts[Shown.NOT]} had no eager call to compare with")
+    unlooked = {kind.guard.unlooked for kind in kinds if kind.guard is not None} - {None}
+    return "; ".join([", ".join(told), f"audits: {audits}", *sorted(map(str, unlooked))])

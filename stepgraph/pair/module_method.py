@@ -1,7 +1,7 @@
-"""`ModuleMethod` finds the method that graphs stand in for: the one that eager code would call now.
+"""`ModuleMethod` finds the method that graphs replace: the one that eager code would call now.
 
-A method of the class is looked up in the class each time, so that an exchange (`Block.forward = other`) is followed.
-One that the module itself had, among its own attributes, is kept: the graphs are in its place.
+A method of the class is looked up in the class each time, so that a replacement (`Block.forward = other`) is followed.
+A method among the module's own attributes is kept, because the graphs have its place there.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ class ModuleMethod:
 
 
 def called_method(module: torch.nn.Module, method: str = "forward") -> str:
-    """The attribute that is called for a method: after `module.compile()` another one than `forward`."""
+    """The attribute that is called for a method; after `module.compile()` it is not `forward`."""
     compiled = method == "forward" and module._compiled_call_impl is not None
     return "_compiled_call_impl" if compiled else method
 
 
 def put_in_place(owner: Any, name: str, value: Any) -> Callable[[], None]:
-    """Set an attribute of an object itself; the result takes it back, unless somebody has set it again since."""
+    """Set an attribute of an object. The returned function restores it, unless it was set again since."""
     before = vars(owner).get(name, _MISSING)
     vars(owner)[name] = value
 

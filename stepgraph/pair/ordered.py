@@ -1,14 +1,14 @@
 """A backward that is split in two graphs, for orders in which the weight gradients come later.
 
-The I part is the backward that autograd comes to: it hands out the gradients of the inputs and leaves the weights
-alone. The W part is a graph of its own that the caller replays by `backward_dw()`. It adds to the gradients' memory as
-a whole backward does; parameters whose gradients must pass through autograd are given theirs there, then.
+The I part is the backward that autograd calls: it returns the gradients of the inputs only. The W part is a separate
+graph that the caller replays by `backward_dw()`. It adds to the gradients' memory as a whole backward does. Parameters
+whose gradients must pass through autograd get them at that time.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,20 +16,63 @@ import torch
 
 from stepgraph.backends import Graph
 from stepgraph.buffers.inputs import ArgMetadata, StaticInputs
+from stepgraph.buffers.reuse_pool import TensorReusePool
 from stepgraph.errors import CaptureError
 from stepgraph.oplog import OpLog, left_out
+from stepgraph.pair.call import EagerCall
 from stepgraph.pair.differentiate import is_reentrant, without_aliases
 from stepgraph.pair.record import PairCapture
 from stepgraph.pair.runner import BackwardGraph, Grads, Runner
 from stepgraph.pair.split_backward import WeightPart, input_gradients
 
 NO_AUTOCAST = (False, False)
-"""A backward runs without autocast, whatever is around the call that captures it."""
+"""A backward runs without autocast, even if autocast is on around the capture."""
+
+
+class OrderedMemory:
+    """Static memory that calls share by their order: arguments by a plan of buffers, gradients of results by a pool."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._pool = device, TensorReusePool(device)
+        self._arguments: dict[int, list[torch.Tensor]] = {}
+        """By the number of a buffer."""
+        self._gradients: dict[Hashable, dict[int, torch.Tensor]] = {}
+        """By call, as long as the order needs them."""
+
+    @property
+    def num_buffers(self) -> int:
+        """The number of sets of static arguments."""
+        return len(self._arguments)
+
+    @property
+    def num_bytes(self) -> int:
+        arguments = (tensor for tensors in self._arguments.values() for tensor in tensors)
+        return sum(tensor.untyped_storage().nbytes() for tensor in arguments) + self._pool.num_bytes
+
+    def arguments(self, number: int, call: EagerCall) -> dict[int, torch.Tensor]:
+        """Return the static arguments of a call in a buffer, by leaf index."""
+        metas = {i: leaf for i, leaf in enumerate(call.leaves) if isinstance(leaf, ArgMetadata)}
+        if number not in self._arguments:
+            self._arguments[number] = [
+                dataclasses.replace(meta, requires_grad=False).empty(self._device) for meta in metas.values()
+            ]
+        return dict(zip(metas, self._arguments[number], strict=True))
+
+    def gradients(self, call: Hashable, metas: Sequence[ArgMetadata | None]) -> dict[int, torch.Tensor]:
+        """Return static memory for the gradients of a call's results, by index."""
+        if call not in self._gradients:
+            self._gradients[call] = {i: self._pool.get(meta) for i, meta in enumerate(metas) if meta is not None}
+        return self._gradients[call]
+
+    def release(self, call: Hashable) -> None:
+        """Let later calls use the gradients of a call."""
+        for tensor in self._gradients.pop(call, {}).values():
+            self._pool.insert(tensor)
 
 
 @dataclass(frozen=True, slots=True)
 class InputPart:
-    """A recorded I part, and what its W part starts from, until that is recorded."""
+    """A recorded I part, and the tensors that its W part starts from, until that is recorded."""
 
     backward: BackwardGraph
     notes: OpLog
@@ -37,7 +80,7 @@ class InputPart:
     inside: tuple[torch.Tensor, ...]
     """Parameters whose gradients the W part accumulates."""
     late: tuple[torch.Tensor, ...]
-    """Parameters that autograd gives the gradients of the W part to."""
+    """Parameters that get the gradients of the W part from autograd."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,12 +89,12 @@ class WeightGraph:
 
     recorded: BackwardGraph
     parameters: tuple[torch.Tensor, ...]
-    """Those that autograd gives the gradients to which the graph hands out."""
+    """Parameters that get the gradients of the graph from autograd."""
 
     def run(self, origin: Any = None) -> bool:
-        """Replay it; False if the memory of a gradient is no longer the one it was recorded for.
+        """Replay it. Return False if the memory of a gradient has changed since the recording.
 
-        `origin` is where the random generators were before the forward, if it goes back there.
+        `origin` is the random state before the forward, if the W part starts from it.
         """
         recorded = self.recorded
         if recorded.graph.follow is not None:
@@ -79,15 +122,15 @@ def record_input_part(
 ) -> InputPart:
     """Record the I part as the runner's backward.
 
-    `then` is called with the gradients of the inputs, for what else the graph is to do.
+    `then` is called with the gradients of the inputs, to add further work to the graph.
     """
     results = [runner.result.tensors[i] for i in given]
     if is_reentrant(results):
         raise CaptureError(
             f"{name}: the backward of a callable with reentrant checkpointing is split in two",
             rule="reentrant-checkpoint",
-            why="such checkpointing accumulates gradients by itself; they cannot be asked for.",
-            fix="checkpoint(..., use_reentrant=False).",
+            why="such checkpointing accumulates gradients itself, so the parts cannot be computed one by one.",
+            fix="use checkpoint(..., use_reentrant=False).",
         )
     late = runner.edges.outside
     inside = pair.accumulated_inside(late)
@@ -123,8 +166,8 @@ def record_weight_part(
 ) -> WeightGraph:
     """Record the W part of an I part.
 
-    `knows_origin`: whoever replays it knows where the forward's random numbers began. `keeps_saved`: what autograd
-    has saved goes with the runner's results, not now.
+    `knows_origin`: the caller of a replay knows the random state before the forward. `keeps_saved`: keep the tensors
+    that autograd has saved as long as the runner's results.
     """
     memory = pair.grads.part(part.inside).memory  # it must not be born in the graph
 
@@ -143,10 +186,10 @@ def record_weight_part(
     if random.draws or random.rewinds_to - {runner.forward.recording.graph} or (rewinds and not knows_origin):
         pair.session.release(recording.graph)
         raise CaptureError(
-            "the weight gradients, which are split off, are computed with random numbers",
+            "the split weight gradient is computed with random numbers",
             rule="rng-recompute",
-            why="the random state of the forward is not known where they are replayed.",
-            fix="leave checkpointing with dropout out of the callable, or split no weight gradient off (no -c.5).",
+            why="the random state of the forward is not known when the weight gradient is replayed.",
+            fix="leave checkpointing with dropout out of the callable, or do not split the weight gradient (no -c.5).",
         )
     given = list(zip((*part.inside, *part.late), recording.made, strict=True))
     reached = [p for p, grad in given[: len(part.inside)] if grad is not None]

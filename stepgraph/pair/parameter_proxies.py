@@ -1,11 +1,11 @@
 """Proxies take the places of a module's parameters and buffers while its graphs are recorded.
 
-A graph of a module's backward must compute gradients and not hand them out: the parameter's own accumulator belongs to
-the stream of some earlier eager pass, which no capture may touch, and its hooks would run once, at capture. So for the
-time of a recording each tensor's place in its module is taken by a fresh one over the same memory. Gradients of the
-proxies are what the graph computes; where they go from there is decided outside. The tensors themselves never see the
-recording, and what happens to them later (an optimizer's step, a checkpoint that is loaded) does not age what autograd
-has saved of the proxies. A tensor that has two places in the module has one proxy in both.
+A recorded backward must compute gradients without storing them in `.grad`. The parameter's own accumulator belongs to
+the stream of an earlier eager pass, which a capture must not use, and its hooks would run once, at capture. So during a
+recording a new tensor over the same memory replaces each tensor of the module. The graph computes gradients of these
+proxies. The tensors themselves take no part in the recording, and later changes to them (an optimizer's step, a loaded
+checkpoint) do not invalidate the tensors that autograd has saved. A tensor with two places in the module has one
+proxy.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 
 
 class ParameterProxies:
-    """The stand-ins of one module's tensors."""
+    """The proxies of one module's tensors."""
 
     def __init__(self, module: torch.nn.Module) -> None:
         self._places: list[tuple[dict[str, Any], str, torch.Tensor, torch.Tensor]] = []
@@ -44,26 +44,26 @@ class ParameterProxies:
         return found
 
     def has(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor is one of the module's own."""
+        """True if a tensor is one of the module's own."""
         return id(tensor) in self._made
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The stand-in of a tensor; of one that is not the module's the tensor itself."""
+        """The proxy of a tensor; for a tensor that is not the module's, the tensor itself."""
         return self._made.get(id(tensor), tensor)
 
     @property
     def leaves(self) -> list[torch.Tensor]:
-        """The stand-ins, in the order of `parameters`."""
+        """The proxies, in the order of `parameters`."""
         return [self._made[id(parameter)] for parameter in self.parameters]
 
     @property
     def originals(self) -> dict[int, torch.Tensor]:
-        """The parameters and buffers by the ids of their stand-ins."""
+        """The parameters and buffers by the ids of their proxies."""
         return {id(stand_in): tensor for _, _, tensor, stand_in in self._places}
 
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
-        """Put the stand-ins into the module for the length of a block."""
+        """Put the proxies into the module within a block."""
         for where, name, _, stand_in in self._places:
             where[name] = stand_in
         try:
@@ -75,7 +75,7 @@ class ParameterProxies:
 
 @contextlib.contextmanager
 def without_hooks(parameters: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Keep tensors' own hooks from running, once, in a recording."""
+    """Disable the hooks of tensors: they would run once, in the recording."""
     kept = [(hooks, dict(hooks)) for p in parameters if (hooks := p._backward_hooks)]
     for hooks, _ in kept:
         hooks.clear()

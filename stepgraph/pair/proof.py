@@ -1,17 +1,17 @@
-"""What replays of a module is what its call would do: the operations of its calls are compared.
+"""The operations of a module's graphs are compared with those of its eager calls.
 
-Each eager call of the warm-up is logged, and so is each recording (`oplog`). Of an eager call that is the forward, and
-as the sign for its backward the nodes that the call adds to autograd's graph, by name: the backward itself runs inside
-the user's one `loss.backward()`, among the backwards of everything else. Of a recording forward and backward are
-logged. A recording that is used agrees with the eager call that it stands for. Later it is *audited*: the call is
-recorded again, forward and backwards, without effect, and compared with the recording that is replayed. The new one is
-dropped. If it differs, the module would do something else by now, and is captured anew.
+Each eager call of the warm-up is logged, and so is each recording (`oplog`). The log of an eager call has its forward,
+and, in place of its backward, the names of the nodes that it adds to autograd's graph: the backward itself runs inside
+the user's `loss.backward()`, among other backwards. The log of a recording has forward and backward. Before a
+recording is used, it is compared with the eager call that it replaces. Later it is *audited*: the call is recorded
+again, forward and backwards, without effect, and compared with the recording in use. Then the new recording is dropped.
+If it differs, the operations of the module have changed, and it is captured again.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from stepgraph.session.proof import NotWarm, Shown, judge, next_audit, tell_othe
 from stepgraph.tree import flatten
 
 _MAX_SURPRISES = 3
-"""Recordings that may differ from the eager call before them, where eager calls differ among themselves."""
+"""The number of recordings that may differ from the eager call before them, if eager calls differ too."""
 
 
 class PairLogs:
@@ -36,14 +36,14 @@ class PairLogs:
     def of_call(
         self, module: torch.nn.Module, leaves: Sequence[Any], ambient: Sequence[Hashable], device: torch.device
     ) -> OpLog:
-        """A log for a call of a module on these arguments, under these flags."""
+        """Return a log for a call of a module with these arguments and flags."""
         keeps = keeps_casts(ambient, grad_mode=False)
         return OpLog(self._vocabulary, leaves, _roles(module), device, keeps_casts=keeps)
 
     def of_backward(
         self, forward: OpLog, module: torch.nn.Module, incoming: Mapping[int, torch.Tensor], memory: Mapping[str, Any]
     ) -> OpLog:
-        """A log for a backward of what was logged; `incoming` gradients of results, `memory` of those it adds to."""
+        """Return a log for the backward of a logged forward, with the gradients that come in and those it adds to."""
         roles = _roles(module)
         for index, grad in incoming.items():
             roles.add(f"the gradient of result {index}", grad)
@@ -54,13 +54,13 @@ class PairLogs:
 
 @contextlib.contextmanager
 def noting(log: OpLog) -> Iterator[None]:
-    """Note what runs in this block."""
+    """Log the operations of this block."""
     with noting_unseen(), log:
         yield
 
 
 def note_forward(log: OpLog, result: Any, arguments: Sequence[Any]) -> None:
-    """At the end of a forward: note what it returns, and its part of autograd's graph."""
+    """At the end of a forward, note its result and its part of autograd's graph."""
     results = [leaf for leaf in flatten(result)[0] if isinstance(leaf, torch.Tensor)]
     log.note_result(results)
     stop = [a.grad_fn for a in arguments if isinstance(a, torch.Tensor) and a.grad_fn is not None]
@@ -76,17 +76,17 @@ def _roles(module: torch.nn.Module) -> Roles:
 
 
 class EagerProof:
-    """What is known of one kind of call: its latest eager logs, and how the recording agreed with them."""
+    """The latest eager logs of one kind of call, and how the recording compares with them."""
 
     def __init__(self) -> None:
         self._logs: list[Log] = []
         self._surprises = 0
         self.shown = Shown.NOT
         self.wavers: CaptureError | None = None
-        """How eager calls of one round differ."""
+        """The error for eager calls of one round that differ."""
 
     def add(self, log: Log) -> None:
-        """An eager call was logged."""
+        """Add the log of an eager call."""
         self._logs = [*self._logs[-2:], log]
 
     @property
@@ -95,7 +95,7 @@ class EagerProof:
         return self._logs[-1] if self._logs else None
 
     def refuse_varying(self, name: str, whose: str) -> None:
-        """Raise if the last two eager calls, which followed one on the other, have run different operations."""
+        """Raise if the last two eager calls have run different operations."""
         between = first_difference(*self._logs[-2:])
         if between is not None:
             raise varying_operations(name, between, whose)
@@ -105,7 +105,7 @@ class EagerProof:
     ) -> None:
         """Compare a recording with the eager call that it stands for.
 
-        Raises `NotWarm` if there should be another eager call, and an error if eager calls differ among themselves.
+        Raise `NotWarm` if another eager call is needed, and an error if eager calls differ among themselves.
         """
         if eager is None:
             self.shown, self._surprises = Shown.NOT, 0
@@ -124,21 +124,21 @@ class EagerProof:
 
 
 class AuditTurns:
-    """Counts rounds, and tells at which of them graphs are audited."""
+    """Counts rounds, and decides which of them are audited."""
 
     def __init__(self, audit: str | int) -> None:
         self._audit = audit
         self._rounds, self._due = 0, next_audit(audit, 0)
         self._agreed = 0
         self.audits = 0
-        """How many there were."""
+        """Number of audits."""
 
     def restart(self) -> None:
-        """Graphs were captured: rounds count from here."""
+        """Count rounds from here, after a capture."""
         self._rounds, self._agreed, self._due = 0, 0, next_audit(self._audit, 0)
 
     def begin(self) -> bool:
-        """A round begins; whether it is audited first, and `end` follows. One that cannot be is put off."""
+        """Begin a round. Return True if it is audited first; then call `end`. In a backward an audit is put off."""
         if self._rounds == self._due:
             if torch._C._current_graph_task_id() == -1:
                 return True
@@ -147,7 +147,7 @@ class AuditTurns:
         return False
 
     def end(self) -> None:
-        """The audit is over."""
+        """End an audit."""
         self.audits += 1
         self._agreed, self._due = self._rounds, next_audit(self._audit, self._rounds)
         self._rounds += 1
@@ -156,16 +156,3 @@ class AuditTurns:
     def since(self) -> int:
         """Rounds that have run since the last comparison."""
         return self._rounds - self._agreed
-
-
-def equality(shown: Sequence[Shown], audits: int, unlooked: Iterable[str | None]) -> str:
-    """What is known of equality with eager, and what the watches have not looked at, in one line."""
-    if not shown:
-        return "nothing captured"
-    counts = {kind: sum(one is kind for one in shown) for kind in Shown}
-    told = [f"{counts[Shown.EQUAL]} of {len(shown)} kinds of calls run the operations of their eager calls"]
-    if counts[Shown.OTHER_PATH]:
-        told.append(f"{counts[Shown.OTHER_PATH]} take another path [other-path]")
-    if counts[Shown.NOT]:
-        told.append(f"{counts[Shown.NOT]} had no eager call to compare with")
-    return "; ".join([", ".join(told), f"audits: {audits}", *sorted({one for one in unlooked if one is not None})])

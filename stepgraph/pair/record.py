@@ -1,11 +1,11 @@
 """`PairCapture` records a module's forward and backward graphs.
 
-Nothing runs while they are recorded, so no values are needed: arguments are buffers of the right geometry, and a
-backward can be recorded at any time after its forward, whose autograd graph is kept. Both are transactions: a recording
-that fails is dropped, with the module, its parameters and their gradients as before. So a call can be recorded once
-more at any time, to see whether it still runs the operations that were recorded (`pair.audit`).
+Nothing runs during a recording, so no values are needed: arguments are buffers of the right geometry, and a backward
+can be recorded at any time after its forward, whose autograd graph is kept. Both are transactions: a failed recording
+leaves the module, its parameters and their gradients as before. So a call can be recorded again at any time, to check
+that its operations have not changed (`pair.audit`).
 
-Each graph is made in one place (`PairCapture.record`), which gives the graph and the log of its operations.
+All graphs are made in one place (`PairCapture.record`), which returns the graph and the log of its operations.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from stepgraph.observe.module_attributes import ModuleAttributes
 from stepgraph.observe.step_objects import leaves_behind
 from stepgraph.oplog import OpLog, left_out
 from stepgraph.pair.cached_casts import casts_behind, casts_twice, keeps_casts
-from stepgraph.pair.call import CallBuffers, RecordedCall, SameTensor
+from stepgraph.pair.call import CallBuffers, EagerCall, SameTensor
 from stepgraph.pair.differentiate import (
     AccumulatesByItself,
     Inside,
@@ -54,11 +54,11 @@ from stepgraph.tree import changed_containers, unflatten
 
 
 class _CastsTwice(Exception):
-    """A weight is cast for each of its uses, where eager casts it once: record with autocast's cache."""
+    """A weight is cast for each use, but eager casts it once; record with autocast's cache."""
 
 
 class PairCapture:
-    """Records the graphs of one module, or of one of its methods: of what `original` gives at the time.
+    """Records the graphs of one module, or of the function that `original` returns at the time.
 
     `outside` are parameters, by id, whose gradients autograd accumulates: something must happen there in Python.
     """
@@ -87,7 +87,7 @@ class PairCapture:
 
     def record(
         self,
-        lane: PoolLane[Runner],
+        lane: PoolLane,
         notes: OpLog,
         run: Callable[[Graph], Any],
         around: Iterable[AbstractContextManager[Any]],
@@ -95,7 +95,7 @@ class PairCapture:
     ) -> Recording:
         """Record what `run` does inside `around`, and note its operations.
 
-        `forward` is the graph whose random states a backward may go back to.
+        `forward` is the graph whose random states a backward may return to.
         """
         generators = tuple(dict.fromkeys((*self._generators, *self.random.generators)))
         with contextlib.ExitStack() as stack:
@@ -118,7 +118,7 @@ class PairCapture:
 
     @contextlib.contextmanager
     def _surroundings(self, training: Sequence[bool]) -> Iterator[None]:
-        """The module as it was at the call, with stand-ins for its parameters."""
+        """Put the module in the state of the call, with proxies for its parameters."""
         before = ModuleAttributes(dict(self.module.named_modules()))
         for module, flag in zip(with_modes(self.module), training, strict=True):
             module.training = flag  # an evaluation is captured while the model trains, and the other way round
@@ -132,8 +132,8 @@ class PairCapture:
 
     def forward(
         self,
-        call: RecordedCall,
-        lane: PoolLane[Runner],
+        call: EagerCall,
+        lane: PoolLane,
         buffers: CallBuffers | None = None,
         then: Callable[[StaticOutputs], None] | None = None,
         *,
@@ -141,8 +141,8 @@ class PairCapture:
     ) -> Runner:
         """Record a forward.
 
-        `then` is called with the result, for what else the graph is to do. `cache`: with autocast's cache, which is
-        used where a weight is cast more than once without it.
+        `then` is called with the result, to add further work to the graph. `cache`: with autocast's cache, which is
+        used if a weight is cast more than once without it.
         """
         buffers = buffers or CallBuffers()
         tensors = self._arguments(call, buffers.tensors())
@@ -184,14 +184,14 @@ class PairCapture:
         return Runner(forward, edges, lane, self._shared.in_flight_of(self.module), backwards)
 
     def note_returned(self, made: Any, arguments: Sequence[Any]) -> None:
-        """Remember the parameters and other leaves that an eager call on stand-ins has returned as such."""
+        """Remember the parameters and other leaves that an eager call on proxies has returned themselves."""
         originals, given = self.proxies.originals, set(map(id, arguments))
         for index, leaf in leaf_results(made).items():
             if index not in given:
                 self._returned[originals.get(index, leaf)] = None
 
     def _result(self, made: Any, tensors: dict[int, torch.Tensor]) -> StaticOutputs:
-        """The results, with the objects themselves where stand-ins or known leaves are returned as such."""
+        """The results; a returned proxy or known leaf stands for the object itself."""
         objects = {id(leaf): leaf for leaf in self._returned} | self.proxies.originals
         given = set(map(id, tensors.values()))
         leaves = leaf_results(made)
@@ -201,7 +201,7 @@ class PairCapture:
             self._returned[objects[index]] = None
         return StaticOutputs(made, tensors, objects)
 
-    def _arguments(self, call: RecordedCall, buffers: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+    def _arguments(self, call: EagerCall, buffers: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
         """A buffer for each tensor of a call, by leaf index."""
         found: dict[int, torch.Tensor] = {}
         for index, leaf in enumerate(call.leaves):
@@ -217,8 +217,8 @@ class PairCapture:
             StaticInputs({i: found[i] for i in call.values}).load(call.values)
         return found
 
-    def _edges(self, call: RecordedCall, result: StaticOutputs, tensors: Mapping[int, torch.Tensor]) -> AutogradEdges:
-        """How autograd goes through a forward, and which parameters it knows."""
+    def _edges(self, call: EagerCall, result: StaticOutputs, tensors: Mapping[int, torch.Tensor]) -> AutogradEdges:
+        """Describe how autograd passes through a forward, and the parameters that it uses."""
         differentiable = any(result.differentiable)
         anchor = torch.empty(0, device="cpu", requires_grad=differentiable)  # where autograd has least to do for it
         flows, outside = [], []
@@ -245,7 +245,7 @@ class PairCapture:
             keeps_casts=keeps_casts(call.ambient) and bool(casts_behind(result.tensors)),
         )
 
-    def _through_autograd(self, call: RecordedCall, result: StaticOutputs) -> list[torch.Tensor]:
+    def _through_autograd(self, call: EagerCall, result: StaticOutputs) -> list[torch.Tensor]:
         """The module's parameters whose gradients autograd accumulates: chosen ones, and returned ones."""
         # what a reentrant backward reaches is not known before it runs
         used = self.proxies.parameters if is_reentrant(result.tensors) else self._known
@@ -253,7 +253,7 @@ class PairCapture:
         return [p for p in self.proxies.parameters if call.in_ddp or id(p) in chosen]
 
     def known_parameters(self) -> list[torch.Tensor]:
-        """The parameters that the last forward's graph rests on, frozen ones among them."""
+        """The parameters that the last forward's graph uses, also frozen ones."""
         frozen = [p for p in self.module.parameters() if not p.requires_grad]
         return [*self._known, *frozen]
 
@@ -264,7 +264,7 @@ class PairCapture:
     # -- backward
 
     def _backward_now(self, runner: Runner, metas: Sequence[ArgMetadata | None]) -> BackwardGraph:
-        """Record a backward that is asked for in the middle of one."""
+        """Record a backward in the middle of a running one."""
         with self.session.workspace.capturing():
             return self.backward(runner, metas, {}, autocast_now())
 
@@ -279,8 +279,8 @@ class PairCapture:
     ) -> BackwardGraph:
         """Record the backward for gradients of this geometry.
 
-        `given` have a buffer; those of them that another graph hands out are `lent`. `then` is called with the
-        gradients of the node's inputs, for what else the graph is to do.
+        `given` are buffers for gradients; those that another graph returns are `lent`. `then` is called with the
+        gradients of the node's inputs, to add further work to the graph.
         """
         device = self.session.backend.device
         present = {i: meta for i, meta in enumerate(metas) if meta is not None}
@@ -312,11 +312,11 @@ class PairCapture:
         return self.keep(runner, metas, autocast, recording, boundary, self._marks(before))
 
     def _inside(self, runner: Runner, results: Sequence[torch.Tensor]) -> list[Inside]:
-        """The parameters that the backward from these results accumulates the gradients of."""
+        """The parameters whose gradients the backward from these results accumulates."""
         outside = runner.edges.outside
         if self._accumulates and not all(self.proxies.has(p) for p in outside):
             raise CaptureError(
-                "a module with reentrant checkpointing uses a parameter that is not its own",
+                "a module with reentrant checkpointing uses a parameter of another module",
                 rule="reentrant-checkpoint",
             )
         reached = {id(leaf) for leaf in leaves_behind(results)}
@@ -334,7 +334,7 @@ class PairCapture:
         boundary: StaticInputs,
         marks: Sequence[tuple[torch.Tensor, dict[str, Any]]] = (),
     ) -> BackwardGraph:
-        """Let a runner know a recorded backward, which made gradients and added to those of parameters."""
+        """Add a recorded backward to a runner."""
         try:
             rewinds = _rewinds(runner, recording)
         except CaptureError:
@@ -355,20 +355,20 @@ class PairCapture:
     def around_backward(
         self, runner: Runner, autocast: tuple[Any, Any], outside: Sequence[torch.Tensor] = ()
     ) -> Iterable[AbstractContextManager[Any]]:
-        """What a backward is recorded in; `outside`, if they are not those of the runner."""
+        """The contexts that a backward is recorded in. `outside` replaces that of the runner."""
         foreign = [p for p in outside or runner.edges.outside if not self.proxies.has(p)]
         return self._surroundings(runner.forward.training), under_autocast(*autocast), without_hooks(foreign)
 
     def backward_notes(
         self, runner: Runner, incoming: Mapping[int, torch.Tensor], inside: Sequence[Inside] = ()
     ) -> OpLog:
-        """A log for a backward that adds to the gradients of these parameters."""
+        """Return a log for a backward that adds to the gradients of these parameters."""
         names = {id(parameter): name for name, parameter in self.module.named_parameters()}
         added = {names.get(id(each.parameter), f"parameter {i}"): each.memory for i, each in enumerate(inside)}
         return self._shared.logs.of_backward(runner.forward.recording.notes, self.module, incoming, added)
 
     def _marks(self, before: Sequence[dict[str, Any]]) -> list[tuple[torch.Tensor, dict[str, Any]]]:
-        """Plain attributes that the backward has set on stand-ins, for the parameters they stand for."""
+        """Plain attributes that the backward has set on proxies, by parameter."""
         found = []
         for parameter, leaf, old in zip(self.proxies.parameters, self.proxies.leaves, before, strict=True):
             new = {k: v for k, v in leaf.__dict__.items() if isinstance(v, (bool, int, str)) and old.get(k) is not v}
@@ -378,7 +378,7 @@ class PairCapture:
 
 
 def with_modes(module: torch.nn.Module) -> list[torch.nn.Module]:
-    """The modules that have a training flag of their own; a compiled one shows that of the module in it."""
+    """The modules that have their own training flag; a compiled module shows the flag of the module in it."""
     return [inner for inner in module.modules() if "training" in vars(inner)]
 
 
@@ -393,18 +393,18 @@ def _storage(tensor: torch.Tensor) -> Any:
 
 
 def _rewinds(runner: Runner, recording: Recording) -> bool:
-    """Whether a backward repeats draws of its forward; refused where a replay could not."""
+    """True if a backward repeats random draws of its forward; refuse what a replay could not repeat."""
     random = recording.graph.random
     if random.rewinds_to - {runner.forward.recording.graph}:
         raise _rewinds_elsewhere()
     rewinds = recording.segment.rewinds or bool(random.rewinds_to)
     if rewinds and random.draws:
         raise CaptureError(
-            "the module's backward goes back to the forward's random state, and also draws new numbers",
+            "the module's backward returns to the forward's random state, and also draws new numbers",
             rule="rng-recompute",
-            why="the graph of the backward begins where that of the forward began, so that a recomputation draws the "
-            "same numbers; others in the same graph could not go on from where the generator is.",
-            fix="graph the checkpointed part and the part whose backward draws as two modules.",
+            why="the backward's graph starts from the random state of the forward, so that a recomputation draws the "
+            "same numbers. New numbers in the same graph would repeat old ones.",
+            fix="graph the checkpointed part and the part whose backward draws numbers as two modules.",
         )
     return rewinds
 
@@ -416,8 +416,8 @@ def _rewinds_elsewhere() -> CaptureError:
     )
 
 
-def _refuse(call: RecordedCall, graph: Graph, tensors: Mapping[int, torch.Tensor], mutated: Sequence[int]) -> None:
-    """Refuse a forward whose replay could not do what eager does."""
+def _refuse(call: EagerCall, graph: Graph, tensors: Mapping[int, torch.Tensor], mutated: Sequence[int]) -> None:
+    """Refuse a forward whose replay would differ from eager."""
     if graph.random.rewinds_to:
         raise _rewinds_elsewhere()
     names = call.signature.names()
@@ -431,15 +431,15 @@ def _refuse(call: RecordedCall, graph: Graph, tensors: Mapping[int, torch.Tensor
             raise CaptureError(
                 f"the module writes to argument `{names[index]}`, which shares memory with another one",
                 rule="shared-input",
-                why="each argument is copied into a buffer of its own, where the write would not be seen.",
+                why="each argument is copied into its own buffer, so the other argument would not see the write.",
                 fix="pass the whole tensor once and take views inside the module, or pass a clone.",
             )
 
 
 def _changed(
-    call: RecordedCall, leaves: Sequence[Any], given: tuple[Any, Any], tensors: Mapping[int, torch.Tensor]
+    call: EagerCall, leaves: Sequence[Any], given: tuple[Any, Any], tensors: Mapping[int, torch.Tensor]
 ) -> str | None:
-    """What the module has changed about the containers and on the tensors that it was given, in words."""
+    """Describe the changes that the module made to the containers and tensors that it was given."""
     known = call.signature
     changed = changed_containers(call.structure, leaves, given, known.arguments, removed=True)
     if changed is not None:

@@ -1,10 +1,10 @@
-"""A runner owns one forward graph of a module and its backward graphs, with static memory of their own.
+"""A runner owns one forward graph of a module and its backward graphs, with their static memory.
 
-Between a forward and its backward the runner's activations must stay, so a runner serves one call at a time: it is
-FWD_READY, then BWD_READY until the backward has run or the caller has dropped the results. A call that finds no runner
-ready takes another one. Everything that outlives a graph (arguments, results, activations, gradients at the edge) keeps
-its memory for as long as the runner lives. What lives inside one graph is shared with others of its lane; whether a
-runner can take a call without overwriting what others have left is asked of the lane, and of the boundary.
+The runner's activations are needed from a forward to its backward, so a runner serves one call at a time. It is
+FWD_READY, then BWD_READY until the backward has run or the caller has dropped the results. A call that finds no ready
+runner takes another one. Tensors that outlive a graph (arguments, results, activations, gradients at the edge) keep
+their memory as long as the runner lives. Memory inside one graph is shared with other graphs of its lane. The lane and
+the boundary decide whether a runner can take a call without overwriting tensors of others.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ Grads: TypeAlias = Sequence[torch.Tensor | None]
 
 
 class RunnerState(enum.IntEnum):
-    """Which pass a runner is ready for."""
+    """The pass that a runner is ready for."""
 
     FWD_READY = 0
     BWD_READY = 1
     RETIRED = 2
-    """As BWD_READY, and its graphs are freed when the call is over."""
+    """Like BWD_READY, but its graphs are freed when the call is over."""
     FREED = 3
 
 
@@ -61,11 +61,11 @@ class Awaited(Protocol):
     """A call whose backward may still come."""
 
     def will_run(self) -> bool:
-        """Whether the backward under way will yet come to this call."""
+        """True if the running backward will still reach this call."""
 
 
 class InFlightSet:
-    """Calls under way that may add to the same gradients. How many they are is `len()`."""
+    """Calls in flight that may add to the same gradients; `len()` counts them."""
 
     __slots__ = ("_uses",)
 
@@ -73,30 +73,30 @@ class InFlightSet:
         self._uses: dict[int, weakref.ref[Awaited]] = {}
 
     def add(self, use: Awaited) -> None:
-        """A call has begun."""
+        """Add a call that has begun."""
         self._uses[id(use)] = weakref.ref(use)
 
     def discard(self, use: Awaited) -> None:
-        """A call is over."""
+        """Remove a call that is over."""
         self._uses.pop(id(use), None)
 
     def __len__(self) -> int:
         return len(self._uses)
 
     def has_more_to_come(self, use: Awaited | None = None) -> bool:
-        """Whether the backward under way will come to another call than this one, or to any."""
+        """True if the running backward will reach a call other than `use`."""
         others = [found for known in list(self._uses.values()) if (found := known()) is not None and found is not use]
         return any(other.will_run() for other in others)
 
 
 class ReplayOrder(Protocol):
-    """How a runner's backward takes its turn, where the order of replays is fixed."""
+    """The turns of a runner's backward in a fixed order of replays."""
 
     def fit_grads(self, grads: Grads) -> Grads:
-        """Bring gradients to the geometry of the backward there is."""
+        """Bring gradients to the geometry of the recorded backward."""
 
     def take_turn(self, grads: Grads) -> None:
-        """Raise unless the backward, for these gradients, is what comes next."""
+        """Raise unless the backward for these gradients comes next."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -107,9 +107,9 @@ class Recording:
     launch: Callable[[], None]
     notes: OpLog
     segment: Segment
-    """The random states that it has read, or gone back to."""
+    """The random states that it has read or returned to."""
     made: Any
-    """What the recorded code has returned."""
+    """The value that the recorded code returned."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -134,7 +134,7 @@ class ForwardGraph:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AutogradEdges:
-    """How autograd's graph goes through a runner."""
+    """The connections of a runner in autograd's graph."""
 
     flows: tuple[int, ...]
     """The arguments that gradients flow back to, by leaf index."""
@@ -145,15 +145,15 @@ class AutogradEdges:
     saved_results: tuple[int, ...]
     anchor: torch.Tensor
     anchor_node: Any
-    """None where no backward comes."""
+    """None if there is no backward."""
     uses_up_saved: bool
-    """Whether its backward can run but once for each forward."""
+    """True if its backward can run only once for each forward."""
     keeps_casts: bool
-    """Whether eager code would share the casts of its weights with other calls in autocast's region."""
+    """True if eager code would share the casts of its weights with other calls in the autocast region."""
 
 
 class BackwardGraph:
-    """One recorded backward: for one set of results that gradients arrive at."""
+    """One recorded backward, for one set of results with gradients."""
 
     def __init__(
         self,
@@ -178,30 +178,30 @@ class BackwardGraph:
         self.marks = tuple(marks)
         """Attributes that the backward sets on parameters."""
         self.rewinds = rewinds
-        """Whether it recomputes a part of the forward with the forward's random numbers."""
+        """True if it recomputes a part of the forward with the forward's random numbers."""
         self.geometry: Callable[..., bool] | None = None
         self.fork: str | None = None
         self.weights: BackwardGraph | None = None
-        """The W part, where this is the I part of a split backward (`pair.ordered`)."""
+        """The W part, if this is the I part of a split backward (`pair.ordered`)."""
 
     def is_ready_for(self, grads: Grads, fork: str | None) -> bool:
-        """Whether it can be replayed for these gradients, which look like those of last time; False is inconclusive."""
+        """One fast check that it can be replayed for these gradients, as for the last ones; False is inconclusive."""
         if self.geometry is None or self.fork != fork or not self.geometry(*grads) or self.grads_in.has_conditions:
             return False
         return not any_held(self._all_lent) and self.accumulated.attach()
 
     def is_held(self) -> bool:
-        """Whether somebody keeps a gradient that it has handed out."""
+        """True if a caller holds a gradient that it returned."""
         return any_held(self._all_lent)
 
     def give_up(self) -> None:
-        """Let graphs that are captured later have the gradients' memory: copies are handed out from now on."""
+        """Leave the gradients' memory to graphs that are captured later. Callers get copies from now on."""
         lent = iter(lend_by_address([grad for grad in self.grads_out if grad is not None]))
         self.lent = tuple([None if grad is None else next(lent) for grad in self.grads_out])
         self._all_lent, self.grads_out = [], (None,) * len(self.grads_out)
 
     def hand_out(self, edges: Sequence[torch.Tensor | bool], *, lends: bool) -> list[torch.Tensor | None]:
-        """The gradients; with `lends` as they lie where `edges` says that they are used up at once, else copies.
+        """Return the gradients: copies, or with `lends` the static ones, if `edges` says that they are used at once.
 
         `edges` are those of the first inputs: whether a gradient goes straight back into another graph, or the leaf
         that it goes to. To a gradient that a leaf already has, autograd adds it; a leaf without one would keep it.
@@ -220,9 +220,9 @@ class BackwardGraph:
 
 
 class Backwards(dict[tuple[Any, ...], BackwardGraph]):
-    """The recorded backwards of a runner, by the look of the gradients and of what is around.
+    """The recorded backwards of a runner, by the geometry of the gradients, autocast and random state.
 
-    `record` records one that is not known yet; it is None where no other can be recorded.
+    `record` records a new one; it is None if no other can be recorded.
     """
 
     def __init__(
@@ -237,12 +237,12 @@ class Backwards(dict[tuple[Any, ...], BackwardGraph]):
         self.usual: BackwardGraph | None = None
         """The one that was replayed last, if a fast check recognises it."""
         self.are_copied = False
-        """Whether all gradients are handed out as copies, since somebody was found to keep one."""
+        """True if callers get copies of all gradients, since one of them held a gradient."""
         self.lent: list[BorrowedTensor] = []
-        """Gradients of all backwards, also of those that are gone."""
+        """Gradients of all backwards, also of freed ones."""
 
     def make_usual(self, backward: BackwardGraph, grads: Grads, around: tuple[Hashable, ...]) -> None:
-        """The next backward, if it looks like this one, is found without a look-up."""
+        """Let the next backward, if it looks like this one, be found without a look-up."""
         tensors = [grad for grad in grads if grad is not None]
         if len(tensors) == len(grads) and around[:2] == (False, False):  # a look tells autocast, not its dtype
             if backward.geometry is None:
@@ -257,7 +257,7 @@ class Runner:
         self,
         forward: ForwardGraph,
         edges: AutogradEdges,
-        lane: PoolLane[Runner],
+        lane: PoolLane,
         in_flight: InFlightSet,
         backwards: Backwards,
     ) -> None:
@@ -266,29 +266,29 @@ class Runner:
         self.boundary.note_loaded = forward.recording.graph.note_loaded
         self.span = CaptureSpan(lane.next_number())
         self.in_flight = in_flight
-        """Calls under way, of all runners that add to the same gradients."""
+        """Calls in flight, of all runners that add to the same gradients."""
         self.order: ReplayOrder | None = None
         self.state = RunnerState.FWD_READY
         self.forwards = self.backward_runs = 0
         self.tell_several: Callable[[], None] | None = None
-        """Called where one backward comes to it and to another call of its module, and eager may share casts."""
+        """Called if one backward reaches it and another call of its module, and eager may share casts."""
         self._notes_origin = forward.recording.graph.random.reads or bool(forward.recording.segment.states)
         self.held_up: set[int] = set()
-        """Runners, by id, that were found not to be able to run because results of this one are held."""
+        """Runners, by id, that could not run because results of this one were held."""
         lane.add(self)
 
     def can_take(self, leaves: Sequence[Any]) -> bool:
-        """Whether a call with these arguments would overwrite nothing that is still needed."""
+        """True if a call with these arguments would overwrite nothing that is still needed."""
         if self.state is not RunnerState.FWD_READY or (self.lane.is_busy and not self.lane.admits(self)):
             return False
         return not self.boundary.has_conditions or self.boundary.is_free_for(leaves)
 
     def has_held_grads(self) -> bool:
-        """Whether a caller holds a gradient that was handed out as it lies."""
+        """True if a caller holds a gradient that it got without a copy."""
         return any_held(self.backwards.lent)
 
     def is_live(self) -> bool:
-        """Whether the results of the last call may still be read."""
+        """True if the results of the last call may still be read."""
         return self.state in (RunnerState.BWD_READY, RunnerState.RETIRED) or self.result.is_held()
 
     def add_backward(self, key: tuple[Any, ...], backward: BackwardGraph) -> None:
@@ -302,12 +302,12 @@ class Runner:
         self.span.add_backward(backward.captured_at)
 
     def forget_activations(self) -> None:
-        """Give the activations' memory to graphs that are captured later. There will be no other backward."""
+        """Leave the activations' memory to graphs that are captured later. No other backward can be recorded then."""
         self.result.forget_history()
         self.backwards.record = None
 
     def give_up_memory(self) -> None:
-        """The same for the memory of results and gradients, of which copies are handed out from now on."""
+        """The same for the memory of results and gradients. Callers get copies from now on."""
         self.forget_activations()
         self.result.give_up()
         for backward in self.backwards.values():
@@ -315,7 +315,7 @@ class Runner:
         self.backwards.lent = []
 
     def replay(self, leaves: Sequence[Any]) -> Any:
-        """Replay the forward; where the random generators were before, if anybody will ask."""
+        """Replay the forward. Return the random state before it, if a backward may need it."""
         recording = self.forward.recording
         follow = recording.graph.follow
         if follow is not None:
@@ -338,18 +338,18 @@ class Runner:
 
     @property
     def is_freed(self) -> bool:
-        """Whether its graphs are gone."""
+        """True if its graphs were freed."""
         return self.state is RunnerState.FREED
 
     def begin(self) -> None:
-        """A backward will come to a call: what it needs must stay."""
+        """Begin a call that has a backward: keep what that needs."""
         self.state = _TRANSITIONS[self.state].begun
         self.lane.begin(self)
         if self.boundary.has_shared:
             self.boundary.hold()
 
     def release(self) -> None:
-        """The call is over: ready for the next one."""
+        """End the call; the runner is ready for the next one."""
         if self.boundary.has_shared:
             self.boundary.release()
         after = _TRANSITIONS[self.state].ended
@@ -362,14 +362,14 @@ class Runner:
             self.lane.forget(self)
 
     def retire(self) -> None:
-        """Free the graphs, now or when the call under way is over."""
+        """Free the graphs, now or when the call in flight is over."""
         after = _TRANSITIONS[self.state].retired
         if after is RunnerState.FREED:
             self.free()
         self.state = after
 
     def free(self) -> None:
-        """Free the graphs, even if a call is under way."""
+        """Free the graphs, even if a call is in flight."""
         if self.state is RunnerState.FREED:
             return
         self.state = RunnerState.FREED

@@ -1,9 +1,9 @@
-"""A `PairSession` holds what the graphed pairs of one model share: pool lanes, gradients, events of the process."""
+"""A `PairSession` holds the state that graphed pairs of one model share: pool lanes, gradients, process events."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -13,11 +13,13 @@ from stepgraph.backends import Backend
 from stepgraph.grads.param_grads import ParamGrads
 from stepgraph.guards.registration import RegistrationEvents
 from stepgraph.observe.finder import devices
+from stepgraph.pair.kind import CallKind, equality
 from stepgraph.pair.lanes import PoolLanes
 from stepgraph.pair.proof import AuditTurns, PairLogs
-from stepgraph.pair.runner import InFlightSet, Runner
+from stepgraph.pair.runner import InFlightSet
 from stepgraph.pair.waiting import WaitingCalls
 from stepgraph.session.backend_choice import backend_of
+from stepgraph.session.report import backend_name
 from stepgraph.session.session import Session
 from stepgraph.signature import AmbientReader
 
@@ -26,25 +28,25 @@ _LIVE: weakref.WeakSet[PairSession] = weakref.WeakSet()
 
 
 def live_sessions() -> Iterator[PairSession]:
-    """All that are alive in the process."""
+    """All sessions that are alive in the process."""
     return iter(list(_LIVE))
 
 
 class PairSession:
-    """What pairs have in common, whoever captures them."""
+    """The state that pairs of one model share."""
 
     def __init__(self, session: Session | None = None, delete_graphs: Callable[[], None] | None = None) -> None:
-        """`delete_graphs` frees all of them, and forgets what was learnt for them."""
+        """`delete_graphs` frees all graphs, and forgets the facts learnt for them."""
         self.session = session if session is not None else Session()
         self._owns_session = session is None
-        self.lanes: PoolLanes[Runner] = PoolLanes(self.session.lane_numbers)
+        self.lanes: PoolLanes = PoolLanes(self.session.lane_numbers)
         self.events = RegistrationEvents()
         self.ambient = AmbientReader()
         self.grads = ParamGrads()
         self.logs = PairLogs()
         self._in_flight: dict[int, InFlightSet] = {}
         self.returned = WeakTensorKeyDictionary()
-        """Parameters and other leaves that calls were seen to return as such."""
+        """Parameters and other leaves that calls have returned themselves."""
         self.waiting = WaitingCalls()
         self.turns = AuditTurns("auto")
         self.capture_seconds = 0.0
@@ -54,17 +56,17 @@ class PairSession:
         _LIVE.add(self)
 
     def in_flight_of(self, module: torch.nn.Module) -> InFlightSet:
-        """The calls under way that may add to the gradients of a module's parameters, whichever method was called."""
+        """The calls in flight that may add to the gradients of a module's parameters, of any of its methods."""
         return self._in_flight.setdefault(id(module), InFlightSet())
 
     def backend_for(self, *values: Any) -> Backend:
-        """The backend, chosen by where the first call's modules and tensors are."""
+        """The backend, chosen by the device of the first call's modules and tensors."""
         if not self.session.has_backend:
             self.session.settle(backend_of(devices(values)))
         return self.session.backend
 
     def note_returned(self, tensors: Iterable[torch.Tensor]) -> bool:
-        """Remember leaves that a call has returned; whether a graph accumulates the gradient of one of them by itself.
+        """Remember leaves that a call has returned. Return True if a graph accumulates the gradient of one of them.
 
         Autograd accumulates it from now on, since it must add up all uses, inside and outside, in eager's order.
         """
@@ -73,9 +75,20 @@ class PairSession:
             self.returned[tensor] = None
         return any(self.grads.knows(tensor) for tensor in new)
 
+    def facts(self, kinds: Collection[CallKind], static_bytes: int) -> dict[str, Any]:
+        """Return the part of a report that all engines share; `kinds` of calls have graphs."""
+        return {
+            "backend": backend_name(self.session),
+            "capture_seconds": self.capture_seconds,
+            "pool_bytes": self.session.pool_bytes(),
+            "static_bytes": static_bytes,
+            "audits": self.turns.audits,
+            "equality": equality(kinds, self.turns.audits),
+        }
+
     @property
     def is_warming(self) -> bool:
-        """Whether a call runs eagerly to warm up, or waits for the backward of such a run."""
+        """True if a call runs eagerly to warm up, or waits for the backward of such a run."""
         return self._warming > 0 or bool(self.waiting)
 
     def warming(self, run: Callable[[], Any]) -> Any:
@@ -87,13 +100,13 @@ class PairSession:
             self._warming -= 1
 
     def delete_cuda_graphs(self) -> None:
-        """Free all graphs; calls warm up and are captured again, as if they had never been."""
+        """Free all graphs; calls warm up and are captured again, as at first."""
         if self._delete_graphs is not None:
             self._delete_graphs()
             self.returned = WeakTensorKeyDictionary()
 
     def close(self) -> None:
-        """Free all graphs; what was graphed goes on eagerly."""
+        """Free all graphs; calls run eagerly from now on."""
         if not self.is_closed:
             self.delete_cuda_graphs()
             self.is_closed = True

@@ -1,18 +1,17 @@
 """A split backward computes the gradients of the inputs first, and those of the weights when there is time.
 
-A pipeline's other stages wait for the gradients of a stage's inputs, and nobody waits for those of its weights. So a
-schedule may split the backward: the I part goes from the results to the inputs, the W part is run later and fills a
-gap in which the rank had nothing to do.
+Other stages of a pipeline wait for the gradients of a stage's inputs, but not for those of its weights. So a schedule
+may split the backward: the I part goes from the results to the inputs, and the W part runs later, while the rank would
+be idle.
 
-Autograd's graph shows where the parts come apart. Nodes from which an input can be reached are on the *path*; the I
-part runs them, for their gradients towards the inputs only. Other nodes that a weight can be reached from are *beside*
-the path. What comes to a node of the path that has an edge to one beside it is kept; the W part starts there. It asks
-such a node for the edges beside the path and for nothing else, and goes on from there to the weights: each product is
-computed once, in one part or in the other.
+Autograd's graph shows where to split. Nodes that lead to an input are on the *path*; the I part runs them, only for
+their gradients towards the inputs. Other nodes that lead to a weight are *beside* the path. If a node of the path has
+an edge to one beside it, its incoming gradients are kept, and the W part starts there. It computes only the edges
+beside the path, and continues to the weights. Each product is computed once, in one of the parts.
 
-Two things are done in the I part although they lead to weights, because the W part would have to compute again what the
-I part has done. A node that several nodes of the path lead to gets its sum there: from the first of them the others
-are reached along the path. And a function written in Python computes all its gradients whenever it is run.
+Two computations lead to weights and are still done in the I part, since the W part would have to repeat work. A node
+behind several nodes of the path gets its sum there. And a function written in Python always computes all its
+gradients.
 
 The additions are those of one unsplit backward, in the same order. A hook on a tensor inside sees its gradient in both
 parts, as with `torch.distributed.pipelining`.
@@ -28,7 +27,7 @@ import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 Edge = tuple[Any, int]
-"""A node of autograd's graph, and which of the gradients that come to it."""
+"""A node of autograd's graph, and the index of one of its incoming gradients."""
 Grads = list[torch.Tensor | None]
 
 
@@ -38,7 +37,7 @@ def input_gradients(
     inputs: Sequence[torch.Tensor],
     parameters: Sequence[torch.Tensor],
 ) -> tuple[Grads, WeightPart]:
-    """Compute the gradients of the inputs only (the I part); what the gradients of the weights need is kept.
+    """Compute the gradients of the inputs only (the I part), and keep the tensors that the W part needs.
 
     `incoming` are the gradients of the results, None where it is one. Autograd's graph is retained. The caller lets go
     of the results; the W part keeps the nodes it needs.
@@ -69,7 +68,7 @@ def input_gradients(
 
 @dataclass(slots=True)
 class WeightPart:
-    """The W part of a backward: what it starts from, until it is run."""
+    """The W part of a backward: the gradients that it starts from, until it is run."""
 
     _leaves: list[Edge | None]
     _known: dict[Edge, torch.Tensor | None]
@@ -82,9 +81,9 @@ class WeightPart:
         return [grad for _, grad in pairs if grad is not None]
 
     def gradients(self, *, retain_graph: bool = False) -> Grads:
-        """Compute the gradients of the weights, one a parameter, and let go of everything that was kept.
+        """Compute the gradients of the weights, one for each parameter, and drop the kept tensors.
 
-        `retain_graph` keeps what autograd has saved for another backward from the same results.
+        `retain_graph` keeps the tensors that autograd has saved, for another backward from the same results.
         """
         leaves, known, beside, starts = self._leaves, self._known, self._beside, self._starts
         self._leaves, self._known, self._beside, self._starts = [], {}, [], []
@@ -100,17 +99,17 @@ class WeightPart:
 
 @dataclass(slots=True)
 class _Node:
-    """What is known of a node of the graph."""
+    """The facts known about a node of the graph."""
 
     before: set[Any]
     """The nodes whose gradients come here."""
     places: set[int]
-    """Which gradients come here."""
+    """The indices of its incoming gradients."""
     is_result: bool = False
 
 
 class _Plan:
-    """Which gradients the I part asks for, and where the W part starts."""
+    """The gradients that the I part computes, and the edges where the W part starts."""
 
     def __init__(self, roots: Sequence[Edge], inputs: Sequence[Edge], leaves: Sequence[Edge]) -> None:
         self._nodes = _reachable(roots)
@@ -137,7 +136,7 @@ class _Plan:
             self.starts.append(([(node, place) for place in sorted(self._nodes[node].places)], targets))
 
     def kept(self) -> list[Edge]:
-        """What comes to the nodes that the W part starts from."""
+        """The incoming gradients of the nodes where the W part starts."""
         return [edge for edges, _ in self.starts for edge in edges]
 
     def _whole(self, leaves: Sequence[Edge]) -> list[Edge]:
@@ -184,7 +183,7 @@ def _reachable(roots: Sequence[Edge]) -> dict[Any, _Node]:
 
 
 def _computes_everything(node: Any) -> bool:
-    """Whether a node computes all its gradients whenever it is run."""
+    """True if a node always computes all its gradients."""
     return isinstance(node, torch.autograd.function.BackwardCFunction)
 
 

@@ -1,6 +1,7 @@
-"""A `PairTarget` is the method of a module that graphs stand in for, and what they take for granted about it.
+"""A `PairTarget` is the code that graphs replace, with the guards of what the graphs assume about it.
 
-Graphed modules and pipeline stages share it. Each engine decides when to capture, and which graph a call replays.
+It is a method of a module, or a function with the modules that it reaches. Graphed modules, graphed callables and
+pipeline stages share it. Each engine decides when to capture, and which graph a call replays.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ _training = operator.itemgetter("training")
 
 
 class PairTarget:
-    """One method of a module, which graphs stand in for."""
+    """One method of a module, or a function around a module, that graphs replace."""
 
     def __init__(
         self,
@@ -44,14 +45,23 @@ class PairTarget:
         shared: PairSession,
         outside: Callable[[torch.nn.Module], set[int]],
         *,
+        function: Callable[..., Any] | None = None,
+        runs_own_hooks: bool = True,
         need_backward: bool = True,
     ) -> None:
-        """`outside` finds the parameters that autograd gives their gradients to."""
+        """`outside` finds the parameters that autograd gives their gradients to.
+
+        `function` is called in place of the method. `runs_own_hooks`: the module's own hooks run around the graphs.
+        """
         self.module, self.method, self.name = module, method, name
         self.options, self.shared, self.need_backward = options, shared, need_backward
         self.random: CudaRNGStatesTracker | None = None
         """Known when the backend is."""
-        self._original = ModuleMethod(module, method)
+        self._original: Callable[[], Callable[..., Any]] = ModuleMethod(module, method)
+        if function is not None:
+            self._original = lambda: function
+        self._is_whole = function is None and method == "forward"
+        self._runs_own_hooks = runs_own_hooks
         self._outside = outside
         self._pair: PairCapture | None = None
         self._look_at_modules()
@@ -63,7 +73,7 @@ class PairTarget:
 
     @property
     def original(self) -> Callable[..., Any]:
-        """What the graphs stand in for."""
+        """The function that the graphs replace."""
         return self._original()
 
     def modes(self) -> tuple[bool, ...]:
@@ -84,13 +94,13 @@ class PairTarget:
         return {id(tensor): tensor for tensor in (*self.module.parameters(), *self.module.buffers())}
 
     def _called_inside(self) -> list[torch.nn.Module]:
-        """The modules whose hooks run inside what is recorded; this one's own run around its forward."""
-        return self._modules[1:] if self.method == "forward" else self._modules
+        """The modules whose hooks run inside the recorded code; hooks of this one usually run around its forward."""
+        return self._modules[1:] if self._is_whole and self._runs_own_hooks else self._modules
 
     # -- capturing
 
     def pair(self) -> PairCapture:
-        """What records its graphs, made when the first one is."""
+        """The recorder of its graphs; it is made for the first one."""
         if self._pair is None:
             self._pair = PairCapture(
                 *(self._original, self.module, self.shared, self._outside(self.module), self.options.generators),
@@ -99,14 +109,14 @@ class PairTarget:
         return self._pair
 
     def drop_pair(self) -> None:
-        """Its graphs are gone: others may rest on other modules and gradients."""
+        """Forget the recorder after the graphs were freed: modules and gradients may change before the next one."""
         self._look_at_modules()
         if self._pair is not None:
             self.shared.grads.forget(self._pair.proxies.parameters)
         self._pair = None
 
     def check_capturable(self, ambient: tuple[Hashable, ...]) -> None:
-        """Raise for hooks on modules inside, which would not run at replays, and for flags unlike those of the call."""
+        """Raise for hooks on modules inside, since replays would not run them, and for flags that have changed."""
         names = {id(module): name for name, module in self.named_modules().items()}
         refuse_hooks(self.name, self._called_inside(), self.options.safe_hooks, lambda m: names[id(m)])
         different = changed_flags(ambient)
@@ -114,7 +124,7 @@ class PairTarget:
             raise RuntimeError(f"flags of the process have changed since the call: {', '.join(different)}")
 
     def failed(self, kind: CallKind, error: Exception) -> None:
-        """A capture failed: the module stays eager for these calls."""
+        """Raise or warn after a failed capture; the module stays eager for these calls."""
         raised = capture_error(self.name, error, self.shared.session.backend)
         kind.obstacle = f"capture failed: [{raised.rule}]"
         if not self.options.goes_on_eagerly:
@@ -125,12 +135,12 @@ class PairTarget:
     # -- guards
 
     def guard(self, kind: CallKind, runner: Runner) -> None:
-        """Note what the graphs of a kind of call have baked in."""
+        """Make the guard of the values that the graphs of a kind of call have baked in."""
         modules, pair = self.named_modules(), self.pair()
         names = {id(p): f"{self.name}.{path}" for path, p in self.module.named_parameters()}
         names |= {id(module): name for name, module in modules.items()}
         passed = [m for leaf in kind.keep_alive if isinstance(leaf, torch.nn.Module) for m in leaf.modules()]
-        own = self.module.parameters() if self.method == "forward" else pair.known_parameters()
+        own = self.module.parameters() if self._is_whole else pair.known_parameters()
         model = ModelGuard(
             [*self._modules, *passed],
             [*own, *(p for m in passed for p in m._parameters.values() if p is not None)],
@@ -144,7 +154,7 @@ class PairTarget:
         )
 
     def look(self, guard: SiteGuard, differs: Callable[[], Difference | None], *, audited: bool) -> Finding | None:
-        """A reason not to replay the graphs that a guard belongs to."""
+        """Return a reason not to replay the graphs of a guard, or None."""
         try:
             return guard.look(differs, audited=audited)
         except Exception as error:  # noqa: BLE001 (as in a capture: whatever it is, the graphs are of no use)
@@ -154,11 +164,11 @@ class PairTarget:
             return Finding(f"it can no longer be recorded as it was   [{raised.rule}]", (raised.rule,))
 
     def raise_if_strict(self, why: str) -> None:
-        """Under strict a change is an error, before anything runs."""
+        """Under strict, raise for a change, before anything runs."""
         if self.options.strict:
             raise StateChanged(
                 f"{self.name}: {why}",
                 rule="state-changed",
-                why="the captured graphs go on with what they were recorded with, and strict=True forbids else.",
+                why="the graphs keep the state of their capture, and strict=True forbids to capture again.",
                 fix="call handle.reset() after the change, or leave strict=False.",
             )

@@ -1,4 +1,4 @@
-"""`WaitingCalls` follows eager calls to their backward: it notes which results gradients come back to."""
+"""`WaitingCalls` notes, for eager calls, which of their results get gradients in the backward."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from stepgraph.signature import ambient_key
 
 
 class WaitingCall:
-    """A call whose backward has not run; gone with the autograd graph that holds it, if it never does."""
+    """A call whose backward has not run. Without a backward it dies with its autograd graph."""
 
     __slots__ = ("__weakref__", "call", "then")
 
@@ -28,10 +28,10 @@ class WaitingCalls:
     def __init__(self) -> None:
         self._calls: weakref.WeakSet[WaitingCall] = weakref.WeakSet()
         self._task = -1
-        """The last backward that came to one of them."""
+        """The last backward that reached one of them."""
 
     def __bool__(self) -> bool:
-        """Whether a call waits, or the calling thread runs a backward that came to one."""
+        """True if a call waits, or the calling thread runs a backward that reached one."""
         return bool(self._calls) or (self._task != -1 and self._task == torch._C._current_graph_task_id())
 
     def add(
@@ -40,7 +40,7 @@ class WaitingCalls:
         results: Sequence[torch.Tensor],
         then: Callable[[WaitingCall], None] = lambda waiting: None,
     ) -> WaitingCall:
-        """Note the gradients that come back to these results; `then` is called when the first one does."""
+        """Note the gradients of these results; `then` is called at the first one."""
         waiting = WaitingCall(call, then)
         self._calls.add(waiting)
         for index, tensor in enumerate(results):
@@ -49,7 +49,7 @@ class WaitingCalls:
         return waiting
 
     def clear(self) -> None:
-        """Wait for none of them any longer."""
+        """Forget all of them."""
         self._calls.clear()
 
     def _saw_grad(self, waiting: WaitingCall, index: int, grad: torch.Tensor) -> None:

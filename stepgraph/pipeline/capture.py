@@ -1,9 +1,9 @@
 """`StageCapture` captures the graphs of a rank's stages in the order in which its schedule will replay them.
 
-Nothing runs and nothing is sent while they are captured: what each call looked like was noted in eager steps before. So
-every rank captures by itself. Arguments share static memory by `plan_buffers`: from the forward of a microbatch to its
-backward, or to its weight gradient where that is split off. So do the gradients that come in, from a backward on. The
-activations of a microbatch are let go of at the same moment, and graphs that are captured later get their memory.
+Nothing runs and nothing is sent during the capture: the geometry of each call was noted in eager steps before. So every
+rank captures independently. Arguments share static memory by `plan_buffers`, from the forward of a microbatch to its
+backward, or to its split weight gradient. So do incoming gradients, during a backward. The activations of a microbatch
+are released at the same time, and graphs that are captured later use their memory.
 """
 
 from __future__ import annotations
@@ -11,17 +11,14 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 
-import torch
-
 from stepgraph.buffers.inputs import ArgMetadata
-from stepgraph.buffers.reuse_pool import TensorReusePool
 from stepgraph.errors import CaptureError
 from stepgraph.order import plan_buffers, read_order
 from stepgraph.order.entries import Entry, Kind, Order
 from stepgraph.pair.call import CallBuffers
 from stepgraph.pair.kind import CallKind
 from stepgraph.pair.lanes import PoolLane
-from stepgraph.pair.ordered import InputPart, record_input_part, record_weight_part
+from stepgraph.pair.ordered import InputPart, OrderedMemory, record_input_part, record_weight_part
 from stepgraph.pair.runner import Runner
 from stepgraph.pair.target import PairTarget
 from stepgraph.pipeline.manager import StageCall, StageManager
@@ -39,31 +36,20 @@ class StageCapture:
         plan = plan_buffers(order, layers, [self._signature(*place) for place in places])
         self._numbers = dict(zip(places, plan, strict=True))
         """The buffer of each call, by chunk and microbatch."""
-        self._device = managers[0].target.shared.session.backend.device
-        self._gradients = TensorReusePool(self._device)
-        self._arguments: dict[tuple[int, int], torch.Tensor] = {}
-        self._taken: dict[tuple[int, int], list[torch.Tensor]] = {}
+        self.memory = OrderedMemory(managers[0].target.shared.session.backend.device)
         self._weights: dict[tuple[int, int], InputPart] = {}
         self._is_cold = False
 
-    @property
-    def num_buffers(self) -> int:
-        """How many calls at a time have static arguments."""
-        return len({number for (chunk, _), number in self._numbers.items() if chunk in self._managers})
-
-    @property
-    def static_bytes(self) -> int:
-        """Memory at the graphs' edges."""
-        arguments = sum(tensor.untyped_storage().nbytes() for tensor in self._arguments.values())
-        return arguments + self._gradients.num_bytes
-
     def _signature(self, chunk: int, microbatch: int) -> Hashable:
-        """What a call looks like; those of a stage without graphs share with nobody."""
+        """The look of a call; calls of a stage without graphs share no memory."""
         manager = self._managers.get(chunk)
-        return (chunk, microbatch) if manager is None else tuple(_geometry(manager.calls[microbatch]).items())
+        if manager is None:
+            return (chunk, microbatch)
+        leaves = enumerate(manager.calls[microbatch].recorded.leaves)
+        return tuple((i, replace(leaf, requires_grad=False)) for i, leaf in leaves if isinstance(leaf, ArgMetadata))
 
-    def run(self, lane: PoolLane[Runner]) -> None:
-        """Capture them, in the order of the schedule. Raises `NotWarm` if there should be another eager step before."""
+    def run(self, lane: PoolLane) -> None:
+        """Capture the graphs in the order of the schedule. Raise `NotWarm` if another eager step is needed first."""
         for manager in self._managers.values():
             for call in manager.calls.values():
                 if call.refusal is not None:
@@ -77,7 +63,7 @@ class StageCapture:
         if self._is_cold:
             raise NotWarm
 
-    def _capture(self, manager: StageManager, entry: Entry, lane: PoolLane[Runner]) -> None:
+    def _capture(self, manager: StageManager, entry: Entry, lane: PoolLane) -> None:
         call, is_first = manager.calls[entry.microbatch], manager.stage.is_first
         if entry.kind is Kind.FORWARD:
             self._forward(manager, entry.microbatch, call, lane)
@@ -88,27 +74,21 @@ class StageCapture:
         autocast, place = call.recorded.backward_autocast, (entry.chunk, entry.microbatch)
         if entry.kind is Kind.INPUT_GRAD:
             _refuse_split(runner)
-            given = self._incoming(place, metas)
+            given = self.memory.gradients(place, metas)
             self._weights[place] = record_input_part(pair, runner, metas, given, manager.target.name, autocast)
             return
         if entry.kind is Kind.BACKWARD or is_first:
-            pair.backward(runner, metas, self._incoming(place, metas), autocast)
+            pair.backward(runner, metas, self.memory.gradients(place, metas), autocast)
         else:
             weights = self._weights.pop(place)
             manager.weights[entry.microbatch] = record_weight_part(pair, runner, weights, autocast, knows_origin=True)
         runner.give_up_memory()  # what its graphs hand out is copied at once
-        for tensor in self._taken.pop(place):
-            self._gradients.insert(tensor)
+        self.memory.release(place)
 
-    def _forward(self, manager: StageManager, microbatch: int, call: StageCall, lane: PoolLane[Runner]) -> None:
+    def _forward(self, manager: StageManager, microbatch: int, call: StageCall, lane: PoolLane) -> None:
         target, pair, eager = manager.target, manager.target.pair(), call.recorded
         target.check_capturable(eager.ambient)
-        number = self._numbers[manager.chunk, microbatch]
-        own = {}
-        for index, meta in _geometry(call).items():
-            if (number, index) not in self._arguments:
-                self._arguments[number, index] = meta.empty(self._device)
-            own[index] = self._arguments[number, index]
+        own = self.memory.arguments(self._numbers[manager.chunk, microbatch], eager)
         runner = pair.forward(eager, lane, CallBuffers(own))
         runner.backwards.are_copied = True
         try:
@@ -119,54 +99,43 @@ class StageCapture:
             target.guard(call.kind, runner)
         manager.runners[microbatch] = runner
 
-    def _incoming(self, place: tuple[int, int], metas: Sequence[ArgMetadata | None]) -> dict[int, torch.Tensor]:
-        taken = {i: self._gradients.get(meta) for i, meta in enumerate(metas) if meta is not None}
-        self._taken[place] = list(taken.values())
-        return taken
-
 
 @dataclass(eq=False)
 class CaptureFailed(Exception):
-    """Which stage's graph could not be captured."""
+    """A failed capture, and its stage."""
 
     target: PairTarget
     kind: CallKind
     error: Exception
 
 
-def _geometry(call: StageCall) -> dict[int, ArgMetadata]:
-    """The tensors among a call's arguments, by leaf index."""
-    leaves = enumerate(call.recorded.leaves)
-    return {i: replace(leaf, requires_grad=False) for i, leaf in leaves if isinstance(leaf, ArgMetadata)}
-
-
 def _gradients(call: StageCall) -> list[ArgMetadata | None]:
-    """The gradients that came back to a call's results."""
+    """The geometry of the gradients of a call's results."""
     metas = call.recorded.metas
     if all(meta is None for meta in metas):
         raise CaptureError(
-            "no gradient came back to the stage",
+            "the results of the stage got no gradient",
             rule="pipeline-stage",
-            why="the schedule runs its backward, and there is nothing to record.",
-            fix="leave a stage without trainable parameters out of graph_stage.",
+            why="the schedule runs the backward of the stage, but there is nothing to record.",
+            fix="leave stages without trainable parameters out of graph_stage.",
         )
     return metas
 
 
 def _refuse_split(runner: Runner) -> None:
-    """Refuse a split backward where torch's own computes nothing, or goes round what would happen in autograd."""
+    """Refuse a split backward that torch would not compute, or would compute without autograd's hooks."""
     if not runner.edges.flows:
         raise CaptureError(
-            "the backward of a stage is split in two, and no gradient flows to the inputs of the stage",
+            "the backward of a stage is split in two, but no gradient flows to its inputs",
             rule="pipeline-stage",
-            why="torch looks for weights on the way to the inputs, and would find none of them.",
-            fix="let the inputs of the stage require gradients, or take a schedule that splits no backward.",
+            why="torch finds the weights on the way to the inputs, and would find none.",
+            fix="let the inputs of the stage require gradients, or use a schedule that splits no backward.",
         )
     if runner.edges.outside:
         raise CaptureError(
-            f"the backward of a stage is split in two, and {len(runner.edges.outside)} of its parameters have hooks, "
-            "a `main_grad`, or are not its own",
+            f"the backward of a stage is split in two, but {len(runner.edges.outside)} of its parameters have hooks, a "
+            "`main_grad`, or belong to another module",
             rule="pipeline-stage",
-            why="torch adds to the gradients of the weights by itself where a backward is split, without hooks.",
-            fix="remove the hooks, or take a schedule that splits no backward.",
+            why="torch adds to the weights' gradients itself if a backward is split, without running hooks.",
+            fix="remove the hooks, or use a schedule that splits no backward.",
         )

@@ -1,10 +1,10 @@
 """A `StageManager` records the calls of one pipeline stage on this rank, and replays the graphs captured from them.
 
-The manager takes the place of the `forward` of the stage's module, and stands beside the stage's own methods, to know
-which microbatch is computed and to ask for its turn. What torch's stage does around the computation (buffers,
-communication, losses, scaling) stays as it is, and so does autograd: a replayed forward is a node in its graph, and a
-full backward comes to it there. Only where torch splits the backward, it would take that graph apart; there the I part
-is run as a full backward, which replays a graph without the weights, and the W part replays a graph of its own.
+The manager replaces the `forward` of the stage's module. It also wraps the stage's own methods, to know the microbatch
+and to take its turn. The other work of torch's stage (buffers, communication, losses, scaling) is unchanged, and so is
+autograd: a replayed forward is a node in its graph, which a full backward reaches. If torch splits the backward, it
+would take that graph apart. Then the I part runs as a full backward, which replays a graph without the weights, and the
+W part replays a separate graph.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ from stepgraph.tree import CallFlattener, Structure, unflatten
 
 
 class Mode(enum.Enum):
-    """What a step does with the stages of a rank."""
+    """The mode of a step, for all stages of a rank."""
 
     EAGER = "eager"
     RECORD = "record"
-    """Eagerly, and what goes in and out of each call is noted."""
+    """Run eagerly, and note the arguments and results of each call."""
     REPLAY = "replay"
 
 
@@ -58,33 +58,33 @@ class CurrentStep:
 
 @dataclass(slots=True)
 class StageCall:
-    """What was noted of a stage's call for one microbatch."""
+    """The notes on a stage's call for one microbatch."""
 
     kind: CallKind
     key: tuple[Hashable, ...]
     recorded: EagerCall
     refusal: StepgraphError | None
-    """What no replay could repeat."""
+    """An effect that no replay can repeat."""
     origin: Any = None
-    """Where the random generators were before a forward that its W part repeats."""
+    """The random state before a forward that its W part repeats."""
 
 
 class StageManager:
-    """The graphs of one stage, one runner a microbatch."""
+    """The graphs of one stage, with one runner for each microbatch."""
 
     def __init__(self, stage: Any, chunk: int, target: PairTarget, step: CurrentStep) -> None:
         self.stage, self.chunk, self.target, self._step = stage, chunk, target, step
         self.calls: dict[int, StageCall] = {}
-        """What was noted in the last recorded step, by microbatch."""
+        """The calls of the last recorded step, by microbatch."""
         self.runners: dict[int, Runner] = {}
         self.weights: dict[int, WeightGraph] = {}
         self.forwards = self.backwards = 0
-        """Replays of graphs that are gone."""
+        """Replays of freed graphs."""
         self.weight_grads = 0
         """Replays of W parts."""
         self.eager_reasons: Counter[str] = Counter()
         self._parts: list[GradPart] = []
-        """The backwards' shares in the parameters' gradients, as many as know all of the memory."""
+        """The backwards' parts of the parameters' gradients, as many as cover all of the memory."""
         self._microbatch: int | None = None
         self._flatten = CallFlattener()
 
@@ -92,7 +92,7 @@ class StageManager:
 
     @contextlib.contextmanager
     def computing(self, kind: Kind, microbatch: int) -> Iterator[None]:
-        """The schedule computes something of a microbatch."""
+        """Take the turn of a computation of the schedule."""
         if self._step.mode is Mode.REPLAY:
             self._step.cursor.take(Entry(kind, self.chunk, microbatch))
         self._microbatch = microbatch
@@ -107,7 +107,7 @@ class StageManager:
 
     @untraced
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the stage's module: by replay, or eagerly, noted or not."""
+        """Call the stage's module: replay, or run eagerly with or without notes."""
         mode, microbatch = self._step.mode, self._microbatch
         if microbatch is None or mode is Mode.EAGER or torch.compiler.is_compiling():
             return self.target.original(*args, **kwargs)
@@ -124,11 +124,11 @@ class StageManager:
         return run_forward(runner, leaves)
 
     def __reduce__(self) -> Any:
-        """A copy of the module, by copy.deepcopy or by pickle, is a plain module."""
+        """Let a copy of the module, by copy.deepcopy or pickle, be a plain module."""
         return getattr, (self.target.module, self.target.method)
 
     def backward(self, plain: Any, kind: str, values: dict[str, Any], last: bool) -> Any:
-        """What torch's stage calls for a backward; `plain` is its own method."""
+        """Replace the backward method of torch's stage; `plain` is that method."""
         if self._step.mode is not Mode.REPLAY or kind == "full":
             return plain(kind, values, last_backward=last)
         assert self._microbatch is not None
@@ -153,10 +153,10 @@ class StageManager:
 
     def _unlike(self, captured: Signature, received: Signature, microbatch: int) -> SignatureMismatch:
         return SignatureMismatch(
-            f"{self.target.name}, microbatch {microbatch}: a call unlike the one that was captured",
+            f"{self.target.name}, microbatch {microbatch}: this call differs from the captured one",
             rule="pipeline-stage",
             details=[str(difference) for difference in find_differences(captured, received)[:8]],
-            why="a graph replays fixed shapes and plain values, and other ranks wait for what it computes.",
+            why="a graph replays fixed shapes and plain values, and other ranks wait for its results.",
             fix="pad the batch, or call handle.reset() on all ranks before a step with other arguments.",
         )
 
@@ -195,7 +195,7 @@ class StageManager:
     # -- graphs
 
     def changed(self, *, audited: bool) -> Finding | None:
-        """A reason not to replay the stage's graphs; `audited`: they are recorded again and compared in any case."""
+        """Return a reason not to replay the stage's graphs, or None. `audited`: always record again and compare."""
         guard = next(call.kind.guard for call in self.calls.values() if call.kind.guard is not None)
         if not audited and guard.holds():
             return None
@@ -205,7 +205,7 @@ class StageManager:
         return found
 
     def _differs(self) -> Difference | None:
-        """Where a recording would differ by now: of microbatches alike, one is looked at."""
+        """Record again and return the first difference; of equal microbatches one is compared."""
         kinds = {call.key: microbatch for microbatch, call in reversed(self.calls.items())}
         for microbatch in kinds.values():
             found = differs(self.target.pair(), self.calls[microbatch].recorded, self.runners[microbatch])
@@ -214,7 +214,7 @@ class StageManager:
         return None
 
     def has_its_gradients(self) -> bool:
-        """Whether the graphs can add to the parameters' gradients; if not, they must be captured for other memory."""
+        """True if the graphs can add to the parameters' gradients; else they must be captured for other memory."""
         if not self._parts:
             parts = [b.accumulated for r in self.runners.values() for b in r.backwards.values()]
             parts += [w.recorded.accumulated for w in self.weights.values()]
@@ -227,7 +227,7 @@ class StageManager:
         return not held
 
     def forget_graphs(self) -> None:
-        """Free the graphs; what was noted of the calls stays."""
+        """Free the graphs, and keep the notes on the calls."""
         for runner in self.runners.values():
             self.forwards += runner.forwards
             self.backwards += runner.backward_runs
@@ -237,7 +237,7 @@ class StageManager:
         self.runners, self.weights, self._parts = {}, {}, []
 
     def drop(self) -> None:
-        """Free the graphs and what was noted; the stage warms up again."""
+        """Free the graphs and the notes on the calls; the stage warms up again."""
         self.forget_graphs()
         self.target.drop_pair()
         self.calls.clear()

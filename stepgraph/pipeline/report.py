@@ -1,4 +1,4 @@
-"""A report counts what happened to the graphed stages of a rank: one row for each, as text or as a dict."""
+"""A report has the counts of the graphed stages of a rank, one row for each, as text or as a dict."""
 
 from __future__ import annotations
 
@@ -29,11 +29,13 @@ class StageReport(GraphReport):
 
     rows: tuple[StageRow, ...]
     steps: dict[str, int]
-    """Steps that were replayed, and those that were not, by reason."""
+    """The number of replayed steps, and of others by reason."""
     recaptures: dict[str, int]
-    """Why graphs were captured again."""
+    """The reasons why graphs were captured again."""
+    refused: dict[str, int]
+    """Steps that raised an error of stepgraph, by rule."""
     order: int
-    """Entries of the order that each replayed step is checked against."""
+    """The number of entries in the order of a step."""
     num_buffers: int
     """Sets of static arguments, shared by all microbatches."""
 
@@ -47,4 +49,5 @@ class StageReport(GraphReport):
             *((f"stage {row.stage}", quantities(**asdict(row) | {"stage": 0})) for row in self.rows),
             ("order", quantities(turns=self.order, argument_sets=self.num_buffers)),
             ("captured again", with_counts(self.recaptures)),
+            ("refused", with_counts(self.refused)),
         ]

@@ -1,13 +1,13 @@
 """`stepgraph.graph_stage` replays the stages of a `torch.distributed.pipelining` schedule from graphs.
 
-The schedule goes on as it is: it receives, computes, sends and waits. What it computes on this rank (the forward of a
-microbatch, its backward, or the two parts of a split one) is captured once and replayed from then on. The graphs are
-captured from the first real steps, not ahead from sample arguments: what a stage receives is known only when the stages
-before it have run, and torch finds it out by itself in the first step; gradients come in the layout that the loss gives
-them; and warm-up is training that would have been done anyway.
+The schedule is unchanged: it receives, computes, sends and waits. Its computations on this rank (the forward of a
+microbatch, its backward, or the two parts of a split one) are captured once and then replayed. The graphs are captured
+from the first real steps, not from sample arguments. The input of a stage is known only when the stages before it have
+run, and torch finds it in the first step. Gradients have the layout that the loss gives them. And warm-up steps are
+part of the training.
 
-Each rank captures by itself, without a word to the others, and a replayed stage sends what an eager one would. So a
-rank whose graphs are dropped goes on eagerly while its neighbours replay.
+Each rank captures independently, and a replayed stage sends the same data as an eager one. So a rank without graphs
+runs eagerly while its neighbours replay.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from stepgraph.order import order_from_pipelining, read_order
 from stepgraph.order.cursor import Cursor, Turn
 from stepgraph.order.entries import Entry
 from stepgraph.pair.module_method import called_method, put_in_place
-from stepgraph.pair.proof import AuditTurns, equality
+from stepgraph.pair.proof import AuditTurns
 from stepgraph.pair.shared import PairSession
 from stepgraph.pair.target import PairTarget
 from stepgraph.pipeline.capture import CaptureFailed, StageCapture
@@ -38,7 +38,7 @@ from stepgraph.session.limits import weigh_changes
 from stepgraph.session.messages import warn_misspelt, warn_operations_changed
 from stepgraph.session.options import Audit, Hook, OnError, PairOptions, reads_options
 from stepgraph.session.proof import NotWarm
-from stepgraph.session.report import backend_name, outline
+from stepgraph.session.report import outline
 from stepgraph.session.session import Session
 from stepgraph.signature import reason_for_eager
 from stepgraph.tracebacks import trim
@@ -63,14 +63,13 @@ def graph_stage(
     Example:
         >>> schedule = Schedule1F1B(stage, n_microbatches=8, loss_fn=loss_fn)
         >>> handle = stepgraph.graph_stage(stage, schedule)
-        >>> for batch, target in loader:             # as before: warm-up, capture and replay by themselves
+        >>> for batch, target in loader:             # as before: warm-up, capture and replay are automatic
         ...     schedule.step(batch, target=target)
 
-    `warmup` steps run eagerly, then `step()` replays. The stages of one rank are given in one call, as a list, so that
-    they share memory by the order of the schedule; those that are left out stay eager. Results and gradients are bit
-    for bit those of the eager pipeline. `eval()` stays eager. Before the steps that `audit` names the stages of this
-    rank are recorded again, without effect, and compared: if they would run other operations by now they are captured
-    anew, with a warning.
+    `warmup` steps run eagerly, then `step()` replays. Pass all stages of one rank in one call, as a list, so that they
+    share memory by the order of the schedule; other stages stay eager. Results and gradients are bit for bit those of
+    the eager pipeline. `eval()` stays eager. Before the steps that `audit` names, the stages of this rank are recorded
+    again, without effect, and compared. If their operations have changed, they are captured again, with a warning.
     """
     stages = list(stage) if isinstance(stage, Sequence) else [stage]
     check(stages, schedule)
@@ -87,7 +86,7 @@ def graph_stage(
 
 
 class GraphedStages:
-    """The graphed stages of one rank: look at them, drop their graphs, end them."""
+    """The graphed stages of one rank, with a report, `reset()` and `close()`."""
 
     def __init__(self, stages: Sequence[Any], schedule: Any, options: PairOptions, session: Session | None) -> None:
         self._schedule, self._options = schedule, options
@@ -102,12 +101,13 @@ class GraphedStages:
         self.step = CurrentStep(_cursor_of(entries, chunks))
         self.captured: StageCapture | None = None
         self.steps: Counter[str] = Counter()
-        """How many steps there were of each mode."""
+        """The number of steps, by mode or reason."""
         self.recaptures: Counter[str] = Counter()
+        self.refused: Counter[str] = Counter()
         self._warm = 0
         self._obstacle: str | None = None
         self._changes: Counter[str] = Counter()
-        """What changed soon after a capture, which was not worth it then."""
+        """Values that changed soon after a capture, so that the capture did not pay."""
         self._restore = contextlib.ExitStack()
         self.managers: list[StageManager] = []
         for stage in stages:
@@ -131,6 +131,7 @@ class GraphedStages:
                 with self._step():
                     return step(*args, **kwargs)
             except StepgraphError as error:
+                self.refused[error.rule] += 1
                 trim(error)
                 raise
 
@@ -138,7 +139,7 @@ class GraphedStages:
 
     @contextlib.contextmanager
     def _step(self) -> Iterator[None]:
-        """One step of the schedule, in the mode that is due."""
+        """Run one step of the schedule, in the mode that is due."""
         step = self.step
         step.mode, reason = self._decide()
         step.cursor.begin()
@@ -153,7 +154,7 @@ class GraphedStages:
             self._shared.waiting.clear()
 
     def _decide(self) -> tuple[Mode, str]:
-        """What to do with the step that begins, and why."""
+        """Return the mode of the step that begins, and the reason."""
         if not self._schedule._has_backward:
             return Mode.EAGER, "evaluation"
         if self._shared.session.has_backend and self._shared.session.backend.is_capturing():
@@ -175,7 +176,7 @@ class GraphedStages:
         return (Mode.RECORD, "warm-up") if self._obstacle is None else (Mode.EAGER, self._obstacle)
 
     def _look(self) -> None:
-        """Before a replay: drop the graphs of a stage that has changed. In an audited step all are recorded again."""
+        """Before a replay, free the graphs of a stage that has changed. In an audited step all are recorded again."""
         turns = self._shared.turns
         audited = turns.begin()
         found = {m: changed for m in self.managers if (changed := m.changed(audited=audited)) is not None}
@@ -197,7 +198,7 @@ class GraphedStages:
                 )
             self._drop_graphs()
         elif [manager for manager in self.managers if not manager.has_its_gradients()]:
-            self.recaptures["gradients of an earlier step are held on to"] += 1
+            self.recaptures["gradients of an earlier step are still held"] += 1
             self._forget_graphs()
             self._capture()
 
@@ -232,7 +233,7 @@ class GraphedStages:
         self._shared.capture_seconds += time.perf_counter() - begun
 
     def _forget_graphs(self) -> None:
-        """Free the graphs; what was noted of the calls stays."""
+        """Free the graphs, and keep the notes on the calls."""
         for manager in self.managers:
             manager.forget_graphs()
 
@@ -243,7 +244,7 @@ class GraphedStages:
             manager.drop()
 
     def _dropped(self) -> None:
-        """The session has freed all graphs at once."""
+        """Free all runners after the session has freed its graphs."""
         for runner in [runner for manager in self.managers for runner in manager.runners.values()]:
             runner.free()
         self._drop_graphs()
@@ -256,18 +257,18 @@ class GraphedStages:
         return outline(what, self.steps.total(), replays, graphs, is_closed=self._shared.is_closed)
 
     def report(self) -> StageReport:
-        """What happened so far, stage by stage."""
+        """Return the counts of captures, replays and eager steps, stage by stage."""
         return _report_on(self, self._shared)
 
     def reset(self) -> None:
-        """Drop all graphs; the next steps warm up and capture anew."""
+        """Free all graphs; the next steps warm up and are captured again."""
         self._shared.delete_cuda_graphs()
         self._obstacle = None
         self.recaptures.clear()
         self._changes.clear()
 
     def close(self) -> None:
-        """End the graphs; stages, modules and schedule are as they were before. Closing twice is fine."""
+        """Free the graphs and restore stages, modules and schedule. It may be called twice."""
         self._restore.close()
         self._shared.close()
 
@@ -279,26 +280,26 @@ class GraphedStages:
 
 
 _END = "end of the step"
-"""The last turn: a step that does less than the order says does not come to it."""
+"""The last turn of a step. A step that leaves out a part of the order does not reach it."""
 
 
 def _hooked_parameters(module: torch.nn.Module) -> set[int]:
-    """Each backward of a stage is one of its own, so that nothing else adds to a parameter in it."""
+    """Return the parameters with hooks. Nothing else adds to a parameter in the backward of a stage."""
     return {id(parameter) for parameter in module.parameters() if is_hooked(parameter)}
 
 
 def _cursor_of(entries: Sequence[Entry], stages: Mapping[int, int]) -> Cursor:
-    """Checks the computations of a step against the order; `stages` has the index of the stage that a chunk is."""
+    """Make the check of a step against the order; `stages` has the index of each chunk's stage."""
     turns = [
         Turn(entry, f"{entry.kind.value} of stage {stages[entry.chunk]}, microbatch {entry.microbatch}", index)
         for index, entry in enumerate(entries)
     ]
-    fix = "call graph_stage when the schedule is as it will be run; after a change, close the handle and call it again."
+    fix = "call graph_stage after all changes to the schedule; after a change, close() the handle and call it again."
     return Cursor([*turns, Turn(_END, _END, None)], fix)
 
 
 def _report_on(stages: GraphedStages, shared: PairSession) -> StageReport:
-    """The report of a rank's stages at this moment."""
+    """Make the report on a rank's stages."""
     rows = []
     for manager in stages.managers:
         runners, weights = manager.runners.values(), manager.weights.values()
@@ -313,22 +314,13 @@ def _report_on(stages: GraphedStages, shared: PairSession) -> StageReport:
             )
         )
     captured = stages.captured
-    calls = [call for manager in stages.managers for call in manager.calls.values() if captured is not None]
-    kinds = [call.kind for call in calls]
+    kinds = [c.kind for manager in stages.managers for c in manager.calls.values() if captured is not None]
     return StageReport(
-        backend=backend_name(shared.session),
         rows=tuple(rows),
         steps=dict(stages.steps),
         recaptures=dict(stages.recaptures),
+        refused=dict(stages.refused),
         order=stages.step.cursor.num_entries,
-        num_buffers=0 if captured is None else captured.num_buffers,
-        static_bytes=0 if captured is None else captured.static_bytes,
-        pool_bytes=shared.session.pool_bytes(),
-        capture_seconds=shared.capture_seconds,
-        audits=shared.turns.audits,
-        equality=equality(
-            [kind.proof.shown for kind in kinds],
-            shared.turns.audits,
-            (kind.guard.unlooked for kind in kinds if kind.guard is not None),
-        ),
+        num_buffers=0 if captured is None else captured.memory.num_buffers,
+        **shared.facts(kinds, 0 if captured is None else captured.memory.num_bytes),
     )

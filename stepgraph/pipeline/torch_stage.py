@@ -1,7 +1,7 @@
-"""This file knows `torch.distributed.pipelining`: where a schedule keeps its stages, and what it calls on them.
+"""The connection to `torch.distributed.pipelining`: the stages of a schedule, and the methods that it calls on them.
 
-Stages and schedules are read by their attributes. They have no public place to stand between, so the methods that a
-schedule calls on a stage are replaced on the object itself; nothing is changed in torch's classes.
+Stages and schedules are read by their attributes. They have no public hooks, so the methods that a schedule calls on a
+stage are replaced on the object itself; torch's classes are unchanged.
 """
 
 from __future__ import annotations
@@ -24,30 +24,30 @@ _METHODS = (
 
 
 def stages_of(schedule: Any) -> list[Any]:
-    """The stages of this rank, by index."""
+    """Return the stages of this rank, by index."""
     stages = getattr(schedule, "_stages", None) or [s for s in [getattr(schedule, "_stage", None)] if s is not None]
     return sorted(stages, key=lambda stage: stage.stage_index)
 
 
 def chunks_of(schedule: Any) -> dict[int, int]:
-    """The index of the stage that a chunk of the order is."""
+    """Return the index of the stage for each chunk of the order."""
     return {chunk: stage.stage_index for chunk, stage in enumerate(stages_of(schedule), start=1)}
 
 
 def check(stages: Sequence[Any], schedule: Any) -> None:
-    """Refuse what cannot be graphed."""
+    """Refuse stages and schedules that cannot be graphed."""
     known = stages_of(schedule)
     if not known or not hasattr(schedule, "_has_backward"):
         raise _refused(
-            f"{type(schedule).__name__} is no schedule of torch.distributed.pipelining",
-            "the stages it runs, and whether it trains, are read from it.",
-            "pass the schedule that the stage was given to.",
+            f"{type(schedule).__name__} is not a schedule of torch.distributed.pipelining",
+            "graph_stage reads the stages and the loss from the schedule.",
+            "pass the schedule that was made with the stage.",
         )
     if not schedule._has_backward:
         raise _refused(
             f"{type(schedule).__name__} has no loss_fn",
-            "without a loss it runs no backward, and evaluations stay eager.",
-            "make it with loss_fn=..., or leave graph_stage out.",
+            "without a loss it runs no backward, and evaluations are not graphed.",
+            "pass loss_fn=... to the schedule, or leave graph_stage out.",
         )
     if not stages:
         raise _refused("no stage was given", "there is nothing to graph.", "pass the stages of this rank.")
@@ -68,37 +68,37 @@ def _check_stage(stage: Any) -> None:
     if missing:
         raise _refused(
             f"{_name(stage)} has no method {missing[0]}",
-            "that is where a graph takes the place of what the stage computes.",
+            "graph_stage replaces this method by replays.",
             "pass a PipelineStage of torch.distributed.pipelining.",
         )
     if any(name in stage.__dict__ for name in _METHODS):
         raise _refused(
             f"{_name(stage)} has graphs already",
-            "two sets of graphs would stand for one stage.",
-            "close the other handle first.",
+            "a stage has one set of graphs.",
+            "call close() on the first handle.",
         )
     kind = type(stage.submod)
     if issubclass(kind, DistributedDataParallel) or any(base.__name__ == "FSDPModule" for base in kind.__mro__):
         raise _refused(
             f"{_name(stage)} is wrapped in {kind.__name__}",
-            "it reduces or gathers in the middle of a stage's forward and backward, when its schedule tells it to.",
+            "it communicates in the middle of a stage's forward and backward, when the schedule says so.",
             "graph the layers inside with stepgraph.graph_modules, or reduce gradients after the step.",
         )
     if getattr(stage, "dw_builder", None) is not None:
         raise _refused(
             f"{_name(stage)} has a dw_builder",
-            "it computes weight gradients by itself, where no recording reaches.",
+            "it computes weight gradients itself, outside the recording.",
             "leave dw_builder out: the split backward is recorded.",
         )
 
 
 def has_forward_context(stage: Any) -> bool:
-    """`stage.register_forward_context(...)` of newer versions of torch was called: its code runs around a forward."""
+    """True if `stage.register_forward_context(...)` of newer versions of torch was called."""
     return bool(getattr(stage, "_forward_contexts", None))
 
 
 def own_methods(stage: Any, manager: StageManager) -> Iterator[tuple[str, Any]]:
-    """The methods of a stage with a manager beside them."""
+    """Return the methods of a stage that call its manager."""
     forward, backward, weight, plain = (getattr(stage, name) for name in _METHODS)
 
     def forward_one_chunk(fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:

@@ -60,7 +60,7 @@ def model_config(model: ModelSection) -> Config:
         language = {**_shared(model), **_attention(model)}
         if model.kind == "vision_language":
             token = model.vocab_size - 1 if model.image_token_id is None else model.image_token_id
-            seen = {"vision": _vision(model), "image_token": token}
+            seen: dict[str, Any] = {"vision": _vision(model), "image_token": token}
             if model.num_moe_experts is None:
                 return VisionLanguageConfig(**language, **_dense(model), **seen)
             return VisionMoEConfig(**language, **_experts(model), **seen)

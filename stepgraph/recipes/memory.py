@@ -106,7 +106,8 @@ def _run_without_memory(cfg: ConfigContainer) -> int:
         for parameter in model.parameters():
             parameter.grad = torch.empty_like(parameter)
         tokens = torch.zeros(cfg.train.micro_batch_size, cfg.model.seq_length, dtype=torch.int64)
-        with LiveBytes() as live:
+        live = LiveBytes()
+        with live:
             run_microbatch(model, cfg, tokens)
         return live.peak
 
@@ -140,7 +141,7 @@ class LiveBytes(TorchDispatchMode):
     """Counts the bytes of tensors that operations make, as long as they are alive."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.now = 0
         self.peak = 0
         self._known: set[int] = set()
@@ -169,4 +170,5 @@ class LiveBytes(TorchDispatchMode):
 
 
 def _key(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    found: int = tensor.untyped_storage()._cdata
+    return found

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from stepgraph.config.container import ConfigContainer
+from stepgraph.config.scope import CudaGraphScope
+from stepgraph.config.sections import MixedPrecisionSection
 from stepgraph.errors import InvalidArgument, nearest
 
 TASKS = ("pretrain", "sft", "lora")
@@ -73,7 +75,7 @@ def llama3_70b() -> ConfigContainer:
 def llama3_70b_sft() -> ConfigContainer:
     """Llama 3 70B on pairs of prompt and answer; the MLPs are captured."""
     cfg = for_task(llama3_70b(), "sft")
-    cfg.model.cuda_graph_scope = ["mlp"]
+    cfg.model.cuda_graph_scope = [CudaGraphScope.mlp]
     return cfg
 
 
@@ -149,8 +151,8 @@ def _started(*scope: str) -> ConfigContainer:
     """What all recipes have: bfloat16, AdamW, and graphs of some parts, captured ahead of time."""
     cfg = ConfigContainer()
     cfg.model.cuda_graph_impl = "transformer_engine"
-    cfg.model.cuda_graph_scope = list(scope)
-    cfg.mixed_precision = "bf16_mixed"
+    cfg.model.cuda_graph_scope = [CudaGraphScope(word) for word in scope]
+    cfg.mixed_precision = MixedPrecisionSection.named("bf16_mixed")
     cfg.train.train_iters, cfg.train.micro_batch_size, cfg.train.global_batch_size = 20, 1, 8
     cfg.optimizer.lr, cfg.optimizer.min_lr = 3e-4, 3e-5
     cfg.optimizer.adam_beta2, cfg.optimizer.weight_decay = 0.95, 0.1

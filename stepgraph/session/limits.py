@@ -1,4 +1,4 @@
-"""Limits on how often a step that keeps changing is captured again before its calls stay eager."""
+"""Limits on how often something that keeps changing is captured again before its calls stay eager, and for how long."""
 
 from __future__ import annotations
 
@@ -22,3 +22,29 @@ def weigh_changes(so_far: Counter[str], names: Iterable[str], replays: int) -> t
     changed = list(names)
     counted = so_far + Counter(changed)
     return counted, [name for name in changed if counted[name] > MAX_CHANGES]
+
+
+class Changes:
+    """Counts changes that made a capture useless, and when to try again.
+
+    A value may change at each of the first calls and then rest, as a weight does that is ramped up. So calls stay eager
+    only for a while, each time twice as long. A value that never rests costs a recording after 8, 16, 32, ... calls.
+    """
+
+    def __init__(self) -> None:
+        self._counted: Counter[str] = Counter()
+        self._left = 0
+        self.pause = 0
+        """Eager calls before the next try, as of the last `weigh` that found a value to change too often."""
+
+    def weigh(self, names: Iterable[str], replays: int) -> list[str]:
+        """Count changes after so many replays. Return the names that change too often: then a pause begins."""
+        self._counted, often = weigh_changes(self._counted, names, replays)
+        if often:
+            self._left = self.pause = 2 * self.pause or REPLAYS_THAT_PAY
+        return often
+
+    def is_pause_over(self) -> bool:
+        """Count an eager call. Return True once, after the last one of a pause."""
+        was_in_pause, self._left = self._left > 0, max(0, self._left - 1)
+        return was_in_pause and not self._left

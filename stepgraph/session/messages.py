@@ -30,11 +30,11 @@ def state_changed(step: str, why: str) -> StateChanged:
     )
 
 
-def warn_values_changed(step: str, changes: Sequence[Change], *, is_captured: bool, stays_eager: bool) -> None:
-    """Warn that a host value changed that a graph has baked in, or would bake in."""
+def warn_values_changed(step: str, changes: Sequence[Change], *, is_captured: bool, pause: int) -> None:
+    """Warn that a host value changed that a graph has baked in, or would bake in. `pause`: eager calls that follow."""
     since = "capture" if is_captured else "the call before"
-    if stays_eager:
-        outcome = "A call like this one stays eager from now on."
+    if pause:
+        outcome = _paused(pause)
     elif is_captured:
         outcome = "The step is captured again."
     else:
@@ -53,11 +53,16 @@ def warn_operations_changed(
     replays: int,
     *,
     stays_eager: bool,
+    pause: int = 0,
     whose: str = "step",
     counted: str = "calls",
 ) -> None:
-    """Warn that an audit found other operations: those that the step, or a module, would run now."""
-    outcome = "Calls like this one stay eager from now on." if stays_eager else f"The {whose} is captured again."
+    """Warn that an audit found other operations: those that the step, or a module, would run now.
+
+    `stays_eager`: for good, or for `pause` calls.
+    """
+    eager = _paused(pause) if pause else "Calls like this one stay eager from now on."
+    outcome = eager if stays_eager else f"The {whose} is captured again."
     if changes:
         names = [change.name for change in changes]
         warn_user(
@@ -72,6 +77,10 @@ def warn_operations_changed(
             "operations.\nWhy: a replay runs no Python. A value that the code reads has changed, and the watch cannot "
             f"see it (docs/equality.md).\nFix: {PASS_IT}, or keep it where the code of the {whose} can name it."
         )
+
+
+def _paused(calls: int) -> str:
+    return f"The next {calls} calls like this one stay eager, then the step is tried again."
 
 
 def warn_misspelt(ignore: Iterable[str], labels: Collection[str]) -> None:
@@ -119,13 +128,7 @@ def warn_past_limit(
     described = [d.describe("captured" if is_captured else "warming up with") for d in found[:8]]
     fix = _fewer_signatures(found)
     if strict:
-        raise SignatureMismatch(
-            f"{step}: this call has a new signature, {reason}",
-            rule="max-graphs",
-            details=described,
-            why="each signature needs its own graph, and strict=True forbids to run the call eagerly.",
-            fix=fix,
-        )
+        raise _mismatch(f"{step}: this call has a new signature, {reason}", described, fix)
     lines = [f"{step}: this call runs eagerly, {reason}   [max-graphs]", *(f"  {line}" for line in described)]
     warn_user("\n".join([*lines, f"Fix: {fix}"]))
 
@@ -149,10 +152,10 @@ def unsigned(error: Exception) -> str:
 def signature_mismatch(module: str, call: Signature, known: Iterable[Signature]) -> SignatureMismatch:
     """Make the error under strict for a module's call that differs from all calls with graphs."""
     found = min((find_differences(signature, call) for signature in known), key=len, default=[])
-    return SignatureMismatch(
-        f"{module}: this call differs from those that have graphs",
-        rule="max-graphs",
-        details=[str(d) for d in found[:8]],
-        why="each kind of call needs its own graphs, and strict=True forbids to run it eagerly.",
-        fix="pad inputs to a few shapes, or raise max_graphs.",
-    )
+    fix = "pad inputs to a few shapes, or raise max_graphs."
+    return _mismatch(f"{module}: this call differs from those that have graphs", list(map(str, found[:8])), fix)
+
+
+def _mismatch(what: str, details: Sequence[str], fix: str) -> SignatureMismatch:
+    why = "each signature needs its own graphs, and strict=True forbids to run the call eagerly."
+    return SignatureMismatch(what, rule="max-graphs", details=details, why=why, fix=fix)

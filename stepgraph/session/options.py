@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, TypeVar, cast, get_args, get_origin,
 
 import torch
 
-from stepgraph.backends import Backend
+from stepgraph.backends import Backend, refuse_unknown_backend
 from stepgraph.errors import InvalidArgument, nearest
 from stepgraph.frames import warn_user
 from stepgraph.session.session import Session
@@ -141,6 +141,8 @@ def reads_options(
             refuse_unknown(function.__qualname__.removesuffix(".__init__"), given, names)
             for name in _PLACES.keys() & given.keys():
                 expect(name, given[name], *_PLACES[name])
+            if isinstance(given.get("backend"), str):
+                refuse_unknown_backend(given["backend"])
             return function(*args, **given)
 
         cast(Any, call).__signature__ = shown

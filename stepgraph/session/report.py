@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import io
+import shutil
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar
 
 from rich.console import Console, ConsoleOptions, RenderResult
@@ -15,6 +17,8 @@ from rich.text import Text
 from stepgraph.session.session import Session
 
 _NO_BACKEND = "not chosen yet"
+_WIDTH = 100
+"""Columns of a printed report, if neither the terminal nor the variable COLUMNS says otherwise."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +37,9 @@ class GraphReport(ABC):
     equality: str | None = None
     """The facts known about equality with eager, and their checks; None if nothing was replayed."""
 
+    refused: dict[str, int] = field(default_factory=dict)
+    """Calls that raised an error of stepgraph, by its rule."""
+
     counted: ClassVar[str] = "calls"
     derived: ClassVar[tuple[str, ...]] = ("verdict",)
     """The noun that the verdict counts, and the properties that `to_dict` adds to the fields."""
@@ -49,10 +56,12 @@ class GraphReport(ABC):
     def verdict(self) -> str:
         """The share of replayed calls, and the main reason for the others."""
         replays, reasons = self.tally()
-        rest = sum(reasons.values())
-        if not replays + rest:
+        rest, refused = sum(reasons.values()), sum(self.refused.values())
+        if not replays + rest + refused:
             return next((f"no graphs, all calls run eagerly: {why}" for why in reasons), f"no {self.counted} yet")
-        share = f"{replays} of {replays + rest} {self.counted} replayed"
+        share = f"{replays} of {replays + rest + refused} {self.counted} replayed"
+        if refused:
+            share += f"; {refused} refused with an error [{max(self.refused, key=lambda rule: self.refused[rule])}]"
         if not rest:
             return share
         why, count = max(reasons.items(), key=lambda item: (item[0] != "warm-up", item[1]))  # warm-up is expected
@@ -68,6 +77,7 @@ class GraphReport(ABC):
         memory = [f"{name} {_size(n)}" for name, n in (("pool", self.pool_bytes), ("static", self.static_bytes)) if n]
         rows = [
             ("ran eagerly", with_counts(reasons) if len(reasons) > 1 else ""),
+            ("refused", with_counts(self.refused) if len(self.refused) > 1 else ""),
             *facts,
             ("capture time", f"{self.capture_seconds:.3f} s" if self.capture_seconds else ""),
             ("memory", ", ".join(memory)),
@@ -86,9 +96,11 @@ class GraphReport(ABC):
             yield table
 
     def __str__(self) -> str:
-        text = io.StringIO()
-        Console(file=text, width=100).print(self)
-        return text.getvalue().rstrip()
+        encoding = getattr(sys.stdout, "encoding", None) or "utf-8"  # where this will be printed
+        text = io.TextIOWrapper(io.BytesIO(), encoding, errors="backslashreplace", newline="")
+        Console(file=text, width=shutil.get_terminal_size((_WIDTH, 24)).columns).print(self)
+        text.seek(0)
+        return text.read().rstrip()
 
 
 def backend_name(session: Session) -> str:

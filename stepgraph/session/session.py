@@ -4,24 +4,45 @@ Nothing is global: one process may have several sessions. Closing a session, als
 exit of the interpreter, frees its graphs and then its pool. Steps with the same session share its memory. A session
 also drops its graphs, and its steps capture again, before something goes away that they use: the communicators of a
 process group, the buckets of a DDP.
+
+A graph with a collective holds its communicator, and NCCL frees a communicator only after every such graph:
+`destroy_process_group()` at the end of a script would hang (pytorch#115388). At the exit of the interpreter sessions
+free their graphs first. torch has no event for groups that are shut down earlier. So the two methods that end a group
+are wrapped as long as any session has graphs to free (`_BeforeGroupsEnd`).
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from types import TracebackType
+from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from stepgraph.backends import Backend, Graph, Workspace, backend_for, backend_named
 from stepgraph.errors import ClosedError, InvalidArgument
 from stepgraph.grads.step_grads import GradBuffers
-from stepgraph.session.teardown import BeforeGroupsEnd, is_distributed
 from stepgraph.tracebacks import entry_point
+
+
+class _Listeners:
+    """Methods to call when something happens, each as long as its object lives."""
+
+    def __init__(self) -> None:
+        self._methods: list[weakref.WeakMethod[Callable[[], None]]] = []
+
+    def add(self, method: Callable[[], None]) -> None:
+        living = [known for known in self._methods if known() is not None]
+        self._methods = [*living, weakref.WeakMethod(method)]
+
+    def living(self) -> list[Callable[[], None]]:
+        return [call for known in self._methods if (call := known()) is not None]
 
 
 class _Resources:
@@ -31,13 +52,13 @@ class _Resources:
         self.graphs: list[Graph] = []
         self.workspace: Workspace | None = None
         self.grads = GradBuffers()
-        self.listeners: list[weakref.WeakMethod[Callable[[], None]]] = []
-        self.groups: BeforeGroupsEnd | None = None
+        self.when_dropped = _Listeners()
+        self.groups: _BeforeGroupsEnd | None = None
 
     def adopt(self, graph: Graph) -> None:
         self.graphs.append(graph)
-        if self.groups is None and is_distributed():
-            self.groups = BeforeGroupsEnd(self.drop_graphs)
+        if self.groups is None and _is_distributed():
+            self.groups = _BeforeGroupsEnd(self.drop_graphs)
 
     def free_graphs(self) -> None:
         graphs, self.graphs = self.graphs, []
@@ -46,10 +67,8 @@ class _Resources:
 
     def drop_graphs(self) -> None:
         self.free_graphs()
-        for listener in self.listeners:
-            call = listener()
-            if call is not None:
-                call()
+        for call in self.when_dropped.living():
+            call()
 
     def release(self) -> None:
         self.free_graphs()
@@ -76,7 +95,7 @@ class Session:
         self._backend = backend_named(backend) if isinstance(backend, str) else backend
         self._resources = _Resources()
         self._lane_numbers = itertools.count(1)
-        self._when_closed: list[weakref.WeakMethod[Callable[[], None]]] = []
+        self._when_closed = _Listeners()
         self._closed = False
         self._finalizer = weakref.finalize(self, self._resources.release)
 
@@ -144,8 +163,7 @@ class Session:
 
     def when_dropped(self, method: Callable[[], None]) -> None:
         """Call a method, as long as its object lives, when all graphs are dropped at once."""
-        living = [listener for listener in self._resources.listeners if listener() is not None]
-        self._resources.listeners = [*living, weakref.WeakMethod(method)]
+        self._resources.when_dropped.add(method)
 
     def drop_graphs(self) -> None:
         """Free all graphs, because something that they use goes away. Steps capture again."""
@@ -165,17 +183,15 @@ class Session:
 
     def when_closed(self, method: Callable[[], None]) -> None:
         """Call a method, as long as its object lives, after the session was closed. The method may raise."""
-        living = [listener for listener in self._when_closed if listener() is not None]
-        self._when_closed = [*living, weakref.WeakMethod(method)]
+        self._when_closed.add(method)
 
     def close(self, *, tell: bool = True) -> None:
         """Free all graphs and the pool; with `tell`, call the methods of `when_closed`. A second call frees nothing."""
         self._closed = True
         self._finalizer()
         with contextlib.ExitStack() as stack:
-            for found in [listener() for listener in reversed(self._when_closed)] if tell else ():
-                if found is not None:
-                    stack.callback(found)
+            for call in reversed(self._when_closed.living()) if tell else ():
+                stack.callback(call)
 
     def __enter__(self) -> Session:
         return self
@@ -184,3 +200,49 @@ class Session:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close(tell=error is None)  # do not hide an error that is being raised
+
+
+_ENDS = ("shutdown", "abort")
+_LISTENERS = "__stepgraph_listeners__"
+
+
+def _is_distributed() -> bool:
+    return dist.is_available() and dist.is_initialized()
+
+
+class _BeforeGroupsEnd:
+    """Calls a function before any process group is shut down, until closed. Instances may be closed in any order."""
+
+    def __init__(self, call: Callable[[], None]) -> None:
+        self._call = call
+        for name in _ENDS:
+            end = vars(dist.ProcessGroup).get(name)
+            if end is None:
+                continue
+            if not hasattr(end, _LISTENERS):
+                end = _announcing(end)
+                setattr(dist.ProcessGroup, name, end)
+            getattr(end, _LISTENERS).append(call)
+
+    def close(self) -> None:
+        """Stop to call. The last instance to be closed restores torch's own methods."""
+        for name in _ENDS:
+            end = vars(dist.ProcessGroup).get(name)
+            listeners = getattr(end, _LISTENERS, [])
+            if self._call in listeners:
+                listeners.remove(self._call)
+                if not listeners:
+                    setattr(dist.ProcessGroup, name, end.__wrapped__)  # type: ignore[union-attr]
+
+
+def _announcing(end: Any) -> Any:
+    listeners: list[Callable[[], None]] = []
+
+    @functools.wraps(end)
+    def announced(group: Any, *args: Any, **kwargs: Any) -> Any:
+        for call in tuple(listeners):
+            call()
+        return end.__get__(group)(*args, **kwargs)
+
+    setattr(announced, _LISTENERS, listeners)
+    return announced

@@ -9,20 +9,19 @@ keeps its data in attributes, which the class copies itself.
 
 from __future__ import annotations
 
-import enum
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 
 from stepgraph.errors import InvalidArgument
+from stepgraph.plain import is_plain, token
 
 _MARKS = (
     *("_dynamo_", "_has_dynamo_", "_specialize_on"),
     *("_do_not_clear", "activation_offloading", "offloading_activation", "weight_offloading"),
 )
 """Prefixes of the names of marks: those of torch's compiler, and of Transformer Engine."""
-_PLAIN = frozenset({bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.layout})
 
 
 class Attributes:
@@ -31,10 +30,10 @@ class Attributes:
     __slots__ = ("_key", "others", "values")
 
     def __init__(self, found: dict[str, Any]) -> None:
-        self.values = {name: value for name, value in found.items() if _is_plain(value)}
+        self.values = {name: value for name, value in found.items() if is_plain(value)}
         self.others = {name: type(value) for name, value in found.items() if name not in self.values}
         """The classes of the others."""
-        self._key = (frozenset((n, _key(v)) for n, v in self.values.items()), frozenset(self.others.items()))
+        self._key = (frozenset((n, token(v)) for n, v in self.values.items()), frozenset(self.others.items()))
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Attributes) and self._key == other._key
@@ -55,7 +54,7 @@ class Attributes:
         return None
 
     def _at(self, name: str) -> Any:
-        return _key(self.values[name]) if name in self.values else self.others.get(name)
+        return token(self.values[name]) if name in self.values else self.others.get(name)
 
 
 NONE = Attributes({})
@@ -135,16 +134,3 @@ def changed_attributes(arguments: Iterable[tuple[str, Any, Any]]) -> str | None:
 def _is_wrapper(kind: type[torch.Tensor]) -> bool:
     """Whether a class of tensors defines its own operations: its instances hold other tensors."""
     return kind is not torch.Tensor and kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
-
-
-def _is_plain(value: Any) -> bool:
-    if isinstance(value, tuple):
-        return all(map(_is_plain, value))
-    return type(value) in _PLAIN or isinstance(value, enum.Enum)
-
-
-def _key(value: Any) -> Hashable:
-    """A plain value as a constant of a graph: 0.0 and -0.0 differ, as do 1 and True; NaN equals itself."""
-    if isinstance(value, tuple):
-        return (type(value), *map(_key, value))
-    return (type(value), repr(value) if type(value) in (float, complex) else value)

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from stepgraph.errors import InvalidArgument
+from stepgraph.errors import CaptureError, InvalidArgument
 from stepgraph.signature.ambient import AMBIENT_NAMES
 from stepgraph.signature.attributes import NONE, Attributes, attributes_in, attributes_on, refuse_unlike_buffers
 from stepgraph.tree import Structure, argument_name, hidden_tensor, paths
@@ -160,6 +160,27 @@ def gradient_mark(tensor: torch.Tensor) -> str:
 def has_gradient_hooks(tensor: torch.Tensor) -> bool:
     """Whether a tensor has hooks for its gradient."""
     return bool(tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None))
+
+
+def refuse_gradient(name: str, leaf: torch.Tensor) -> None:
+    """Refuse a leaf argument, for which the step gets a copy, whose gradient or hooks the copy cannot have."""
+    if not leaf.requires_grad or not leaf.is_leaf:
+        return
+    if has_gradient_hooks(leaf):
+        raise CaptureError(
+            f"argument `{name}` has a hook for its gradient",
+            rule="module-hook",
+            why="the step gets a copy of the argument, without hooks, and a replay runs no Python.",
+            fix=f"remove the hook and do its work on {name}.grad after the call, or register it inside the step on a "
+            "tensor that is computed there.",
+        )
+    if leaf.grad is not None and leaf.grad.layout is not torch.strided:
+        raise CaptureError(
+            f"argument `{name}` has a sparse gradient",
+            rule="sparse-grad",
+            why="a sparse gradient has as many entries as the batch has rows: its memory differs from call to call.",
+            fix=f"make it dense: {name}.grad = {name}.grad.to_dense().",
+        )
 
 
 def refuse_arguments(leaves: Sequence[Any], names: Sequence[str]) -> None:

@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from stepgraph.errors import CaptureError
+
 
 def memory_of(tensor: Any) -> int | None:
     """The id of a tensor's memory, or None where it has none."""
@@ -75,6 +77,18 @@ def keys_apart(
     return tuple(marked)
 
 
+def moved_argument(name: str) -> CaptureError:
+    """Make the error for a step that changed the `geometry` of its copy of an argument."""
+    return CaptureError(
+        f"the step changes the memory or the shape of argument `{name}`",
+        rule="argument-changed",
+        why="the step gets a copy of the argument, and only values can be copied back: the caller's tensor would keep "
+        "its old memory and shape.",
+        fix=f"write the values in place ({name}.copy_(new), not {name}.data = new), use forms without an underscore "
+        f"({name}.unsqueeze(0), {name}.t()), or return the new tensor.",
+    )
+
+
 def geometry(tensor: torch.Tensor) -> tuple[Hashable, ...]:
     """A tensor's address, shape, strides and dtype."""
     return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
@@ -100,6 +114,7 @@ class Contents:
 
 
 def _same_bits(one: torch.Tensor, two: torch.Tensor) -> bool:
+    """Compare bytes, so that NaN equals itself and -0.0 differs from 0.0."""
     if one.shape != two.shape or one.dtype != two.dtype:
         return False
     return torch.equal(_bytes(one), _bytes(two))

@@ -16,9 +16,9 @@ import torch
 from stepgraph.backends import Backend
 from stepgraph.buffers.inputs import StaticInputs, buffer_like, is_copied_in, tensors_among
 from stepgraph.errors import CaptureError
-from stepgraph.signature import has_gradient_hooks
+from stepgraph.signature import refuse_gradient
 from stepgraph.signature.attributes import as_given
-from stepgraph.signature.memory import geometry, memory_of, overlap, version_of
+from stepgraph.signature.memory import geometry, memory_of, moved_argument, overlap, version_of
 
 
 def on_device(leaves: Sequence[Any], backend: Backend) -> list[Any]:
@@ -89,19 +89,10 @@ class StepArguments:
         for i in self._indices:
             if not leaves[i].requires_grad or not leaves[i].is_leaf:
                 continue
-            if has_gradient_hooks(leaves[i]):
-                raise _hooked(names[i])
+            refuse_gradient(names[i], leaves[i])
             grad = leaves[i].grad
             if grad is None:
                 continue
-            if grad.layout is not torch.strided:
-                raise CaptureError(
-                    f"argument `{names[i]}` has a sparse gradient",
-                    rule="sparse-grad",
-                    why="a sparse gradient has as many entries as the batch has rows: its memory differs from call to "
-                    "call.",
-                    fix=f"make it dense: {names[i]}.grad = {names[i]}.grad.to_dense().",
-                )
             with torch.inference_mode(False), torch.no_grad():
                 self._grads[i] = buffer_like(grad.detach(), self.leaves[i].device)
 
@@ -131,7 +122,7 @@ class StepArguments:
         """After a recording: raise if the step changed the memory or the shape of an argument."""
         for i, place in zip(self._indices, self._places, strict=True):
             if geometry(self.leaves[i]) != place:
-                raise _rebound(names[i])
+                raise moved_argument(names[i])
 
     def note_use(
         self,
@@ -231,27 +222,6 @@ class StepArguments:
                         leaves[i].grad.add_(grad.to(leaves[i].device))
                     else:
                         leaves[i].grad = grad.detach().to(leaves[i].device, copy=True)
-
-
-def _rebound(name: str) -> CaptureError:
-    return CaptureError(
-        f"the step changes the memory or the shape of argument `{name}`",
-        rule="argument-changed",
-        why="stepgraph copies an argument into a buffer, and a replay runs no Python: the caller's tensor would keep "
-        "its old memory and shape.",
-        fix=f"write the values in place ({name}.copy_(new), not {name}.data = new), use forms without an underscore "
-        f"({name}.unsqueeze(0), {name}.t()), or return the new tensor.",
-    )
-
-
-def _hooked(name: str) -> CaptureError:
-    return CaptureError(
-        f"argument `{name}` has a hook for its gradient",
-        rule="module-hook",
-        why="stepgraph copies the argument into a buffer without hooks, and a replay runs no Python.",
-        fix=f"remove the hook and do its work on {name}.grad after the call, or register it inside the step on a "
-        "tensor that is computed there.",
-    )
 
 
 def _shared(written: str, other: str) -> CaptureError:

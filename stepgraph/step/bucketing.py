@@ -88,6 +88,8 @@ class Bucketing:
             names = Signature(structure, (), (), arguments=self._arguments).names()
             bound = self._bound[structure] = BoundBuckets(self._buckets, names, leaves)
         padded = bound.pad(leaves)
+        if padded.lengths != padded.choice:
+            self._warn(bound.warning)
         name = self._name_of(structure, padded.leaves)
         known = self._families.get(name)
         if known is None:
@@ -165,11 +167,14 @@ class Bucketing:
         if family is not None:
             learned.dims.refuse_wrong_cuts(family.cuts)
             learned.cuts = family.cuts
-        warning = learned.dims.warning()
+        self._warn(learned.dims.warning())
+        return learned
+
+    def _warn(self, warning: str | None) -> None:
+        """Warn once."""
         if warning is not None and warning not in self._warned:
             self._warned.add(warning)
             warn_user(f"{self._name}: {warning}")
-        return learned
 
     def _known(self, name: _Name) -> dict[Place, int | None]:
         """Return what all families agree on that differ from this one only in unbucketed sizes."""

@@ -138,17 +138,13 @@ class Replay:
         (index, copy), follow, hand_out = only, self.chain.follow, self.hand_out
 
         def replay(leaves: Sequence[Any]) -> Any:
+            if follow is not None:
+                follow()
             copy(leaves[index])
             launch()
             return hand_out()
 
-        def replay_in_order(leaves: Sequence[Any]) -> Any:
-            follow()  # type: ignore[misc]
-            copy(leaves[index])
-            launch()
-            return hand_out()
-
-        return replay if follow is None else replay_in_order
+        return replay
 
 
 class StartState:

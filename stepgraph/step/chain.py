@@ -20,6 +20,7 @@ from stepgraph.errors import CaptureError, StateChanged
 from stepgraph.grads.step_grads import Attachment, GradCapture, attach
 from stepgraph.oplog import left_out
 from stepgraph.rng.tracker import STEP_FIX, state_of_another_graph, tracker_for
+from stepgraph.session.report import sum_known
 from stepgraph.session.session import Session
 
 
@@ -104,9 +105,7 @@ class Chain:
     @property
     def nodes(self) -> int | None:
         """Nodes of all graphs, or None if they cannot be counted."""
-        counts = [link.graph.nodes for link in self.links if isinstance(link, GraphLink)]
-        known = [count for count in counts if count is not None]
-        return sum(known) if len(known) == len(counts) else None
+        return sum_known([link.graph.nodes for link in self.links if isinstance(link, GraphLink)])
 
     def describe(self) -> str:
         """Describe the chain in one line: `graph (120 nodes) > AdamW.step`."""

@@ -86,8 +86,11 @@ def decide(situation: Situation) -> Decision:
     if s.obstacle is not None:
         return Decision(Action.EAGER, s.obstacle)
     taken = s.num_graphs + (s.num_warming if s.warm_calls == 0 else 0)
-    if taken >= s.max_graphs:
+    if s.num_graphs >= s.max_graphs:
         return Decision(Action.EAGER, f"past max_graphs={s.max_graphs}")
+    if taken >= s.max_graphs:
+        have = "are captured or warming up" if s.num_graphs else "are warming up"
+        return Decision(Action.EAGER, f"max_graphs={s.max_graphs} other signatures {have}")
     if s.warm_calls < s.warmup:
         return Decision(Action.WARM_UP, "warm-up")
     return Decision(Action.CAPTURE, "warmed up")

@@ -26,6 +26,7 @@ from stepgraph.observe.discovery import Reached, discovering, scalers_among
 from stepgraph.observe.eager_call import Obstacle
 from stepgraph.observe.escaped_tensors import Place, is_newborn, kept_tensor, setting_apart
 from stepgraph.observe.finder import reachable, tensors_in
+from stepgraph.observe.lines import line_of_return
 from stepgraph.observe.nonfinite import Flags
 from stepgraph.observe.own_changes import ModelState
 from stepgraph.observe.step_objects import StepObjects, numbered
@@ -152,7 +153,10 @@ class StepCapture:
                 name = names.setdefault(id(optimizer), numbered(type(optimizer).__name__, names.values()))
                 placement = placements[id(optimizer)]
                 where = "inside the graph" if placement.inside else "eager, between graphs"
-                found[name] = f"{where} ({placement.reason})"
+                if site.calls:
+                    found[name] = f"{where} ({placement.reason})"
+                else:
+                    found.setdefault(name, f"eager, without a graph; in a capture: {where} ({placement.reason})")
         return found
 
     def run(self, site: Site, given: CallArgs, raise_held: Callable[[], None], *, ahead: bool = False) -> CapturedCall:
@@ -232,7 +236,8 @@ class StepCapture:
         other = other_result(site, kind, made.outputs.tree)
         if other is not None:
             site.eager.results.pop(kind)
-            self._surprised(site, Obstacle("varying-output", other).error(self.name))
+            where = line_of_return(self._function)
+            self._surprised(site, Obstacle("varying-output", other, where=where).error(self.name))
         if made.kept is not None:
             ignored = () if made.kept.name is None else (made.kept.name,)
             what = f"the step makes a tensor and keeps it in `{made.kept.label}`"

@@ -34,6 +34,8 @@ class Counts:
     recapture_reasons: Counter[str] = field(default_factory=Counter)
     capture_seconds: float = 0.0
     eager_reasons: Counter[str] = field(default_factory=Counter)
+    refused: Counter[str] = field(default_factory=Counter)
+    """Calls that raised an error of stepgraph, by its rule."""
 
     @property
     def calls(self) -> int:
@@ -111,6 +113,7 @@ def report_of(
         replays=counts.replays,
         eager_calls=counts.eager_reasons.total(),
         eager_reasons=dict(counts.eager_reasons),
+        refused=dict(counts.refused),
         capture_seconds=counts.capture_seconds,
         pool_bytes=session.pool_bytes(),
         static_bytes=sum(call.parts.inputs.num_bytes for call in calls),

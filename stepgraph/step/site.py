@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from stepgraph.buffers.inputs import is_copied_in
+from stepgraph.errors import Location
 from stepgraph.frames import is_users
 from stepgraph.guards.hooks import with_hooks
 from stepgraph.guards.optimizer import NumbersGuard
@@ -25,6 +26,7 @@ from stepgraph.observe.ddp import flags_of_replicas
 from stepgraph.observe.eager_call import Obstacle
 from stepgraph.observe.step_objects import StepObjects, numbered
 from stepgraph.optim.effects import OptimizerEffects
+from stepgraph.session.limits import Changes
 from stepgraph.session.proof import EagerLogs
 from stepgraph.signature import Signature
 from stepgraph.signature.fast_match import FastMatch
@@ -120,9 +122,9 @@ class Site:
         """Number of calls that no graph fitted."""
         self.was_captured = False
         self.obstacle: str | None = None
-        """Why calls of this site stay eager for good."""
-        self.changes: Counter[str] = Counter()
-        """How often each host value changed so soon after a capture that the capture did not pay."""
+        """Why calls of this site stay eager: for good, or until a pause of `changes` is over."""
+        self.changes = Changes()
+        """Changes that came so soon after a capture that the capture did not pay."""
         self.learnt = Learnt()
         self.eager = LastEager()
         self.effects = OptimizerEffects()
@@ -260,9 +262,9 @@ class Site:
         """Generators that the last eager call in the present modes did not advance."""
         return self._warmth.unmoved.get(self._mode(), [])
 
-    def note_obstacle(self, rule: str, what: str) -> None:
+    def note_obstacle(self, rule: str, what: str, where: Location | None = None) -> None:
         """Note something that an eager call did and no replay can repeat."""
-        self.obstacles[rule] = Obstacle(rule, what)
+        self.obstacles[rule] = Obstacle(rule, what, where=where)
 
     def note_unmoved(self, generators: list[torch.Generator]) -> None:
         self._warmth.unmoved[self._mode()] = generators

@@ -23,6 +23,7 @@ from stepgraph.errors import CaptureError, InvalidArgument, StepgraphError
 from stepgraph.session.session import Session
 from stepgraph.signature import Described, describe_leaf, is_plain, leaf_key, leaf_keys
 from stepgraph.signature.attributes import refuse_unlike_buffers
+from stepgraph.signature.memory import memory_of
 from stepgraph.step.arguments import StepArguments
 from stepgraph.tracebacks import entry_point, trim
 from stepgraph.tree import Structure, flatten, paths, unflatten
@@ -67,7 +68,7 @@ class StaticMicrobatches(Described):
         self._chunks = chunks
         self._one_a_chunk = one_a_chunk
         self.slots = [slot for chunk in chunks for slot in chunk or ()]
-        self._storages = {_storage(leaf) for slot in self.slots for leaf in slot.inputs.leaves} - {None}
+        self._storages = {memory_of(leaf) for slot in self.slots for leaf in slot.inputs.leaves} - {None}
 
     def data_iterator(self) -> Any:
         """Return a substitute for the data iterator: an iterator, or a list with one per chunk (None stays None)."""
@@ -77,9 +78,9 @@ class StaticMicrobatches(Described):
     def without_aliases(self, results: Any) -> Any:
         """Replace static buffers among the results by copies, since the next load overwrites the buffers."""
         leaves, structure = flatten(results)
-        if not any(_storage(leaf) in self._storages for leaf in leaves):
+        if not any(memory_of(leaf) in self._storages for leaf in leaves):
             return results
-        return unflatten(structure, [leaf.clone() if _storage(leaf) in self._storages else leaf for leaf in leaves])
+        return unflatten(structure, [leaf.clone() if memory_of(leaf) in self._storages else leaf for leaf in leaves])
 
     def noting_writes(self, results: Any) -> Any:
         """Return the results together with the places in the buffers that the iteration wrote to, if any.
@@ -110,7 +111,7 @@ class StaticMicrobatches(Described):
         written = set()
         for slot in self.slots:
             for index, (name, leaf) in enumerate(zip(slot.names, slot.sources, strict=True)):
-                storage = _storage(leaf)
+                storage = memory_of(leaf)
                 if storage is not None:
                     sharing[storage].setdefault((id(slot), id(leaf)), name)
                     if index in slot.inputs.written:
@@ -243,11 +244,6 @@ class StaticBufferLoader:
                 "capture.",
                 fix="capture only the iteration (FullCudaGraphWrapper), not a step around it.",
             )
-
-
-def _storage(leaf: Any) -> int | None:
-    is_memory = isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided
-    return int(leaf.untyped_storage()._cdata) if is_memory else None
 
 
 def _unusual_strides(leaf: Any) -> str:

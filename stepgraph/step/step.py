@@ -30,7 +30,6 @@ from stepgraph.oplog import Difference, first_difference, is_logged
 from stepgraph.session.backend_choice import choose_backend, refuse_other_devices
 from stepgraph.session.failure import capture_error
 from stepgraph.session.interrupt import interrupts_held
-from stepgraph.session.limits import weigh_changes
 from stepgraph.session.messages import state_changed, warn_misspelt, warn_operations_changed, warn_values_changed
 from stepgraph.session.proof import CallProof, NotWarm, Shown, next_audit, tell_other_path
 from stepgraph.session.report import outline
@@ -178,6 +177,7 @@ class CapturedStep(Generic[P, R]):
                 self._flags.post(self._counts.calls, self._bucketing.flags(whole, result), self._session.backend)
             return result
         except StepgraphError as error:
+            self._counts.refused[error.rule] += 1
             trim(error)
             raise
 
@@ -275,11 +275,13 @@ class CapturedStep(Generic[P, R]):
         """
         why = told(changes) or str(found)
         names = [change.name for change in changes] or [str(found.where or found.operation)]
-        site.changes, often = weigh_changes(site.changes, names, call.replays)
+        often = site.changes.weigh(names, call.replays)
         if recorded is not None and self._options.strict:
             recorded.made.drop()
         self._raise_if_strict(site, why)
-        warn_operations_changed(self._name, found, changes, call.replays - call.proof.agreed, stays_eager=bool(often))
+        pause = site.changes.pause if often else 0
+        replays = call.replays - call.proof.agreed
+        warn_operations_changed(self._name, found, changes, replays, stays_eager=bool(often), pause=pause)
         site.obstacle = f"the operations keep changing: {', '.join(often)}" if often else None
         if not changes:
             self._capture.harmless.suspect()
@@ -331,12 +333,13 @@ class CapturedStep(Generic[P, R]):
         return self._warm_up(site, f"changed: {why}", given)
 
     def _values_changed(self, site: Site, changes: Sequence[Change], given: CallArgs) -> Any:
-        """Capture again because a baked-in host value changed, or stay eager if that happens often."""
+        """Capture again because a baked-in host value changed, or stay eager for a while if that happens often."""
         self._raise_if_strict(site, told(changes))
         names = [change.name for change in changes]
-        site.changes, often = weigh_changes(site.changes, names, site.most_replays)
+        often = site.changes.weigh(names, site.most_replays)
         is_captured = bool(site.calls) or site.was_captured
-        warn_values_changed(self._name, changes, is_captured=is_captured, stays_eager=bool(often))
+        pause = site.changes.pause if often else 0
+        warn_values_changed(self._name, changes, is_captured=is_captured, pause=pause)
         if not often:  # the step may touch other objects now: observe it again
             return self._start_over(site, told(changes), given)
         site.drop_graphs()
@@ -362,6 +365,9 @@ class CapturedStep(Generic[P, R]):
             refuse_unlike_buffers(leaves, call.names())
             site = Site(call)
             site.obstacle = reason_for_eager(ambient)
+        if site.obstacle is not None and site.changes.is_pause_over():  # what kept changing may rest by now
+            site.obstacle = None
+            site.start_over(credit=self._options.warmup - 1)
         decision = self._sites.decide((structure, keys, ambient), site)
         if decision.action is Action.EAGER:
             return self._eager(site, decision.reason, given)

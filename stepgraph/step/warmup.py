@@ -25,6 +25,7 @@ from stepgraph.observe.ddp import finding_default_stream, renew_reducer
 from stepgraph.observe.discovery import Reached, discovering, scalers_of
 from stepgraph.observe.eager_call import CallObserver, Obstacle
 from stepgraph.observe.finder import tensors_in
+from stepgraph.observe.lines import line_of_return
 from stepgraph.observe.nonfinite import FlagCollector, Flags
 from stepgraph.observe.own_changes import ModelState, OwnNumbers
 from stepgraph.optim.effects import OptimizerEffects
@@ -73,7 +74,8 @@ class WarmUp:
         if site.is_last_warm_call(options.warmup):
             eager = [o for o in touched.optimizers if not self._is_inside(o)]
             self._values = Watch(self._whole, options.ignore, touched.named_modules, eager=eager, ran=touched.ran)
-        self._watched = CallObserver(backend.device, self._values, (backend.default_generator, *options.generators))
+        generators = (backend.default_generator, *options.generators)
+        self._watched = CallObserver(backend.device, self._values, generators, ran=touched.ran)
         self._numbers = OwnNumbers(touched.optimizers, self._is_inside)
         self._model = ModelState(touched.all_modules, touched.all_parameters)
         self._contents = Contents([(i, leaf) for i, leaf in enumerate(self._moved) if is_copied_in(leaf)])
@@ -113,19 +115,19 @@ class WarmUp:
         for ddp, name in unrecordable.values():
             if not _renewed(site, others, ddp, session):
                 site.note_obstacle("ddp-stream", f"DDP accumulates the gradient of `{name}` on the default stream")
-        note_result(site, self._kind, result)
+        note_result(site, self._kind, result, self._step)
         return result, found_flags
 
     def _before_step(self, optimizer: Optimizer) -> None:
         groups = optimizer.param_groups
         if self._options.optimizer == "capturable" and not all(group.get("capturable") for group in groups):
             make_capturable(optimizer, self._session.backend.device)
-        if self._site.effects.begin(optimizer):
-            self._numbers.begin(optimizer)
+        self._site.effects.begin(optimizer)
+        self._numbers.begin(optimizer)
 
     def _after_step(self, optimizer: Optimizer, result: Any) -> None:
-        if self._site.effects.end(optimizer, result):
-            self._numbers.end(optimizer)
+        self._site.effects.end(optimizer, result)
+        self._numbers.end(optimizer)
 
     def _logged(self, logs: StepLogs, call: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
         """Call the step and log its operations. A call that creates optimizer state is not compared with others."""
@@ -217,16 +219,13 @@ def flags_of(site: Site, options: StepOptions, step: Callable[..., Any]) -> Flag
 @contextlib.contextmanager
 def _state_outside_the_pool(workspace: Workspace) -> Iterator[None]:
     """Let an optimizer create its state, at its first step, outside the pool, where it would block memory."""
-    stepping: set[int] = set()
     with contextlib.ExitStack() as kept:
 
         def before(optimizer: Optimizer) -> None:
-            if not optimizer.state and not stepping:  # a subclass's step calls its parent's: both arrive here
-                stepping.add(id(optimizer))
+            if not optimizer.state:
                 kept.enter_context(workspace.keeping())
 
         def after(_: Optimizer, __: Any) -> None:
-            stepping.clear()
             kept.close()
 
         with at_optimizer_steps(before, after):
@@ -239,11 +238,11 @@ def _static_part(result: Any) -> tuple[Structure, list[Any]]:
     return made.structure, made.plain_values
 
 
-def note_result(site: Site, kind: Hashable, result: Any) -> None:
+def note_result(site: Site, kind: Hashable, result: Any, step: Callable[..., Any]) -> None:
     """Compare the static part of a result with that of the call before."""
     other = other_result(site, kind, result)
     if other is not None:
-        site.note_obstacle("varying-output", other)
+        site.note_obstacle("varying-output", other, line_of_return(step))
     site.eager.results[kind] = _static_part(result)
 
 

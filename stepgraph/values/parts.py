@@ -213,6 +213,8 @@ def _expect_items(places: list[Place], row: GuardRow) -> None:
     where, values = places[0].where, {place.key: place.value for place in places}
     if type(where) not in _DIRECT:
         row.ask(functools.partial(_are_read, item_at, [where] * len(values), [*values], [*values.values()]))
+    elif type(where) is not list:
+        row.held(where, values)
     elif len(values) <= _MAX_SINGLE or native_row() is not None:
         for key, value in values.items():
             row.item(where, key, value)

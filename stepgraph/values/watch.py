@@ -80,7 +80,7 @@ class Watch:
     def expect(self, row: GuardRow) -> None:
         expect_places(self._notes.places, row)
         for names in self._notes.names:
-            row.length(names.where, len(names.known))
+            row.held(names.where, {}, len(names.known))
 
     def drop(self, names: Iterable[str]) -> None:
         """Stop watching these values, which turned out not to matter."""

@@ -184,13 +184,36 @@ def test_value_changing_each_call_is_reported_before_recording(device: torch.dev
     with stepgraph.capture(step) as captured:
         for index in range(9):
             weight = 1.0 / (index + 1)
-            outcome = pytest.warns(StepgraphWarning, match="stays eager") if index == 5 else contextlib.nullcontext()
+            outcome = (
+                pytest.warns(StepgraphWarning, match="The next 8 calls .* stay eager")
+                if index == 5
+                else contextlib.nullcontext()
+            )
             with outcome:
                 result = captured(torch.ones(2, device=device))
             assert result.tolist() == pytest.approx([weight] * 2)
         report = captured.report()
         assert report.captures == 0
         assert report.eager_reasons["host value keeps changing: weight"] > 0
+
+
+@pytest.mark.filterwarnings("ignore::stepgraph.StepgraphWarning")
+@pytest.mark.parametrize(("ramp", "replays"), [(20, True), (10_000, False)], ids=["rests", "never rests"])
+def test_value_that_comes_to_rest_is_captured_after_all(ramp: int, replays: bool, device: torch.device) -> None:
+    weight, runs = 0.0, 0
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        nonlocal runs
+        runs += 1
+        return x * weight
+
+    with stepgraph.capture(step, ignore=["runs"]) as captured:
+        for index in range(60):
+            weight = min(1.0, index / ramp)
+            assert torch.equal(captured(torch.ones(2, device=device)), torch.ones(2, device=device) * weight)
+        report = captured.report()
+    assert (report.replays > 25) == replays == bool(report.replays)
+    assert runs - report.eager_calls - report.audits <= 6, "a value that never rests costs few recordings"
 
 
 @pytest.mark.parametrize("result", [lambda n: n, lambda n: [0] * (n % 2)], ids=["a number", "another structure"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -218,3 +219,33 @@ def test_buckets_leave_a_result_whole_once_a_guess_proved_wrong(device: torch.de
         for length in (11, 10, 20, 12, 13):
             assert step(torch.ones(rows, length, device=device)).shape == (rows, 16)
     step.close()
+
+
+@pytest.mark.parametrize(
+    ("pads", "dtype", "is_mask", "told"),
+    [
+        (None, torch.float32, False, "buckets pad `y` with 0"),
+        (None, torch.int64, False, "buckets pad `x` and `y` with 0"),
+        ({"x": -1.0}, torch.float32, False, "buckets pad `y` with 0"),
+        ({"y": 0}, torch.int64, False, None),
+        ({"y": -100}, torch.float32, False, None),
+        (None, torch.float32, True, None),
+    ],
+)
+def test_integers_padded_with_the_default_warn_once(
+    pads: dict[str, float] | None, dtype: torch.dtype, is_mask: bool, told: str | None, device: torch.device
+) -> None:
+    buckets = {"x": {0: SIZES}, "y": {0: SIZES}}
+    step = stepgraph.capture(lambda x, y: x * y, buckets=buckets, pad_values=pads)
+    with step, warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        for length in (4, 3, 3, 7, 8, 2, 5):
+            y = torch.ones(length, dtype=torch.bool if is_mask else torch.int64, device=device)
+            step(torch.ones(length, dtype=dtype, device=device), y)
+            assert not seen or length != 4, "nothing is padded"
+    found = [str(warning.message) for warning in seen if "[pad-value]" in str(warning.message)]
+    assert len(found) == (told is not None)
+    for text in found:
+        assert told in text
+        assert 'pad_values={"y": -100}' in text
+        assert "mask" in text

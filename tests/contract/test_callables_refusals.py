@@ -1,6 +1,7 @@
 """What `make_graphed_callables` refuses, by name, and that a refused capture leaves nothing behind."""
 
 import gc
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -148,6 +149,8 @@ def test_calls_unlike_the_sample_are_refused_with_differences(device: torch.devi
         error = refusal(call, "sample-mismatch")
         assert expected in str(error)
         assert error.what.startswith("callables[0] (Layer): ")
+    assert stepgraph.callables.report(layer).refused == {"sample-mismatch": len(calls)}
+    assert f"sample-mismatch: {len(calls)}" in str(stepgraph.callables.report(layer))
     with torch.autocast(device.type, dtype=torch.bfloat16):
         error = refusal(lambda: layer(x_on(device), mask=mask), "sample-mismatch")
     assert f"autocast on {device.type}: changed" in str(error)
@@ -249,6 +252,22 @@ def test_hooks_inside_are_refused(device: torch.device) -> None:
     finally:
         everywhere.remove()
     graphed(x_on(device)).sum().backward()
+
+
+def test_own_hook_of_a_compiled_module_is_refused(device: torch.device) -> None:
+    """After compile() a module's own hooks run inside what is recorded: replays would not run them."""
+    layer = Layer().to(device)
+    layer.register_forward_hook(lambda *_: None)
+    layer.compile(backend="eager")
+    assert "has a hook" in refusal(make(layer, (x_on(device),)), "module-hook").what
+
+
+def test_module_passed_as_an_argument_is_guarded(device: torch.device) -> None:
+    layer, x = Layer().to(device), x_on(device)
+    graphed = stepgraph.make_graphed_callables(lambda module, x: module(x), (layer, x))
+    graphed(layer, x)
+    layer.register_forward_hook(lambda *_: None)
+    assert "a hook of `Layer` was added" in refusal(lambda: graphed(layer, x), "state-changed").what
 
 
 def test_second_derivatives_and_partial_backwards_are_refused(device: torch.device) -> None:
@@ -402,3 +421,5 @@ def test_what_no_replay_could_repeat_is_refused(device: torch.device) -> None:
     error = refusal(make(layer, (x_on(device),)), "module-attribute")
     assert "callables[0] (Counting)" in error.what
     assert layer.calls == 0
+    error = refusal(make(lambda x: (x * 2, time.perf_counter()), (x_on(device),)), "varying-output")
+    assert "<lambda>): result[1] was " in error.what

@@ -36,7 +36,7 @@ def test_signature_that_repeats_takes_the_place_of_one_seen_once(device: torch.d
         call_with_sizes(step, [1, 2, 3, *[20] * 8], device)
         report = step.report()
         assert report.graphs == 1
-        assert report.eager_reasons == {"warm-up": 6, "past max_graphs=3": 1}
+        assert report.eager_reasons == {"warm-up": 6, "max_graphs=3 other signatures are warming up": 1}
         call_with_sizes(step, [30, *[30] * 5, *[40] * 6, *[50] * 6], device)  # and no more places than there are
         assert step.report().graphs == 3
 
@@ -68,7 +68,7 @@ def test_endless_new_signatures_end_in_eager_and_keep_nothing(device: torch.devi
         gc.collect()
         kept = [o for o in gc.get_objects() if type(o) is tuple and (str, "sample 3") in o]
         assert not kept
-    assert report.eager_reasons == {"warm-up": 2, "past max_graphs=2": 198}
+    assert report.eager_reasons == {"warm-up": 2, "max_graphs=2 other signatures are warming up": 198}
     assert len(told) == 1
 
 

@@ -333,3 +333,17 @@ def test_callables_split_delayed_weight_gradients(fused: bool, device: torch.dev
             one, two = (layer[0].weight.main_grad if fused else layer[0].weight.grad for layer in (ours, expected))
             assert torch.equal(one, two)
             assert one.any()
+
+
+def test_graphed_modules_with_delayed_weight_gradients_are_loud(device: torch.device) -> None:
+    """A replay leaves nothing for `backward_dw()`, and a recording leaves what belongs to no weight."""
+    model = GPT(replace(GPTConfig.tiny(), delay_wgrad_compute=True)).to(device)
+    tokens = torch.randint(256, (2, 16), device=device)
+    with stepgraph.graph_modules(model, ["attn"]):
+        for _ in range(3):
+            model(tokens, tokens).backward()
+            model.backward_dw()
+        for _ in range(4):
+            model(tokens, tokens).backward()
+            with pytest.raises(RuntimeError, match="backward_dw"):
+                model.backward_dw()

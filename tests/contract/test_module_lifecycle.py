@@ -31,6 +31,7 @@ import contextlib
 import copy
 import gc
 import threading
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -159,10 +160,15 @@ def test_failed_capture_raises_or_stays_eager(options: dict[str, Any], raises: b
     warned = contextlib.nullcontext() if raises else pytest.warns(stepgraph.StepgraphWarning, match="host-read")
     refused = pytest.raises(stepgraph.CaptureError, match="host-read") if raises else contextlib.nullcontext()
     with stepgraph.graph_modules(model, "layers.*", warmup=1, **options) as handle:
-        with warned, refused:
+        with warned as seen, refused:
             for _ in range(4):
                 model(x).sum().backward()
-        assert handle.report().replays == 0
+        report = handle.report()
+        assert report.replays == 0
+        assert report.rows[0].refused == ({"host-read": 1} if raises else {})
+        assert ("refused: host-read: 1" in str(report)) is raises
+        if seen is not None:
+            assert {Path(warning.filename).name for warning in seen} == {"module_harness.py"}, "where it is called"
 
 
 class AsksWhetherCaptured(nn.Module):
@@ -308,7 +314,7 @@ def test_graphs_are_dropped_with_those_of_their_session(device: torch.device) ->
         train(model, device)
         under_way = model(torch.ones(4, 8, device=device)).sum()
         session.drop_graphs()
-        with pytest.raises(stepgraph.StaleMemoryError, match="graphs are gone"):
+        with pytest.raises(stepgraph.StaleMemoryError, match="graphs were freed"):
             under_way.backward()
         assert handle.report().graphs == 0
         del under_way

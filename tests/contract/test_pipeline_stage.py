@@ -212,7 +212,7 @@ def test_gradients_that_are_kept_over_zero_grad_stay(name: str, device: torch.de
     for eager, replayed in zip(kept[:5], kept[5:], strict=True):
         assert all(torch.equal(a, b) for a, b in zip(eager, replayed, strict=True))
     assert handle is not None
-    assert handle.report().recaptures == {"gradients of an earlier step are held on to": 1}
+    assert handle.report().recaptures == {"gradients of an earlier step are still held": 1}
 
 
 def test_outputs_and_losses_that_are_kept_stay(device: torch.device) -> None:
@@ -388,11 +388,13 @@ def test_step_that_ends_early_is_refused(device: torch.device) -> None:
 
 
 def test_call_unlike_the_captured_one_is_refused_by_name(device: torch.device) -> None:
-    pipeline, _ = graphed("Schedule1F1B", device)
+    pipeline, handle = graphed("Schedule1F1B", device)
     run(pipeline, 2, scale=torch.ones(8, WIDTH, device=device))
     with pytest.raises(stepgraph.SignatureMismatch, match="stage 0, microbatch 0") as caught:
         run(pipeline, 1, scale=torch.ones(8, 1, device=device))
     assert "scale: shape changed (captured f32[2, 8]" in str(caught.value)
+    assert handle.report().refused == {"pipeline-stage": 1}
+    assert "pipeline-stage: 1" in str(handle.report())
 
 
 class Reading(Block):
@@ -476,7 +478,7 @@ def test_what_cannot_be_graphed_is_refused_by_name(device: torch.device) -> None
         ([other.stages[0]] * 2, other.schedule, "a stage was given twice"),
         ([], other.schedule, "no stage was given"),
         (pipeline.stages[0], silent, "ScheduleGPipe has no loss_fn"),
-        (pipeline.stages[0], object(), "object is no schedule"),
+        (pipeline.stages[0], object(), "object is not a schedule"),
         (custom, ScheduleGPipe(custom, 4, loss_fn=nn.functional.mse_loss), "stage 0 has a dw_builder"),
     ):
         with pytest.raises(stepgraph.InvalidArgument, match=what) as caught:

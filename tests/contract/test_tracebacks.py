@@ -1,5 +1,7 @@
 """The traceback of a refusal: the user's line comes last, with at most one frame of the engine."""
 
+import itertools
+import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -125,3 +127,42 @@ def test_error_of_the_users_own_stays_whole(device: torch.device) -> None:
     assert isinstance(cause, ValueError)
     assert len(engine_frames(cause.__traceback__)) > 2
     assert traceback.extract_tb(cause.__traceback__)[-1].line == 'raise ValueError("mine")'
+
+
+class _Counting:
+    def __init__(self) -> None:
+        self.steps, self.table, self.history = 0, {"n": 0}, [0]
+
+    def attribute(self, x: torch.Tensor) -> torch.Tensor:
+        self.steps += 1  # the line
+        return x * 2
+
+    def item(self, x: torch.Tensor) -> torch.Tensor:
+        self.table["n"] += 1  # the line
+        return x * 2
+
+    def list(self, x: torch.Tensor) -> torch.Tensor:
+        self.history.append(1)  # the line
+        return x * 2
+
+    def result(self, x: torch.Tensor) -> tuple[torch.Tensor, int]:
+        time.sleep(0)
+        return x * 2, next(_NUMBERS)  # the line
+
+
+_NUMBERS = itertools.count()
+
+
+@pytest.mark.parametrize(
+    ("method", "rule"),
+    [("attribute", "host-value"), ("item", "host-value"), ("list", "host-value"), ("result", "varying-output")],
+)
+def test_error_of_a_changing_value_names_the_line(method: str, rule: str, device: torch.device) -> None:
+    step = stepgraph.capture(getattr(_Counting(), method), ignore=["_NUMBERS"])
+    with step, pytest.raises(stepgraph.CaptureError) as caught:
+        for _ in range(8):
+            step(torch.ones(2, device=device))
+    assert caught.value.rule == rule
+    assert caught.value.where is not None
+    assert (caught.value.where.file, caught.value.where.function) == (__file__, method)
+    assert caught.value.where.source.endswith("# the line")

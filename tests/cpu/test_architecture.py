@@ -88,7 +88,7 @@ LONG_FUNCTIONS = {}
 MAX_ATTRIBUTES = 15
 LARGE_CLASSES = {
     "stepgraph/guards/model.py:ModelGuard": 19,
-    "stepgraph/native/row.py:GuardRow": 18,
+    "stepgraph/native/row.py:GuardRow": 17,
 }
 """Classes with more attributes, with their number: a list that only shrinks."""
 MAX_TEST_NAME = 60

@@ -57,8 +57,12 @@ def test_moe_router_scopes_train_on_the_gpu(tmp_path: Path) -> None:
 @pytest.mark.parametrize("implementation", ["scopes", "iteration", "te"])
 def test_resume_and_packed_lora_on_the_gpu(tmp_path: Path, implementation: str) -> None:
     settings: dict[str, Any] = {
-        "dataset__packed_sequence": True, "dataset__pad_cu_seqlens": True, "peft__scheme": "lora", "peft__dim": 4,
-        "model__seq_length": 32, "scheduler__lr_decay_iters": 6,
+        "dataset__packed_sequence": True,
+        "dataset__pad_cu_seqlens": True,
+        "peft__scheme": "lora",
+        "peft__dim": 4,
+        "model__seq_length": 32,
+        "scheduler__lr_decay_iters": 6,
     }
 
     def run(**more: Any) -> RunReport:

@@ -72,6 +72,7 @@ def filled_row(keep: dict[str, Any]) -> GuardRow:
     keep.update(
         thing=Thing(),
         slots={"one": object(), "two": object()},
+        held={"one": object(), "none": None, "other": 0},
         whole={"a": nn.Linear(1, 1), "b": None},
         modes=[{"training": True}, {"training": False}],
         values=[object()],
@@ -86,6 +87,8 @@ def filled_row(keep: dict[str, Any]) -> GuardRow:
     row.item(keep["slots"], "one", keep["slots"]["one"])
     row.item(keep["values"], 0, keep["values"][0])
     row.items(keep["slots"], dict(keep["slots"]))
+    row.held(vars(keep["thing"]), dict(vars(keep["thing"])))
+    row.held(keep["held"], {"one": keep["held"]["one"], "none": None})
     row.contents(keep["whole"], dict(keep["whole"]))
     row.column(keep["modes"], "training", [True, False])
     row.length(keep["values"], 1)
@@ -114,6 +117,8 @@ CHANGES: dict[str, Callable[[dict[str, Any]], object]] = {
     "item of a list": lambda k: k["values"].__setitem__(0, object()),
     "a list's length": lambda k: k["values"].append(1),
     "a list emptied": lambda k: k["values"].clear(),
+    "held: another": lambda k: k["held"].update(one=object()),
+    "held: None gone": lambda k: k["held"].pop("none"),
     "whole: another": lambda k: k["whole"].update(a=nn.Linear(1, 1)),
     "whole: one more": lambda k: k["whole"].update(c=None),
     "whole: one less": lambda k: k["whole"].pop("b"),

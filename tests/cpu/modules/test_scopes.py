@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import sys
-from collections import OrderedDict
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +13,7 @@ from torch import nn
 import stepgraph
 from stepgraph import InvalidArgument, ScopeRegistry
 from stepgraph.models import GPT, GPTConfig, Mamba, MambaConfig, MoEConfig, MoEGPT
+from stepgraph.models.gpt import Block
 from stepgraph.modules.scopes import WORDS, read_scope
 
 
@@ -145,11 +146,6 @@ def test_glob_star_is_one_segment(gpt: GPT, moe: MoEGPT) -> None:
     refusal(gpt, "*.attn")
 
 
-def test_glob_passes_over_what_is_never_called() -> None:
-    model = nn.ModuleDict(OrderedDict(layers=nn.ModuleList([nn.Linear(2, 2)]), head=nn.Linear(2, 2)))
-    assert paths(model, "*") == ["head"]
-
-
 def test_part_that_two_entries_name_is_graphed_once(gpt: GPT) -> None:
     assert paths(gpt, "attn", "blocks.*.attn", "blocks.0.attn") == ["blocks.0.attn", "blocks.1.attn"]
 
@@ -172,8 +168,47 @@ def test_typo_in_a_path_names_the_nearest_path(gpt: GPT) -> None:
     assert refusal(gpt, "blocks.0.mpl").fix.startswith("did you mean 'blocks.0.mlp'?")
 
 
-def test_path_to_a_container_says_what_to_write(gpt: GPT) -> None:
-    assert refusal(gpt, "blocks").fix.startswith("did you mean 'blocks.*'?")
+@pytest.mark.parametrize(
+    ("scope", "meant"),
+    [
+        ("block.*.attn", "blocks.*.attn"),
+        ("blocks.*.atn", "blocks.*.attn"),
+        ("blocks.*.mpl*", "blocks.*.mlp"),
+        ("blocks.0.att?*x", "blocks.0.attn"),
+    ],
+)
+def test_typo_in_a_glob_keeps_its_wildcards(gpt: GPT, scope: str, meant: str) -> None:
+    assert refusal(gpt, scope).fix.startswith(f"did you mean {meant!r}?")
+
+
+@pytest.mark.parametrize("scope", ["blocks", "block*", "blocks.*"])
+def test_container_stands_for_its_children(gpt: GPT, scope: str) -> None:
+    assert paths(gpt, scope) == ["blocks.0", "blocks.1"]
+
+
+def test_star_reaches_into_containers() -> None:
+    inner = nn.ModuleDict({"one": nn.Linear(2, 2), "lists": nn.ModuleList([nn.ReLU(), nn.ModuleList()])})
+    assert paths(nn.ModuleDict({"parts": inner, "head": nn.Linear(2, 2)}), "*") == [
+        "parts.one",
+        "parts.lists.0",
+        "head",
+    ]
+    assert "did you mean 'parts'" not in refusal(nn.ModuleDict({"parts": nn.ModuleList()}), "parts").fix
+
+
+@pytest.mark.parametrize(
+    ("registered", "tails", "fix"),
+    [("attnn", "'attnn'", "attn='attn'"), (("ffn.up", "gate"), "'ffn.up or gate'", "attn='...'")],
+)
+def test_registered_part_that_is_missing_is_named(gpt: GPT, registered: Any, tails: str, fix: str) -> None:
+    registry = ScopeRegistry().register(Block, attn=registered, mlp="mlp")
+    with pytest.raises(InvalidArgument) as caught:
+        registry.resolve(gpt, ["mlp", "attn"])
+    assert (
+        caught.value.what == f"'attn' is registered as {tails} for Block, and a Block has no such submodule or method"
+    )
+    assert caught.value.fix == f"ScopeRegistry().register(Block, {fix})."
+    assert [part.path for part in registry.resolve(gpt, ["mlp"])] == ["blocks.0.mlp", "blocks.1.mlp"]
 
 
 def test_scope_that_matches_nothing_lists_what_the_model_has(gpt: GPT) -> None:
@@ -193,7 +228,7 @@ def test_words_without_a_known_layer_say_so() -> None:
         "modules     0",
     ]
     assert "ScopeRegistry().register" in error.fix
-    assert refusal(model).what == "Sequential has no layer of a known class, and no scope was given"
+    assert refusal(model).what == "no scope was given, and Sequential has no layer of a known class"
 
 
 @pytest.mark.parametrize("scope", [("moe", "moe_router"), ("blocks.0", "attn"), ("blocks.*.moe", "blocks.1.moe.norm")])

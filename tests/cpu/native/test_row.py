@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import types
+from collections import ChainMap
 from collections.abc import Callable
 from typing import Any
 
@@ -42,6 +43,56 @@ def test_row_says_no_once_anything_was_touched(name: str) -> None:
     row, world = make_world()
     assert row.holds()
     TOUCHES[name](world)
+    assert not row.holds()
+
+
+class Settings:
+    """Attributes on a class and on an instance."""
+
+    scale = object()
+
+    def __init__(self) -> None:
+        self.weight: object = object()
+        self.count: object = None
+
+
+def write(where: Any, name: str) -> None:
+    setattr(where, name, object())
+
+
+def write_directly(where: Any) -> None:
+    where.weight = object()
+
+
+HELD: dict[str, Callable[[Settings, dict[str, Any]], object]] = {
+    "attribute of a class": lambda it, table: write(Settings, "scale"),
+    "attribute of an object": lambda it, table: [write_directly(it) for _ in range(100)],  # Python specialises stores
+    "attribute None gone": lambda it, table: delattr(it, "count"),
+    "item": lambda it, table: table.update(a=object()),
+    "item gone": lambda it, table: table.pop("a"),
+    "item None gone": lambda it, table: table.pop("b"),
+    "view of another mapping": lambda it, table: table["chain"].update(a=object()),
+    "length": lambda it, table: table["longer"].update(c=1),
+    "all cleared": lambda it, table: table.clear(),
+}
+
+
+@pytest.mark.parametrize("name", HELD)
+def test_row_finds_each_write_to_a_dictionary(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Settings, "scale", Settings.scale)  # put back afterwards
+    it, table = Settings(), {"a": object(), "b": None, "other": 1, "chain": {"a": object()}, "longer": {}}
+    row, view = GuardRow(), types.MappingProxyType(ChainMap(table["chain"]))
+    row.held(vars(Settings), {"scale": Settings.scale})
+    row.held(vars(it), dict(vars(it)))
+    row.held(table, {"a": table["a"], "b": None})
+    row.held(view, dict(view))
+    row.held(table["longer"], {}, 0)
+    assert row.holds()
+    table["other"] = 2  # another item of the same dictionary
+    assert row.holds()
+    assert row.holds()
+    HELD[name](it, table)
+    assert not row.holds()
     assert not row.holds()
 
 

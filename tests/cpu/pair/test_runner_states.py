@@ -64,7 +64,7 @@ def test_runner_freed_in_a_call_refuses_the_backward() -> None:
         runner.retire()
         runner.free()
         assert runner.is_freed
-        with pytest.raises(StaleMemoryError, match="whose graphs are gone"):
+        with pytest.raises(StaleMemoryError, match="whose graphs were freed"):
             result.sum().backward()
         del result
         assert runner.state is RunnerState.FREED

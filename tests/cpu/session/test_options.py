@@ -1,6 +1,7 @@
 """Options: each bad one is refused when the step is made, with a fix to type."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -74,10 +75,19 @@ def test_bad_option_says_why(options: dict[str, Any]) -> None:
     assert error.fix
 
 
-def test_unknown_backend_is_refused_with_the_names_there_are() -> None:
-    captured = stepgraph.capture(step, backend="tapes")
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: stepgraph.capture(step, backend="gpu"),
+        lambda: stepgraph.capture(backend="tapes"),
+        lambda: stepgraph.FullCudaGraphWrapper(step, backend="gpu"),
+        lambda: stepgraph.make_graphed_callables(torch.nn.Linear(1, 1), (torch.ones(1),), backend="gpu"),
+        lambda: stepgraph.Session(backend="gpu"),
+    ],
+)
+def test_unknown_backend_is_refused_when_it_is_named(make: Callable[[], Any]) -> None:
     with pytest.raises(InvalidArgument) as caught:
-        captured(torch.ones(1))
+        make()
     assert caught.value.rule == "backend"
     assert "'tape'" in caught.value.fix
     assert caught.value.why

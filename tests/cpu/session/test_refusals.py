@@ -95,13 +95,17 @@ REFUSED: dict[str, tuple[Callable[[], Any], str, str]] = {
     "partial": (lambda: capture(functools.partial(yielding)), "is a generator", "instead of yielding"),
     # what is no model, and scopes
     "no model": (lambda: graph_modules(None), "graph_modules was given None", "graph_modules(model, scope)"),
-    "a function": (lambda: graph_modules(step), "a function, and it graphs parts", "stepgraph.capture(function)"),
-    "scope 0": (lambda: graph_modules(plain(), 0), "a scope holds 0, which is a int", 'such as ["attn"'),
-    "scope mlp": (lambda: graph_modules(plain(), "mlp"), "the scope 'mlp' matches nothing", "give a path such as"),
+    "a function": (lambda: graph_modules(step), "a function, but it graphs parts", "stepgraph.capture(function)"),
+    "scope 0": (lambda: graph_modules(plain(), 0), "the scope has 0, which is a int", 'such as ["attn"'),
+    "scope mlp": (lambda: graph_modules(plain(), "mlp"), "the scope 'mlp' matches nothing", "pass a path such as"),
     "scope of a list": (lambda: graph_modules(feed_forward(), "head mlp2"), "'mlp2'", "did you mean 'mlp'?"),
     "iteration": (lambda: graph_modules(plain(), "full_iteration"), "the whole iteration", "stepgraph.capture("),
-    "twice": (graphed_twice, "`part` is graphed already", "close() the handle"),
-    "twice by another name": (lambda: graphed_twice("par*"), "`part` is graphed already", "close() the handle"),
+    "twice": (graphed_twice, "`part` is graphed already", "call close() on the first handle"),
+    "twice by another name": (
+        lambda: graphed_twice("par*"),
+        "`part` is graphed already",
+        "call close() on the first handle",
+    ),
 }
 
 

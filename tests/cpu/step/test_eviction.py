@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stepgraph.session.limits import MAX_CHANGES, REPLAYS_THAT_PAY, weigh_changes
+from stepgraph.session.limits import MAX_CHANGES, REPLAYS_THAT_PAY, Changes, weigh_changes
 from stepgraph.step.eviction import Action, Situation, decide
 
 FRESH = Situation(warm_calls=0, warmup=3, num_graphs=0, num_warming=0, max_graphs=2, obstacle=None)
@@ -26,8 +26,11 @@ FRESH = Situation(warm_calls=0, warmup=3, num_graphs=0, num_warming=0, max_graph
         ({"num_graphs": 3}, Action.EAGER, "past max_graphs=2"),
         ({"num_graphs": 2, "warm_calls": 3}, Action.EAGER, "past max_graphs=2"),
         ({"num_warming": 1}, Action.WARM_UP, "warm-up"),
-        ({"num_warming": 2}, Action.EAGER, "past max_graphs=2"),
-        ({"num_graphs": 1, "num_warming": 1}, Action.EAGER, "past max_graphs=2"),
+        ({"num_warming": 2}, Action.EAGER, "max_graphs=2 other signatures are warming up"),
+        (
+            *({"num_graphs": 1, "num_warming": 1}, Action.EAGER),
+            "max_graphs=2 other signatures are captured or warming up",
+        ),
         ({"num_graphs": 1, "num_warming": 1, "warm_calls": 1}, Action.WARM_UP, "warm-up"),
         ({"num_graphs": 1, "num_warming": 1, "warm_calls": 3}, Action.CAPTURE, "warmed up"),
         ({"obstacle": "capture failed: [host-read]"}, Action.EAGER, "capture failed: [host-read]"),
@@ -101,3 +104,17 @@ def test_weigh_changes_counts_those_after_few_replays(so_far: int, replays: int,
     assert given_up == (["a"] if often else [])
     assert counted["a"] == so_far + (replays < REPLAYS_THAT_PAY)
     assert before == Counter({"a": so_far, "b": 9}), "nothing is changed in place"
+
+
+def test_changes_pause_twice_as_long_each_time() -> None:
+    changes, tries = Changes(), []
+    for _ in range(MAX_CHANGES):
+        assert not changes.weigh(["a"], 0)
+        assert not changes.is_pause_over(), "there is none yet"
+    assert changes.weigh(["a"], 0) == ["a"]
+    for call in range(1, 100):
+        if changes.is_pause_over():
+            tries.append(call)
+            assert changes.weigh(["a"], 0) == ["a"]
+    assert tries == [8, 24, 56]
+    assert not changes.weigh(["a"], REPLAYS_THAT_PAY), "the capture has paid off"

@@ -1,6 +1,8 @@
 """The report: what it counts, as a dict and as a table."""
 
+import io
 import json
+import sys
 import types
 from dataclasses import fields
 
@@ -203,3 +205,60 @@ def test_report_distinguishes_optimizers_of_one_class() -> None:
         "Adam": "inside the graph (fused: its step count is on the device)",
         "Adam#2": "eager, between graphs (its step count is on the host)",
     }
+
+
+def test_report_counts_refused_calls() -> None:
+    with stepgraph.capture(lambda x: x + 1, warmup=1, max_graphs=1, strict=True) as step:
+        for _ in range(3):
+            step(torch.ones(1))
+        for size in (2, 3):
+            with pytest.raises(stepgraph.SignatureMismatch):
+                step(torch.ones(size))
+        report = step.report()
+    assert report.refused == report.to_dict()["refused"] == {"max-graphs": 2}
+    assert report.verdict == "2 of 5 calls replayed; 2 refused with an error [max-graphs]; 1 ran eagerly: warm-up"
+
+
+def test_report_places_no_optimizer_in_a_graph_that_is_not_there() -> None:
+    weight = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+
+    def train(x: torch.Tensor) -> None:
+        (weight * x).sum().backward()
+        optimizer.step()
+
+    with stepgraph.capture(train) as step:
+        step(torch.ones(2))
+        expected = "eager, without a graph; in a capture: inside the graph (SGD uses no step count)"
+        assert step.report().optimizers == {"SGD": expected}
+        for _ in range(3):
+            step(torch.ones(2))
+        assert step.report().optimizers == {"SGD": "inside the graph (SGD uses no step count)"}
+
+
+@pytest.mark.parametrize(
+    ("columns", "widths"), [("60", range(50, 61)), ("140", range(101, 141)), (None, range(90, 101))]
+)
+def test_report_prints_in_any_encoding_and_width(
+    columns: str | None, widths: range, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
+    if columns is not None:
+        monkeypatch.setenv("COLUMNS", columns)
+
+    def größe(x: torch.Tensor) -> torch.Tensor:
+        return x + 1
+
+    with stepgraph.capture(größe, warmup=1) as step:
+        for _ in range(3):
+            step(torch.ones(1))
+        report = step.report()
+    for encoding in ("ascii", "latin-1", "utf-8"):
+        out = io.TextIOWrapper(io.BytesIO(), encoding)
+        with monkeypatch.context() as patched:
+            patched.setattr(sys, "stdout", out)
+            print(report)
+        out.seek(0)
+        first, *rest = map(str.rstrip, out.read().splitlines())
+        assert first == "2 of 3 calls replayed; 1 ran eagerly: warm-up"
+        assert max(map(len, rest)) in widths
