@@ -196,8 +196,9 @@ class FullIteration(Implementation):
             num_microbatches=self.work.num_microbatches,
             finish=self.work.finish,
         )
-        report = self._wrapper.report()
-        self.is_captured, self.capture_seconds = report.captures > 0, report.capture_seconds
+        if not self.is_captured:
+            report = self._wrapper.report()
+            self.is_captured, self.capture_seconds = report.replays > 0, report.capture_seconds
         return result
 
     def evaluate(self, microbatches: Sequence[Sample]) -> torch.Tensor:
