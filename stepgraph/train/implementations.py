@@ -31,6 +31,7 @@ from stepgraph.session.report import GraphReport
 from stepgraph.session.session import Session
 from stepgraph.step.full_iteration import FullCudaGraphWrapper
 from stepgraph.train.data import Sample
+from stepgraph.train.gathered import GatheredModel
 from stepgraph.train.iteration import Finish, ForwardStep, Result, forward_backward
 
 
@@ -45,6 +46,8 @@ class Work:
     finish: Finish
     num_microbatches: int
     session: Session
+    gathered: GatheredModel | None = None
+    """The model around `core` whose parameters are gathered before each forward, if they are."""
     device_flags: bool = False
     """Whether NaN checks are flags inside the graph of an iteration."""
 
@@ -193,8 +196,9 @@ class FullIteration(Implementation):
             num_microbatches=self.work.num_microbatches,
             finish=self.work.finish,
         )
-        report = self._wrapper.report()
-        self.is_captured, self.capture_seconds = report.captures > 0, report.capture_seconds
+        if not self.is_captured:
+            report = self._wrapper.report()
+            self.is_captured, self.capture_seconds = report.replays > 0, report.capture_seconds
         return result
 
     def evaluate(self, microbatches: Sequence[Sample]) -> torch.Tensor:
@@ -245,8 +249,9 @@ class AheadOfTime(Implementation):
 
     def __init__(self, work: Work, cfg: Any) -> None:
         super().__init__(work)
+        self._chunk = work.core if work.gathered is None else work.gathered
         self._helper = TECudaGraphHelper(
-            [work.core],
+            [self._chunk],
             cfg,
             cfg.model.seq_length,
             cfg.train.micro_batch_size,
@@ -259,11 +264,17 @@ class AheadOfTime(Implementation):
     def _before_microbatch(self) -> Any:
         if not self.is_captured:
             return None
-        return lambda index: set_current_microbatch(self.work.core, index)
+        return lambda index: set_current_microbatch(self._chunk, index)
 
     def capture(self) -> None:
         begun = time.perf_counter()
+        gathered = self.work.gathered
+        has_hooks = gathered is not None and gathered.has_hooks  # not before the first iteration
+        if gathered is not None and has_hooks:
+            gathered.disable_forward_pre_hook(param_sync=False)
         self._helper.create_cudagraphs()
+        if gathered is not None and has_hooks:
+            gathered.enable_forward_pre_hook()
         self._helper.cuda_graph_set_manual_hooks()
         self.is_captured = True
         self.capture_seconds = time.perf_counter() - begun

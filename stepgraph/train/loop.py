@@ -6,6 +6,7 @@ Losses are read one iteration late, so that the host queues an iteration while t
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import shutil
 import time
@@ -151,7 +152,7 @@ class Loop:
         lr = run.schedule.apply(self._work.optimizer, progress.step)
         microbatches = run.batches.next_iteration(run.device)
         self._flags.check()
-        with run.memory.measured():
+        with contextlib.nullcontext() if progress.was_decided else run.memory.measured():
             result = implementation.train(microbatches)
         progress.step += 1
         if not implementation.is_captured:
@@ -177,8 +178,10 @@ class Loop:
             gc.collect()
         if run.ranks.largest(self._flag.number):
             return True
-        late = train.exit_duration_in_mins is not None and self._minutes() >= train.exit_duration_in_mins
-        return bool(run.ranks.largest(int(late))) or is_time(progress.step, train.exit_interval, 0)
+        if is_time(progress.step, train.exit_interval, 0):
+            return True
+        limit = train.exit_duration_in_mins
+        return limit is not None and bool(run.ranks.largest(int(self._minutes() >= limit)))
 
     def _minutes(self) -> float:
         return (time.perf_counter() - self._begun) / 60
@@ -325,12 +328,16 @@ class Loop:
             raise non_finite("loss", loss)  # do not save parameters that are lost
         run.on_event("checkpoint", progress.step)
         settings = run.cfg.checkpoint
+        if work.gathered is not None:
+            work.gathered.gather_all()
+        state = work.optimizer.state_dict() if settings.save_optim else None
         shard = {
             "model": work.core.state_dict(),
-            "optimizer": work.optimizer.state_dict() if settings.save_optim else None,
+            "optimizer": state if work.gathered is None else None,
             "schedule": asdict(run.schedule),
         }
         rank = {
+            "optimizer": None if work.gathered is None else state,  # of this rank's share
             "random": get_random_states(run.device) if settings.save_rng else None,
             "data": run.batches.state_dict(),
         }

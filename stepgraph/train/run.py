@@ -36,6 +36,7 @@ from stepgraph.train.setup import (
     ModelProvider,
     adapt,
     checks_of,
+    gathered_model,
     make_batches,
     make_core,
     make_finish,
@@ -233,10 +234,12 @@ def _make_work(
     refuse_unpacked(cfg, core)
     model = wrap(cfg, core, session, device, ranks)
     checks = checks_of(cfg)
+    gathered = gathered_model(cfg, core, ranks)
     return Work(
         model=model,
         core=core,
-        optimizer=make_optimizer(cfg, core),
+        gathered=gathered,
+        optimizer=make_optimizer(cfg, core, gathered),
         forward_step=make_forward_step(cfg, checks),
         finish=make_finish(cfg, core, checks, ranks),
         num_microbatches=num_microbatches,
@@ -252,8 +255,9 @@ def _resume(cfg: ConfigContainer, work: Work, batches: Batches, device: torch.de
     if settings.load is not None:
         saved = load(Path(settings.load), ranks)
         _load_weights(work.core, saved)
-        if settings.load_optim and saved.shard.get("optimizer") is not None:
-            work.optimizer.load_state_dict(saved.shard["optimizer"])
+        state = saved.rank.get("optimizer") or saved.shard.get("optimizer")
+        if settings.load_optim and state is not None:
+            work.optimizer.load_state_dict(state)
         batches.load_state_dict(saved.rank["data"])
         if settings.load_rng and saved.rank.get("random") is not None:
             set_random_states(saved.rank["random"], device)

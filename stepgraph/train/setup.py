@@ -18,6 +18,7 @@ from stepgraph.recipes.build import build_model
 from stepgraph.rng.tracker import get_cuda_rng_tracker
 from stepgraph.session.session import Session
 from stepgraph.train.data import Batches, Source, SyntheticTokens, TokenWindows, made_text, mapped_tokens, text_tokens
+from stepgraph.train.gathered import GatheredModel, ShardedAdamW
 from stepgraph.train.instruction_data import Instructions, made_examples, read_examples
 from stepgraph.train.iteration import Finish, ForwardStep
 from stepgraph.train.lora import DEFAULT_TARGETS, add_lora
@@ -67,7 +68,7 @@ def refuse_untrained(cfg: Any) -> None:
         "rerun_state_machine.check_for_spiky_loss": cfg.rerun_state_machine.check_for_spiky_loss,
         "ddp.use_distributed_optimizer": cfg.ddp.use_distributed_optimizer,
         "ddp.grad_reduce_in_fp32": cfg.ddp.grad_reduce_in_fp32,
-        "ddp.overlap_param_gather": cfg.ddp.overlap_param_gather,
+        "ddp.overlap_param_gather": cfg.ddp.overlap_param_gather and not _can_gather(cfg),
         "ddp.bucket_size": cfg.ddp.bucket_size is not None,
         "train.rampup_batch_size": cfg.train.rampup_batch_size is not None,
         "dataset.num_workers": cfg.dataset.num_workers > 0,
@@ -84,6 +85,12 @@ def refuse_untrained(cfg: Any) -> None:
             why="a setting that is ignored would make a run look like one that it is not.",
             fix="leave it at its default.",
         )
+
+
+def _can_gather(cfg: Any) -> bool:
+    """Return whether hooks before each forward can run: outside of graphs, or by hand before a replay."""
+    is_possible = cfg.model.cuda_graph_impl in ("none", "transformer_engine") and cfg.optimizer.optimizer == "adam"
+    return is_possible and cfg.model.pipeline_model_parallel_size == 1 and cfg.peft.scheme is None
 
 
 def refuse_unpacked(cfg: Any, model: nn.Module) -> None:
@@ -151,7 +158,8 @@ def adapt(cfg: Any, model: nn.Module) -> list[str]:
 def reduces_at_end(cfg: Any, ranks: Ranks) -> bool:
     """True if gradients are averaged after the backward: DDP does not see those of graphs captured ahead of time."""
     is_ahead = cfg.model.cuda_graph_impl == "transformer_engine"
-    return ranks.data_size > 1 and (is_ahead or ranks.pipeline_size > 1 or not cfg.ddp.overlap_grad_reduce)
+    is_apart = is_ahead or ranks.pipeline_size > 1 or cfg.ddp.overlap_param_gather
+    return ranks.data_size > 1 and (is_apart or not cfg.ddp.overlap_grad_reduce)
 
 
 def wrap(cfg: Any, core: nn.Module, session: Session, device: torch.device, ranks: Ranks) -> nn.Module:
@@ -166,8 +174,16 @@ def wrap(cfg: Any, core: nn.Module, session: Session, device: torch.device, rank
         return DistributedDataParallel(core, device_ids=ids, process_group=ranks.data_group)
 
 
-def make_optimizer(cfg: Any, model: nn.Module) -> torch.optim.Optimizer:
+def gathered_model(cfg: Any, core: nn.Module, ranks: Ranks) -> GatheredModel | None:
+    """Shard the parameters if the configuration asks for it and there are ranks to share them."""
+    return GatheredModel(core, ranks) if cfg.ddp.overlap_param_gather and ranks.data_size > 1 else None
+
+
+def make_optimizer(cfg: Any, model: nn.Module, gathered: GatheredModel | None = None) -> torch.optim.Optimizer:
     settings = cfg.optimizer
+    if gathered is not None:
+        betas = (settings.adam_beta1, settings.adam_beta2)
+        return ShardedAdamW(gathered, settings.weight_decay, lr=settings.lr, betas=betas, eps=settings.adam_eps)
     if settings.optimizer == "sgd":
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         return torch.optim.SGD(trained, settings.lr, settings.sgd_momentum, weight_decay=settings.weight_decay)

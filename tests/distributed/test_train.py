@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.processes import run_to_end
 
@@ -64,3 +65,32 @@ def test_one_rank_short_of_memory_means_all_are_eager(tmp_path: Path) -> None:
     for rank in found:
         assert rank["replays"] == 0
         assert sum(count for reason, count in rank["eager"].items() if reason.startswith("memory")) == 4
+
+
+def weights(folder: Path, step: int) -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = torch.load(folder / f"step_{step:08d}" / "shard_00000.pt", weights_only=True)
+    return {name: tensor for name, tensor in found.items() if name.startswith("state.model")}
+
+
+def test_gathered_parameters_equal_plain_ones(tmp_path: Path) -> None:
+    """Every loss depends on what hooks gathered; parameters are compared at the checkpoints, after 4 and 7 steps."""
+    given = ["train.global_batch_size=8", "train.train_iters=7", "checkpoint.save_interval=4"]
+    gathered = "ddp.overlap_param_gather=true"
+    runs = {"plain": ["eager"], "eager": ["eager", gathered], "te": ["te", gathered]}
+    found = {
+        name: train(tmp_path / name, *arguments, *given, f"checkpoint.save={tmp_path / name / 'saved'}")
+        for name, arguments in runs.items()
+    }
+    for name in ("eager", "te"):
+        assert [rank["losses"] for rank in found[name]] == [rank["losses"] for rank in found["plain"]], name
+        for step in (4, 7):
+            one, other = (weights(tmp_path / run / "saved", step) for run in ("plain", name))
+            assert one.keys() == other.keys()
+            assert all(torch.equal(one[key], other[key]) for key in one), (name, step)
+    assert all(rank["replays"] > 0 for rank in found["te"])
+    resumed = train(
+        *(tmp_path / "again", "te", gathered, *given),
+        f"checkpoint.load={tmp_path / 'te' / 'saved' / 'step_00000004'}",
+    )
+    late = {step: loss for step, loss in found["plain"][0]["losses"].items() if int(step) > 4}
+    assert resumed[0]["losses"] == late
