@@ -105,11 +105,11 @@ def markdown(summary: Record) -> str:
     figures = summary["figures"]
     rows = [["row", "step ms", "replays", "last loss"]]
     rows.append(
-        ["capture", f"{number(figures['capture']['step_ms'])}, {number(figures['capture']['again_ms'])}", "", ""]
+        ["capture", f"{number(figures['capture']['step_ms'], 2)}, {number(figures['capture']['again_ms'], 2)}", "", ""]
     )
     for name in ROWS:
         row = figures[name]
-        rows.append([name, number(row["step_ms"]), str(row["replays"]), f"{row['last_loss']:.6f}"])
+        rows.append([name, number(row["step_ms"], 2), str(row["replays"]), f"{row['last_loss']:.6f}"])
     ratio = figures["ratio"]
     rows.append(["loop / capture", "" if ratio is None else f"{ratio:.4f} (at most {LIMIT})", "", ""])
     return as_page("The training loop", summary, [("One run", rows)], "benchmarks/train_loop.py")
