@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from stepgraph.errors import NonFinite
+from stepgraph.models.linear import backward_dw
 from stepgraph.train.data import Sample
 from stepgraph.train.optimizer import clip_gradients
 from stepgraph.train.reduction import average_gradients
@@ -39,6 +40,8 @@ class ForwardStep:
     autocast: torch.dtype | None = None
     checks_host: bool = False
     """Whether each loss is read on the host and refused if it is not finite."""
+    delays_weight_gradients: bool = False
+    """Whether the backward leaves weight gradients to `backward_dw`, which runs after it."""
 
     def __call__(self, microbatch: Sample, model: nn.Module) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return the loss to differentiate, the loss to report, and the load."""
@@ -53,6 +56,12 @@ class ForwardStep:
         if self.checks_host and not bool(total.isfinite()):
             raise non_finite("loss", float(loss.detach()))
         return total, loss.detach(), load
+
+    def backward(self, loss: Tensor, model: nn.Module) -> None:
+        """Run the backward of a microbatch."""
+        loss.backward()
+        if self.delays_weight_gradients:
+            backward_dw(model)
 
 
 @dataclass(frozen=True)
@@ -115,7 +124,7 @@ def forward_backward(
         with _synchronized(model, is_last=index == num_microbatches - 1):
             total, loss, load = forward_step_func(next(data_iterator), model)
             if not forward_only:
-                (total / num_microbatches if num_microbatches > 1 else total).backward()
+                forward_step_func.backward(total / num_microbatches if num_microbatches > 1 else total, model)
         losses.append(loss)
         loads += [load] if load is not None else []
     mean = torch.stack(losses).mean() if len(losses) > 1 else losses[0]

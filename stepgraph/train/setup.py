@@ -74,6 +74,8 @@ def refuse_untrained(cfg: Any) -> None:
         "dataset.num_workers": cfg.dataset.num_workers > 0,
         "scheduler.weight_decay_incr_style": cfg.scheduler.weight_decay_incr_style != "constant",
         "peft.dropout_position": cfg.peft.scheme is not None and cfg.peft.dropout_position != "pre",
+        "model.kind=vision_language": cfg.model.kind == "vision_language",
+        "model.delay_wgrad_compute": cfg.model.delay_wgrad_compute and not _can_delay(cfg),
         "model.virtual_pipeline_model_parallel_size": (cfg.model.virtual_pipeline_model_parallel_size or 1) > 1,
         "comm_overlap.overlap_moe_expert_parallel_comm": cfg.comm_overlap.overlap_moe_expert_parallel_comm,
     }
@@ -85,6 +87,12 @@ def refuse_untrained(cfg: Any) -> None:
             why="a setting that is ignored would make a run look like one that it is not.",
             fix="leave it at its default.",
         )
+
+
+def _can_delay(cfg: Any) -> bool:
+    """Return whether weight gradients can be computed after the backward: not where parts of a model have graphs."""
+    is_whole = cfg.model.cuda_graph_impl == "none" or cfg.model.captures_iteration
+    return is_whole and cfg.model.pipeline_model_parallel_size == 1 and cfg.peft.scheme is None
 
 
 def _can_gather(cfg: Any) -> bool:
@@ -158,7 +166,7 @@ def adapt(cfg: Any, model: nn.Module) -> list[str]:
 def reduces_at_end(cfg: Any, ranks: Ranks) -> bool:
     """True if gradients are averaged after the backward: DDP does not see those of graphs captured ahead of time."""
     is_ahead = cfg.model.cuda_graph_impl == "transformer_engine"
-    is_apart = is_ahead or ranks.pipeline_size > 1 or cfg.ddp.overlap_param_gather
+    is_apart = is_ahead or ranks.pipeline_size > 1 or cfg.ddp.overlap_param_gather or cfg.model.delay_wgrad_compute
     return ranks.data_size > 1 and (is_apart or not cfg.ddp.overlap_grad_reduce)
 
 
@@ -205,7 +213,7 @@ def make_schedule(cfg: Any) -> Schedule:
 def make_forward_step(cfg: Any, checks: Checks) -> ForwardStep:
     precision = cfg.mixed_precision
     autocast = _DTYPES[precision.autocast_dtype] if precision.autocast_enabled else None
-    return ForwardStep(cfg.model.moe_aux_loss_coeff, autocast, checks.loss == "host")
+    return ForwardStep(cfg.model.moe_aux_loss_coeff, autocast, checks.loss == "host", cfg.model.delay_wgrad_compute)
 
 
 def make_finish(cfg: Any, core: nn.Module, checks: Checks, ranks: Ranks) -> Finish:
