@@ -50,7 +50,9 @@ def test_ddp_losses_equal_eager_for_every_implementation(tmp_path: Path, iterati
         assert all(rank["replays"] > 0 for rank in graphed), (implementation, graphed)
 
 
-@pytest.mark.parametrize("ranks", [2, 4], ids=["pipeline", "pipeline and data parallel"])
+@pytest.mark.parametrize(
+    "ranks", [pytest.param(2, id="pipeline", marks=pytest.mark.long), pytest.param(4, id="pipeline and data parallel")]
+)
 def test_pipeline_losses_equal_eager(tmp_path: Path, ranks: int) -> None:
     given = ["model.pipeline_model_parallel_size=2", "train.global_batch_size=16", "train.train_iters=6"]
     given += ["train.eval_interval=3", "train.eval_iters=1"]

@@ -121,7 +121,13 @@ KINDS: dict[str, dict[str, list[list[str]]]] = {
     "nemotron_h": {"local": [["mamba", "attn"], ["full_iteration"]], "transformer_engine": [["mamba", "attn"]]},
 }
 """Kinds of models, by their recipes, with legal pairs of implementation and scope."""
-PAIRS = [(name, impl, scope) for name, found in KINDS.items() for impl, scopes in found.items() for scope in scopes]
+LONG = [("deepseek_v3", "local"), ("gpt_oss_20b", "local"), ("nemotron_h", "local")]
+PAIRS = [
+    pytest.param(name, impl, scope, marks=[pytest.mark.long] if (name, impl) in LONG else [])
+    for name, found in KINDS.items()
+    for impl, scopes in found.items()
+    for scope in scopes
+]
 
 
 def small(name: str, folder: Path) -> ConfigContainer:

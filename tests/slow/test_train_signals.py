@@ -83,9 +83,9 @@ CASES = [
     ("recording", "iteration", signal.SIGTERM, 1),
     ("replay", "iteration", signal.SIGTERM, 1),
     ("checkpoint", "scopes", signal.SIGINT, 1),
-    ("warmup", "te", signal.SIGTERM, 2),
     ("replay", "te", signal.SIGINT, 2),
-    ("checkpoint", "te", signal.SIGTERM, 2),
+    pytest.param("warmup", "te", signal.SIGTERM, 2, marks=pytest.mark.long),
+    pytest.param("checkpoint", "te", signal.SIGTERM, 2, marks=pytest.mark.long),
 ]
 
 
