@@ -11,13 +11,14 @@ PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet -c const
 FAST_SUITES := tests/cpu tests/contract
 SLOW_SUITES := tests/distributed tests/slow
 
-.PHONY: help venv demo test test-slow lint format clean
+.PHONY: help venv demo test test-slow test-long lint format clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo       train a small GPT eager and graphed, and compare them bit for bit"
 	@echo "make test       the fast suites"
 	@echo "make test-slow  the slower suites, and what is slow in the fast ones"
+	@echo "make test-long  what takes half a minute or more and has a shorter neighbour; not in CI"
 	@echo "make lint       ruff format --check, ruff check, mypy --strict"
 	@echo "make format     rewrite the sources the way lint wants them"
 	@echo "make clean      remove the virtual environment and the caches"
@@ -44,8 +45,11 @@ test: $(DEV)
 	$(BIN)/python -m pytest -n $(WORKERS) -m "not slow" $(FAST_SUITES)
 
 test-slow: $(DEV)
-	$(BIN)/python -m pytest -n $(WORKERS) $(SLOW_SUITES)
-	$(BIN)/python -m pytest -n $(WORKERS) -m slow $(FAST_SUITES)
+	$(BIN)/python -m pytest -n $(WORKERS) -m "not long" $(SLOW_SUITES)
+	$(BIN)/python -m pytest -n $(WORKERS) -m "slow and not long" $(FAST_SUITES)
+
+test-long: $(DEV)
+	$(BIN)/python -m pytest -n $(WORKERS) -m long $(FAST_SUITES) $(SLOW_SUITES)
 
 lint: $(DEV)
 	$(BIN)/ruff format --check .

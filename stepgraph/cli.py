@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from stepgraph import __version__
-from stepgraph.commands.base import CONTEXT_SETTINGS, Command, Group
+from stepgraph.commands.base import CONTEXT_SETTINGS, Command, Group, Result
 from stepgraph.commands.demo import demo
 from stepgraph.commands.native import native
 from stepgraph.commands.recipes import recipes
 from stepgraph.commands.rules import rules
+from stepgraph.commands.train import train
 
 __all__ = ["COMMANDS", "app", "main"]
 
-COMMANDS: dict[str, tuple[Callable[..., Any], ...]] = {
+COMMANDS: dict[str, tuple[Callable[..., Result], ...]] = {
     "Decide": (),
     "Check": (),
     "Understand": (rules,),
-    "Train": (recipes,),
+    "Train": (train, recipes),
     "Set-up": (demo, native),
 }
 """The functions of all commands, by the panel of `stepgraph --help` that lists them. A new command is added here."""

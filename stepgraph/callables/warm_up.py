@@ -25,6 +25,7 @@ from stepgraph.collector import state_of
 from stepgraph.errors import InvalidArgument
 from stepgraph.observe.module_attributes import ModuleAttributes
 from stepgraph.observe.step_objects import leaves_behind
+from stepgraph.pair.cached_casts import as_computed, keeps_casts
 from stepgraph.pair.call import EagerCall
 from stepgraph.pair.differentiate import is_reentrant
 from stepgraph.pair.eager import run_call
@@ -107,6 +108,8 @@ def _one_call(warm: WarmUpCall, hooks: CaptureTimeHooks, device: torch.device, *
     """Run a forward and a backward on copies and proxies."""
     target, pair = warm.target, warm.target.pair()
     leaves = [detached(leaf) for leaf in warm.leaves]
+    if keeps_casts(warm.call.ambient):  # samples are leaves, and what calls are given was computed
+        leaves = [as_computed(leaf) if getattr(leaf, "requires_grad", False) else leaf for leaf in leaves]
     args, kwargs = unflatten(warm.call.structure, leaves)
     mode = contextlib.nullcontext() if trains else torch.no_grad()
     around = hooks.around(warm.index, backward=False)

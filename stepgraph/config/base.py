@@ -25,6 +25,7 @@ from stepgraph.config.sections import (
 )
 from stepgraph.config.values import types_of
 from stepgraph.errors import InvalidArgument
+from stepgraph.tracebacks import entry_point
 
 
 @dataclass(kw_only=True)
@@ -46,6 +47,7 @@ class ConfigSections:
     comm_overlap: CommOverlapSection = field(default_factory=CommOverlapSection)
     mixed_precision: MixedPrecisionSection = field(default_factory=MixedPrecisionSection)
 
+    @entry_point
     def __setattr__(self, name: str, value: Any) -> None:
         """Replace a section. Besides a section: None for its defaults, a mapping, or the name of a precision."""
         refuse_frozen(self, name)

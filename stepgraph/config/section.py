@@ -18,6 +18,7 @@ from typing import Any, ClassVar, Self
 from stepgraph.config.spellings import older_setting
 from stepgraph.config.values import fitted, types_of
 from stepgraph.errors import InvalidArgument, nearest
+from stepgraph.tracebacks import entry_point
 
 _FROZEN = "_is_frozen"
 
@@ -27,6 +28,7 @@ class Section:
 
     section_name: ClassVar[str] = ""
 
+    @entry_point
     def __setattr__(self, name: str, value: Any) -> None:
         refuse_frozen(self, f"{self.section_name}.{name}")
         types = types_of(type(self))
@@ -39,6 +41,7 @@ class Section:
         else:
             raise unknown_setting(self.section_name, name, type(self))
 
+    @entry_point
     def __delattr__(self, name: str) -> None:
         raise InvalidArgument(
             f"{self.section_name}.{name} cannot be deleted",

@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from stepgraph.models.language_model import ModelConfig, RMSNorm
+from stepgraph.models.packing import same_segment
 from stepgraph.models.recompute import recomputed
 
 _TURNS_OF_FAST_AND_SLOW = (32.0, 1.0)
@@ -185,35 +186,43 @@ class CoreAttention(nn.Module):
         self.window = config.window_of(layer)
         self.sinks = nn.Parameter(torch.zeros(config.num_heads)) if config.attention_sinks else None
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Attend with `q` [batch, heads, sequence, width] to `k` and `v`, which may have fewer heads."""
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, segments: Tensor | None = None) -> Tensor:
+        """Attend with `q` [batch, heads, sequence, width] to `k` and `v`, which may have fewer heads.
+
+        With `segments` [batch, sequence], positions see those of their own segment only.
+        """
         dropout = self.dropout if self.training else 0.0
         if self.sinks is not None:
-            return self._with_sinks(self.sinks, q, k, v, dropout)
-        if self.window is None:
+            return self._with_sinks(self.sinks, q, k, v, dropout, segments)
+        if self.window is None and segments is None:
             return F.scaled_dot_product_attention(
                 q, k, v, dropout_p=dropout, is_causal=True, enable_gqa=self.is_grouped
             )
-        seen = _seen(q.shape[-2], self.window, q.device)
+        seen = _seen(q.shape[-2], self.window, q.device, segments)
         return F.scaled_dot_product_attention(q, k, v, attn_mask=seen, dropout_p=dropout, enable_gqa=self.is_grouped)
 
-    def _with_sinks(self, sinks: Tensor, q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
+    def _with_sinks(
+        self, sinks: Tensor, q: Tensor, k: Tensor, v: Tensor, dropout: float, segments: Tensor | None
+    ) -> Tensor:
         groups = k.shape[1]
         q = q.unflatten(1, (groups, -1))  # [batch, groups, heads of the group, sequence, width]
         scores = q @ k.unsqueeze(2).mT * q.shape[-1] ** -0.5
         scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
-        scores = scores.masked_fill(~_seen(q.shape[-2], self.window, q.device), -torch.inf)
+        seen = _seen(q.shape[-2], self.window, q.device, segments)
+        scores = scores.masked_fill(~(seen if segments is None else seen.unsqueeze(1)), -torch.inf)
         sink = sinks.to(scores.dtype).view(groups, -1, 1, 1).expand(*scores.shape[:-1], 1)
         weights = torch.cat((scores, sink), dim=-1).softmax(-1)[..., :-1]
         return (F.dropout(weights, dropout).to(v.dtype) @ v.unsqueeze(2)).flatten(1, 2)
 
 
-def _seen(length: int, window: int | None, device: torch.device) -> Tensor:
-    """Which positions each position sees, [sequence, sequence]."""
+def _seen(length: int, window: int | None, device: torch.device, segments: Tensor | None) -> Tensor:
+    """Which positions each position sees, [sequence, sequence]; with segments, [batch, 1, sequence, sequence]."""
     places = torch.arange(length, device=device)
     distance = places.unsqueeze(-1) - places
     seen = distance >= 0
-    return seen if window is None else seen & (distance < window)
+    if window is not None:
+        seen = seen & (distance < window)
+    return seen if segments is None else seen & same_segment(segments)
 
 
 class Attention(nn.Module):
@@ -233,12 +242,12 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(config.head_size, config.norm_eps) if config.qk_norm else nn.Identity()
         self.k_norm = RMSNorm(config.head_size, config.norm_eps) if config.qk_norm else nn.Identity()
 
-    def forward(self, x: Tensor, rotary: nn.Module) -> Tensor:
-        """Attend from each position of `x` to itself and to those before it."""
+    def forward(self, x: Tensor, rotary: nn.Module, segments: Tensor | None = None) -> Tensor:
+        """Attend from each position of `x` to itself and to those before it, in its segment if there are any."""
         q = rotary(self.q_norm(self._split_heads(self.q_proj(x))))
         k = rotary(self.k_norm(self._split_heads(self.k_proj(x))))
         v = self._split_heads(self.v_proj(x))
-        mixed = recomputed(self.config, "core_attn", self.core, q, k, v)
+        mixed = recomputed(self.config, "core_attn", self.core, q, k, v, *_given(segments))
         out: Tensor = self.out_proj(mixed.transpose(1, 2).flatten(2))
         return out
 
@@ -263,14 +272,14 @@ class LatentAttention(nn.Module):
         self.core = CoreAttention(config, layer)
         self.out_proj = config.linear(heads * shape.value_size, width)
 
-    def forward(self, x: Tensor, rotary: nn.Module) -> Tensor:
-        """Attend from each position of `x` to itself and to those before it."""
+    def forward(self, x: Tensor, rotary: nn.Module, segments: Tensor | None = None) -> Tensor:
+        """Attend from each position of `x` to itself and to those before it, in its segment if there are any."""
         latent_q = self.q_norm(self.q_down_proj(x))
         latent_kv, k_rope = self.kv_down_proj(x).split((self.shape.kv_rank, self.shape.rope_size), dim=-1)
         q, k, v = recomputed(
             self.config, "mla_up_proj", self._up, latent_q, self.kv_norm(latent_kv), k_rope.unsqueeze(1), rotary
         )
-        mixed = recomputed(self.config, "core_attn", self.core, q, k, v)
+        mixed = recomputed(self.config, "core_attn", self.core, q, k, v, *_given(segments))
         out: Tensor = self.out_proj(mixed.transpose(1, 2).flatten(2))
         return out
 
@@ -282,6 +291,10 @@ class LatentAttention(nn.Module):
         k_nope, v = kv.split((shape.nope_size, shape.value_size), dim=-1)
         shared = rotary(k_rope).expand(-1, heads, -1, -1)
         return torch.cat((q_nope, rotary(q_rope)), dim=-1), torch.cat((k_nope, shared), dim=-1), v
+
+
+def _given(segments: Tensor | None) -> tuple[Tensor, ...]:
+    return () if segments is None else (segments,)
 
 
 def make_attention(config: AttentionConfig, layer: int) -> nn.Module:

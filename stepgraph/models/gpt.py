@@ -14,11 +14,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from stepgraph.models.activations import GATED, PLAIN, Activation, is_gated
 from stepgraph.models.attention import AttentionConfig, make_attention, make_rotary
 from stepgraph.models.language_model import Config, LanguageModel, make_norm
+from stepgraph.models.packing import positions_in, segments_of
 from stepgraph.models.recompute import recomputed
 
 
@@ -114,10 +116,10 @@ class Block(nn.Module):
         self.mlp = MLP(config, config.ffn_size if ffn_size is None else ffn_size, config.activation)
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, x: Tensor, rotary: nn.Module) -> Tensor:
+    def forward(self, x: Tensor, rotary: nn.Module, segments: Tensor | None = None) -> Tensor:
         """Add this layer's two branches to the residual stream `x`."""
         config = self.config
-        x = x + self.dropout(self.attn(recomputed(config, "layernorm", self.attn_norm, x), rotary))
+        x = x + self.dropout(self.attn(recomputed(config, "layernorm", self.attn_norm, x), rotary, segments))
         hidden = recomputed(config, "layernorm", self.mlp_norm, x)
         out: Tensor = x + self.dropout(recomputed(config, "mlp", self.mlp, hidden))
         return out
@@ -137,18 +139,18 @@ class GPT(LanguageModel):
         self.rotary = make_rotary(config)
         self.places = make_places(config)
 
-    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
+    def forward(self, tokens: Tensor, targets: Tensor | None = None, cu_seqlens: Tensor | None = None) -> Tensor:
         """Return the logits for `tokens` [batch, sequence], or with `targets` the mean cross-entropy in float32.
 
-        A target of -100 is left out of the mean.
+        A target of -100 is left out of the mean. `cu_seqlens` [batch, n] says where packed examples begin.
         """
         check_length(self, tokens, self.config)
-        x, _ = self.run_blocks(self.embed(tokens), self.rotary)
+        x, _ = self.run_blocks(self.embed(tokens, cu_seqlens), self.rotary, *packed(tokens, cu_seqlens))
         return self.read_out(x, targets)
 
-    def embed(self, tokens: Tensor) -> Tensor:
+    def embed(self, tokens: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
         """Turn `tokens` [batch, sequence] into the residual stream."""
-        return embed(self, tokens, self.places)
+        return embed(self, tokens, self.places, cu_seqlens)
 
 
 def make_places(config: AttentionConfig) -> nn.Parameter | None:
@@ -158,11 +160,19 @@ def make_places(config: AttentionConfig) -> nn.Parameter | None:
     return nn.Parameter(torch.empty(config.max_seq_len, config.hidden_size).normal_(std=config.init_std))
 
 
-def embed(model: LanguageModel, tokens: Tensor, places: Tensor | None) -> Tensor:
+def embed(model: LanguageModel, tokens: Tensor, places: Tensor | None, cu_seqlens: Tensor | None = None) -> Tensor:
     """Turn `tokens` [batch, sequence] into the residual stream, with the vectors of their places if there are any."""
     x = model.embedding(tokens)
-    out: Tensor = model.dropout(x if places is None else x + places[: tokens.shape[-1]])
+    if places is not None:
+        length = tokens.shape[-1]
+        x = x + (places[:length] if cu_seqlens is None else F.embedding(positions_in(cu_seqlens, length), places))
+    out: Tensor = model.dropout(x)
     return out
+
+
+def packed(tokens: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, ...]:
+    """Return what blocks are given besides rotary positions: the segments, if examples are packed."""
+    return () if cu_seqlens is None else (segments_of(cu_seqlens, tokens.shape[-1]),)
 
 
 def check_length(model: nn.Module, tokens: Tensor, config: AttentionConfig) -> None:

@@ -41,7 +41,7 @@ from stepgraph.models.experts import (
     place_padded,
     place_sorted,
 )
-from stepgraph.models.gpt import MLP, Block, GPTConfig, check_length, embed, make_places
+from stepgraph.models.gpt import MLP, Block, GPTConfig, check_length, embed, make_places, packed
 from stepgraph.models.language_model import LanguageModel, make_norm
 from stepgraph.models.recompute import recomputed
 
@@ -263,12 +263,12 @@ class MoE(nn.Module):
     def preprocess(self, choices: Tensor) -> Placement:
         """Find a slot for every choice."""
         config, ids = self.config, self.router.expert_ids
-        even_share = choices.numel() / config.num_experts
-        capacity = min(math.ceil(even_share * config.capacity_factor), choices.shape[0])
-        drops = config.experts in ("capacity", "drop")
+        capacity = choices.shape[0]  # no expert can be chosen by more, so nothing is dropped
+        if drops := config.experts in ("capacity", "drop"):
+            even_share = choices.numel() / config.num_experts
+            capacity = min(math.ceil(even_share * config.capacity_factor), capacity)
         if self._is_padded():
-            # No expert can be chosen by more than all tokens, so with room for these nothing is dropped.
-            return place_padded(choices, ids, capacity if drops else choices.shape[0])
+            return place_padded(choices, ids, capacity)
         return place_dropped(choices, ids, capacity) if drops else place_sorted(choices, ids)
 
     def run_experts(self, hidden: Tensor, placement: Placement) -> Tensor:
@@ -303,9 +303,9 @@ class MoEBlock(nn.Module):
         self.moe = MoE(config)
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, x: Tensor, rotary: nn.Module) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(self, x: Tensor, rotary: nn.Module, segments: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """Add this layer's two branches to the residual stream `x`; return it, the auxiliary loss and the load."""
-        x = x + self.dropout(self.attn(recomputed(self.config, "layernorm", self.attn_norm, x), rotary))
+        x = x + self.dropout(self.attn(recomputed(self.config, "layernorm", self.attn_norm, x), rotary, segments))
         out, aux_loss, load = recomputed(self.config, "moe", self.moe, x)
         return x + self.dropout(out), aux_loss, load
 
@@ -342,20 +342,23 @@ class MoEGPT(LanguageModel):
         self.rotary = make_rotary(config)
         self.places = make_places(config)
 
-    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> MoEOutput:
-        """Return the logits for `tokens` [batch, sequence], or with `targets` the loss, and the state of balance."""
-        check_length(self, tokens, self.config)
-        return self.read_experts(self.embed(tokens), targets)
+    def forward(self, tokens: Tensor, targets: Tensor | None = None, cu_seqlens: Tensor | None = None) -> MoEOutput:
+        """Return the logits for `tokens` [batch, sequence], or with `targets` the loss, and the state of balance.
 
-    def read_experts(self, x: Tensor, targets: Tensor | None) -> MoEOutput:
+        `cu_seqlens` [batch, n] says where packed examples begin.
+        """
+        check_length(self, tokens, self.config)
+        return self.read_experts(self.embed(tokens, cu_seqlens), targets, *packed(tokens, cu_seqlens))
+
+    def read_experts(self, x: Tensor, targets: Tensor | None, *segments: Tensor) -> MoEOutput:
         """Run the blocks on the residual stream `x` and return what the model does."""
-        x, balance = self.run_blocks(x, self.rotary)
+        x, balance = self.run_blocks(x, self.rotary, *segments)
         aux_losses, loads = zip(*balance, strict=True)
         return MoEOutput(self.read_out(x, targets), torch.stack(aux_losses).mean(), torch.stack(loads))
 
-    def embed(self, tokens: Tensor) -> Tensor:
+    def embed(self, tokens: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
         """Turn `tokens` [batch, sequence] into the residual stream."""
-        return embed(self, tokens, self.places)
+        return embed(self, tokens, self.places, cu_seqlens)
 
     def update_bias(self, load: Tensor) -> None:
         """Move every router's bias one step toward even `load` [layers, experts]: once a step, after all microbatches.

@@ -259,10 +259,5 @@ class ModuleGraphs:
     def _count_eager(self, reason: str) -> None:
         """Count a call that runs eagerly; raise under strict."""
         if self.options.strict:
-            raise CaptureError(
-                f"{self.name} runs eagerly: {reason}",
-                rule="eager-module",
-                why="strict=True forbids running a graphed module eagerly.",
-                fix="remove the reason, or leave the module out of the scope.",
-            )
+            raise CaptureError(f"{self.name} runs eagerly: {reason}", rule="eager-module")
         self.eager_reasons[reason] += 1

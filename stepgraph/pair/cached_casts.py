@@ -26,6 +26,12 @@ def keeps_casts(ambient: Sequence[Hashable], *, grad_mode: bool = True) -> bool:
     return bool((grad_on or not grad_mode) and cache and (cuda or cpu))
 
 
+def as_computed(tensor: torch.Tensor) -> torch.Tensor:
+    """A leaf that is a view: autocast keeps the casts of leaves, and an argument that was computed is none in eager."""
+    with torch.no_grad():
+        return tensor.view_as(tensor).requires_grad_()
+
+
 def casts_behind(results: Iterable[torch.Tensor], stop: Iterable[Any] = ()) -> dict[Any, list[tuple[Any, int]]]:
     """The casts of leaves that lead to results, as nodes of autograd's graph, each with the nodes that use it.
 

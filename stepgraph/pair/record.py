@@ -26,7 +26,7 @@ from stepgraph.guards.random_names import NamesGuard
 from stepgraph.observe.module_attributes import ModuleAttributes
 from stepgraph.observe.step_objects import leaves_behind
 from stepgraph.oplog import OpLog, left_out
-from stepgraph.pair.cached_casts import casts_behind, casts_twice, keeps_casts
+from stepgraph.pair.cached_casts import as_computed, casts_behind, casts_twice, keeps_casts
 from stepgraph.pair.call import CallBuffers, EagerCall, SameTensor
 from stepgraph.pair.differentiate import (
     AccumulatesByItself,
@@ -48,6 +48,7 @@ from stepgraph.session.failure import refuse_changed_container
 from stepgraph.signature import refuse_tensor_classes
 from stepgraph.signature.ambient import as_called, autocast_now, under_autocast, without_saved_tensor_hooks
 from stepgraph.signature.attributes import changed_attributes, put_on
+from stepgraph.signature.key import is_computed
 from stepgraph.signature.memory import version_of
 from stepgraph.tree import changed_containers, unflatten
 
@@ -208,8 +209,10 @@ class PairCapture:
                 found[index] = buffers[index].detach().requires_grad_(leaf.requires_grad)
             elif isinstance(leaf, ArgMetadata):
                 found[index] = leaf.empty(self.session.backend.device)
+        has_casts = keeps_casts(call.ambient)
         for index, tensor in found.items():
-            put_on(tensor, call.signature.leaves[index])
+            key = call.signature.leaves[index]
+            found[index] = put_on(as_computed(tensor) if has_casts and is_computed(key) else tensor, key)
         if call.values:
             StaticInputs({i: found[i] for i in call.values}).load(call.values)
         return found

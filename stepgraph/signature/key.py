@@ -73,6 +73,10 @@ class Signature:
         return found
 
 
+_GRAD = 5
+"""The place of "leaf" and "computed" in a tensor's key."""
+
+
 def tensor_key(tensor: torch.Tensor) -> tuple[Hashable, ...]:
     """A tensor's part of the key: its geometry, and its attributes, if it has any."""
     geometry = (
@@ -87,6 +91,11 @@ def tensor_key(tensor: torch.Tensor) -> tuple[Hashable, ...]:
     )
     attributes = attributes_on(tensor) if tensor.__dict__ else NONE
     return geometry if attributes is NONE else (*geometry, attributes)
+
+
+def is_computed(key: Hashable) -> bool:
+    """True if a leaf's key is that of a tensor that autograd has computed, or may have computed."""
+    return isinstance(key, tuple) and len(key) > _GRAD and key[_GRAD] in ("computed", True)
 
 
 def leaf_key(leaf: Any) -> Hashable:

@@ -148,3 +148,63 @@ def test_autocast_cache_callables_called_twice_warn(device: torch.device) -> Non
             (losses[1] + losses[0]).backward()
     told = [str(w.message) for w in seen if "[autocast-cache]" in str(w.message)]
     assert len(told) == 1
+
+
+class Product(nn.Module):
+    """Uses its argument twice, in two layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.left(x) * self.right(x)
+
+
+@pytest.mark.parametrize("is_leaf", [True, False])
+def test_autocast_cache_of_arguments_is_as_in_eager(is_leaf: bool, device: torch.device) -> None:
+    """Autocast casts a leaf once for both uses, and a computed argument twice: their gradients round differently."""
+
+    def gradients(model: nn.Module) -> list[torch.Tensor]:
+        torch.manual_seed(1)
+        found = []
+        for _ in range(5):
+            base = torch.randn(64, 8, device=device, requires_grad=True)
+            with torch.autocast(device.type, torch.bfloat16):
+                result = model(base if is_leaf else base.mul(1.5))
+            result.float().square().sum().backward()
+            assert base.grad is not None
+            found.append(base.grad)
+        return [*found, *(p.grad for p in model.parameters() if p.grad is not None)]
+
+    torch.manual_seed(0)
+    eager, graphed = nn.Sequential(Product()).to(device), nn.Sequential(Product()).to(device)
+    graphed.load_state_dict(eager.state_dict())
+    with stepgraph.graph_modules(graphed, "0", warmup=2) as handle:
+        found = gradients(graphed)
+        assert handle.report().rows[0].forwards == 3
+    assert all(torch.equal(one, other) for one, other in zip(found, gradients(eager), strict=True))
+
+
+def test_autocast_casts_a_callables_argument_as_in_eager(device: torch.device) -> None:
+    """The sample is a leaf, whose cast autocast would keep for both uses; what the calls are given was computed."""
+
+    def gradients(model: Any) -> list[torch.Tensor]:
+        torch.manual_seed(1)
+        found = []
+        for _ in range(4):
+            base = torch.randn(64, 8, device=device, requires_grad=True)
+            with torch.autocast(device.type, torch.bfloat16):
+                result = model(base.mul(1.5))
+            result.float().square().sum().backward()
+            assert base.grad is not None
+            found.append(base.grad)
+        return found
+
+    torch.manual_seed(0)
+    eager, layer = Product().to(device), Product().to(device)
+    layer.load_state_dict(eager.state_dict())
+    sample = torch.randn(64, 8, device=device, requires_grad=True)
+    with torch.autocast(device.type, torch.bfloat16):
+        graphed = stepgraph.make_graphed_callables(layer, (sample,))
+    assert all(torch.equal(one, other) for one, other in zip(gradients(graphed), gradients(eager), strict=True))

@@ -281,6 +281,7 @@ def test_kind_of_model_with_graphed_parts_equals_eager(kind: str, device: torch.
     assert_graphed_equals_eager(build, device, scope)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "settings"),
     [

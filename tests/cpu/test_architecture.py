@@ -50,6 +50,7 @@ ROOMS = (
     "pipeline",
     "models",
     "recipes",
+    "train",
     "bench",
     "commands",
     "cli",

@@ -66,7 +66,7 @@ def test_fixes_of_configurations_can_be_typed() -> None:
 def test_entries_are_read_by_kind_and_section() -> None:
     assert {found.kind for found in entries("config")} == {"config"}
     assert entries() == tuple(found for kind in KINDS for found in entries(kind))
-    assert [s.title for s in sections("run")] == ["What can be run"]
+    assert [s.title for s in sections("run")] == ["What can be run", "Data and checkpoints"]
     assert all(found.section == s.title for s in sections() for found in s.entries)
     assert entries("no-such-kind") == ()
 

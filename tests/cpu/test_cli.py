@@ -33,6 +33,7 @@ RUNS: dict[str, list[str]] = {
     "native": [],
     "recipes": [],
     "rules": [],
+    "train": ["--device", "cpu", "train.train_iters=2", "model.num_layers=1", "logger.log_dir=/tmp"],
 }
 """For each command, arguments of a short run."""
 NAMES = [function.__name__ for functions in COMMANDS.values() for function in functions]

@@ -158,6 +158,7 @@ def test_assignment_refuses_wrong_names_and_types(
         assign(config)
     assert raised.value.rule == rule
     assert fix in raised.value.fix
+    assert raised.traceback[-1].path == Path(__file__), "the traceback ends at the user's line"
     assert config == stepgraph.ConfigContainer(), "nothing is changed"
 
 

@@ -52,6 +52,7 @@ def test_linear_delay_leaves_the_weight_until_asked() -> None:
     assert ours.weight.grad is None
     ours.backward_dw()
     assert ours.weight.grad is not None
+    assert ours.weight.grad.stride() == ours.weight.stride()  # fused optimizers refuse others
     with pytest.raises(RuntimeError, match="no weight gradient waits"):
         ours.backward_dw()
 

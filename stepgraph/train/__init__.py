@@ -1,0 +1,6 @@
+"""The training loop: `stepgraph.train.pretrain(cfg)` and `stepgraph.train.finetune(cfg)`."""
+
+from stepgraph.train.run import TrainingStopped, finetune, pretrain
+from stepgraph.train.run_report import RunReport
+
+__all__ = ["RunReport", "TrainingStopped", "finetune", "pretrain"]

@@ -1,0 +1,163 @@
+"""Prompts and answers for supervised fine-tuning: the loss is on the answers only, and every sample has one shape.
+
+Each line of a JSONL file is one example, in any of these forms:
+
+    {"prompt": "2 + 2 =", "completion": " 4"}            also "input"/"output", "instruction"/"response"
+    {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}
+    {"prompt_tokens": [5, 9], "completion_tokens": [7]}   tokenised before
+
+Text is read byte by byte. The targets of prompt tokens are -100, which the loss leaves out; the model is trained to
+begin the answer and to end it (token 0).
+
+*Padded*: one example a sample, filled up with token 0 and targets of -100. *Packed*: as many whole examples as fit.
+`cu_seqlens` says where they begin. It is a tensor of fixed length whose unused end repeats `seq_length`: another number
+of examples is other values, not another shape, so one graph serves all samples.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from stepgraph.errors import InvalidArgument
+from stepgraph.train.data import Sample, Shuffled
+
+IGNORED = -100
+"""The target that a loss leaves out."""
+END = 0
+_PAIRS = (("prompt", "completion"), ("input", "output"), ("instruction", "response"))
+_FIX = '{"prompt": "2 + 2 =", "completion": " 4"}, or "messages", or "prompt_tokens" and "completion_tokens".'
+_MADE = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """Tokens of a prompt followed by its answer; targets are shifted, those of the prompt are -100."""
+
+    tokens: tuple[int, ...]
+    targets: tuple[int, ...]
+
+
+def read_examples(path: Path, vocab_size: int, seq_length: int) -> list[Example]:
+    """Read all examples of a JSONL file; the first bad line is refused by its number."""
+    if not path.is_file():
+        raise InvalidArgument(
+            f"{path} is not a file", rule="data", why="it names the examples to train on.", fix="dataset.path=FILE."
+        )
+    found = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        if line.strip():
+            try:
+                prompt, answer = _parts(json.loads(line), vocab_size)
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
+                raise InvalidArgument(
+                    f"{path}, line {number}: not an example ({error})",
+                    rule="data",
+                    why="each line must be a JSON object with a prompt and an answer.",
+                    fix=f"write {_FIX}",
+                ) from error
+            found.append(example_of(prompt, answer, seq_length))
+    if not found:
+        raise InvalidArgument(
+            f"{path} has no examples", rule="data", why="an empty file trains nothing.", fix=f"write {_FIX}"
+        )
+    return found
+
+
+def made_examples(vocab_size: int, seq_length: int) -> list[Example]:
+    """Sums of small numbers, for a run without a file."""
+    sums = [(f"{i} + {i * 7 % 10} = ", str(i + i * 7 % 10)) for i in range(_MADE)]
+    return [example_of(_text(p, vocab_size), _text(a, vocab_size), seq_length) for p, a in sums]
+
+
+def example_of(prompt: Sequence[int], answer: Sequence[int], seq_length: int) -> Example:
+    """Join a prompt and its answer; a long prompt loses its beginning, a long answer its end."""
+    answer = [*answer, END][:seq_length]
+    prompt = list(prompt)[max(0, len(prompt) + len(answer) - 1 - seq_length) :] or [END]
+    tokens = [*prompt, *answer]
+    targets = [IGNORED] * (len(prompt) - 1) + answer
+    return Example(tuple(tokens[:-1])[:seq_length], tuple(targets)[:seq_length])
+
+
+def _text(text: str, vocab_size: int) -> list[int]:
+    return [byte % vocab_size for byte in text.encode()]
+
+
+def _parts(row: Any, vocab_size: int) -> tuple[list[int], list[int]]:
+    if "prompt_tokens" in row:
+        parts = [[int(token) for token in row[name]] for name in ("prompt_tokens", "completion_tokens")]
+        outside = [token for part in parts for token in part if not 0 <= token < vocab_size]
+        if outside:
+            raise ValueError(f"token {outside[0]} is outside the vocabulary of {vocab_size}")
+        return parts[0], parts[1]
+    if "messages" in row:
+        *before, last = row["messages"]
+        if last["role"] != "assistant":
+            raise ValueError("the last message is not the assistant's")
+        prompt = "".join(f"{message['role']}: {message['content']}\n" for message in before)
+        return _text(f"{prompt}assistant: ", vocab_size), _text(last["content"], vocab_size)
+    for prompt_name, answer_name in _PAIRS:
+        if prompt_name in row and answer_name in row:
+            return _text(row[prompt_name], vocab_size), _text(row[answer_name], vocab_size)
+    raise ValueError("no prompt and answer")
+
+
+class Instructions:
+    """Examples as samples of one shape, padded, or packed with `cu_seqlens`."""
+
+    def __init__(
+        self,
+        examples: Sequence[Example],
+        seq_length: int,
+        seed: int,
+        *,
+        packed: bool,
+        name: str,
+        max_packed: int | None = None,
+    ) -> None:
+        self._seq_length, self._packed = seq_length, packed
+        limit = max_packed or len(examples)
+        self._rows = pack(examples, seq_length, limit) if packed else [[example] for example in examples]
+        self._order = Shuffled(len(self._rows), seed)
+        self._longest = max_packed or max(len(row) for row in self._rows)
+        self.fingerprint = f"{name} {len(examples)} {seq_length} {seed} {'packed' if packed else 'padded'}"
+
+    def sample(self, number: int) -> Sample:
+        row = self._rows[self._order[number]]
+        tokens = _filled((token for example in row for token in example.tokens), END, self._seq_length)
+        targets = _filled((target for example in row for target in example.targets), IGNORED, self._seq_length)
+        if not self._packed:
+            return {"tokens": tokens, "targets": targets}
+        ends = [0]
+        for example in row:
+            ends.append(ends[-1] + len(example.tokens))
+        # the padding behind the last example is one more segment, so that nothing attends to it
+        bounds = _filled(ends, self._seq_length, self._longest + 2).int()
+        return {"tokens": tokens, "targets": targets, "cu_seqlens": bounds}
+
+
+def pack(examples: Iterable[Example], seq_length: int, max_packed: int) -> list[list[Example]]:
+    """Put whole examples into rows, each into the first row with room for it, the longest first."""
+    rows: list[list[Example]] = []
+    room: list[int] = []
+    for example in sorted(examples, key=lambda one: -len(one.tokens)):
+        size = len(example.tokens)
+        fits = (index for index, left in enumerate(room) if left >= size and len(rows[index]) < max_packed)
+        place = next(fits, None)
+        if place is None:
+            place = len(rows)
+            rows.append([])
+            room.append(seq_length)
+        rows[place].append(example)
+        room[place] -= size
+    return rows
+
+
+def _filled(values: Iterable[int], value: int, size: int) -> torch.Tensor:
+    given = list(values)[:size]
+    return torch.tensor(given + [value] * (size - len(given)), dtype=torch.int64)

@@ -1,0 +1,105 @@
+"""What a run says while it goes: a line of JSON for each iteration, a progress bar, TensorBoard where installed.
+
+Only the first rank writes. The JSONL file, `stepgraph-train.jsonl` in `logger.log_dir`, has rows of several kinds:
+
+    {"kind": "start", "step": 0, ...}  {"kind": "train", "step": 1, "loss": 5.2, ...}  {"kind": "eval", ...}
+    {"kind": "capture", ...}  {"kind": "checkpoint", ...}  {"kind": "end", ...}
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+import math
+import sys
+from pathlib import Path
+from typing import Any, TextIO
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+FILE_NAME = "stepgraph-train.jsonl"
+
+
+class Journal:
+    """Writes the rows of a run. On other ranks than the first it says only what concerns that rank."""
+
+    def __init__(self, logger: Any, *, rank: int, size: int, start: int, last: int, quiet: bool = False) -> None:
+        self._rank, self._size, self._quiet = rank, size, quiet
+        self._interval = max(1, logger.log_interval)
+        self._file: TextIO | None = None
+        self._board: Any = None
+        self._progress: Progress | None = None
+        self._task: Any = None
+        if rank != 0:
+            return
+        folder = Path(logger.log_dir or ".")
+        folder.mkdir(parents=True, exist_ok=True)
+        self.path = folder / FILE_NAME
+        self._file = self.path.open("a" if start else "w", encoding="utf-8")
+        if logger.tensorboard_dir and importlib.util.find_spec("tensorboard") is not None:
+            self._board = importlib.import_module("torch.utils.tensorboard").SummaryWriter(logger.tensorboard_dir)
+        if logger.log_progress and not quiet and sys.stderr.isatty():
+            self._progress = Progress(
+                *(TextColumn("step"), MofNCompleteColumn(), BarColumn(), TextColumn("{task.description}")),
+                TimeRemainingColumn(),
+                console=Console(stderr=True),
+            )
+            self._task = self._progress.add_task("", total=last, completed=start)
+            self._progress.start()
+
+    def say(self, text: str) -> None:
+        """Print a line, with the rank if there are several."""
+        if self._quiet:
+            return
+        line = f"rank {self._rank}: {text}" if self._size > 1 else text
+        if self._progress is not None:
+            self._progress.console.print(line, markup=False, highlight=False)
+        else:
+            print(line, file=sys.stderr, flush=True)
+
+    def write(self, kind: str, step: int, **values: Any) -> None:
+        """Write a row of the JSONL file; numbers that JSON does not have become null."""
+        if self._file is not None:
+            row = {"kind": kind, "step": step} | {name: _finite(value) for name, value in values.items()}
+            self._file.write(json.dumps(row) + "\n")
+            self._file.flush()
+        if self._board is not None:
+            for name, value in values.items():
+                if isinstance(value, (int, float)) and not isinstance(value, bool):
+                    self._board.add_scalar(f"{kind}/{name}", value, step)
+
+    def train_row(
+        self, step: int, *, loss: float, lr: float, step_ms: float, tokens_per_s: float, replays: int
+    ) -> None:
+        """Write a training iteration, and show it."""
+        self.write(
+            "train",
+            step,
+            loss=loss,
+            lr=lr,
+            step_ms=round(step_ms, 3),
+            tokens_per_s=round(tokens_per_s),
+            replays=replays,
+        )
+        text = f"loss {loss:.4f}  {step_ms:.1f} ms  {tokens_per_s:,.0f} tokens/s  {replays} replays"
+        if self._progress is not None:
+            self._progress.update(self._task, completed=step, description=text)
+        elif self._rank == 0 and step % self._interval == 0:
+            self.say(f"step {step}  {text}")
+
+    def close(self) -> None:
+        if self._progress is not None:
+            self._progress.stop()
+            self._progress = None
+        if self._board is not None:
+            self._board.close()
+            self._board = None
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+
+def _finite(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,78 @@
+"""`Ranks` knows the processes of a training, and lets them agree on small numbers.
+
+Training needs a few decisions that all ranks must take alike: whether memory suffices for graphs, whether a signal has
+arrived, whether all files of a checkpoint are written. Each is one number, reduced over the ranks. The numbers go
+through a gloo group of their own, so that with NCCL too asking does not wait for the GPU.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+class Ranks:
+    """The processes of a training, of which `pipeline_size` in a row hold the stages of one model.
+
+    Ranks that differ by a multiple of `pipeline_size` hold the same stage and train on different data.
+    """
+
+    def __init__(self, pipeline_size: int = 1) -> None:
+        is_on = dist.is_available() and dist.is_initialized()
+        self.rank = dist.get_rank() if is_on else 0
+        self.size = dist.get_world_size() if is_on else 1
+        self.pipeline_size = pipeline_size
+        self.data_size, self.data_rank = self.size // pipeline_size, self.rank // pipeline_size
+        self.stage = self.rank % pipeline_size
+        self.stage_group: Any = None
+        self.data_group: Any = None
+        self._control: Any = None
+        if self.size > 1:
+            self._control = dist.new_group(backend="gloo")
+            if pipeline_size > 1:
+                self._make_groups()
+
+    def _make_groups(self) -> None:
+        for stage in range(self.pipeline_size):  # every rank takes part in making every group
+            group = dist.new_group([r for r in range(self.size) if r % self.pipeline_size == stage])
+            self.data_group = group if stage == self.stage else self.data_group
+        for start in range(0, self.size, self.pipeline_size):
+            group = dist.new_group(list(range(start, start + self.pipeline_size)))
+            self.stage_group = group if start <= self.rank < start + self.pipeline_size else self.stage_group
+
+    @property
+    def is_first(self) -> bool:
+        return self.rank == 0
+
+    def largest(self, value: int) -> int:
+        """Return the largest of the numbers that the ranks give; every rank must ask."""
+        return int(self._reduced(float(value), dist.ReduceOp.MAX)) if self.size > 1 else value
+
+    def smallest(self, value: int) -> int:
+        """Return the smallest of the numbers that the ranks give; every rank must ask."""
+        return -self.largest(-value)
+
+    def mean_loss(self, value: float) -> float:
+        """Return the mean loss over data-parallel ranks; stages of a pipeline that know no loss give 0."""
+        return self._reduced(value, dist.ReduceOp.SUM) / self.data_size if self.size > 1 else value
+
+    def wait(self) -> None:
+        """Wait until every rank has come here."""
+        if self.size > 1:
+            dist.barrier(self._control)
+
+    def _reduced(self, value: float, how: Any) -> float:
+        number = torch.tensor([value], dtype=torch.float64)
+        dist.all_reduce(number, how, group=self._control)
+        return float(number.item())
+
+
+def start_processes(device: torch.device) -> bool:
+    """Join the process group that torchrun describes; return True if this call created it."""
+    if not dist.is_available() or dist.is_initialized() or int(os.environ.get("WORLD_SIZE", "1")) < 2:
+        return False
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    return True

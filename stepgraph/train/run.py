@@ -1,0 +1,280 @@
+"""`pretrain` and `finetune` run a configuration from start to end, and leave nothing behind on any exit.
+
+The order of the end is the same after the last iteration, a signal, and an error: graphs are freed, then the session,
+then the process group, because a graph with a collective holds its communicator and NCCL waits for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from stepgraph.config.container import ConfigContainer
+from stepgraph.config.environment import Environment
+from stepgraph.errors import InvalidArgument, NonFinite
+from stepgraph.rng.tracker import get_cuda_rng_tracker
+from stepgraph.session.session import Session
+from stepgraph.tracebacks import entry_point
+from stepgraph.train.checkpoint import CheckpointError, Saved, load, refuse_later_checkpoints
+from stepgraph.train.data import Batches
+from stepgraph.train.implementations import Work, choose
+from stepgraph.train.journal import Journal
+from stepgraph.train.loop import Loop, OnEvent, Run
+from stepgraph.train.memory import DeviceMemory
+from stepgraph.train.pipelined import Pipelined, stage_of
+from stepgraph.train.random_state import set_random_states
+from stepgraph.train.ranks import Ranks, start_processes
+from stepgraph.train.run_report import RunReport
+from stepgraph.train.setup import (
+    ModelProvider,
+    adapt,
+    checks_of,
+    gathered_model,
+    make_batches,
+    make_core,
+    make_finish,
+    make_forward_step,
+    make_optimizer,
+    make_schedule,
+    num_microbatches,
+    refuse_unpacked,
+    refuse_untrained,
+    seed_dropout,
+    seed_everything,
+    wrap,
+)
+from stepgraph.train.signals import SignalFlag
+
+
+class TrainingStopped(SystemExit):
+    """A signal ended the run, in order: `code` is 130 or 143, `report` what was done until then."""
+
+    def __init__(self, code: int, report: RunReport) -> None:
+        super().__init__(code)
+        self.report = report
+
+
+@entry_point
+def pretrain(
+    cfg: ConfigContainer,
+    *,
+    model_provider: ModelProvider | None = None,
+    device: torch.device | str | None = None,
+    on_event: OnEvent | None = None,
+    quiet: bool = False,
+    prints_report: bool = True,
+) -> RunReport:
+    """Train a model as a configuration says; return the report of the run.
+
+    Example:
+        >>> cfg = stepgraph.ConfigContainer()
+        >>> cfg.model.cuda_graph_impl, cfg.model.cuda_graph_scope = "local", ["full_iteration"]
+        >>> print(stepgraph.train.pretrain(cfg))
+
+    `model_provider(cfg)` builds another model than the configuration describes: called with `tokens` and `targets`, it
+    returns the loss. `on_event(name, step)` is called before what happens. Progress and the report go to stderr. On
+    SIGINT and SIGTERM the run saves, frees its graphs and raises SystemExit with 130 or 143. Under torchrun, each
+    process is a rank.
+    """
+    return _train(cfg, model_provider, device, on_event, quiet, prints_report and not quiet)
+
+
+@entry_point
+def finetune(
+    cfg: ConfigContainer,
+    *,
+    model_provider: ModelProvider | None = None,
+    device: torch.device | str | None = None,
+    on_event: OnEvent | None = None,
+    quiet: bool = False,
+    prints_report: bool = True,
+) -> RunReport:
+    """Fine-tune a model on prompts and answers: all parameters, or with `cfg.peft.scheme = "lora"` small additions.
+
+    Example:
+        >>> cfg.dataset.data_path = "answers.jsonl"
+        >>> cfg.checkpoint.pretrained_checkpoint = "runs/pretrained"
+        >>> print(stepgraph.train.finetune(cfg))
+
+    As `pretrain`, with `dataset.kind = "sft"` unless the configuration names tokens. Without a file the examples are
+    small sums.
+    """
+    if cfg.dataset.kind == "text":
+        cfg = cfg.copy()
+        cfg.dataset.kind = "sft"
+    return _train(cfg, model_provider, device, on_event, quiet, prints_report and not quiet)
+
+
+def _train(
+    cfg: ConfigContainer,
+    provider: ModelProvider | None,
+    device: torch.device | str | None,
+    on_event: OnEvent | None,
+    quiet: bool,
+    prints_report: bool,
+) -> RunReport:
+    where = _device(device)
+    checked = cfg.copy().validate(Environment.read(where.type), run=True)
+    refuse_untrained(checked)
+    with SignalFlag(wanted=checked.train.exit_signal_handler) as flag, _processes(where):
+        loop, signal = _run(checked, where, provider, on_event or (lambda name, step: None), flag, quiet)
+    if prints_report and int(os.environ.get("RANK", "0")) == 0:
+        print(loop.report(), file=sys.stderr)
+    if signal:
+        raise TrainingStopped(128 + signal, loop.report())
+    return loop.report()
+
+
+def _device(device: torch.device | str | None) -> torch.device:
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    found = torch.device(device)
+    if found.type == "cuda":
+        if not torch.cuda.is_available():
+            raise InvalidArgument(
+                f"device {found}, and torch sees no GPU",
+                rule="gpu-missing",
+                why="the run was asked to train there.",
+                fix="leave device out, or pass device='cpu'.",
+            )
+        found = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) if found.index is None else found.index)
+        torch.cuda.set_device(found)
+    return found
+
+
+@contextlib.contextmanager
+def _processes(device: torch.device) -> Iterator[None]:
+    """Join torchrun's process group, and leave it at the end if it was created here."""
+    is_ours = start_processes(device)
+    try:
+        yield
+    finally:
+        if is_ours and dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def _run(
+    cfg: ConfigContainer,
+    device: torch.device,
+    provider: ModelProvider | None,
+    on_event: OnEvent,
+    flag: SignalFlag,
+    quiet: bool,
+) -> tuple[Loop, int]:
+    ranks = Ranks(cfg.model.pipeline_model_parallel_size)
+    count = num_microbatches(cfg, ranks)
+    seed_everything(cfg, device, ranks)
+    with Session("cuda" if device.type == "cuda" else "tape") as session, contextlib.ExitStack() as stack:
+        stack.callback(get_cuda_rng_tracker(device).reset)
+        work = _make_work(cfg, device, provider, session, ranks, count)
+        batches = make_batches(cfg, ranks, count)
+        seed_dropout(cfg, ranks)
+        start = _resume(cfg, work, batches, device, ranks)
+        last = cfg.train.train_iters
+        journal = Journal(cfg.logger, rank=ranks.rank, size=ranks.size, start=start, last=last, quiet=quiet)
+        stack.callback(journal.close)
+        run = Run(
+            cfg=cfg,
+            device=device,
+            ranks=ranks,
+            batches=batches,
+            eval_batches=make_batches(cfg, ranks, count, is_eval=True),
+            schedule=make_schedule(cfg),
+            checks=checks_of(cfg),
+            memory=DeviceMemory(device),
+            journal=journal,
+            on_event=on_event,
+        )
+        journal.write("start", start, implementation=cfg.model.cuda_graph_impl, ranks=ranks.size, config=cfg.to_dict())
+        loop = Loop(run, choose(work, cfg) if ranks.pipeline_size == 1 else Pipelined(work, cfg, ranks), flag, start)
+        signal = _run_loop(loop)
+        report = loop.report()
+        journal.write("end", report.step, signal=signal, **_summary(report))
+        return loop, signal
+
+
+def _run_loop(loop: Loop) -> int:
+    """Run a loop and free its graphs, whatever happens; an error of the run comes before one of the clean-up."""
+    try:
+        signal = loop.run()
+    except BaseException:
+        with contextlib.suppress(NonFinite):
+            loop.implementation.close()
+        raise
+    loop.implementation.close()
+    return signal
+
+
+def _summary(report: RunReport) -> dict[str, Any]:
+    names = ("implementation", "replays", "graphed", "capture_seconds", "tokens_per_s", "final_loss", "verdict")
+    return {name: getattr(report, name) for name in names} | {"eager_reasons": dict(report.eager_reasons)}
+
+
+def _make_work(
+    cfg: ConfigContainer,
+    device: torch.device,
+    provider: ModelProvider | None,
+    session: Session,
+    ranks: Ranks,
+    num_microbatches: int,
+) -> Work:
+    core = make_core(cfg, device, provider)
+    if cfg.checkpoint.pretrained_checkpoint is not None and cfg.checkpoint.load is None:
+        _load_weights(core, load(Path(cfg.checkpoint.pretrained_checkpoint), ranks))
+    if ranks.pipeline_size > 1:
+        core = stage_of(core, ranks, make_forward_step(cfg, checks_of(cfg)).autocast)
+    adapt(cfg, core)
+    refuse_unpacked(cfg, core)
+    model = wrap(cfg, core, session, device, ranks)
+    checks = checks_of(cfg)
+    gathered = gathered_model(cfg, core, ranks)
+    return Work(
+        model=model,
+        core=core,
+        gathered=gathered,
+        optimizer=make_optimizer(cfg, core, gathered),
+        forward_step=make_forward_step(cfg, checks),
+        finish=make_finish(cfg, core, checks, ranks),
+        num_microbatches=num_microbatches,
+        session=session,
+        device_flags=checks.on_device,
+    )
+
+
+def _resume(cfg: ConfigContainer, work: Work, batches: Batches, device: torch.device, ranks: Ranks) -> int:
+    """Load the checkpoint that the configuration names; return the number of iterations done before."""
+    settings = cfg.checkpoint
+    start = 0
+    if settings.load is not None:
+        saved = load(Path(settings.load), ranks)
+        _load_weights(work.core, saved)
+        state = saved.rank.get("optimizer") or saved.shard.get("optimizer")
+        if settings.load_optim and state is not None:
+            work.optimizer.load_state_dict(state)
+        batches.load_state_dict(saved.rank["data"])
+        if settings.load_rng and saved.rank.get("random") is not None:
+            set_random_states(saved.rank["random"], device)
+        start = saved.step
+    if settings.save is not None:
+        refuse_later_checkpoints(Path(settings.save), start)
+    return start
+
+
+def _load_weights(model: torch.nn.Module, saved: Saved) -> None:
+    try:
+        model.load_state_dict(saved.shard["model"])
+    except (RuntimeError, KeyError) as error:  # other names or shapes
+        raise CheckpointError(
+            f"the weights of {saved.path} do not fit the model",
+            rule="checkpoint",
+            details=[line.strip()[:110] for line in str(error).splitlines()[1:6]],
+            why="the checkpoint is of a model with other layers or sizes.",
+            fix="resume with the configuration in the checkpoint's config.json.",
+        ) from error

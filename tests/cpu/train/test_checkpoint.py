@@ -1,0 +1,214 @@
+"""Checkpoints: all state comes back, nothing in a file is run, and a failed save leaves the last good one alone."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+import os
+import pickle
+import random
+import resource
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from stepgraph.rng.tracker import get_cuda_rng_tracker
+from stepgraph.train.checkpoint import CheckpointError, checkpoints_in, load, refuse_later_checkpoints, save
+from stepgraph.train.plain_state import join, split
+from stepgraph.train.random_state import get_random_states, set_random_states
+from stepgraph.train.ranks import Ranks
+
+CPU = torch.device("cpu")
+
+
+class Planted:
+    """Pickled, it makes whoever loads it create a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.path),)
+
+
+def write(folder: Path, step: int, size: int = 4) -> Path:
+    state = {"model": {"weight": torch.full((size,), float(step))}, "lr": 0.1}
+    return save(folder, step, shard=state, rank={"position": step}, config={"seed": 1}, ranks=Ranks())
+
+
+def relist(path: Path, name: str) -> None:
+    """Make the manifest agree with a changed file, as an attacker would."""
+    manifest = json.loads((path / "manifest.json").read_text())
+    data = (path / name).read_bytes()
+    manifest["files"][name] = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+    (path / "manifest.json").write_text(json.dumps(manifest))
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        {"a": [1, 2.5, float("inf"), -0.0, None, True, "x"], 3: ("t", [])},
+        {"state": {0: {"step": torch.tensor(3.0), "exp_avg": torch.randn(2, 3)}}, "betas": (0.9, 0.95)},
+        {"bf16": torch.randn(3).bfloat16(), "long": torch.arange(4), "empty": torch.empty(0)},
+    ],
+)
+def test_split_and_join_give_back_the_state(state: Any) -> None:
+    value, tensors = split(state)
+    again = join(json.loads(json.dumps(value, allow_nan=False)), tensors)
+    assert repr(again) == repr(state)
+
+
+def test_split_refuses_other_objects() -> None:
+    with pytest.raises(ValueError, match=r"`state.a` is a Path.*|`state.a` is a PosixPath"):
+        split({"a": Path()})
+
+
+def test_save_and_load_keep_every_bit(tmp_path: Path) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1 + 0.2)
+    for _ in range(2):
+        model(torch.randn(5, 3)).square().sum().backward()
+        optimizer.step()
+    shard = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    save(tmp_path, 7, shard=shard, rank={"random": get_random_states(CPU)}, config={}, ranks=Ranks())
+    saved = load(tmp_path, Ranks())
+    assert saved.step == 7
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, saved.shard["model"][name])
+    other = torch.optim.AdamW(model.parameters())
+    other.load_state_dict(saved.shard["optimizer"])
+    assert repr(other.state_dict()) == repr(optimizer.state_dict())
+
+
+def test_random_states_come_back() -> None:
+    tracker = get_cuda_rng_tracker("cpu")
+    tracker.reset()
+    tracker.add("model-parallel-rng", 5)
+
+    def draw() -> list[Any]:
+        with tracker.fork():
+            named = torch.rand(3).tolist()
+        return [torch.rand(3).tolist(), named, random.random()]
+
+    try:
+        value, tensors = split(get_random_states(CPU))
+        first = draw()
+        set_random_states(join(json.loads(json.dumps(value)), tensors), CPU)
+        assert draw() == first
+    finally:
+        tracker.reset()
+
+
+def test_load_takes_the_latest_finished_checkpoint(tmp_path: Path) -> None:
+    write(tmp_path, 5)
+    write(tmp_path, 100)
+    (tmp_path / "step_00000200.partial").mkdir()
+    assert load(tmp_path, Ranks()).step == 100
+    assert load(tmp_path / "step_00000005", Ranks()).step == 5
+    write(tmp_path, 300)
+    assert not list(tmp_path.glob("*.partial")), "a save cleans up what an earlier one left"
+    with pytest.raises(CheckpointError, match="step_00000300"):
+        refuse_later_checkpoints(tmp_path, 100)
+    refuse_later_checkpoints(tmp_path, 300)
+
+
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(bytes(data))
+
+
+TENSORS = "safetensors" if importlib.util.find_spec("safetensors") is not None else "pt"
+FILES = (
+    f"shard_00000.{TENSORS}",
+    "shard_00000.json",
+    f"rank_00000.{TENSORS}",
+    "rank_00000.json",
+    "config.json",
+    "manifest.json",
+)
+
+
+@pytest.mark.parametrize("damage", [Path.unlink, truncate, flip])
+@pytest.mark.parametrize("name", FILES)
+def test_damaged_files_are_refused_by_name(tmp_path: Path, name: str, damage: Callable[[Path], None]) -> None:
+    write(tmp_path, 1)
+    path = write(tmp_path, 2)
+    damage(path / name)
+    with pytest.raises(CheckpointError) as caught:
+        load(tmp_path, Ranks())
+    assert "step_00000001" in caught.value.fix
+    assert name in str(caught.value) or name == "manifest.json"
+    assert load(tmp_path / "step_00000001", Ranks()).step == 1
+
+
+@pytest.mark.parametrize("relisted", [False, True])
+@pytest.mark.parametrize("name", [*FILES, "planted.pkl"])
+def test_planted_pickle_is_refused_and_not_run(tmp_path: Path, name: str, relisted: bool) -> None:
+    path = write(tmp_path / "saved", 1)
+    (path / name).write_bytes(pickle.dumps(Planted(tmp_path / "run")))
+    if relisted and name not in ("manifest.json", "planted.pkl"):
+        relist(path, name)
+    with pytest.raises(CheckpointError, match=name):
+        load(path, Ranks())
+    assert not (tmp_path / "run").exists()
+
+
+def test_pickle_in_a_torch_file_is_not_run(tmp_path: Path) -> None:
+    path = write(tmp_path / "saved", 1)
+    name = f"shard_00000.{TENSORS}"
+    torch.save({"state": Planted(tmp_path / "run")}, path / name)
+    relist(path, name)
+    with pytest.raises(CheckpointError, match=name):
+        load(path, Ranks())
+    assert not (tmp_path / "run").exists()
+
+
+def test_load_refuses_another_number_of_ranks(tmp_path: Path) -> None:
+    path = write(tmp_path, 1)
+    manifest = json.loads((path / "manifest.json").read_text())
+    (path / "manifest.json").write_text(json.dumps(manifest | {"world_size": 4}))
+    with pytest.raises(CheckpointError, match="saved by 4 ranks"):
+        load(path, Ranks())
+
+
+def test_file_size_limit_leaves_the_last_checkpoint(tmp_path: Path) -> None:
+    write(tmp_path, 1)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))
+    try:
+        with pytest.raises(CheckpointError, match="was not written") as caught:
+            write(tmp_path, 2, size=100_000)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert "step_00000001" in caught.value.why
+    assert [path.name for path in tmp_path.iterdir()] == ["step_00000001"]
+    assert load(tmp_path, Ranks()).step == 1
+    assert load(write(tmp_path, 2), Ranks()).step == 2, "saving works again afterwards"
+
+
+def test_full_device_gives_a_clear_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """/dev/full refuses every write with ENOSPC; the tensors of the checkpoint are written there."""
+    if not Path("/dev/full").exists():
+        pytest.skip("no /dev/full on this system")
+    write(tmp_path, 1)
+    real = Path.open
+
+    def redirected(self: Path, *args: Any, **kwargs: Any) -> Any:
+        return real(Path("/dev/full") if self.suffix == f".{TENSORS}" else self, *args, **kwargs)
+
+    monkeypatch.setattr(Path, "open", redirected)
+    with pytest.raises(CheckpointError, match="was not written"):
+        write(tmp_path, 2, size=1_000_000)
+    monkeypatch.undo()
+    assert [step for step, _ in checkpoints_in(tmp_path)] == [1]
+    shutil.rmtree(tmp_path)
