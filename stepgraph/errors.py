@@ -176,4 +176,6 @@ class CaptureError(StepgraphError, RuntimeError):
         details = [f"in    {inside}"] if inside else []
         details += [f"op    {operation}"] if operation else []
         details += [f"torch {raw}"] if raw else []
-        return cls(f"{step}: {row.what}", rule=row.id, details=details, fix=fix, where=where, entry=row)
+        why, known = row.reason_and_fix()  # the row may be the catalogue's with another fix
+        fix = known if fix is None else fix
+        return cls(f"{step}: {row.what}", rule=row.id, details=details, why=why, fix=fix, where=where, entry=row)

@@ -16,13 +16,24 @@ FAILED = "capture failed: [host-read]"
 def modules(forwards: int = 0, reasons: dict[str, int] | None = None) -> ModuleReport:
     counts: dict[str, Any] = {"backwards": forwards, "eager_calls": sum((reasons or {}).values())}
     row = ModuleRow(
-        "layers.0", 0, 0, 0, forwards, **counts, eager_reasons=reasons or {}, recapture_reasons={}, static_bytes=0
+        "layers.0",
+        0,
+        0,
+        0,
+        forwards,
+        **counts,
+        eager_reasons=reasons or {},
+        recapture_reasons={},
+        refused={},
+        static_bytes=0,
     )
     return ModuleReport(rows=(row,), backend="tape")
 
 
 def stages(steps: dict[str, int]) -> StageReport:
-    return StageReport(rows=(StageRow(1, 0, 0, 0, 0, 0),), steps=steps, recaptures={}, order=0, num_buffers=0)
+    return StageReport(
+        rows=(StageRow(1, 0, 0, 0, 0, 0),), steps=steps, recaptures={}, refused={}, order=0, num_buffers=0
+    )
 
 
 @pytest.mark.parametrize(
