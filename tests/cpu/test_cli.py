@@ -247,13 +247,17 @@ def test_envelope_comes_first() -> None:
     ("number", "code"), [(signal.SIGINT, ExitCode.INTERRUPTED), (signal.SIGTERM, ExitCode.TERMINATED)]
 )
 def test_signals_stop_a_command(number: signal.Signals, code: ExitCode) -> None:
-    before = [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)]
-    stops = Stops(None)
-    with pytest.raises(Stopped), stops.watched():
-        os.kill(os.getpid(), number)
-        time.sleep(10)
-    assert stops.exit_code == code
-    assert [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)] == before
+    inherited = signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it
+    try:
+        before = [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)]
+        stops = Stops(None)
+        with pytest.raises(Stopped), stops.watched():
+            os.kill(os.getpid(), number)
+            time.sleep(10)
+        assert stops.exit_code == code
+        assert [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)] == before
+    finally:
+        signal.signal(signal.SIGINT, inherited)
 
 
 @pytest.mark.parametrize("is_ignored", [False, True])
