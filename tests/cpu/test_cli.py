@@ -76,15 +76,18 @@ def test_commands_stand_in_the_panels_in_order() -> None:
     assert runner.invoke(app, []).exit_code == 2
 
 
-def test_help_and_rules_load_no_torch() -> None:
+def test_help_rules_and_typos_load_no_torch() -> None:
     program = (
         "import sys\nfrom typer.testing import CliRunner\nfrom stepgraph.cli import app\n"
         "for line in sys.stdin:\n"
-        "    assert CliRunner().invoke(app, line.split()).exit_code == 0, line\n"
+        "    code, *words = line.split()\n"
+        "    assert CliRunner().invoke(app, words).exit_code == int(code), line\n"
         "print('torch' in sys.modules)\n"
     )
     lines = ["--help", "--version", "rules", "rules --json", "rules host-read", "recipes --json", "recipes qwen3_vl"]
-    lines += [f"{name} --help" for name in NAMES]
+    lines = [f"0 {line}" for line in (*lines, *(f"{name} --help" for name in NAMES))]
+    typos = ["model.num_layer=2", "--recipe gpt2_smal", "--task sfd", "--cuda-graph-scope atn", "--config /no/file"]
+    lines += [f"2 train {typo}" for typo in typos]
     command = [sys.executable, "-c", program]
     done = subprocess.run(command, input="\n".join(lines), cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"
@@ -104,6 +107,11 @@ def test_command_refuses_bad_usage_without_traceback(name: str) -> None:
     as_json = runner.invoke(app, [name, "--json", "-jsn"])
     assert parsed(as_json.stdout)["exit_code"] == as_json.exit_code == 2
     assert "Did you mean --json?" in parsed(as_json.stdout)["error"]["what"]
+
+
+def test_usage_of_settings_is_written_once() -> None:
+    usage = runner.invoke(app, ["train", "--help"], env=PLAIN).stdout
+    assert "train [OPTIONS] [SECTION.FIELD=VALUE]..." in " ".join(usage.split())
 
 
 @pytest.mark.parametrize("name", NAMES)
