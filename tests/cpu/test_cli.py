@@ -202,7 +202,7 @@ def test_options_are_read_as_they_are_typed(arguments: list[str], scope: str, gr
         ("-graph-scope", "Did you mean --graph-scope?"),
         ("-jsn", "Did you mean --json?"),
         ("-hlp", "Did you mean --help?"),
-        ("-zzzz", "options of several letters have two dashes."),
+        ("-zzzz", "Options of several letters have two dashes:"),
     ],
 )
 def test_unknown_short_words_are_refused_with_the_nearest(word: str, hint: str) -> None:
@@ -210,6 +210,27 @@ def test_unknown_short_words_are_refused_with_the_nearest(word: str, hint: str) 
     assert result.exit_code == 2
     assert f"No such option: {word}" in result.stderr
     assert hint in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("line", "hint"),
+    [
+        ("-mr qwen3_30b_a3b --task pretrain", "Did you mean --recipe NAME?"),
+        ("-m qwen", "Did you mean --recipe NAME?"),
+        ("-ng 16", "Did you mean torchrun --nproc-per-node N -m stepgraph train?"),
+        ("-gq", "two dashes: --recipe, --task"),
+        ("--num-layers 2", "Did you mean model.num_layers=2?"),
+        ("--num_layers=2", "Did you mean model.num_layers=2?"),
+        ("--train-iters", "Did you mean train.train_iters=VALUE?"),
+        ("--model.num_layers=2", "Did you mean model.num_layers=2?"),
+        ("--recip gpt2_small", "--recipe)"),
+    ],
+)
+def test_train_answers_other_options_with_its_own(line: str, hint: str) -> None:
+    result = runner.invoke(app, ["train", *line.split()], env=PLAIN)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert hint in " ".join(result.stderr.replace("│", " ").split())
+    assert_plain(result.stderr)
 
 
 @pytest.mark.parametrize(
