@@ -334,7 +334,7 @@ def test_rules_explains_each_entry(entry: catalogue.Entry) -> None:
     [
         (["host-rea"], "did you mean host-read?"),
         (["zzzzzzzz"], "`stepgraph rules` lists them."),
-        (["host-read", "--kind", "config"], "there is no rule `host-read`"),
+        (["host-read", "--kind", "config"], "`host-read` is a rule of the kind capture, not config; leave --kind out."),
         (["--kind", "confg"], "did you mean config?"),
         (["--kind", "zzzz"], "use config, run, capture, check, symptom."),
     ],
@@ -343,6 +343,12 @@ def test_rules_refuses_unknown_names(arguments: list[str], expected: str) -> Non
     result = runner.invoke(app, ["rules", *arguments], env=PLAIN)
     assert result.exit_code == 2
     assert expected in " ".join(result.stderr.replace("│", " ").split())
+
+
+def test_rules_of_an_empty_kind_are_said_to_be_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(catalogue, "entries", lambda kind=None: ())
+    text = runner.invoke(app, ["rules", "--kind", "check"], env=PLAIN)
+    assert text.stdout == "there are no rules of the kind check yet\nNext: stepgraph rules\n"
 
 
 @pytest.mark.parametrize("spelling", ["host-read", "host_read", "[host-read]"])

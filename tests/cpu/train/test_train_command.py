@@ -74,6 +74,8 @@ def test_flags_of_megatron_and_bridge_choose(tmp_path: Path, flags: list[str], i
         (["--cuda-graph-impl", "locl"], "local"),
         (["--recipe", "gpt2_smal"], "gpt2_small"),
         (["--task", "sfd"], "sft"),
+        (["model.num_layers"], "model.num_layers=VALUE"),
+        (["--config", "/no/such/file.toml"], "correct the path"),
         (["model.tensor_model_parallel_size=2"], "not-run-here"),
         (["--cuda-graph-impl", "transformer_engine", "--cuda-graph-scope", "full_iteration"], "full-iteration-impl"),
         (["checkpoint.load=/no/such/folder"], "no checkpoint"),
