@@ -140,16 +140,17 @@ def configured(wanted: Wanted, device: torch.device) -> tuple[ConfigContainer, l
     from stepgraph.recipes.fit import fit, refuse_too_large
     from stepgraph.recipes.memory import available_host_memory
     from stepgraph.train.memory import DeviceMemory
+    from stepgraph.train.setup import refuse_untrained
 
     cfg, environment = wanted.config, Environment.read(device.type)
     free = DeviceMemory(device).free() if device.type == "cuda" else available_host_memory()
     if not wanted.fits:
-        cfg.validate(environment, run=True)
+        refuse_untrained(cfg.validate(environment, run=True))
         return cfg, [], refuse_too_large(cfg, 2**63 if free is None else free).parameters
     checked = cfg.copy()
     if "num_attention_heads" not in wanted.kept:
         checked.model.kv_channels = checked.model.kv_channels or 1  # the cut chooses heads that fit the width
-    checked.validate(environment, run=True)
+    refuse_untrained(checked.validate(environment, run=True))
     found = fit(cfg, free or 2**33, device.type, kept=wanted.kept)
     found.config.validate(environment, run=True)
     return found.config, [str(change) for change in found.cuts], found.estimate.parameters
@@ -164,7 +165,8 @@ def _train(
     if is_first and not as_json:
         if cuts:
             typer.echo("cut to fit this machine: " + "; ".join(cuts), err=True)
-        shape = f"{cfg.model.num_layers} layers, width {cfg.model.hidden_size}"
+        layers = cfg.model.num_layers
+        shape = f"{layers} layer{'s' if layers > 1 else ''}, width {cfg.model.hidden_size}"
         typer.echo(f"model: {cfg.model.kind}, {shape}, {parameters:,} parameters", err=True)
     run = pretrain if task == "pretrain" else finetune
     exit_code = ExitCode.OK

@@ -155,10 +155,11 @@ def test_the_model_is_named_and_errors_come_alone(tmp_path: Path) -> None:
     words = ["train", "--device", "cpu", *SMALL, f"logger.log_dir={tmp_path}"]
     result = runner.invoke(app, words)
     assert result.exit_code == 0, result.output
-    assert "model: gpt, 1 layers, width 32, " in result.stderr
+    assert "model: gpt, 1 layer, width 32, " in result.stderr
     assert "num_layers" not in result.stderr.partition("model: ")[0]
-    refused = runner.invoke(app, [*words, "model.num_query_groups=3"])
-    assert (refused.exit_code, "cut to fit" in refused.stderr) == (2, False)
+    for wrong in ("model.num_query_groups=3", "ddp.use_distributed_optimizer=true", "model.kind=moe"):
+        refused = runner.invoke(app, [*words, wrong])
+        assert (refused.exit_code, "cut to fit" in refused.stderr) == (2, False), wrong
 
 
 @pytest.mark.parametrize("task", ["sft", "lora"])
