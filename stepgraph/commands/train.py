@@ -136,14 +136,21 @@ def configured(wanted: Wanted, device: torch.device) -> tuple[ConfigContainer, l
 
     A broken rule, or a model that is too large and not to be cut, is refused before anything is built.
     """
+    import torch
+
     from stepgraph.config.environment import Environment
     from stepgraph.recipes.fit import fit, refuse_too_large
     from stepgraph.recipes.memory import available_host_memory
     from stepgraph.train.memory import DeviceMemory
     from stepgraph.train.setup import refuse_untrained
 
+    if device.type == "cuda":
+        own = int(os.environ.get("LOCAL_RANK", "0")) if device.index is None else device.index
+        torch.cuda.set_device(own)  # else each rank would start a context on the first GPU
+        free = DeviceMemory(torch.device("cuda", own)).free()
+    else:
+        free = available_host_memory()
     cfg, environment = wanted.config, Environment.read(device.type)
-    free = DeviceMemory(device).free() if device.type == "cuda" else available_host_memory()
     if not wanted.fits:
         refuse_untrained(cfg.validate(environment, run=True))
         return cfg, [], refuse_too_large(cfg, 2**63 if free is None else free).parameters
