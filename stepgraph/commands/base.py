@@ -23,7 +23,7 @@ import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from types import FrameType
+from types import FrameType, MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -89,6 +89,16 @@ CONTEXT_SETTINGS = {
     "token_normalize_func": lambda name: name.replace("_", "-"),  # `--some_option` is `--some-option`
 }
 _UsageError: Any = typer.BadParameter.__base__  # typer has no public name for it
+_OTHER_OPTIONS = MappingProxyType(
+    {
+        "-m": "--recipe NAME",
+        "-mr": "--recipe NAME",
+        "-g": "--device NAME",
+        "-c": "mixed_precision=NAME",
+        "-ng": "torchrun --nproc-per-node N -m stepgraph train",
+    }
+)
+"""Options of Megatron Bridge's benchmark scripts, and what stands for them here."""
 _SHORT_WORD = re.compile(r"-[a-zA-Z][\w-]+")
 
 
@@ -99,9 +109,12 @@ class _StrictOptions:
         as_json, unknown = "--json" in args, _unknown_short_word(self, args)
         try:
             if unknown is not None:
-                ctx.fail(_no_such_option(unknown, _options(self)))
-            return list(super().parse_args(ctx, args))  # type: ignore[misc]
+                ctx.fail(_no_such_option(self, unknown))
+            return list(super().parse_args(ctx, list(args)))  # type: ignore[misc]
         except _UsageError as error:
+            hint = _hint(self, getattr(error, "option_name", ""), args)
+            if hint:
+                error.message, error.possibilities = f"No such option: {error.option_name}. {hint}", None
             _report_usage(ctx, error, as_json)
             raise
 
@@ -267,8 +280,38 @@ def _unknown_short_word(command: Any, args: Sequence[str]) -> str | None:
     return None
 
 
-def _no_such_option(name: str, options: Mapping[str, Any]) -> str:
+def _no_such_option(command: Any, name: str) -> str:
+    options = _options(command)
     near = f"-{name}" if f"-{name}" in options else nearest(name, [*options, "--help"])
-    return f"No such option: {name}" + (
-        f". Did you mean {near}?" if near else "; options of several letters have two dashes."
+    known = ", ".join(option for option in (*options, "--help") if not option.startswith("--no-"))
+    hint = _hint(command, name, ()) or (
+        f"Did you mean {near}?" if near else f"Options of several letters have two dashes: {known}."
     )
+    return f"No such option: {name}. {hint}"
+
+
+def _hint(command: Any, option: str, args: Sequence[str]) -> str:
+    """What to type for an unknown option of a command that takes settings: a setting, or an option of its own."""
+    if not option or all(parameter.name != "overrides" for parameter in command.params):
+        return ""
+    if option in _OTHER_OPTIONS:
+        return f"Did you mean {_OTHER_OPTIONS[option]}?"
+    from stepgraph.config.base import ConfigSections
+    from stepgraph.config.values import types_of
+
+    section, dot, field = option.lstrip("-").replace("-", "_").rpartition(".")
+    homes = [name for name, kind in types_of(ConfigSections).items() if field in types_of(kind)]
+    if not homes or (dot and section not in homes):
+        return ""
+    return f"Did you mean {section or homes[0]}.{field}={_value_of(option, args)}?"
+
+
+def _value_of(option: str, args: Sequence[str]) -> str:
+    """The value that was typed for an unknown option."""
+    spelled = option.replace("_", "-")
+    for place, word in enumerate(args):
+        name, has_value, value = word.partition("=")
+        if name.replace("_", "-") == spelled:
+            following = args[place + 1] if place + 1 < len(args) else "-"
+            return value if has_value else "VALUE" if following.startswith("-") or "=" in following else following
+    return "VALUE"

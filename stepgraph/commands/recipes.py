@@ -51,9 +51,11 @@ def _details(found: dict[str, Any], changed: dict[str, Any]) -> RenderableType:
     from rich.text import Text
 
     scope = ", ".join(found["scope"])
+    published, built = found["parameters"], found["built_parameters"]
+    size = f"{published:,} parameters" + ("" if built == published else f" published, {built:,} built here")
     lines = [
         ("Model", found["description"]),
-        ("Size", f"{found['parameters']:,} parameters, {found['num_layers']} layers, {found['task']}"),
+        ("Size", f"{size}, {found['num_layers']} layers, {found['task']}"),
         ("Captured", f"{found['impl']}: {scope}"),
         ("Reason", f"{found['reason']}."),
         ("Shape from", found["source"]),

@@ -29,12 +29,19 @@ def rules(
     if kind is not None and kind not in KINDS:
         raise typer.BadParameter(_unknown("kind", kind, KINDS), param_hint="--kind")
     listed = catalogue.entries(kind)
+    if rule is None and kind is not None and not listed:
+        return Result({"rules": []}, f"there are no rules of the kind {kind} yet", next="stepgraph rules")
     if rule is None:
         values = {"rules": [dataclasses.asdict(entry) for entry in listed]}
         example = next((entry.id for entry in listed), "host-read")
         return Result(values, _table(listed), next=f"stepgraph rules {example}")
     wanted = rule.strip("[]").replace("_", "-")  # as an error prints it
     found = next((entry for entry in listed if entry.id == wanted), None)
+    if found is None and kind is not None:
+        others = [entry.kind for entry in catalogue.entries() if entry.id == wanted]
+        if others:
+            wrong = f"`{wanted}` is a rule of the kind {others[0]}, not {kind}; leave --kind out."
+            raise typer.BadParameter(wrong, param_hint="ID")
     if found is None:
         raise typer.BadParameter(_unknown("rule", wanted, [entry.id for entry in listed]), param_hint="ID")
     return Result({"rules": [dataclasses.asdict(found)]}, _details(found), next=f"stepgraph rules --kind {found.kind}")

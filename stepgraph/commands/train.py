@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -24,17 +25,25 @@ def _flag(name: str, help_text: str) -> Any:
 def train(
     overrides: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[SECTION.FIELD=VALUE]...", help="Settings, such as train.train_iters=100."),
+        typer.Argument(metavar="SECTION.FIELD=VALUE", help="Settings, such as train.train_iters=100."),
     ] = None,
     recipe: Annotated[
-        str | None, typer.Option("--recipe", metavar="NAME", help="A recipe; without one gpt2_small, cut to fit.")
+        str | None,
+        typer.Option("--recipe", metavar="NAME", help="A recipe; without one, and without --config, gpt2_small."),
     ] = None,
     task: Annotated[str, typer.Option("--task", metavar="TASK", help="pretrain, sft or lora.")] = "pretrain",
     config: Annotated[
-        list[str] | None, typer.Option("--config", metavar="FILE", help="A TOML file of settings; may be repeated.")
+        list[str] | None,
+        typer.Option(
+            "--config", metavar="FILE", help="A TOML file over the recipe, or over the defaults; may be repeated."
+        ),
     ] = None,
     fit: Annotated[
-        bool | None, typer.Option("--fit/--no-fit", help="Cut the model to this machine; on without --recipe.")
+        bool | None,
+        typer.Option(
+            "--fit/--no-fit",
+            help="Cut the model to this machine, but for typed settings; on without --recipe and --config.",
+        ),
     ] = None,
     device: Device = "auto",
     cuda_graph_impl: Annotated[str | None, _flag("cuda-graph-impl", "none, local or transformer_engine.")] = None,
@@ -67,8 +76,9 @@ def train(
     words += [
         f"--{name}" if value is True else f"--{name}={value}" for name, value in flags.items() if value is not None
     ]
-    cfg, cuts = configured(recipe, task, _joined(words, overrides or []), fit, where := torch_device(device))
-    return _train(cfg, cuts, task, where, as_json)
+    wanted = read(recipe, task, _joined(words, overrides or []), fit)  # before torch, which takes seconds to import
+    where = torch_device(device)
+    return _train(*configured(wanted, where), task, where, as_json)
 
 
 def _joined(words: list[str], overrides: list[str]) -> list[str]:
@@ -80,39 +90,91 @@ def _joined(words: list[str], overrides: list[str]) -> list[str]:
     return words + overrides
 
 
-def configured(
-    recipe: str | None, task: str, words: list[str], fit: bool | None, device: torch.device
-) -> tuple[ConfigContainer, list[str]]:
-    """Return the configuration that a command line describes, and what was cut to fit the machine.
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What a command line asks for, before the machine is looked at."""
 
-    The model is cut before the settings of the command line are applied: what is typed is what is run.
+    config: ConfigContainer
+    fits: bool
+    """Whether the model is cut to the machine."""
+    kept: frozenset[str]
+    """Settings of the model that were typed, which no cut changes."""
+
+
+def read(recipe: str | None, task: str, words: list[str], fit: bool | None) -> Wanted:
+    """Return what a command line describes. Imports no torch.
+
+    Settings are laid over the recipe; without a recipe over the defaults if there is a file, else over gpt2_small.
     """
-
-    from stepgraph.config.overrides import CommandLine
+    from stepgraph.config.container import ConfigContainer
+    from stepgraph.config.overrides import CommandLine, apply_overrides, no_override
+    from stepgraph.config.toml_file import read_toml
+    from stepgraph.recipes import for_task
     from stepgraph.recipes import recipe as make_recipe
-    from stepgraph.recipes.fit import fit as cut
-    from stepgraph.train.memory import DeviceMemory
 
     line = CommandLine.read(words)
     if line.rest:
-        raise typer.BadParameter(f"`{line.rest[0]}` is not section.field=value", param_hint="SETTINGS")
-    cfg = make_recipe(recipe or "gpt2_small", task)
-    if recipe is None:
+        raise no_override(line.rest[0])
+    is_plain = recipe is None and not line.files
+    if recipe is None and line.files:
+        cfg = for_task(ConfigContainer(), task)
+    else:
+        cfg = make_recipe(recipe or "gpt2_small", task)
+    if is_plain:
         cfg.train.train_iters = 20
-    cuts: list[str] = []
-    if fit or (fit is None and recipe is None):
-        found = cut(cfg, DeviceMemory(device).free() or 2**33, device.type)
-        cfg, cuts = found.config, [str(change) for change in found.cuts]
-    line.apply_to(cfg)
-    return cfg, cuts
+    for file in line.files:
+        cfg.update(read_toml(file))
+    before = cfg.to_dict()["model"]
+    apply_overrides(cfg, line.overrides)
+    names = {text.partition("=")[0].strip().removeprefix("--").removeprefix("model.") for text in line.overrides}
+    kept = frozenset(name for name, value in cfg.to_dict()["model"].items() if name in names or value != before[name])
+    return Wanted(cfg, is_plain if fit is None else fit, kept)
 
 
-def _train(cfg: ConfigContainer, cuts: list[str], task: str, device: torch.device, as_json: bool) -> Result:
+def configured(wanted: Wanted, device: torch.device) -> tuple[ConfigContainer, list[str], int]:
+    """Return the configuration that is trained, what was cut to fit the machine, and the number of parameters.
+
+    A broken rule, or a model that is too large and not to be cut, is refused before anything is built.
+    """
+    import torch
+
+    from stepgraph.config.environment import Environment
+    from stepgraph.recipes.fit import fit, refuse_too_large
+    from stepgraph.recipes.memory import available_host_memory
+    from stepgraph.train.memory import DeviceMemory
+    from stepgraph.train.setup import refuse_untrained
+
+    if device.type == "cuda":
+        own = int(os.environ.get("LOCAL_RANK", "0")) if device.index is None else device.index
+        torch.cuda.set_device(own)  # else each rank would start a context on the first GPU
+        free = DeviceMemory(torch.device("cuda", own)).free()
+    else:
+        free = available_host_memory()
+    cfg, environment = wanted.config, Environment.read(device.type)
+    if not wanted.fits:
+        refuse_untrained(cfg.validate(environment, run=True))
+        return cfg, [], refuse_too_large(cfg, 2**63 if free is None else free).parameters
+    checked = cfg.copy()
+    if "num_attention_heads" not in wanted.kept:
+        checked.model.kv_channels = checked.model.kv_channels or 1  # the cut chooses heads that fit the width
+    refuse_untrained(checked.validate(environment, run=True))
+    found = fit(cfg, free or 2**33, device.type, kept=wanted.kept)
+    found.config.validate(environment, run=True)
+    return found.config, [str(change) for change in found.cuts], found.estimate.parameters
+
+
+def _train(
+    cfg: ConfigContainer, cuts: list[str], parameters: int, task: str, device: torch.device, as_json: bool
+) -> Result:
     from stepgraph.train import TrainingStopped, finetune, pretrain
 
     is_first = int(os.environ.get("RANK", "0")) == 0
-    if cuts and is_first:
-        typer.echo("cut to fit this machine: " + "; ".join(cuts), err=True)
+    if is_first and not as_json:
+        if cuts:
+            typer.echo("cut to fit this machine: " + "; ".join(cuts), err=True)
+        layers = cfg.model.num_layers
+        shape = f"{layers} layer{'s' if layers > 1 else ''}, width {cfg.model.hidden_size}"
+        typer.echo(f"model: {cfg.model.kind}, {shape}, {parameters:,} parameters", err=True)
     run = pretrain if task == "pretrain" else finetune
     exit_code = ExitCode.OK
     try:
@@ -123,5 +185,5 @@ def _train(cfg: ConfigContainer, cuts: list[str], task: str, device: torch.devic
         report, exit_code = stopped.report, ExitCode.TERMINATED
     if not is_first:
         raise typer.Exit(exit_code)
-    values = report.to_dict() | {"task": task, "cuts": cuts}
+    values = report.to_dict() | {"task": task, "cuts": cuts, "parameters": parameters}
     return Result(values, report, next="stepgraph rules --kind run", exit_code=exit_code)

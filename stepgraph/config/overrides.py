@@ -134,11 +134,18 @@ def _switched(word: str, flag: str) -> list[str]:
 
 def apply_overrides(config: ConfigSections, overrides: Iterable[str]) -> None:
     """Apply `section.field=value` texts to a configuration, in their order."""
+    if isinstance(overrides, str):
+        raise InvalidArgument(
+            f"the overrides are one string, {overrides!r}",
+            rule="config-field",
+            why="its letters would be read as settings.",
+            fix=f"pass a list: [{', '.join(map(repr, overrides.split()))}].",
+        )
     for text in overrides:
         name, separator, value = text.partition("=")
         section_name, dot, field = name.strip().removeprefix("--").partition(".")
         if not separator:
-            raise _no_override(text)
+            raise no_override(text)
         sections = config.sections()
         if section_name not in sections:
             raise unknown_section(section_name, field, type(config))
@@ -175,7 +182,17 @@ def unknown_section(name: str, field: str, kind: type[ConfigSections]) -> Invali
     )
 
 
-def _no_override(text: str) -> InvalidArgument:
+def no_override(text: str) -> InvalidArgument:
+    """The error for a text that is no `section.field=value`."""
+    section, _, field = text.strip().partition(".")
+    kind = types_of(ConfigSections).get(section)
+    if kind is not None and (not field or field in types_of(kind)):
+        return InvalidArgument(
+            f"`{text}` has no value",
+            rule="config-value",
+            why="a setting is changed by its section, its name and its value.",
+            fix=f"{text}=VALUE." if field else f"{text}.FIELD=VALUE.",
+        )
     return InvalidArgument(
         f"{text!r} is not section.field=value",
         rule="config-field",

@@ -154,6 +154,9 @@ def config_value(config: ConfigSections, environment: Environment) -> Iterator[s
     groups, heads = model.num_query_groups, model.num_attention_heads
     if groups is not None and groups > 0 and heads % groups:
         yield f"{_shown(config, 'model.num_attention_heads', 'model.num_query_groups')}: a multiple of the second"
+    has_own_width = model.kv_channels is not None or model.multi_latent_attention
+    if "attn" in _layer_kinds(model) and not has_own_width and heads > 0 and model.hidden_size % heads:
+        yield f"{_shown(config, 'model.hidden_size', 'model.num_attention_heads')}: a multiple of the second"
     experts = model.num_moe_experts
     if experts is not None and model.moe_router_topk > experts:
         yield f"{_shown(config, 'model.moe_router_topk', 'model.num_moe_experts')}: a token chooses an expert once"

@@ -82,6 +82,19 @@ def refuse_frozen(section: Any, where: str) -> None:
 
 def unknown_setting(section: str, name: str, kind: type[Any]) -> InvalidArgument:
     """The error for a name that a section does not have."""
+    parts: dict[str, Any] = {} if section else types_of(kind)
+    homes = [
+        home
+        for home, part in parts.items()
+        if isinstance(part, type) and issubclass(part, Section) and name in types_of(part)
+    ]
+    if homes:
+        return InvalidArgument(
+            f"the configuration has no `{name}` outside its sections",
+            rule="config-field",
+            why="a setting belongs to a section.",
+            fix=f"did you mean `{homes[0]}.{name}`? In a TOML file it stands under `[{homes[0]}]`.",
+        )
     near = nearest(name, types_of(kind))
     dotted = f"{section}." if section else ""
     return InvalidArgument(

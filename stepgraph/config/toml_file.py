@@ -16,7 +16,15 @@ def read_toml(file: str | PathLike[str]) -> dict[str, Any]:
     """The sections of a TOML file."""
     try:
         found = tomllib.loads(Path(file).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+    except OSError as error:
+        raise InvalidArgument(
+            f"the configuration {file} cannot be opened",
+            rule="config-file",
+            details=[str(error)],
+            why="the settings of a run are read before it starts.",
+            fix="correct the path; `cfg.to_toml()` is the text of such a file.",
+        ) from None
+    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise InvalidArgument(
             f"the configuration {file} cannot be read",
             rule="config-file",

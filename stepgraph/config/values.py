@@ -20,6 +20,7 @@ from stepgraph.config.scope import CudaGraphScope, read_words
 from stepgraph.errors import InvalidArgument, nearest
 
 _TRUE, _FALSE, _NONE = ("true", "yes", "on", "1"), ("false", "no", "off", "0"), ("none", "null")
+_NOT_FINITE = ("nan", "inf", "infinity")
 _SCOPE = Sequence[CudaGraphScope]
 
 
@@ -146,6 +147,13 @@ def _listed(text: str) -> list[str]:
 def _wrong(where: str, value: Any, hint: Any) -> InvalidArgument:
     words = [known for choice in _choices(hint) if get_origin(choice) is Literal for known in get_args(choice)]
     near = nearest(str(value), [str(word) for word in words])
+    if str(value).strip().lstrip("+-").lower() in _NOT_FINITE and float in _choices(hint):
+        return InvalidArgument(
+            f"{where} = {value} is not a finite number",
+            rule="config-value",
+            why="everything that is computed with it would become nan or infinite.",
+            fix=f"give {where} a finite value, such as 1e-4.",
+        )
     return InvalidArgument(
         f"{where} = {value!r} is not {spelled(hint)}",
         rule="config-value",

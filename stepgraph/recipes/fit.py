@@ -10,7 +10,7 @@ libraries, and the static buffers of graphs.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -18,7 +18,7 @@ from typing import Any
 from stepgraph.config.container import ConfigContainer
 from stepgraph.errors import InvalidArgument
 from stepgraph.recipes.layers import fewest_layers, with_layers
-from stepgraph.recipes.memory import MemoryEstimate, estimate_memory
+from stepgraph.recipes.memory import MemoryEstimate, estimate_memory, state_memory
 
 SHARE = 0.6
 """The part of the free memory that is planned with."""
@@ -67,27 +67,54 @@ class Fit:
         return "\n".join([f"cut to {self.estimate.parameters:,} parameters, {need}:", *lines])
 
 
-def fit(cfg: ConfigContainer, free_bytes: int, device: str = "cuda") -> Fit:
+def fit(cfg: ConfigContainer, free_bytes: int, device: str = "cuda", *, kept: Collection[str] = ()) -> Fit:
     """Return a copy of a configuration that trains within 60% of `free_bytes` on a device, and what was cut.
+
+    `kept` names settings of the model that stay as they are, such as `num_layers`.
 
     Example:
         >>> found = fit(recipes.llama3_8b(), torch.cuda.mem_get_info()[0])
         >>> print(found)
     """
     budget = int(SHARE * free_bytes)
-    fitted = for_cpu(cfg) if device.partition(":")[0] == "cpu" else cfg.copy()
-    fitted, estimate = _fewer_layers(fitted, budget)
+    fitted = for_cpu(cfg, kept) if device.partition(":")[0] == "cpu" else cfg.copy()
+    fitted, estimate = _fewer_layers(fitted, budget, kept)
     while estimate.total > budget:
-        fewer = _fewer_experts(fitted)
+        fewer = None if "num_moe_experts" in kept else _fewer_experts(fitted)
         if fewer is None:
             raise _too_large(fitted, estimate, budget)
         fitted, estimate = fewer, estimate_memory(fewer)
     return Fit(fitted, _cuts(cfg, fitted), estimate, budget)
 
 
-def _fewer_layers(cfg: ConfigContainer, budget: int) -> tuple[ConfigContainer, MemoryEstimate]:
+def refuse_too_large(cfg: ConfigContainer, free_bytes: int) -> MemoryEstimate:
+    """Refuse a configuration whose weights, gradients and optimizer state alone are more than the free memory.
+
+    Of adapters only the frozen weights count. Each stage of a pipeline has its part.
+    """
+    state = state_memory(cfg)
+    parts = {"weights": state.weights}
+    if cfg.peft.scheme is None:
+        parts |= {"gradients": state.gradients, "optimizer": state.optimizer}
+    needed = sum(parts.values()) // max(1, cfg.model.pipeline_model_parallel_size)
+    if needed > free_bytes:
+        raise InvalidArgument(
+            f"the model of {state.parameters:,} parameters does not fit this machine",
+            rule="fit",
+            details=[
+                f"needed     {_gib(needed)}: {', '.join(parts)}; activations come on top",
+                f"available  {_gib(free_bytes)}",
+            ],
+            why="the process would run out of memory, or be killed, before the first step.",
+            fix="add --fit, which cuts the model to this machine, or choose a smaller recipe.",
+        )
+    return state
+
+
+def _fewer_layers(cfg: ConfigContainer, budget: int, kept: Collection[str]) -> tuple[ConfigContainer, MemoryEstimate]:
     """The most layers that fit, or the fewest that there may be."""
-    least, most = fewest_layers(cfg), cfg.model.num_layers
+    most = cfg.model.num_layers
+    least = most if "num_layers" in kept else fewest_layers(cfg)
     runs: dict[str, int] = {}
     whole = estimate_memory(cfg, runs)
     if whole.total <= budget or least == most:
@@ -127,9 +154,22 @@ def _set_experts(cfg: ConfigContainer, number: int) -> None:
         model.moe_router_group_topk = max(enough, min(model.moe_router_group_topk or 1, groups))
 
 
-def for_cpu(cfg: ConfigContainer) -> ConfigContainer:
-    """A copy that a CPU can train: narrow, shallow, with few tokens, and of the same parts."""
-    cfg = with_layers(cfg, min(cfg.model.num_layers, max(_CPU_LAYERS, fewest_layers(cfg))))
+def for_cpu(cfg: ConfigContainer, kept: Collection[str] = ()) -> ConfigContainer:
+    """A copy that a CPU can train: narrow, shallow, with few tokens, and of the same parts, but for what is kept."""
+    layers = cfg.model.num_layers
+    cfg = cfg.copy() if "num_layers" in kept else with_layers(cfg, min(layers, max(_CPU_LAYERS, fewest_layers(cfg))))
+    model, held = cfg.model, {name: getattr(cfg.model, name) for name in kept}
+    _bring_down(cfg, "hidden_size" in kept)
+    for name, value in held.items():
+        setattr(model, name, value)
+    needs_width = model.kv_channels is None and not model.multi_latent_attention
+    if needs_width and "kv_channels" not in kept and model.hidden_size % model.num_attention_heads:
+        model.kv_channels = _CPU_HEAD
+    return cfg
+
+
+def _bring_down(cfg: ConfigContainer, keeps_width: bool) -> None:
+    """Bring everything down to what a CPU trains in a fraction of a second."""
     model = cfg.model
     kinds = {"all", "mamba" if model.kind == "hybrid" else model.kind}
     for kind, settings in _CPU_MOST.items():
@@ -140,12 +180,11 @@ def for_cpu(cfg: ConfigContainer) -> ConfigContainer:
         _set_experts(cfg, model.num_moe_experts)
     if model.image_token_id is not None:
         model.image_token_id = min(model.image_token_id, model.vocab_size - 1)
-    if model.hidden_size > _CPU_WIDTH:
+    if model.hidden_size > _CPU_WIDTH and not keeps_width:
         _narrow(cfg, _CPU_WIDTH / model.hidden_size)
     if model.kind == "vision_language" and model.vision_hidden_size > _CPU_WIDTH // 2:
         _scale(model, "vision_ffn_hidden_size", _CPU_WIDTH / 2 / model.vision_hidden_size)
         model.vision_hidden_size, model.vision_num_attention_heads = _CPU_WIDTH // 2, 4
-    return cfg
 
 
 def _narrow(cfg: ConfigContainer, factor: float) -> None:

@@ -23,6 +23,7 @@ def record(name: str) -> dict[str, Any]:
         "description": (inspect.getdoc(found.make) or "").partition("\n")[0],
         "task": found.task,
         "parameters": found.parameters,
+        "built_parameters": found.parameters if found.built is None else found.built,
         "size": in_words(found.parameters),
         "num_layers": model.num_layers,
         "seq_length": model.seq_length,

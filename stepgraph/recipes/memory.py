@@ -10,9 +10,13 @@ A deep stack is not run as a whole: its layers repeat, so two shallow ones show 
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import os
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -57,6 +61,17 @@ def estimate_memory(cfg: ConfigContainer, runs: dict[str, int] | None = None) ->
     Example:
         >>> estimate_memory(recipes.llama3_8b()).total / 2**30
     """
+    state = state_memory(cfg)
+    return dataclasses.replace(state, activations=_activations(cfg, {} if runs is None else runs))
+
+
+def state_memory(cfg: ConfigContainer) -> MemoryEstimate:
+    """What a run holds between its steps, on one device: the estimate without activations, in a fraction of a second.
+
+    Example:
+        >>> state_memory(recipes.deepseek_v3()).parameters
+        671026404352
+    """
     with torch.device("meta"):
         model = build_model(cfg.model).to(_DTYPES[cfg.mixed_precision.params_dtype])
     weights = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
@@ -65,9 +80,23 @@ def estimate_memory(cfg: ConfigContainer, runs: dict[str, int] | None = None) ->
         weights=weights,
         gradients=trained,
         optimizer=trained * _STATES[cfg.optimizer.optimizer],
-        activations=_activations(cfg, {} if runs is None else runs),
+        activations=0,
         parameters=sum(parameter.numel() for parameter in model.parameters()),
     )
+
+
+def available_host_memory() -> int | None:
+    """The bytes that a program can still get on this machine, or in this container; None where nothing tells them."""
+    found = []
+    try:
+        told = Path("/proc/meminfo").read_text(encoding="ascii").split()
+        found.append(int(told[told.index("MemAvailable:") + 1]) * 1024)
+    except (OSError, ValueError):
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            found.append(os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    with contextlib.suppress(OSError, ValueError):  # ValueError: the limit is `max`
+        found.append(int(Path("/sys/fs/cgroup/memory.max").read_text(encoding="ascii")))
+    return min(found, default=None)
 
 
 def _activations(cfg: ConfigContainer, runs: dict[str, int]) -> int:

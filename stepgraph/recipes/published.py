@@ -38,6 +38,8 @@ class Recipe:
     reason: str
     """Why these parts of the model are captured."""
     task: str = "pretrain"
+    built: int | None = None
+    """The number of parameters of the model that is built here; None where it is the published one."""
 
 
 def gpt2_small() -> ConfigContainer:
@@ -239,7 +241,14 @@ RECIPES: Mapping[str, Recipe] = MappingProxyType(
                 f"{_MOE_REASON}; memory-gated: the weights leave little room, so capture is skipped unless its "
                 "predicted bytes are free",
             ),
-            Recipe("deepseek_v3", deepseek_v3, 671_026_419_200, f"{_HF}deepseek-ai/DeepSeek-V3", _MOE_REASON),
+            Recipe(
+                "deepseek_v3",
+                deepseek_v3,
+                671_026_419_200,
+                f"{_HF}deepseek-ai/DeepSeek-V3",
+                _MOE_REASON,
+                built=671_026_404_352,
+            ),
             Recipe(
                 "qwen3_vl",
                 qwen3_vl,
@@ -247,6 +256,7 @@ RECIPES: Mapping[str, Recipe] = MappingProxyType(
                 f"{_HF}Qwen/Qwen3-VL-30B-A3B-Instruct",
                 f"{_MOE_REASON}; nothing is captured until the data has real images: on padding alone the figures "
                 "would mean nothing",
+                built=30_954_802_544,
             ),
             Recipe(
                 "nemotron_h",

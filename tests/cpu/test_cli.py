@@ -76,15 +76,18 @@ def test_commands_stand_in_the_panels_in_order() -> None:
     assert runner.invoke(app, []).exit_code == 2
 
 
-def test_help_and_rules_load_no_torch() -> None:
+def test_help_rules_and_typos_load_no_torch() -> None:
     program = (
         "import sys\nfrom typer.testing import CliRunner\nfrom stepgraph.cli import app\n"
         "for line in sys.stdin:\n"
-        "    assert CliRunner().invoke(app, line.split()).exit_code == 0, line\n"
+        "    code, *words = line.split()\n"
+        "    assert CliRunner().invoke(app, words).exit_code == int(code), line\n"
         "print('torch' in sys.modules)\n"
     )
     lines = ["--help", "--version", "rules", "rules --json", "rules host-read", "recipes --json", "recipes qwen3_vl"]
-    lines += [f"{name} --help" for name in NAMES]
+    lines = [f"0 {line}" for line in (*lines, *(f"{name} --help" for name in NAMES))]
+    typos = ["model.num_layer=2", "--recipe gpt2_smal", "--task sfd", "--cuda-graph-scope atn", "--config /no/file"]
+    lines += [f"2 train {typo}" for typo in typos]
     command = [sys.executable, "-c", program]
     done = subprocess.run(command, input="\n".join(lines), cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"
@@ -104,6 +107,11 @@ def test_command_refuses_bad_usage_without_traceback(name: str) -> None:
     as_json = runner.invoke(app, [name, "--json", "-jsn"])
     assert parsed(as_json.stdout)["exit_code"] == as_json.exit_code == 2
     assert "Did you mean --json?" in parsed(as_json.stdout)["error"]["what"]
+
+
+def test_usage_of_settings_is_written_once() -> None:
+    usage = runner.invoke(app, ["train", "--help"], env=PLAIN).stdout
+    assert "train [OPTIONS] [SECTION.FIELD=VALUE]..." in " ".join(usage.split())
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -194,7 +202,7 @@ def test_options_are_read_as_they_are_typed(arguments: list[str], scope: str, gr
         ("-graph-scope", "Did you mean --graph-scope?"),
         ("-jsn", "Did you mean --json?"),
         ("-hlp", "Did you mean --help?"),
-        ("-zzzz", "options of several letters have two dashes."),
+        ("-zzzz", "Options of several letters have two dashes:"),
     ],
 )
 def test_unknown_short_words_are_refused_with_the_nearest(word: str, hint: str) -> None:
@@ -202,6 +210,27 @@ def test_unknown_short_words_are_refused_with_the_nearest(word: str, hint: str) 
     assert result.exit_code == 2
     assert f"No such option: {word}" in result.stderr
     assert hint in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("line", "hint"),
+    [
+        ("-mr qwen3_30b_a3b --task pretrain", "Did you mean --recipe NAME?"),
+        ("-m qwen", "Did you mean --recipe NAME?"),
+        ("-ng 16", "Did you mean torchrun --nproc-per-node N -m stepgraph train?"),
+        ("-gq", "two dashes: --recipe, --task"),
+        ("--num-layers 2", "Did you mean model.num_layers=2?"),
+        ("--num_layers=2", "Did you mean model.num_layers=2?"),
+        ("--train-iters", "Did you mean train.train_iters=VALUE?"),
+        ("--model.num_layers=2", "Did you mean model.num_layers=2?"),
+        ("--recip gpt2_small", "--recipe)"),
+    ],
+)
+def test_train_answers_other_options_with_its_own(line: str, hint: str) -> None:
+    result = runner.invoke(app, ["train", *line.split()], env=PLAIN)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert hint in " ".join(result.stderr.replace("│", " ").split())
+    assert_plain(result.stderr)
 
 
 @pytest.mark.parametrize(
@@ -309,7 +338,7 @@ def test_rules_explains_each_entry(entry: catalogue.Entry) -> None:
     [
         (["host-rea"], "did you mean host-read?"),
         (["zzzzzzzz"], "`stepgraph rules` lists them."),
-        (["host-read", "--kind", "config"], "there is no rule `host-read`"),
+        (["host-read", "--kind", "config"], "`host-read` is a rule of the kind capture, not config; leave --kind out."),
         (["--kind", "confg"], "did you mean config?"),
         (["--kind", "zzzz"], "use config, run, capture, check, symptom."),
     ],
@@ -318,6 +347,12 @@ def test_rules_refuses_unknown_names(arguments: list[str], expected: str) -> Non
     result = runner.invoke(app, ["rules", *arguments], env=PLAIN)
     assert result.exit_code == 2
     assert expected in " ".join(result.stderr.replace("│", " ").split())
+
+
+def test_rules_of_an_empty_kind_are_said_to_be_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(catalogue, "entries", lambda kind=None: ())
+    text = runner.invoke(app, ["rules", "--kind", "check"], env=PLAIN)
+    assert text.stdout == "there are no rules of the kind check yet\nNext: stepgraph rules\n"
 
 
 @pytest.mark.parametrize("spelling", ["host-read", "host_read", "[host-read]"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import re
 import runpy
 import tomllib
@@ -142,6 +143,15 @@ def test_citation_names_the_version_of_the_package() -> None:
 def test_index_lists_every_page() -> None:
     index = (ROOT / "docs" / "index.md").read_text()
     assert [_name(p) for p in PAGES[1:] if p.name != "index.md" and f"]({p.name})" not in index] == []
+
+
+def test_index_lists_every_public_name() -> None:
+    table = (ROOT / "docs" / "index.md").read_text().partition("## The public names")[2]
+    assert [name for name in stepgraph.__all__ if f"`{name}`" not in table] == []
+    dotted = re.findall(r"`((?:train|recipes)(?:\.\w+)*)", table)
+    assert {"recipes", "train", "train.RunReport", "train.checkpoint.CheckpointError"} <= set(dotted)
+    for name in dotted:
+        assert operator.attrgetter(name)(stepgraph) is not None
 
 
 @pytest.mark.parametrize("page", LINKING_PAGES, ids=_name)

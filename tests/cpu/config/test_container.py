@@ -142,7 +142,7 @@ def test_cuda_graph_words_are_public() -> None:
         (lambda c: setattr(c.model, "num_layers", True), "config-value", "of type int"),
         (lambda c: setattr(c.model, "num_layers", 3.0), "config-value", "of type int"),
         (lambda c: setattr(c.model, "num_layers", None), "config-value", "of type int"),
-        (lambda c: setattr(c.optimizer, "lr", float("nan")), "config-value", "of type float"),
+        (lambda c: setattr(c.optimizer, "lr", float("nan")), "config-value", "a finite value"),
         (lambda c: setattr(c.model, "cpu_offloading", "no"), "config-value", "of type bool"),
         (lambda c: setattr(c.model, "recompute_modules", "mlp"), "config-value", "list of str"),
         (lambda c: setattr(c.ddp, "check_for_nan_in_grad", "devise"), "config-value", "did you mean 'device'?"),

@@ -190,9 +190,8 @@ def test_wrapper_refuses_a_configuration_of_layers() -> None:
 
 
 def test_cuda_graph_helper_takes_a_configuration() -> None:
-    config = ours(cuda_graph_impl="transformer_engine", cuda_graph_scope="attn", hidden_size=TINY.hidden_size).validate(
-        HOPPER
-    )
+    shape = {"hidden_size": TINY.hidden_size, "num_attention_heads": TINY.num_heads}
+    config = ours(cuda_graph_impl="transformer_engine", cuda_graph_scope="attn", **shape).validate(HOPPER)
     model = GPT(TINY)
     helper = stepgraph.TECudaGraphHelper([model], config, seq_length=16, micro_batch_size=2, num_microbatches=1)
     helper.create_cudagraphs()

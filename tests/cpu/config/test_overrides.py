@@ -75,11 +75,14 @@ def test_overrides_replace_whole_sections() -> None:
         ("modle.num_layers=4", "config-field", "did you mean `model.num_layers`?"),
         ("num_layers=4", "config-field", "did you mean `model.num_layers`?"),
         ("xyz.num_layers=4", "config-field", "use one of them"),
-        ("model.num_layers", "config-field", "model.cuda_graph_impl=local, for example."),
+        ("model.num_layers", "config-value", "model.num_layers=VALUE."),
+        ("model", "config-value", "model.FIELD=VALUE."),
+        ("layers", "config-field", "model.cuda_graph_impl=local, for example."),
         ("model.num_layers=four", "config-value", "of type int"),
         ("model.num_layers=4.5", "config-value", "of type int"),
         ("model.num_layers=none", "config-value", "of type int"),
-        ("optimizer.lr=nan", "config-value", "of type float"),
+        ("optimizer.lr=nan", "config-value", "give optimizer.lr a finite value"),
+        ("optimizer.lr=-inf", "config-value", "give optimizer.lr a finite value"),
         ("model.cpu_offloading=maybe", "config-value", "of type bool"),
         ("model.cuda_graph_impl=transformer-engine", "config-value", "did you mean 'transformer_engine'?"),
         ("model.cuda_graph_scope=attn,moe_routr", "scope", "did you mean 'moe_router'?"),
@@ -233,6 +236,12 @@ def test_set_cuda_graph_overrides(kind: str, impl: str | None, scope: Any, expec
     assert stepgraph.set_cuda_graph_overrides(recipe, cuda_graph_impl=impl, cuda_graph_scope=scope) is recipe
     found = recipe.model.cuda_graph_impl, recipe.model.cuda_graph_scope, recipe.model.use_te_rng_tracker
     assert (*found, recipe.rng.te_rng_tracker) == expected
+
+
+def test_one_string_of_overrides_is_refused_with_a_list() -> None:
+    with pytest.raises(stepgraph.InvalidArgument) as raised:
+        stepgraph.ConfigContainer().override("model.num_layers=4 train.train_iters=2")
+    assert "['model.num_layers=4', 'train.train_iters=2']" in raised.value.fix
 
 
 def test_set_cuda_graph_overrides_refuses_typos() -> None:

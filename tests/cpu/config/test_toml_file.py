@@ -94,12 +94,18 @@ def test_toml_file_is_read_over_the_defaults(tmp_path: Path) -> None:
     ("text", "rule", "message"),
     [
         (None, "config-file", "No such file"),
+        (None, "config-file", "correct the path"),
+        ("[optimizer]\nlr = nan\n", "config-value", "optimizer.lr = nan is not a finite number"),
         ("[model\n", "config-file", "line 1"),
         (b"\xff", "config-file", "utf-8"),
         ("[modle]\n", "config-field", "did you mean `model`?"),
         ("[model]\nnum_layer = 3\n", "config-field", "did you mean `model.num_layers`?"),
         ('[model]\nnum_layers = "3"\n', "config-value", "is not int"),
-        ("num_layers = 3\n", "config-field", "the configuration has no `num_layers`"),
+        (
+            "num_layers = 3\n",
+            "config-field",
+            "did you mean `model.num_layers`? In a TOML file it stands under `[model]`.",
+        ),
         ("model = 3\n", "config-value", "is not a ModelSection"),
     ],
 )

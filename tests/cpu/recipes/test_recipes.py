@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from stepgraph.errors import InvalidArgument
 from stepgraph.recipes import RECIPES, find_recipe, recipe
 from stepgraph.recipes.build import build_model, model_config
 from stepgraph.recipes.fit import for_cpu
+from stepgraph.recipes.listing import record
 
 MOE_SCOPE = ["attn", "moe_router", "moe_preprocess"]
 PUBLISHED = {
@@ -38,6 +40,11 @@ def test_recipe_has_the_published_number_of_parameters(name: str) -> None:
     assert RECIPES[name].parameters == PUBLISHED[name]
     exact = name not in ("qwen3_vl", "deepseek_v3")  # merging and, as a buffer, the router's bias are not as published
     assert count == pytest.approx(PUBLISHED[name], rel=0 if exact else 0.005)
+    told = record(name)
+    assert (told["parameters"], told["built_parameters"]) == (PUBLISHED[name], count)
+    page = (Path(__file__).parents[3] / "docs" / "recipes.md").read_text(encoding="utf-8")
+    built = "the same" if exact else f"{count:,}"
+    assert f"| `{name}` | {PUBLISHED[name]:,} | {built} |" in page
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,12 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from stepgraph import recipes
 from stepgraph.cli import app
-from stepgraph.commands.train import configured
+from stepgraph.commands.train import configured, read
+from stepgraph.config.container import ConfigContainer
+from stepgraph.errors import InvalidArgument
+from stepgraph.recipes.fit import refuse_too_large
 
 runner = CliRunner()
 CPU = torch.device("cpu")
@@ -70,6 +74,8 @@ def test_flags_of_megatron_and_bridge_choose(tmp_path: Path, flags: list[str], i
         (["--cuda-graph-impl", "locl"], "local"),
         (["--recipe", "gpt2_smal"], "gpt2_small"),
         (["--task", "sfd"], "sft"),
+        (["model.num_layers"], "model.num_layers=VALUE"),
+        (["--config", "/no/such/file.toml"], "correct the path"),
         (["model.tensor_model_parallel_size=2"], "not-run-here"),
         (["--cuda-graph-impl", "transformer_engine", "--cuda-graph-scope", "full_iteration"], "full-iteration-impl"),
         (["checkpoint.load=/no/such/folder"], "no checkpoint"),
@@ -83,12 +89,77 @@ def test_bad_arguments_exit_with_2(tmp_path: Path, arguments: list[str], text: s
     assert "Traceback" not in result.output
 
 
+def described(
+    *words: str, recipe: str | None = None, fit: bool | None = None
+) -> tuple[ConfigContainer, list[str], int]:
+    return configured(read(recipe, "pretrain", list(words), fit), CPU)
+
+
 def test_without_a_recipe_a_small_gpt_is_cut_to_fit() -> None:
-    cfg, cuts = configured(None, "pretrain", ["train.train_iters=5"], None, CPU)
+    cfg, cuts, parameters = described("train.train_iters=5")
     assert any("hidden_size" in cut for cut in cuts)
     assert cfg.train.train_iters == 5
-    whole, none = configured("gpt2_small", "lora", [], None, CPU)
-    assert (whole.model.num_layers, whole.peft.scheme, none) == (12, "lora", [])
+    assert 0 < parameters < 10**7
+    whole = read("gpt2_small", "lora", [], None)
+    assert (whole.config.model.num_layers, whole.config.peft.scheme, whole.fits) == (12, "lora", False)
+
+
+@pytest.mark.parametrize("name", ["defaults", "llama3_8b"])
+def test_a_file_alone_is_the_whole_configuration(tmp_path: Path, name: str) -> None:
+    cfg = ConfigContainer() if name == "defaults" else recipes.recipe(name)
+    cfg.model.num_layers, cfg.train.train_iters = 2, 7
+    (tmp_path / "run.toml").write_text(cfg.to_toml())
+    wanted = read(None, "pretrain", [f"--config={tmp_path / 'run.toml'}"], None)
+    assert (wanted.config, wanted.fits) == (cfg, False)
+    assert read(None, "pretrain", [f"--config={tmp_path / 'run.toml'}"], True).fits
+    over = read("gpt2_small", "pretrain", [f"--config={tmp_path / 'run.toml'}", "model.num_layers=3"], None)
+    assert over.config.model.num_layers == 3
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["model.num_layers=6"],
+        ["model.hidden_size=64"],
+        ["model.hidden_size=512", "model.num_attention_heads=8", "model.seq_length=16"],
+        ["model.num_attention_heads=3", "model.vocab_size=9000"],
+    ],
+)
+def test_cuts_leave_typed_settings_and_all_hold(words: list[str]) -> None:
+    cfg, cuts, _ = described(*words)
+    model = cfg.to_dict()["model"]
+    typed = dict(word.removeprefix("model.").split("=") for word in words)
+    assert {name: str(model[name]) for name in typed} == typed
+    assert cuts
+    for cut in cuts:
+        name, _, change = cut.removeprefix("model.").partition(": ")
+        assert name not in typed
+        assert change.partition(" -> ")[2] == str(model[name])
+
+
+def test_a_model_too_large_is_refused_before_it_is_built() -> None:
+    with pytest.raises(InvalidArgument, match=r"add --fit") as caught:
+        described(recipe="deepseek_v3")
+    assert caught.value.rule == "fit"
+    assert "GiB" in caught.value.details[0]
+    cfg = recipes.llama3_8b()
+    needed = 8_030_261_248 * (2 if cfg.mixed_precision.params_dtype != "fp32" else 4) * 4
+    refuse_too_large(cfg, 2 * needed)
+    with pytest.raises(InvalidArgument):
+        refuse_too_large(cfg, needed // 2)
+    cfg.peft.scheme = "lora"
+    refuse_too_large(cfg, needed // 2)
+
+
+def test_the_model_is_named_and_errors_come_alone(tmp_path: Path) -> None:
+    words = ["train", "--device", "cpu", *SMALL, f"logger.log_dir={tmp_path}"]
+    result = runner.invoke(app, words)
+    assert result.exit_code == 0, result.output
+    assert "model: gpt, 1 layer, width 32, " in result.stderr
+    assert "num_layers" not in result.stderr.partition("model: ")[0]
+    for wrong in ("model.num_query_groups=3", "ddp.use_distributed_optimizer=true", "model.kind=moe"):
+        refused = runner.invoke(app, [*words, wrong])
+        assert (refused.exit_code, "cut to fit" in refused.stderr) == (2, False), wrong
 
 
 @pytest.mark.parametrize("task", ["sft", "lora"])
