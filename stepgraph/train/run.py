@@ -32,6 +32,7 @@ from stepgraph.train.pipelined import Pipelined, stage_of
 from stepgraph.train.random_state import set_random_states
 from stepgraph.train.ranks import Ranks, start_processes
 from stepgraph.train.run_report import RunReport
+from stepgraph.train.settings import refuse_untrained
 from stepgraph.train.setup import (
     ModelProvider,
     adapt,
@@ -45,7 +46,6 @@ from stepgraph.train.setup import (
     make_schedule,
     num_microbatches,
     refuse_unpacked,
-    refuse_untrained,
     seed_dropout,
     seed_everything,
     wrap,
@@ -120,10 +120,10 @@ def _train(
     quiet: bool,
     prints_report: bool,
 ) -> RunReport:
-    where = _device(device)
+    where = _device(device, cfg.dist.local_rank)
     checked = cfg.copy().validate(Environment.read(where.type), run=True)
     refuse_untrained(checked)
-    with SignalFlag(wanted=checked.train.exit_signal_handler) as flag, _processes(where):
+    with SignalFlag(wanted=checked.train.exit_signal_handler) as flag, _processes(checked, where):
         loop, signal = _run(checked, where, provider, on_event or (lambda name, step: None), flag, quiet)
     if prints_report and int(os.environ.get("RANK", "0")) == 0:
         print(loop.report(), file=sys.stderr)
@@ -132,7 +132,7 @@ def _train(
     return loop.report()
 
 
-def _device(device: torch.device | str | None) -> torch.device:
+def _device(device: torch.device | str | None, local_rank: int | None) -> torch.device:
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     found = torch.device(device)
@@ -144,15 +144,16 @@ def _device(device: torch.device | str | None) -> torch.device:
                 why="the run was asked to train there.",
                 fix="leave device out, or pass device='cpu'.",
             )
-        found = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) if found.index is None else found.index)
+        here = int(os.environ.get("LOCAL_RANK", "0")) if local_rank is None else local_rank
+        found = torch.device("cuda", here if found.index is None else found.index)
         torch.cuda.set_device(found)
     return found
 
 
 @contextlib.contextmanager
-def _processes(device: torch.device) -> Iterator[None]:
+def _processes(cfg: ConfigContainer, device: torch.device) -> Iterator[None]:
     """Join torchrun's process group, and leave it at the end if it was created here."""
-    is_ours = start_processes(device)
+    is_ours = start_processes(device, cfg.dist.distributed_backend, cfg.dist.distributed_timeout_minutes)
     try:
         yield
     finally:
