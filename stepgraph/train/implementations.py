@@ -249,6 +249,7 @@ class AheadOfTime(Implementation):
 
     def __init__(self, work: Work, cfg: Any) -> None:
         super().__init__(work)
+        ScopeRegistry().resolve(work.core, present(work.core, read_scope(cfg.model.cuda_graph_scope)))  # or refuse
         self._chunk = work.core if work.gathered is None else work.gathered
         self._helper = TECudaGraphHelper(
             [self._chunk],

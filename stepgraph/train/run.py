@@ -22,7 +22,7 @@ from stepgraph.errors import InvalidArgument, NonFinite
 from stepgraph.rng.tracker import get_cuda_rng_tracker
 from stepgraph.session.session import Session
 from stepgraph.tracebacks import entry_point
-from stepgraph.train.checkpoint import CheckpointError, Saved, load, refuse_later_checkpoints
+from stepgraph.train.checkpoint import CheckpointError, Saved, load, refuse_later_checkpoints, refuse_unwritable
 from stepgraph.train.data import Batches
 from stepgraph.train.implementations import Work, choose
 from stepgraph.train.journal import Journal
@@ -106,7 +106,7 @@ def finetune(
     As `pretrain`, with `dataset.kind = "sft"` unless the configuration names tokens. Without a file the examples are
     small sums.
     """
-    if cfg.dataset.kind == "text":
+    if _container(cfg).dataset.kind == "text":
         cfg = cfg.copy()
         cfg.dataset.kind = "sft"
     return _train(cfg, model_provider, device, on_event, quiet, prints_report and not quiet)
@@ -120,7 +120,7 @@ def _train(
     quiet: bool,
     prints_report: bool,
 ) -> RunReport:
-    where = _device(device, cfg.dist.local_rank)
+    where = _device(device, _container(cfg).dist.local_rank)
     checked = cfg.copy().validate(Environment.read(where.type), run=True)
     refuse_untrained(checked)
     with SignalFlag(wanted=checked.train.exit_signal_handler) as flag, _processes(checked, where):
@@ -130,6 +130,17 @@ def _train(
     if signal:
         raise TrainingStopped(128 + signal, loop.report())
     return loop.report()
+
+
+def _container(cfg: Any) -> ConfigContainer:
+    if not isinstance(cfg, ConfigContainer):
+        raise InvalidArgument(
+            f"the configuration is a {type(cfg).__name__}, and not a ConfigContainer",
+            rule="option",
+            why="a ConfigContainer checks the names and the types of its settings.",
+            fix="stepgraph.ConfigContainer.from_dict({'model': {...}}), or set fields of a ConfigContainer().",
+        )
+    return cfg
 
 
 def _device(device: torch.device | str | None, local_rank: int | None) -> torch.device:
@@ -265,6 +276,7 @@ def _resume(cfg: ConfigContainer, work: Work, batches: Batches, device: torch.de
         start = saved.step
     if settings.save is not None:
         refuse_later_checkpoints(Path(settings.save), start)
+        refuse_unwritable(Path(settings.save), ranks)
     return start
 
 

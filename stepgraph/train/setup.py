@@ -110,8 +110,41 @@ def make_core(cfg: Any, device: torch.device, provider: ModelProvider | None) ->
             why="the loop has no loss scaling, and models here have no FP8 layers.",
             fix='cfg.mixed_precision = "bf16_mixed", "bf16_autocast" or "fp32".',
         )
-    model = provider(cfg) if provider is not None else build_model(cfg.model)
+    model = build_model(cfg.model) if provider is None else _provided(cfg, provider)
     return model.to(device, _DTYPES[precision.params_dtype])
+
+
+def _provided(cfg: Any, provider: Any) -> nn.Module:
+    """Call a model provider; refuse what is not one, and what does not return a model of `tokens` and `targets`."""
+    if isinstance(provider, nn.Module) or not callable(provider) or not _takes(provider, cfg):
+        raise _no_model(f"model_provider is {provider!r:.60}, and not a function of the configuration")
+    model = provider(cfg)
+    if not isinstance(model, nn.Module):
+        raise _no_model(f"model_provider(cfg) returned {model!r:.60}, and not a torch.nn.Module")
+    if not _takes(model.forward, tokens=None, targets=None):
+        raise _no_model(f"{type(model).__name__}.forward does not take `tokens` and `targets`")
+    return model
+
+
+def _takes(function: Any, *args: Any, **kwargs: Any) -> bool:
+    try:
+        inspect.signature(function).bind_partial(*args, **kwargs)
+        if args:
+            inspect.signature(function).bind(*args)
+    except TypeError:
+        return False
+    except ValueError:  # it has no signature
+        return True
+    return True
+
+
+def _no_model(what: str) -> InvalidArgument:
+    return InvalidArgument(
+        what,
+        rule="option",
+        why="the run builds the model itself, after it has seeded random numbers, and calls model(tokens=, targets=).",
+        fix="model_provider=lambda cfg: MyModel(cfg.model.hidden_size), a model that returns the loss.",
+    )
 
 
 def adapt(cfg: Any, model: nn.Module) -> list[str]:
