@@ -162,7 +162,7 @@ class Loop:
             progress.eager_reasons[progress.fallback or reason] += 1
         self._post_flags(result)
         self._announce()
-        loss, replays = self._backend.read_later(result.loss), self._replays()
+        loss, replays = self._backend.read_later(result.loss), implementation.replays
         self._read_pending()
         now = time.perf_counter()
         self._pending = Pending(progress.step, lr, loss, now - self._since, replays)
@@ -291,10 +291,6 @@ class Loop:
             tokens_per_s=tokens / pending.seconds,
             replays=pending.replays,
         )
-
-    def _replays(self) -> int:
-        report = self.implementation.report() if self.implementation.is_captured else None
-        return report.tally()[0] if report is not None else 0
 
     def _evaluate(self) -> None:
         run, progress, work = self._run, self.progress, self._work
