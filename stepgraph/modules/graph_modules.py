@@ -135,6 +135,11 @@ class GraphedModules:
         """The paths of the graphed parts."""
         return [manager.name for manager in self._shared.managers]
 
+    @property
+    def replays(self) -> int:
+        """Replayed forwards so far; cheaper than a report."""
+        return sum(manager.tally()[1] for manager in self._shared.managers)
+
     def report(self) -> ModuleReport:
         """Return the counts of captures, replays and eager calls, part by part."""
         return report_on(self._shared)

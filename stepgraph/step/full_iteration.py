@@ -182,6 +182,11 @@ class FullCudaGraphWrapper:
                 fix="make a new wrapper. To drop the graphs and go on, call reset() instead of close().",
             )
 
+    @property
+    def replays(self) -> int:
+        """Replayed calls so far; cheaper than a report."""
+        return self._step.replays
+
     def report(self) -> Report:
         """Return the report of the captured step; `static_bytes` includes the buffers of the microbatches."""
         report = self._step.report()

@@ -493,6 +493,11 @@ class CapturedStep(Generic[P, R]):
 
     # -- looking and ending
 
+    @property
+    def replays(self) -> int:
+        """Replayed calls so far; cheaper than a report."""
+        return self._counts.replays
+
     def report(self) -> Report:
         """Return a report of graphs, replays, eager calls with their reasons, time and memory."""
         sites = list(self._sites.values())

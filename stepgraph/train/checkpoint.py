@@ -77,6 +77,26 @@ def refuse_later_checkpoints(folder: Path, start: int) -> None:
         )
 
 
+def refuse_unwritable(folder: Path, ranks: Ranks) -> None:
+    """Create the folder to save to, and write to it, before any time is spent on training."""
+    error = _attempt(lambda: _try_folder(folder, ranks))
+    failed = ranks.largest(ranks.rank + 1 if error is not None else 0)
+    if failed:
+        raise CheckpointError(
+            f"checkpoints cannot be saved to {folder}: {f'rank {failed - 1} failed' if error is None else error}",
+            rule="checkpoint-write",
+            why="the run was asked to save there, and would lose what it trains.",
+            fix="make the folder writable, or save to another one with checkpoint.save=PATH.",
+        ) from error
+
+
+def _try_folder(folder: Path, ranks: Ranks) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    probe = folder / f".probe_{ranks.rank:05d}"
+    probe.write_bytes(b"")
+    probe.unlink()
+
+
 # -- saving
 
 

@@ -6,7 +6,7 @@ microbatches, and counts the samples that all ranks have consumed. A checkpoint 
 | `kind` | source |
 |---|---|
 | `text` | a small text, made here from a few words and read byte by byte; the default |
-| `mock` | random tokens |
+| `synthetic` | random tokens |
 | `tokens` | a file of token numbers, mapped into memory |
 | `sft` | prompts and answers from a JSONL file (`instruction_data`) |
 

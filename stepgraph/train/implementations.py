@@ -107,6 +107,12 @@ class Implementation(ABC):
     def report(self) -> GraphReport | None:
         return None
 
+    @property
+    def replays(self) -> int:
+        """Replays so far; the loop asks after each iteration."""
+        report = self.report() if self.is_captured else None
+        return report.tally()[0] if report is not None else 0
+
     def close(self) -> None:
         """Free all graphs. A second call does nothing."""
         return
@@ -148,6 +154,10 @@ class LocalScopes(Implementation):
         self._handle.create_cudagraphs()
         self.is_captured = True
         self.capture_seconds = self._handle.report().capture_seconds
+
+    @property
+    def replays(self) -> int:
+        return self._handle.replays
 
     @property
     def num_graphed(self) -> int:
@@ -215,6 +225,10 @@ class FullIteration(Implementation):
         return  # the next call of `train` captures
 
     @property
+    def replays(self) -> int:
+        return self._wrapper.replays
+
+    @property
     def num_graphed(self) -> int:
         return self._wrapper.report().graphs
 
@@ -249,6 +263,7 @@ class AheadOfTime(Implementation):
 
     def __init__(self, work: Work, cfg: Any) -> None:
         super().__init__(work)
+        ScopeRegistry().resolve(work.core, present(work.core, read_scope(cfg.model.cuda_graph_scope)))  # or refuse
         self._chunk = work.core if work.gathered is None else work.gathered
         self._helper = TECudaGraphHelper(
             [self._chunk],

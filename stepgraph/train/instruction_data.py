@@ -47,14 +47,17 @@ def read_examples(path: Path, vocab_size: int, seq_length: int) -> list[Example]
     """Read all examples of a JSONL file; the first bad line is refused by its number."""
     if not path.is_file():
         raise InvalidArgument(
-            f"{path} is not a file", rule="data", why="it names the examples to train on.", fix="dataset.path=FILE."
+            f"{path} is not a file",
+            rule="data",
+            why="it names the examples to train on.",
+            fix="dataset.data_path=FILE.",
         )
     found = []
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
         if line.strip():
             try:
                 prompt, answer = _parts(json.loads(line), vocab_size)
-            except (ValueError, KeyError, TypeError, AttributeError) as error:
+            except (ValueError, RecursionError) as error:
                 raise InvalidArgument(
                     f"{path}, line {number}: not an example ({error})",
                     rule="data",
@@ -89,22 +92,39 @@ def _text(text: str, vocab_size: int) -> list[int]:
 
 
 def _parts(row: Any, vocab_size: int) -> tuple[list[int], list[int]]:
+    if not isinstance(row, dict):
+        raise ValueError("the line is not a JSON object")
     if "prompt_tokens" in row:
-        parts = [[int(token) for token in row[name]] for name in ("prompt_tokens", "completion_tokens")]
-        outside = [token for part in parts for token in part if not 0 <= token < vocab_size]
-        if outside:
-            raise ValueError(f"token {outside[0]} is outside the vocabulary of {vocab_size}")
-        return parts[0], parts[1]
+        return _tokens(row, "prompt_tokens", vocab_size), _tokens(row, "completion_tokens", vocab_size)
     if "messages" in row:
-        *before, last = row["messages"]
-        if last["role"] != "assistant":
+        messages = row["messages"]
+        if not isinstance(messages, list) or not messages or not all(isinstance(each, dict) for each in messages):
+            raise ValueError('"messages" is not a list of messages')
+        *before, last = messages
+        if _string(last, "role") != "assistant":
             raise ValueError("the last message is not the assistant's")
-        prompt = "".join(f"{message['role']}: {message['content']}\n" for message in before)
-        return _text(f"{prompt}assistant: ", vocab_size), _text(last["content"], vocab_size)
+        prompt = "".join(f"{_string(message, 'role')}: {_string(message, 'content')}\n" for message in before)
+        return _text(f"{prompt}assistant: ", vocab_size), _text(_string(last, "content"), vocab_size)
     for prompt_name, answer_name in _PAIRS:
         if prompt_name in row and answer_name in row:
-            return _text(row[prompt_name], vocab_size), _text(row[answer_name], vocab_size)
+            return _text(_string(row, prompt_name), vocab_size), _text(_string(row, answer_name), vocab_size)
     raise ValueError("no prompt and answer")
+
+
+def _string(row: dict[str, Any], name: str) -> str:
+    if not isinstance(row.get(name), str):
+        raise ValueError(f'"{name}" is {json.dumps(row.get(name))[:40]}, not a text')
+    return str(row[name])
+
+
+def _tokens(row: dict[str, Any], name: str, vocab_size: int) -> list[int]:
+    found = row.get(name)
+    if not isinstance(found, list) or not all(type(token) is int for token in found):
+        raise ValueError(f'"{name}" is {json.dumps(found)[:40]}, not a list of token numbers')
+    outside = [token for token in found if not 0 <= token < vocab_size]
+    if outside:
+        raise ValueError(f"token {outside[0]} is outside the vocabulary of {vocab_size}")
+    return found
 
 
 class Instructions:

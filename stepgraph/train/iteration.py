@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from stepgraph.errors import NonFinite
+from stepgraph.errors import InvalidArgument, NonFinite
 from stepgraph.models.linear import backward_dw
 from stepgraph.train.data import Sample
 from stepgraph.train.optimizer import clip_gradients
@@ -48,6 +48,9 @@ class ForwardStep:
         kind = microbatch["tokens"].device.type
         with torch.autocast(kind, self.autocast) if self.autocast is not None else contextlib.nullcontext():
             out = model(**microbatch)
+        given = out if isinstance(out, Tensor) else getattr(out, "out", None)
+        if not isinstance(given, Tensor) or given.numel() != 1:
+            raise _no_loss(out, model)
         if isinstance(out, Tensor):
             loss, total, load = out, out, None
         else:
@@ -89,6 +92,16 @@ class Finish:
         if self.update_bias is not None and load is not None:
             self.update_bias(load)
         return norm
+
+
+def _no_loss(out: Any, model: nn.Module) -> InvalidArgument:
+    found = f"a tensor of shape {tuple(out.shape)}" if isinstance(out, Tensor) else f"a {type(out).__name__}"
+    return InvalidArgument(
+        f"{type(model).__name__}(tokens, targets) returned {found}, and the loop needs the loss",
+        rule="option",
+        why="the loop calls backward() on what the model returns: one number, as a tensor without dimensions.",
+        fix="return the loss alone, such as F.cross_entropy(logits.flatten(0, 1), targets.flatten()).",
+    )
 
 
 def total_norm(parameters: Sequence[nn.Parameter]) -> Tensor:

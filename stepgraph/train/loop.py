@@ -93,6 +93,8 @@ class Pending:
     lr: float
     loss: Reading
     seconds: float
+    replays: int
+    """Replays so far, this iteration's included."""
 
 
 class Loop:
@@ -160,10 +162,10 @@ class Loop:
             progress.eager_reasons[progress.fallback or reason] += 1
         self._post_flags(result)
         self._announce()
-        loss = self._backend.read_later(result.loss)
+        loss, replays = self._backend.read_later(result.loss), implementation.replays
         self._read_pending()
         now = time.perf_counter()
-        self._pending = Pending(progress.step, lr, loss, now - self._since)
+        self._pending = Pending(progress.step, lr, loss, now - self._since, replays)
         self._since = now
 
     def _after_iteration(self, last: int) -> bool:
@@ -287,12 +289,8 @@ class Loop:
             lr=pending.lr,
             step_ms=1e3 * pending.seconds,
             tokens_per_s=tokens / pending.seconds,
-            replays=self._replays(),
+            replays=pending.replays,
         )
-
-    def _replays(self) -> int:
-        report = self.implementation.report() if self.implementation.is_captured else None
-        return report.tally()[0] if report is not None else 0
 
     def _evaluate(self) -> None:
         run, progress, work = self._run, self.progress, self._work
@@ -371,5 +369,6 @@ class Loop:
             memory_after=progress.memory_after,
             eager_reasons=dict(progress.eager_reasons),
             tokens_per_s=tokens / progress.trained_seconds if progress.trained_seconds else 0.0,
+            is_done=progress.start >= self._run.cfg.train.train_iters > 0,
             graphs=graphs,
         )

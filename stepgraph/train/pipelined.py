@@ -61,17 +61,21 @@ class StageModule(nn.Module):
 
 def stage_of(model: nn.Module, ranks: Ranks, autocast: torch.dtype | None) -> StageModule:
     """Return this rank's part of a model; refuse models that this file cannot divide."""
-    reason = ""
+    reason = fix = ""
     if type(model) is not GPT:
         reason = f"a {type(model).__name__} is not divided into stages, only dense GPTs are"
+        fix = "model.kind=gpt without experts"
     elif model.head.weight is model.embedding.weight:
         reason = "the first and the last stage would share a matrix (model.share_embeddings_and_output_weights)"
+        fix = "model.share_embeddings_and_output_weights=false"
     elif len(model.blocks) < ranks.pipeline_size:
         reason = f"{len(model.blocks)} layers are fewer than {ranks.pipeline_size} stages"
+        fix = "a larger model.num_layers"
     elif model.config.recompute_granularity is not None:
         reason = "layers of a stage are not recomputed (model.recompute_granularity)"
+        fix = "model.recompute_granularity=none"
     if reason:
-        raise _refused(reason)
+        raise _refused(reason, fix)
     assert isinstance(model, GPT)
     return StageModule(model, ranks.stage, ranks.pipeline_size, autocast)
 
@@ -90,9 +94,11 @@ class Pipelined(Implementation):
         super().__init__(work)
         is_graphed = cfg.model.cuda_graph_impl != "none"
         if is_graphed and (cfg.model.cuda_graph_impl != "local" or cfg.model.cuda_graph_scope):
-            raise _refused("stages are graphed as a whole, with model.cuda_graph_impl=local and an empty scope")
+            reason = "stages are graphed as a whole, with model.cuda_graph_impl=local and an empty scope"
+            raise _refused(reason, "model.cuda_graph_impl=local model.cuda_graph_scope=[]")
         if work.num_microbatches < ranks.pipeline_size:
-            raise _refused(f"{work.num_microbatches} microbatches are fewer than {ranks.pipeline_size} stages")
+            reason = f"{work.num_microbatches} microbatches are fewer than {ranks.pipeline_size} stages"
+            raise _refused(reason, "a larger train.global_batch_size")
         stage_module = work.core
         assert isinstance(stage_module, StageModule)
         self._is_first, self._is_last = stage_module.is_first, stage_module.is_last
@@ -157,10 +163,10 @@ class Pipelined(Implementation):
         return self
 
 
-def _refused(reason: str) -> InvalidArgument:
+def _refused(reason: str, fix: str) -> InvalidArgument:
     return InvalidArgument(
         f"model.pipeline_model_parallel_size: {reason}",
         rule="not-trained",
         why="the loop runs stages of a dense GPT by the 1F1B schedule.",
-        fix="model.pipeline_model_parallel_size=1, or change the setting that is named: model.cuda_graph_scope=[].",
+        fix=f"{fix}, or model.pipeline_model_parallel_size=1.",
     )

@@ -8,6 +8,7 @@ through a gloo group of their own, so that with NCCL too asking does not wait fo
 from __future__ import annotations
 
 import os
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -70,9 +71,13 @@ class Ranks:
         return float(number.item())
 
 
-def start_processes(device: torch.device) -> bool:
-    """Join the process group that torchrun describes; return True if this call created it."""
+def start_processes(device: torch.device, backend: str | None = None, timeout_minutes: int = 10) -> bool:
+    """Join the process group that torchrun describes; return True if this call created it.
+
+    Ranks on CPUs talk by gloo, whatever the backend is.
+    """
     if not dist.is_available() or dist.is_initialized() or int(os.environ.get("WORLD_SIZE", "1")) < 2:
         return False
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    used = (backend or "nccl") if device.type == "cuda" else "gloo"
+    dist.init_process_group(used, timeout=timedelta(minutes=timeout_minutes))
     return True

@@ -22,7 +22,7 @@ from stepgraph.errors import InvalidArgument, NonFinite
 from stepgraph.rng.tracker import get_cuda_rng_tracker
 from stepgraph.session.session import Session
 from stepgraph.tracebacks import entry_point
-from stepgraph.train.checkpoint import CheckpointError, Saved, load, refuse_later_checkpoints
+from stepgraph.train.checkpoint import CheckpointError, Saved, load, refuse_later_checkpoints, refuse_unwritable
 from stepgraph.train.data import Batches
 from stepgraph.train.implementations import Work, choose
 from stepgraph.train.journal import Journal
@@ -32,6 +32,7 @@ from stepgraph.train.pipelined import Pipelined, stage_of
 from stepgraph.train.random_state import set_random_states
 from stepgraph.train.ranks import Ranks, start_processes
 from stepgraph.train.run_report import RunReport
+from stepgraph.train.settings import refuse_untrained
 from stepgraph.train.setup import (
     ModelProvider,
     adapt,
@@ -45,7 +46,6 @@ from stepgraph.train.setup import (
     make_schedule,
     num_microbatches,
     refuse_unpacked,
-    refuse_untrained,
     seed_dropout,
     seed_everything,
     wrap,
@@ -106,7 +106,7 @@ def finetune(
     As `pretrain`, with `dataset.kind = "sft"` unless the configuration names tokens. Without a file the examples are
     small sums.
     """
-    if cfg.dataset.kind == "text":
+    if _container(cfg).dataset.kind == "text":
         cfg = cfg.copy()
         cfg.dataset.kind = "sft"
     return _train(cfg, model_provider, device, on_event, quiet, prints_report and not quiet)
@@ -120,10 +120,10 @@ def _train(
     quiet: bool,
     prints_report: bool,
 ) -> RunReport:
-    where = _device(device)
+    where = _device(device, _container(cfg).dist.local_rank)
     checked = cfg.copy().validate(Environment.read(where.type), run=True)
     refuse_untrained(checked)
-    with SignalFlag(wanted=checked.train.exit_signal_handler) as flag, _processes(where):
+    with SignalFlag(wanted=checked.train.exit_signal_handler) as flag, _processes(checked, where):
         loop, signal = _run(checked, where, provider, on_event or (lambda name, step: None), flag, quiet)
     if prints_report and int(os.environ.get("RANK", "0")) == 0:
         print(loop.report(), file=sys.stderr)
@@ -132,7 +132,18 @@ def _train(
     return loop.report()
 
 
-def _device(device: torch.device | str | None) -> torch.device:
+def _container(cfg: Any) -> ConfigContainer:
+    if not isinstance(cfg, ConfigContainer):
+        raise InvalidArgument(
+            f"the configuration is a {type(cfg).__name__}, and not a ConfigContainer",
+            rule="option",
+            why="a ConfigContainer checks the names and the types of its settings.",
+            fix="stepgraph.ConfigContainer.from_dict({'model': {...}}), or set fields of a ConfigContainer().",
+        )
+    return cfg
+
+
+def _device(device: torch.device | str | None, local_rank: int | None) -> torch.device:
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     found = torch.device(device)
@@ -144,15 +155,16 @@ def _device(device: torch.device | str | None) -> torch.device:
                 why="the run was asked to train there.",
                 fix="leave device out, or pass device='cpu'.",
             )
-        found = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) if found.index is None else found.index)
+        here = int(os.environ.get("LOCAL_RANK", "0")) if local_rank is None else local_rank
+        found = torch.device("cuda", here if found.index is None else found.index)
         torch.cuda.set_device(found)
     return found
 
 
 @contextlib.contextmanager
-def _processes(device: torch.device) -> Iterator[None]:
+def _processes(cfg: ConfigContainer, device: torch.device) -> Iterator[None]:
     """Join torchrun's process group, and leave it at the end if it was created here."""
-    is_ours = start_processes(device)
+    is_ours = start_processes(device, cfg.dist.distributed_backend, cfg.dist.distributed_timeout_minutes)
     try:
         yield
     finally:
@@ -264,6 +276,7 @@ def _resume(cfg: ConfigContainer, work: Work, batches: Batches, device: torch.de
         start = saved.step
     if settings.save is not None:
         refuse_later_checkpoints(Path(settings.save), start)
+        refuse_unwritable(Path(settings.save), ranks)
     return start
 
 

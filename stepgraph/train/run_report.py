@@ -37,6 +37,8 @@ class RunReport:
     eager_reasons: Mapping[str, int]
     """Iterations, training and evaluation, that ran eagerly, by reason."""
     tokens_per_s: float
+    is_done: bool = False
+    """Whether the run resumed at, or behind, its last iteration."""
     graphs: GraphReport | None = field(default=None, repr=False)
     """The report of the graphs themselves."""
 
@@ -47,6 +49,8 @@ class RunReport:
     @property
     def verdict(self) -> str:
         """One line on whether graphs were used."""
+        if self.start == self.step and self.is_done:
+            return f"nothing was left to train: the checkpoint is at iteration {self.step}, train.train_iters or later"
         if self.replays:
             return f"{self.replays} replays of {self.graphed} graphed parts ({self.implementation})"
         why = max(self.eager_reasons.items(), key=lambda item: (item[0] != "warm-up", item[1]), default=("no steps", 0))

@@ -62,45 +62,6 @@ def checks_of(cfg: Any) -> Checks:
     )
 
 
-def refuse_untrained(cfg: Any) -> None:
-    """Refuse settings that the loop does not carry out, all at once, rather than ignore them."""
-    asked = {
-        "rerun_state_machine.check_for_spiky_loss": cfg.rerun_state_machine.check_for_spiky_loss,
-        "ddp.use_distributed_optimizer": cfg.ddp.use_distributed_optimizer,
-        "ddp.grad_reduce_in_fp32": cfg.ddp.grad_reduce_in_fp32,
-        "ddp.overlap_param_gather": cfg.ddp.overlap_param_gather and not _can_gather(cfg),
-        "ddp.bucket_size": cfg.ddp.bucket_size is not None,
-        "train.rampup_batch_size": cfg.train.rampup_batch_size is not None,
-        "dataset.num_workers": cfg.dataset.num_workers > 0,
-        "scheduler.weight_decay_incr_style": cfg.scheduler.weight_decay_incr_style != "constant",
-        "peft.dropout_position": cfg.peft.scheme is not None and cfg.peft.dropout_position != "pre",
-        "model.kind=vision_language": cfg.model.kind == "vision_language",
-        "model.delay_wgrad_compute": cfg.model.delay_wgrad_compute and not _can_delay(cfg),
-        "model.virtual_pipeline_model_parallel_size": (cfg.model.virtual_pipeline_model_parallel_size or 1) > 1,
-        "comm_overlap.overlap_moe_expert_parallel_comm": cfg.comm_overlap.overlap_moe_expert_parallel_comm,
-    }
-    found = [name for name, is_asked in asked.items() if is_asked]
-    if found:
-        raise InvalidArgument(
-            f"the training loop does not carry out {', '.join(found)}",
-            rule="not-trained",
-            why="a setting that is ignored would make a run look like one that it is not.",
-            fix="leave it at its default.",
-        )
-
-
-def _can_delay(cfg: Any) -> bool:
-    """Return whether weight gradients can be computed after the backward: not where parts of a model have graphs."""
-    is_whole = cfg.model.cuda_graph_impl == "none" or cfg.model.captures_iteration
-    return is_whole and cfg.model.pipeline_model_parallel_size == 1 and cfg.peft.scheme is None
-
-
-def _can_gather(cfg: Any) -> bool:
-    """Return whether hooks before each forward can run: outside of graphs, or by hand before a replay."""
-    is_possible = cfg.model.cuda_graph_impl in ("none", "transformer_engine") and cfg.optimizer.optimizer == "adam"
-    return is_possible and cfg.model.pipeline_model_parallel_size == 1 and cfg.peft.scheme is None
-
-
 def refuse_unpacked(cfg: Any, model: nn.Module) -> None:
     """Refuse packed sequences for a model that would let examples attend to each other."""
     if cfg.dataset.packed_sequence and "cu_seqlens" not in inspect.signature(model.forward).parameters:
@@ -149,8 +110,41 @@ def make_core(cfg: Any, device: torch.device, provider: ModelProvider | None) ->
             why="the loop has no loss scaling, and models here have no FP8 layers.",
             fix='cfg.mixed_precision = "bf16_mixed", "bf16_autocast" or "fp32".',
         )
-    model = provider(cfg) if provider is not None else build_model(cfg.model)
+    model = build_model(cfg.model) if provider is None else _provided(cfg, provider)
     return model.to(device, _DTYPES[precision.params_dtype])
+
+
+def _provided(cfg: Any, provider: Any) -> nn.Module:
+    """Call a model provider; refuse what is not one, and what does not return a model of `tokens` and `targets`."""
+    if isinstance(provider, nn.Module) or not callable(provider) or not _takes(provider, cfg):
+        raise _no_model(f"model_provider is {provider!r:.60}, and not a function of the configuration")
+    model = provider(cfg)
+    if not isinstance(model, nn.Module):
+        raise _no_model(f"model_provider(cfg) returned {model!r:.60}, and not a torch.nn.Module")
+    if not _takes(model.forward, tokens=None, targets=None):
+        raise _no_model(f"{type(model).__name__}.forward does not take `tokens` and `targets`")
+    return model
+
+
+def _takes(function: Any, *args: Any, **kwargs: Any) -> bool:
+    try:
+        inspect.signature(function).bind_partial(*args, **kwargs)
+        if args:
+            inspect.signature(function).bind(*args)
+    except TypeError:
+        return False
+    except ValueError:  # it has no signature
+        return True
+    return True
+
+
+def _no_model(what: str) -> InvalidArgument:
+    return InvalidArgument(
+        what,
+        rule="option",
+        why="the run builds the model itself, after it has seeded random numbers, and calls model(tokens=, targets=).",
+        fix="model_provider=lambda cfg: MyModel(cfg.model.hidden_size), a model that returns the loss.",
+    )
 
 
 def adapt(cfg: Any, model: nn.Module) -> list[str]:
@@ -241,7 +235,14 @@ def make_source(cfg: Any, *, is_eval: bool = False) -> Source:
     length = data.seq_length or cfg.model.seq_length
     seed = (cfg.rng.seed if data.random_seed is None else data.random_seed) + (_EVAL_SEED if is_eval else 0)
     path = data.data_path if isinstance(data.data_path, str) or data.data_path is None else next(iter(data.data_path))
-    if data.kind == "mock":
+    if path is not None and data.kind in ("text", "synthetic"):
+        raise InvalidArgument(
+            f"dataset.kind={data.kind} reads no file, and dataset.data_path={path}",
+            rule="data",
+            why="the run would train on data that is made on the spot, and not on the file.",
+            fix="--task sft or dataset.kind=sft for JSONL, dataset.kind=tokens for token numbers, or no data_path.",
+        )
+    if data.kind == "synthetic":
         return SyntheticTokens(vocab, length, seed)
     if data.kind == "text":
         return TokenWindows(text_tokens(made_text(seed), vocab), length, seed, "text")

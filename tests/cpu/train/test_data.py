@@ -17,6 +17,7 @@ from stepgraph.train.data import Batches, SyntheticTokens, TokenWindows, made_te
 from stepgraph.train.instruction_data import IGNORED, Instructions, example_of, pack, read_examples
 from stepgraph.train.optimizer import Schedule, clip_gradients, make_adamw
 from stepgraph.train.policy import capture_fits, capture_is_due, is_time, predicted_graph_bytes
+from stepgraph.train.setup import make_source
 from tests.train_harness import gpt, tiny
 
 CPU = torch.device("cpu")
@@ -93,11 +94,49 @@ def test_rows_of_jsonl_are_read(tmp_path: Path, row: Any) -> None:
     assert example.targets[-2:] == (98, 0)
 
 
-@pytest.mark.parametrize("line", ["{", "[]", "{}", '{"prompt": 1, "completion": "a"}', '{"prompt_tokens": [999]}'])
-def test_bad_rows_are_refused_by_line(tmp_path: Path, line: str) -> None:
+@pytest.mark.parametrize(
+    ("line", "what"),
+    [
+        ("{", "not an example"),
+        ("[]", "not a JSON object"),
+        ("3", "not a JSON object"),
+        ("{}", "no prompt and answer"),
+        ('{"prompt": 3, "completion": "a"}', '"prompt" is 3, not a text'),
+        ('{"messages": []}', "not a list of messages"),
+        ('{"messages": [{"role": "assistant"}]}', '"content" is null'),
+        ('{"prompt_tokens": [9]}', '"completion_tokens" is null'),
+        ('{"prompt_tokens": 5, "completion_tokens": [1]}', "not a list of token numbers"),
+        ('{"prompt_tokens": [999], "completion_tokens": [1]}', "token 999 is outside"),
+    ],
+)
+def test_bad_rows_are_refused_by_line(tmp_path: Path, line: str, what: str) -> None:
     (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "completion": "b"}\n' + line)
-    with pytest.raises(InvalidArgument, match="line 2"):
+    with pytest.raises(InvalidArgument, match="line 2") as caught:
         read_examples(tmp_path / "rows.jsonl", 256, 64)
+    assert what in str(caught.value)
+    assert "object has no" not in str(caught.value)
+
+
+def test_missing_file_of_examples_names_the_field(tmp_path: Path) -> None:
+    with pytest.raises(InvalidArgument, match=r"dataset\.data_path=FILE"):
+        read_examples(tmp_path / "none.jsonl", 256, 64)
+
+
+def test_each_kind_of_data_has_its_source(tmp_path: Path) -> None:
+    (tmp_path / "x.bin").write_bytes(array("H", range(100)).tobytes())
+    kinds: dict[str, Any] = {"text": None, "synthetic": None, "tokens": str(tmp_path / "x.bin"), "sft": None}
+    found = {
+        kind: make_source(tiny(tmp_path, dataset__kind=kind, dataset__data_path=path)).fingerprint.split()[0]
+        for kind, path in kinds.items()
+    }
+    assert found == {"text": "text", "synthetic": "synthetic", "tokens": "x.bin", "sft": "made"}
+
+
+@pytest.mark.parametrize("kind", ["text", "synthetic"])
+def test_file_that_would_not_be_read_is_refused(tmp_path: Path, kind: str) -> None:
+    with pytest.raises(InvalidArgument, match="reads no file") as caught:
+        make_source(tiny(tmp_path, dataset__kind=kind, dataset__data_path="rows.jsonl"))
+    assert "--task sft" in str(caught.value)
 
 
 def test_packed_rows_have_one_shape() -> None:

@@ -1,0 +1,111 @@
+"""What the loop does with each setting of a configuration: no setting is ignored in silence.
+
+A field is read by the loop or by the models, or it stands in one of the tables here. A test walks all fields.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from stepgraph.config.container import ConfigContainer
+from stepgraph.errors import InvalidArgument
+
+NOT_CARRIED_OUT = (
+    "rerun_state_machine.check_for_spiky_loss",
+    "rerun_state_machine.spiky_loss_factor",
+    "ddp.use_distributed_optimizer",
+    "ddp.grad_reduce_in_fp32",
+    "ddp.bucket_size",
+    "train.rampup_batch_size",
+    "dataset.num_workers",
+    "scheduler.start_weight_decay",
+    "scheduler.end_weight_decay",
+    "scheduler.weight_decay_incr_style",
+    "model.variable_seq_lengths",
+    "model.cpu_offloading",
+    "model.cpu_offloading_num_layers",
+    "model.sequence_parallel",
+    "model.microbatch_group_size_per_vp_stage",
+    "comm_overlap.tp_comm_overlap",
+    "comm_overlap.overlap_p2p_comm",
+    "comm_overlap.batch_p2p_comm",
+    "comm_overlap.overlap_moe_expert_parallel_comm",
+    "mixed_precision.loss_scale",
+    "rng.inference_rng_tracker",
+    "logger.log_throughput",
+    "logger.log_memory",
+)
+"""Settings that are refused unless they have their default."""
+
+REFUSED_BY_A_RULE = (
+    "model.tensor_model_parallel_size",
+    "model.context_parallel_size",
+    "model.expert_model_parallel_size",
+    "model.expert_tensor_parallel_size",
+    "ddp.use_torch_fsdp2",
+)
+"""Settings that `ConfigContainer.validate(run=True)` refuses."""
+
+WITHOUT_EFFECT = {
+    "model.moe_token_dispatcher_type": "tokens do not leave their rank, so that nothing is dispatched",
+    "model.overlap_moe_expert_parallel_comm": "validate makes it equal to comm_overlap's, which is refused",
+    "comm_overlap.delay_wgrad_compute": "validate makes it equal to model.delay_wgrad_compute, which is read",
+    "dataset.pad_cu_seqlens": "the metadata of packed sequences always has a fixed length",
+    "mixed_precision.fp8_recipe": "FP8 is refused",
+    "mixed_precision.grad_reduce_in_fp32": "gradients are summed in the type of the parameters",
+}
+"""Settings that change nothing in a run, and why."""
+
+
+def _has_other_precision(cfg: Any) -> bool:
+    precision = cfg.mixed_precision
+    return precision.bf16 and precision.params_dtype != "bf16" and not precision.autocast_enabled
+
+
+def _can_delay(cfg: Any) -> bool:
+    """Return whether weight gradients can be computed after the backward: not where parts of a model have graphs."""
+    is_whole = cfg.model.cuda_graph_impl == "none" or cfg.model.captures_iteration
+    return is_whole and cfg.model.pipeline_model_parallel_size == 1 and cfg.peft.scheme is None
+
+
+def _can_gather(cfg: Any) -> bool:
+    """Return whether hooks before each forward can run: outside of graphs, or by hand before a replay."""
+    is_possible = cfg.model.cuda_graph_impl in ("none", "transformer_engine") and cfg.optimizer.optimizer == "adam"
+    return is_possible and cfg.model.pipeline_model_parallel_size == 1 and cfg.peft.scheme is None
+
+
+SOMETIMES: dict[str, Callable[[Any], bool]] = {
+    "ddp.overlap_param_gather": lambda cfg: cfg.ddp.overlap_param_gather and not _can_gather(cfg),
+    "peft.dropout_position": lambda cfg: cfg.peft.scheme is not None and cfg.peft.dropout_position != "pre",
+    "dataset.pad_to_max_length": lambda cfg: not (cfg.dataset.pad_to_max_length or cfg.dataset.packed_sequence),
+    "model.moe_router_load_balancing_type": lambda cfg: (
+        cfg.model.moe_router_load_balancing_type != "aux_loss" and cfg.model.moe_aux_loss_coeff != 0
+    ),
+    "model.kind=vision_language": lambda cfg: cfg.model.kind == "vision_language",
+    "model.delay_wgrad_compute": lambda cfg: cfg.model.delay_wgrad_compute and not _can_delay(cfg),
+    "model.virtual_pipeline_model_parallel_size": lambda cfg: (cfg.model.virtual_pipeline_model_parallel_size or 1) > 1,
+    "mixed_precision.bf16 without params_dtype": _has_other_precision,
+}
+"""Settings that are refused together with others."""
+
+
+def refuse_untrained(cfg: Any) -> None:
+    """Refuse settings that the loop does not carry out, all at once, rather than ignore them."""
+    default = ConfigContainer()
+    found = [name for name in NOT_CARRIED_OUT if _value(cfg, name) != _value(default, name)]
+    found += [name for name, is_refused in SOMETIMES.items() if is_refused(cfg)]
+    if found:
+        raise InvalidArgument(
+            f"the training loop does not carry out {', '.join(found)}",
+            rule="not-trained",
+            why="a setting that is ignored would make a run look like one that it is not.",
+            fix='leave it at its default; for number formats, cfg.mixed_precision = "bf16_mixed".'
+            if any(name.startswith("mixed_precision") for name in found)
+            else "leave it at its default.",
+        )
+
+
+def _value(cfg: Any, name: str) -> Any:
+    section, field = name.split(".")
+    return getattr(getattr(cfg, section), field)
