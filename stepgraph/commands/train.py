@@ -142,7 +142,7 @@ def configured(wanted: Wanted, device: torch.device) -> tuple[ConfigContainer, l
     from stepgraph.recipes.fit import fit, refuse_too_large
     from stepgraph.recipes.memory import available_host_memory
     from stepgraph.train.memory import DeviceMemory
-    from stepgraph.train.setup import refuse_untrained
+    from stepgraph.train.settings import refuse_untrained
 
     if device.type == "cuda":
         own = int(os.environ.get("LOCAL_RANK", "0")) if device.index is None else device.index
