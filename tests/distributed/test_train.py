@@ -38,13 +38,15 @@ def run_ranks(folder: Path, *arguments: str, ranks: int) -> list[subprocess.Comp
     return run_to_end(commands, os.environ | given | {"MASTER_ADDR": "127.0.0.1"}, ROOT)
 
 
-@pytest.mark.parametrize("iterations", [14])
-def test_ddp_losses_equal_eager_for_every_implementation(tmp_path: Path, iterations: int) -> None:
+@pytest.mark.parametrize(
+    "implementations", [("iteration", "te"), pytest.param(("scopes",), marks=pytest.mark.long)], ids=str
+)
+def test_ddp_losses_equal_eager(tmp_path: Path, implementations: tuple[str, ...]) -> None:
     """DDP warms up for 11 iterations before the graph of an iteration is captured."""
-    given = [f"train.train_iters={iterations}", "train.global_batch_size=8"]
+    given = ["train.train_iters=14", "train.global_batch_size=8"]
     eager = train(tmp_path / "eager", "eager", *given)
     assert eager[0]["losses"] == eager[1]["losses"], "every rank reports the mean"
-    for implementation in ("scopes", "iteration", "te"):
+    for implementation in implementations:
         graphed = train(tmp_path / implementation, implementation, *given)
         assert [rank["losses"] for rank in graphed] == [rank["losses"] for rank in eager], implementation
         assert all(rank["replays"] > 0 for rank in graphed), (implementation, graphed)

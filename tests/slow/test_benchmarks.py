@@ -118,6 +118,7 @@ def test_modules_report_holds_the_host_pair_against_torch(
     assert target.reached is reached
 
 
+@pytest.mark.long
 def test_pipeline_trains_alike_every_way_in_constant_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = ["--device", "cpu", "--layers", "1", "--steps", "1", "--equality-steps", "2", "--out", str(tmp_path)]
     workloads = ["--workloads", "interleaved-8,interleaved-16"]

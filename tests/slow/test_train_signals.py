@@ -79,7 +79,7 @@ def losses_of(folder: Path, *arguments: str, ranks: int = 1) -> dict[str, float]
 CASES = [
     ("warmup", "te", signal.SIGINT, 1),
     ("capture", "te", signal.SIGTERM, 1),
-    ("recording", "iteration", signal.SIGINT, 1),
+    pytest.param("recording", "iteration", signal.SIGINT, 1, marks=pytest.mark.long),
     ("recording", "iteration", signal.SIGTERM, 1),
     ("replay", "iteration", signal.SIGTERM, 1),
     ("checkpoint", "scopes", signal.SIGINT, 1),
