@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from stepgraph.models.activations import Activation
 from stepgraph.models.gpt import GPT, MLP, GPTConfig, check_length
-from stepgraph.models.language_model import Config, init_weights, make_norm
+from stepgraph.models.language_model import Config, ModelConfig, init_weights, make_norm
 from stepgraph.models.moe import MoEConfig, MoEGPT, MoEOutput
 
 
@@ -224,12 +224,8 @@ class VisionEncoder(nn.Module):
 
 
 @dataclass(frozen=True, kw_only=True)
-class VisionLanguageConfig(GPTConfig):
-    """The shape of a GPT with a vision encoder.
-
-    Example:
-        `replace(VisionLanguageConfig.tiny(), vision=replace(VisionConfig.tiny(), num_layers=4))`
-    """
+class ReadsImages(ModelConfig):
+    """The shape of what a language model needs to read images."""
 
     vision: VisionConfig
     """The shape of the vision encoder."""
@@ -242,6 +238,15 @@ class VisionLanguageConfig(GPTConfig):
             0 <= self.image_token < self.vocab_size,
             f"`image_token` is {self.image_token}; it must be one of the {self.vocab_size} tokens",
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class VisionLanguageConfig(ReadsImages, GPTConfig):
+    """The shape of a GPT with a vision encoder.
+
+    Example:
+        `replace(VisionLanguageConfig.tiny(), vision=replace(VisionConfig.tiny(), num_layers=4))`
+    """
 
     @classmethod
     def tiny(cls) -> VisionLanguageConfig:
@@ -251,20 +256,8 @@ class VisionLanguageConfig(GPTConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class VisionMoEConfig(MoEConfig):
+class VisionMoEConfig(ReadsImages, MoEConfig):
     """The shape of a GPT with experts and a vision encoder."""
-
-    vision: VisionConfig
-    """The shape of the vision encoder."""
-    image_token: int
-    """The token that stands in the text for one token of an image."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._require(
-            0 <= self.image_token < self.vocab_size,
-            f"`image_token` is {self.image_token}; it must be one of the {self.vocab_size} tokens",
-        )
 
     @classmethod
     def tiny(cls) -> VisionMoEConfig:
@@ -279,7 +272,7 @@ class ImageReader(nn.Module):
     vision_model: VisionEncoder
     projector: nn.Linear
 
-    def add_encoder(self, config: VisionLanguageConfig | VisionMoEConfig) -> None:
+    def add_encoder(self, config: ReadsImages) -> None:
         """Make the encoder and the projector."""
         self.vision_model = VisionEncoder(config.vision)
         self.projector = nn.Linear(config.vision.hidden_size, config.hidden_size)

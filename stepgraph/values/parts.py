@@ -27,7 +27,7 @@ from stepgraph.plain import MISSING, attributes_of, items_of, kept_by, results_o
 from stepgraph.values.naming import Label, describe_change
 
 _MAX_SINGLE = 16
-"""Most items of one container that are compared one by one in Python; more are compared together."""
+"""Most items of one list that are compared one by one in Python; more are compared together."""
 _DIRECT = (dict, list, types.MappingProxyType)
 """Containers whose own `[]` runs no user code."""
 _BASES: tuple[Any, ...] = (OrderedDict, dict, list, deque)
@@ -218,14 +218,8 @@ def _expect_items(places: list[Place], row: GuardRow) -> None:
     elif len(values) <= _MAX_SINGLE or native_row() is not None:
         for key, value in values.items():
             row.item(where, key, value)
-    elif type(where) is list and len(values) == len(where):
-        row.ask(functools.partial(_are_items, where, tuple(values.values())))
     else:
         row.items(where, values)
-
-
-def _are_items(items: list[Any], values: tuple[Any, ...]) -> bool:
-    return all(map(operator.is_, items, values))
 
 
 def _are_equal(read: Callable[[Any], Any], where: list[Any], values: list[Any]) -> bool:
