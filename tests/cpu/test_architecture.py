@@ -51,6 +51,9 @@ ROOMS = (
     "models",
     "recipes",
     "train",
+    "script",
+    "inspect",
+    "proof",
     "bench",
     "commands",
     "cli",
@@ -59,7 +62,7 @@ ROOMS = (
 """From first to last; a module imports from its own room and from rooms before it."""
 ENGINES = {"step", "modules", "callables", "pipeline"}
 """Rooms that do not import each other: what they share stands before them, what joins them after them."""
-PUBLIC_USERS = ("bench", "commands", "cli")
+PUBLIC_USERS = ("script", "inspect", "proof", "bench", "commands", "cli")
 OPTIONAL = (
     "matplotlib",
     "transformers",

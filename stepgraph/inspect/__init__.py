@@ -1,0 +1,1 @@
+"""Understand a script, a failure or a machine: check, explain, doctor, frozen."""
