@@ -1,0 +1,134 @@
+"""A trial records the calls that a module got in an observed step, forward and backward, without effect.
+
+The engine of pairs does the refusing, as it does for `graph_modules`: what it can record here, it can record there.
+Nothing is replayed and the graphs are freed at once. A recording is a transaction, so that parameters, buffers,
+gradients and random states are as they were.
+
+Layers of a model are mostly alike. If two modules have the same class, the same parameters by name and geometry, and
+their observed calls ran the same operations with the same signatures, one trial judges both. This is safe: a module
+that is judged wrongly is refused later by the capture itself and stays eager, or stays eager although it need not.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+from stepgraph.errors import CaptureError, StepgraphError
+from stepgraph.joined.observed import ObservedModule, ObservedStep, SeenCall
+from stepgraph.joined.search import Refusal
+from stepgraph.oplog import Log, first_difference
+from stepgraph.session.failure import capture_error
+
+_SPREADING = frozenset(
+    (
+        *("host-read", "host-data", "host-random", "host-value", "iterator", "reseed", "module-attribute"),
+        *("library-call", "tape-limit", "capture-merge", "unjoined-stream", "legacy-stream"),
+    )
+)
+"""Rules about what a module does, which the module around it does too."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Judged:
+    """A module that was tried, and the operations of its calls."""
+
+    logs: tuple[Log | None, ...]
+    refusal: Refusal | None
+
+
+class Trials:
+    """Judges the modules of one observed step."""
+
+    def __init__(self, step: ObservedStep, max_runners: int) -> None:
+        self._step, self._max_runners = step, max_runners
+        self._judged: dict[Hashable, list[_Judged]] = {}
+        self.recordings = 0
+        """The trials that were not answered by an equal module."""
+
+    def can_capture(self, path: str) -> Refusal | None:
+        """Try one module; None means that it can be captured."""
+        module = self._step.modules[path]
+        refusal = module.refusal or self._refused_unrecorded(module)
+        if refusal is not None:
+            return refusal
+        logs = tuple(seen.eager.log for seen in module.seen.values())
+        alike = self._judged.setdefault(_look(module), [])
+        known = next((each for each in alike if _same(each.logs, logs)), None)
+        if known is None:
+            self.recordings += 1
+            known = _Judged(logs, self._record(module))
+            alike.append(known)
+        return known.refusal
+
+    def _refused_unrecorded(self, module: ObservedModule) -> Refusal | None:
+        """Refuse by what the observed calls have shown."""
+        changed = module.changed_signature()
+        if changed is not None:
+            return Refusal(f"its arguments change from step to step: {changed}   [static-shapes]", spreads=False)
+        if module.most_under_way > self._max_runners:
+            calls = f"{module.most_under_way} of its calls wait for their backward at once"
+            return Refusal(f"{calls}   [max-runners]", spreads=False)
+        for seen in module.seen.values():
+            if seen.kind.seen is not None:
+                return _refusal(module, seen.kind.seen)
+        return None
+
+    def _record(self, module: ObservedModule) -> Refusal | None:
+        backend = self._step.session.session.backend
+        try:
+            for seen in module.seen.values():
+                self._record_call(module, seen)
+        except Exception as error:  # noqa: BLE001 (whatever broke it, the module cannot be captured)
+            return _refusal(module, capture_error(module.target.name, error, backend))
+        finally:
+            module.target.drop_pair()
+        return None
+
+    def _record_call(self, module: ObservedModule, seen: SeenCall) -> None:
+        """Record a forward, and its backward if there was one; free both."""
+        target, eager, session = module.target, seen.eager, self._step.session
+        target.check_capturable(eager.ambient)
+        pair = target.pair()
+        with torch.inference_mode(False), session.session.workspace.capturing(), gradients_aside(self._step.model):
+            runner = pair.forward(eager, session.lanes.spare())
+            try:
+                if any(meta is not None for meta in eager.metas) and eager.backward_ambient is not None:
+                    pair.backward(runner, eager.metas, {}, eager.backward_autocast)
+            finally:
+                runner.free()
+
+
+@contextlib.contextmanager
+def gradients_aside(model: torch.nn.Module) -> Iterator[None]:
+    """Record without gradients, so that none is moved to the memory of a graph that is freed at once."""
+    kept = [(parameter, parameter.grad) for parameter in model.parameters() if parameter.grad is not None]
+    for parameter, _ in kept:
+        parameter.grad = None
+    try:
+        yield
+    finally:
+        for parameter, grad in kept:
+            parameter.grad = grad
+
+
+def _look(module: ObservedModule) -> Hashable:
+    """The class and state of a module, and the signatures of its calls."""
+    owner = module.target.module
+    state = (*owner.named_parameters(), *owner.named_buffers())
+    geometry = tuple((name, t.shape, t.stride(), t.dtype, t.device, t.requires_grad) for name, t in state)
+    return type(owner), geometry, tuple(module.seen)
+
+
+def _same(one: tuple[Log | None, ...], two: tuple[Log | None, ...]) -> bool:
+    pairs = zip(one, two, strict=True)
+    return all(a is not None and b is not None and first_difference(a, b) is None for a, b in pairs)
+
+
+def _refusal(module: ObservedModule, error: StepgraphError) -> Refusal:
+    what = error.what.removeprefix(f"{module.target.name}: ").replace("the step ", "it ", 1)
+    where = f", at {error.where}" if isinstance(error, CaptureError) and error.where is not None else ""
+    return Refusal(f"{what}   [{error.rule}]{where}", spreads=error.rule in _SPREADING)
