@@ -3,7 +3,8 @@
 An observer stands in the place of each module's forward while a step runs eagerly. Two calls are observed. The first
 gives the signatures only. The second gives all that a recording needs: the geometry of arguments and of the gradients
 that came back, flags and modes around the call, the operations, and the effects that no replay can repeat. A module
-whose signatures differ between the two (a batch of tokens that the data chose) is not worth a graph.
+whose signatures differ between the two (a batch of tokens that the data chose) is not worth a graph. Of modules that
+look alike (`alike`) the first is observed for all.
 
 The second call also shows which parameters are used outside of their module (`F.linear(x, embedding.weight)`). Autograd
 sums the gradients of all uses before it adds them to an old gradient, so a graph must leave such gradients to autograd.
@@ -26,6 +27,7 @@ from torch.utils import _pytree
 
 from stepgraph.errors import InvalidArgument
 from stepgraph.frames import untraced
+from stepgraph.joined.alike import look_of
 from stepgraph.joined.search import Node, Refusal
 from stepgraph.modules.manager import ModuleGraphs
 from stepgraph.modules.options import ModuleOptions
@@ -47,6 +49,7 @@ from stepgraph.signature.ambient import OwnMode
 from stepgraph.tree import Structure, flatten
 
 _DDP = "it is a DistributedDataParallel, which must see every gradient   [ddp-callable]"
+_SOMETIMES = "some of its calls come in some steps only"
 _GRAPHED = "it is graphed already   [scope]"
 
 
@@ -63,8 +66,9 @@ class SeenCall:
 class ObservedModule:
     """One module of an observed step. It stands in the place of the module's forward."""
 
-    def __init__(self, target: PairTarget, step: ObservedStep) -> None:
+    def __init__(self, target: PairTarget, path: str, step: ObservedStep) -> None:
         self.target, self._step = target, step
+        self.look = look_of(target.module, path)
         self.refusal = _refused_unseen(target)
         self.before: dict[Hashable, Signature] = {}
         """The signatures of the first observed call."""
@@ -114,8 +118,9 @@ class ObservedModule:
         return found if reason is None else None
 
     def _noted(self, key: Hashable, signature: Signature, leaves: Sequence[Any], run: Callable[[], Any]) -> Any:
-        known = self.seen.get(key)
-        if known is not None:
+        alike = self._step.seen.get((self.look, key))
+        if alike is not None:
+            known = self.seen.setdefault(key, SeenCall(alike.kind, alike.eager))
             value = run()
             self._wait(known, _again(known.eager), _tensors(value))
             return value
@@ -123,7 +128,7 @@ class ObservedModule:
         eager = note_call(self.target, kind, arguments, signature.structure)
         made = run_call(self.target, kind, eager, leaves, arguments.tensors, run)
         self.target.shared.note_returned(made.returned)
-        self.seen[key] = SeenCall(kind, eager)
+        self.seen[key] = self._step.seen[self.look, key] = SeenCall(kind, eager)
         self._wait(self.seen[key], eager, made.outputs.tensors)
         return made.value
 
@@ -137,9 +142,9 @@ class ObservedModule:
         """Describe how the signatures of the two observed calls differ, or return None."""
         new = [seen.kind.signature for key, seen in self.seen.items() if key not in self.before]
         if not new:
-            return None if len(self.seen) == len(self.before) else "it is called in some steps only"
+            return None if len(self.seen) == len(self.before) else _SOMETIMES
         nearest = min((find_differences(old, new[0]) for old in self.before.values()), key=len, default=[])
-        return "; ".join(difference.describe("before") for difference in nearest[:2]) or "it is called in some steps only"
+        return "; ".join(difference.describe("before") for difference in nearest[:2]) or _SOMETIMES
 
 
 def _again(call: EagerCall) -> EagerCall:
@@ -212,6 +217,8 @@ class ObservedStep:
         self.active: list[int] = []
         """The modules whose forward runs now, the innermost last, by id."""
         self.is_second = False
+        self.seen: dict[Hashable, SeenCall] = {}
+        """The observed calls, by the look of the module and the signature."""
         known: set[int] = set()
         self._trees = [self._tree(name, root, options, known) for name, root in roots.items()]
 
@@ -223,7 +230,7 @@ class ObservedStep:
             outside=self.session.outside_parameters,
         )
         target.random = tracker_for(self.session.session.backend)
-        self.modules[path] = ObservedModule(target, self)
+        self.modules[path] = ObservedModule(target, path, self)
         parts = []
         if not _is_compiled_whole(module):
             for name, part in module.named_children():
@@ -258,6 +265,7 @@ class ObservedStep:
     def close(self) -> None:
         """Forget the calls; the memory of their arguments is freed."""
         self.modules.clear()
+        self.seen.clear()
         self.session.close()
 
 

@@ -137,11 +137,12 @@ def patterns(chosen: Sequence[str], paths: Collection[str]) -> list[str]:
     found: dict[str, None] = {}
     for path in chosen:
         pattern = ".".join("*" if segment.isdigit() else segment for segment in path.split("."))
-        matched = {other for other in paths if _matches(other, pattern)}
+        matched = {other for other in paths if matches(other, pattern)}
         found[pattern if matched <= set(chosen) and len(matched) > 1 else path] = None
     return list(found)
 
 
-def _matches(path: str, pattern: str) -> bool:
+def matches(path: str, pattern: str) -> bool:
+    """True if a pattern, with `*` for one segment, stands for a path."""
     segments, wanted = path.split("."), pattern.split(".")
     return len(segments) == len(wanted) and all(map(fnmatch.fnmatchcase, segments, wanted))

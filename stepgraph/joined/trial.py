@@ -4,23 +4,19 @@ The engine of pairs does the refusing, as it does for `graph_modules`: what it c
 Nothing is replayed and the graphs are freed at once. A recording is a transaction, so that parameters, buffers,
 gradients and random states are as they were.
 
-Layers of a model are mostly alike. If two modules have the same class, the same parameters by name and geometry, and
-their observed calls ran the same operations with the same signatures, one trial judges both. This is safe: a module
-that is judged wrongly is refused later by the capture itself and stays eager, or stays eager although it need not.
+Modules that look alike (`alike`), and were called with the same signatures, are judged by one trial.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Hashable, Iterator
-from dataclasses import dataclass
 
 import torch
 
 from stepgraph.errors import CaptureError, StepgraphError
 from stepgraph.joined.observed import ObservedModule, ObservedStep, SeenCall
 from stepgraph.joined.search import Refusal
-from stepgraph.oplog import Log, first_difference
 from stepgraph.session.failure import capture_error
 
 _SPREADING = frozenset(
@@ -32,22 +28,14 @@ _SPREADING = frozenset(
 """Rules about what a module does, which the module around it does too."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Judged:
-    """A module that was tried, and the operations of its calls."""
-
-    logs: tuple[Log | None, ...]
-    refusal: Refusal | None
-
-
 class Trials:
     """Judges the modules of one observed step."""
 
     def __init__(self, step: ObservedStep, max_runners: int) -> None:
         self._step, self._max_runners = step, max_runners
-        self._judged: dict[Hashable, list[_Judged]] = {}
+        self._judged: dict[Hashable, Refusal | None] = {}
         self.recordings = 0
-        """The trials that were not answered by an equal module."""
+        """The trials that were not answered by a module that looks alike."""
 
     def can_capture(self, path: str) -> Refusal | None:
         """Try one module; None means that it can be captured."""
@@ -55,14 +43,11 @@ class Trials:
         refusal = module.refusal or self._refused_unrecorded(module)
         if refusal is not None:
             return refusal
-        logs = tuple(seen.eager.log for seen in module.seen.values())
-        alike = self._judged.setdefault(_look(module), [])
-        known = next((each for each in alike if _same(each.logs, logs)), None)
-        if known is None:
+        look = (module.look, tuple(module.seen))
+        if look not in self._judged:
             self.recordings += 1
-            known = _Judged(logs, self._record(module))
-            alike.append(known)
-        return known.refusal
+            self._judged[look] = self._record(module)
+        return self._judged[look]
 
     def _refused_unrecorded(self, module: ObservedModule) -> Refusal | None:
         """Refuse by what the observed calls have shown."""
@@ -113,19 +98,6 @@ def gradients_aside(model: torch.nn.Module) -> Iterator[None]:
     finally:
         for parameter, grad in kept:
             parameter.grad = grad
-
-
-def _look(module: ObservedModule) -> Hashable:
-    """The class and state of a module, and the signatures of its calls."""
-    owner = module.target.module
-    state = (*owner.named_parameters(), *owner.named_buffers())
-    geometry = tuple((name, t.shape, t.stride(), t.dtype, t.device, t.requires_grad) for name, t in state)
-    return type(owner), geometry, tuple(module.seen)
-
-
-def _same(one: tuple[Log | None, ...], two: tuple[Log | None, ...]) -> bool:
-    pairs = zip(one, two, strict=True)
-    return all(a is not None and b is not None and first_difference(a, b) is None for a, b in pairs)
 
 
 def _refusal(module: ObservedModule, error: StepgraphError) -> Refusal:
