@@ -68,8 +68,11 @@ class Partition:
         return {p: why for p, why in self.refused.items() if why != NOT_CALLED and not why.startswith(_CONTAINS)}
 
     def scope(self) -> list[str]:
-        """The chosen modules as a scope for `graph_modules`, with `*` for numbers where that names the same ones."""
-        return patterns(self.chosen, {*self.chosen, *self.refused})
+        """The chosen modules as a scope for `graph_modules`, with `*` for numbers where that names the same ones.
+
+        The whole model is named by its method.
+        """
+        return [path or "forward" for path in patterns(self.chosen, {*self.chosen, *self.refused})]
 
 
 _CONTAINS = "it contains "
