@@ -47,7 +47,7 @@ class Trials:
         if look not in self._judged:
             self.recordings += 1
             self._judged[look] = self._record(module)
-        return self._judged[look]
+        return self._judged[look] or self._refused_by_gradients(module)
 
     def _refused_unrecorded(self, module: ObservedModule) -> Refusal | None:
         """Refuse by what the observed calls have shown."""
@@ -60,6 +60,15 @@ class Trials:
         for seen in module.seen.values():
             if seen.kind.seen is not None:
                 return _refusal(module, seen.kind.seen)
+        return None
+
+    def _refused_by_gradients(self, module: ObservedModule) -> Refusal | None:
+        """Refuse a module that can be recorded, but whose gradients would not have eager's bits."""
+        partial = self._step.sums.partial
+        if module.other_sum is not None:
+            return Refusal(f"{module.other_sum}   [gradient-order]", spreads=False)
+        if partial is not None and any(seen.eager.is_differentiable for seen in module.seen.values()):
+            return Refusal(f"the step calls {partial}   [partial-backward]", spreads=False)
         return None
 
     def _record(self, module: ObservedModule) -> Refusal | None:
