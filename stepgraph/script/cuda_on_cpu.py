@@ -261,8 +261,7 @@ class DeviceMode(TorchFunctionMode):
 
     def _answer(self, tensor: torch.Tensor, gpu: Any, truth: Any) -> Any:
         """Answer a question about a tensor's device: to the script as on a GPU, to torch and stepgraph as it is."""
-        caller = sys._getframe(3).f_code.co_filename
-        return gpu if tensor in self._memory and is_user(caller) else truth
+        return gpu if tensor in self._memory and is_user(_asking_file()) else truth
 
     def _set_data(self, func: Any, tensor: torch.Tensor, value: torch.Tensor) -> Any:
         is_cuda = value in self._memory
@@ -270,6 +269,17 @@ class DeviceMode(TorchFunctionMode):
         if is_cuda:
             self._memory.add(tensor)
         return result
+
+
+def _asking_file() -> str:
+    """Return the file of the code that asks; modes may stand between it and this one."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None:
+        code = frame.f_code
+        if code.co_filename != __file__ and code.co_name != "__torch_function__":
+            return code.co_filename
+        frame = frame.f_back
+    return ""
 
 
 def _is_async(args: Iterable[Any], kwargs: dict[str, Any]) -> bool:
