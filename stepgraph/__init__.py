@@ -32,6 +32,8 @@ if TYPE_CHECKING:
         StepgraphError,
         StepgraphWarning,
     )
+    from stepgraph.inspect.doctor import DoctorReport, doctor
+    from stepgraph.inspect.explain import Explanation, explain
     from stepgraph.megatron.layers_helper import TECudaGraphHelper
     from stepgraph.megatron.manager import CudaGraphManager
     from stepgraph.megatron.optimizer_wrapper import OptimizerCudaGraphWrapper
@@ -76,7 +78,9 @@ __all__ = [
     "CudaGraphScope",
     "CudaRNGStatesTracker",
     "CudagraphBufferMetadata",
+    "DoctorReport",
     "Environment",
+    "Explanation",
     "FullCudaGraphWrapper",
     "GraphedModules",
     "GraphedStages",
@@ -100,6 +104,8 @@ __all__ = [
     "capture",
     "create_cudagraphs",
     "delete_cuda_graphs",
+    "doctor",
+    "explain",
     "get_cuda_rng_tracker",
     "get_mismatch_errors",
     "get_vision_cuda_graph_seq_length",
@@ -128,6 +134,8 @@ _HOMES = {
         "config.scope": "CudaGraphScope VALID_CUDA_GRAPH_IMPLS VALID_CUDA_GRAPH_SCOPES",
         "errors": "BuildError CaptureError ClosedError ConfigError InvalidArgument NonFinite "
         "SignatureMismatch StaleMemoryError StateChanged StepgraphError StepgraphWarning",
+        "inspect.doctor": "DoctorReport doctor",
+        "inspect.explain": "Explanation explain",
         "megatron.layers_helper": "TECudaGraphHelper",
         "megatron.manager": "CudaGraphManager",
         "megatron.optimizer_wrapper": "OptimizerCudaGraphWrapper",
