@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, BinaryIO
 
 import typer
@@ -25,7 +25,7 @@ def explain(
     text: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[TEXT | RULE | CODE | -]",
+            metavar="TEXT | RULE | CODE | -",
             show_default=False,
             help="An error message, a rule's id, a CUDA code or name, a symptom in words, or - for a log on stdin.",
         ),
@@ -49,7 +49,7 @@ def explain(
         first = found.candidates[0].entry
         values = {"found": True, "candidates": [_values(each) for each in found.candidates], "note": note or None}
         return Result({**values, "nearest": []}, _shown(found.candidates, note), next=f"stepgraph rules {first.id}")
-    if len(given) < 4096 and "\n" not in given and Path(given).is_file():
+    if text and os.path.isfile(given):
         return _not_found(found, f"{given} is a file; pass its content.", f"stepgraph explain - < {given}")
     near = f" Rules with a similar id: {', '.join(found.nearest)}." if found.nearest else ""
     what = f"this text is not in the catalogue, so no cause is named.{near} {note}".strip()

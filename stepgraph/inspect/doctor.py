@@ -150,7 +150,7 @@ def doctor() -> DoctorReport:
         gpus=gpus,
         variables=variables,
         parts=tuple(_parts(torch, error, driver, gpus)),
-        broken_rules=tuple(broken_rules(os.environ, capability)),
+        broken_rules=tuple(broken_rules(variables, capability)),
     )
     shown: DoctorReport = _without_home(report)
     return shown
@@ -173,7 +173,7 @@ def shown_variables(environment: Mapping[str, str]) -> dict[str, str]:
 def _shown_value(name: str, value: str) -> str:
     if _SECRET_NAME.search(name):
         return "(hidden)"
-    shown = _ADDRESS.sub(r"\1\2", value)
+    shown = _ADDRESS.sub(r"\1\2", str(_without_home(value)))
     return "(hidden)" if _SECRET_VALUE.search(_GPU_ID.sub("", shown)) else shown
 
 

@@ -22,7 +22,6 @@ Example:
 
 from __future__ import annotations
 
-import bisect
 import difflib
 import enum
 import re
@@ -35,7 +34,7 @@ from stepgraph.catalogue import Entry
 __all__ = ["Candidate", "Evidence", "Explanation", "explain"]
 
 _COLOURS = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
-_PREFIX = re.compile(r"^\s*(?:\[\w*rank ?\d+\]:?|\[\d+\]:|\d{1,5}: )\s?")
+_PREFIX = re.compile(r"^(?:\[(?:\w*rank ?)?\d+\]:?|\d{1,5}:) ", re.MULTILINE)
 _SHORTEST_PIECE = 12
 """Shorter pieces (`MAGMA`) say enough about a failed capture, and too little about any text."""
 _IDS = re.compile(r"\[([a-z0-9]+(?:-[a-z0-9]+)*)\]")
@@ -48,6 +47,7 @@ _ERROR = re.compile(r"\b\w*(?:Error|Exception|Warning)\b\s*:|Traceback|\berror:"
 _MOST_WORDS = 30
 """A longer text is a log, and would match descriptions by chance."""
 _MOST_CANDIDATES = 5
+_LONGEST_NAME = 60
 
 
 class Evidence(enum.IntEnum):
@@ -129,7 +129,7 @@ def explain(text: str) -> Explanation:
     if typed is not None:
         return Explanation(_with_related([Candidate(typed, Evidence.RULE, typed.id, 1)]))
     log = _Log(text)
-    found = [*_rules_in(text, by_id), *_pieces_in(log), *_codes_in(log, alone)]
+    found = [*_rules_in(log, by_id), *_pieces_in(log), *_codes_in(log, alone)]
     if not found:
         found = _described(text)
     first: dict[str, Candidate] = {}
@@ -137,39 +137,40 @@ def explain(text: str) -> Explanation:
         first.setdefault(candidate.entry.id, candidate)
     if first:
         return Explanation(_with_related(list(first.values())[:_MOST_CANDIDATES]))
-    return Explanation((), tuple(difflib.get_close_matches(alone.replace("_", "-").lower(), by_id, 3, 0.6)))
+    is_name = len(alone.split()) == 1 and len(alone) <= _LONGEST_NAME
+    return Explanation(
+        (), tuple(difflib.get_close_matches(alone.replace("_", "-").lower(), by_id, 3)) if is_name else ()
+    )
 
 
 class _Log:
-    """A text in one line: folded, without colours, prefixes and line breaks."""
+    """A text in one line: folded, without colours, prefixes and line breaks. Made for logs of some megabytes."""
 
     def __init__(self, text: str) -> None:
-        self._starts: list[int] = []
-        parts, length = [], 0
-        for line in text.splitlines():
-            self._starts.append(length)
-            part = _folded(_PREFIX.sub("", _COLOURS.sub("", line)))
-            if part:
-                parts.append(part)
-                length += len(part) + 1
-        self.text = " ".join(parts)
+        plain = _COLOURS.sub("", text) if "\x1b" in text else text
+        self.plain = _PREFIX.sub("", plain)
+        self.text = _folded(self.plain)
 
     def line_of(self, place: int) -> int:
         """The line of the text that has this place of the folded one, counted from 1."""
-        return bisect.bisect_right(self._starts, place)
+        before = place - self.text.count(" ", 0, place)  # what is no space stands in both, in the same order
+        for number, line in enumerate(self.plain.split("\n"), 1):
+            before -= len("".join(line.split()))
+            if before < 0:
+                return number
+        return 1
 
 
 def _folded(text: str) -> str:
     return " ".join(text.replace("’", "'").lower().split())
 
 
-def _rules_in(text: str, by_id: dict[str, Entry]) -> Iterator[Candidate]:
+def _rules_in(log: _Log, by_id: dict[str, Entry]) -> Iterator[Candidate]:
     """Rule ids in brackets: an id of one word only where an error has it, behind three spaces."""
-    for number, line in enumerate(text.splitlines(), 1):
-        for match in _IDS.finditer(_COLOURS.sub("", line)):
-            entry = by_id.get(match[1])
-            if entry is not None and ("-" in match[1] or match.string[: match.start()].endswith("   ")):
-                yield Candidate(entry, Evidence.RULE, match[1], number)
+    for match in _IDS.finditer(log.plain):
+        entry, start = by_id.get(match[1]), match.start()
+        if entry is not None and ("-" in match[1] or log.plain[start - 3 : start] == "   "):
+            yield Candidate(entry, Evidence.RULE, match[1], log.plain.count("\n", 0, start) + 1)
 
 
 def _pieces_in(log: _Log) -> Iterator[Candidate]:
@@ -195,16 +196,16 @@ def _codes_in(log: _Log, alone: str) -> Iterator[Candidate]:
             if number == str(entry.code):
                 yield Candidate(entry, Evidence.CUDA, match[0], log.line_of(match.start()))
         for name in (entry.name, re.sub(r"(?<=[a-z])(?=[A-Z])", "_", entry.name).upper()):  # CUDA_ERROR_CAPTURED_EVENT
-            named = re.search(rf"\b{name.lower()}\b", log.text)
-            if named:
-                yield Candidate(entry, Evidence.CUDA, name, log.line_of(named.start()))
+            place = log.text.find(name.lower())
+            if place >= 0:
+                yield Candidate(entry, Evidence.CUDA, name, log.line_of(place))
 
 
 def _described(text: str) -> list[Candidate]:
     """Entries whose words are all in a short description; those with most words first."""
-    words = {_stem(word): word for word in re.findall(r"[a-z0-9_]+", text.lower())}
-    if not words or len(text.split()) > _MOST_WORDS or _ERROR.search(text):
+    if len(text.split(None, _MOST_WORDS)) > _MOST_WORDS or _ERROR.search(text):
         return []
+    words = {_stem(word): word for word in re.findall(r"[a-z0-9_]+", text.lower())}
     found = []
     for entry in catalogue.entries():
         hits = [_hits(phrase, words) for phrase in entry.words]
