@@ -143,7 +143,7 @@ def doctor() -> DoctorReport:
     report = DoctorReport(
         stepgraph=stepgraph.__version__,
         python=platform.python_version(),
-        system=f"{platform.system()} {platform.release()} {platform.machine()}",
+        system=f"{platform.system()} {_kernel()} {platform.machine()}",
         torch=torch,
         torch_error=error,
         driver=driver,
@@ -235,6 +235,11 @@ def _has_native_guards() -> bool:
     from stepgraph.native import library
 
     return library.location().exists()
+
+
+def _kernel() -> str:
+    """The number of the system's release, without the name of a build."""
+    return re.split(r"[^0-9.]", platform.release())[0]
 
 
 def _driver() -> str | None:

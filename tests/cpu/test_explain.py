@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -487,3 +488,15 @@ def test_explain_command_in_a_terminal_shows_its_help() -> None:
     assert done.returncode == 2, done.stderr
     assert "stepgraph explain [OPTIONS]" in done.stdout
     assert "--json" in done.stdout
+
+
+# -- the page
+
+
+def test_explain_page_shows_what_the_command_prints() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "explain.md").read_text()
+    shown = re.findall(r"^```text\n\$ stepgraph explain (.+)\n((?:.*\n)+?)```$", page, re.MULTILINE)
+    assert len(shown) == 3
+    for arguments, expected in shown:
+        printed = invoke(*shlex.split(arguments)).stdout
+        assert [line.rstrip() for line in printed.splitlines()] == expected.splitlines(), arguments
