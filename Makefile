@@ -57,8 +57,9 @@ lint: $(DEV)
 	$(BIN)/ruff check .
 	$(BIN)/mypy --strict stepgraph
 
+# Not --quiet: it would hide the warnings from --strict.
 docs: $(DEV)
-	$(BIN)/mkdocs build --strict --quiet
+	$(BIN)/mkdocs build --strict
 
 format: $(DEV)
 	$(BIN)/ruff format .
