@@ -158,9 +158,8 @@ def adapt(cfg: Any, model: nn.Module) -> list[str]:
 
 
 def reduces_at_end(cfg: Any, ranks: Ranks) -> bool:
-    """True if gradients are averaged after the backward: DDP does not see those of graphs captured ahead of time."""
-    is_ahead = cfg.model.cuda_graph_impl == "transformer_engine"
-    is_apart = is_ahead or ranks.pipeline_size > 1 or cfg.ddp.overlap_param_gather or cfg.model.delay_wgrad_compute
+    """True if gradients are averaged after the backward: DDP must see each one in the backward of a microbatch."""
+    is_apart = ranks.pipeline_size > 1 or cfg.ddp.overlap_param_gather or cfg.model.delay_wgrad_compute
     return ranks.data_size > 1 and (is_apart or not cfg.ddp.overlap_grad_reduce)
 
 
