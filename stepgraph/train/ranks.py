@@ -22,9 +22,10 @@ class Ranks:
     """
 
     def __init__(self, pipeline_size: int = 1) -> None:
-        is_on = dist.is_available() and dist.is_initialized()
-        self.rank = dist.get_rank() if is_on else 0
-        self.size = dist.get_world_size() if is_on else 1
+        self.has_group = dist.is_available() and dist.is_initialized()
+        """Whether there is a process group; it may have one rank only."""
+        self.rank = dist.get_rank() if self.has_group else 0
+        self.size = dist.get_world_size() if self.has_group else 1
         self.pipeline_size = pipeline_size
         self.data_size, self.data_rank = self.size // pipeline_size, self.rank // pipeline_size
         self.stage = self.rank % pipeline_size

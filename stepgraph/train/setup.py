@@ -157,18 +157,22 @@ def adapt(cfg: Any, model: nn.Module) -> list[str]:
     return add_lora(model, names, dim=cfg.peft.dim, alpha=cfg.peft.alpha, dropout=cfg.peft.dropout)
 
 
-def reduces_at_end(cfg: Any, ranks: Ranks) -> bool:
-    """True if gradients are averaged after the backward: DDP must see each one in the backward of a microbatch."""
+def uses_ddp(cfg: Any, ranks: Ranks) -> bool:
+    """True if DDP reduces gradients: there is a process group, if only of one rank, and DDP sees each backward whole."""
     is_apart = ranks.pipeline_size > 1 or cfg.ddp.overlap_param_gather or cfg.model.delay_wgrad_compute
-    return ranks.data_size > 1 and (is_apart or not cfg.ddp.overlap_grad_reduce)
+    return ranks.has_group and cfg.ddp.overlap_grad_reduce and not is_apart
+
+
+def reduces_at_end(cfg: Any, ranks: Ranks) -> bool:
+    """True if gradients are averaged after the backward."""
+    return ranks.data_size > 1 and not uses_ddp(cfg, ranks)
 
 
 def wrap(cfg: Any, core: nn.Module, session: Session, device: torch.device, ranks: Ranks) -> nn.Module:
-    """Wrap a model in DDP on the session's stream, if several ranks train it on different data."""
-    if ranks.data_size < 2:
-        return core
-    if reduces_at_end(cfg, ranks):
-        broadcast_from_first(core, ranks.stage, ranks.data_group)
+    """Wrap a model in DDP on the session's stream, or give all ranks that train it the weights of the first."""
+    if not uses_ddp(cfg, ranks):
+        if ranks.data_size > 1:
+            broadcast_from_first(core, ranks.stage, ranks.data_group)
         return core
     ids = [device.index or 0] if device.type == "cuda" else None
     with session.stream():
