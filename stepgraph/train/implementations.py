@@ -139,9 +139,12 @@ class LocalScopes(Implementation):
         super().__init__(work)
         # more than can come before `capture`, which the loop calls after it has asked all ranks for memory
         rounds = (self.warmup_steps(model_config.cuda_graph_warmup_steps) + 1) * work.num_microbatches
+        scope = present(work.core, read_scope(model_config.cuda_graph_scope))
+        if work.gathered is not None:
+            work.gathered.gather_before(part.module for part in ScopeRegistry().resolve(work.core, scope))
         self._handle = graph_modules(
             work.core,
-            present(work.core, read_scope(model_config.cuda_graph_scope)),
+            scope,
             warmup=rounds,
             max_graphs=1,  # training only: evaluation stays eager
             max_runners=model_config.cuda_graph_max_runners,

@@ -96,28 +96,37 @@ def weights(folder: Path, step: int, stage: int = 0) -> dict[str, torch.Tensor]:
     return {name: tensor for name, tensor in found.items() if name.startswith("state.model")}
 
 
-def test_gathered_parameters_equal_plain_ones(tmp_path: Path) -> None:
-    """Parameters are compared after each step. A checkpoint gathers all of them, so every loss, which depends on what
-    the hooks gathered, is compared in a run without checkpoints between its steps."""
+GATHERED = "ddp.overlap_param_gather=true"
+
+
+@pytest.mark.parametrize(
+    "implementation", ["te", *(pytest.param(name, marks=pytest.mark.long) for name in ("eager", "scopes"))]
+)
+def test_gathered_parameters_equal_plain_ones(tmp_path: Path, implementation: str) -> None:
+    """After each step: a checkpoint gathers all parameters, of which a rank has updated a share."""
+    given = ["train.global_batch_size=8", "train.train_iters=6", "checkpoint.save_interval=1"]
+    runs = {"plain": ["eager"], "gathered": [implementation, GATHERED]}
+    found = {
+        name: train(tmp_path / name, *arguments, *given, f"checkpoint.save={tmp_path / name / 'saved'}")
+        for name, arguments in runs.items()
+    }
+    assert [rank["losses"] for rank in found["gathered"]] == [rank["losses"] for rank in found["plain"]]
+    assert all((rank["replays"] > 0) == (implementation != "eager") for rank in found["gathered"])
+    for step in range(1, 7):
+        one, other = (weights(tmp_path / run / "saved", step) for run in runs)
+        assert one.keys() == other.keys()
+        assert all(torch.equal(one[key], other[key]) for key in one), step
+
+
+@pytest.mark.parametrize("implementation", ["te", pytest.param("scopes", marks=pytest.mark.long)])
+def test_hooks_gather_before_each_use(tmp_path: Path, implementation: str) -> None:
+    """No checkpoint gathers between the steps: every loss depends on what hooks gathered, also after a resume."""
     given = ["train.global_batch_size=8", "train.train_iters=6"]
-    gathered = "ddp.overlap_param_gather=true"
-    runs = {"plain": ["eager"], "eager": ["eager", gathered], "te": ["te", gathered]}
-    found, unbroken = {}, {}
-    for name, arguments in runs.items():
-        saving = [f"checkpoint.save={tmp_path / name / 'saved'}", "checkpoint.save_interval=1"]
-        found[name] = train(tmp_path / name, *arguments, *given, *saving)
-        unbroken[name] = train(tmp_path / f"{name} unbroken", *arguments, *given) if name == "te" else found[name]
-    for name in ("eager", "te"):
-        for losses in (found, unbroken):
-            assert [rank["losses"] for rank in losses[name]] == [rank["losses"] for rank in found["plain"]], name
-        for step in range(1, 7):
-            one, other = (weights(tmp_path / run / "saved", step) for run in ("plain", name))
-            assert one.keys() == other.keys()
-            assert all(torch.equal(one[key], other[key]) for key in one), (name, step)
-    assert all(rank["replays"] > 0 for rank in found["te"])
-    resumed = train(
-        *(tmp_path / "again", "te", gathered, *given),
-        f"checkpoint.load={tmp_path / 'te' / 'saved' / 'step_00000004'}",
-    )
-    late = {step: loss for step, loss in found["plain"][0]["losses"].items() if int(step) > 4}
+    plain = train(tmp_path / "plain", "eager", *given)
+    saved = ["checkpoint.save_interval=4", f"checkpoint.save={tmp_path / 'saved'}"]
+    gathered = train(tmp_path / "gathered", implementation, GATHERED, *given, *saved)
+    assert [rank["losses"] for rank in gathered] == [rank["losses"] for rank in plain]
+    loading = f"checkpoint.load={tmp_path / 'saved' / 'step_00000004'}"
+    resumed = train(tmp_path / "again", implementation, GATHERED, *given, loading)
+    late = {step: loss for step, loss in plain[0]["losses"].items() if int(step) > 4}
     assert resumed[0]["losses"] == late
