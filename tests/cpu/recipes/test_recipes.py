@@ -30,7 +30,7 @@ PUBLISHED = {
     "qwen3_vl": 31_070_754_032,  # parameter count of Qwen3-VL-30B-A3B-Instruct in Fireworks' list of models
     "nemotron_h": 8_100_852_736,  # elements of the weights of Nemotron-H-8B-Base-8K, counted by its users
 }
-"""Elements of the published weights. Authors publish rounded totals; the exact counts were found where the comment says,
+"""Elements of the published weights. Authors publish rounded totals; the exact counts were found where comments say,
 and not on the authors' own pages, which are cited for the shapes."""
 
 
