@@ -36,11 +36,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--implementations", default=",".join(IMPLEMENTATIONS))
+    parser.add_argument("settings", nargs="*", metavar="SECTION.FIELD=VALUE")
     options = parser.parse_args(arguments)
     failed = False
     for name in options.implementations.split(","):
         with tempfile.TemporaryDirectory() as folder:
-            seconds, codes, saved = measured(Path(folder), name, options.device, options.ranks)
+            seconds, codes, saved = measured(Path(folder), name, options.device, options.ranks, options.settings)
         is_good = set(codes) == {143} and saved
         failed |= not is_good
         print(
@@ -49,7 +50,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return int(failed)
 
 
-def measured(folder: Path, name: str, device: str, ranks: int) -> tuple[float, list[int], bool]:
+def measured(
+    folder: Path, name: str, device: str, ranks: int, settings: Sequence[str]
+) -> tuple[float, list[int], bool]:
     """Return the seconds from the signal to the last exit, the exit codes, and whether a checkpoint was saved."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -57,7 +60,7 @@ def measured(folder: Path, name: str, device: str, ranks: int) -> tuple[float, l
     impl, scope = IMPLEMENTATIONS[name]
     words = ["train", "--device", device, "--fit", f"model.cuda_graph_impl={impl}", f"model.cuda_graph_scope={scope}"]
     words += ["model.cuda_graph_warmup_steps=11", "train.train_iters=1000000", "train.global_batch_size=8"]
-    words += [f"logger.log_dir={folder}", f"checkpoint.save={folder / 'saved'}"]
+    words += [f"logger.log_dir={folder}", f"checkpoint.save={folder / 'saved'}", *settings]
     running = []
     for rank in range(ranks):
         group = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
