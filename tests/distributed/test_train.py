@@ -64,6 +64,25 @@ def test_pipeline_losses_equal_eager(tmp_path: Path, ranks: int) -> None:
     assert all(rank["replays"] > 0 for rank in graphed), graphed
 
 
+@pytest.mark.parametrize(
+    "implementations", [("te",), pytest.param(("scopes", "te layers"), marks=pytest.mark.long)], ids=str
+)
+def test_parts_of_stages_train_as_in_eager(tmp_path: Path, implementations: tuple[str, ...]) -> None:
+    """With a tied embedding, whose copies on the first and the last stage stay equal."""
+    given = ["model.pipeline_model_parallel_size=2", "train.global_batch_size=8", "train.train_iters=5"]
+    given += ["train.eval_interval=3", "train.eval_iters=1", "model.share_embeddings_and_output_weights=true"]
+    eager = train(tmp_path / "eager", "eager", *given)
+    for implementation in implementations:
+        saved = tmp_path / implementation / "saved"
+        more = ["model.cuda_graph_scope=[]"] if implementation.endswith("layers") else []
+        more.append(f"checkpoint.save={saved}")
+        graphed = train(tmp_path / implementation, implementation.split()[0], *given, *more)
+        assert [rank["losses"] for rank in graphed] == [rank["losses"] for rank in eager], implementation
+        assert all(rank["replays"] > 0 for rank in graphed), (implementation, graphed)
+        first, last = (weights(saved, 5, stage) for stage in (0, 1))
+        assert torch.equal(first["state.model.embedding.weight"], last["state.model.head.weight"])
+
+
 def test_one_rank_short_of_memory_means_all_are_eager(tmp_path: Path) -> None:
     found = train(tmp_path, "te", "train.global_batch_size=8", "--short", "1")
     for rank in found:
@@ -71,30 +90,43 @@ def test_one_rank_short_of_memory_means_all_are_eager(tmp_path: Path) -> None:
         assert sum(count for reason, count in rank["eager"].items() if reason.startswith("memory")) == 4
 
 
-def weights(folder: Path, step: int) -> dict[str, torch.Tensor]:
-    found: dict[str, torch.Tensor] = torch.load(folder / f"step_{step:08d}" / "shard_00000.pt", weights_only=True)
+def weights(folder: Path, step: int, stage: int = 0) -> dict[str, torch.Tensor]:
+    path = folder / f"step_{step:08d}" / f"shard_{stage:05d}.pt"
+    found: dict[str, torch.Tensor] = torch.load(path, weights_only=True)
     return {name: tensor for name, tensor in found.items() if name.startswith("state.model")}
 
 
-def test_gathered_parameters_equal_plain_ones(tmp_path: Path) -> None:
-    """Every loss depends on what hooks gathered; parameters are compared at the checkpoints, after 4 and 7 steps."""
-    given = ["train.global_batch_size=8", "train.train_iters=7", "checkpoint.save_interval=4"]
-    gathered = "ddp.overlap_param_gather=true"
-    runs = {"plain": ["eager"], "eager": ["eager", gathered], "te": ["te", gathered]}
+GATHERED = "ddp.overlap_param_gather=true"
+
+
+@pytest.mark.parametrize(
+    "implementation", ["te", *(pytest.param(name, marks=pytest.mark.long) for name in ("eager", "scopes"))]
+)
+def test_gathered_parameters_equal_plain_ones(tmp_path: Path, implementation: str) -> None:
+    """After each step: a checkpoint gathers all parameters, of which a rank has updated a share."""
+    given = ["train.global_batch_size=8", "train.train_iters=6", "checkpoint.save_interval=1"]
+    runs = {"plain": ["eager"], "gathered": [implementation, GATHERED]}
     found = {
         name: train(tmp_path / name, *arguments, *given, f"checkpoint.save={tmp_path / name / 'saved'}")
         for name, arguments in runs.items()
     }
-    for name in ("eager", "te"):
-        assert [rank["losses"] for rank in found[name]] == [rank["losses"] for rank in found["plain"]], name
-        for step in (4, 7):
-            one, other = (weights(tmp_path / run / "saved", step) for run in ("plain", name))
-            assert one.keys() == other.keys()
-            assert all(torch.equal(one[key], other[key]) for key in one), (name, step)
-    assert all(rank["replays"] > 0 for rank in found["te"])
-    resumed = train(
-        *(tmp_path / "again", "te", gathered, *given),
-        f"checkpoint.load={tmp_path / 'te' / 'saved' / 'step_00000004'}",
-    )
-    late = {step: loss for step, loss in found["plain"][0]["losses"].items() if int(step) > 4}
+    assert [rank["losses"] for rank in found["gathered"]] == [rank["losses"] for rank in found["plain"]]
+    assert all((rank["replays"] > 0) == (implementation != "eager") for rank in found["gathered"])
+    for step in range(1, 7):
+        one, other = (weights(tmp_path / run / "saved", step) for run in runs)
+        assert one.keys() == other.keys()
+        assert all(torch.equal(one[key], other[key]) for key in one), step
+
+
+@pytest.mark.parametrize("implementation", ["te", pytest.param("scopes", marks=pytest.mark.long)])
+def test_hooks_gather_before_each_use(tmp_path: Path, implementation: str) -> None:
+    """No checkpoint gathers between the steps: every loss depends on what hooks gathered, also after a resume."""
+    given = ["train.global_batch_size=8", "train.train_iters=6"]
+    plain = train(tmp_path / "plain", "eager", *given)
+    saved = ["checkpoint.save_interval=4", f"checkpoint.save={tmp_path / 'saved'}"]
+    gathered = train(tmp_path / "gathered", implementation, GATHERED, *given, *saved)
+    assert [rank["losses"] for rank in gathered] == [rank["losses"] for rank in plain]
+    loading = f"checkpoint.load={tmp_path / 'saved' / 'step_00000004'}"
+    resumed = train(tmp_path / "again", implementation, GATHERED, *given, loading)
+    late = {step: loss for step, loss in plain[0]["losses"].items() if int(step) > 4}
     assert resumed[0]["losses"] == late
