@@ -352,21 +352,24 @@ class OpLog(dispatch.TorchDispatchMode):
             line, is_left_out = self._line(is_collective=not operation.is_torchs)
         known: set[int] = set()
         """The memory of the arguments: any other memory of the results is new."""
-        if is_left_out:
-            _add_memory(known, args)
-            _add_memory(known, tuple(kwargs.values()))
-            out = func(*args, **kwargs)
-            self._bear(known, out, "left out")
-            return out
         begin = len(self._notes)
-        taken = _lifted(args[0]) if func is _LIFT or func is _LIFT_COPY else args
-        on_device = self._note(operation.number, taken, kwargs, line, known)
+        on_device = False
+        with _unseen():
+            if is_left_out:
+                _add_memory(known, args)
+                _add_memory(known, tuple(kwargs.values()))
+            else:
+                taken = _lifted(args[0]) if func is _LIFT or func is _LIFT_COPY else args
+                on_device = self._note(operation.number, taken, kwargs, line, known)
         out = func(*args, **kwargs)
-        if on_device or self._device is None or any(one.device.type == self._device for one in _tensors(out)):
-            self._bear(known, out, self._scope)
-        else:
-            del self._notes[begin:]
-            self._bear(known, out, "host")
+        with _unseen():
+            if is_left_out:
+                self._bear(known, out, "left out")
+            elif on_device or self._device is None or any(one.device.type == self._device for one in _tensors(out)):
+                self._bear(known, out, self._scope)
+            else:
+                del self._notes[begin:]
+                self._bear(known, out, "host")
         return out
 
     @property
@@ -533,6 +536,8 @@ _LIFT, _LIFT_COPY = torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh
 """What makes a tensor of a number that is written in Python."""
 _CAST = torch.ops.aten._to_copy.default
 _TENSORS_OWN = torch.Tensor.__torch_dispatch__
+_unseen = torch._C.DisableTorchFunction
+"""A block that asks tensors for their geometry, which no function mode needs to hear of."""
 
 
 def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:

@@ -122,16 +122,11 @@ class TapeWorkspace(Workspace):
         if self._pool.num_bytes:  # young garbage may hold memory that the graph could have
             gc.collect(1)
         guard, random = HostReadGuard(self._head.refuse), self._random
-        with (
-            collector_at_rest(),
-            self.warming_up(),
-            recorded_rng_calls(random),
-            unseen_by_modules(guard),
-            guard,
-            RecordingMode(self._head, guard, random),
-        ):
+        recording = RecordingMode(self._head, guard, random)
+        with collector_at_rest(), self.warming_up():
             try:
-                yield
+                with recorded_rng_calls(random), unseen_by_modules(guard), guard, recording:
+                    yield
             finally:
                 self._pool.poison_unplayed()
 
