@@ -40,6 +40,7 @@ from torch.utils import _python_dispatch as dispatch
 from stepgraph.backends.tape import graph as tape_graph
 from stepgraph.backends.tape import rng as tape_rng
 from stepgraph.frames import is_user
+from stepgraph.ran import Unnoted
 
 _V = TypeVar("_V")
 _first = operator.itemgetter(0)
@@ -161,14 +162,15 @@ class Roles:
 
     def add(self, name: Hashable, tensor: torch.Tensor) -> None:
         """Name a tensor; of two names for the same place the first counts."""
-        storage = storage_of(tensor)
-        if storage is not None:
-            start = int(tensor.storage_offset())
-            last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-            spans = self._names.get(storage)
-            if spans is None:
-                self._names.put(storage, spans := [])
-            spans.append((start, start + max(int(last), 0) + 1, name))
+        with _unseen():
+            storage = storage_of(tensor)
+            if storage is not None:
+                start = int(tensor.storage_offset())
+                last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+                spans = self._names.get(storage)
+                if spans is None:
+                    self._names.put(storage, spans := [])
+                spans.append((start, start + max(int(last), 0) + 1, name))
 
     def add_all(self, name: Hashable, tensor: torch.Tensor) -> None:
         """One name for everything in a tensor's memory."""
@@ -354,7 +356,7 @@ class OpLog(dispatch.TorchDispatchMode):
         """The memory of the arguments: any other memory of the results is new."""
         begin = len(self._notes)
         on_device = False
-        with _unseen():
+        with _unseen(), Unnoted():
             if is_left_out:
                 _add_memory(known, args)
                 _add_memory(known, tuple(kwargs.values()))
@@ -362,7 +364,7 @@ class OpLog(dispatch.TorchDispatchMode):
                 taken = _lifted(args[0]) if func is _LIFT or func is _LIFT_COPY else args
                 on_device = self._note(operation.number, taken, kwargs, line, known)
         out = func(*args, **kwargs)
-        with _unseen():
+        with _unseen(), Unnoted():
             if is_left_out:
                 self._bear(known, out, "left out")
             elif on_device or self._device is None or any(one.device.type == self._device for one in _tensors(out)):

@@ -21,7 +21,7 @@ import torch
 from stepgraph.backends.base import Graph, RandomUse
 from stepgraph.backends.tape.collectives import Waiting, is_collective, join_messages, silent
 from stepgraph.backends.tape.memory import Footprint, GraphTrace, PoolPlace, TapePool, arena_for, bytes_of
-from stepgraph.backends.tape.op import Op, Ref, Surroundings, has_memory, leaves_of, mapped, run
+from stepgraph.backends.tape.op import Op, Ref, Surroundings, calls_operators, has_memory, leaves_of, mapped, run
 from stepgraph.catalogue import entry
 from stepgraph.errors import CaptureRefused, StaleMemoryError
 from stepgraph.frames import user_location
@@ -222,10 +222,9 @@ class TapeGraph(Graph):
         kind = _kind_of(func)
         name = kind.name
         leaves = leaves_of((args, kwargs))
-        given = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        if any(t.is_meta for t in given):
+        if any(isinstance(leaf, torch.Tensor) and leaf.is_meta for leaf in leaves):
             return func(*args, **kwargs)
-        tensors = [t for t in given if _has_numbers(t)]
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and not leaf._is_zerotensor()]
         self._check(name, tensors, leaves)
         known = {t.untyped_storage()._cdata for t in tensors}
         known |= {leaf._cdata for leaf in leaves if isinstance(leaf, torch.UntypedStorage)}
@@ -239,9 +238,10 @@ class TapeGraph(Graph):
         for tensor in written:
             self._note_write(tensor)
         noted = [self._ref(leaf) if isinstance(leaf, torch.Tensor) and _has_numbers(leaf) else leaf for leaf in leaves]
-        around = Surroundings.of(func)
+        around = Surroundings.of(calls_operators=kind.calls_operators)
+        called = func if kind.is_torchs else silent(func, self.refuse)
         with self.moving_generators(kind.may_draw):
-            out = around.call(silent(func, self.refuse), args, kwargs)
+            out = around.call(called, args, kwargs)
         self._note_resizing(name, written)
         for index, leaf in enumerate(leaves):  # an `out=` argument may have been resized
             if isinstance(leaf, torch.Tensor) and leaf.shape != noted[index].shape and not kind.changes_metadata:
@@ -379,7 +379,9 @@ class _Kind:
     """What is known of an operator. Its own properties are slow: they take its name or schema apart at each look."""
 
     name: str
+    is_torchs: bool
     is_collective: bool
+    calls_operators: bool
     may_draw: bool
     """Whether it may move a generator. A custom operator may call whatever draws."""
     changes_metadata: bool
@@ -400,7 +402,9 @@ def _kind_of(func: torch._ops.OpOverload) -> _Kind:
     undeclared = _UNDECLARED_WRITES.get(schema.name, ())
     return _Kind(
         schema.name,
+        func.namespace == "aten",
         is_collective(func),
+        calls_operators(func),
         func.namespace != "aten" or torch.Tag.nondeterministic_seeded in func.tags,
         torch.Tag.inplace_view in func.tags and not schema.name.startswith("aten::resize"),
         tuple(

@@ -53,6 +53,11 @@ class RecordingMode(dispatch.TorchDispatchMode, OwnMode):
 
     supports_higher_order_operators = True
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """No: around a recording compiled code runs eagerly, and torch's wrapper costs as much as some operators."""
+        return False
+
     def __init__(self, head: Head, guard: HostReadGuard, random: RandomCalls) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._head = head

@@ -17,8 +17,7 @@ from torch.overrides import enable_reentrant_dispatch
 from stepgraph.backends.tape.memory import PoolPlace
 
 
-@dataclass(frozen=True, slots=True)
-class Ref:
+class Ref(NamedTuple):
     """A tensor's address: a place and a geometry in it."""
 
     place: PoolPlace
@@ -69,10 +68,10 @@ class Surroundings(NamedTuple):
     autocast: torch.dtype | None
 
     @classmethod
-    def of(cls, func: torch._ops.OpOverload) -> Surroundings:
+    def of(cls, *, calls_operators: bool) -> Surroundings:
         """The flags where an operator is called, read in the handler of the mode that sees it."""
         autocast = None
-        if _calls_operators(func):
+        if calls_operators:
             with enable_reentrant_dispatch():
                 autocast = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
         return cls(torch.is_grad_enabled(), autocast)
@@ -95,7 +94,7 @@ class Surroundings(NamedTuple):
 _FUSED = frozenset({"aten::_transformer_encoder_layer_fwd", "aten::_native_multi_head_attention"})
 
 
-def _calls_operators(func: torch._ops.OpOverload) -> bool:
+def calls_operators(func: torch._ops.OpOverload) -> bool:
     """Whether autocast has no rule for an operator that may call others."""
     if func.namespace == "aten" and func._schema.name not in _FUSED:
         return False
