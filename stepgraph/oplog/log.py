@@ -37,8 +37,6 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import torch
 from torch.utils import _python_dispatch as dispatch
 
-from stepgraph.backends.tape import graph as tape_graph
-from stepgraph.backends.tape import rng as tape_rng
 from stepgraph.frames import is_user
 from stepgraph.ran import Unnoted
 
@@ -54,12 +52,8 @@ _UNSEEN = frozenset({"profiler"})
 _NOBODY, _USER, _BACKWARD, _LEFT_OUT, _COLLECTIVE = range(5)
 _BACKWARD_FILE = torch.autograd.graph.__file__
 """Where Python enters autograd's engine: frames above it have called backward."""
-_LEFT_OUT_FILES = frozenset(
-    file
-    for file in (sys.modules[torch.amp.GradScaler.__module__].__file__, tape_graph.__file__, tape_rng.__file__)
-    if file is not None
-)
-"""Files whose operations are in no log: GradScaler's, and the tape's for random states."""
+_SCALERS_FILE = sys.modules[torch.amp.GradScaler.__module__].__file__
+"""The file whose operations are in no log."""
 _COLLECTIVES_FILE = os.path.join("torch", "distributed", "distributed_c10d.py")
 """What a collective does besides itself belongs to the process group."""
 
@@ -144,7 +138,7 @@ class Vocabulary:
             found = _USER if is_user(file) else _NOBODY
             if file == _BACKWARD_FILE:
                 found = _BACKWARD
-            elif file in _LEFT_OUT_FILES:
+            elif file == _SCALERS_FILE:
                 found = _LEFT_OUT
             elif file.endswith(_COLLECTIVES_FILE):
                 found = _COLLECTIVE
@@ -452,7 +446,7 @@ class OpLog(dispatch.TorchDispatchMode):
         return which[1] if which[0] == "role" else None
 
     def _line(self, *, is_collective: bool = True) -> tuple[int, bool]:
-        """The user's line, and whether the caller is left out: a GradScaler, the tape, a process group."""
+        """The user's line, and whether the caller is left out: a GradScaler, a process group."""
         node: Any = torch._C._current_autograd_node()
         number, kinds = self._vocabulary.number, self._vocabulary.kinds
         frame: types.FrameType | None = sys._getframe(2)

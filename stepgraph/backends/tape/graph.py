@@ -36,6 +36,8 @@ _UNDECLARED_WRITES = {
     "aten::batch_norm_update_stats": ("running_mean", "running_var"),
     "aten::rrelu_with_noise": ("noise",),
 }
+unseen_by_modes = torch._C._DisableTorchDispatch
+"""A block of the tape's own work, which no dispatch mode sees: neither the recording's own nor a log's."""
 _SET = "a generator was seeded, or its state was set, by a method of its own"
 
 
@@ -77,7 +79,7 @@ class _Generators:
 
     def were_set(self) -> bool:
         """Whether one is elsewhere than recorded work has left it."""
-        with torch._C._DisableTorchDispatch():  # to compare states is no work of the step's
+        with unseen_by_modes():
             return not all(map(torch.equal, self._states(), self._now))
 
     def put_back(self) -> list[torch.Generator]:
@@ -188,11 +190,11 @@ class TapeGraph(Graph):
         """Stop recording, and restore memory and random state."""
         if self._head.graph is self:
             self._head.graph = None
-        with torch.no_grad():
+        with torch.no_grad(), unseen_by_modes():
             for target, saved in reversed(self._backups):
                 target.copy_(saved)
+            self.random.moved += self._generators.put_back()
         self._backups.clear()
-        self.random.moved += self._generators.put_back()
 
     # -- recording
 
@@ -357,8 +359,7 @@ class TapeGraph(Graph):
                 made[ref] = tensor
             return tensor
 
-        no_modes = torch._C.DisableTorchFunction, torch._C._DisableTorchDispatch
-        with torch.inference_mode(False), torch.no_grad(), no_modes[0](), no_modes[1]():
+        with torch.inference_mode(False), torch.no_grad(), unseen_by_modes():
             arena.fill_(0xFF)
             for op in self._ops:
                 op.args, op.kwargs = mapped(alias, (op.args, op.kwargs))
