@@ -10,6 +10,7 @@ import typer
 from stepgraph import __version__
 from stepgraph.commands.base import CONTEXT_SETTINGS, Command, Group, Result
 from stepgraph.commands.demo import demo
+from stepgraph.commands.frozen import frozen
 from stepgraph.commands.native import native
 from stepgraph.commands.recipes import recipes
 from stepgraph.commands.rules import rules
@@ -19,7 +20,7 @@ __all__ = ["COMMANDS", "app", "main"]
 
 COMMANDS: dict[str, tuple[Callable[..., Result], ...]] = {
     "Decide": (),
-    "Check": (),
+    "Check": (frozen,),
     "Understand": (rules,),
     "Train": (train, recipes),
     "Set-up": (demo, native),

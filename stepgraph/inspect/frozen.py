@@ -166,20 +166,16 @@ class FrozenReport:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         yield Text(self.verdict, style="bold")
         table = Table(title=f"{self.step} on {self.backend}", title_justify="left")
-        table.add_column("value", overflow="fold", ratio=4)
-        table.add_column("now", overflow="fold", ratio=2)
-        table.add_column("enters", overflow="fold", ratio=5)
+        table.add_column("value", overflow="fold", ratio=2)
         table.add_column("state", no_wrap=True)
-        table.add_column("", overflow="fold", ratio=5)
+        table.add_column("where it enters, and what a change does", overflow="fold", ratio=3)
         shown = [value for value in self.values if value.state is not State.NO_EFFECT]
         idle = [value for value in self.values if value.state is State.NO_EFFECT]
         for value in (*shown, *idle[:_MAX_IDLE]):
             color = "red" if value.is_finding else "green" if value.state is State.WATCHED else ""
-            table.add_row(
-                *(Text(text) for text in (value.name, value.value, _entries(value))),
-                Text(value.state.value, style=color),
-                Text(value.reason),
-            )
+            named = f"{value.name} = {value.value}" if value.value else value.name
+            lines = [*_shown_entries(value), value.reason]
+            table.add_row(Text(named), Text(value.state.value, style=color), Text("\n".join(lines)))
         if table.row_count:
             yield table
         if len(idle) > _MAX_IDLE:
@@ -446,7 +442,7 @@ def judge(
         return (State.WATCHED, noticed) if noticed else (State.BAKED, unwatched)
     if number.optimizer is not None and is_outside:
         return State.LIVE, f"{type(number.optimizer).__name__} runs between graphs and reads it at each step"
-    return State.NO_EFFECT, "the same operations when it is moved"
+    return State.NO_EFFECT, f"the same operations with {_told(effect.moved_to)}"
 
 
 def _noticed(changes: Sequence[Change]) -> str:
@@ -477,10 +473,10 @@ def _entries_of(effect: _Effect) -> tuple[Entry, ...]:
     return tuple(found.values())
 
 
-def _entries(value: FrozenValue) -> str:
+def _shown_entries(value: FrozenValue) -> list[str]:
     shown = [str(entry) for entry in value.entries[:_SHOWN]]
     left = len(value.entries) - len(shown)
-    return "\n".join([*shown, *([f"and {left} more"] if left else [])])
+    return [*shown, *([f"and {left} more places"] if left else [])]
 
 
 def _told(value: Any) -> str:

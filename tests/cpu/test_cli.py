@@ -30,6 +30,7 @@ runner = CliRunner()
 
 RUNS: dict[str, list[str]] = {
     "demo": ["--device", "cpu", "--steps", "2", "--plot", "none"],
+    "frozen": [str(ROOT / "examples" / "plain_loop.py")],
     "native": [],
     "recipes": [],
     "rules": [],
