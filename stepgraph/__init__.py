@@ -32,7 +32,8 @@ if TYPE_CHECKING:
         StepgraphError,
         StepgraphWarning,
     )
-    from stepgraph.inspect.frozen import FrozenReport, frozen
+    from stepgraph.inspect.frozen import frozen
+    from stepgraph.inspect.frozen_report import FrozenReport
     from stepgraph.megatron.layers_helper import TECudaGraphHelper
     from stepgraph.megatron.manager import CudaGraphManager
     from stepgraph.megatron.optimizer_wrapper import OptimizerCudaGraphWrapper
@@ -131,7 +132,8 @@ _HOMES = {
         "config.scope": "CudaGraphScope VALID_CUDA_GRAPH_IMPLS VALID_CUDA_GRAPH_SCOPES",
         "errors": "BuildError CaptureError ClosedError ConfigError InvalidArgument NonFinite "
         "SignatureMismatch StaleMemoryError StateChanged StepgraphError StepgraphWarning",
-        "inspect.frozen": "FrozenReport frozen",
+        "inspect.frozen": "frozen",
+        "inspect.frozen_report": "FrozenReport",
         "megatron.layers_helper": "TECudaGraphHelper",
         "megatron.manager": "CudaGraphManager",
         "megatron.optimizer_wrapper": "OptimizerCudaGraphWrapper",

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from stepgraph.commands.base import AsJson, ExitCode, Result, Timeout
+
+if TYPE_CHECKING:
+    from stepgraph.script.run import Outcome, Script
 
 _PROBE = "stepgraph.inspect.frozen_probe:FrozenProbe"
 
@@ -31,33 +35,41 @@ def frozen(
 ) -> Result:
     """Find numbers that a graph has baked in and nobody watches; exit with 1 if there are any."""
     variables = dict(_variable(pair) for pair in env or ())
+    if not module and not Path(script).is_file():
+        raise typer.BadParameter(f"there is no file `{script}`", param_hint="SCRIPT")
 
+    from stepgraph.script.run import Script, run_script
+
+    limit = {} if timeout is None else {"timeout": timeout}
+    wanted = Script(script, tuple(args or ()), is_module=module, step=step, writes=not no_write, **limit)
+    outcome = run_script(wanted, _PROBE, {"env": variables, "step": step is not None}, stdout_to_stderr=as_json)
+    result = _result(wanted, outcome)
+    if not outcome.is_first_rank:
+        raise typer.Exit(result.exit_code)
+    return result
+
+
+def _result(script: Script, outcome: Outcome) -> Result:
     from rich.console import Group, RenderableType
     from rich.text import Text
 
-    from stepgraph.script.run import Script, Status, run_script
-
-    wanted = Script(script, tuple(args or ()), module, step, timeout or Script.__dataclass_fields__["timeout"].default)
-    if no_write:
-        wanted = Script(wanted.target, wanted.args, module, step, wanted.timeout, writes=False)
-    outcome = run_script(wanted, _PROBE, {"env": variables, "step": step is not None}, stdout_to_stderr=as_json)
-
-    from stepgraph.inspect.frozen import FrozenReport
+    from stepgraph.inspect.frozen_report import FrozenReport
+    from stepgraph.script.run import Status
 
     reports = [FrozenReport.from_dict(values) for values in outcome.result.get("reports", ())]
+    has_failed = outcome.status in (Status.FAILED, Status.TIMED_OUT)
     unjudged = list(outcome.cannot_judge)
-    if not reports and not unjudged and outcome.status in (Status.COMPLETED, Status.STOPPED):
-        unjudged.append(_NO_STEP if step is None else f"{step} was not called twice")
-    has_findings = bool(unjudged) or any(report.findings for report in reports)
-    exit_code = ExitCode.FINDINGS if has_findings else ExitCode.OK
+    if not reports and not unjudged and not has_failed:
+        unjudged.append(_NO_STEP if script.step is None else f"{script.step} was not called twice")
+    exit_code = ExitCode.FINDINGS if unjudged or any(report.findings for report in reports) else ExitCode.OK
     parts: list[RenderableType] = [*reports, *(Text(f"Not judged: {what}", style="bold") for what in unjudged)]
     parts += [Text(f"Note: {note}") for note in outcome.notes]
     parts += [Text(f"Written: {file.path}{' (refused)' if file.refused else ''}") for file in outcome.files]
-    if outcome.status in (Status.FAILED, Status.TIMED_OUT):
+    if has_failed:
         exit_code = ExitCode.SCRIPT
         parts += [Text(f"The script {outcome.status.value.replace('_', ' ')}."), Text(outcome.exception)]
     values = {
-        "script": str(wanted),
+        "script": str(script),
         "status": outcome.status.value,
         "steps": [report.to_dict() for report in reports],
         "findings": sum(len(report.findings) for report in reports),
@@ -66,8 +78,6 @@ def frozen(
         "files": [file.path for file in outcome.files],
         "exception": outcome.exception,
     }
-    if not outcome.is_first_rank:
-        raise typer.Exit(exit_code)
     return Result(values, Group(*parts), next="stepgraph rules host-value", exit_code=exit_code)
 
 

@@ -342,7 +342,7 @@ def named_call() -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]] |
 @contextlib.contextmanager
 def steps_unwatched() -> Iterator[None]:
     """Take the hooks of `StepEvents` away during the block: a capture would find them on all modules and optimizers."""
-    places = (
+    places: tuple[Any, ...] = (
         torch_module._global_forward_pre_hooks,
         torch_optimizer._global_optimizer_pre_hooks,
         torch_optimizer._global_optimizer_post_hooks,
