@@ -8,6 +8,7 @@ two, as long as those that were called once are called again soon.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -77,7 +78,7 @@ class FrozenProbe:
     def step_begins(self, index: int) -> None:
         call = named_call()
         if index == 1 and call is not None and not self._is_examining:
-            self._examine(*call)
+            self._examine(*_bound(*call))
             self._script.stop()
 
     def step_reaches(self, index: int) -> None:
@@ -98,6 +99,19 @@ class FrozenProbe:
             self._script.cannot_judge(str(error))
         finally:
             self._is_examining = False
+
+
+def _bound(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
+    """Turn the call of a method's function into that of the method: its object is part of the step, no argument."""
+    name = getattr(function, "__name__", "")
+    owner = args[0] if args else None
+    found = inspect.getattr_static(owner if isinstance(owner, type) else type(owner), name, None)
+    wrapper = found.__func__ if isinstance(found, classmethod) else found
+    if getattr(wrapper, "__wrapped__", None) is not function:
+        return function, args, kwargs
+    return function.__get__(owner, type(owner)), args[1:], kwargs
 
 
 @contextlib.contextmanager

@@ -23,7 +23,9 @@ import stepgraph
 from stepgraph.backends.nodes import Node, Nodes, lasting, node_differences
 from stepgraph.inspect import frozen as module
 from stepgraph.inspect.frozen import examine
+from stepgraph.inspect.frozen_probe import FrozenProbe
 from stepgraph.inspect.frozen_report import FrozenReport, FrozenValue, State
+from stepgraph.observe.steps import StepCalls, StepEvents, StepFinder
 
 VALUE: Any = None
 """A number in a global, set by tests."""
@@ -469,6 +471,88 @@ def test_report_survives_json() -> None:
 def test_frozen_refuses_a_module() -> None:
     with pytest.raises(stepgraph.InvalidArgument, match="captures functions"):
         stepgraph.frozen(torch.nn.Linear(2, 2), torch.ones(2))
+
+
+# -- the probe, which looks into a running script
+
+
+class Stop(BaseException):
+    """The end of a script."""
+
+
+class Script:
+    """A running script that is this process."""
+
+    def __init__(self, **options: Any) -> None:
+        self.options, self.is_cuda_mapped = options, False
+        self.unjudged: list[str] = []
+
+    def listen(self, listener: Any) -> None:
+        """The test calls the listener itself."""
+
+    def stop(self) -> None:
+        raise Stop
+
+    def cannot_judge(self, what: str) -> None:
+        self.unjudged.append(what)
+
+
+def test_probe_examines_method_that_the_user_names() -> None:
+    script = Script(step=True)
+    probe = FrozenProbe(script)
+
+    class Trainer:
+        def __init__(self) -> None:
+            self.scale = 2.0
+            self.calls: list[float] = []
+
+        @StepCalls(probe).wrapped
+        def step(self, x: torch.Tensor) -> torch.Tensor:
+            return x * self.scale
+
+    trainer = Trainer()
+    with pytest.raises(Stop), probe.running():
+        for _ in range(5):
+            trainer.step(torch.ones(2))
+            trainer.calls.append(trainer.scale)
+    (report,) = [FrozenReport.from_dict(values) for values in probe.result()["reports"]]
+    assert (report.step, states(report)) == ("step", {"self.scale": "watched"})
+    assert trainer.calls == [2.0]
+
+
+def test_probe_examines_captured_steps_in_turn() -> None:
+    script = Script(env={})
+    probe, scale = FrozenProbe(script), 2.0
+    with pytest.raises(Stop), probe.running():
+        first, second = stepgraph.capture(lambda x: x * scale), stepgraph.capture(lambda x: x + scale)
+        for _ in range(5):
+            first(torch.ones(2))
+            second(torch.ones(2))
+    reports = [FrozenReport.from_dict(values) for values in probe.result()["reports"]]
+    operations = [value_of(report, "scale").entries[0].operation for report in reports]
+    assert operations == ["aten.mul.Tensor", "aten.add.Tensor"]
+    assert script.unjudged == []
+
+
+def test_probe_is_not_seen_by_the_capture() -> None:
+    script = Script(env={})
+    probe = FrozenProbe(script)
+    train_step, _, _ = training(torch.optim.SGD, lr=0.1)
+    with StepEvents(StepFinder(Silent())).watching(), pytest.raises(Stop), probe.running():
+        step = stepgraph.capture(train_step)
+        for _ in range(5):
+            step(torch.ones(2, 3))
+    (report,) = [FrozenReport.from_dict(values) for values in probe.result()["reports"]]
+    assert value_of(report, "optimizer.param_groups[0]['lr']").state is State.WATCHED
+    assert script.unjudged == []
+
+
+class Silent:
+    """Takes no note of steps."""
+
+    def step_begins(self, index: int) -> None: ...
+    def step_reaches(self, index: int) -> None: ...
+    def step_ends(self, index: int) -> None: ...
 
 
 # -- nodes
