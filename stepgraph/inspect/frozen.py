@@ -39,6 +39,8 @@ _FEW = 16
 MAX_RECORDINGS = 256
 _MAX_CALLS = 12
 """Calls after which a step without a graph is given up."""
+_OWN_COPY = "No graph of the captured step serves this call yet: a copy with the same options was captured."
+_PLAIN_STEP = "The step is not captured: the report is about stepgraph.capture(step)."
 _HOST_TENSOR = "a tensor on the host: kernels are given its value; keep it on the device"
 _REMEDIES = {
     Remedy.START_OVER: "a change: captured again",
@@ -102,11 +104,7 @@ def _rehearsing(
                 rule="varying-operations",
             )
         told = tuple(dict.fromkeys(str(warning.message) for warning in seen))
-        yield rehearsal, (f"No graph served this call yet: it was captured anew, as {_how(step)} does.", *told)
-
-
-def _how(step: Callable[..., Any]) -> str:
-    return "the captured step" if isinstance(step, CapturedStep) else "stepgraph.capture(step)"
+        yield rehearsal, (_OWN_COPY if isinstance(step, CapturedStep) else _PLAIN_STEP, *told)
 
 
 @dataclass(frozen=True, slots=True)

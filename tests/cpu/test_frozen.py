@@ -418,11 +418,11 @@ def test_frozen_asks_the_graph_in_use() -> None:
         assert captured.report().captures == before.captures
 
 
-def test_frozen_captures_anew_where_no_graph_serves() -> None:
+def test_frozen_captures_a_copy_where_no_graph_serves() -> None:
     scale = 2.0
     with stepgraph.capture(lambda x: x * scale) as captured:
         report = stepgraph.frozen(captured, torch.ones(2))
-        assert "captured anew" in report.notes[0]
+        assert "a copy with the same options" in report.notes[0]
         assert captured.report().captures == 0
     assert states(report) == {"scale": "watched"}
 
