@@ -32,8 +32,11 @@ if TYPE_CHECKING:
         StepgraphError,
         StepgraphWarning,
     )
+    from stepgraph.inspect.doctor import DoctorReport, doctor
+    from stepgraph.inspect.explain import Explanation, explain
     from stepgraph.inspect.frozen import frozen
     from stepgraph.inspect.frozen_report import FrozenReport
+    from stepgraph.joined.capture import capture
     from stepgraph.megatron.layers_helper import TECudaGraphHelper
     from stepgraph.megatron.manager import CudaGraphManager
     from stepgraph.megatron.optimizer_wrapper import OptimizerCudaGraphWrapper
@@ -53,7 +56,6 @@ if TYPE_CHECKING:
     from stepgraph.pipeline.stage import GraphedStages, graph_stage
     from stepgraph.rng.tracker import CudaRNGStatesTracker, get_cuda_rng_tracker
     from stepgraph.session.session import Session
-    from stepgraph.step.capture import capture
     from stepgraph.step.full_iteration import FullCudaGraphWrapper
     from stepgraph.step.report import Report
     from stepgraph.step.static_loader import StaticBufferLoader
@@ -78,7 +80,9 @@ __all__ = [
     "CudaGraphScope",
     "CudaRNGStatesTracker",
     "CudagraphBufferMetadata",
+    "DoctorReport",
     "Environment",
+    "Explanation",
     "FrozenReport",
     "FullCudaGraphWrapper",
     "GraphedModules",
@@ -103,6 +107,8 @@ __all__ = [
     "capture",
     "create_cudagraphs",
     "delete_cuda_graphs",
+    "doctor",
+    "explain",
     "frozen",
     "get_cuda_rng_tracker",
     "get_mismatch_errors",
@@ -132,6 +138,9 @@ _HOMES = {
         "config.scope": "CudaGraphScope VALID_CUDA_GRAPH_IMPLS VALID_CUDA_GRAPH_SCOPES",
         "errors": "BuildError CaptureError ClosedError ConfigError InvalidArgument NonFinite "
         "SignatureMismatch StaleMemoryError StateChanged StepgraphError StepgraphWarning",
+        "joined.capture": "capture",
+        "inspect.doctor": "DoctorReport doctor",
+        "inspect.explain": "Explanation explain",
         "inspect.frozen": "frozen",
         "inspect.frozen_report": "FrozenReport",
         "megatron.layers_helper": "TECudaGraphHelper",
@@ -148,7 +157,6 @@ _HOMES = {
         "pipeline.stage": "GraphedStages graph_stage",
         "rng.tracker": "CudaRNGStatesTracker get_cuda_rng_tracker",
         "session.session": "Session",
-        "step.capture": "capture",
         "step.full_iteration": "FullCudaGraphWrapper",
         "step.report": "Report",
         "step.static_loader": "StaticBufferLoader",

@@ -12,6 +12,7 @@ something differs. All numbers are put back, also when the step raises.
 from __future__ import annotations
 
 import contextlib
+import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,9 +25,9 @@ from stepgraph.guards.protocol import Change, Remedy
 from stepgraph.inspect.frozen_report import Entry, FrozenReport, FrozenValue, State
 from stepgraph.inspect.numbers import Number, host_values
 from stepgraph.inspect.program_state import restored
+from stepgraph.joined.capture import capture
 from stepgraph.oplog import Difference, differences
 from stepgraph.session.proof import NotWarm
-from stepgraph.step.capture import capture
 from stepgraph.step.rehearsal import Rehearsal, Rehearsed
 from stepgraph.step.step import CapturedStep
 from stepgraph.tracebacks import entry_point
@@ -37,6 +38,8 @@ __all__ = ["examine", "frozen", "judge"]
 _FEW = 16
 """Numbers that are moved one at a time."""
 MAX_RECORDINGS = 256
+MAX_SECONDS = 120.0
+"""Limits of one examination. What they leave open is watched, or `unknown`."""
 _MAX_CALLS = 12
 """Calls after which a step without a graph is given up."""
 _OWN_COPY = "No graph of the captured step serves this call yet: a copy with the same options was captured."
@@ -127,7 +130,7 @@ class _Examination:
 
     def __init__(self, rehearsal: Rehearsal, env: Mapping[str, str], progress: Callable[[int, int], None]) -> None:
         self._rehearsal, self._progress = rehearsal, progress
-        self._recordings = 0
+        self._recordings, self._until = 0, time.monotonic() + MAX_SECONDS
         self._host = host_values(rehearsal, env)
         self._numbers = self._host.numbers
         with self._moved():
@@ -143,6 +146,7 @@ class _Examination:
     def report(self, notes: Sequence[str]) -> FrozenReport:
         noticed, obstacles = self._ask()
         movable = [n for n in self._numbers if n.near and (n.put or n.argument is not None) and n.name not in obstacles]
+        movable.sort(key=lambda number: number.name in noticed)  # those that may be findings come first
         self._resolve(movable, self._near)
         idle = [n for n in movable if n.far and (e := self._effects.get(n.name)) is not None and e.is_none]
         self._resolve(idle, self._far)
@@ -205,20 +209,23 @@ class _Examination:
         """Find the effect of each number: alone, or in groups that are halved while they have an effect."""
         arguments = [number for number in numbers if number.argument is not None]
         others = [number for number in numbers if number.argument is None]
-        groups = [[number] for number in (arguments if len(others) > _FEW else numbers)]
-        groups += [others] if len(others) > _FEW else []
+        groups = [others] if len(others) > _FEW else [[number] for number in others]
+        groups += [[number] for number in arguments]
         while groups:
-            group = groups.pop()
-            if self._recordings >= MAX_RECORDINGS:
-                self._effects |= {number.name: None for number in group}
+            group = groups.pop(0)
+            if self._is_spent():
+                self._effects |= {number.name: self._effects.get(number.name) for number in group}
             elif len(group) == 1:
                 self._settle(group[0], self._alone(group[0], pick(group[0])), pick)
             elif self._try([(number, pick(number)[0]) for number in group]).is_none:
                 for number in group:
                     self._settle(number, _Effect(pick(number)[0]), pick)
             else:
-                groups += [group[: len(group) // 2], group[len(group) // 2 :]]
+                groups[:0] = [group[: len(group) // 2], group[len(group) // 2 :]]
             self._progress(len(self._effects), len(self._numbers))
+
+    def _is_spent(self) -> bool:
+        return self._recordings >= MAX_RECORDINGS or time.monotonic() > self._until
 
     def _settle(self, number: Number, effect: _Effect, pick: Callable[[Number], Sequence[Any]]) -> None:
         """Keep an effect. That a step fails far away from its numbers proves nothing."""
@@ -234,9 +241,9 @@ class _Examination:
     def _alone(self, number: Number, values: Sequence[Any]) -> _Effect:
         """Move one number: to the first value with which the step does not fail."""
         tried = [self._try([(number, values[0])])]
-        while tried[-1].failure and len(tried) < len(values) and self._recordings < MAX_RECORDINGS:
+        while tried[-1].failure and len(tried) < len(values) and not self._is_spent():
             tried.append(self._try([(number, values[len(tried)])]))
-        return tried[-1] if not tried[-1].failure else tried[0]
+        return tried[-1] if tried[-1].operations or tried[-1].nodes else tried[0]
 
     def _try(self, moves: Sequence[tuple[Number, Any]]) -> _Effect:
         """Record with these numbers moved, and compare."""
@@ -289,7 +296,7 @@ def judge(
     if number.is_on_device:
         return State.TENSOR, "each replay reads it; change it in place"
     if effect is None:
-        told = f"not told apart within {MAX_RECORDINGS} recordings"
+        told = "where it enters was not found out in time"
         return (State.WATCHED, f"{noticed}; {told}") if noticed else (State.UNKNOWN, told)
     if obstacle:
         return State.FIXED, obstacle

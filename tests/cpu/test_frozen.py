@@ -288,6 +288,12 @@ def test_frozen_moves_far_where_near_has_no_effect() -> None:
     assert (found.state, found.moved_to) == (State.WATCHED, "1007")
 
 
+def test_frozen_keeps_a_failure_where_another_move_is_idle() -> None:
+    step, _, _ = training(torch.optim.RMSprop, lr=0.1)
+    found = value_of(stepgraph.frozen(step, torch.ones(2, 3)), "optimizer.param_groups[0]['momentum']")
+    assert (found.state, found.moved_to) == (State.WATCHED, "1"), "new state is made for 1, and none for -1"
+
+
 def test_frozen_reports_numbers_without_effect() -> None:
     config = SimpleNamespace(used=2.0, unused=3.0)
 
