@@ -295,16 +295,17 @@ def judge(
     """Decide what a graph does with a value, and say why. `noticed` says how the engine reacts to a change."""
     if number.is_on_device:
         return State.TENSOR, "each replay reads it; change it in place"
-    if effect is None:
+    is_live = number.optimizer is not None and is_outside
+    if effect is None and not is_live:
         told = "where it enters was not found out in time"
         return (State.WATCHED, f"{noticed}; {told}") if noticed else (State.UNKNOWN, told)
     if obstacle:
         return State.FIXED, obstacle
-    if not effect.is_none:
+    if effect is not None and not effect.is_none:
         if effect.failure:
             unwatched, noticed = f"{effect.failure}; {unwatched}", noticed and f"{effect.failure}; {noticed}"
         return (State.WATCHED, noticed) if noticed else (State.BAKED, unwatched)
-    if number.optimizer is not None and is_outside:
+    if effect is None or is_live:  # a number that the step reads, too, would be noticed
         return State.LIVE, f"{type(number.optimizer).__name__} runs between graphs and reads it at each step"
     return State.NO_EFFECT, f"the same operations with {_told(effect.moved_to)}"
 
