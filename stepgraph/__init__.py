@@ -36,6 +36,8 @@ if TYPE_CHECKING:
     )
     from stepgraph.inspect.doctor import DoctorReport, doctor
     from stepgraph.inspect.explain import Explanation, explain
+    from stepgraph.inspect.frozen import frozen
+    from stepgraph.inspect.frozen_report import FrozenReport
     from stepgraph.joined.capture import capture
     from stepgraph.megatron.layers_helper import TECudaGraphHelper
     from stepgraph.megatron.manager import CudaGraphManager
@@ -83,6 +85,7 @@ __all__ = [
     "DoctorReport",
     "Environment",
     "Explanation",
+    "FrozenReport",
     "FullCudaGraphWrapper",
     "GraphedModules",
     "GraphedStages",
@@ -110,6 +113,7 @@ __all__ = [
     "delete_cuda_graphs",
     "doctor",
     "explain",
+    "frozen",
     "get_cuda_rng_tracker",
     "get_mismatch_errors",
     "get_vision_cuda_graph_seq_length",
@@ -141,6 +145,8 @@ _HOMES = {
         "joined.capture": "capture",
         "inspect.doctor": "DoctorReport doctor",
         "inspect.explain": "Explanation explain",
+        "inspect.frozen": "frozen",
+        "inspect.frozen_report": "FrozenReport",
         "megatron.layers_helper": "TECudaGraphHelper",
         "megatron.manager": "CudaGraphManager",
         "megatron.optimizer_wrapper": "OptimizerCudaGraphWrapper",
