@@ -77,7 +77,8 @@ def run_script(
         found = Answer.read(answer)
     refusal = (found.end or {}).get("refusal")
     if refusal is not None:
-        raise InvalidArgument(refusal["what"], rule=refusal["rule"])
+        what, rule = refusal["what"], refusal["rule"]
+        raise InvalidArgument(what, rule=rule)
     ended_at = float((found.end or {}).get("time", time.time()))
     return _agreed(_outcome(found, timed_out, process.returncode), ended_at, script.timeout)
 
