@@ -20,7 +20,15 @@ import torch
 
 from stepgraph.backends.base import Graph, RandomUse
 from stepgraph.backends.tape.collectives import Waiting, is_collective, join_messages, silent
-from stepgraph.backends.tape.memory import Footprint, GraphTrace, PoolPlace, TapePool, arena_for, bytes_of
+from stepgraph.backends.tape.memory import (
+    Footprint,
+    GraphTrace,
+    PoolPlace,
+    TapePool,
+    arena_for,
+    bytes_of,
+    fill_with_nan,
+)
 from stepgraph.backends.tape.op import Op, Ref, Surroundings, calls_operators, has_memory, leaves_of, mapped, run
 from stepgraph.catalogue import entry
 from stepgraph.errors import CaptureRefused, StaleMemoryError
@@ -110,8 +118,8 @@ class TapeGraph(Graph):
         self._ops: list[Op] = []
         self._outside: dict[int, PoolPlace] = {}
         self._born: dict[int, PoolPlace] = {}
-        self._backups: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._backed_up: set[int] = set()
+        self._backups: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        """What the recording has overwritten, as it is and as it was, by its storage."""
         self._reads: dict[int, PoolPlace] = {}
         self._writes: dict[int, PoolPlace] = {}
         self._trace: GraphTrace | None = None
@@ -191,7 +199,7 @@ class TapeGraph(Graph):
         if self._head.graph is self:
             self._head.graph = None
         with torch.no_grad(), unseen_by_modes():
-            for target, saved in reversed(self._backups):
+            for target, saved in self._backups.values():
                 target.copy_(saved)
             self.random.moved += self._generators.put_back()
         self._backups.clear()
@@ -329,10 +337,9 @@ class TapeGraph(Graph):
         if id(place) in self._born:
             return
         self._writes.setdefault(id(place), place)
-        if storage._cdata not in self._backed_up:
-            self._backed_up.add(storage._cdata)
+        if storage._cdata not in self._backups:
             whole = bytes_of(storage)
-            self._backups.append((whole, whole.clone()))
+            self._backups[storage._cdata] = (whole, whole.clone())
 
     # -- binding addresses to memory
 
@@ -360,7 +367,7 @@ class TapeGraph(Graph):
             return tensor
 
         with torch.inference_mode(False), torch.no_grad(), unseen_by_modes():
-            arena.fill_(0xFF)
+            fill_with_nan(arena)
             for op in self._ops:
                 op.args, op.kwargs = mapped(alias, (op.args, op.kwargs))
                 op.results = [(alias(ref), index) for ref, index in op.results]
