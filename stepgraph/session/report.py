@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar
 
-from rich.console import Console, ConsoleOptions, RenderResult
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.table import Table
 from rich.text import Text
 
@@ -96,11 +96,16 @@ class GraphReport(ABC):
             yield table
 
     def __str__(self) -> str:
-        encoding = getattr(sys.stdout, "encoding", None) or "utf-8"  # where this will be printed
-        text = io.TextIOWrapper(io.BytesIO(), encoding, errors="backslashreplace", newline="")
-        Console(file=text, width=shutil.get_terminal_size((_WIDTH, 24)).columns).print(self)
-        text.seek(0)
-        return text.read().rstrip()
+        return render(self)
+
+
+def render(report: RenderableType) -> str:
+    """Return a report as the text that `print` writes to this terminal."""
+    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"  # where this will be printed
+    text = io.TextIOWrapper(io.BytesIO(), encoding, errors="backslashreplace", newline="")
+    Console(file=text, width=shutil.get_terminal_size((_WIDTH, 24)).columns).print(report)
+    text.seek(0)
+    return text.read().rstrip()
 
 
 def backend_name(session: Session) -> str:

@@ -45,6 +45,12 @@ def train(folder: Path, runs: Mapping[str, Sequence[str]], ranks: int = 2) -> di
 
 LONGER = ["train.train_iters=14", "train.global_batch_size=8"]
 """DDP warms up for 11 iterations before the graph of an iteration is captured."""
+GATHERED = "ddp.overlap_param_gather=true"
+STAGES = [
+    *("model.pipeline_model_parallel_size=2", "train.global_batch_size=8", "train.train_iters=5"),
+    *("train.eval_interval=3", "train.eval_iters=1", "model.share_embeddings_and_output_weights=true"),
+]
+"""Two stages of a model with a tied embedding."""
 
 
 @pytest.fixture(scope="module")
@@ -55,9 +61,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def trained(folder: Path) -> dict[str, Result]:
     """All runs of two ranks, by name."""
-    saving = ["train.global_batch_size=8", "train.train_iters=7", "checkpoint.save_interval=4"]
-    gathered = "ddp.overlap_param_gather=true"
-    last = folder / "te gathered" / "saved" / "step_00000004"
+    short = ["train.global_batch_size=8", "train.train_iters=6"]
+    each = [*short, "checkpoint.save_interval=1"]
+    middle = [*short, "checkpoint.save_interval=4"]
     return train(
         folder,
         {
@@ -65,12 +71,41 @@ def trained(folder: Path) -> dict[str, Result]:
             "iteration": ["iteration", *LONGER],
             "te": ["te", *LONGER],
             "short": ["te", "train.global_batch_size=8", "--short", "1"],
-            "plain": ["eager", *saving, f"checkpoint.save={folder / 'plain' / 'saved'}"],
-            "eager gathered": ["eager", gathered, *saving, f"checkpoint.save={folder / 'eager gathered' / 'saved'}"],
-            "te gathered": ["te", gathered, *saving, f"checkpoint.save={folder / 'te gathered' / 'saved'}"],
-            "resumed": ["te", gathered, *saving, f"checkpoint.load={last}"],
+            "plain": ["eager", *each, saving(folder, "plain")],
+            "te gathered": ["te", GATHERED, *each, saving(folder, "te gathered")],
+            "te hooks": ["te", GATHERED, *middle, saving(folder, "te hooks")],
+            "te resumed": ["te", GATHERED, *short, loading(folder, "te hooks", 4)],
+            "stages": ["eager", *STAGES],
+            "te stages": ["te", *STAGES, saving(folder, "te stages")],
         },
     )
+
+
+@pytest.fixture(scope="module")
+def trained_longer(folder: Path, trained: dict[str, Result]) -> dict[str, Result]:
+    """More runs of two ranks, for the tests that only `make test-long` runs."""
+    short = ["train.global_batch_size=8", "train.train_iters=6"]
+    each = [*short, "checkpoint.save_interval=1"]
+    return trained | train(
+        folder,
+        {
+            "scopes": ["scopes", *LONGER],
+            "eager gathered": ["eager", GATHERED, *each, saving(folder, "eager gathered")],
+            "scopes gathered": ["scopes", GATHERED, *each, saving(folder, "scopes gathered")],
+            "scopes hooks": ["scopes", GATHERED, *short, "checkpoint.save_interval=4", saving(folder, "scopes hooks")],
+            "scopes resumed": ["scopes", GATHERED, *short, loading(folder, "scopes hooks", 4)],
+            "scopes stages": ["scopes", *STAGES, saving(folder, "scopes stages")],
+            "te layers stages": ["te", *STAGES, "model.cuda_graph_scope=[]", saving(folder, "te layers stages")],
+        },
+    )
+
+
+def saving(folder: Path, run: str) -> str:
+    return f"checkpoint.save={folder / run / 'saved'}"
+
+
+def loading(folder: Path, run: str, step: int) -> str:
+    return f"checkpoint.load={folder / run / 'saved' / f'step_{step:08d}'}"
 
 
 def losses_of(result: Result) -> list[dict[str, float]]:
@@ -87,9 +122,9 @@ def test_ddp_losses_equal_eager(trained: dict[str, Result], implementation: str)
 
 
 @pytest.mark.long
-def test_ddp_losses_of_scopes_equal_eager(trained: dict[str, Result], tmp_path: Path) -> None:
-    graphed = train(tmp_path, {"scopes": ["scopes", *LONGER]})["scopes"]
-    assert losses_of(graphed) == losses_of(trained["eager"])
+def test_ddp_losses_of_scopes_equal_eager(trained_longer: dict[str, Result]) -> None:
+    graphed = trained_longer["scopes"]
+    assert losses_of(graphed) == losses_of(trained_longer["eager"])
     assert all(rank["replays"] > 0 for rank in graphed), graphed
 
 
@@ -110,22 +145,64 @@ def test_one_rank_short_of_memory_means_all_are_eager(trained: dict[str, Result]
         assert sum(count for reason, count in rank["eager"].items() if reason.startswith("memory")) == 4
 
 
-def weights(folder: Path, step: int) -> dict[str, torch.Tensor]:
-    found: dict[str, torch.Tensor] = torch.load(folder / f"step_{step:08d}" / "shard_00000.pt", weights_only=True)
+def weights(folder: Path, step: int, shard: int = 0) -> dict[str, torch.Tensor]:
+    path = folder / "saved" / f"step_{step:08d}" / f"shard_{shard:05d}.pt"
+    found: dict[str, torch.Tensor] = torch.load(path, weights_only=True)
     return {name: tensor for name, tensor in found.items() if name.startswith("state.model")}
 
 
+def assert_stages_train_as_in_eager(folder: Path, found: dict[str, Result], run: str) -> None:
+    """The copies of a tied embedding on the first and the last stage stay equal."""
+    assert losses_of(found[run]) == losses_of(found["stages"]), run
+    assert all(rank["replays"] > 0 for rank in found[run]), found[run]
+    first, last = (weights(folder / run, 5, stage) for stage in (0, 1))
+    assert torch.equal(first["state.model.embedding.weight"], last["state.model.head.weight"])
+
+
+def test_parts_of_stages_train_as_in_eager(folder: Path, trained: dict[str, Result]) -> None:
+    assert_stages_train_as_in_eager(folder, trained, "te stages")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("run", ["scopes stages", "te layers stages"])
+def test_other_parts_of_stages_train_as_in_eager(folder: Path, trained_longer: dict[str, Result], run: str) -> None:
+    assert_stages_train_as_in_eager(folder, trained_longer, run)
+
+
+def assert_gathered_equal_plain(folder: Path, found: dict[str, Result], implementation: str) -> None:
+    """After each step: a checkpoint gathers all parameters, of which a rank has updated a share."""
+    run = f"{implementation} gathered"
+    assert losses_of(found[run]) == losses_of(found["plain"])
+    assert all((rank["replays"] > 0) == (implementation != "eager") for rank in found[run])
+    for step in range(1, 7):
+        one, other = (weights(folder / name, step) for name in ("plain", run))
+        assert one.keys() == other.keys()
+        assert all(torch.equal(one[key], other[key]) for key in one), step
+
+
 def test_gathered_parameters_equal_plain_ones(folder: Path, trained: dict[str, Result]) -> None:
-    """Every loss depends on what hooks gathered; parameters are compared at the checkpoints, after 4 and 7 steps."""
-    for name in ("eager gathered", "te gathered"):
-        assert losses_of(trained[name]) == losses_of(trained["plain"]), name
-        for step in (4, 7):
-            one, other = (weights(folder / run / "saved", step) for run in ("plain", name))
-            assert one.keys() == other.keys()
-            assert all(torch.equal(one[key], other[key]) for key in one), (name, step)
-    assert all(rank["replays"] > 0 for rank in trained["te gathered"])
+    assert_gathered_equal_plain(folder, trained, "te")
 
 
-def test_gathered_run_resumes_exactly(trained: dict[str, Result]) -> None:
-    late = {step: loss for step, loss in trained["plain"][0]["losses"].items() if int(step) > 4}
-    assert trained["resumed"][0]["losses"] == late
+@pytest.mark.long
+@pytest.mark.parametrize("implementation", ["eager", "scopes"])
+def test_other_gathered_parameters_equal_plain_ones(
+    folder: Path, trained_longer: dict[str, Result], implementation: str
+) -> None:
+    assert_gathered_equal_plain(folder, trained_longer, implementation)
+
+
+def assert_hooks_gather(found: dict[str, Result], implementation: str) -> None:
+    """No checkpoint gathers between the steps: every loss depends on what hooks gathered, also after a resume."""
+    assert losses_of(found[f"{implementation} hooks"]) == losses_of(found["plain"])
+    late = {step: loss for step, loss in found["plain"][0]["losses"].items() if int(step) > 4}
+    assert found[f"{implementation} resumed"][0]["losses"] == late
+
+
+def test_hooks_gather_before_each_use(trained: dict[str, Result]) -> None:
+    assert_hooks_gather(trained, "te")
+
+
+@pytest.mark.long
+def test_hooks_of_scopes_gather_before_each_use(trained_longer: dict[str, Result]) -> None:
+    assert_hooks_gather(trained_longer, "scopes")
