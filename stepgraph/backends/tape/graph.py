@@ -110,8 +110,8 @@ class TapeGraph(Graph):
         self._ops: list[Op] = []
         self._outside: dict[int, PoolPlace] = {}
         self._born: dict[int, PoolPlace] = {}
-        self._backups: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._backed_up: set[int] = set()
+        self._backups: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        """What the recording has overwritten, as it is and as it was, by its storage."""
         self._reads: dict[int, PoolPlace] = {}
         self._writes: dict[int, PoolPlace] = {}
         self._trace: GraphTrace | None = None
@@ -192,7 +192,7 @@ class TapeGraph(Graph):
         if self._head.graph is self:
             self._head.graph = None
         with torch.no_grad(), unseen_by_modes():
-            for target, saved in reversed(self._backups):
+            for target, saved in self._backups.values():
                 target.copy_(saved)
             self.random.moved += self._generators.put_back()
         self._backups.clear()
@@ -330,10 +330,9 @@ class TapeGraph(Graph):
         if id(place) in self._born:
             return
         self._writes.setdefault(id(place), place)
-        if storage._cdata not in self._backed_up:
-            self._backed_up.add(storage._cdata)
+        if storage._cdata not in self._backups:
             whole = bytes_of(storage)
-            self._backups.append((whole, whole.clone()))
+            self._backups[storage._cdata] = (whole, whole.clone())
 
     # -- binding addresses to memory
 
