@@ -27,6 +27,8 @@ from stepgraph.observe.discovery import Reached
 from stepgraph.observe.finder import reachable
 from stepgraph.observe.nonfinite import FlagReader
 from stepgraph.oplog import Difference, first_difference, is_logged
+from stepgraph.optim.optimizer import make_capturable
+from stepgraph.optim.steps import at_optimizer_steps
 from stepgraph.session.backend_choice import choose_backend, refuse_other_devices
 from stepgraph.session.failure import capture_error
 from stepgraph.session.interrupt import interrupts_held
@@ -469,6 +471,18 @@ class CapturedStep(Generic[P, R]):
         args, kwargs = given.with_leaves(leaves)
         return cast(Callable[..., Any], self._function)(*args, **kwargs)
 
+    def run_plainly(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the function itself, without graphs and uncounted: the reference that replays are compared with."""
+        function = cast(Callable[..., Any], self._function)
+        if self._options.optimizer != "capturable":
+            return function(*args, **kwargs)
+        if self._life is _Life.NEW:
+            self._settle((args, kwargs))
+        backend = self._session.backend
+        to_capturable = functools.partial(make_capturable, device=backend.device)
+        with surroundings("capturable", backend), at_optimizer_steps(to_capturable):
+            return function(*args, **kwargs)
+
     # -- setting up
 
     def _settle(self, call_tree: tuple[Any, Any]) -> None:
@@ -492,6 +506,15 @@ class CapturedStep(Generic[P, R]):
             )
 
     # -- looking and ending
+
+    @property
+    def options(self) -> StepOptions:
+        """The options that the step was captured with."""
+        return self._options
+
+    def capture_like(self, function: Callable[..., Any]) -> CapturedStep[..., Any]:
+        """Capture another function with the same options, in a session of its own."""
+        return CapturedStep(function, self._options, None, self._origin.backend)
 
     @property
     def replays(self) -> int:
