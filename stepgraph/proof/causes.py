@@ -205,7 +205,10 @@ def _taken_out(hooks: Sequence[tuple[Any, Any]]) -> Iterator[None]:
 
 
 def find_cause(pair: Pair, start: Saved, found: Sequence[Difference], graphed: Trace) -> Cause:
-    """Name the cause of the first difference; `wrong-numbers` if no experiment shows one."""
+    """Name the cause of the first difference; `wrong-numbers` if no experiment shows one.
+
+    That a gradient is written again is tried last: a graph made by hand may do so by design, and be wrong elsewhere.
+    """
     tried = _Experiments(pair, start, found, graphed)
     names = _listed([difference.name for difference in tried.first])
     other_path = next((text for text in pair.warnings if "[other-path]" in text), None)
@@ -224,9 +227,9 @@ def find_cause(pair: Pair, start: Saved, found: Sequence[Difference], graphed: T
         what = f"{changed.operation} ran with {changed.before} at step {tried.step - 1} and with {changed.now} at step "
         return Cause("frozen-number", f"{what}{tried.step}; the graph has the old one", changed.where)
     for rule, find, what in (
-        ("aliased-gradient", tried.aliased_gradients, "a replay writes into a gradient that it has handed out: {}"),
         ("skipped-hook", tried.skipped_hooks, "eager gives the graphed numbers if these hooks are taken out: {}"),
         ("stale-parameter", tried.stale_parameters, "a change of these parameters changes the eager step only: {}"),
+        ("aliased-gradient", tried.aliased_gradients, "a replay writes into a gradient that it has handed out: {}"),
     ):
         if rule == "aliased-gradient" and "gradients" not in tried.kinds:
             continue

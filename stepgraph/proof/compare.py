@@ -114,6 +114,7 @@ def compare_pair(
     before = lambda index: vary(program, index)  # noqa: E731 (the same for three runs)
     with program.untouched() as start:
         eager = run(pair.eager, program, pair.batches, backend, before=before, on_step=on_step)
+        costs = [cost_of("eager", pair.eager, pair.batches[-1], backend, eager.peak_bytes)]
         start.restore()
         again = run(pair.eager, program, pair.batches, backend, before=before, on_step=on_step)
         own = list(differences(eager, again))
@@ -122,11 +123,13 @@ def compare_pair(
         with warnings.catch_warnings(record=True) as seen:
             warnings.simplefilter("always", StepgraphWarning)
             graphed = run(pair.graphed, program, pair.batches, backend, before=before, on_step=on_step)
+            costs.append(cost_of("graphed", pair.graphed, pair.batches[-1], backend, graphed.peak_bytes))
         told = tuple(str(one.message) for one in seen if issubclass(one.category, StepgraphWarning))
         pair = replace(pair, warnings=told)
         found = list(differences(eager, graphed, rtol, atol))
-        cause, module = _explain(pair, start, own, found, graphed, capture, holds_outputs)
-        costs = _costs(pair, start, eager, graphed)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", StepgraphWarning)
+            cause, module = _explain(pair, start, own, found, graphed, capture, holds_outputs)
     return Comparison(
         steps=len(pair.batches),
         rows=tuple(table(eager, found)),
@@ -134,7 +137,7 @@ def compare_pair(
         first=found[0] if found else None,
         module=module,
         cause=cause,
-        costs=costs,
+        costs=tuple(costs),
         notes=tuple(text.partition("\n")[0] for text in told),
         bounds=(rtol, atol),
     )
@@ -158,14 +161,3 @@ def _explain(
     probed = first_differing_module(pair, start, found[0].step, capture)
     module = str(probed.name) + f" ({probed.gap})" if probed is not None else first_module(found, pair.program)
     return find_cause(pair, start, found, graphed), module
-
-
-def _costs(pair: Pair, start: Any, eager: Trace, graphed: Trace) -> tuple[Cost, ...]:
-    """What one more step of each side costs, at the state and batch of the last one."""
-    found = []
-    for name, call, trace in (("eager", pair.eager, eager), ("graphed", pair.graphed, graphed)):
-        start.restore()
-        found.append(cost_of(name, call, pair.batches, pair.backend, trace))
-    return tuple(found)
-
-

@@ -8,6 +8,7 @@ graphs; there is no GPU to be busy, and times say nothing about one.
 from __future__ import annotations
 
 import sys
+import time
 import types
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,9 +19,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from stepgraph.backends import Backend
 from stepgraph.backends.tape.graph import TapeGraph
-from stepgraph.proof.trace import Trace, fresh
+from stepgraph.proof.trace import fresh
 
 __all__ = ["Cost", "cost_of"]
+
+_TIMED = 3
+"""Steps that are timed, of which the fastest counts: an audit makes some of them slow."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +34,7 @@ class Cost:
     side: str
     """eager or graphed."""
     launches: int | None
-    """Kernels that the host launches one by one; on the tape, operations."""
+    """Kernels that the host launches one by one; on the tape, operations, or None where graphs are replayed."""
     replays: int | None
     """Graphs that the host launches."""
     busy: float | None
@@ -40,16 +44,21 @@ class Cost:
 
 
 def cost_of(
-    side: str, call: Callable[..., Any], batches: Sequence[tuple[Any, ...]], backend: Backend, trace: Trace
+    side: str, call: Callable[..., Any], batch: tuple[Any, ...], backend: Backend, peak_bytes: int | None
 ) -> Cost:
-    """Count what one call does; time and memory are those of the run."""
-    last = batches[-1]
-    call(*fresh(last))  # gradients and state that were taken away are there again
-    if backend.device.type == "cuda":
-        launches, replays, busy = _on_cuda(call, last)
-    else:
-        launches, replays, busy = _on_tape(call, last)
-    return Cost(side, launches, replays, busy, trace.step_ms, trace.peak_bytes)
+    """Time and count further steps of a run; `peak_bytes` is its peak memory."""
+    step_ms = min(_timed(call, batch, backend) for _ in range(_TIMED))
+    launches, replays, busy = _on_cuda(call, batch) if backend.device.type == "cuda" else _on_tape(call, batch)
+    return Cost(side, launches, replays, busy, step_ms, peak_bytes)
+
+
+def _timed(call: Callable[..., Any], batch: tuple[Any, ...], backend: Backend) -> float:
+    given = fresh(batch)
+    backend.synchronize()
+    begun = time.perf_counter()
+    call(*given)
+    backend.synchronize()
+    return 1e3 * (time.perf_counter() - begun)
 
 
 class _Counting(TorchDispatchMode):

@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,8 +54,8 @@ class Subject:
     program: Program
     capture: Callable[[Callable[..., Any]], CapturedStep[..., Any]] | None = None
     """Captures another function as this one was captured, for probes."""
-    close: Callable[[], None] = lambda: None
-    """Ends what was made for the comparison."""
+    during: AbstractContextManager[Any] = contextlib.nullcontext()
+    """Entered for the comparison: ends what was made for it, and what it has taught the step."""
     holds_outputs: bool = True
     """False if the user asked for outputs that replays overwrite."""
 
@@ -118,14 +119,6 @@ def _captured(step: CapturedStep[..., Any], batch: tuple[Any, ...], *, is_ours: 
     options = step.options
     function = functools.partial(_plainly, step.run_plainly)
     program = program_of(step.__wrapped__, batch, options.generators)
-    had_graphs = bool(step.replays or step.report().graphs)
-
-    def close() -> None:
-        if is_ours:
-            step.close()
-        elif not had_graphs:  # they use optimizer state and gradients that are gone again
-            step.reset()
-
     return Subject(
         str(getattr(step, "__name__", "step")),
         "function" if is_ours else "captured step",
@@ -133,7 +126,7 @@ def _captured(step: CapturedStep[..., Any], batch: tuple[Any, ...], *, is_ours: 
         step,
         program,
         capture=step.capture_like,
-        close=close,
+        during=contextlib.closing(step) if is_ours else step.undisturbed(),
         holds_outputs=options.outputs != "static",
     )
 
@@ -169,12 +162,3 @@ class _TrainingStep:
             self._optimizer.step()
             self._optimizer.zero_grad()
         return outputs
-
-
-@contextlib.contextmanager
-def closing(subject: Subject) -> Iterator[Subject]:
-    """End what was made for the comparison, at the end of the block."""
-    try:
-        yield subject
-    finally:
-        subject.close()

@@ -8,7 +8,6 @@ of tensors. Two traces are compared step by step.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -31,10 +30,9 @@ _CHANGED_RATES = (1.0, 0.5, 1.25, 0.75, 1.5)
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """The values after one step, and the time that the step took."""
+    """The values after one step."""
 
     values: Mapping[Key, Any]
-    seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,12 +41,6 @@ class Trace:
 
     moments: tuple[Moment, ...] = ()
     peak_bytes: int | None = None
-
-    @property
-    def step_ms(self) -> float | None:
-        """Median time of the last half of the steps, which are past warm-up and capture."""
-        last = sorted(moment.seconds for moment in self.moments[len(self.moments) // 2 :])
-        return 1e3 * last[len(last) // 2] if last else None
 
 
 class Keeper:
@@ -129,12 +121,8 @@ def run(
     for index, batch in enumerate(batches):
         before(index)
         given = fresh(batch)
-        backend.synchronize()
-        begun = time.perf_counter()
         result = call(*given)
-        backend.synchronize()
-        seconds = time.perf_counter() - begun
-        moments.append(Moment(keeper.keep({**call_values(given, result), **program.values()}), seconds))
+        moments.append(Moment(keeper.keep({**call_values(given, result), **program.values()})))
         del result
         on_step()
     return Trace(tuple(moments), backend.peak_memory_bytes())

@@ -11,7 +11,7 @@ from stepgraph.errors import InvalidArgument
 from stepgraph.proof.causes import Pair
 from stepgraph.proof.compare import Comparison, compare_pair
 from stepgraph.proof.report import VerifyReport
-from stepgraph.proof.subjects import closing, subject_of
+from stepgraph.proof.subjects import subject_of
 from stepgraph.proof.trace import Batches
 from stepgraph.tracebacks import entry_point
 
@@ -44,7 +44,7 @@ def verify(
     _check(steps, rtol, atol)
     taken = Batches.read(batches, steps)
     subject = subject_of(step, taken.calls[0] if taken.calls else ())
-    with closing(subject):
+    with subject.during:
         backend = backend_for(subject.program.device)
         pair = Pair(subject.eager, subject.graphed, subject.program, taken.calls, backend)
         found = compare_pair(

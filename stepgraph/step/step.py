@@ -13,7 +13,7 @@ import copy
 import enum
 import functools
 import time
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, cast, overload
@@ -527,6 +527,22 @@ class CapturedStep(Generic[P, R]):
         placements = self._capture.describe_placements(sites)
         unwatched = self._capture.harmless.sentence
         return report_of(self._name, self._session, sites, self._counts, placements, self._options, unwatched)
+
+    @contextlib.contextmanager
+    def undisturbed(self) -> Iterator[None]:
+        """Forget at the end of the block what calls in it have taught the step, except how often they were counted.
+
+        If graphs were captured in the block, all are dropped: they may use state that is gone, and leave optimizers
+        out whose numbers have changed there.
+        """
+        moved, captures = dict(self._capture.moved), self._counts.captures
+        try:
+            yield
+        finally:
+            if self._counts.captures != captures:
+                self.reset()
+                self._capture.moved.clear()
+                self._capture.moved.update(moved)
 
     def reset(self) -> None:
         """Drop all graphs. The next calls warm up and capture again."""
