@@ -10,7 +10,7 @@ batches, learning rates and seeds as the comparison.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +27,18 @@ from stepgraph.proof.trace import Difference, Keeper, Trace, call_values, fresh,
 from stepgraph.session.proof import StepLogs, num_states
 from stepgraph.tree import flatten
 
-__all__ = ["Cause", "Pair", "find_cause", "overwritten_outputs"]
+__all__ = [
+    "Cause",
+    "Pair",
+    "cause_by_kinds",
+    "cause_by_operation",
+    "changed_between",
+    "find_cause",
+    "first_module",
+    "logged",
+    "overwritten_outputs",
+    "unknown_cause",
+]
 
 _MAX_TRIED = 64
 """Parameters that are changed one by one."""
@@ -84,37 +95,18 @@ class _Experiments:
     # -- the operations
 
     def changed_operation(self) -> OperationDifference | None:
-        """The first operation of the eager step that was another one at the step before.
-
-        Optimizers count only where nothing before them differs: their numbers change at every step.
-        """
+        """The first operation of the eager step that was another one at the step before."""
         if self.step == 0:
             return None
         self._go_to(self.step - 1)
         logs = StepLogs()
         before, now = self._logged(logs, self.step - 1), self._logged(logs, self.step)
-        if before is None or now is None:
-            return None
-        if self.kinds & {"outputs", "gradients", "arguments", "buffers", "tensors"}:
-            optimizers = [id(optimizer) for optimizer in self._pair.program.optimizers.values()]
-            before, now = before.without(optimizers), now.without(optimizers)
-        return first_difference(before, now)
+        return changed_between(before, now, self._pair.program, self.kinds)
 
     def _logged(self, logs: StepLogs, index: int) -> Log | None:
-        """The log of an eager step; None if an optimizer creates its state in it."""
-        program = self._pair.program
-        vary(program, index)
+        vary(self._pair.program, index)
         given = fresh(self._pair.batches[index])
-        touched = StepObjects()
-        for name, module in program.modules.items():
-            touched._names[id(module)] = name
-            touched.add_module(module)
-        for optimizer in program.optimizers.values():
-            touched.add_optimizer(optimizer)
-        num_before = num_states(program.optimizers.values())
-        with logs.noting(flatten(given)[0], touched, self._pair.backend.device) as log:
-            self._pair.eager(*given)
-        return log.finish() if num_states(program.optimizers.values()) == num_before else None
+        return logged(logs, self._pair.program, self._pair.backend, self._pair.eager, given, {})[1]
 
     # -- gradients
 
@@ -171,6 +163,36 @@ class _Experiments:
         return all(same_bits(values.get(key), graphed.get(key)) for key in graphed if key[0] != "random state")
 
 
+def logged(
+    logs: StepLogs, program: Program, backend: Backend, call: Callable[..., Any], args: Any, kwargs: Any
+) -> tuple[Any, Log | None]:
+    """Make an eager call; return its result and its log, or None if an optimizer creates its state in it."""
+    touched = StepObjects()
+    for name, module in program.modules.items():
+        touched.add_module(module, name)
+    for optimizer in program.optimizers.values():
+        touched.add_optimizer(optimizer)
+    num_before = num_states(program.optimizers.values())
+    with logs.noting(flatten((args, kwargs))[0], touched, backend.device) as log:
+        result = call(*args, **kwargs)
+    return result, log.finish() if num_states(program.optimizers.values()) == num_before else None
+
+
+def changed_between(
+    before: Log | None, now: Log | None, program: Program, kinds: Set[str]
+) -> OperationDifference | None:
+    """The first operation that differs between two steps.
+
+    Optimizers count only where nothing before them differs (`kinds`): their numbers change at every step.
+    """
+    if before is None or now is None:
+        return None
+    if kinds & {"outputs", "gradients", "arguments", "buffers", "tensors"}:
+        optimizers = [id(optimizer) for optimizer in program.optimizers.values()]
+        before, now = before.without(optimizers), now.without(optimizers)
+    return first_difference(before, now)
+
+
 def _hooks_of(program: Program) -> list[tuple[str, tuple[Any, Any]]]:
     """The hooks on modules and parameters: their names, and the dict and key of each."""
     found = []
@@ -204,28 +226,39 @@ def _taken_out(hooks: Sequence[tuple[Any, Any]]) -> Iterator[None]:
             place.update(before)
 
 
+def cause_by_kinds(first: Sequence[Difference], warned: Sequence[str]) -> Cause | None:
+    """Name a cause that the kinds of the first differing values show, without an experiment."""
+    kinds = {difference.kind for difference in first}
+    other_path = next((text for text in warned if "[other-path]" in text), None)
+    if other_path is not None:
+        return Cause("other-path", other_path.partition("\n")[0].partition("   [")[0])
+    if "random state" in kinds:
+        states = [difference.name for difference in first if difference.kind == "random state"]
+        what = "after the graphed step the random state is not where the eager step leaves it"
+        return Cause("rng-not-registered", f"{what}: {_listed(states)}")
+    if kinds == {"buffers"}:
+        return Cause("buffers-at-warm-up", f"only buffers differ: {_listed([one.name for one in first])}")
+    return None
+
+
+def cause_by_operation(changed: OperationDifference, step: int) -> Cause:
+    """Name the cause that an operation shows which was another one at the step before."""
+    what = f"{changed.operation} ran with {changed.before} at step {step - 1} and with {changed.now} at step {step}"
+    return Cause("frozen-number", f"{what}; the graph has the old one", changed.where)
+
+
 def find_cause(pair: Pair, start: Saved, found: Sequence[Difference], graphed: Trace) -> Cause:
     """Name the cause of the first difference; `wrong-numbers` if no experiment shows one.
 
     That a gradient is written again is tried last: a graph made by hand may do so by design, and be wrong elsewhere.
     """
     tried = _Experiments(pair, start, found, graphed)
-    names = _listed([difference.name for difference in tried.first])
-    other_path = next((text for text in pair.warnings if "[other-path]" in text), None)
-    if other_path is not None:
-        return Cause("other-path", other_path.partition("\n")[0].partition("   [")[0])
-    if "random state" in tried.kinds:
-        states = [difference.name for difference in tried.first if difference.kind == "random state"]
-        return Cause(
-            "rng-not-registered",
-            f"after the graphed step the random state is not where the eager step leaves it: {_listed(states)}",
-        )
-    if tried.kinds == {"buffers"}:
-        return Cause("buffers-at-warm-up", f"only buffers differ: {names}")
+    known = cause_by_kinds(tried.first, pair.warnings)
+    if known is not None:
+        return known
     changed = tried.changed_operation()
     if changed is not None:
-        what = f"{changed.operation} ran with {changed.before} at step {tried.step - 1} and with {changed.now} at step "
-        return Cause("frozen-number", f"{what}{tried.step}; the graph has the old one", changed.where)
+        return cause_by_operation(changed, tried.step)
     for rule, find, what in (
         ("skipped-hook", tried.skipped_hooks, "eager gives the graphed numbers if these hooks are taken out: {}"),
         ("stale-parameter", tried.stale_parameters, "a change of these parameters changes the eager step only: {}"),
@@ -236,7 +269,12 @@ def find_cause(pair: Pair, start: Saved, found: Sequence[Difference], graphed: T
         shown = find()
         if shown:
             return Cause(rule, what.format(_listed(shown)))
-    return Cause("wrong-numbers", f"no known cause was found for {names}")
+    return unknown_cause(tried.first)
+
+
+def unknown_cause(first: Sequence[Difference]) -> Cause:
+    """Say that nothing was found."""
+    return Cause("wrong-numbers", f"no known cause was found for {_listed([one.name for one in first])}")
 
 
 def overwritten_outputs(pair: Pair, start: Saved) -> list[str]:

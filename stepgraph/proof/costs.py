@@ -21,7 +21,7 @@ from stepgraph.backends import Backend
 from stepgraph.backends.tape.graph import TapeGraph
 from stepgraph.proof.trace import fresh
 
-__all__ = ["Cost", "cost_of"]
+__all__ = ["Cost", "Counts", "cost_of", "counted", "timed"]
 
 _TIMED = 3
 """Steps that are timed, of which the fastest counts: an audit makes some of them slow."""
@@ -47,18 +47,37 @@ def cost_of(
     side: str, call: Callable[..., Any], batch: tuple[Any, ...], backend: Backend, peak_bytes: int | None
 ) -> Cost:
     """Time and count further steps of a run; `peak_bytes` is its peak memory."""
-    step_ms = min(_timed(call, batch, backend) for _ in range(_TIMED))
-    launches, replays, busy = _on_cuda(call, batch) if backend.device.type == "cuda" else _on_tape(call, batch)
+    step_ms = min(timed(call, fresh(batch), {}, backend)[1] for _ in range(_TIMED))
+    _, (launches, replays, busy) = counted(call, fresh(batch), {}, backend)
+    if not replays and launches is None:
+        _, (launches, _, _) = counted(call, fresh(batch), {}, backend, operations=True)
     return Cost(side, launches, replays, busy, step_ms, peak_bytes)
 
 
-def _timed(call: Callable[..., Any], batch: tuple[Any, ...], backend: Backend) -> float:
-    given = fresh(batch)
+def timed(call: Callable[..., Any], args: Any, kwargs: Any, backend: Backend) -> tuple[Any, float]:
+    """Make a call; return its result and its time in milliseconds."""
     backend.synchronize()
     begun = time.perf_counter()
-    call(*given)
+    result = call(*args, **kwargs)
     backend.synchronize()
-    return 1e3 * (time.perf_counter() - begun)
+    return result, 1e3 * (time.perf_counter() - begun)
+
+
+Counts = tuple[int | None, int, float | None]
+"""Launches or operations, replays, and the busy share."""
+
+
+def counted(
+    call: Callable[..., Any], args: Any, kwargs: Any, backend: Backend, *, operations: bool = False
+) -> tuple[Any, Counts]:
+    """Make a call; return its result and what was launched in it. On the tape either operations or replays count."""
+    if backend.device.type == "cuda":
+        return _on_cuda(call, args, kwargs)
+    if operations:
+        with _Counting() as counting:
+            result = call(*args, **kwargs)
+        return result, (counting.count, 0, None)
+    return _replays_on_tape(call, args, kwargs)
 
 
 class _Counting(TorchDispatchMode):
@@ -74,7 +93,7 @@ class _Counting(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _on_tape(call: Callable[..., Any], batch: tuple[Any, ...]) -> tuple[int | None, int, None]:
+def _replays_on_tape(call: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, Counts]:
     replays = 0
     code = TapeGraph.replay.__code__
 
@@ -82,34 +101,28 @@ def _on_tape(call: Callable[..., Any], batch: tuple[Any, ...]) -> tuple[int | No
         nonlocal replays
         replays += event == "call" and frame.f_code is code
 
-    given, before = fresh(batch), sys.getprofile()
+    before = sys.getprofile()
     sys.setprofile(note)
     try:
-        call(*given)
+        result = call(*args, **kwargs)
     finally:
         sys.setprofile(before)
-    if replays:
-        return None, replays, None
-    given = fresh(batch)
-    with _Counting() as counting:
-        call(*given)
-    return counting.count, 0, None
+    return result, (None, replays, None)
 
 
-def _on_cuda(call: Callable[..., Any], batch: tuple[Any, ...]) -> tuple[int, int, float | None]:
+def _on_cuda(call: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, Counts]:
     from torch.profiler import ProfilerActivity, profile
 
-    given = fresh(batch)
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as seen:
-        call(*given)
+        result = call(*args, **kwargs)
         torch.cuda.synchronize()
     events = seen.profiler.kineto_results.events() if seen.profiler is not None else []
     on_gpu = [e for e in events if e.device_type() == torch.autograd.DeviceType.CUDA]
     names = [e.name() for e in events if e.device_type() != torch.autograd.DeviceType.CUDA]
     launches = sum(name.startswith(("cudaLaunchKernel", "cuLaunchKernel")) for name in names)
     replays = sum(name.startswith(("cudaGraphLaunch", "cuGraphLaunch")) for name in names)
-    return launches, replays, _busy([(e.start_ns(), e.start_ns() + e.duration_ns()) for e in on_gpu])
+    return result, (launches, replays, _busy([(e.start_ns(), e.start_ns() + e.duration_ns()) for e in on_gpu]))
 
 
 def _busy(spans: Sequence[tuple[int, int]]) -> float | None:

@@ -48,7 +48,7 @@ class VerifyReport:
     """captured step, function, graphed modules or graphed callable."""
     backend: str
     replays: int
-    """Graphs that a graphed step launches."""
+    """Graphs that one graphed step launches; of a script, replays in all its steps."""
     comparison: Comparison
 
     @property
