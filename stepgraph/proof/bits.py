@@ -41,7 +41,7 @@ def same_bits(one: Any, two: Any) -> bool:
     if isinstance(one, list | tuple):
         return len(one) == len(two) and all(map(same_bits, one, two))
     if isinstance(one, float):
-        return one.hex() == two.hex()
+        return one.hex() == float(two).hex()
     return bool(one == two)
 
 

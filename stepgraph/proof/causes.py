@@ -285,7 +285,7 @@ def overwritten_outputs(pair: Pair, start: Saved) -> list[str]:
     for side in ("eager", "graphed"):
         start.restore()
         call = getattr(pair, side)
-        outputs = {key: value for key, value in call_values((), call(*fresh(pair.batches[0]))).items()}
+        outputs = call_values((), call(*fresh(pair.batches[0])))
         kept = Keeper().keep(outputs)
         for batch in pair.batches[1:3]:
             call(*fresh(batch))
@@ -302,10 +302,11 @@ def first_module(found: Sequence[Difference], program: Program) -> str | None:
         for difference in reversed(found)
         if difference.step == step and difference.kind in ("buffers", "gradients", "parameters")
     }
-    paths = (f"{root}{'.' if path else ''}{path}" for root, m in program.modules.items() for path, _ in m.named_modules())
-    return next((path for path in paths if path in owners), None)
-
-
+    paths = (
+        f"{root}{'.' if path else ''}{path}" for root, m in program.modules.items() for path, _ in m.named_modules()
+    )
+    path = next((path for path in paths if path in owners), None)
+    return None if path is None else f"{path}: {owners[path].kind}"
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -81,7 +81,9 @@ def counted(
 
 
 class _Counting(TorchDispatchMode):
-    count = 0
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.count = 0
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -111,6 +113,7 @@ def _replays_on_tape(call: Callable[..., Any], args: Any, kwargs: Any) -> tuple[
 
 
 def _on_cuda(call: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, Counts]:
+    from torch._C._autograd import DeviceType
     from torch.profiler import ProfilerActivity, profile
 
     torch.cuda.synchronize()
@@ -118,8 +121,8 @@ def _on_cuda(call: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, Cou
         result = call(*args, **kwargs)
         torch.cuda.synchronize()
     events = seen.profiler.kineto_results.events() if seen.profiler is not None else []
-    on_gpu = [e for e in events if e.device_type() == torch.autograd.DeviceType.CUDA]
-    names = [e.name() for e in events if e.device_type() != torch.autograd.DeviceType.CUDA]
+    on_gpu = [e for e in events if e.device_type() == DeviceType.CUDA]
+    names = [e.name() for e in events if e.device_type() != DeviceType.CUDA]
     launches = sum(name.startswith(("cudaLaunchKernel", "cuLaunchKernel")) for name in names)
     replays = sum(name.startswith(("cudaGraphLaunch", "cuGraphLaunch")) for name in names)
     return result, (launches, replays, _busy([(e.start_ns(), e.start_ns() + e.duration_ns()) for e in on_gpu]))

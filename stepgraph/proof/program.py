@@ -157,7 +157,9 @@ class Saved:
         tensors += program.buffers().values()
         tensors += [value for one in self._optimizers for value in one.tensors()]
         with torch.no_grad():
-            self._contents = [(t, t.detach().clone()) for t in {id(t): t for t in tensors}.values() if _can_be_written(t)]
+            self._contents = [
+                (t, t.detach().clone()) for t in {id(t): t for t in tensors}.values() if _can_be_written(t)
+            ]
         self._random = program._random_states()
         self._host = random.getstate(), _numpy_state()
 
@@ -185,7 +187,9 @@ class Saved:
             torch.cuda.set_rng_state(self._random["torch, cuda"], program.device)
         for name, generator in program.generators.items():
             generator.set_state(self._random[name])
-        named = {key.removeprefix("tracker "): value for key, value in self._random.items() if key.startswith("tracker ")}
+        named = {
+            key.removeprefix("tracker "): value for key, value in self._random.items() if key.startswith("tracker ")
+        }
         if named:
             program.tracker.set_states(named)
         random.setstate(self._host[0])
@@ -237,7 +241,9 @@ def _numpy_state() -> Any:
     return numpy.random.get_state() if numpy is not None else None
 
 
-def program_of(step: Callable[..., Any], batch: Iterable[Any] = (), generators: Iterable[torch.Generator] = ()) -> Program:
+def program_of(
+    step: Callable[..., Any], batch: Iterable[Any] = (), generators: Iterable[torch.Generator] = ()
+) -> Program:
     """Find the state of a step: what it can name, and what the arguments of a call hold."""
     found = [*named_reachable(step)]
     objects = [value for value in flatten(tuple(batch))[0] if isinstance(value, (torch.nn.Module, Optimizer))]
@@ -247,14 +253,20 @@ def program_of(step: Callable[..., Any], batch: Iterable[Any] = (), generators: 
     others: dict[str, Any] = {}
     seen: set[int] = set()
     for label, value in found:
-        key = value._cdata if isinstance(value, torch.Generator) else id(value)
+        key = _address(value)
         place = next((place for kind, place in kinds.items() if isinstance(value, kind)), None)
         if place is None and isinstance(value, (LRScheduler, torch.amp.GradScaler)):
             place = others
         if place is not None and key not in seen and not _is_default(value):
             seen.add(key)
             place[numbered(label, place)] = value
-    return Program(*kinds.values(), others)
+    modules, optimizers, tensors, made = kinds.values()
+    return Program(modules, optimizers, tensors, made, others)
+
+
+def _address(value: Any) -> int:
+    """What tells an object from others; a generator has several Python objects."""
+    return int(getattr(value, "_cdata", 0)) if isinstance(value, torch.Generator) else id(value)
 
 
 def _is_default(value: Any) -> bool:
@@ -262,7 +274,7 @@ def _is_default(value: Any) -> bool:
     if not isinstance(value, torch.Generator):
         return False
     known = [torch.default_generator, *(torch.cuda.default_generators if torch.cuda.is_initialized() else ())]
-    return any(value._cdata == one._cdata for one in known)
+    return any(_address(value) == _address(one) for one in known)
 
 
 def _nothing(*_: Any) -> None:

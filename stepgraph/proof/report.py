@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -124,7 +124,7 @@ class VerifyReport:
         found = self.comparison
         yield Text(f"{self.verdict.value.upper()}: {self.sentence}", style="bold")
         table = Table(title=f"{self.kind} on {self.backend}", title_justify="left")
-        for name in ("compared", "values", "steps", "graphed against eager", "eager against eager"):
+        for name in ("compared with eager", "values", "steps", "graphed", "eager again"):
             table.add_column(name, justify="right" if name in ("values", "steps") else "left", overflow="fold")
         spread = {row.kind: row for row in found.spread}
         for row in found.rows:
@@ -133,7 +133,7 @@ class VerifyReport:
         yield table
         for line in self._lines():
             yield Text(line)
-        if found.costs:
+        if any(cost.replays is not None for cost in found.costs):
             yield _cost_table(found.costs)
 
     def _lines(self) -> Iterator[str]:
@@ -173,21 +173,25 @@ def _outcome(row: Row | None) -> str:
 
 
 def _cost_table(costs: Sequence[Cost]) -> Any:
+    """A row for each side. The tape's times and memory say nothing about a GPU's, and are left to `to_dict`."""
     from rich.table import Table
     from rich.text import Text
 
     on_gpu = any(cost.busy is not None for cost in costs)
-    table = Table(title="a step", title_justify="left")
-    for name in ("", "kernels" if on_gpu else "operations", "graph launches", "GPU busy", "time", "peak memory"):
-        table.add_column(name, justify="right" if name else "left")
+    columns: dict[str, Callable[[Cost], str]] = {
+        "a step": lambda cost: cost.side,
+        "kernels" if on_gpu else "operations": lambda cost: "" if cost.launches is None else str(cost.launches),
+        "graph launches": lambda cost: "" if cost.replays is None else str(cost.replays),
+    }
+    if on_gpu:
+        columns |= {
+            "GPU busy": lambda cost: "" if cost.busy is None else f"{cost.busy:.0%}",
+            "time": lambda cost: "" if cost.step_ms is None else f"{cost.step_ms:.2f} ms",
+            "peak memory": lambda cost: "" if cost.peak_bytes is None else size_of(cost.peak_bytes),
+        }
+    table = Table()
+    for name in columns:
+        table.add_column(name, justify="left" if name == "a step" else "right")
     for cost in costs:
-        cells = (
-            cost.side,
-            "" if cost.launches is None else str(cost.launches),
-            "" if cost.replays is None else str(cost.replays),
-            "" if cost.busy is None else f"{cost.busy:.0%}",
-            "" if cost.step_ms is None else f"{cost.step_ms:.2f} ms",
-            "" if cost.peak_bytes is None else size_of(cost.peak_bytes),
-        )
-        table.add_row(*map(Text, cells))
+        table.add_row(*(Text(cell(cost)) for cell in columns.values()))
     return table

@@ -14,7 +14,6 @@ import functools
 import random
 import sys
 import warnings
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,8 +28,8 @@ from stepgraph.errors import StepgraphWarning
 from stepgraph.modules.manager import ModuleGraphs
 from stepgraph.observe.step_objects import numbered
 from stepgraph.observe.steps import StepCalls
-from stepgraph.optim.steps import at_optimizer_steps
 from stepgraph.oplog import Log
+from stepgraph.optim.steps import at_optimizer_steps
 from stepgraph.pipeline.manager import StageManager
 from stepgraph.proof.causes import changed_between, logged
 from stepgraph.proof.costs import Counts, counted, timed
@@ -71,6 +70,7 @@ class _Subject:
     program: Program
     backend: Backend
     steps: int = 0
+    replays: int = 0
     log: Log | None = None
     graphed: list[Any] = field(default_factory=list)
     """The captured step, or all graphed parts; they are kept, so that no other object gets their ids."""
@@ -78,8 +78,7 @@ class _Subject:
     """The results of graphed parts since the last moment."""
 
     def facts(self) -> dict[str, Any]:
-        replays = sum(map(_replays_of, self.graphed))
-        return {"kind": self.kind, "backend": self.backend.name, "steps": self.steps, "replays": replays}
+        return {"kind": self.kind, "backend": self.backend.name, "steps": self.steps, "replays": self.replays}
 
 
 class VerifyProbe:
@@ -181,7 +180,7 @@ class VerifyProbe:
     def _subject_of(self, step: CapturedStep[..., Any], args: Any) -> _Subject:
         found = self._subjects.get(id(step))
         if found is None:
-            program = program_of(step.__wrapped__, args, step.options.generators)
+            program = program_of(step.function, args, step.options.generators)
             names = {one.name for one in self._subjects.values()}
             name = numbered(str(getattr(step, "__name__", "step")), names)
             found = _Subject(name, "captured step", program, backend_for(program.device), graphed=[step])
@@ -230,6 +229,7 @@ class VerifyProbe:
         kept = self._keeper.keep(values)
         self._moments.append(ScriptMoment(subject.name, subject.steps, kept, step_ms, counts))
         subject.steps += 1
+        subject.replays = max(subject.replays, sum(map(_replays_of, subject.graphed)))  # graphs may be closed later
         steps, subjects = int(self._options["steps"]), [*self._subjects.values()]
         subjects += [self._parts] if self._parts is not None else []
         if all(one.steps >= steps for one in subjects) or len(self._moments) >= _ENOUGH * steps:
@@ -284,6 +284,6 @@ def _seed(seed: int) -> None:
     numpy: Any = sys.modules.get("numpy")
     if numpy is None:
         with contextlib.suppress(ImportError):
-            import numpy  # type: ignore[no-redef]
+            import numpy
     if numpy is not None:
         numpy.random.seed(seed % 2**32)

@@ -5,7 +5,7 @@
 | a captured step | the step, with the graphs that it has | the function that was captured |
 | a function that calls something graphed | the function | the same, with everything graphed run plainly |
 | any other function | the function, captured for the comparison | the function |
-| a model or handle with graphed modules, a graphed callable | a training step of it: forward, backward, SGD | the same |
+| a model or handle with graphed modules, a graphed callable | a training step around it | the same, plainly |
 
 A training step that `verify` makes itself runs two microbatches, so that gradients are accumulated, and weighs the
 results with random numbers, so that the gradients that come in change.
@@ -17,7 +17,7 @@ import contextlib
 import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -54,7 +54,7 @@ class Subject:
     program: Program
     capture: Callable[[Callable[..., Any]], CapturedStep[..., Any]] | None = None
     """Captures another function as this one was captured, for probes."""
-    during: AbstractContextManager[Any] = contextlib.nullcontext()
+    during: AbstractContextManager[Any] = field(default_factory=contextlib.nullcontext)
     """Entered for the comparison: ends what was made for it, and what it has taught the step."""
     holds_outputs: bool = True
     """False if the user asked for outputs that replays overwrite."""
@@ -118,7 +118,7 @@ def _nothing_graphed(name: str) -> InvalidArgument:
 def _captured(step: CapturedStep[..., Any], batch: tuple[Any, ...], *, is_ours: bool = False) -> Subject:
     options = step.options
     function = functools.partial(_plainly, step.run_plainly)
-    program = program_of(step.__wrapped__, batch, options.generators)
+    program = program_of(step.function, batch, options.generators)
     return Subject(
         str(getattr(step, "__name__", "step")),
         "function" if is_ours else "captured step",

@@ -153,7 +153,7 @@ def _nothing_graphed(script: Script) -> str:
 
 
 def _judged(subject: str, runs: Sequence[_Run], bounds: tuple[float, float], run: Callable[..., _Run]) -> VerifyReport:
-    eager, again, graphed = runs
+    eager, _, graphed = runs
     traces = [_trace(one.of(subject)) for one in runs]
     found, own = _compared(traces[0], traces[2], *bounds), _compared(traces[0], traces[1])
     warned = tuple(graphed.outcome.result.get("warned", ()))
@@ -180,8 +180,11 @@ def _trace(moments: Sequence[ScriptMoment]) -> Trace:
 def _compared(one: Trace, two: Trace, rtol: float = 0.0, atol: float = 0.0) -> list[Difference]:
     """Compare two traces, also of scripts that took another course: the first step that one of them lacks differs."""
     length = max(len(one.moments), len(two.moments))
-    filled = [Trace((*t.moments, *(Moment({}),) * (length - len(t.moments)))) for t in (one, two)]
-    return list(differences(*filled, rtol, atol))
+    return list(differences(_filled(one, length), _filled(two, length), rtol, atol))
+
+
+def _filled(trace: Trace, length: int) -> Trace:
+    return Trace((*trace.moments, *(Moment({}),) * (length - len(trace.moments))))
 
 
 def _cause(
@@ -217,7 +220,7 @@ def _first_part(found: Sequence[Difference]) -> str | None:
     owned = next((one for one in first if one.kind in ("gradients", "buffers", "parameters")), None)
     if part is not None:
         return part.name.partition(":")[0]
-    return owned.name.rpartition(".")[0] if owned is not None else None
+    return f"{owned.name.rpartition('.')[0]}: {owned.kind}" if owned is not None else None
 
 
 def _cost(side: str, run: _Run, subject: str) -> Cost:

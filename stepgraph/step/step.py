@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, cast, overload
 
+from torch.optim.optimizer import Optimizer
+
 from stepgraph.backends import Backend
 from stepgraph.buffers.outputs import detached
 from stepgraph.errors import ClosedError, StepgraphError
@@ -479,8 +481,11 @@ class CapturedStep(Generic[P, R]):
         if self._life is _Life.NEW:
             self._settle((args, kwargs))
         backend = self._session.backend
-        to_capturable = functools.partial(make_capturable, device=backend.device)
-        with surroundings("capturable", backend), at_optimizer_steps(to_capturable):
+
+        def before_step(optimizer: Optimizer) -> None:
+            make_capturable(optimizer, backend.device)
+
+        with surroundings("capturable", backend), at_optimizer_steps(before_step):
             return function(*args, **kwargs)
 
     # -- setting up
@@ -506,6 +511,11 @@ class CapturedStep(Generic[P, R]):
             )
 
     # -- looking and ending
+
+    @property
+    def function(self) -> Callable[P, R]:
+        """The function that was captured."""
+        return self._function
 
     @property
     def options(self) -> StepOptions:
