@@ -25,6 +25,7 @@ from stepgraph.backends import Backend, backend_for
 from stepgraph.backends.threads import replaced
 from stepgraph.callables.graphed import GraphedCallable
 from stepgraph.errors import StepgraphWarning
+from stepgraph.joined.capture import capture
 from stepgraph.modules.manager import ModuleGraphs
 from stepgraph.observe.step_objects import numbered
 from stepgraph.observe.steps import StepCalls
@@ -38,7 +39,6 @@ from stepgraph.proof.program import Key, Program, program_of
 from stepgraph.proof.trace import Keeper, call_values
 from stepgraph.script.probe import RunningScript
 from stepgraph.session.proof import StepLogs
-from stepgraph.step.capture import capture
 from stepgraph.step.step import CapturedStep
 
 __all__ = ["PARTS", "ScriptMoment", "VerifyProbe"]
@@ -253,7 +253,8 @@ def _captured(below: Callable[..., Any], calls: StepCalls, function: Callable[..
 def _replays_of(graphs: Any) -> int:
     """How often a captured step or a graphed part was replayed."""
     if isinstance(graphs, CapturedStep):
-        return graphs.replays
+        modules = graphs.report().modules  # where the capture of the whole step has failed
+        return graphs.replays + (modules.tally()[0] if modules is not None else 0)
     if isinstance(graphs, ModuleGraphs):
         return graphs.tally()[1]
     if isinstance(graphs, StageManager):

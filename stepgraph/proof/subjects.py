@@ -24,6 +24,7 @@ import torch
 
 from stepgraph.callables.graphed import GraphedCallable
 from stepgraph.errors import InvalidArgument
+from stepgraph.joined.capture import capture
 from stepgraph.modules.graph_modules import GraphedModules
 from stepgraph.modules.manager import ModuleGraphs
 from stepgraph.observe.finder import reachable
@@ -31,7 +32,6 @@ from stepgraph.pipeline.manager import StageManager
 from stepgraph.pipeline.stage import GraphedStages
 from stepgraph.proof.plainly import running_plainly
 from stepgraph.proof.program import Program, program_of
-from stepgraph.step.capture import capture
 from stepgraph.step.full_iteration import FullCudaGraphWrapper
 from stepgraph.step.step import CapturedStep
 from stepgraph.tree import flatten

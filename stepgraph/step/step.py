@@ -560,7 +560,7 @@ class CapturedStep(Generic[P, R]):
 
     def capture_like(self, function: Callable[..., Any]) -> CapturedStep[..., Any]:
         """Capture another function with the same options, in a session of its own."""
-        return CapturedStep(function, self._options, None, self._origin.backend)
+        return CapturedStep(function, self._options, None, self._origin.backend, self._origin.fallback)
 
     @property
     def replays(self) -> int:
