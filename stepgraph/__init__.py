@@ -32,6 +32,8 @@ if TYPE_CHECKING:
         StepgraphError,
         StepgraphWarning,
     )
+    from stepgraph.inspect.doctor import DoctorReport, doctor
+    from stepgraph.inspect.explain import Explanation, explain
     from stepgraph.joined.capture import capture
     from stepgraph.megatron.layers_helper import TECudaGraphHelper
     from stepgraph.megatron.manager import CudaGraphManager
@@ -78,7 +80,9 @@ __all__ = [
     "CudaGraphScope",
     "CudaRNGStatesTracker",
     "CudagraphBufferMetadata",
+    "DoctorReport",
     "Environment",
+    "Explanation",
     "FullCudaGraphWrapper",
     "GraphedModules",
     "GraphedStages",
@@ -103,6 +107,8 @@ __all__ = [
     "capture",
     "create_cudagraphs",
     "delete_cuda_graphs",
+    "doctor",
+    "explain",
     "get_cuda_rng_tracker",
     "get_mismatch_errors",
     "get_vision_cuda_graph_seq_length",
@@ -133,6 +139,8 @@ _HOMES = {
         "errors": "BuildError CaptureError ClosedError ConfigError InvalidArgument NonFinite "
         "SignatureMismatch StaleMemoryError StateChanged StepgraphError StepgraphWarning",
         "joined.capture": "capture",
+        "inspect.doctor": "DoctorReport doctor",
+        "inspect.explain": "Explanation explain",
         "megatron.layers_helper": "TECudaGraphHelper",
         "megatron.manager": "CudaGraphManager",
         "megatron.optimizer_wrapper": "OptimizerCudaGraphWrapper",
