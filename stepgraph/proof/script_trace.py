@@ -13,6 +13,7 @@ import contextlib
 import functools
 import random
 import sys
+import types
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -95,6 +96,9 @@ class VerifyProbe:
         self._operation: dict[str, Any] | None = None
         self._warned: list[str] = []
         self._inside = 0
+        self._named = contextlib.ExitStack()
+        """Captures the function that `--step` names, which is wrapped before the script runs."""
+        self._named.enter_context(replaced(StepCalls, "wrapped", _captured))
 
     # -- the protocol of probes
 
@@ -110,13 +114,13 @@ class VerifyProbe:
             stack.enter_context(replaced(CapturedStep, "__call__", self._step))
             for kind in (ModuleGraphs, GraphedCallable, StageManager):
                 stack.enter_context(replaced(kind, "__call__", self._part))
-            stack.enter_context(replaced(StepCalls, "wrapped", _captured))
             stack.enter_context(at_optimizer_steps(after=self._after_optimizer))
             stack.enter_context(replaced(warnings, "showwarning", self._warning))
             yield
 
     def result(self) -> Mapping[str, Any]:
         """Write the trace to its file, and return what is small."""
+        self._named.close()
         torch.save([self._as_saved(moment) for moment in self._moments], self._options["trace"])
         subjects = [*self._subjects.values(), *([self._parts] if self._parts is not None else [])]
         return {
@@ -238,9 +242,11 @@ class VerifyProbe:
 
 def _captured(below: Callable[..., Any], calls: StepCalls, function: Callable[..., Any]) -> Any:
     """Capture the function that `--step` names; a method, for each of its objects."""
+    if isinstance(function, CapturedStep):
+        return below(calls, function)
     step = capture(function)
     qualified = str(getattr(function, "__qualname__", ""))
-    if "." not in qualified.rpartition("<locals>.")[2]:
+    if isinstance(function, types.MethodType) or "." not in qualified.rpartition("<locals>.")[2]:
         return below(calls, step)
 
     @functools.wraps(function)

@@ -6,6 +6,7 @@ import math
 import random
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,10 +16,12 @@ from torch import nn
 
 import stepgraph
 from stepgraph.backends import Workspace, backend_for
+from stepgraph.observe.steps import StepCalls
 from stepgraph.proof.bits import digest, measure, same_bits
 from stepgraph.proof.compare import Comparison, compare
 from stepgraph.proof.program import Program, program_of
 from stepgraph.proof.report import Verdict, VerifyReport
+from stepgraph.proof.script_trace import VerifyProbe
 from stepgraph.proof.trace import Keeper
 
 Batch = tuple[torch.Tensor, torch.Tensor]
@@ -589,3 +592,34 @@ def test_program_of_a_step_finds_its_state() -> None:
     assert list(found.optimizers.values()) == [training.optimizer]
     assert (list(found.tensors), list(found.generators), list(found.others)) == (["counter"], ["generator"], ["scaler"])
     assert program_of(lambda model: model, (training.model,)).modules.keys()
+
+
+class Running:
+    """A script that runs in this process."""
+
+    is_cuda_mapped = True
+
+    def __init__(self, **options: Any) -> None:
+        self.options = options
+
+    def stop(self) -> None:
+        raise KeyboardInterrupt
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return lambda *_: None
+
+
+@pytest.mark.parametrize("is_method", [False, True])
+def test_probe_captures_the_function_that_is_named(tmp_path: Path, is_method: bool) -> None:
+    training = Training()
+    running: Any = Running(mode="graphed", seed=1, steps=6, trace=str(tmp_path / "trace.pt"))
+    probe = VerifyProbe(running)
+    step = StepCalls(running).wrapped(Training.step if is_method else training.step)
+    with pytest.raises(KeyboardInterrupt), probe.running():
+        for x, y in batches(8):
+            step(*((training,) if is_method else ()), x, y)
+    result = probe.result()
+    assert result["subjects"]["step"] == {"kind": "captured step", "backend": "tape", "steps": 6, "replays": 3}
+    saved = torch.load(tmp_path / "trace.pt", weights_only=False)
+    assert [moment[:2] for moment in saved] == [("step", index) for index in range(6)]
+    assert not hasattr(StepCalls.wrapped, "layers"), "nothing stays replaced"
