@@ -26,6 +26,8 @@ if TYPE_CHECKING:
         ConfigError,
         InvalidArgument,
         NonFinite,
+        NoStepError,
+        ScriptError,
         SignatureMismatch,
         StaleMemoryError,
         StateChanged,
@@ -34,6 +36,8 @@ if TYPE_CHECKING:
     )
     from stepgraph.inspect.doctor import DoctorReport, doctor
     from stepgraph.inspect.explain import Explanation, explain
+    from stepgraph.inspect.frozen import frozen
+    from stepgraph.inspect.frozen_report import FrozenReport
     from stepgraph.joined.capture import capture
     from stepgraph.megatron.layers_helper import TECudaGraphHelper
     from stepgraph.megatron.manager import CudaGraphManager
@@ -83,15 +87,18 @@ __all__ = [
     "DoctorReport",
     "Environment",
     "Explanation",
+    "FrozenReport",
     "FullCudaGraphWrapper",
     "GraphedModules",
     "GraphedStages",
     "InvalidArgument",
     "ModuleReport",
+    "NoStepError",
     "NonFinite",
     "OptimizerCudaGraphWrapper",
     "Report",
     "ScopeRegistry",
+    "ScriptError",
     "Session",
     "SignatureMismatch",
     "StaleMemoryError",
@@ -109,6 +116,7 @@ __all__ = [
     "delete_cuda_graphs",
     "doctor",
     "explain",
+    "frozen",
     "get_cuda_rng_tracker",
     "get_mismatch_errors",
     "get_vision_cuda_graph_seq_length",
@@ -136,11 +144,13 @@ _HOMES = {
         "config.environment": "Environment",
         "config.overrides": "set_cuda_graph_overrides",
         "config.scope": "CudaGraphScope VALID_CUDA_GRAPH_IMPLS VALID_CUDA_GRAPH_SCOPES",
-        "errors": "BuildError CaptureError ClosedError ConfigError InvalidArgument NonFinite "
+        "errors": "BuildError CaptureError ClosedError ConfigError InvalidArgument NoStepError NonFinite ScriptError "
         "SignatureMismatch StaleMemoryError StateChanged StepgraphError StepgraphWarning",
         "joined.capture": "capture",
         "inspect.doctor": "DoctorReport doctor",
         "inspect.explain": "Explanation explain",
+        "inspect.frozen": "frozen",
+        "inspect.frozen_report": "FrozenReport",
         "megatron.layers_helper": "TECudaGraphHelper",
         "megatron.manager": "CudaGraphManager",
         "megatron.optimizer_wrapper": "OptimizerCudaGraphWrapper",

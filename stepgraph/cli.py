@@ -12,6 +12,7 @@ from stepgraph.commands.base import CONTEXT_SETTINGS, Command, Group, Result
 from stepgraph.commands.demo import demo
 from stepgraph.commands.doctor import doctor
 from stepgraph.commands.explain import explain
+from stepgraph.commands.frozen import frozen
 from stepgraph.commands.native import native
 from stepgraph.commands.recipes import recipes
 from stepgraph.commands.rules import rules
@@ -22,7 +23,7 @@ __all__ = ["COMMANDS", "app", "main"]
 
 COMMANDS: dict[str, tuple[Callable[..., Result], ...]] = {
     "Decide": (),
-    "Check": (verify,),
+    "Check": (verify, frozen),
     "Understand": (explain, rules),
     "Train": (train, recipes),
     "Set-up": (demo, doctor, native),

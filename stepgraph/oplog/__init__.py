@@ -1,6 +1,6 @@
 """The operations of a call: noted while it runs, and compared with those of another call."""
 
-from stepgraph.oplog.compare import Difference, first_difference
+from stepgraph.oplog.compare import Difference, differences, first_difference
 from stepgraph.oplog.log import Log, OpLog, Roles, Vocabulary, current_log, is_logged, left_out
 from stepgraph.oplog.unseen import noting_unseen
 
@@ -11,6 +11,7 @@ __all__ = [
     "Roles",
     "Vocabulary",
     "current_log",
+    "differences",
     "first_difference",
     "is_logged",
     "left_out",

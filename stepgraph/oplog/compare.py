@@ -1,4 +1,4 @@
-"""Names the first operation at which two logs of one program differ."""
+"""Names the operations at which two logs of one program differ."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ recording. Nothing else differs.
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """The first difference: its place in the logs, its line, and both sides."""
+    """A difference: its place in the logs, its line, and both sides."""
 
     index: int
     operation: str
@@ -58,22 +58,32 @@ class Difference:
 
 def first_difference(before: Log, now: Log) -> Difference | None:
     """The first difference of two logs that share a vocabulary, or None. Lines do not count: code may move."""
+    return next(differences(before, now), None)
+
+
+def differences(before: Log, now: Log) -> Iterator[Difference]:
+    """All differences of two logs that share a vocabulary, up to the first operation that is another one.
+
+    A number shows where it enters an operation, and not in the operations that use the result.
+    """
     assert before.vocabulary is now.vocabulary, "logs are compared by the numbers of one vocabulary"
     if before.notes == now.notes:
-        return None
+        return
     for index in range(min(len(before), len(now))):
         start = index * FIELDS
         if before.notes[start : start + FIELDS - 1] != now.notes[start : start + FIELDS - 1]:
             one, two = before[index], now[index]
             if not _is_same(before, now, one, two):
-                return _difference(index, one, two)
+                yield _difference(index, one, two)
+                if one[0] != two[0]:
+                    return
     index = min(len(before), len(now))
     if len(before) == len(now):
-        return None
+        return
     extra = (before if len(before) > index else now)[index]
     ends, name = "the call ends", str(extra[0])
     told = (name, ends) if len(before) > index else (ends, name)
-    return Difference(index, name, _location(extra[3]), *told)
+    yield Difference(index, name, _location(extra[3]), *told)
 
 
 def _is_same(before: Log, now: Log, one: tuple[Any, ...], two: tuple[Any, ...]) -> bool:

@@ -11,7 +11,7 @@ from stepgraph import catalogue
 from stepgraph.proof.compare import Comparison
 from stepgraph.proof.costs import Cost
 from stepgraph.proof.trace import Row
-from stepgraph.session.report import printed, size_of
+from stepgraph.session.report import render, size_of
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
@@ -152,7 +152,7 @@ class VerifyReport:
         yield from (f"Advice: {line}" for line in self.advice)
 
     def __str__(self) -> str:
-        return printed(self)
+        return render(self)
 
 
 def _explained(rule: str, what: str, where: Any) -> dict[str, Any]:

@@ -96,11 +96,11 @@ class GraphReport(ABC):
             yield table
 
     def __str__(self) -> str:
-        return printed(self)
+        return render(self)
 
 
-def printed(report: RenderableType) -> str:
-    """The text of a report, as wide as the terminal and in the characters that stdout has."""
+def render(report: RenderableType) -> str:
+    """Return a report as the text that `print` writes to this terminal."""
     encoding = getattr(sys.stdout, "encoding", None) or "utf-8"  # where this will be printed
     text = io.TextIOWrapper(io.BytesIO(), encoding, errors="backslashreplace", newline="")
     Console(file=text, width=shutil.get_terminal_size((_WIDTH, 24)).columns).print(report)

@@ -47,6 +47,7 @@ from stepgraph.step.call import CallArgs, CapturedCall
 from stepgraph.step.eviction import REASON, Action, Sites
 from stepgraph.step.options import StepOptions
 from stepgraph.step.record import Recorded, StepCapture
+from stepgraph.step.rehearsal import Rehearsal
 from stepgraph.step.report import Counts, Report, report_of
 from stepgraph.step.site import LastCall, Site
 from stepgraph.step.warmup import WarmUp, flags_of, surroundings
@@ -590,6 +591,29 @@ class CapturedStep(Generic[P, R]):
                 self.reset()
                 self._capture.moved.clear()
                 self._capture.moved.update(moved)
+
+    def rehearsal(self, *args: P.args, **kwargs: P.kwargs) -> Rehearsal | None:
+        """Return a way to record this call again without effect, for `stepgraph.frozen`.
+
+        None if no graph serves the call as things are now: there is none yet, or its guards have found a change.
+        """
+        if self._is_closed or self._life is not _Life.OPEN:
+            return None
+        leaves, structure = self._flatten(args, kwargs)
+        if self._bucketing is not None:
+            leaves = self._bucketing.pad(leaves, structure).leaves
+        keys, ambient = leaf_keys(leaves, gradients=True), self._ambient.read()
+        site = self._sites.get((structure, keys, ambient))
+        call = site.find() if site is not None and site.keys_apart(keys, leaves) is None else None
+        if site is None or call is None or call.proof.shown is Shown.LATER or call.guards.changed():
+            return None
+        given = CallArgs(leaves, structure, None)
+        return Rehearsal(self._capture, site, call, given, self._session.backend)
+
+    def fresh_copy(self) -> CapturedStep[P, R]:
+        """Return a captured step of the same function with the same options, without graphs, in its own session."""
+        options = replace(self._options, on_error="raise", strict=False)
+        return CapturedStep(self._function, options, None, self._origin.backend)
 
     def reset(self) -> None:
         """Drop all graphs. The next calls warm up and capture again."""

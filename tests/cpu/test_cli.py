@@ -32,6 +32,7 @@ RUNS: dict[str, list[str]] = {
     "demo": ["--device", "cpu", "--steps", "2", "--plot", "none"],
     "doctor": [],
     "explain": ["CUDA error: capturing stream has unjoined work"],
+    "frozen": [str(ROOT / "examples" / "plain_loop.py")],
     "native": [],
     "recipes": [],
     "rules": [],
