@@ -125,9 +125,8 @@ def make_graphed_callables(
         ... )
         >>> hidden = graphed[0](x)                          # layer l of microbatch m at m * 2 + l
 
-    Without an order it returns the callables, modules with their forward replaced (of a DistributedDataParallel, that
-    of the module inside). With an order it returns a tuple of callables: layer l of microbatch m in a chunk of n
-    layers, with p layers in the chunks before, is at p*M + m*n + l.
+    Without an order it returns the callables; modules have their forward replaced, of DDP that of the module inside.
+    With an order it returns a tuple: layer l of microbatch m in a chunk of n layers, with p before, is at p*M + m*n + l.
     """
     _refuse_fp8(fp8_enabled, fp8_recipe, fp8_group, fp8_weight_caching)
     _check_options(num_warmup_iters, audit)

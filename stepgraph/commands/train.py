@@ -84,11 +84,16 @@ def train(
     with _warnings_of_options(words):
         wanted = read(recipe, task, words, fit)  # before torch, which takes seconds to import
     where = torch_device(device)
+    typed = _typed(recipe, task, device, fit) + words
+    return _train(*configured(wanted, where), task, where, as_json, typed)
+
+
+def _typed(recipe: str | None, task: str, device: str, fit: bool | None) -> list[str]:
+    """The options that were typed, for the command that goes on with a run."""
     chosen = {"--recipe": recipe, "--task": None if task == "pretrain" else task}
     chosen["--device"] = None if device == "auto" else device
-    words = [word for name, value in chosen.items() if value is not None for word in (name, value)] + words
-    words += [] if fit is None else ["--fit" if fit else "--no-fit"]
-    return _train(*configured(wanted, where), task, where, as_json, words)
+    words = [word for name, value in chosen.items() if value is not None for word in (name, value)]
+    return words + ([] if fit is None else ["--fit" if fit else "--no-fit"])
 
 
 @contextlib.contextmanager

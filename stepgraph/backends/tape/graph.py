@@ -117,8 +117,8 @@ class TapeGraph(Graph):
         self._trace: GraphTrace | None = None
         self.random = RandomUse()
         self._refused: CaptureRefused | None = None
-        self._is_bound = False
-        self._counted: list[PoolPlace] = []
+        self._counted: list[PoolPlace] | None = None
+        """The memory that operators are bound to, once for each tensor over it; None before the first replay."""
 
     # -- the life of a graph
 
@@ -152,9 +152,10 @@ class TapeGraph(Graph):
         if self._trace is not None:
             self._pool.ledger.remove(self._trace)
             self._trace = None
-        for place in self._counted:
+        for place in self._counted or ():
             place.aliases -= 1
-        for held in (self._ops, self._born, self._outside, self._counted, self._reads, self._writes):
+        self._counted = None
+        for held in (self._ops, self._born, self._outside, self._reads, self._writes):
             held.clear()
 
     def __del__(self) -> None:
@@ -167,8 +168,8 @@ class TapeGraph(Graph):
                 "a graph was about to read memory that another graph's replay has overwritten",
                 rule="stale-memory",
             )
-        if not self._is_bound:
-            self._bind()
+        if self._counted is None:
+            self._counted = self._bind()
         run(self._ops)
         self._pool.ledger.replayed(self._trace)
         self._pool.poison_overwritten(self._trace)
@@ -336,10 +337,11 @@ class TapeGraph(Graph):
 
     # -- binding addresses to memory
 
-    def _bind(self) -> None:
-        """Turn every noted address into a tensor over its final memory."""
+    def _bind(self) -> list[PoolPlace]:
+        """Turn every noted address into a tensor over its final memory, and return the memory of each."""
         arena, start = arena_for([place for place in self._born.values() if place.storage is None])
         made: dict[Ref, torch.Tensor] = {}
+        counted: list[PoolPlace] = []
 
         def alias(ref: Any) -> Any:
             if type(ref) is not Ref:
@@ -352,7 +354,7 @@ class TapeGraph(Graph):
                     storage, shift = arena, (ref.place.block.start - start) // ref.dtype.itemsize
                 else:
                     ref.place.aliases += 1
-                    self._counted.append(ref.place)
+                    counted.append(ref.place)
                 tensor = torch.empty(0, dtype=ref.dtype).set_(storage, ref.offset + shift, ref.shape, ref.stride)
                 tensor = tensor.conj() if ref.conj else tensor
                 tensor = torch._neg_view(tensor) if ref.neg else tensor
@@ -360,11 +362,11 @@ class TapeGraph(Graph):
             return tensor
 
         with torch.inference_mode(False), torch.no_grad(), unseen_by_modes():
-            arena.fill_(0xFF)
+            arena.fill_(0xFF)  # type: ignore[attr-defined]
             for op in self._ops:
                 op.args, op.kwargs = mapped(alias, (op.args, op.kwargs))
                 op.results = [(alias(ref), index) for ref, index in op.results]
-        self._is_bound = True
+        return counted
 
 
 def _has_numbers(tensor: torch.Tensor) -> bool:
