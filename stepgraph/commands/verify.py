@@ -7,6 +7,16 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from stepgraph.commands.base import AsJson, ExitCode, Result, Seed
+from stepgraph.commands.script_options import (
+    Module,
+    NoWrite,
+    ScriptArgs,
+    ScriptPath,
+    ScriptTimeout,
+    StepName,
+    agreed,
+    script_of,
+)
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -15,47 +25,39 @@ if TYPE_CHECKING:
 
 
 def verify(
-    script: Annotated[str, typer.Argument(metavar="SCRIPT", help="The script to run, or with -m a module.")],
-    args: Annotated[list[str] | None, typer.Argument(metavar="[-- ARGS]", help="Arguments of the script.")] = None,
-    module: Annotated[bool, typer.Option("--module", "-m", help="Run SCRIPT as a module, as python -m does.")] = False,
-    step: Annotated[
-        str | None,
-        typer.Option(metavar="NAME", help="Capture this function: function, Class.method or module:function."),
-    ] = None,
+    script: ScriptPath = None,
+    args: ScriptArgs = None,
+    module: Module = None,
+    step: StepName = None,
     steps: Annotated[int, typer.Option("--steps", min=1, help="Steps to compare; then the script is stopped.")] = 8,
     rtol: Annotated[float, typer.Option(min=0.0, help="Allowed relative difference; 0 asks for equal bits.")] = 0.0,
     atol: Annotated[float, typer.Option(min=0.0, help="Allowed absolute difference; 0 asks for equal bits.")] = 0.0,
     seed: Seed = 0,
-    no_write: Annotated[bool, typer.Option("--no-write", help="Refuse files that the script opens to write.")] = False,
+    no_write: NoWrite = False,
     as_json: AsJson = False,
-    timeout: Annotated[
-        float, typer.Option("--timeout", min=0.001, metavar="SECONDS", help="Stop after this time, with exit code 3.")
-    ] = 300.0,
+    script_timeout: ScriptTimeout = 300.0,
 ) -> Result:
     """Run a script eagerly twice and graphed once, and compare bit for bit; exit with 1 if they differ."""
+    wanted = script_of(script, args, module, step, script_timeout, no_write)
+
     from rich.console import Console
 
     from stepgraph.proof.verify_script import verify_script
-    from stepgraph.script.run import Script
 
-    wanted = Script(script, tuple(args or ()), module, step, timeout, writes=not no_write)
-    console = Console(stderr=True, quiet=as_json)
-    with console.status("") as status:
+    with Console(stderr=True, quiet=as_json).status("") as status:
         report = verify_script(
             wanted,
             steps=steps,
             seed=seed,
             rtol=rtol,
             atol=atol,
-            on_run=lambda name: status.update(f"{script}: {name}"),
+            on_run=lambda name: status.update(f"{wanted}: {name}"),
             stdout_to_stderr=as_json,
         )
-    exit_code = _exit_code(report)
-    if not report.is_first_rank:
-        raise typer.Exit(exit_code)
     rule = next((one.comparison.cause.rule for one in report.reports if one.comparison.cause is not None), None)
     following = "stepgraph rules" if rule is None else f"stepgraph rules {rule}"
-    return Result(report.to_dict(), _shown(report), next=following, exit_code=exit_code)
+    result = Result(report.to_dict(), _shown(report), next=following, exit_code=_exit_code(report))
+    return agreed(result, script_timeout)
 
 
 def _exit_code(report: ScriptReport) -> ExitCode:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +66,6 @@ class ScriptReport:
     notes: tuple[str, ...] = ()
     files: tuple[str, ...] = ()
     """Files that the script opened for writing."""
-    is_first_rank: bool = field(default=True)
 
     @property
     def verdict(self) -> Verdict | None:
@@ -139,7 +138,6 @@ def _shared(script: Script, run: _Run) -> dict[str, Any]:
         "cannot_judge": outcome.cannot_judge,
         "notes": outcome.notes,
         "files": tuple(dict.fromkeys(file.path for file in outcome.files)),
-        "is_first_rank": outcome.is_first_rank,
     }
 
 

@@ -69,6 +69,21 @@ for i in range(20):
 """
 
 
+PLAIN = """
+class Trainer:
+    def train_step(self, x):
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+trainer = Trainer()
+for _ in range(20):
+    trainer.train_step(torch.randn(4, 8))
+"""
+
+
 def written(folder: Path, text: str, *args: str, **options: Any) -> Script:
     file = folder / "train.py"
     file.write_text(HEAD + textwrap.dedent(text))
@@ -89,6 +104,13 @@ def test_script_with_all_kinds_of_graphs_is_equal(tmp_path: Path) -> None:
         "the training step": "graphed parts",
     }
     assert all(one.replays for one in report.reports)
+
+
+def test_named_step_of_a_plain_script_is_captured(tmp_path: Path) -> None:
+    report = judged(written(tmp_path, PLAIN, step="Trainer.train_step"), steps=6)
+    assert report.verdict is Verdict.EQUAL, report
+    (one,) = report.reports
+    assert (one.subject, one.replays) == ("train_step", 3)
 
 
 def test_frozen_number_is_named_with_its_line(tmp_path: Path) -> None:
