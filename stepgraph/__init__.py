@@ -56,6 +56,8 @@ if TYPE_CHECKING:
     )
     from stepgraph.modules.static_buffers import CudagraphBufferMetadata
     from stepgraph.pipeline.stage import GraphedStages, graph_stage
+    from stepgraph.proof.report import VerifyReport
+    from stepgraph.proof.verify import verify
     from stepgraph.rng.tracker import CudaRNGStatesTracker, get_cuda_rng_tracker
     from stepgraph.session.session import Session
     from stepgraph.step.full_iteration import FullCudaGraphWrapper
@@ -106,6 +108,7 @@ __all__ = [
     "StepgraphWarning",
     "TECudaGraphHelper",
     "TensorReusePool",
+    "VerifyReport",
     "VisionTECudaGraphHelper",
     "backend_for",
     "capture",
@@ -126,6 +129,7 @@ __all__ = [
     "set_cuda_graph_overrides",
     "set_current_microbatch",
     "tree_map",
+    "verify",
 ]
 
 _HOMES = {
@@ -159,6 +163,8 @@ _HOMES = {
         "modules.session": "create_cudagraphs delete_cuda_graphs is_graph_capturing is_graph_warmup",
         "modules.static_buffers": "CudagraphBufferMetadata",
         "pipeline.stage": "GraphedStages graph_stage",
+        "proof.report": "VerifyReport",
+        "proof.verify": "verify",
         "rng.tracker": "CudaRNGStatesTracker get_cuda_rng_tracker",
         "session.session": "Session",
         "step.full_iteration": "FullCudaGraphWrapper",

@@ -17,12 +17,13 @@ from stepgraph.commands.native import native
 from stepgraph.commands.recipes import recipes
 from stepgraph.commands.rules import rules
 from stepgraph.commands.train import train
+from stepgraph.commands.verify import verify
 
 __all__ = ["COMMANDS", "app", "main"]
 
 COMMANDS: dict[str, tuple[Callable[..., Result], ...]] = {
     "Decide": (),
-    "Check": (frozen,),
+    "Check": (verify, frozen),
     "Understand": (explain, rules),
     "Train": (train, recipes),
     "Set-up": (demo, doctor, native),

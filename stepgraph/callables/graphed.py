@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, ParamSpec, TypeVar
 
@@ -266,6 +266,11 @@ class GraphedCallable(Generic[P, R]):
     def name(self) -> str:
         """The callable's name in messages."""
         return self._target.name
+
+    @property
+    def original(self) -> Callable[..., Any]:
+        """The function that the graphs replace."""
+        return self._target.original
 
     def __repr__(self) -> str:
         forwards, what = self._runner.forwards, f"graphed {self.name}, sample {self._sample.number}"

@@ -74,7 +74,7 @@ class GraphReport(ABC):
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         (_, reasons), (subject, facts) = self.tally(), self.facts()
-        memory = [f"{name} {_size(n)}" for name, n in (("pool", self.pool_bytes), ("static", self.static_bytes)) if n]
+        memory = [f"{name} {size_of(n)}" for name, n in (("pool", self.pool_bytes), ("static", self.static_bytes)) if n]
         rows = [
             ("ran eagerly", with_counts(reasons) if len(reasons) > 1 else ""),
             ("refused", with_counts(self.refused) if len(self.refused) > 1 else ""),
@@ -137,5 +137,6 @@ def _named(count: int, name: str) -> str:
     return f"{count} {name.removesuffix('s') if count == 1 else name}"
 
 
-def _size(count: int) -> str:
+def size_of(count: int) -> str:
+    """A number of bytes in words."""
     return f"{count / 2**20:.1f} MiB" if count >= 2**17 else f"{count / 2**10:.1f} KiB"
