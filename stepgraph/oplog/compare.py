@@ -50,6 +50,8 @@ class Difference:
     """The user's line, of the later log where it has one."""
     before: str
     now: str
+    kind: str = "operation"
+    """What differs: the "operation" itself, a plain "value" or the "tensor" that it is given."""
 
     def __str__(self) -> str:
         at = f" at {self.where}" if self.where is not None else ""
@@ -58,22 +60,30 @@ class Difference:
 
 def first_difference(before: Log, now: Log) -> Difference | None:
     """The first difference of two logs that share a vocabulary, or None. Lines do not count: code may move."""
+    return next(differences(before, now), None)
+
+
+def differences(before: Log, now: Log) -> Iterator[Difference]:
+    """All differences of two logs, up to the first operation that is another one: the rest cannot be compared."""
     assert before.vocabulary is now.vocabulary, "logs are compared by the numbers of one vocabulary"
     if before.notes == now.notes:
-        return None
+        return
     for index in range(min(len(before), len(now))):
         start = index * FIELDS
         if before.notes[start : start + FIELDS - 1] != now.notes[start : start + FIELDS - 1]:
             one, two = before[index], now[index]
             if not _is_same(before, now, one, two):
-                return _difference(index, one, two)
+                found = _difference(index, one, two)
+                yield found
+                if found.kind == "operation":
+                    return
     index = min(len(before), len(now))
     if len(before) == len(now):
-        return None
+        return
     extra = (before if len(before) > index else now)[index]
     ends, name = "the call ends", str(extra[0])
     told = (name, ends) if len(before) > index else (ends, name)
-    return Difference(index, name, _location(extra[3]), *told)
+    yield Difference(index, name, _location(extra[3]), *told)
 
 
 def _is_same(before: Log, now: Log, one: tuple[Any, ...], two: tuple[Any, ...]) -> bool:
@@ -117,10 +127,11 @@ def _is_unseen(log: Log, which: tuple[Any, ...]) -> bool:
 
 def _difference(index: int, before: tuple[Any, ...], now: tuple[Any, ...]) -> Difference:
     where = _location(now[3]) or _location(before[3])
-    one, two = str(before[0]), str(now[0])
+    one, two, kind = str(before[0]), str(now[0]), "operation"
     if one == two:
+        kind = "tensor" if before[1] == now[1] else "value"
         one, two = next(_changes(before, now), ("other arguments", "other arguments"))
-    return Difference(index, str(now[0]), where, one, two)
+    return Difference(index, str(now[0]), where, one, two, kind)
 
 
 def _changes(before: tuple[Any, ...], now: tuple[Any, ...]) -> Iterator[tuple[str, str]]:

@@ -235,7 +235,8 @@ class OpLog(dispatch.TorchDispatchMode):
     `roles` are names for tensors that were there before. `device` is the step's, so that work on the host is not its
     own. A graph cannot be seen into: what has one runs its own code meanwhile (`current_log`). `keeps_casts`: autocast
     keeps the casts of weights for this call and others of its region, so which call makes one means nothing. A cast
-    then has a name, and is not noted.
+    then has a name, and is not noted. `finds_arguments`: the arguments are not known, as of a loop's body. Each tensor
+    from before that has no name is one, numbered in the order of first use.
 
     Example:
         >>> with OpLog(vocabulary, [x]) as log:
@@ -258,9 +259,11 @@ class OpLog(dispatch.TorchDispatchMode):
         device: torch.device | None = None,
         *,
         keeps_casts: bool = False,
+        finds_arguments: bool = False,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._keeps_casts = keeps_casts
+        self._found = itertools.count() if finds_arguments else None
         self._vocabulary, self._roles = vocabulary, roles or Roles()
         self._device = device.type if device is not None and device.type != "cpu" else None
         self._serial = next(vocabulary.logs)
@@ -416,6 +419,8 @@ class OpLog(dispatch.TorchDispatchMode):
             return (("without memory", type(tensor).__qualname__), form)
         known.add(storage._cdata)
         device, offset = tensor.device, int(tensor.storage_offset())
+        if self._found is not None and not self._is_named(storage, offset):
+            self._given.add(next(self._found), tensor)
         which, begin = self._which(storage, offset)
         if self._device is not None and which[0] != "made" and not tensor.shape and device.type == "cpu":
             form = (tensor.shape, tensor.dtype, device, torch.strided)
@@ -439,6 +444,12 @@ class OpLog(dispatch.TorchDispatchMode):
             return ("role", role[0]), role[1]
         number = self._vocabulary.memory(storage, self._serial, lambda: next(self._nameless))
         return ("outside", number), 0
+
+    def _is_named(self, storage: torch.UntypedStorage, offset: int) -> bool:
+        """Whether this place in memory has a name, in this call or from before."""
+        if self._births.name(storage) is not None or self._vocabulary.casts.get(storage) is not None:
+            return True
+        return self._given.find(storage, offset) is not None or self._roles.find(storage, offset) is not None
 
     def _role(self, tensor: torch.Tensor) -> Hashable | None:
         """The name of a tensor that was there before the call and is no argument of it."""
@@ -504,10 +515,35 @@ class _Births:
         return ("made", scope, 0 if scope in ("host", "left out") else self._counts[scope] - number)
 
 
+class StandingMode(dispatch.TorchDispatchMode):
+    """A mode that stays entered below all others, and hands operations to the log of the moment, if there is one.
+
+    Modes form a stack. A log that begins and ends where a script's step does, between blocks of the script's own code,
+    must not be pushed there: a mode that the script leaves would take it away in its own place.
+    """
+
+    supports_higher_order_operators = True
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """As of `OpLog`."""
+        return True
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.log: OpLog | None = None
+
+    def __torch_dispatch__(self, func: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self.log is None:
+            return func(*args, **(kwargs or {}))
+        return self.log.__torch_dispatch__(func, kinds, args, kwargs)
+
+
 def current_log() -> OpLog | None:
     """The log of this thread."""
     modes = dispatch._get_current_dispatch_mode_stack()
-    return next((mode for mode in reversed(modes) if isinstance(mode, OpLog)), None)
+    logs = (mode.log if isinstance(mode, StandingMode) else mode for mode in reversed(modes))
+    return next((log for log in logs if isinstance(log, OpLog)), None)
 
 
 def is_logged() -> bool:
