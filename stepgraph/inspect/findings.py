@@ -135,7 +135,7 @@ def collect(seen: Iterable[Seen]) -> list[Finding]:
     found: dict[tuple[Any, ...], list[Seen]] = {}
     for one in seen:
         place = one.where
-        apart = one.what if place is None or one.rule in ("host-value", "own-change") else ""
+        apart = one.what if place is None else ""
         key = (one.rule, (place.file, place.line) if place is not None else None, apart)
         found.setdefault(key, []).append(one)
     return [_finding(group) for group in found.values() if not all(one.inside and one.step == 0 for one in group)]

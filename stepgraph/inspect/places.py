@@ -24,7 +24,7 @@ _OPTIMIZERS = (_TORCH + f"optim{os.sep}", _TORCH + os.path.join("amp", "grad_sca
 _SCHEDULERS = (_TORCH + os.path.join("optim", "lr_scheduler.py"), _TORCH + os.path.join("optim", "swa_utils.py"))
 _LOADING = _TORCH + os.path.join("utils", "data", "")
 _CALL = torch.nn.Module._call_impl.__code__
-_PLUMBING = tuple(_TORCH + name for name in ("overrides.py", "utils/_python_dispatch.py", "_ops.py", "_tensor.py"))
+_PLUMBING = tuple(_TORCH + name for name in ("overrides.py", "utils", "_ops.py", "_tensor.py", "_dynamo", "_compile.py"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +83,12 @@ def place_of(frame: types.FrameType | None) -> Place:
             module = one.f_locals.get("self")
         is_loading = is_loading or file.startswith(_LOADING)
     return Place(where, inside, module, is_optimizers, is_loading)
+
+
+def package_of(file: str) -> str:
+    """The name of the installed library that a file belongs to, or an empty text."""
+    _, installed, rest = file.rpartition(f"-packages{os.sep}")
+    return rest.partition(os.sep)[0].removesuffix(".py") if installed else ""
 
 
 def _is_optimizers(frame: types.FrameType) -> bool:

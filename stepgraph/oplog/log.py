@@ -39,6 +39,7 @@ from torch.utils import _python_dispatch as dispatch
 
 from stepgraph.backends.tape import graph as tape_graph
 from stepgraph.backends.tape import rng as tape_rng
+from stepgraph.errors import Location
 from stepgraph.frames import is_user
 
 _V = TypeVar("_V")
@@ -48,6 +49,8 @@ FIELDS = 4
 """The numbers of a note: operation, plain arguments, tensors, line."""
 TENSOR = "tensor"
 """Stands for a tensor among the plain arguments."""
+RESULTS = "results"
+"""Stands before the shapes of the results, which are last among the plain arguments if `finds_arguments`."""
 _UNSEEN = frozenset({"profiler"})
 """Namespaces of operations that compute nothing."""
 _NOBODY, _USER, _BACKWARD, _LEFT_OUT, _COLLECTIVE = range(5)
@@ -94,6 +97,9 @@ class Operation(NamedTuple):
 
 class Vocabulary:
     """The parts of notes, each with a number; and numbers for memory that no log has a name for."""
+
+    NOBODY, USER = _NOBODY, _USER
+    """Kinds of code: whose lines are no user's, and whose are."""
 
     def __init__(self) -> None:
         self._numbers: dict[Hashable, int] = {}
@@ -236,7 +242,7 @@ class OpLog(dispatch.TorchDispatchMode):
     own. A graph cannot be seen into: what has one runs its own code meanwhile (`current_log`). `keeps_casts`: autocast
     keeps the casts of weights for this call and others of its region, so which call makes one means nothing. A cast
     then has a name, and is not noted. `finds_arguments`: the arguments are not known, as of a loop's body. Each tensor
-    from before that has no name is one, numbered in the order of first use.
+    from before that has no name is one, numbered in the order of first use. The shapes of results are noted then, too.
 
     Example:
         >>> with OpLog(vocabulary, [x]) as log:
@@ -329,6 +335,16 @@ class OpLog(dispatch.TorchDispatchMode):
         return out
 
     @property
+    def last_line(self) -> Location | None:
+        """The user's line of the last note."""
+        line = self._vocabulary.parts[self._notes[-1]] if self._notes else None
+        return location_of(line)
+
+    def has_role(self, storage: torch.UntypedStorage) -> bool:
+        """Whether memory has a name from before the call."""
+        return self._roles.has(storage)
+
+    @property
     def is_hiding(self) -> bool:
         """Whether operations are not noted now."""
         return bool(self._hidden)
@@ -367,6 +383,10 @@ class OpLog(dispatch.TorchDispatchMode):
         out = func(*args, **kwargs)
         if on_device or self._device is None or any(one.device.type == self._device for one in _tensors(out)):
             self._bear(known, out, self._scope)
+            if self._found is not None:  # what makes another shape is asked of such logs
+                shapes = (RESULTS, tuple(result.shape for result in _tensors(out) if not result.is_nested))
+                plain = self._vocabulary.parts[self._notes[begin + 1]]
+                self._notes[begin + 1] = self._vocabulary.number((*plain, shapes))
         else:
             del self._notes[begin:]
             self._bear(known, out, "host")
@@ -569,6 +589,11 @@ _LIFT, _LIFT_COPY = torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh
 """What makes a tensor of a number that is written in Python."""
 _CAST = torch.ops.aten._to_copy.default
 _TENSORS_OWN = torch.Tensor.__torch_dispatch__
+
+
+def location_of(line: Any) -> Location | None:
+    """The place that a note's line stands for; None in a backward without one."""
+    return Location(*line) if isinstance(line, tuple) and len(line) == 3 else None
 
 
 def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:

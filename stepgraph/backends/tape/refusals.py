@@ -16,6 +16,7 @@ import contextlib
 import dataclasses
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -33,7 +34,8 @@ _SYNCHRONIZING = (
 )
 _LIBRARY_CALLS = frozenset({"aten::_linalg_svd", "aten::_linalg_eigh", "aten::linalg_lstsq", "aten::linalg_eig"})
 _READS = ("tolist", "numpy", "__array__", "__repr__", "__format__", "__dlpack__", "__reduce_ex__")
-_HOST_READS = {**{name: name for name in _READS}, "cpu": "cpu()"}
+HOST_READS: Mapping[str, str] = MappingProxyType({**{name: name for name in _READS}, "cpu": "cpu()"})
+"""Methods of tensors that read them on the host, and how messages spell them."""
 _LIFTS = ("aten::lift_fresh", "aten::lift_fresh_copy")
 _CHECKS = frozenset(("aten::aminmax", "aten::min", "aten::max", "aten::_local_scalar_dense"))
 """Operators that `F.one_hot` runs on the CPU to check its values. The tape answers them with 0."""
@@ -97,8 +99,8 @@ class HostReadGuard(TorchFunctionMode, OwnMode):
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         name = getattr(func, "__name__", "")
-        if name in _HOST_READS and args and isinstance(args[0], torch.Tensor):
-            self._refuse(CaptureRefused(entry("host-read"), f"Tensor.{_HOST_READS[name]}", user_location()))
+        if name in HOST_READS and args and isinstance(args[0], torch.Tensor):
+            self._refuse_read(func, args)
         if func is torch.tensor and args and isinstance(args[0], torch.Tensor):
             return self.copied(args, kwargs or {})
         checks = name == "one_hot" and max([*args[1:2], *(kwargs or {}).values()], default=-1) > 0
@@ -109,6 +111,10 @@ class HostReadGuard(TorchFunctionMode, OwnMode):
             return func(*args, **(kwargs or {}))
         finally:
             self.running[name] -= 1
+
+    def _refuse_read(self, func: Any, args: Sequence[Any]) -> None:
+        what = f"Tensor.{HOST_READS[func.__name__]}"
+        self._refuse(CaptureRefused(entry("host-read"), what, user_location()))
 
     def copied(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """The result of `torch.tensor(tensor)`, which copies past the dispatcher: here by operators that it sees."""
