@@ -24,7 +24,7 @@ from stepgraph.inspect.host_work import HostWork
 from stepgraph.inspect.places import Place, is_own_code, location_of, own_frames, place_of, stack_of
 from stepgraph.inspect.step_functions import StepFunctions
 from stepgraph.inspect.step_operations import Made, StepOperations, changes
-from stepgraph.inspect.step_state import Line, StepState
+from stepgraph.inspect.step_state import FunctionsByCode, Line, StepState
 from stepgraph.observe.own_changes import OwnNumbers
 from stepgraph.observe.step_objects import StepObjects
 from stepgraph.oplog import Log
@@ -52,7 +52,7 @@ class CheckProbe:
         self._operations = StepOperations(self._note, self._moved)
         self._work = HostWork(self._note)
         self._work.lines = lambda code, line: self._lines.note((code, line))
-        self._functions = StepFunctions()
+        self._functions, self._by_code = StepFunctions(), FunctionsByCode()
         self._numbers = OwnNumbers((), lambda optimizer: False)
         self._state: StepState | None = None
         self._step: int | None = None
@@ -109,28 +109,35 @@ class CheckProbe:
         frames = own_frames(sys._getframe(1))
         self._functions.begin(frames)
         device = self._device()
-        before: Sequence[Line] = self._lines.inside
         self._numbers = OwnNumbers(self._touched.all_optimizers, lambda optimizer: False)
-        self._state = StepState(self._touched, frames, before, self._work.ran, self._numbers) if before else None
+        self._state = self._watched_values(frames)
         self._lines = Ledger()
         self._changed, self._forwards = [], set()
         self._operations.begin(index, self._touched, device)
         self._work.start(device)
 
+    def _watched_values(self, frames: Sequence[types.FrameType]) -> StepState | None:
+        """The host values of a step, if it is known from the step before which it has."""
+        lines: Sequence[Line] = self._lines.inside
+        if not lines:
+            return None
+        functions = self._by_code.of({code for code, _ in lines})
+        return StepState(self._touched, frames, lines, functions, self._work.ran, self._numbers)
+
     def step_reaches(self, index: int) -> None:
         """All that ran by now is inside the step."""
-        self._work.settle()
-        self._seen.reach()
-        self._lines.reach()
-        self._operations.reach()
-        self._functions.reach(sys._getframe(1))
-        self._changed = []
-        if self._state is not None:
-            self._state.note_changes(self._value_changed, self._lines.inside)
+        with self._work.paused():
+            self._work.settle()
+            self._seen.reach()
+            self._lines.reach()
+            self._operations.reach()
+            self._functions.reach(sys._getframe(1))
+            self._changed = []
+            if self._state is not None:
+                self._state.note_changes(self._value_changed, self._lines.inside)
 
     def step_ends(self, index: int) -> None:
         """The step is over."""
-        self._work.settle()
         self._work.stop()
         logs = self._operations.end()
         self._seen.end()

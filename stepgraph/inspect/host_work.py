@@ -102,8 +102,22 @@ class HostWork:
             _SET_TRACE(self._trace)
             _SET_PROFILE(self._profile)
 
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Run a block of our own without being called for each line and call of it."""
+        trace, profile = sys.gettrace(), sys.getprofile()
+        _SET_TRACE(None)
+        _SET_PROFILE(None)
+        try:
+            yield
+        finally:
+            _SET_TRACE(trace)
+            _SET_PROFILE(profile)
+
     def stop(self) -> None:
         """A step is over."""
+        if self._is_ours():
+            self.settle()
         self.is_active = False
         self._at = None
         if sys.gettrace() == self._trace:

@@ -44,13 +44,13 @@ class StepState:
         touched: StepObjects,
         frames: Sequence[types.FrameType],
         lines: Sequence[Line],
+        functions: Sequence[types.FunctionType],
         ran: ExecutedCode,
         numbers: OwnNumbers,
     ) -> None:
-        """`frames` are the user's, innermost first; `lines` ran in the step before, inside it, in order."""
+        """`frames` are the user's, innermost first; `lines` and `functions` ran in the step before, inside it."""
         self._touched, self._numbers = touched, numbers
         values, read = _variables(frames, lines)
-        functions = _functions_of({code for code, _ in lines})
         with dispatch._disable_current_modes(), torch._C.DisableTorchFunction():
             root = functools.partial(_root, *functions, **values)
             self._values = Watch(root, (), touched.named_modules, read, touched.all_optimizers, ran)
@@ -84,11 +84,21 @@ def _root(*args: Any, **kwargs: Any) -> None:
     """Stands for the body of the loop."""
 
 
-def _functions_of(codes: Iterable[types.CodeType]) -> list[types.FunctionType]:
-    """The functions with this code that are alive."""
-    wanted = {code for code in codes if code.co_name != _MODULE_CODE}
-    found = (one for code in wanted for one in gc.get_referrers(code))
-    return [one for one in found if type(one) is types.FunctionType and one.__code__ in wanted]
+class FunctionsByCode:
+    """The functions that were alive when their code was first asked for."""
+
+    def __init__(self) -> None:
+        self._known: dict[types.CodeType, list[types.FunctionType]] = {}
+
+    def of(self, codes: Iterable[types.CodeType]) -> list[types.FunctionType]:
+        """Return the functions with this code; one look at all objects finds those of all new code."""
+        wanted = {code for code in codes if code.co_name != _MODULE_CODE}
+        new = wanted - self._known.keys()
+        self._known |= {code: [] for code in new}
+        for value in gc.get_objects() if new else ():
+            if type(value) is types.FunctionType and value.__code__ in new:
+                self._known[value.__code__].append(value)
+        return [function for code in wanted for function in self._known[code]]
 
 
 def _variables(
