@@ -13,12 +13,14 @@ from __future__ import annotations
 
 import builtins
 import contextlib
+import functools
 import io
 import logging
 import os
 import sys
 import threading
 import types
+import weakref
 from collections.abc import Callable, Iterator
 from types import MappingProxyType
 from typing import Any
@@ -77,7 +79,7 @@ class HostWork:
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
         """Watch the steps in this block. Audit hooks stay for good, and then do nothing."""
-        sys.addaudithook(self._audit)
+        sys.addaudithook(functools.partial(_audit, weakref.ref(self)))
         threading.setprofile(self._profile_thread)
         try:
             yield
@@ -102,17 +104,9 @@ class HostWork:
             _SET_TRACE(self._trace)
             _SET_PROFILE(self._profile)
 
-    @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
+    def paused(self) -> _Paused:
         """Run a block of our own without being called for each line and call of it."""
-        trace, profile = sys.gettrace(), sys.getprofile()
-        _SET_TRACE(None)
-        _SET_PROFILE(None)
-        try:
-            yield
-        finally:
-            _SET_TRACE(trace)
-            _SET_PROFILE(profile)
+        return _Paused()
 
     def stop(self) -> None:
         """A step is over."""
@@ -130,15 +124,15 @@ class HostWork:
 
     # -- files
 
-    def _audit(self, event: str, args: tuple[Any, ...]) -> None:
-        if event != "open" or not self._is_ours():
+    def opens(self, path: Any, mode: Any, flags: int) -> None:
+        """A file is about to be opened."""
+        if not self._is_ours():
             return
-        path, mode, flags = args
-        if isinstance(path, int) or str(path).startswith(_NOT_DATA) or self._reads_code(sys._getframe(1)):
+        if isinstance(path, int) or str(path).startswith(_NOT_DATA) or self._reads_code(sys._getframe(2)):
             return
         writes = any(letter in str(mode) for letter in "wax+") if mode else bool(flags & (os.O_WRONLY | os.O_RDWR))
         verb = "writes" if writes else "reads"
-        self._note("host-file", f"{verb} {os.path.basename(os.fsdecode(path))}", sys._getframe(1))
+        self._note("host-file", f"{verb} {os.path.basename(os.fsdecode(path))}", sys._getframe(2))
 
     def _reads_code(self, frame: types.FrameType) -> bool:
         """Whether Python imports a module or looks up source code, as for a warning, or stepgraph opened it."""
@@ -261,6 +255,26 @@ class HostWork:
     def _states(self) -> HostRandomWatch:
         with dispatch._disable_current_modes(), torch._C.DisableTorchFunction():
             return HostRandomWatch(self._device)
+
+
+class _Paused(contextlib.AbstractContextManager[None]):
+    """Python's trace and profile functions are set aside. A class: it is entered for each operation."""
+
+    def __enter__(self) -> None:
+        self._trace, self._profile = sys.gettrace(), sys.getprofile()
+        _SET_PROFILE(None)
+        _SET_TRACE(None)
+
+    def __exit__(self, *_: Any) -> None:
+        _SET_TRACE(self._trace)
+        _SET_PROFILE(self._profile)
+
+
+def _audit(watching: weakref.ref[HostWork], event: str, args: tuple[Any, ...]) -> None:
+    """An audit hook, which Python keeps for good: it keeps nothing else."""
+    work = watching() if event == "open" else None
+    if work is not None:
+        work.opens(*args)
 
 
 def _is_torchs(function: Any) -> bool:

@@ -27,7 +27,7 @@ from torch.utils import _python_dispatch as dispatch
 
 from stepgraph.backends.tape.refusals import HOST_READS, HostReadGuard, OperatorGuard, unseen_by_modules
 from stepgraph.errors import CaptureRefused, Location
-from stepgraph.inspect.places import is_own_code
+from stepgraph.inspect.places import is_own_code, place_of
 from stepgraph.observe.step_objects import StepObjects
 from stepgraph.oplog import Difference, Log, OpLog, StandingMode, Vocabulary, differences, noting_unseen
 from stepgraph.oplog.log import FIELDS, storage_of
@@ -36,6 +36,10 @@ from stepgraph.session.proof import roles_of
 
 Note = Callable[[str, str, types.FrameType, Location | None], None]
 """Takes a rule, what happened, the frame in which it happened, and the line if that is another one."""
+
+
+_OPTIMIZERS = "optimizers"
+"""The owner of the sections of all optimizers."""
 
 
 class OwnLines(Vocabulary):
@@ -59,13 +63,17 @@ class Made:
     where: Location | None
 
 
+Moved = Callable[[Made, torch.Tensor], None]
+
+
 class StepOperations(StandingMode):
     """The modes, and the logs of all steps."""
 
-    def __init__(self, note: Note, moved: Callable[[Made, torch.Tensor], None]) -> None:
+    def __init__(self, note: Note, moved: Moved, paused: Callable[[], contextlib.AbstractContextManager[None]]) -> None:
+        """`paused` is entered around the work on each operation, which no other observer need see."""
         super().__init__()
         self.guard = NotingGuard(self)
-        self._note, self._moved = note, moved
+        self._note, self._moved, self._paused = note, moved, paused
         self._operators = OperatorGuard(self.guard)
         self._vocabulary = OwnLines()
         self._step = 0
@@ -76,6 +84,8 @@ class StepOperations(StandingMode):
         """The notes of the log at the last backward, and when the step last reached this far."""
         self._made: dict[int, Made] = {}
         self._num_made = self._reached = 0
+        self._optimizer: str | None = None
+        """The class of the optimizer that steps now."""
 
     # -- the steps
 
@@ -84,12 +94,14 @@ class StepOperations(StandingMode):
         """Watch the steps in this block."""
 
         def begin(optimizer: Optimizer) -> None:
+            self._optimizer = type(optimizer).__name__
             if self.log is not None:
-                self.log.begin_section("optimizers", type(optimizer).__name__)
+                self.log.begin_section(_OPTIMIZERS, self._optimizer)
 
         def end(optimizer: Optimizer, _: Any) -> None:
+            self._optimizer = None
             if self.log is not None:
-                self.log.end_section("optimizers")
+                self.log.end_section(_OPTIMIZERS)
 
         with unseen_by_modules(self.guard), noting_unseen(), at_optimizer_steps(begin, end), self.guard, self:
             yield
@@ -103,11 +115,13 @@ class StepOperations(StandingMode):
     def _begin_log(self, touched: StepObjects) -> None:
         with dispatch._disable_current_modes(), torch._C.DisableTorchFunction():
             self.log = OpLog(self._vocabulary, (), roles_of(touched), self._device, finds_arguments=True)
+        if self._optimizer is not None:  # its closure begins the step
+            self.log.begin_section(_OPTIMIZERS, self._optimizer)
         self._lengths = [0, 0]
 
     @property
     def has_backward(self) -> bool:
-        """Whether a backward ran since the log began."""
+        """Whether a backward ran since the log began, or the step last reached so far: then a loop may come round."""
         return bool(self._lengths[0])
 
     def backward_done(self) -> None:
@@ -119,7 +133,7 @@ class StepOperations(StandingMode):
         self._begin_log(touched)
 
     def reach(self) -> None:
-        self._lengths[1] = self._length
+        self._lengths = [0, self._length]
         self._reached = self._num_made
 
     def end(self) -> list[Log]:
@@ -139,7 +153,7 @@ class StepOperations(StandingMode):
         log = self.log.finish()
         sections = [(start, min(end, length), owner) for start, end, owner in log.sections if start < length]
         log = dataclasses.replace(log, notes=log.notes[: length * FIELDS], sections=tuple(sections))
-        return log.without(["optimizers"])
+        return log.without([_OPTIMIZERS])
 
     # -- the operations
 
@@ -149,7 +163,7 @@ class StepOperations(StandingMode):
             return func(*args, **kwargs)
         if kinds and any(kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__ for kind in kinds):
             return NotImplemented
-        with torch._C.DisableTorchFunction():
+        with self._paused(), torch._C.DisableTorchFunction():
             known = self._read((*args, *kwargs.values()))
             out = super().__torch_dispatch__(func, kinds, args, kwargs)
             self._bear(known, out)
@@ -188,7 +202,7 @@ class StepOperations(StandingMode):
             made = self._made.get(storage._cdata)
             if made is not None and 0 < made.step < self._step and made.storage() is storage:
                 assert self.log is not None
-                if not self.log.has_role(storage):
+                if not self.log.has_role(storage) and not place_of(sys._getframe(1)).is_optimizers:
                     self._moved(made, tensor)
         return known
 
