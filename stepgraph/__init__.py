@@ -26,12 +26,16 @@ if TYPE_CHECKING:
         ConfigError,
         InvalidArgument,
         NonFinite,
+        NoStepError,
+        ScriptError,
         SignatureMismatch,
         StaleMemoryError,
         StateChanged,
         StepgraphError,
         StepgraphWarning,
     )
+    from stepgraph.inspect.doctor import DoctorReport, doctor
+    from stepgraph.inspect.explain import Explanation, explain
     from stepgraph.joined.capture import capture
     from stepgraph.megatron.layers_helper import TECudaGraphHelper
     from stepgraph.megatron.manager import CudaGraphManager
@@ -76,16 +80,20 @@ __all__ = [
     "CudaGraphScope",
     "CudaRNGStatesTracker",
     "CudagraphBufferMetadata",
+    "DoctorReport",
     "Environment",
+    "Explanation",
     "FullCudaGraphWrapper",
     "GraphedModules",
     "GraphedStages",
     "InvalidArgument",
     "ModuleReport",
+    "NoStepError",
     "NonFinite",
     "OptimizerCudaGraphWrapper",
     "Report",
     "ScopeRegistry",
+    "ScriptError",
     "Session",
     "SignatureMismatch",
     "StaleMemoryError",
@@ -100,6 +108,8 @@ __all__ = [
     "capture",
     "create_cudagraphs",
     "delete_cuda_graphs",
+    "doctor",
+    "explain",
     "get_cuda_rng_tracker",
     "get_mismatch_errors",
     "get_vision_cuda_graph_seq_length",
@@ -126,9 +136,11 @@ _HOMES = {
         "config.environment": "Environment",
         "config.overrides": "set_cuda_graph_overrides",
         "config.scope": "CudaGraphScope VALID_CUDA_GRAPH_IMPLS VALID_CUDA_GRAPH_SCOPES",
-        "errors": "BuildError CaptureError ClosedError ConfigError InvalidArgument NonFinite "
+        "errors": "BuildError CaptureError ClosedError ConfigError InvalidArgument NoStepError NonFinite ScriptError "
         "SignatureMismatch StaleMemoryError StateChanged StepgraphError StepgraphWarning",
         "joined.capture": "capture",
+        "inspect.doctor": "DoctorReport doctor",
+        "inspect.explain": "Explanation explain",
         "megatron.layers_helper": "TECudaGraphHelper",
         "megatron.manager": "CudaGraphManager",
         "megatron.optimizer_wrapper": "OptimizerCudaGraphWrapper",
