@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from stepgraph.inspect.doctor import DoctorReport, doctor
     from stepgraph.inspect.explain import Explanation, explain
     from stepgraph.joined.capture import capture
+    from stepgraph.inspect.check import CheckReport, check
     from stepgraph.megatron.layers_helper import TECudaGraphHelper
     from stepgraph.megatron.manager import CudaGraphManager
     from stepgraph.megatron.optimizer_wrapper import OptimizerCudaGraphWrapper
@@ -73,6 +74,7 @@ __all__ = [
     "CallablesReport",
     "CaptureError",
     "CapturedStep",
+    "CheckReport",
     "ClosedError",
     "ConfigContainer",
     "ConfigError",
@@ -106,6 +108,7 @@ __all__ = [
     "VisionTECudaGraphHelper",
     "backend_for",
     "capture",
+    "check",
     "create_cudagraphs",
     "delete_cuda_graphs",
     "doctor",
@@ -141,6 +144,7 @@ _HOMES = {
         "joined.capture": "capture",
         "inspect.doctor": "DoctorReport doctor",
         "inspect.explain": "Explanation explain",
+        "inspect.check": "CheckReport check",
         "megatron.layers_helper": "TECudaGraphHelper",
         "megatron.manager": "CudaGraphManager",
         "megatron.optimizer_wrapper": "OptimizerCudaGraphWrapper",

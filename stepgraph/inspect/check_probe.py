@@ -10,6 +10,7 @@ import contextlib
 import gc
 import sys
 import types
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -79,6 +80,7 @@ class CheckProbe:
             stack.enter_context(self._work.watching())
             stack.enter_context(self._operations.watching())
             stack.enter_context(replaced(torch.autograd, "backward", self._backward))
+            stack.enter_context(self._sync_warnings())
             stack.enter_context(at_optimizer_steps(self._optimizer_begins, self._optimizer_done))
             handle = torch_module.register_module_forward_pre_hook(self._forward)
             stack.callback(handle.remove)
@@ -97,6 +99,30 @@ class CheckProbe:
             "models": self._modules([*inside, *varying]),
             "is_hidden": self._work.is_hidden,
         }
+
+    @contextlib.contextmanager
+    def _sync_warnings(self) -> Iterator[None]:
+        """On a GPU, torch's sync debug mode warns of each wait: those in a step are noted."""
+        if self._script.is_cuda_mapped:
+            yield
+            return
+        show = warnings.showwarning
+
+        def shown(message: Any, *args: Any, **kwargs: Any) -> None:
+            if _SYNCHRONIZING not in str(message):
+                show(message, *args, **kwargs)
+            elif self._step is not None:
+                self._note("host-read", "waits for the device", sys._getframe(1))
+
+        before = torch.cuda.get_sync_debug_mode()
+        with warnings.catch_warnings():
+            warnings.filterwarnings("always", message=_SYNCHRONIZING)
+            warnings.showwarning = shown
+            torch.cuda.set_sync_debug_mode("warn")
+            try:
+                yield
+            finally:
+                torch.cuda.set_sync_debug_mode(before)
 
     # -- the steps
 
@@ -264,7 +290,11 @@ class CheckProbe:
         dirty = {one.module for one in inside if one.module}
         roots = [name for name in self._called if not any(name.startswith(f"{other}.") for other in self._called)]
         return [
-            {"name": self._functions.name_of(self._called[root]), "class": root, "clean": clean_parts(root, self._called, dirty)}
+            {
+                "name": self._functions.name_of(self._called[root]),
+                "class": root,
+                "clean": clean_parts(root, self._called, dirty),
+            }
             for root in roots
             if next(self._called[root].parameters(), None) is not None
         ]

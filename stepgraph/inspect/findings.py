@@ -146,9 +146,7 @@ def _finding(seen: Sequence[Seen]) -> Finding:
     why, fix = entry(first.rule).reason_and_fix()
     group = next(name for name, rules in GROUPS.items() if first.rule in rules)
     steps = len({one.step for one in seen})
-    return Finding(
-        first.rule, group, first.what, first.where, first.inside, first.module, len(seen), steps, why, fix
-    )
+    return Finding(first.rule, group, first.what, first.where, first.inside, first.module, len(seen), steps, why, fix)
 
 
 class Api(enum.Enum):
@@ -214,7 +212,9 @@ def judge(findings: Sequence[Finding], shape: StepShape, unknown: Sequence[str] 
         reason = f"the loop is {shape.library}'s, so no function of yours is the whole step; the model is yours."
         return _modules(findings, shape, reason)
     if not findings:
-        reason = f"{shape.steps} steps ran the same operations, nothing waited for the device, and nothing was Python's."
+        reason = (
+            f"{shape.steps} steps ran the same operations, nothing waited for the device, and nothing was Python's."
+        )
         return Verdict(Api.CAPTURE, reason, _paste_capture(shape))
     lines = len({(f.where.file, f.where.line) if f.where is not None else None for f in findings})
     reason = f"{len(findings)} finding{'s' * (len(findings) > 1)} at {lines} line{'s' * (lines > 1)} of the step"

@@ -24,7 +24,9 @@ _OPTIMIZERS = (_TORCH + f"optim{os.sep}", _TORCH + os.path.join("amp", "grad_sca
 _SCHEDULERS = (_TORCH + os.path.join("optim", "lr_scheduler.py"), _TORCH + os.path.join("optim", "swa_utils.py"))
 _LOADING = _TORCH + os.path.join("utils", "data", "")
 _CALL = torch.nn.Module._call_impl.__code__
-_PLUMBING = tuple(_TORCH + name for name in ("overrides.py", "utils", "_ops.py", "_tensor.py", "_dynamo", "_compile.py"))
+_PLUMBING = tuple(
+    _TORCH + name for name in ("overrides.py", "utils", "_ops.py", "_tensor.py", "_dynamo", "_compile.py")
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,21 +23,25 @@ from typing import Any
 
 import torch
 from torch.optim.optimizer import Optimizer
+from torch.overrides import _get_current_function_mode_stack
 from torch.utils import _python_dispatch as dispatch
 
-from stepgraph.backends.tape.refusals import HOST_READS, HostReadGuard, OperatorGuard, unseen_by_modules
+from stepgraph.backends.tape.refusals import HOST_READS, HostReadGuard, OperatorGuard, is_lift, unseen_by_modules
 from stepgraph.errors import CaptureRefused, Location
 from stepgraph.inspect.places import is_own_code, place_of
 from stepgraph.observe.step_objects import StepObjects
 from stepgraph.oplog import Difference, Log, OpLog, StandingMode, Vocabulary, differences, noting_unseen
 from stepgraph.oplog.log import FIELDS, storage_of
 from stepgraph.optim.steps import at_optimizer_steps
+from stepgraph.script.cuda_on_cpu import DeviceMode
 from stepgraph.session.proof import roles_of
 
 Note = Callable[[str, str, types.FrameType, Location | None], None]
 """Takes a rule, what happened, the frame in which it happened, and the line if that is another one."""
 
 
+_RANDOM = frozenset(("rand", "randn", "randint", "randperm", "normal", "rand_like", "randn_like", "bernoulli"))
+"""Functions of torch that draw random numbers into a new tensor."""
 _OPTIMIZERS = "optimizers"
 """The owner of the sections of all optimizers."""
 
@@ -78,6 +82,7 @@ class StepOperations(StandingMode):
         self._vocabulary = OwnLines()
         self._step = 0
         self._device = torch.device("cpu")
+        self._is_on_device: Callable[[torch.Tensor], bool] = lambda tensor: True
         self._thread, self._process = threading.get_ident(), os.getpid()
         self._logs: list[Log] = []
         self._lengths = [0, 0]
@@ -109,6 +114,12 @@ class StepOperations(StandingMode):
     def begin(self, step: int, touched: StepObjects, device: torch.device) -> None:
         """A step begins."""
         self._step, self._device, self._logs = step, device, []
+        modes = _get_current_function_mode_stack()
+        mapped = next((mode for mode in modes if isinstance(mode, DeviceMode)), None)
+        if mapped is not None and any(map(mapped.is_on_device, touched.all_parameters)):
+            self._is_on_device = mapped.is_on_device  # the step runs on what stands for a GPU
+        else:
+            self._is_on_device = lambda tensor: device.type == "cpu" or tensor.device.type != "cpu"
         self._made = {key: made for key, made in self._made.items() if made.storage() is not None}
         self._begin_log(touched)
 
@@ -176,6 +187,16 @@ class StepOperations(StandingMode):
         here = threading.get_ident() == self._thread
         return (here or isinstance(threading.current_thread(), threading._DummyThread)) and os.getpid() == self._process
 
+    def reads_device(self, tensors: Iterable[torch.Tensor]) -> bool:
+        """Whether one of these tensors is on the step's device; of those in a backward that is not known."""
+        in_backward = torch._C._current_autograd_node() is not None
+        return in_backward or any(self._is_on_device(tensor) for tensor in tensors)
+
+    def drawn(self, func: Any, result: Any) -> None:
+        """Note random numbers that are drawn on the host, for a step on another device."""
+        if isinstance(result, torch.Tensor) and not self._is_on_device(result):
+            self._note("host-random", f"torch.{func.__name__} draws on the host", sys._getframe(1), None)
+
     def refused(self, error: CaptureRefused) -> None:
         """Note a refusal, and go on."""
         if self.log is not None and self.is_ours():
@@ -184,8 +205,7 @@ class StepOperations(StandingMode):
             self._note(error.row.id, error.operation, sys._getframe(1), line)
 
     def _refuse(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        on_host = self._device.type != "cpu" and not any(one.device.type != "cpu" for one in tensors_in(args))
-        if self._operators.is_check(func) or (on_host and not func._schema.name.startswith("aten::lift_fresh")):
+        if self._operators.is_check(func) or not (is_lift(func) or self.reads_device(tensors_in(args))):
             return
         error = self._operators.refusal(func, args, kwargs)
         if error is not None:
@@ -227,13 +247,18 @@ class NotingGuard(HostReadGuard):
     def __torch_function__(self, func: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self._operations.log is None or not self._operations.is_ours():
             return func(*args, **(kwargs or {}))
-        if getattr(func, "__name__", "") not in HOST_READS or self.is_reading:
+        name = getattr(func, "__name__", "")
+        if name in _RANDOM:
+            result = func(*args, **(kwargs or {}))
+            self._operations.drawn(func, result)
+            return result
+        if name not in HOST_READS or self.is_reading:
             return super().__torch_function__(func, kinds, args, kwargs)
         try:
-            reads = args and isinstance(args[0], torch.Tensor)
-            if reads:
+            is_tensor = bool(args) and isinstance(args[0], torch.Tensor)
+            if is_tensor and self._operations.reads_device(args[:1]):
                 self._refuse_read(func, args)
-            self.is_reading = bool(reads)
+            self.is_reading = is_tensor
             return func(*args, **(kwargs or {}))
         finally:
             self.is_reading = False
