@@ -34,6 +34,7 @@ if TYPE_CHECKING:
         StepgraphError,
         StepgraphWarning,
     )
+    from stepgraph.inspect.check import CheckReport, check
     from stepgraph.inspect.doctor import DoctorReport, doctor
     from stepgraph.inspect.explain import Explanation, explain
     from stepgraph.inspect.frozen import frozen
@@ -77,6 +78,7 @@ __all__ = [
     "CallablesReport",
     "CaptureError",
     "CapturedStep",
+    "CheckReport",
     "ClosedError",
     "ConfigContainer",
     "ConfigError",
@@ -112,6 +114,7 @@ __all__ = [
     "VisionTECudaGraphHelper",
     "backend_for",
     "capture",
+    "check",
     "create_cudagraphs",
     "delete_cuda_graphs",
     "doctor",
@@ -151,6 +154,7 @@ _HOMES = {
         "inspect.explain": "Explanation explain",
         "inspect.frozen": "frozen",
         "inspect.frozen_report": "FrozenReport",
+        "inspect.check": "CheckReport check",
         "megatron.layers_helper": "TECudaGraphHelper",
         "megatron.manager": "CudaGraphManager",
         "megatron.optimizer_wrapper": "OptimizerCudaGraphWrapper",
