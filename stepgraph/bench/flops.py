@@ -47,7 +47,7 @@ def _weights(module: torch.nn.Module, share: float) -> float:
     """The weights of one module that a token is multiplied with; embeddings are looked up."""
     if isinstance(module, Experts):
         return share * (module.gate_up_proj.numel() + module.down_proj.numel())
-    return module.weight.numel() if isinstance(module, torch.nn.Linear) else 0
+    return int(module.weight.numel()) if isinstance(module, torch.nn.Linear) else 0
 
 
 def _attention(model: Any, window: int | None) -> float:

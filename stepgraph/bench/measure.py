@@ -8,11 +8,12 @@ call returns, and there are no kernels to see.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -155,18 +156,28 @@ def host_ms(call: Call, device: torch.device) -> float:
 
 def timeline_of(call: Call, device: torch.device) -> Timeline:
     """Run one step under torch's profiler; return what the GPU did. Without a GPU, nothing was seen."""
-    if device.type != "cuda":
+    with profiled(device) as found:
         call()
-        return Timeline()
+    return found[0]
+
+
+@contextlib.contextmanager
+def profiled(device: torch.device) -> Iterator[list[Timeline]]:
+    """Profile a block; afterwards the list that it was given has one timeline."""
+    found: list[Timeline] = []
+    if device.type != "cuda":
+        yield found
+        found.append(Timeline())
+        return
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     torch.cuda.synchronize(device)
     with torch.profiler.profile(activities=activities) as profiler:
-        call()
+        yield found
         torch.cuda.synchronize(device)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(path))
-        return read_trace(json.loads(path.read_text(encoding="utf-8"), strict=False))
+        found.append(read_trace(json.loads(path.read_text(encoding="utf-8"), strict=False)))
 
 
 def read_trace(trace: Mapping[str, Any]) -> Timeline:

@@ -1,0 +1,214 @@
+"""One measured training run of a configuration: `benchmark(cfg)`.
+
+The run is the training loop itself (`train.pretrain`, `finetune`), with a clock that listens to its events. First come
+the iterations of warm-up and capture, and a few more in which caches settle; none of them is timed. Then come the
+steady steps, timed between two events of the device; then one under torch's profiler, which shows the kernels; and one
+more, so that the profiled one ends at the beginning of another.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+from stepgraph.bench.flops import flops_per_step
+from stepgraph.bench.hardware import Gpu
+from stepgraph.bench.measure import StepTimes, Timeline, profiled
+from stepgraph.config.container import ConfigContainer
+from stepgraph.train import finetune, pretrain
+from stepgraph.train.run_report import RunReport
+from stepgraph.train.setup import ModelProvider
+
+SETTLE = 3
+"""Iterations after the capture that are not timed."""
+_DDP_WARMUP = 11
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Bytes of the device; None where they are not counted."""
+
+    allocated: int | None = None
+    reserved: int | None = None
+    before_capture: int | None = None
+    after_capture: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class BenchResult:
+    """The figures of one run."""
+
+    times: StepTimes
+    timeline: Timeline
+    memory: Memory
+    report: RunReport
+    flops: int
+    """Operations of one step, on all devices."""
+    tokens: int
+    """Tokens of one step, on all devices."""
+    num_devices: int = 1
+    gpu: Gpu | None = None
+
+    @property
+    def tflops(self) -> float:
+        """TFLOP/s of each device."""
+        return self.flops / self.num_devices / (self.times.median * 1e9)
+
+    @property
+    def mfu(self) -> float | None:
+        """The fraction of the GPU's peak that the model's own operations reach."""
+        return self.tflops / self.gpu.peak_tflops if self.gpu is not None else None
+
+    @property
+    def tokens_per_s(self) -> float:
+        return 1e3 * self.tokens / self.times.median
+
+    @property
+    def busy_fraction(self) -> float | None:
+        """The fraction of a step in which the GPU works; None without a GPU."""
+        return min(1.0, self.timeline.busy_ms / self.times.median) if self.timeline.kernels else None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values, ready for JSON."""
+        report = self.report
+        return {
+            "step_ms": self.times.median,
+            "step_ms_p10": self.times.p10,
+            "step_ms_p90": self.times.p90,
+            "steps": len(self.times.each),
+            "step_ms_each": list(self.times.each),
+            "tflops_per_gpu": self.tflops,
+            "mfu": self.mfu,
+            "tokens_per_s": self.tokens_per_s,
+            "busy_ms": self.timeline.busy_ms if self.timeline.kernels else None,
+            "busy_fraction": self.busy_fraction,
+            "kernels": len(self.timeline.kernels) or None,
+            "kernels_under_50us": self.timeline.small if self.timeline.kernels else None,
+            "launches": self.timeline.launches,
+            "graph_launches": self.timeline.graph_launches,
+            "graphable_layers": report.graphed,
+            "capture_seconds": report.capture_seconds,
+            "memory": asdict(self.memory),
+            "replays": report.replays,
+            "eager_reasons": dict(report.eager_reasons),
+            "implementation": report.implementation,
+            "losses": {str(step): loss for step, loss in report.losses.items()},
+            "loss": report.final_loss,
+            "verdict": report.verdict,
+        }
+
+
+class Clock:
+    """Listens to the events of a training run: marks the beginnings of steps, and profiles one.
+
+    `first` is the number of iterations done when the first timed step begins.
+    """
+
+    def __init__(self, device: torch.device, first: int, steps: int) -> None:
+        self._device, self._first, self._steps = device, first, steps
+        self._marks: list[Any] = []
+        self._profile = contextlib.ExitStack()
+        self._timeline: list[Timeline] = []
+
+    def __call__(self, name: str, step: int) -> None:
+        if name not in ("warmup", "replay") or step < self._first:
+            return
+        place = step - self._first
+        if place <= self._steps:
+            self._marks.append(self._mark())
+        if place == self._steps + 1:
+            self._timeline = self._profile.enter_context(profiled(self._device))
+        if place == self._steps + 2:
+            self._profile.close()
+
+    def _mark(self) -> Any:
+        if self._device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def result(self) -> tuple[StepTimes, Timeline]:
+        """Return what was measured, after the run."""
+        self._profile.close()
+        if self._device.type != "cuda":
+            each = tuple(1e3 * (after - before) for before, after in pairwise(self._marks))
+        else:
+            torch.cuda.synchronize(self._device)
+            each = tuple(before.elapsed_time(after) for before, after in pairwise(self._marks))
+        return StepTimes(each), self._timeline[0] if self._timeline else Timeline()
+
+
+def benchmark(
+    cfg: ConfigContainer,
+    *,
+    device: torch.device | str = "cpu",
+    steps: int = 20,
+    gpu: Gpu | None = None,
+    model_provider: ModelProvider | None = None,
+    quiet: bool = True,
+) -> BenchResult:
+    """Train a configuration for some steady steps, and return what they took.
+
+    `steps` are those after warm-up and capture. `gpu` gives the peak for MFU. The configuration's own number of
+    iterations, checkpoints and evaluations are left out.
+
+    Example:
+        >>> found = benchmark(recipes.fit.for_cpu(recipes.gpt2_small()), steps=5)
+        >>> found.times.median, found.report.replays
+    """
+    where = torch.device(device)
+    first = max(cfg.model.cuda_graph_warmup_steps, _DDP_WARMUP if _is_distributed() else 1) + 1 + SETTLE
+    timed = _timed(cfg, first + steps + 3)
+    clock = Clock(where, first, steps)
+    if where.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(where)
+    run = pretrain if timed.dataset.kind != "sft" else finetune
+    with tempfile.TemporaryDirectory() as folder:
+        timed.logger.log_dir = folder
+        report = run(timed, device=where, model_provider=model_provider, on_event=clock, quiet=quiet)
+    times, timeline = clock.result()
+    return BenchResult(
+        times=times,
+        timeline=timeline,
+        memory=_memory(where, report),
+        report=report,
+        flops=flops_per_step(timed),
+        tokens=timed.train.global_batch_size * timed.model.seq_length,
+        num_devices=_world_size(),
+        gpu=gpu,
+    )
+
+
+def _timed(cfg: ConfigContainer, iterations: int) -> ConfigContainer:
+    found = cfg.copy()
+    found.train.train_iters, found.train.eval_iters = iterations, 0
+    found.checkpoint.save = found.checkpoint.load = None
+    found.scheduler.lr_decay_iters = found.scheduler.lr_decay_iters or iterations
+    return found
+
+
+def _memory(device: torch.device, report: RunReport) -> Memory:
+    if device.type != "cuda":
+        return Memory(before_capture=report.memory_before, after_capture=report.memory_after)
+    return Memory(
+        allocated=torch.cuda.max_memory_allocated(device),
+        reserved=torch.cuda.max_memory_reserved(device),
+        before_capture=report.memory_before,
+        after_capture=report.memory_after,
+    )
+
+
+def _world_size() -> int:
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def _is_distributed() -> bool:
+    return _world_size() > 1
