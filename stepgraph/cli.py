@@ -9,6 +9,7 @@ import typer
 
 from stepgraph import __version__
 from stepgraph.commands.base import CONTEXT_SETTINGS, Command, Group, Result
+from stepgraph.commands.bench import bench
 from stepgraph.commands.demo import demo
 from stepgraph.commands.native import native
 from stepgraph.commands.recipes import recipes
@@ -18,7 +19,7 @@ from stepgraph.commands.train import train
 __all__ = ["COMMANDS", "app", "main"]
 
 COMMANDS: dict[str, tuple[Callable[..., Result], ...]] = {
-    "Decide": (),
+    "Decide": (bench,),
     "Check": (),
     "Understand": (rules,),
     "Train": (train, recipes),

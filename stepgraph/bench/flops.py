@@ -46,8 +46,8 @@ def forward_flops_per_token(cfg: ConfigContainer) -> float:
 def _weights(module: torch.nn.Module, share: float) -> float:
     """The weights of one module that a token is multiplied with; embeddings are looked up."""
     if isinstance(module, Experts):
-        return share * (module.gate_up_proj.numel() + module.down_proj.numel())
-    return int(module.weight.numel()) if isinstance(module, torch.nn.Linear) else 0
+        return share * float(module.gate_up_proj.numel() + module.down_proj.numel())
+    return float(module.weight.numel()) if isinstance(module, torch.nn.Linear) else 0
 
 
 def _attention(model: Any, window: int | None) -> float:
@@ -56,7 +56,7 @@ def _attention(model: Any, window: int | None) -> float:
         widths = model.qk_head_dim + model.qk_pos_emb_head_dim + model.v_head_dim
     else:
         widths = 2 * (model.kv_channels or model.hidden_size // model.num_attention_heads)
-    return 2.0 * model.num_attention_heads * widths * positions_seen(model.seq_length, window)
+    return float(2 * model.num_attention_heads * widths * positions_seen(model.seq_length, window))
 
 
 def positions_seen(length: int, window: int | None = None) -> float:
