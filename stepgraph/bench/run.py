@@ -1,6 +1,6 @@
 """One measured training run of a configuration: `benchmark(cfg)`.
 
-The run is the training loop itself (`train.pretrain`, `finetune`), with a clock that listens to its events. First come
+The run is the training loop itself (`train.pretrain`), with a clock that listens to its events. First come
 the iterations of warm-up and capture, and a few more in which caches settle; none of them is timed. Then come the
 steady steps, timed between two events of the device; then one under torch's profiler, which shows the kernels; and one
 more, so that the profiled one ends at the beginning of another.
@@ -12,6 +12,7 @@ import contextlib
 import os
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import Any
@@ -22,9 +23,9 @@ from stepgraph.bench.flops import flops_per_step
 from stepgraph.bench.hardware import Gpu
 from stepgraph.bench.measure import StepTimes, Timeline, profiled
 from stepgraph.config.container import ConfigContainer
-from stepgraph.train import finetune, pretrain
+from stepgraph.train import pretrain
+from stepgraph.train.implementations import Implementation, Work, choose
 from stepgraph.train.run_report import RunReport
-from stepgraph.train.setup import ModelProvider
 
 SETTLE = 3
 """Iterations after the capture that are not timed."""
@@ -152,7 +153,7 @@ def benchmark(
     device: torch.device | str = "cpu",
     steps: int = 20,
     gpu: Gpu | None = None,
-    model_provider: ModelProvider | None = None,
+    implementation: Callable[[Work, ConfigContainer], Implementation] = choose,
     quiet: bool = True,
 ) -> BenchResult:
     """Train a configuration for some steady steps, and return what they took.
@@ -170,10 +171,9 @@ def benchmark(
     clock = Clock(where, first, steps)
     if where.type == "cuda":
         torch.cuda.reset_peak_memory_stats(where)
-    run = pretrain if timed.dataset.kind != "sft" else finetune
     with tempfile.TemporaryDirectory() as folder:
         timed.logger.log_dir = folder
-        report = run(timed, device=where, model_provider=model_provider, on_event=clock, quiet=quiet)
+        report = pretrain(timed, device=where, on_event=clock, quiet=quiet, implementation=implementation)
     times, timeline = clock.result()
     return BenchResult(
         times=times,
