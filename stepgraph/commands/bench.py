@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -16,6 +19,7 @@ if TYPE_CHECKING:
     import torch
     from rich.console import RenderableType
 
+    from stepgraph.bench.compare import Comparison
     from stepgraph.bench.hardware import Gpu
     from stepgraph.bench.predict import Prediction
     from stepgraph.bench.run import BenchResult
@@ -30,6 +34,9 @@ _FAMILIES = {
 }
 _SIZES = "Sizes"
 _GRAPHS = "Graphs"
+_COMPARE = "Comparison"
+_WORKER_S = 300.0
+"""Time for one mechanism."""
 _FP8 = ("fp8_cs", "fp8_ds", "fp8_mx", "fp8_sc")
 
 
@@ -77,6 +84,19 @@ def bench(
     ] = "alltoall",
     fit: Annotated[bool, typer.Option("--fit", help="Cut the model to this machine.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Validate and predict; run nothing.")] = False,
+    compares: Annotated[
+        bool, typer.Option("--compare", help="Run every mechanism, in two passes.", rich_help_panel=_COMPARE)
+    ] = False,
+    only: Annotated[
+        str | None,
+        typer.Option("--only", metavar="NAMES", help="Of these alone: eager,compile.", rich_help_panel=_COMPARE),
+    ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on from the rows in the JSON file.", rich_help_panel=_COMPARE)
+    ] = False,
+    report: Annotated[
+        Path | None, typer.Option("--report", metavar="FILE.html", help="Write a report.", rich_help_panel=_COMPARE)
+    ] = None,
     steps: Steps = 20,
     seed: Seed = 1234,
     as_json: AsJson = False,
@@ -104,6 +124,10 @@ def bench(
     asked = Asked(name, task, gpu, num_gpus, cuda_graph_impl, dispatcher)
     if dry_run:
         return _predicted(asked, wanted)
+    if compares:
+        return _compared(asked, wanted, _device_of(asked), steps, Reporting(only, resume, report, timeout, as_json))
+    if only or resume or report is not None:
+        raise typer.BadParameter("are for --compare", param_hint="--only, --resume and --report")
     return _measured(asked, wanted, _device_of(asked), steps, as_json)
 
 
@@ -298,6 +322,120 @@ def _memory(found: BenchResult) -> str:
     ]
     shown = [f"{size / 2**30:.2f} GiB {what}" for size, what in parts if size is not None]
     return ", ".join(shown) or "not counted on a CPU"
+
+
+# -- a comparison
+
+
+@dataclass(frozen=True, slots=True)
+class Reporting:
+    """What is compared, and where the results go."""
+
+    only: str | None
+    resumes: bool
+    html: Path | None
+    timeout: float | None
+    as_json: bool
+
+    def json_file(self, recipe: str) -> Path:
+        """The file that has a row for each mechanism that has run."""
+        return self.html.with_suffix(".json") if self.html is not None else Path(f"stepgraph-bench-{recipe}.json")
+
+
+def _compared(asked: Asked, wanted: Wanted, device: torch.device, steps: int, how: Reporting) -> Result:
+    from stepgraph.bench import report_html
+    from stepgraph.bench.compare import Record, compare, plan, run_all
+    from stepgraph.bench.mechanisms import mechanisms_for, named
+    from stepgraph.bench.results import ResultFile, machine_facts, write_whole
+    from stepgraph.config.environment import Environment
+
+    if how.html is not None:
+        report_html.check_place(how.html)
+    cfg, cuts, parameters = configured(wanted, device)
+    known = mechanisms_for(cfg, Environment.read(device.type))
+    chosen = [named(name.strip(), known) for name in how.only.split(",")] if how.only else known
+    missing = {m.title: why for m in chosen if (why := m.missing(device)) is not None}
+    chosen = [m for m in chosen if m.missing(device) is None]
+    request = {"config": cfg.to_dict(), "device": str(device), "steps": steps}
+    file = ResultFile(how.json_file(asked.recipe), request, machine_facts(device))
+    records: list[Record] = file.load() if how.resumes else []
+    jobs = plan(chosen, records)
+    with _progress(len(jobs), how.as_json) as on_job:
+
+        def keep(record: Record) -> None:
+            records.append(record)
+            file.save(records)
+            on_job(record)
+
+        run_all(jobs, request, how.timeout or _WORKER_S, keep)
+    found = compare(chosen, records)
+    title = f"{asked.recipe}, {asked.task}, {parameters:,} parameters"
+    facts = file.facts | ({"cut": "; ".join(cuts)} if cuts else {})
+    if how.html is not None:
+        write_whole(how.html, report_html.render(title, facts, found))
+    values = {
+        "recipe": asked.recipe,
+        "facts": facts,
+        "winner": found.winner,
+        "reason": found.reason,
+        "noise": found.noise,
+        "eager_equals_eager": found.eager_equals_eager,
+        "not_run": missing,
+        "rows": records,
+        "file": str(file.path),
+        "report": None if how.html is None else str(how.html),
+    }
+    failed = any("error" in record for record in records)
+    following = asked.line("--compare --report report.html") if how.html is None else f"open {how.html}"
+    code = ExitCode.FINDINGS if failed else ExitCode.OK
+    return Result(values, _comparison_table(title, found, missing, file.path), next=following, exit_code=code)
+
+
+@contextlib.contextmanager
+def _progress(total: int, quiet: bool) -> Iterator[Callable[[Any], None]]:
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("mechanism"), MofNCompleteColumn(), BarColumn(), TextColumn("{task.description}"))
+    with Progress(*columns, TimeElapsedColumn(), console=Console(stderr=True, quiet=quiet)) as progress:
+        task = progress.add_task("", total=total)
+
+        def on_job(record: Any) -> None:
+            told = "failed" if "error" in record else f"{record['step_ms']:.2f} ms"
+            progress.update(task, advance=1, description=f"{record['mechanism']}: {told}")
+
+        yield on_job
+
+
+def _comparison_table(title: str, found: Comparison, missing: dict[str, str], file: Path) -> RenderableType:
+    from rich import box
+    from rich.console import Group
+    from rich.table import Table
+    from rich.text import Text
+
+    from stepgraph.bench.report_html import losses_in_words
+
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, show_edge=False)
+    table.add_column("mechanism")
+    for name in ("step ms", "passes", "busy", "GiB", "losses against eager"):
+        table.add_column(name, justify="right")
+    for row in found.rows:
+        if row.step_ms is None:
+            table.add_row(Text(row.mechanism.title), "failed", "", "", "", Text(row.error or ""))
+            continue
+        busy, reserved = row.figures.get("busy_fraction"), row.figures["memory"]["reserved"]
+        table.add_row(
+            Text(row.mechanism.title),
+            f"{row.step_ms:.2f}",
+            "" if row.spread is None else f"{100 * row.spread:.1f} %",
+            "" if busy is None else f"{100 * busy:.0f} %",
+            "" if reserved is None else f"{reserved / 2**30:.2f}",
+            losses_in_words(row),
+        )
+    winner = found.row(found.winner) if found.winner else None
+    verdict = f"{winner.mechanism.title}: {found.reason}" if winner is not None else found.reason
+    lines = [Text(verdict, "bold"), *(Text(f"not run: {name} ({why})") for name, why in missing.items())]
+    return Group(*lines, table, Text(f"All figures: {file}"))
 
 
 # -- a prediction
