@@ -11,7 +11,7 @@ PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet -c const
 FAST_SUITES := tests/cpu tests/contract
 SLOW_SUITES := tests/distributed tests/slow
 
-.PHONY: help venv demo test test-slow test-long lint format clean
+.PHONY: help venv demo test test-slow test-long lint docs format clean
 .DEFAULT_GOAL := help
 
 help:
@@ -20,6 +20,7 @@ help:
 	@echo "make test-slow  the slower suites, and what is slow in the fast ones"
 	@echo "make test-long  what takes half a minute or more and has a shorter neighbour; not in CI"
 	@echo "make lint       ruff format --check, ruff check, mypy --strict"
+	@echo "make docs       the documentation as a site, in site/; a broken link fails"
 	@echo "make format     rewrite the sources the way lint wants them"
 	@echo "make clean      remove the virtual environment and the caches"
 
@@ -56,10 +57,14 @@ lint: $(DEV)
 	$(BIN)/ruff check .
 	$(BIN)/mypy --strict stepgraph
 
+# Not --quiet: it would hide the warnings from --strict.
+docs: $(DEV)
+	$(BIN)/mkdocs build --strict
+
 format: $(DEV)
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
 clean:
-	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist site .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find stepgraph tests examples -name __pycache__ -type d -prune -exec rm -rf {} +

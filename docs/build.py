@@ -82,15 +82,28 @@ def entry_parts(entry: Entry) -> Iterator[str]:
     opening = f"{cuda}{entry.what[0].upper()}{entry.what[1:]}."
     details = entry.details.strip()
     yield opening + ("\n\n" if details.startswith(BLOCKS) else " ") + details if details else opening
-    if entry.kind == "config" and entry.texts:
-        yield "Megatron: " + ", ".join(f"`{text}`" for text in entry.texts) + "."
+    theirs = [*(entry.texts if entry.kind != "capture" else ()), *entry.peers]
+    if theirs:
+        yield "Other libraries report it as: " + ", ".join(f"`{code(text)}`" for text in theirs) + "."
     yield f"Why: {entry.why}".replace("{whose}", "step")
     yield f"Fix: {entry.fix}".replace("{whose}", "step")
+    if entry.related:
+        yield "See also: " + ", ".join(link(other) for other in entry.related) + "."
     if entry.notes:
         yield entry.notes.strip()
     if entry.example:
         language = "bash" if entry.kind in ("config", "run") else "python"
         yield f"```{language}\n{entry.example.strip()}\n```"
+
+
+def code(text: str) -> str:
+    """Return a piece of a message as it can stand between backticks."""
+    return text.replace("`", "'")
+
+
+def link(rule: str) -> str:
+    """Return a link to another entry, from any page."""
+    return f"[`{rule}`]({catalogue.entry(rule).page.removeprefix('docs/')})"
 
 
 def main() -> None:

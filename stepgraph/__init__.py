@@ -32,6 +32,9 @@ if TYPE_CHECKING:
         StepgraphError,
         StepgraphWarning,
     )
+    from stepgraph.inspect.doctor import DoctorReport, doctor
+    from stepgraph.inspect.explain import Explanation, explain
+    from stepgraph.joined.capture import capture
     from stepgraph.megatron.layers_helper import TECudaGraphHelper
     from stepgraph.megatron.manager import CudaGraphManager
     from stepgraph.megatron.optimizer_wrapper import OptimizerCudaGraphWrapper
@@ -51,7 +54,6 @@ if TYPE_CHECKING:
     from stepgraph.pipeline.stage import GraphedStages, graph_stage
     from stepgraph.rng.tracker import CudaRNGStatesTracker, get_cuda_rng_tracker
     from stepgraph.session.session import Session
-    from stepgraph.step.capture import capture
     from stepgraph.step.full_iteration import FullCudaGraphWrapper
     from stepgraph.step.report import Report
     from stepgraph.step.static_loader import StaticBufferLoader
@@ -76,7 +78,9 @@ __all__ = [
     "CudaGraphScope",
     "CudaRNGStatesTracker",
     "CudagraphBufferMetadata",
+    "DoctorReport",
     "Environment",
+    "Explanation",
     "FullCudaGraphWrapper",
     "GraphedModules",
     "GraphedStages",
@@ -100,6 +104,8 @@ __all__ = [
     "capture",
     "create_cudagraphs",
     "delete_cuda_graphs",
+    "doctor",
+    "explain",
     "get_cuda_rng_tracker",
     "get_mismatch_errors",
     "get_vision_cuda_graph_seq_length",
@@ -128,6 +134,9 @@ _HOMES = {
         "config.scope": "CudaGraphScope VALID_CUDA_GRAPH_IMPLS VALID_CUDA_GRAPH_SCOPES",
         "errors": "BuildError CaptureError ClosedError ConfigError InvalidArgument NonFinite "
         "SignatureMismatch StaleMemoryError StateChanged StepgraphError StepgraphWarning",
+        "joined.capture": "capture",
+        "inspect.doctor": "DoctorReport doctor",
+        "inspect.explain": "Explanation explain",
         "megatron.layers_helper": "TECudaGraphHelper",
         "megatron.manager": "CudaGraphManager",
         "megatron.optimizer_wrapper": "OptimizerCudaGraphWrapper",
@@ -142,7 +151,6 @@ _HOMES = {
         "pipeline.stage": "GraphedStages graph_stage",
         "rng.tracker": "CudaRNGStatesTracker get_cuda_rng_tracker",
         "session.session": "Session",
-        "step.capture": "capture",
         "step.full_iteration": "FullCudaGraphWrapper",
         "step.report": "Report",
         "step.static_loader": "StaticBufferLoader",

@@ -11,6 +11,8 @@ from stepgraph import __version__
 from stepgraph.commands.base import CONTEXT_SETTINGS, Command, Group, Result
 from stepgraph.commands.bench import bench
 from stepgraph.commands.demo import demo
+from stepgraph.commands.doctor import doctor
+from stepgraph.commands.explain import explain
 from stepgraph.commands.native import native
 from stepgraph.commands.recipes import recipes
 from stepgraph.commands.rules import rules
@@ -21,9 +23,9 @@ __all__ = ["COMMANDS", "app", "main"]
 COMMANDS: dict[str, tuple[Callable[..., Result], ...]] = {
     "Decide": (bench,),
     "Check": (),
-    "Understand": (rules,),
+    "Understand": (explain, rules),
     "Train": (train, recipes),
-    "Set-up": (demo, native),
+    "Set-up": (demo, doctor, native),
 }
 """The functions of all commands, by the panel of `stepgraph --help` that lists them. A new command is added here."""
 

@@ -1,8 +1,8 @@
 """The catalogue: every rule that stepgraph applies, with what is wrong, why, and how to fix it, under one id.
 
 An error shows its id in brackets. The id leads to one entry here, and every text about the rule comes from that entry:
-messages of failed captures, broken rules of a configuration, `stepgraph rules`, docs/errors.md and docs/rules.md. The
-entries stand in one TOML file a kind, beside this module:
+messages of failed captures, broken rules of a configuration, `stepgraph rules`, `stepgraph explain`, docs/errors.md and
+docs/rules.md. The entries stand in one TOML file a kind, beside this module:
 
 | kind | applied |
 |---|---|
@@ -63,6 +63,18 @@ class Entry:
     """The CUDA runtime's error number, where the failure has one."""
     name: str = ""
     """The CUDA name of that number."""
+    peers: tuple[str, ...] = ()
+    """Pieces of messages of torch's graph functions, Megatron or Transformer Engine about the same rule. `explain`
+    recognizes them; a failed capture is not looked up by them."""
+    words: tuple[str, ...] = ()
+    """How users describe it: words that must all occur in a description, each with its alternatives (`hang|stuck`)."""
+    related: tuple[str, ...] = ()
+    """Ids of other rules that may lead to the same error."""
+
+    @property
+    def page(self) -> str:
+        """The place in the documentation."""
+        return f"docs/{'errors' if self.kind == 'capture' else 'rules'}.md#{self.id}"
 
     def reason_and_fix(self, whose: str = "step") -> tuple[str, str]:
         """Return `why` and `fix` for a message about this step or module, without Markdown's links."""
@@ -120,8 +132,9 @@ def _sections(kind: str) -> tuple[Section, ...]:
 
 def _section(kind: str, raw: dict[str, Any]) -> Section:
     title = raw["title"]
-    found = tuple(
-        Entry(kind=kind, section=title, **{**fields, "texts": tuple(fields.get("texts", ()))})
-        for fields in raw["entry"]
-    )
+    found = tuple(Entry(kind=kind, section=title, **_frozen(fields)) for fields in raw["entry"])
     return Section(title, kind, raw.get("intro", ""), found)
+
+
+def _frozen(fields: dict[str, Any]) -> dict[str, Any]:
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()}

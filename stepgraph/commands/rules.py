@@ -82,9 +82,8 @@ def _details(entry: Entry) -> RenderableType:
     from rich.padding import Padding
     from rich.text import Text
 
-    page = "errors.md" if entry.kind == "capture" else "rules.md"
     parts: list[RenderableType] = [
-        Text.assemble((entry.id, "bold"), f"   {entry.kind}: {entry.section.lower()}, docs/{page}#{entry.id}"),
+        Text.assemble((entry.id, "bold"), f"   {entry.kind}: {entry.section.lower()}, {entry.page}"),
     ]
     why, fix = entry.reason_and_fix()
     for name, text in (("What", f"{entry.what}."), ("Why", why), ("Fix", fix)):

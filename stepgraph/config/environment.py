@@ -13,6 +13,7 @@ from typing import Any
 
 VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "NCCL_GRAPH_REGISTER")
 """The environment variables that rules read."""
+_BLOCKING_WAIT = ("TORCH_NCCL_BLOCKING_WAIT", "NCCL_BLOCKING_WAIT")
 _NOTHING: Mapping[str, str] = MappingProxyType({})
 
 
@@ -56,6 +57,17 @@ class Environment:
     def te_is_older_than(self, *version: int) -> bool:
         """True if Transformer Engine is installed, in a version before this one."""
         return self.te_version is not None and numbers_of(self.te_version) < version
+
+
+def blocking_wait(environment: Mapping[str, str]) -> str | None:
+    """The variable that makes NCCL's waits block the host, read as torch reads it: the newer name first.
+
+    TORCH_NCCL_ASYNC_ERROR_HANDLING, which torch's notes on DDP and CUDA graphs want off, does no harm: captured
+    collectives are not given to NCCL's watchdog (pytorch#102542), and a capture in thread_local mode ignores its
+    queries.
+    """
+    name = next((name for name in _BLOCKING_WAIT if name in environment), None)
+    return name if name is not None and environment[name].lower() in ("y", "yes", "1", "t", "true") else None
 
 
 def numbers_of(version: str) -> tuple[int, ...]:

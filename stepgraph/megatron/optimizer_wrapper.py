@@ -21,8 +21,10 @@ from stepgraph.frames import untraced
 from stepgraph.optim.optimizer import OptimizerMode
 from stepgraph.session.options import checked
 from stepgraph.session.session import Session
-from stepgraph.step.capture import capture
+from stepgraph.step.options import StepOptions
+from stepgraph.step.refusals import refuse_no_step
 from stepgraph.step.report import Report
+from stepgraph.step.step import CapturedStep
 from stepgraph.tracebacks import entry_point, trim
 
 
@@ -60,7 +62,8 @@ class OptimizerCudaGraphWrapper:
             attributes = vars(self._owner)
             self._before = {self._name: attributes[self._name]} if self._name in attributes else {}
             step_func = _looked_up(self._owner, self._name)
-        self._step: Any = capture(step_func, warmup=steps, optimizer=optimizer, session=session)
+        refuse_no_step(step_func)
+        self._step: Any = CapturedStep(step_func, StepOptions(warmup=steps, optimizer=optimizer), session, None)
 
     def __repr__(self) -> str:
         return repr(self._step)

@@ -18,7 +18,7 @@ from stepgraph.modules.scopes import Part, ScopeRegistry, read_scope
 from stepgraph.modules.session import ModuleSession
 from stepgraph.modules.static_buffers import CudagraphBufferMetadata, static_buffers
 from stepgraph.pair.module_method import called_method, put_in_place
-from stepgraph.session.options import Audit, Hook, OnError, Outputs, expect, reads_options, renamed
+from stepgraph.session.options import Audit, Hook, Outputs, PairOnError, expect, reads_options, renamed
 from stepgraph.session.report import outline, quantities
 from stepgraph.session.session import Session
 from stepgraph.tracebacks import entry_point
@@ -48,7 +48,7 @@ def graph_modules(
     max_graphs: int = 8,
     max_runners: int = 16,
     strict: bool = False,
-    on_error: OnError = "eager",
+    on_error: PairOnError = "eager",
     outputs: Outputs = "copy",
     generators: Sequence[torch.Generator] = (),
     ignore: Sequence[str] = (),

@@ -20,7 +20,7 @@ import contextlib
 import functools
 import gc
 import os
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -28,6 +28,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from stepgraph.backends import Backend
+from stepgraph.config.environment import blocking_wait
 from stepgraph.errors import CaptureError
 from stepgraph.native.row import GuardRow
 from stepgraph.observe.step_objects import StepObjects
@@ -42,7 +43,6 @@ _SAMPLE_RATE, _NEVER = 100, 2**31 - 1
 _FLAGS = ("require_backward_grad_sync", "require_forward_param_sync")
 _STATELESS_HOOKS = ("allreduce_hook", "fp16_compress_hook", "bf16_compress_hook")
 _COMPRESSES_IN_CPP = "BuiltinCommHookType.FP16_COMPRESS"
-_BLOCKING_WAIT = ("TORCH_NCCL_BLOCKING_WAIT", "NCCL_BLOCKING_WAIT")
 
 
 def replicas(modules: Iterable[torch.nn.Module]) -> list[DistributedDataParallel]:
@@ -179,17 +179,6 @@ def _hook_in_cpp(ddp: DistributedDataParallel) -> str | None:
 def _is_stateless(hook: Any) -> bool:
     home = "torch.distributed.algorithms.ddp_comm_hooks.default_hooks"
     return getattr(hook, "__module__", None) == home and hook.__qualname__ in _STATELESS_HOOKS
-
-
-def blocking_wait(environment: Mapping[str, str]) -> str | None:
-    """The variable that makes NCCL's waits block the host, read as torch reads it: the newer name first.
-
-    TORCH_NCCL_ASYNC_ERROR_HANDLING, which torch's notes on DDP and CUDA graphs want off, does no harm: captured
-    collectives are not given to NCCL's watchdog (pytorch#102542), and a capture in thread_local mode ignores its
-    queries.
-    """
-    name = next((name for name in _BLOCKING_WAIT if name in environment), None)
-    return name if name is not None and environment[name].lower() in ("y", "yes", "1", "t", "true") else None
 
 
 def flags_of_replicas(modules: Iterable[torch.nn.Module]) -> tuple[bool, ...]:

@@ -36,7 +36,7 @@ from stepgraph.pipeline.report import StageReport, StageRow
 from stepgraph.pipeline.torch_stage import check, chunks_of, has_forward_context, own_methods
 from stepgraph.session.limits import weigh_changes
 from stepgraph.session.messages import warn_misspelt, warn_operations_changed
-from stepgraph.session.options import Audit, Hook, OnError, PairOptions, reads_options
+from stepgraph.session.options import Audit, Hook, PairOnError, PairOptions, reads_options
 from stepgraph.session.proof import NotWarm
 from stepgraph.session.report import outline
 from stepgraph.session.session import Session
@@ -51,7 +51,7 @@ def graph_stage(
     *,
     warmup: int = 3,
     strict: bool = False,
-    on_error: OnError = "eager",
+    on_error: PairOnError = "eager",
     generators: Sequence[torch.Generator] = (),
     ignore: Sequence[str] = (),
     safe_hooks: Sequence[Hook] = (),

@@ -6,24 +6,13 @@ runner (`run`) knows nothing about what they look for; a probe knows nothing abo
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
+from stepgraph.observe.steps import StepListener
+
 __all__ = ["Probe", "RunningScript", "StepListener"]
-
-
-class StepListener(Protocol):
-    """Receives the steps of a script, as `observe.steps` defines them."""
-
-    def step_begins(self, index: int) -> None:
-        """The step with this number begins: the first forward of an iteration is about to run."""
-
-    def step_reaches(self, index: int) -> None:
-        """An optimizer, scaler or zero_grad call has returned: all that ran since `step_begins` is in the step."""
-
-    def step_ends(self, index: int) -> None:
-        """The next step begins, or the script ends. What ran since the last `step_reaches` was outside the step."""
 
 
 class RunningScript(Protocol):
@@ -37,11 +26,23 @@ class RunningScript(Protocol):
     def listen(self, listener: StepListener) -> None:
         """Report all further steps to this listener."""
 
+    def at_synchronize(self, call: Callable[[str], None]) -> None:
+        """Call this with the name, such as `torch.cuda.synchronize`, before each wait for the device.
+
+        On the CPU, where `is_cuda_mapped`, nothing waits; a GPU reports its waits by itself.
+        """
+
     def stop(self) -> None:
-        """End the script early: raises an exception that is no `Exception`, inside the script's own code."""
+        """End the script early: raises an exception that is no `Exception`, inside the script's own code.
+
+        A script that catches it meets it again at its next step.
+        """
 
     def cannot_judge(self, what: str) -> None:
         """Note that nothing certain can be said, and why: the command then never exits with 0."""
+
+    def note(self, what: str) -> None:
+        """Note what the user should know about this run, such as that compiled code ran as eager."""
 
 
 class Probe(Protocol):

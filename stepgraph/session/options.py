@@ -22,7 +22,8 @@ from stepgraph.session.session import Session
 from stepgraph.tracebacks import entry_point
 
 Audit = Literal["auto", False] | int
-OnError = Literal["raise", "eager"]
+OnError = Literal["raise", "eager", "modules"]
+PairOnError = Literal["raise", "eager"]
 Outputs = Literal["copy", "static"]
 Hook = Callable[..., Any] | str
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -41,7 +42,9 @@ class Options:
     warmup: Annotated[int, "Eager calls (of modules rounds, of stages steps) before the capture, at least 1."] = 3
     max_graphs: Annotated[int, "Signatures that get graphs, of each module or step; further ones run eagerly."] = 8
     strict: Annotated[bool, "Raise wherever a call would run eagerly after warm-up; overrides `on_error`."] = False
-    on_error: Annotated[OnError, 'If a capture fails: "raise", or "eager" to go on eagerly, with a warning.'] = "raise"
+    on_error: Annotated[
+        OnError, 'If a capture fails: "raise", or go on with a warning: "eager", or "modules" with graphs for modules.'
+    ] = "raise"
     outputs: Annotated[Outputs, 'Results: "copy" is safe to keep, "static" is overwritten by the next call.'] = "copy"
     generators: Annotated[Sequence[torch.Generator], "Random generators used besides the device's default one."] = ()
     ignore: Annotated[Sequence[str], 'Host values that may change without harm, by name: ["self.steps"].'] = ()
@@ -56,15 +59,17 @@ class Options:
 
     @property
     def goes_on_eagerly(self) -> bool:
-        """True if a failed capture goes on in eager; otherwise it raises."""
-        return self.on_error == "eager" and not self.strict
+        """True if a step goes on after a failed capture, in eager or with graphs for modules; otherwise it raises."""
+        return self.on_error != "raise" and not self.strict
 
 
 @dataclass(frozen=True, slots=True)
 class PairOptions(Options):
     """The options of what is captured as pairs of forward and backward."""
 
-    on_error: Annotated[OnError, 'If a capture fails: "eager" to go on eagerly, with a warning, or "raise".'] = "eager"
+    on_error: Annotated[PairOnError, 'If a capture fails: "eager" to go on eagerly, with a warning, or "raise".'] = (
+        "eager"
+    )
 
 
 def checked(name: str, value: Any, hint: Any) -> Any:

@@ -26,12 +26,12 @@ from stepgraph.frames import untraced, warn_user
 from stepgraph.observe.finder import reachable
 from stepgraph.optim.optimizer import OptimizerMode
 from stepgraph.session.backend_choice import choose_backend
-from stepgraph.session.options import Audit, Hook, OnError, Outputs, checked, reads_options
+from stepgraph.session.options import Audit, Hook, Outputs, PairOnError, checked, reads_options
 from stepgraph.session.session import Session
-from stepgraph.step.capture import capture
 from stepgraph.step.options import NanCheck, StepOptions
 from stepgraph.step.report import Report
 from stepgraph.step.static_loader import StaticBufferLoader, StaticMicrobatches
+from stepgraph.step.step import CapturedStep
 from stepgraph.tracebacks import entry_point, trim
 from stepgraph.tree import flatten
 
@@ -96,7 +96,7 @@ class FullCudaGraphWrapper:
         optimizer: OptimizerMode = "auto",
         max_graphs: int = 8,
         strict: bool = False,
-        on_error: OnError = "raise",
+        on_error: PairOnError = "raise",
         outputs: Outputs = "copy",
         generators: Sequence[torch.Generator] = (),
         ignore: Sequence[str] = (),
@@ -108,14 +108,14 @@ class FullCudaGraphWrapper:
     ) -> None:
         _check(forward_backward_func, optimizers)
         checked("use_single_mempool", use_single_mempool, bool)
+        checked("on_error", on_error, PairOnError)
         self._forward_backward_func, self._optimizers = forward_backward_func, tuple(optimizers)
         self._name = getattr(forward_backward_func, "__name__", type(forward_backward_func).__name__)
         self._session = session if session is not None else Session()
         self._owns_session = session is None
         self._wanted = backend
         self._max_graphs = max_graphs
-        self._step = capture(
-            _iteration(self._name),
+        read = StepOptions(
             warmup=_warmup_steps(cuda_graph_warmup_steps, config),
             optimizer=optimizer,
             max_graphs=max_graphs,
@@ -127,8 +127,8 @@ class FullCudaGraphWrapper:
             safe_hooks=safe_hooks,
             audit=audit,
             nan_check=nan_check,
-            session=self._session,
         )
+        self._step = CapturedStep(_iteration(self._name), read, self._session, None)
         self._loader: StaticBufferLoader | None = None
         self._closed = False
 

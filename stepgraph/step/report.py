@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from stepgraph.native.library import native_row
 from stepgraph.session.proof import Shown
@@ -67,6 +68,8 @@ class Report(GraphReport):
     """Where each optimizer runs, and why."""
     guards: str
     """The implementation of the check before each replay: "C++" or "Python"."""
+    modules: GraphReport | None = None
+    """With `on_error="modules"`, after a failed capture: the graphs of modules in eager calls of the step."""
 
     derived = ("verdict", "recaptures")
 
@@ -87,7 +90,18 @@ class Report(GraphReport):
             *(("signature", f"{s}\n{c}") for s, c in zip(self.signatures, self.chains, strict=True)),
             *self.optimizers.items(),
             ("guards", "" if not self.graphs else "in C++" if self.guards == "C++" else cheaper),
+            *(self.modules.facts()[1] if self.modules is not None else ()),
         ]
+
+    @property
+    def verdict(self) -> str:
+        found = GraphReport.verdict.fget(self)  # type: ignore[attr-defined]
+        return found if self.modules is None else f"{found}; in eager calls: {self.modules.verdict}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values, ready for JSON."""
+        values = GraphReport.to_dict(self)
+        return values | {"modules": None if self.modules is None else self.modules.to_dict()}
 
 
 def report_of(

@@ -14,9 +14,9 @@ import enum
 import functools
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
-from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, cast, overload
+from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar, cast, overload
 
 from stepgraph.backends import Backend
 from stepgraph.buffers.outputs import detached
@@ -32,7 +32,7 @@ from stepgraph.session.failure import capture_error
 from stepgraph.session.interrupt import interrupts_held
 from stepgraph.session.messages import state_changed, warn_misspelt, warn_operations_changed, warn_values_changed
 from stepgraph.session.proof import CallProof, NotWarm, Shown, next_audit, tell_other_path
-from stepgraph.session.report import outline
+from stepgraph.session.report import GraphReport, outline
 from stepgraph.session.session import Session
 from stepgraph.signature import AmbientReader, Signature, argument_names, leaf_keys, reason_for_eager, refuse_opaque
 from stepgraph.signature.attributes import refuse_unlike_buffers
@@ -54,6 +54,28 @@ Q = ParamSpec("Q")
 R = TypeVar("R")
 
 
+class Fallback(Protocol):
+    """What a step goes on with after a failed capture, other than plain eager calls."""
+
+    is_begun: bool
+    """True once a capture has failed."""
+
+    def begin(self) -> str:
+        """Begin, after a failed capture. Return how the step goes on, for a warning."""
+
+    def run(self, site: Site, call: Callable[[], Any]) -> Any:
+        """Make an eager call of the step."""
+
+    def report(self) -> GraphReport:
+        """Report what is graphed in eager calls of the step, and what is not."""
+
+    def reset(self) -> None:
+        """Free all graphs and begin again at the next failure."""
+
+
+MakeFallback = Callable[[str, Session, StepOptions], Fallback]
+
+
 class _Life(enum.Enum):
     NEW = "no call has come yet"
     OPEN = "the backend is chosen"
@@ -62,32 +84,41 @@ class _Life(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class _Origin:
-    """The arguments that a step was made with, for its copies."""
+    """What a step was made with, for its copies and for the steps of instances."""
 
     arguments: tuple[str, ...]
     session: Session | None
     backend: Backend | str | None
+    fallback: MakeFallback | None
+    bound: BoundSteps
 
 
 class CapturedStep(Generic[P, R]):
     """A captured step. Call it like the function; see `stepgraph.capture`."""
 
     def __init__(
-        self, function: Callable[P, R], options: StepOptions, session: Session | None, backend: Backend | str | None
+        self,
+        function: Callable[P, R],
+        options: StepOptions,
+        session: Session | None,
+        backend: Backend | str | None,
+        fallback: MakeFallback | None = None,
     ) -> None:
+        """`fallback` makes what the step goes on with under `on_error="modules"`."""
         functools.update_wrapper(self, function)
         name, arguments = getattr(function, "__name__", type(function).__name__), argument_names(function)
         self._function, self._options = function, options
-        self._origin = _Origin(arguments, session, backend)
+        self._origin = _Origin(arguments, session, backend, fallback, BoundSteps(name))
         self._session = session if session is not None else Session()
         self._capture = StepCapture(name, function, self._session, options)
-        self._bound = BoundSteps(name)
         self._sites = Sites(name, options, self._session)
         self._last: LastCall | None = None
         """A description of the last replayed call, for a fast match."""
         self._flatten = CallFlattener()
         self._counts = Counts()
         self._ambient = AmbientReader(observers=True)
+        wants_fallback = fallback is not None and options.on_error == "modules" and options.goes_on_eagerly
+        self._fallback = fallback(name, self._session, options) if fallback is not None and wants_fallback else None
         self._flags = FlagReader(name)
         buckets = options.buckets
         self._bucketing = Bucketing(function, name, arguments, buckets) if buckets is not None else None
@@ -112,11 +143,11 @@ class CapturedStep(Generic[P, R]):
     @untraced
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         """Bind a captured method: each instance gets its own captured step."""
-        return self if instance is None else self._bound.of(instance, functools.partial(self._bind, instance, owner))
+        return self if instance is None else self._origin.bound.of(instance, lambda: self._bind(instance, owner))
 
     def _bind(self, instance: Any, owner: type | None) -> CapturedStep[..., Any]:
-        bound = self._function.__get__(instance, owner)
-        return CapturedStep(bound, self._options, self._origin.session, self._origin.backend)
+        origin, bound = self._origin, self._function.__get__(instance, owner)
+        return CapturedStep(bound, self._options, origin.session, origin.backend, origin.fallback)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CapturedStep[P, R]:
         """Make a step of the copied function, without graphs. A session passed by the user is shared."""
@@ -124,8 +155,8 @@ class CapturedStep(Generic[P, R]):
             return self
         function = copy.deepcopy(self._function, memo)
         if id(self) not in memo:  # the function's object may hold this step
-            options = options_of_copy(self._options, memo)
-            memo[id(self)] = CapturedStep(function, options, self._origin.session, self._origin.backend)
+            options, origin = options_of_copy(self._options, memo), self._origin
+            memo[id(self)] = CapturedStep(function, options, origin.session, origin.backend, origin.fallback)
         return cast("CapturedStep[P, R]", memo[id(self)])
 
     def __reduce__(self) -> str | tuple[Any, ...]:
@@ -134,7 +165,7 @@ class CapturedStep(Generic[P, R]):
             return str(vars(self)["__qualname__"])
         backend = self._origin.backend
         wanted = backend.name if isinstance(backend, Backend) else backend
-        return _unpickled, (self._function, self._options, wanted)
+        return _unpickled, (self._function, self._options, wanted, self._origin.fallback)
 
     def __repr__(self) -> str:
         graphs = sum(len(site.calls) for site in self._sites.values())
@@ -450,7 +481,8 @@ class CapturedStep(Generic[P, R]):
         if not self._options.goes_on_eagerly:
             raise raised from (None if raised is error else error)
         site.obstacle = f"capture failed: [{raised.rule}]"
-        warn_user(f"{raised}\nThe step goes on in eager.")
+        goes_on = "in eager" if self._fallback is None else self._fallback.begin()
+        warn_user(f"{raised}\nThe step goes on {goes_on}.")
         return self._eager(site, site.obstacle, given)
 
     def _eager(self, site: Site, reason: str, given: CallArgs) -> Any:
@@ -460,7 +492,11 @@ class CapturedStep(Generic[P, R]):
         moved = on_device(given.leaves, self._session.backend)
         flags = flags_of(site, self._options, self._function)
         with surroundings(self._options.optimizer, self._session.backend), flags.at_optimizers():
-            result = self._call(given, moved)
+            fallback = self._fallback
+            if fallback is None or not fallback.is_begun:
+                result = self._call(given, moved)
+            else:
+                result = fallback.run(site, lambda: self._call(given, moved))
             found = flags.finish(result, site.touched.parameters, zip(site.sign().names(), moved, strict=True))
         self._flags.post(self._counts.calls, found, self._session.backend)
         return detached(result)
@@ -502,8 +538,9 @@ class CapturedStep(Generic[P, R]):
         """Return a report of graphs, replays, eager calls with their reasons, time and memory."""
         sites = list(self._sites.values())
         placements = self._capture.describe_placements(sites)
-        unwatched = self._capture.harmless.sentence
-        return report_of(self._name, self._session, sites, self._counts, placements, self._options, unwatched)
+        unwatched, fallback = self._capture.harmless.sentence, self._fallback
+        found = report_of(self._name, self._session, sites, self._counts, placements, self._options, unwatched)
+        return found if fallback is None or not fallback.is_begun else replace(found, modules=fallback.report())
 
     def reset(self) -> None:
         """Drop all graphs. The next calls warm up and capture again."""
@@ -511,6 +548,8 @@ class CapturedStep(Generic[P, R]):
             site.drop_graphs()
         self._sites.clear()
         self._last = None
+        if self._fallback is not None:
+            self._fallback.reset()
 
     def reset_where(self, holds: Callable[[Mapping[str, Any]], bool]) -> list[Mapping[str, Any]]:
         """Drop the graphs of calls whose arguments, other than tensors, pass a test. Return the arguments of the rest.
@@ -554,7 +593,9 @@ class CapturedStep(Generic[P, R]):
             self._end()  # do not hide the error that is being raised
 
 
-def _unpickled(function: Callable[..., Any], options: StepOptions, backend: str | None) -> CapturedStep[..., Any]:
+def _unpickled(
+    function: Callable[..., Any], options: StepOptions, backend: str | None, fallback: MakeFallback | None = None
+) -> CapturedStep[..., Any]:
     if isinstance(function, CapturedStep):  # a captured method, pickled by its name
         return function
-    return CapturedStep(function, options, None, backend)
+    return CapturedStep(function, options, None, backend, fallback)

@@ -48,6 +48,7 @@ ROOMS = (
     "callables",
     "megatron",
     "pipeline",
+    "joined",
     "models",
     "recipes",
     "train",
@@ -347,7 +348,7 @@ def test_modules_load_by_attribute_and_by_import() -> None:
     program = (
         "import stepgraph\n"
         "assert stepgraph.errors.StepgraphError is stepgraph.StepgraphError\n"
-        "import stepgraph.step.record, stepgraph.modules.graph_modules, stepgraph.step.capture\n"
+        "import stepgraph.step.record, stepgraph.modules.graph_modules, stepgraph.joined.capture\n"
         "plain = {'order', 'VALID_CUDA_GRAPH_IMPLS', 'VALID_CUDA_GRAPH_SCOPES'}\n"
         "assert all(callable(getattr(stepgraph, name)) for name in stepgraph.__all__ if name not in plain)\n"
         "stepgraph.captur\n"

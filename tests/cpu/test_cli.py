@@ -30,6 +30,8 @@ runner = CliRunner()
 
 RUNS: dict[str, list[str]] = {
     "demo": ["--device", "cpu", "--steps", "2", "--plot", "none"],
+    "doctor": [],
+    "explain": ["CUDA error: capturing stream has unjoined work"],
     "native": [],
     "recipes": [],
     "rules": [],
@@ -84,7 +86,16 @@ def test_help_rules_and_typos_load_no_torch() -> None:
         "    assert CliRunner().invoke(app, words).exit_code == int(code), line\n"
         "print('torch' in sys.modules)\n"
     )
-    lines = ["--help", "--version", "rules", "rules --json", "rules host-read", "recipes --json", "recipes qwen3_vl"]
+    lines = [
+        "--help",
+        "--version",
+        "rules",
+        "rules --json",
+        "rules host-read",
+        "explain 901",
+        "recipes --json",
+        "recipes qwen3_vl",
+    ]
     lines = [f"0 {line}" for line in (*lines, *(f"{name} --help" for name in NAMES))]
     typos = ["model.num_layer=2", "--recipe gpt2_smal", "--task sfd", "--cuda-graph-scope atn", "--config /no/file"]
     lines += [f"2 train {typo}" for typo in typos]

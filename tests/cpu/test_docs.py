@@ -98,7 +98,7 @@ def test_page_snippets_run(page: Path, monkeypatch: pytest.MonkeyPatch, tmp_path
 
 def test_guides_have_snippets() -> None:
     without = {_name(page) for page in PAGES if not _python_blocks(page)}
-    assert without == {"README.md", "docs/command_line.md", "docs/index.md", "docs/limits.md"}
+    assert without == {"README.md", "docs/command_line.md", "docs/comparison.md", "docs/index.md", "docs/limits.md"}
 
 
 def test_readme_loop_replays_with_one_line_added() -> None:
@@ -152,6 +152,41 @@ def test_index_lists_every_public_name() -> None:
     assert {"recipes", "train", "train.RunReport", "train.checkpoint.CheckpointError"} <= set(dotted)
     for name in dotted:
         assert operator.attrgetter(name)(stepgraph) is not None
+
+
+def test_site_lists_every_page() -> None:
+    nav = (ROOT / "mkdocs.yml").read_text().partition("\nnav:\n")[2]
+    assert sorted(re.findall(r"([\w]+\.md)$", nav, re.MULTILINE)) == sorted(page.name for page in PAGES[1:])
+
+
+def test_site_takes_in_files_outside_of_docs() -> None:
+    hooks = runpy.run_path(str(ROOT / "docs" / "site_hooks.py"), run_name="site_hooks")
+    index, readme = ROOT / "docs" / "index.md", ROOT / "README.md"
+    text = '[a](../README.md#x), [b](errors.md#host-read), [c](#y), <img src="images/how_pool.svg">\n'
+    text += "```\n[d](../README.md)\n```\n"
+    assert hooks["with_links"](text, index) == text.replace("[a](../README.md", "[a](repository/README.md")
+    assert hooks["with_links"]("[a](docs/errors.md)", readme) == "[a](../errors.md)"
+    assert hooks["with_links"]("[a](https://x.y/z.md), [b](gone.md)", readme) == "[a](https://x.y/z.md), [b](gone.md)"
+    assert hooks["source_of"](hooks["place_of"](readme)) == readme
+    assert hooks["source_of"](hooks["place_of"](index)) == index
+    assert ROOT / "examples" / "plain_loop.py" in hooks["targets"](index)
+
+
+def test_figures_are_drawn_by_their_script() -> None:
+    """`python docs/figures.py` would change nothing."""
+    figures = runpy.run_path(str(ROOT / "docs" / "figures.py"), run_name="figures")
+    for name, draw in figures["FIGURES"].items():
+        assert (ROOT / "docs" / "images" / name).read_text() == draw(), "run python docs/figures.py"
+        assert len(draw()) < 8000, name
+
+
+def test_comparison_has_figures_of_the_results_only() -> None:
+    page = (ROOT / "docs" / "comparison.md").read_text().partition("## Measured")[2].partition("## When")[0]
+    results = [ROOT / "benchmarks" / link for link in re.findall(r"\.\./benchmarks/(results/[^)]+)", page)]
+    measured = " ".join(path.read_text() for path in results)
+    figures = re.findall(r"\b\d+\.\d{2,}\b", LINK.sub("", page))
+    assert len(figures) > 60
+    assert [figure for figure in figures if figure not in measured] == []
 
 
 @pytest.mark.parametrize("page", LINKING_PAGES, ids=_name)

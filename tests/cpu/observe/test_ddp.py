@@ -15,7 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import stepgraph
 from stepgraph.backends.tape.mode import TapeBackend
-from stepgraph.observe.ddp import blocking_wait, renew_reducer
+from stepgraph.config.environment import blocking_wait
+from stepgraph.observe.ddp import renew_reducer
 
 
 @pytest.fixture(autouse=True)
