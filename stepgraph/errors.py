@@ -108,6 +108,14 @@ class BuildError(StepgraphError, RuntimeError):
     """The part of stepgraph in C++ could not be compiled."""
 
 
+class ScriptError(StepgraphError, RuntimeError):
+    """A user's script failed, or ran past its time limit."""
+
+
+class NoStepError(ScriptError):
+    """A user's script ran, and has no training step: nothing can be judged."""
+
+
 class StaleMemoryError(StepgraphError, RuntimeError):
     """A graph was about to read memory that another graph's replay has overwritten."""
 

@@ -31,7 +31,7 @@ import typer.core
 
 import stepgraph
 from stepgraph import catalogue
-from stepgraph.errors import InvalidArgument, StepgraphError, nearest
+from stepgraph.errors import InvalidArgument, NoStepError, ScriptError, StepgraphError, nearest
 
 if TYPE_CHECKING:
     import torch
@@ -137,7 +137,7 @@ class Command(_StrictOptions, typer.core.TyperCommand):
             _fail(ctx, as_json, stops.exit_code, {"what": stops.reason}, stops.reason)
         except StepgraphError as error:
             parts = {name: getattr(error, name) for name in ("rule", "what", "details", "why", "fix")}
-            _fail(ctx, as_json, ExitCode.USAGE, parts, f"{type(error).__name__}: {error}")
+            _fail(ctx, as_json, _code_of(error), parts, f"{type(error).__name__}: {error}")
         except _UsageError as error:
             _report_usage(ctx, error, as_json)
             raise
@@ -240,6 +240,12 @@ def _print_for_people(result: Result) -> None:
     console = Console(highlight=False)
     console.print(result.text)
     console.print(Text.assemble("Next: ", (result.next, "bold")), soft_wrap=True)
+
+
+def _code_of(error: StepgraphError) -> ExitCode:
+    if isinstance(error, NoStepError):
+        return ExitCode.FINDINGS
+    return ExitCode.SCRIPT if isinstance(error, ScriptError) else ExitCode.USAGE
 
 
 def _fail(ctx: Any, as_json: bool, exit_code: ExitCode, error: Mapping[str, Any], message: str) -> None:

@@ -1,24 +1,30 @@
 """Runs in the script's process: `python -m stepgraph.script.child REQUEST`.
 
-The script becomes `__main__` as Python makes it: the same `sys.argv`, `sys.path[0]` and attributes of the module.
-Around it the probe watches. However the script ends, the probe's result and the script's own traceback, without our
-frames, are appended to the answer file.
+The script becomes `__main__` (`main_module`). Around it the probe watches, files are listed (`files`), and without a
+GPU `cuda` stands for the CPU (`cuda_on_cpu`). However the script ends, the probe's result and the script's own
+traceback, without our frames, are appended to the answer file.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import importlib
 import os
+import signal
 import sys
+import tempfile
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
+from stepgraph.errors import StepgraphError
 from stepgraph.script.request import Request, Status, append
 
 __all__ = ["EarlyStop", "RunningChild", "main"]
+
+_PR_SET_PDEATHSIG = 1
 
 
 class EarlyStop(BaseException):
@@ -32,6 +38,7 @@ class RunningChild:
         self.options: Mapping[str, Any] = request.options
         self.is_cuda_mapped = is_cuda_mapped
         self.is_stopping = False
+        self.at_stop: Callable[[], None] = lambda: None
         self._answer = request.answer
         self._listeners: list[Any] = []
         self._at_synchronize: list[Callable[[str], None]] = []
@@ -47,17 +54,27 @@ class RunningChild:
         for call in self._at_synchronize:
             call(name)
 
-    def stop(self) -> None:
+    def stop(self) -> NoReturn:
         if not self.is_stopping:
             self.is_stopping = True
             self.tell("stop", None)
+            self.at_stop()
         raise EarlyStop("stepgraph has seen enough of this script")
 
     def cannot_judge(self, what: str) -> None:
         self.tell("cannot_judge", what)
 
+    def refuse(self, name: str) -> NoReturn:
+        """End the script at a name that has no meaning without a GPU."""
+        self.cannot_judge(f"{name} needs a GPU")
+        self.stop()
+
     def note(self, what: str) -> None:
         self.tell("note", what)
+
+    def writes(self, path: str, refused: bool) -> None:
+        """The script opens a file for writing."""
+        self.tell("file", {"path": path, "after_stop": self.is_stopping, "refused": refused})
 
     def tell(self, kind: str, value: Any) -> None:
         """Append a line to the answer."""
@@ -86,41 +103,80 @@ def watched_steps(running: RunningChild) -> Iterator[None]:
 
     finder = StepFinder(running)
     with StepEvents(finder).watching():
-        try:
-            yield
-        finally:
-            if not running.is_stopping:
-                finder.finish()
+        yield
+        if not running.is_stopping:
+            finder.finish()
 
 
-def run_as_main(request: Request) -> None:
-    """Run the script as `__main__`."""
-    script = request.script
-    path = os.path.abspath(script.target)
-    sys.argv[:] = [script.target, *script.args]
-    sys.path[0] = os.path.dirname(os.path.realpath(path))
-    code = compile(Path(path).read_bytes(), path, "exec", dont_inherit=True)
-    main = type(sys)("__main__")
-    vars(main).update(__file__=path, __cached__=None, __builtins__=__builtins__)
-    sys.modules["__main__"] = main
-    exec(code, vars(main))
+@contextlib.contextmanager
+def surroundings(request: Request, running: RunningChild) -> Iterator[None]:
+    """List files, and map `cuda` where there is none."""
+    from stepgraph.script.files import FileWatch
+
+    with contextlib.ExitStack() as stack:
+        if running.is_cuda_mapped:
+            from stepgraph.script.cuda_on_cpu import CudaOnCpu
+
+            mapping = CudaOnCpu(running.synchronizes, running.refuse, running.note)
+            stack.enter_context(mapping.mapped())
+        files = FileWatch(running.writes, os.path.dirname(request.answer), refuses=not request.script.writes)
+        running.at_stop = files.forget
+        tempfile.gettempdir()  # which tries to write once
+        if not request.script.writes:
+            sys.dont_write_bytecode = True
+        stack.enter_context(files.watching())
+        yield
 
 
-def ending(running: RunningChild, run: Callable[[], None]) -> tuple[Status, str]:
+def run_watched(request: Request, running: RunningChild, probe: Any) -> None:
+    """Run the script as `__main__`, with all that watches it."""
+    from stepgraph.observe.steps import StepCalls
+    from stepgraph.script.main_module import MainModule, NamedStep
+
+    name = request.script.step
+    step = None if name is None else NamedStep(name, StepCalls(running).wrapped)
+    main_module = MainModule(request.script, step)
+    steps = watched_steps(running) if step is None else contextlib.nullcontext()
+    with surroundings(request, running), probe.running(), steps:
+        main_module.run()
+    if step is not None and not step.is_found:
+        raise step.not_found(f"the script never imports {step.module}; it")
+
+
+def ending(running: RunningChild, run: Callable[[], None]) -> dict[str, Any]:
     """Run the script; return how it ended, and its traceback."""
+    done = Status.COMPLETED
+    text = ""
     try:
         run()
     except EarlyStop:
-        return Status.STOPPED, ""
+        done = Status.STOPPED
     except SystemExit as exit_:
-        if exit_.code in (None, 0):
-            return (Status.STOPPED if running.is_stopping else Status.COMPLETED), ""
-        text = f"SystemExit: {exit_.code}"
-    except BaseException as error:  # noqa: BLE001 - it is the user's, and is reported
-        text = script_traceback(error)
-    else:
-        return (Status.STOPPED if running.is_stopping else Status.COMPLETED), ""
-    return (Status.STOPPED if running.is_stopping else Status.FAILED), text
+        if exit_.code not in (None, 0):
+            done, text = Status.FAILED, f"SystemExit: {exit_.code}"
+    except BaseException as error:  # noqa: BLE001 (it is the script's, and is reported)
+        refusal = _refusal(error)
+        if refusal is not None:
+            return {"status": Status.FAILED, "exception": "", "refusal": refusal}
+        done, text = Status.FAILED, script_traceback(error)
+        missing = _missing_gpu(error) if running.is_cuda_mapped else None
+        if missing is not None:
+            running.cannot_judge(f"the script needs a GPU: {missing}")
+            done = Status.STOPPED
+    return {"status": Status.STOPPED if running.is_stopping else done, "exception": text}
+
+
+def _refusal(error: BaseException) -> dict[str, Any] | None:
+    """What the user asked for that cannot be done, found in this process."""
+    if isinstance(error, StepgraphError) and error.rule in ("step-name", "script-missing"):
+        return {"what": error.what, "rule": error.rule}
+    return None
+
+
+def _missing_gpu(error: BaseException) -> str | None:
+    from stepgraph.script.cuda_on_cpu import missing_gpu
+
+    return missing_gpu(error)
 
 
 def script_traceback(error: BaseException) -> str:
@@ -144,25 +200,29 @@ def make_probe(name: str, running: RunningChild) -> Any:
     return getattr(importlib.import_module(module), kind)(running)
 
 
+def end_with_parent() -> None:
+    """Ask the kernel to kill this process if its parent is killed, and cannot end the group any more."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
+
+
 def main(request_file: str) -> None:
     """Run a request."""
+    end_with_parent()
     import torch
 
     request = Request.from_json(Path(request_file).read_text(encoding="utf-8"))
     running = RunningChild(request, is_cuda_mapped=not torch.cuda.is_available())
     probe = make_probe(request.probe, running)
-
-    def run() -> None:
-        with probe.running(), watched_steps(running):
-            run_as_main(request)
-
-    status, text = ending(running, run)
-    end = {"status": status, "exception": text, "result": dict(probe.result())}
+    end = ending(running, lambda: run_watched(request, running, probe))
     sys.stdout.flush()
-    running.tell("end", end)
+    running.tell("end", end | {"result": dict(probe.result())})
 
 
 if __name__ == "__main__":
-    from stepgraph.script import child  # not this `__main__`, which the script's takes the place of
+    root = str(Path(__file__).parents[2])
+    if root not in sys.path[1:]:  # the first one is the current folder, and makes room for the script's
+        sys.path.append(root)
+    from stepgraph.script import child  # not this `__main__`, whose place the script takes
 
     child.main(sys.argv[1])

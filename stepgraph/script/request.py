@@ -72,6 +72,8 @@ class Outcome:
     files: tuple[WrittenFile, ...] = ()
     exception: str = ""
     """The script's own traceback, or why its process ended."""
+    was_stopped: bool = False
+    """Whether the probe ended the script early; one that timed out then has caught the exception."""
     rank: int = 0
 
     @property

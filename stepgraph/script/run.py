@@ -2,11 +2,12 @@
 
 The parent knows of time and signals only. The script, the processes that it starts (workers of data loaders, ranks) and
 what they start end together: when the script has ended, at the time limit, or when the parent is interrupted. They are
-asked by SIGTERM first, and killed after five seconds.
+asked by SIGTERM first, and killed after five seconds. Imports no torch.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -14,13 +15,16 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from stepgraph.errors import InvalidArgument, NoStepError, ScriptError
+from stepgraph.script.ranks import exchanged, rank
 from stepgraph.script.request import Answer, Outcome, Request, Script, Status, WrittenFile
 
-__all__ = ["Outcome", "Script", "Status", "WrittenFile", "run_script"]
+__all__ = ["Outcome", "Script", "Status", "WrittenFile", "refuse_unjudged", "run_script"]
 
 GRACE_S = 5.0
 """Seconds between SIGTERM and SIGKILL."""
@@ -40,6 +44,7 @@ OFFLINE = MappingProxyType(
     }
 )
 """What the script's environment says to libraries that would use the network."""
+_SEVERITY = (Status.COMPLETED, Status.STOPPED, Status.TIMED_OUT, Status.FAILED)
 
 
 def run_script(
@@ -47,12 +52,15 @@ def run_script(
 ) -> Outcome:
     """Run a script with the probe `package.module:Class`, which is given the options.
 
+    Under torchrun all ranks return the worst status of any of them, and all that could not be judged.
+
     Args:
         script: What to run.
         probe: The class to make in the script's process, called with the `RunningScript`.
         options: Plain values for the probe.
         stdout_to_stderr: Keep stdout free of what the script prints (`--json`).
     """
+    _refuse_no_script(script)
     with tempfile.TemporaryDirectory(prefix="stepgraph-") as folder:
         answer, file = Path(folder, "answer.jsonl"), Path(folder, "request.json")
         file.write_text(Request(script, probe, options or {}, str(answer)).to_json(), encoding="utf-8")
@@ -66,52 +74,112 @@ def run_script(
             timed_out = not _waited(process, answer, script.timeout)
         finally:
             _end_group(process)
-        return _outcome(Answer.read(answer), timed_out, process.returncode)
+        found = Answer.read(answer)
+    refusal = (found.end or {}).get("refusal")
+    if refusal is not None:
+        raise InvalidArgument(refusal["what"], rule=refusal["rule"])
+    return _agreed(_outcome(found, timed_out, process.returncode), script.timeout)
+
+
+def refuse_unjudged(script: Script, outcome: Outcome) -> None:
+    """Raise a `ScriptError` if there is nothing to judge: the script failed, had no time, or has no step.
+
+    If something needs a GPU, or else cannot be judged, there is no error: the command says so, and exits with 1.
+    """
+    if outcome.status is Status.FAILED:
+        lines = outcome.exception.splitlines()
+        raise ScriptError(f"{script}: the script failed", rule="script-failed", details=lines)
+    if outcome.status is Status.TIMED_OUT:
+        what = f"{script}: the script was ended after {script.timeout:g} s, as --timeout says"
+        details = [f"steps seen until then: {outcome.steps}"]
+        details += ["it caught the exception that was to stop it"] if outcome.was_stopped else []
+        raise ScriptError(what, rule="script-timeout", details=details)
+    if not outcome.steps and not outcome.cannot_judge:
+        raise NoStepError(f"{script}: no training step was seen", rule="no-step")
+
+
+def _refuse_no_script(script: Script) -> None:
+    if script.is_module:
+        return
+    path = Path(script.target)
+    if path.is_dir():
+        raise InvalidArgument(f"{path} is a folder, not a script", rule="script-missing")
+    if not path.exists():
+        raise InvalidArgument(f"there is no file {path}", rule="script-missing")
+    try:
+        source = path.read_bytes()
+    except OSError as error:
+        raise InvalidArgument(f"{path} cannot be read: {error.strerror}", rule="script-missing") from None
+    try:
+        compile(source, str(path), "exec", dont_inherit=True)
+    except (SyntaxError, ValueError) as error:
+        if path.suffix != ".py" or b"\0" in source:
+            raise InvalidArgument(f"{path} is not a Python file", rule="script-missing") from None
+        place = f"{path}:{getattr(error, 'lineno', 1)}"
+        details = [f"at    {place}", f"{type(error).__name__}: {getattr(error, 'msg', error)}"]
+        raise ScriptError(f"{script}: Python cannot read the script", rule="script-failed", details=details) from None
 
 
 def _waited(process: subprocess.Popen[bytes], answer: Path, timeout: float) -> bool:
     """Wait until the process has ended; return False if its time is over."""
-    until = time.monotonic() + timeout
+    until, has_ended = time.monotonic() + timeout, False
     while time.monotonic() < until:
         try:
             process.wait(min(0.2, max(0.01, until - time.monotonic())))
             return True
         except subprocess.TimeoutExpired:
-            if _has_ended(answer):
-                until = min(until, time.monotonic() + EXIT_S)
-    return _has_ended(answer)
-
-
-def _has_ended(answer: Path) -> bool:
-    return Answer.read(answer).end is not None
+            if not has_ended and Answer.read(answer).end is not None:
+                has_ended, until = True, time.monotonic() + EXIT_S
+    return has_ended
 
 
 def _end_group(process: subprocess.Popen[bytes]) -> None:
-    """End all processes of the group; kill those that are left after some seconds."""
+    """End all processes of the script; kill those that are left after some seconds, or at a second signal."""
+    family = _family(process.pid)
     try:
-        _signal_group(process.pid, signal.SIGTERM)
+        _signal_all(process.pid, family, signal.SIGTERM)
         until = time.monotonic() + GRACE_S
-        while _is_group_alive(process) and time.monotonic() < until:
+        while _are_alive(process, family) and time.monotonic() < until:
             time.sleep(0.02)
     finally:
-        _signal_group(process.pid, signal.SIGKILL)
+        _signal_all(process.pid, family, signal.SIGKILL)
         process.wait()
 
 
-def _signal_group(group: int, number: int) -> None:
-    try:
+def _family(pid: int) -> set[int]:
+    """The processes of the script's session, and those below them; where there is no /proc, none but the group."""
+    parents: dict[int, int] = {}
+    found = {pid}
+    for entry in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError, ValueError, IndexError):  # it has ended meanwhile
+            fields = entry.read_text().rpartition(")")[2].split()
+            number = int(entry.parent.name)
+            parents[number] = int(fields[1])
+            if int(fields[3]) == pid:
+                found.add(number)
+    while more := {number for number, parent in parents.items() if parent in found} - found:
+        found |= more
+    return found
+
+
+def _signal_all(group: int, family: set[int], number: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
         os.killpg(group, number)
-    except ProcessLookupError:
-        return
+    for pid in family - {group}:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, number)
 
 
-def _is_group_alive(process: subprocess.Popen[bytes]) -> bool:
+def _are_alive(process: subprocess.Popen[bytes], family: set[int]) -> bool:
     process.poll()  # a process that nobody has waited for still counts
-    try:
+    for pid in family:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, 0)
+            return True
+    with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
+        return True
+    return False
 
 
 def _outcome(answer: Answer, timed_out: bool, code: int) -> Outcome:
@@ -119,10 +187,11 @@ def _outcome(answer: Answer, timed_out: bool, code: int) -> Outcome:
     status, text = Status(end.get("status", Status.FAILED)), str(end.get("exception", ""))
     if timed_out:
         status = Status.TIMED_OUT
+    elif answer.end is None and answer.was_stopped:
+        status = Status.STOPPED
+        text = _end_of_process(code)
     elif answer.end is None:
-        text = (
-            f"its process was ended by {signal.Signals(-code).name}" if code < 0 else f"its process exited with {code}"
-        )
+        text = _end_of_process(code)
     return Outcome(
         status,
         end.get("result", {}),
@@ -131,5 +200,31 @@ def _outcome(answer: Answer, timed_out: bool, code: int) -> Outcome:
         tuple(answer.notes),
         tuple(answer.files),
         text,
-        rank=int(os.environ.get("RANK", "0")),
+        answer.was_stopped,
+        rank(),
     )
+
+
+def _end_of_process(code: int) -> str:
+    if code < 0:
+        return f"its process was ended by {signal.Signals(-code).name}"
+    return f"its process exited with {code}, without a way for Python to report"
+
+
+def _agreed(outcome: Outcome, timeout: float) -> Outcome:
+    """What all ranks say together; without torchrun the outcome as it is."""
+    own = {
+        "rank": outcome.rank,
+        "status": outcome.status,
+        "exception": outcome.exception,
+        "cannot_judge": outcome.cannot_judge,
+        "steps": outcome.steps,
+    }
+    others = exchanged(own, timeout + 2 * GRACE_S)
+    if len(others) == 1:
+        return outcome
+    worst = max(others, key=lambda one: _SEVERITY.index(Status(one["status"])))
+    text = f"rank {worst['rank']}: {worst['exception']}" if worst["exception"] else ""
+    judged = tuple(dict.fromkeys(what for one in others for what in one["cannot_judge"]))
+    steps = min(one["steps"] for one in others)
+    return replace(outcome, status=Status(worst["status"]), exception=text, cannot_judge=judged, steps=steps)

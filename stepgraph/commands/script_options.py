@@ -1,0 +1,77 @@
+"""What the commands that run a user's script share: `SCRIPT [-- ARGS]` or `-m MODULE`, and how it is run.
+
+Example:
+    >>> def check(script: ScriptPath = None, args: ScriptArgs = None, module: Module = None, ...) -> Result:
+    ...     wanted = script_of(script, args, module, step, script_timeout, no_write)
+    ...     outcome = run_script(wanted, "stepgraph.inspect.check:CheckProbe", stdout_to_stderr=as_json)
+    ...     refuse_unjudged(wanted, outcome)
+    ...     return agreed(Result(...))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Annotated
+
+import typer
+
+from stepgraph.commands.base import ExitCode, Result
+from stepgraph.script.ranks import exchanged, is_first_rank
+from stepgraph.script.request import Script
+
+ScriptPath = Annotated[
+    str | None, typer.Argument(metavar="SCRIPT", help="The Python file to run. Its own code is run, unchanged.")
+]
+ScriptArgs = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[-- ARGS]...", help="Arguments of the script, after --.", show_default=False),
+]
+Module = Annotated[
+    str | None, typer.Option("-m", "--module", metavar="NAME", help="Run a module, as by python -m, instead of a file.")
+]
+StepName = Annotated[
+    str | None,
+    typer.Option(
+        "--step",
+        metavar="NAME",
+        help="The function that is one step: function, Class.method or module:function. Without it, steps are found.",
+    ),
+]
+ScriptTimeout = Annotated[
+    float,
+    typer.Option(
+        "--timeout", min=0.001, metavar="SECONDS", help="End the script, and all it started, then; exit code 3."
+    ),
+]
+NoWrite = Annotated[bool, typer.Option("--no-write", help="Refuse all files that the script opens for writing.")]
+"""The parameters are named `script`, `args`, `module`, `step`, `script_timeout` (300.0) and `no_write`: `timeout` would
+limit the command itself, and lose what was seen until then."""
+
+
+def script_of(
+    script: str | None,
+    args: Sequence[str] | None,
+    module: str | None,
+    step: str | None,
+    timeout: float,
+    no_write: bool,
+) -> Script:
+    """Return what a command line asks to run."""
+    words = [word for word in (script, *(args or ())) if word is not None]
+    if module is None and not words:
+        raise typer.BadParameter("name a script, or a module with -m NAME", param_hint="SCRIPT")
+    target = words.pop(0) if module is None else module
+    return Script(target, tuple(words), module is not None, step, timeout, not no_write)
+
+
+def agreed(result: Result, timeout: float = 300.0) -> Result:
+    """Return a result whose exit code is the worst of all ranks; the first rank prints it, the others exit.
+
+    Without torchrun the result is returned as it is.
+    """
+    codes = [one["exit_code"] for one in exchanged({"exit_code": int(result.exit_code)}, timeout)]
+    code = ExitCode(max([*codes, int(result.exit_code)]))
+    if not is_first_rank():
+        raise typer.Exit(code)
+    return replace(result, exit_code=code)

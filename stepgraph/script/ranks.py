@@ -1,0 +1,54 @@
+"""Lets the ranks of a `torchrun` agree on how they exit.
+
+Each rank runs the script in a process of its own, under a parent of its own. torchrun ends all ranks as soon as one
+exits with another code than 0, so the parents first exchange what they found, and then exit alike. They talk through
+the store that torchrun's agent keeps; ranks that were started in another way do not agree.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any
+
+__all__ = ["exchanged", "is_first_rank", "rank"]
+
+
+def rank() -> int:
+    """Return this process's rank; 0 without torchrun."""
+    return int(os.environ.get("RANK", "0"))
+
+
+def is_first_rank() -> bool:
+    """Return True in the one process that prints."""
+    return rank() == 0
+
+
+def exchanged(value: Mapping[str, Any], timeout: float) -> list[dict[str, Any]]:
+    """Return what all ranks gave, in their order; every rank must call this equally often.
+
+    A rank that gives nothing in time, since its parent was killed, is left out.
+    """
+    size = int(os.environ.get("WORLD_SIZE", "1"))
+    if size < 2 or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return [dict(value)]
+    import torch.distributed
+
+    dist: Any = torch.distributed
+
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = dist.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=timeout))
+    prefix = f"stepgraph/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    call = store.add(f"{prefix}/calls/{rank()}", 1)
+    keys = [f"{prefix}/{call}/{other}" for other in range(size)]
+    store.set(keys[rank()], json.dumps(dict(value)))
+    found = []
+    for key in keys:
+        try:
+            store.wait([key], timedelta(seconds=timeout))
+        except RuntimeError:  # its parent was killed
+            continue
+        found.append(json.loads(store.get(key)))
+    return found
