@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 LAUNCH_BOUND = 0.80
@@ -29,6 +29,8 @@ WORTHWHILE = 0.05
 MEMORY_WARNING = 0.88
 """The used fraction of the device's memory, before capture, from which a capture may not fit."""
 GIB = 2**30
+WHOLE_STEP = "whole step"
+DO_NOT = "do not"
 
 _GAP_US = 0.30
 """Time between two kernels of a replayed graph, as measured on an H200 (benchmarks/results)."""
@@ -86,6 +88,10 @@ class Measured:
     used_bytes: int = 0
     """Peak of the reserved memory, in eager."""
     total_bytes: int = 0
+    outside_ms: float = 0.0
+    """Time that the host spends between two steps: loading data, logging."""
+    outside_syncs: int = 0
+    """Times that the host waits for the GPU between two steps."""
     regions: tuple[Region, ...] = ()
     whole_step_forbidden: tuple[str, ...] = ()
 
@@ -142,18 +148,28 @@ def predict_whole_step(measured: Measured) -> Prediction:
     Its memory is that of the step, which eager needs too: the pool of the graph takes the place of the allocator's
     blocks. What comes on top are static inputs and a second set of gradients while the first is handed over.
     """
-    step_ms = max(measured.busy_ms + measured.kernels * _GAP_US / 1e3, _REPLAY_MS)
-    return _prediction("whole step", measured, step_ms, measured.gradient_bytes // 8, measured.whole_step_forbidden)
+    step_ms = _iteration_ms(measured, _REPLAY_MS)
+    return _prediction(WHOLE_STEP, measured, step_ms, measured.gradient_bytes // 8, measured.whole_step_forbidden)
 
 
 def predict_region(measured: Measured, region: Region) -> Prediction:
     """Predict a step of which some modules are graphs: the host saves what it spends in them, less the replays."""
-    host_ms = measured.host_ms - region.host_ms + region.num_modules * _PAIR_MS
-    floor_ms = measured.busy_ms + measured.kernels * _GAP_US / 1e3
+    host_ms = max(0.0, measured.host_ms - region.host_ms) + region.num_modules * _PAIR_MS
     share = region.kernels / measured.kernels if measured.kernels else 0.0
-    return _prediction(
-        region.scope, measured, max(host_ms, floor_ms), int(share * measured.activation_bytes), region.forbidden
-    )
+    extra_bytes = int(share * measured.activation_bytes)
+    return _prediction(region.scope, measured, _iteration_ms(measured, host_ms), extra_bytes, region.forbidden)
+
+
+def _iteration_ms(measured: Measured, host_ms: float) -> float:
+    """The time of an iteration in which the host spends this much on the step itself.
+
+    What the host does between steps runs beside the GPU's work, unless it waits for the GPU there: then the one comes
+    after the other.
+    """
+    gpu_ms = measured.busy_ms + measured.kernels * _GAP_US / 1e3
+    if measured.outside_syncs:
+        return max(gpu_ms, host_ms) + measured.outside_ms
+    return max(gpu_ms, host_ms + measured.outside_ms)
 
 
 def _prediction(
@@ -178,10 +194,10 @@ def advise_on(measured: Measured) -> Advice:
     percent = f"{100 * measured.busy_fraction:.0f} %"
     if best is None:
         reasons = "; ".join(dict.fromkeys(why for p in predictions for why in p.forbidden))
-        choice = Decision("do not", f"nothing of the step can be captured as it is: {reasons}")
+        choice = Decision(DO_NOT, f"nothing of the step can be captured as it is: {reasons}")
     elif best.gain < WORTHWHILE:
         choice = Decision(
-            "do not",
+            DO_NOT,
             f"the GPU is busy {percent} of the step, so the best capture would save "
             f"{100 * max(best.gain, 0):.1f} % of it, less than {100 * WORTHWHILE:.0f} %",
         )
@@ -212,7 +228,7 @@ def documented_memory(scope: str, eager_peak_bytes: int, pipeline_stages: int = 
         >>> documented_memory("attn", 40 * 2**30)
         (0, 2147483648)
     """
-    if scope in ("full_iteration", "whole step"):
+    if scope in ("full_iteration", WHOLE_STEP):
         return eager_peak_bytes // 2, eager_peak_bytes
     return (0, 2 * GIB) if pipeline_stages <= 1 else (2 * GIB, 10 * GIB)
 
@@ -313,6 +329,8 @@ class Workload:
     """Fraction of the device's memory in use before capture."""
     pipeline_stages: int = 1
     busy_fraction: float | None = None
+    wished_scope: tuple[str, ...] = ()
+    """The scope that the user needs, if it must be that one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -379,15 +397,130 @@ def reasons_against(workload: Workload) -> tuple[str, ...]:
             "checks for NaN on the host cannot run inside a full iteration: use the flag on the device "
             '(rerun_state_machine.check_for_nan_in_loss="device"), or a scope'
         )
+    if {"moe", "moe_router"} <= set(workload.wished_scope):
+        found.append("the scopes moe and moe_router exclude each other: moe has the router in it")
+    if "moe_preprocess" in workload.wished_scope and "moe_router" not in workload.wished_scope:
+        found.append("the scope moe_preprocess needs moe_router, whose result it reads")
+    if workload.recompute == "full" and workload.wished_scope not in ((), ("full_iteration",)):
+        found.append("full recomputation runs with a graph of the full iteration only, not with scopes")
     return tuple(found)
 
 
 LADDER = (
-    ("Make the eager run stable.", "stepgraph train {settings} model.cuda_graph_impl=none"),
+    ("Make the eager run stable.", "{run}"),
     ("Fix the sequence length and the microbatch size.", "stepgraph check {script}"),
-    ("Capture the narrowest useful scope.", "stepgraph train {settings} model.cuda_graph_scope=attn"),
-    ("Confirm that replays happen and that memory suffices.", "print(step.report())"),
+    ("Capture the narrowest useful scope.", "{narrow}"),
+    ("Confirm that replays happen and that memory suffices.", "print({graphs}.report())"),
     ("Compare eager with replays, without warm-up and capture.", "stepgraph verify {script}"),
-    ("Only then widen the scope.", "stepgraph train {settings} model.cuda_graph_scope=attn,mlp"),
+    ("Only then widen the scope.", "{wide}"),
 )
 """The order in which graphs are brought up, each step with its command."""
+
+
+@dataclass(frozen=True, slots=True)
+class Names:
+    """The user's own names, for commands and code to paste."""
+
+    script: str
+    """The script and its arguments, as a command of stepgraph takes them: `train.py -- --epochs 1`."""
+    run: str
+    """The command that runs it: `python train.py --epochs 1`."""
+    model: str = "model"
+    step: str = ""
+    """The function that is one step, if there is one."""
+
+
+def ladder(names: Names, words: Sequence[str] = ()) -> tuple[tuple[str, str], ...]:
+    """Return the six steps, with the user's names in their commands; `words` is the narrowest scope.
+
+    Example:
+        >>> ladder(Names("train.py", "python train.py"), ["attn"])[2][1]
+        'graphs = stepgraph.graph_modules(model, scope=["attn"])'
+    """
+    wide = _capture_line(names) or "step = stepgraph.capture(train_step)"
+    narrow = wide if not words else "graphs = " + _modules_line(names, words)
+    graphs = wide.partition(" = ")[0] if not words else "graphs"
+    return tuple(
+        (what, how.format(run=names.run, script=names.script, narrow=narrow, wide=wide, graphs=graphs))
+        for what, how in LADDER
+    )
+
+
+def snippet(choice: str, names: Names, words: Sequence[str] = ()) -> tuple[str, ...]:
+    """Return the lines to paste for a choice; none for "do not"."""
+    if choice == DO_NOT:
+        return ()
+    if choice != WHOLE_STEP:
+        return ("import stepgraph", "", "graphs = " + _modules_line(names, words) + "  # before the loop")
+    line = _capture_line(names)
+    if line:
+        return ("import stepgraph", "", f"{line}  # before the loop")
+    return (
+        "import stepgraph",
+        "",
+        "@stepgraph.capture",
+        "def train_step(batch):  # the body of your loop, from the forward to optimizer.step()",
+        "    ...",
+        "    return loss",
+    )
+
+
+def _capture_line(names: Names) -> str:
+    owner, dot, name = names.step.rpartition(":")[2].rpartition(".")
+    if not name:
+        return ""
+    path = f"{owner[:1].lower()}{owner[1:]}{dot}{name}"
+    return f"{path} = stepgraph.capture({path})"
+
+
+def _modules_line(names: Names, words: Sequence[str]) -> str:
+    scope = ", ".join(f'"{word}"' for word in words)
+    return f"stepgraph.graph_modules({names.model}, scope=[{scope}])" if words else (
+        f"stepgraph.graph_modules({names.model})"
+    )
+
+
+def narrowest(advice: Advice) -> str | None:
+    """Return the allowed scope that captures least and still gains enough; None if only the whole step does."""
+    useful = [
+        one
+        for one in advice.predictions
+        if one.scope != WHOLE_STEP and not one.forbidden and one.gain >= WORTHWHILE
+    ]
+    return min(useful, key=lambda one: one.gain).scope if useful else None
+
+
+@dataclass(frozen=True, slots=True)
+class Barrier:
+    """Something in the step that cannot be captured."""
+
+    rule: str
+    where: str = ""
+    """The line, as file:line."""
+    scopes: tuple[str, ...] = ()
+    """The scopes that it is in; the whole step always is."""
+
+    def __str__(self) -> str:
+        return f"{self.rule} at {self.where}" if self.where else self.rule
+
+
+def with_barriers(measured: Measured, barriers: Sequence[Barrier]) -> Measured:
+    """Return the measurement with what forbids each scope."""
+
+    def against(scope: str | None) -> tuple[str, ...]:
+        found = (str(one) for one in barriers if scope is None or scope in one.scopes)
+        return tuple(dict.fromkeys(found))
+
+    regions = tuple(replace(one, forbidden=(*one.forbidden, *against(one.scope))) for one in measured.regions)
+    return replace(
+        measured, regions=regions, whole_step_forbidden=(*measured.whole_step_forbidden, *against(None))
+    )
+
+
+def api_for(advice: Advice, program: Program) -> Decision:
+    """Return the interface for what is to be captured."""
+    if advice.choice.choice == DO_NOT:
+        return Decision("none", "the step is best left as it is")
+    if advice.choice.choice != WHOLE_STEP:
+        return choose_api(replace(program, has_dynamic_part=True))
+    return choose_api(program)

@@ -26,6 +26,7 @@ SMALL_US = 50.0
 _ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset")
 _GRAPH_LAUNCH = "cudaGraphLaunch"
 _LAUNCHES = ("cudaLaunchKernel", "cudaLaunchKernelExC", "cuLaunchKernel", "cuLaunchKernelEx")
+_WAITS = ("cudaStreamSynchronize", "cudaEventSynchronize", "cudaMemcpy", "cuStreamSynchronize")
 
 Call = Callable[[], Any]
 
@@ -51,6 +52,8 @@ class Timeline:
     launches: int = 0
     """Kernels that the host launched one by one."""
     graph_launches: int = 0
+    waits: int = 0
+    """Times that the host waited for a stream, an event or a copy."""
 
     @property
     def busy_ms(self) -> float:
@@ -169,15 +172,27 @@ def profiled(device: torch.device) -> Iterator[list[Timeline]]:
         yield found
         found.append(Timeline())
         return
-    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
-    torch.cuda.synchronize(device)
+    with traced(device) as traces:
+        yield found
+    found.append(read_trace(traces[0]))
+
+
+@contextlib.contextmanager
+def traced(device: torch.device) -> Iterator[list[Mapping[str, Any]]]:
+    """Profile a block; afterwards the list that it was given has one Chrome trace."""
+    found: list[Mapping[str, Any]] = []
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    if device.type == "cuda":
+        activities.append(torch.profiler.ProfilerActivity.CUDA)
+        torch.cuda.synchronize(device)
     with torch.profiler.profile(activities=activities) as profiler:
         yield found
-        torch.cuda.synchronize(device)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(path))
-        found.append(read_trace(json.loads(path.read_text(encoding="utf-8"), strict=False)))
+        found.append(json.loads(path.read_text(encoding="utf-8"), strict=False))
 
 
 def read_trace(trace: Mapping[str, Any]) -> Timeline:
@@ -192,4 +207,5 @@ def read_trace(trace: Mapping[str, Any]) -> Timeline:
         tuple(sorted(found, key=lambda kernel: kernel.start_us)),
         launches=sum(name in _LAUNCHES for name in calls),
         graph_launches=sum(name.startswith(_GRAPH_LAUNCH) for name in calls),
+        waits=sum(name in _WAITS for name in calls),
     )
