@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from stepgraph import __version__
+from stepgraph.commands.advise import advise
 from stepgraph.commands.base import CONTEXT_SETTINGS, Command, Group, Result
 from stepgraph.commands.bench import bench
 from stepgraph.commands.demo import demo
@@ -21,7 +22,7 @@ from stepgraph.commands.train import train
 __all__ = ["COMMANDS", "app", "main"]
 
 COMMANDS: dict[str, tuple[Callable[..., Result], ...]] = {
-    "Decide": (bench,),
+    "Decide": (advise, bench),
     "Check": (),
     "Understand": (explain, rules),
     "Train": (train, recipes),

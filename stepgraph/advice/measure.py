@@ -2,7 +2,7 @@
 
 | steps | what is done |
 |---|---|
-| warm-up | nothing; in one of them the models that run are noted |
+| warm-up | nothing; in the first two the models that run are noted |
 | timed | an event is recorded where each step begins; nothing waits |
 | host | the queue is drained before and after the step, so that the host's own time is seen, in the step and between |
 | waits | torch reports each wait for the device, which is noted with its line |
@@ -19,9 +19,8 @@ import statistics
 import sys
 import time
 import warnings
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from itertools import pairwise
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -30,14 +29,14 @@ from torch.nn.modules import module as torch_module
 
 from stepgraph.advice.parts import BEGIN, REACH, Scope, find_scopes, marked, shares_of
 from stepgraph.backends.threads import replaced
-from stepgraph.bench.measure import read_trace, traced
+from stepgraph.bench.measure import elapsed_ms, mark, read_trace, traced
 from stepgraph.errors import Location
 from stepgraph.frames import is_users_code, user_location
 from stepgraph.script.probe import RunningScript
 
 WARMUP, HOST_STEPS = 5, 3
 MODELS_STEP = 1
-"""The step of the warm-up in which models are noted: what a first one does alone is over."""
+"""The last step in which models are noted."""
 _SYNCHRONIZING = "called a synchronizing CUDA operation"
 _PROTOTYPE = "Synchronization debug mode is a prototype"
 
@@ -75,17 +74,37 @@ def steps_needed(steps: int) -> int:
     return WARMUP + steps + HOST_STEPS + 2
 
 
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """A wait of the host for the GPU."""
+
+    what: str
+    where: Location
+    methods: frozenset[tuple[int, str]] = frozenset()
+    """The methods of modules in which it happened: the id of the module, and the name."""
+
+
+def _running_methods() -> Iterator[tuple[int, str]]:
+    """The methods of modules on the stack."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        owner = frame.f_locals.get("self")
+        if isinstance(owner, torch.nn.Module):
+            yield id(owner), frame.f_code.co_name
+        frame = frame.f_back  # type: ignore[assignment]
+
+
 class Waits:
     """Notes where the host waits for the GPU, in a step and between steps."""
 
     def __init__(self) -> None:
-        self._pending: list[tuple[str, Location]] = []
-        self.inside: list[tuple[str, Location]] = []
-        self.outside: list[tuple[str, Location]] = []
+        self._pending: list[Wait] = []
+        self.inside: list[Wait] = []
+        self.outside: list[Wait] = []
 
     def note(self, what: str) -> None:
         """The host waits, at the user's innermost line."""
-        self._pending.append((what, user_location() or Location("", 0, "")))
+        self._pending.append(Wait(what, user_location() or Location("", 0, ""), frozenset(_running_methods())))
 
     def reach(self) -> None:
         """All that was noted is in the step."""
@@ -163,7 +182,8 @@ class Models:
         """Note the modules that are called."""
 
         def called(module: torch.nn.Module, args: Any) -> None:
-            self._called[id(module)] = module
+            if torch.is_grad_enabled():
+                self._called[id(module)] = module
 
         handle = torch_module.register_module_forward_pre_hook(called)
         try:
@@ -204,7 +224,7 @@ class MeasureProbe:
         self._script = script
         self._steps = int(script.options["steps"])
         self._phase = Phase.WARMUP
-        self._in_step = contextlib.ExitStack()
+        self._in_step, self._over_steps = contextlib.ExitStack(), contextlib.ExitStack()
         self._marks: dict[int, Any] = {}
         self._traces: list[Mapping[str, Any]] = []
         self._waits, self._host, self._models = Waits(), HostClock(), Models()
@@ -214,29 +234,37 @@ class MeasureProbe:
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """Listen to the steps of the block."""
+        """Listen to the steps of the block.
+
+        Hooks are set before the step that they are for: a step is found in a hook of its first module, too late for
+        another hook of that one.
+        """
         self._script.listen(self)
+        self._over_steps.enter_context(self._models.noting())
         try:
             yield
         finally:
             self._in_step.close()
+            self._over_steps.close()
 
     def step_begins(self, index: int) -> None:
         """A step begins."""
         self._phase, self._was_reached = phase_of(index, self._steps), False
         match self._phase:
-            case Phase.WARMUP if index == MODELS_STEP:
-                self._in_step.enter_context(self._models.noting())
             case Phase.TIMED:
-                self._marks[index] = _mark()
+                self._marks[index] = mark(current_device())
             case Phase.HOST:
-                self._marks.setdefault(index, _mark())  # the end of the last timed step
+                self._marks.setdefault(index, mark(current_device()))  # the end of the last timed step
                 self._memory.setdefault("before", _memory_of(torch.cuda.memory_allocated))
                 self._host.begin()
             case Phase.WAITS:
                 self._in_step.enter_context(self._waits.watching())
+                if not _has_compiled_code():  # which would be compiled again
+                    self._over_steps.enter_context(marked(self._scopes))
             case Phase.PROFILE:
-                self._begin_profile()
+                self._traces = self._in_step.enter_context(traced(current_device()))
+                with record_function(BEGIN):
+                    pass
             case Phase.OVER:
                 self._script.stop()
 
@@ -261,31 +289,25 @@ class MeasureProbe:
         if not self._was_reached:
             return
         if index == MODELS_STEP:
+            self._over_steps.close()
             self._models.settle()
             if self._models.largest is not None:
                 self._scopes = find_scopes(self._models.largest)
         if phase_of(index + 1, self._steps) is Phase.OVER:
             self._script.stop()
 
-    def _begin_profile(self) -> None:
-        if not _has_compiled_code():
-            self._in_step.enter_context(marked(self._scopes))
-        self._traces = self._in_step.enter_context(traced(_device()))
-        with record_function(BEGIN):
-            pass
-
     def result(self) -> Mapping[str, Any]:
         """Return what was measured."""
         model, found = self._models.largest, self._found_memory()
         timeline = self._timeline()
         return {
-            "device": _device().type if model is None else next(model.parameters()).device.type,
+            "device": current_device().type if model is None else next(model.parameters()).device.type,
             "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
             "times_ms": self._times(),
             "host_ms": _median(self._host.inside_ms),
             "outside_ms": _median(self._host.outside_ms),
-            "waits_inside": _lines(self._waits.inside),
-            "waits_outside": _lines(self._waits.outside),
+            "waits_inside": _lines(self._waits.inside, self._scopes),
+            "waits_outside": _lines(self._waits.outside, ()),
             "memory": found,
             "model": _described(self._models),
             "has_compiled_code": _has_compiled_code(),
@@ -294,8 +316,7 @@ class MeasureProbe:
 
     def _times(self) -> list[float]:
         marks = [self._marks[index] for index in sorted(self._marks)][: self._steps + 1]
-        _drain()
-        return [_between_ms(before, after) for before, after in pairwise(marks)]
+        return list(elapsed_ms(marks, current_device()))
 
     def _found_memory(self) -> dict[str, int]:
         if not self._memory:
@@ -352,12 +373,17 @@ def _described(models: Models) -> dict[str, Any]:
     }
 
 
-def _lines(waits: list[tuple[str, Location]]) -> list[dict[str, Any]]:
-    counted = Counter(waits)
-    return [
-        {"what": what, "file": where.file, "line": where.line, "source": where.source, "times": times}
-        for (what, where), times in counted.items()
-    ]
+def _lines(waits: Iterable[Wait], scopes: Iterable[Scope]) -> list[dict[str, Any]]:
+    """Waits by line, each with the scopes that it is in."""
+    methods = {scope.name: {(id(part.module), part.method) for part in scope.parts} for scope in scopes}
+    found: dict[tuple[str, int, str], dict[str, Any]] = {}
+    for wait in waits:
+        where = wait.where
+        new = {"what": wait.what, "file": where.file, "line": where.line, "source": where.source, "times": 0}
+        row = found.setdefault((where.file, where.line, wait.what), {**new, "scopes": []})
+        row["times"] += 1
+        row["scopes"] += [name for name, of in methods.items() if of & wait.methods and name not in row["scopes"]]
+    return list(found.values())
 
 
 def _has_compiled_code() -> bool:
@@ -366,25 +392,14 @@ def _has_compiled_code() -> bool:
     return utils is not None and bool(utils.counters["stats"]["unique_graphs"])
 
 
-def _device() -> torch.device:
+def current_device() -> torch.device:
+    """Return the GPU that is in use, or the CPU."""
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
 def _drain() -> None:
     if torch.cuda.is_available():
         torch.cuda.synchronize()
-
-
-def _mark() -> Any:
-    if not torch.cuda.is_available():
-        return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
-
-
-def _between_ms(before: Any, after: Any) -> float:
-    return 1e3 * (after - before) if isinstance(after, float) else float(before.elapsed_time(after))
 
 
 def _memory_of(read: Callable[[], int]) -> int:

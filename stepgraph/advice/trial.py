@@ -8,17 +8,15 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 import torch
 
-from stepgraph.advice.measure import Models
+from stepgraph.advice.measure import Models, current_device
 from stepgraph.backends.threads import replaced
-from stepgraph.bench.measure import StepTimes
+from stepgraph.bench.measure import StepTimes, elapsed_ms, mark
 from stepgraph.joined.capture import capture
 from stepgraph.observe.steps import StepCalls
 from stepgraph.script.probe import RunningScript
@@ -94,7 +92,7 @@ class TrialProbe:
         if index > SETTLE + self._steps:
             self._script.stop()
         if index >= SETTLE:
-            self._marks.append(_mark())
+            self._marks.append(mark(current_device()))
 
     def step_reaches(self, index: int) -> None:
         """Nothing to do: a call is a step."""
@@ -105,27 +103,13 @@ class TrialProbe:
     def result(self) -> Mapping[str, Any]:
         """Return times, memory and the counts of the captured step."""
         has_gpu = torch.cuda.is_available()
-        if has_gpu:
-            torch.cuda.synchronize()
         report = self._captured[-1].report() if self._captured else None
         return {
-            "times_ms": [_between_ms(*pair) for pair in pairwise(self._marks)],
+            "times_ms": list(elapsed_ms(self._marks, current_device())),
             "used_bytes": torch.cuda.max_memory_reserved() if has_gpu else None,
             "replays": report.replays if report is not None else 0,
             "eager_reasons": dict(report.eager_reasons) if report is not None else {},
         }
-
-
-def _mark() -> Any:
-    if not torch.cuda.is_available():
-        return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
-
-
-def _between_ms(before: Any, after: Any) -> float:
-    return 1e3 * (after - before) if isinstance(after, float) else float(before.elapsed_time(after))
 
 
 def try_captures(script: Script, steps: int, *, stdout_to_stderr: bool = False) -> tuple[Trial, ...]:

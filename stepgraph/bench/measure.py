@@ -132,20 +132,30 @@ def union_length(intervals: Iterable[tuple[float, float]]) -> float:
 
 def time_steps(call: Call, steps: int, device: torch.device) -> StepTimes:
     """Time steps one after the other, without waiting in between."""
-    if device.type != "cuda":
-        marks = [time.perf_counter()]
-        for _ in range(steps):
-            call()
-            marks.append(time.perf_counter())
-        return StepTimes(tuple(1e3 * (after - before) for before, after in pairwise(marks)))
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)]
-    torch.cuda.synchronize(device)
-    events[0].record()
-    for event in events[1:]:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    marks = [mark(device)]
+    for _ in range(steps):
         call()
-        event.record()
+        marks.append(mark(device))
+    return StepTimes(elapsed_ms(marks, device))
+
+
+def mark(device: torch.device) -> Any:
+    """Return a moment of the device: an event on a GPU, else the time."""
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def elapsed_ms(marks: Sequence[Any], device: torch.device) -> tuple[float, ...]:
+    """Return the times between marks of a device, in milliseconds."""
+    if device.type != "cuda":
+        return tuple(1e3 * (after - before) for before, after in pairwise(marks))
     torch.cuda.synchronize(device)
-    return StepTimes(tuple(before.elapsed_time(after) for before, after in pairwise(events)))
+    return tuple(before.elapsed_time(after) for before, after in pairwise(marks))
 
 
 def host_ms(call: Call, device: torch.device) -> float:

@@ -11,17 +11,15 @@ from __future__ import annotations
 import contextlib
 import os
 import tempfile
-import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from itertools import pairwise
 from typing import Any
 
 import torch
 
 from stepgraph.bench.flops import flops_per_step
 from stepgraph.bench.hardware import Gpu
-from stepgraph.bench.measure import StepTimes, Timeline, profiled
+from stepgraph.bench.measure import StepTimes, Timeline, elapsed_ms, mark, profiled
 from stepgraph.config.container import ConfigContainer
 from stepgraph.train import pretrain
 from stepgraph.train.implementations import Implementation, Work, choose
@@ -123,27 +121,16 @@ class Clock:
             return
         place = step - self._first
         if place <= self._steps:
-            self._marks.append(self._mark())
+            self._marks.append(mark(self._device))
         if place == self._steps + 1:
             self._timeline = self._profile.enter_context(profiled(self._device))
         if place == self._steps + 2:
             self._profile.close()
 
-    def _mark(self) -> Any:
-        if self._device.type != "cuda":
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
     def result(self) -> tuple[StepTimes, Timeline]:
         """Return what was measured, after the run."""
         self._profile.close()
-        if self._device.type != "cuda":
-            each = tuple(1e3 * (after - before) for before, after in pairwise(self._marks))
-        else:
-            torch.cuda.synchronize(self._device)
-            each = tuple(before.elapsed_time(after) for before, after in pairwise(self._marks))
+        each = elapsed_ms(self._marks, self._device)
         return StepTimes(each), self._timeline[0] if self._timeline else Timeline()
 
 
