@@ -25,7 +25,7 @@ ScriptPath = Annotated[
 ]
 ScriptArgs = Annotated[
     list[str] | None,
-    typer.Argument(metavar="[-- ARGS]...", help="Arguments of the script, after --.", show_default=False),
+    typer.Argument(metavar="-- ARGS", help="Arguments of the script, after --.", show_default=False),
 ]
 Module = Annotated[
     str | None, typer.Option("-m", "--module", metavar="NAME", help="Run a module, as by python -m, instead of a file.")

@@ -15,6 +15,7 @@ import signal
 import sys
 import tempfile
 import traceback
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
@@ -113,6 +114,7 @@ def surroundings(request: Request, running: RunningChild) -> Iterator[None]:
     """List files, and map `cuda` where there is none."""
     from stepgraph.script.files import FileWatch
 
+    warnings.filterwarnings("ignore", message=".*there are global hooks on modules")  # ours, which begin steps
     with contextlib.ExitStack() as stack:
         if running.is_cuda_mapped:
             from stepgraph.script.cuda_on_cpu import CudaOnCpu

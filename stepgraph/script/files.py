@@ -82,7 +82,7 @@ class FileWatch:
         """Return the path that an event writes, or None."""
         if event == "open":
             name, _, flags = args
-            if not isinstance(flags, int) or not flags & _WRITING or flags & getattr(os, "O_TMPFILE", 0) & ~_WRITING:
+            if not isinstance(flags, int) or not flags & _WRITING:
                 return None
         elif event in _NAMED_FIRST:
             name = args[0]
@@ -95,8 +95,8 @@ class FileWatch:
         if not isinstance(name, (str, bytes, os.PathLike)):
             return None  # an open descriptor
         path = os.path.abspath(os.fsdecode(name))
-        if event == "os.mkdir" and os.path.isdir(path):
-            return None
+        if event in ("os.mkdir", "open") and os.path.isdir(path):
+            return None  # it is there already, or a file without a name is opened in it
         return None if self._is_exempt(path) else path
 
     def _is_exempt(self, path: str) -> bool:

@@ -1,0 +1,226 @@
+"""The options of commands that run a script, and the parts of the runner that need no process."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from stepgraph.commands.base import CONTEXT_SETTINGS, AsJson, Command, ExitCode, Result
+from stepgraph.commands.script_options import (
+    Module,
+    NoWrite,
+    ScriptArgs,
+    ScriptPath,
+    ScriptTimeout,
+    StepName,
+    agreed,
+    script_of,
+)
+from stepgraph.errors import InvalidArgument, NoStepError, ScriptError
+from stepgraph.script.files import FileWatch, WriteRefused
+from stepgraph.script.main_module import NamedStep
+from stepgraph.script.request import Answer, Outcome, Request, Script, Status, append
+from stepgraph.script.run import refuse_unjudged
+
+runner = CliRunner()
+app = typer.Typer(context_settings=CONTEXT_SETTINGS, pretty_exceptions_enable=False)
+
+
+@app.command(cls=Command)
+def look(
+    script: ScriptPath = None,
+    args: ScriptArgs = None,
+    module: Module = None,
+    step: StepName = None,
+    script_timeout: ScriptTimeout = 300.0,
+    no_write: NoWrite = False,
+    as_json: AsJson = False,
+) -> Result:
+    """Say what would be run."""
+    wanted = script_of(script, args, module, step, script_timeout, no_write)
+    if wanted.target == "fails.py":
+        refuse_unjudged(wanted, Outcome(Status.FAILED, {}, 0, exception="Traceback:\n  ...\nValueError: mine"))
+    if wanted.target == "none.py":
+        refuse_unjudged(wanted, Outcome(Status.COMPLETED, {}, 0))
+    return agreed(Result({"script": json.loads(Request(wanted, "", {}, "").to_json())["script"]}, str(wanted), "next"))
+
+
+@app.command()
+def other() -> None:
+    """Make `look` a command of a group."""
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["train.py"], Script("train.py")),
+        (
+            ["train.py", "--", "--lr", "3", "-m", "x", "--a_b=c"],
+            Script("train.py", ("--lr", "3", "-m", "x", "--a_b=c")),
+        ),
+        (["-m", "my_pkg.train_it"], Script("my_pkg.train_it", is_module=True)),
+        (["-m", "pkg.train", "--", "a", "--", "-x"], Script("pkg.train", ("a", "--", "-x"), True)),
+        (["--module=pkg"], Script("pkg", is_module=True)),
+        (["train.py", "--no_write", "--timeout", "5"], Script("train.py", timeout=5.0, writes=False)),
+        (["--step", "loop:Class.train_step", "train.py"], Script("train.py", step="loop:Class.train_step")),
+    ],
+)
+def test_options_say_what_to_run(words: list[str], expected: Script) -> None:
+    result = runner.invoke(app, ["look", *words, "--json"] if "--" not in words else ["look", "--json", *words])
+    assert result.exit_code == 0, result.output
+    shown = json.loads(result.stdout)["script"]
+    assert Script(**{**shown, "args": tuple(shown["args"])}) == expected
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        ([], "name a script, or a module with -m NAME"),
+        (["train.py", "-gq"], "No such option: -gq"),
+        (["train.py", "--no-writes"], "No such option"),
+        (["train.py", "--timeout", "0"], "0.001"),
+    ],
+)
+def test_wrong_usage_is_answered(words: list[str], text: str) -> None:
+    result = runner.invoke(app, ["look", *words], env={"COLUMNS": "200"})
+    assert result.exit_code == ExitCode.USAGE
+    assert text in result.output
+
+
+@pytest.mark.parametrize(
+    ("script", "code", "text"),
+    [("fails.py", ExitCode.SCRIPT, "ValueError: mine"), ("none.py", ExitCode.FINDINGS, "[no-step]")],
+)
+def test_scripts_that_show_nothing_have_their_exit_codes(script: str, code: int, text: str) -> None:
+    result = runner.invoke(app, ["look", script])
+    assert result.exit_code == code
+    assert text in result.stderr
+
+
+def test_outcomes_without_a_judgement_are_refused() -> None:
+    script = Script("train.py", timeout=7)
+    for status, error in ((Status.FAILED, ScriptError), (Status.TIMED_OUT, ScriptError), (Status.STOPPED, NoStepError)):
+        with pytest.raises(error, match=r"train\.py"):
+            refuse_unjudged(script, Outcome(status, {}, 0))
+    refuse_unjudged(script, Outcome(Status.COMPLETED, {}, 1))
+    refuse_unjudged(script, Outcome(Status.STOPPED, {}, 0, cannot_judge=("torch.cuda.graph needs a GPU",)))
+
+
+def test_request_is_read_as_it_was_written() -> None:
+    request = Request(Script("a.py", ("x",), step="f"), "m:C", {"steps": 3}, "/tmp/answer")
+    assert Request.from_json(request.to_json()) == request
+
+
+def test_answer_survives_a_kill_in_the_middle_of_a_line(tmp_path: Path) -> None:
+    file = tmp_path / "answer"
+    assert Answer.read(file).end is None
+    append(str(file), "steps", 2)
+    append(str(file), "note", "twice")
+    append(str(file), "note", "twice")
+    with file.open("a") as stream:
+        stream.write('["end", {"sta')
+    found = Answer.read(file)
+    assert (found.steps, found.notes, found.end) == (2, ["twice"], None)
+
+
+SOURCE = """
+def step(): return 1
+class Trainer:
+    @staticmethod
+    def made(): return 2
+    if True:
+        def step(self): return 3
+try:
+    def inner(): return 4
+finally:
+    pass
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "call", "value"),
+    [
+        ("step", "step()", 1),
+        ("Trainer.made", "Trainer.made()", 2),
+        ("Trainer.step", "Trainer().step()", 3),
+        ("__main__:inner", "inner()", 4),
+    ],
+)
+def test_named_function_is_wrapped_where_it_is_defined(name: str, call: str, value: int) -> None:
+    calls = []
+
+    def wrap(function: Any) -> Any:
+        def called(*args: Any) -> Any:
+            calls.append(function.__name__)
+            return function(*args)
+
+        return called
+
+    step = NamedStep(name, wrap)
+    tree = ast.parse(SOURCE)
+    step.mark(tree, "script.py")
+    names: dict[str, Any] = {"__stepgraph_step__": wrap}
+    exec(compile(tree, "script.py", "exec"), names)
+    assert eval(call, names) == value
+    assert calls == [name.rpartition(":")[2].rpartition(".")[2]]
+
+
+def test_named_function_that_is_missing_is_refused() -> None:
+    with pytest.raises(InvalidArgument, match=r"script.py has no function Trainer\.train   \[step-name\]"):
+        NamedStep("Trainer.train", lambda function: function).mark(ast.parse(SOURCE), "script.py")
+
+
+def watch(refuses: bool = False) -> tuple[FileWatch, list[str]]:
+    seen: list[str] = []
+    files = FileWatch(lambda path, refused: seen.append(path), "/own", refuses=refuses)
+    files._is_on = True
+    return files, seen
+
+
+@pytest.mark.parametrize(
+    ("event", "args", "is_listed"),
+    [
+        ("open", ("/x/log", "w", os.O_WRONLY | os.O_CREAT), True),
+        ("open", ("/x/log", "r+", os.O_RDWR), True),
+        ("open", (b"/x/log", "a", os.O_APPEND | os.O_WRONLY), True),
+        ("open", ("/x/log", "r", os.O_RDONLY | os.O_CLOEXEC), False),
+        ("open", (3, "w", os.O_WRONLY), False),
+        ("open", ("/dev/null", "w", os.O_WRONLY), False),
+        ("open", ("/own/answer", "a", os.O_WRONLY), False),
+        ("open", ("/x/__pycache__/a.pyc", None, os.O_WRONLY), False),
+        ("os.mkdir", ("/x", 0o777, -1), True),
+        ("os.mkdir", (os.path.dirname(sys.executable), 0o777, -1), False),
+        ("os.rename", ("/a", "/x", -1, -1), True),
+        ("os.remove", ("/x", -1), True),
+        ("import", ("os", None, None, None, None), False),
+    ],
+)
+def test_audit_events_that_write_are_listed(event: str, args: tuple[Any, ...], is_listed: bool) -> None:
+    files, seen = watch()
+    files._hook(event, args)
+    files._hook(event, args)
+    assert len(seen) == is_listed
+
+
+def test_files_of_tempfile_do_not_count() -> None:
+    files, seen = watch()
+    files._hook("tempfile.mkdtemp", ("/x/tmpa",))
+    files._hook("os.mkdir", ("/x/tmpa", 0o700, -1))
+    files._hook("open", ("/x/tmpa/socket", "w", os.O_WRONLY))
+    assert seen == []
+
+
+def test_refused_files_raise_a_permission_error() -> None:
+    files, seen = watch(refuses=True)
+    with pytest.raises(WriteRefused, match="no-write") as caught:
+        files._hook("open", ("/x/log", "w", os.O_WRONLY))
+    assert isinstance(caught.value, PermissionError)
+    assert seen == ["/x/log"]

@@ -1,0 +1,407 @@
+"""Scripts run in real processes: how they are started, watched, stopped and ended."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stepgraph.errors import InvalidArgument, NoStepError, ScriptError
+from stepgraph.script.run import Outcome, Script, Status, refuse_unjudged, run_script
+
+ROOT = Path(__file__).parents[2]
+PROBE = "tests.probes:Recorder"
+LOOP = """
+import torch
+from torch import nn
+model = nn.Linear(2, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+def train_step():
+    optimizer.zero_grad()
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+"""
+
+
+@pytest.fixture(autouse=True)
+def environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The child finds this copy of stepgraph, and works in a folder of its own."""
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.chdir(tmp_path)
+
+
+def written(name: str, program: str) -> str:
+    Path(name).parent.mkdir(parents=True, exist_ok=True)
+    Path(name).write_text(program)
+    return name
+
+
+def ran(program: str, *args: str, steps: int | None = None, **options: Any) -> Outcome:
+    """The outcome of a program."""
+    script = Script(written("train.py", program), args, **options)
+    return run_script(script, PROBE, {} if steps is None else {"steps": steps})
+
+
+WHO = """
+import json, sys
+names = ["__name__", "__file__", "__package__", "__doc__", "__cached__"]
+spec = None if __spec__ is None else __spec__.name
+facts = {name: globals()[name] for name in names} | {"argv": sys.argv, "path": sys.path[0], "spec": spec}
+facts["loader"], facts["main"] = type(__loader__).__name__, sys.modules["__main__"].__dict__ is globals()
+facts["path_end"] = [p for p in sys.path[1:] if "stepgraph" not in p and "trees" not in p]
+open(sys.argv[-1], "w").write(json.dumps(facts))
+"""
+
+
+@pytest.mark.parametrize(
+    ("target", "is_module"),
+    [("folder/deep/train.py", False), ("link.py", False), ("pkg.train", True), ("pkg", True)],
+)
+def test_main_is_as_python_sets_it(target: str, is_module: bool) -> None:
+    for name in ("train.py", "folder/deep/train.py", "pkg/train.py", "pkg/__main__.py"):
+        written(name, WHO)
+    written("pkg/__init__.py", "")
+    Path("link.py").symlink_to("folder/deep/train.py")
+    args = ("--lr", "3", "-m", "--", "a_b")
+    run_script(Script(target, (*args, "ours"), is_module), PROBE)
+    subprocess.run([sys.executable, *(["-m"] if is_module else []), target, *args, "pythons"], check=True)
+    ours, pythons = (json.loads(Path(name).read_text()) for name in ("ours", "pythons"))
+    assert ours["argv"].pop() == "ours"
+    assert pythons["argv"].pop() == "pythons"
+    assert ours == pythons
+
+
+def test_offline_variables_and_own_group() -> None:
+    outcome = ran(
+        "import os\nassert os.environ['WANDB_MODE'] == 'disabled'\nassert os.environ['HF_HUB_OFFLINE'] == '1'\n"
+        "assert os.getpgid(0) == os.getpid()\n"
+    )
+    assert outcome.status is Status.COMPLETED, outcome.exception
+
+
+def test_steps_are_reported_and_stopped() -> None:
+    outcome = ran(LOOP + "for _ in range(100): train_step()\nprint('never')", steps=2)
+    assert outcome.status is Status.STOPPED
+    assert outcome.result["events"] == ["begins 0", "reaches 0", "ends 0", "begins 1", "reaches 1", "ends 1"]
+    assert outcome.steps == 2
+    refuse_unjudged(Script("train.py"), outcome)
+
+
+@pytest.mark.parametrize(
+    ("name", "more"),
+    [
+        ("train_step", "train_step(); train_step()"),
+        (
+            "Trainer.make",
+            "class Trainer:\n    @staticmethod\n    def make(): train_step()\nTrainer.make(); Trainer.make()",
+        ),
+        ("loop:Loop.step", "from loop import Loop\nLoop().step(); Loop().step()"),
+    ],
+)
+def test_step_name_overrides(name: str, more: str) -> None:
+    written("loop.py", "class Loop:\n    def step(self): pass\n")
+    outcome = ran(LOOP + more, step=name)
+    assert outcome.result["events"] == ["begins 0", "reaches 0", "ends 0", "begins 1", "reaches 1", "ends 1"]
+
+
+@pytest.mark.parametrize("name", ["Trainer.step", "loop:no_such", "no_such_module:step"])
+def test_step_name_that_is_not_there_is_refused(name: str) -> None:
+    written("loop.py", "")
+    with pytest.raises(InvalidArgument, match="step-name") as caught:
+        ran(LOOP + "import loop\ntrain_step()", step=name)
+    assert name in str(caught.value)
+
+
+def test_stop_that_is_caught_comes_again() -> None:
+    program = LOOP + (
+        "caught = 0\n"
+        "for _ in range(50):\n    try:\n        train_step()\n    except BaseException:\n        caught += 1\n"
+        "    if caught == 3: raise SystemExit(0)\n"
+    )
+    outcome = ran(program, steps=1)
+    assert outcome.status is Status.STOPPED
+    assert outcome.steps == 1
+
+
+def test_script_that_swallows_the_stop_is_ended() -> None:
+    program = LOOP + "while True:\n    try:\n        train_step()\n    except BaseException:\n        pass\n"
+    outcome = ran(program, steps=1, timeout=30.0)
+    assert outcome.status is Status.TIMED_OUT
+    with pytest.raises(ScriptError, match="caught the exception"):
+        refuse_unjudged(Script("train.py"), outcome)
+
+
+def test_files_are_listed_those_after_the_stop_apart(tmp_path: Path) -> None:
+    program = LOOP + (
+        "import os, tempfile\n"
+        "os.makedirs('out', exist_ok=True)\nopen('out/log.txt', 'w').close()\nopen('train.py').close()\n"
+        "open(os.devnull, 'w').close()\ntempfile.TemporaryFile().close()\ntempfile.mkdtemp()\n"
+        "try:\n    for _ in range(100): train_step()\n"
+        "finally:\n    torch.save(model.state_dict(), 'out/last.pt')\n"
+    )
+    outcome = ran(program, steps=1)
+    assert outcome.status is Status.STOPPED
+    assert [(os.path.relpath(file.path), file.after_stop, file.refused) for file in outcome.files] == [
+        ("out", False, False),
+        ("out/log.txt", False, False),
+        ("out/last.pt", True, False),
+    ]
+
+
+def test_no_write_refuses() -> None:
+    lines = ["open('a', 'a')", "torch.save(model, 'b')", "os.mkdir('c')", "os.remove('train.py')", "Path('d').touch()"]
+    program = LOOP + "import os\nfrom pathlib import Path\ntrain_step()\n"
+    program += "".join(f"try:\n    {line}\nexcept PermissionError: pass\n" for line in lines)
+    outcome = ran(program + "open('e', 'w')", writes=False)
+    assert outcome.status is Status.FAILED
+    assert "[no-write]" in outcome.exception
+    assert "Fix: leave --no-write out" in outcome.exception
+    assert [os.path.basename(file.path) for file in outcome.files] == ["a", "b", "c", "train.py", "d", "e"]
+    assert all(file.refused for file in outcome.files)
+    assert os.listdir() == ["train.py"]
+
+
+def test_failure_is_the_scripts_own_traceback() -> None:
+    program = LOOP + "def f(module, args): raise ValueError('mine')\nmodel.register_forward_pre_hook(f)\ntrain_step()\n"
+    outcome = ran(program)
+    assert outcome.status is Status.FAILED
+    assert outcome.exception.endswith("ValueError: mine")
+    assert "train.py" in outcome.exception
+    assert "stepgraph" not in outcome.exception
+    with pytest.raises(ScriptError, match="script-failed") as caught:
+        refuse_unjudged(Script("train.py"), outcome)
+    assert "ValueError: mine" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("program", "status", "text"),
+    [
+        ("import sys; sys.exit('usage: ...')", Status.FAILED, "SystemExit: usage: ..."),
+        ("import sys; sys.exit(0)", Status.COMPLETED, ""),
+        ("import os; os._exit(4)", Status.FAILED, "exited with 4"),
+        ("import os, signal; os.kill(0, signal.SIGKILL)", Status.FAILED, "ended by SIGKILL"),
+        ("import argparse; argparse.ArgumentParser().parse_args()", Status.FAILED, "SystemExit: 2"),
+    ],
+)
+def test_ways_to_end(program: str, status: Status, text: str) -> None:
+    outcome = ran(program, *(["--no-such"] if "argparse" in program else []))
+    assert outcome.status is status
+    assert text in outcome.exception
+    error = NoStepError if status is Status.COMPLETED else ScriptError
+    with pytest.raises(error):
+        refuse_unjudged(Script("train.py"), outcome)
+
+
+@pytest.mark.parametrize(
+    ("target", "text"), [("no.py", "no file no.py"), ("folder", "is a folder"), ("data.bin", "not a Python file")]
+)
+def test_scripts_that_are_none_are_refused(target: str, text: str) -> None:
+    os.mkdir("folder")
+    Path("data.bin").write_bytes(b"\x00\x01")
+    with pytest.raises(InvalidArgument, match=text):
+        run_script(Script(target), PROBE)
+
+
+def test_module_that_is_none_is_refused() -> None:
+    with pytest.raises(InvalidArgument, match=r"-m no_such\.module"):
+        run_script(Script("no_such.module", is_module=True), PROBE)
+
+
+def test_syntax_error_is_the_scripts_failure() -> None:
+    with pytest.raises(ScriptError, match=r"train.py:2[\s\S]*SyntaxError"):
+        ran("x = 1\nx = = 2\n")
+
+
+def test_prints_do_not_corrupt_the_result(capfd: pytest.CaptureFixture[str]) -> None:
+    program = LOOP + (
+        "import os, sys\nprint('{\"end\": 1}')\nos.write(1, b'[raw]')\nsys.stderr.write('on stderr')\ntrain_step()\n"
+        "os.closerange(3, 100)\n"
+    )
+    script = Script(written("train.py", program))
+    outcome = run_script(script, PROBE, stdout_to_stderr=True)
+    assert outcome.result["events"] == ["begins 0", "reaches 0", "ends 0"]
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert '{"end": 1}' in err
+    assert "[raw]" in err
+
+
+def test_cuda_runs_without_a_gpu_and_waits_are_reported() -> None:
+    if has_gpu():
+        pytest.skip("with a GPU nothing is mapped")
+    program = LOOP.replace("nn.Linear(2, 1)", "nn.Linear(2, 1).cuda()").replace("(1, 2)", "(1, 2, device='cuda')")
+    outcome = ran(program + "for _ in range(2):\n    train_step()\n    torch.cuda.synchronize()\n")
+    assert outcome.status is Status.COMPLETED, outcome.exception
+    assert (
+        outcome.result["events"][:3] == ["Tensor.to", "Tensor.to", "begins 0"] or "begins 0" in outcome.result["events"]
+    )
+    assert outcome.result["events"].count("torch.cuda.synchronize") == 2
+
+
+@pytest.mark.parametrize(
+    ("line", "name"),
+    [
+        ("torch.cuda.CUDAGraph()", "torch.cuda.CUDAGraph"),
+        ("import transformer_engine", "transformer_engine"),
+        ("torch.ops.aten.empty.memory_format([2], device='cuda')", "CUDA"),
+    ],
+)
+def test_what_needs_a_gpu_cannot_be_judged(line: str, name: str) -> None:
+    if has_gpu():
+        pytest.skip("with a GPU nothing is mapped")
+    outcome = ran(LOOP + f"train_step()\n{line}\n")
+    assert outcome.status is Status.STOPPED
+    assert len(outcome.cannot_judge) == 1
+    assert name in outcome.cannot_judge[0]
+    refuse_unjudged(Script("train.py"), outcome)
+
+
+def has_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+# -- processes
+
+WORKERS = (
+    LOOP
+    + """
+import os, subprocess, sys, time
+from torch.utils.data import DataLoader
+class Data(torch.utils.data.Dataset):
+    def __len__(self): return 1000
+    def __getitem__(self, index): return torch.ones(2)
+if __name__ == "__main__":
+    away = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"], start_new_session=True)
+    loader = iter(DataLoader(Data(), num_workers=2, persistent_workers=True))
+    next(loader)
+    pids = [os.getpid(), away.pid, *(worker.pid for worker in loader._workers)]
+    open("pids.part", "w").write(" ".join(map(str, pids)))
+    os.rename("pids.part", "pids")
+    import signal
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    train_step()
+    while True: time.sleep(1)
+"""
+)
+
+
+def are_gone(pids: list[int]) -> bool:
+    """Whether all processes have ended; a zombie has."""
+    for pid in pids:
+        try:
+            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z":
+                return False
+        except OSError:
+            continue
+    return True
+
+
+def wait_until_gone(pids: list[int]) -> None:
+    until = time.monotonic() + 30
+    while not are_gone(pids) and time.monotonic() < until:
+        time.sleep(0.1)
+    assert are_gone(pids)
+
+
+def test_timeout_ends_workers_and_sessions_of_others() -> None:
+    outcome = ran(WORKERS, timeout=25.0)
+    assert outcome.status is Status.TIMED_OUT
+    assert outcome.steps == 1
+    pids = [int(word) for word in Path("pids").read_text().split()]
+    assert len(pids) == 4
+    wait_until_gone(pids)
+
+
+PARENT = """
+import sys
+from stepgraph.commands.base import Stopped, Stops
+from stepgraph.script.run import Script, run_script
+stops = Stops(None)
+with stops.watched():
+    try:
+        run_script(Script("train.py"), "tests.probes:Recorder")
+    except Stopped:
+        print(stops.reason)
+        sys.exit(stops.exit_code)
+"""
+
+
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -signal.SIGKILL)]
+)
+def test_signals_end_the_whole_group(number: int, code: int) -> None:
+    written("train.py", WORKERS)
+    with subprocess.Popen([sys.executable, "-c", PARENT]) as parent:
+        until = time.monotonic() + 120
+        while not Path("pids").exists() and time.monotonic() < until:
+            time.sleep(0.1)
+        pids = [int(word) for word in Path("pids").read_text().split()]
+        parent.send_signal(number)
+        assert parent.wait(60) == code
+    if number == signal.SIGKILL:  # nobody is left who could end what has a session of its own
+        os.kill(pids.pop(1), signal.SIGKILL)
+    wait_until_gone(pids)
+
+
+RANK = """
+import os, sys
+from stepgraph.commands.base import ExitCode, Result
+from stepgraph.commands.script_options import agreed
+from stepgraph.script.run import Script, refuse_unjudged, run_script
+import typer
+script = Script("train.py", tuple(sys.argv[1:]))
+outcome = run_script(script, "tests.probes:Recorder", {"steps": 3}, stdout_to_stderr=True)
+code = ExitCode.FINDINGS if os.environ["RANK"] == "1" and "find" in sys.argv else ExitCode.OK
+try:
+    refuse_unjudged(script, outcome)
+    result = agreed(Result({}, "", "", code))
+    print("printed by", outcome.rank, outcome.status, int(result.exit_code), flush=True)
+    code = int(result.exit_code)
+except typer.Exit as error:
+    code = error.exit_code
+except Exception as error:
+    print("error", error, flush=True)
+    code = 3
+open(f"code{outcome.rank}", "w").write(str(int(code)))
+"""
+DDP = """
+import os, sys
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+torch.distributed.init_process_group("nccl")
+rank = int(os.environ["LOCAL_RANK"])
+torch.cuda.set_device(rank)
+model = DistributedDataParallel(nn.Linear(2, 1).cuda(), device_ids=[rank])
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for index in range(100):
+    if index == 1 and rank == 1 and "fail" in sys.argv: raise ValueError("only here")
+    optimizer.zero_grad()
+    model(torch.ones(1, 2, device="cuda")).sum().backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(("word", "code"), [("plain", "0"), ("find", "1"), ("fail", "3")])
+def test_ranks_of_torchrun_exit_alike(word: str, code: str) -> None:
+    if has_gpu():
+        pytest.skip("needs a GPU for each rank")
+    written("train.py", DDP)
+    written("rank.py", RANK)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "rank.py", word]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert Path("code0").read_text() == Path("code1").read_text() == code, done.stderr
+    printed = [line for line in done.stdout.splitlines() if line.startswith("printed")]
+    assert printed == ([] if word == "fail" else [f"printed by 0 stopped {code}"])
+    if word == "fail":
+        assert "only here" in done.stdout
