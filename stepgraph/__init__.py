@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from stepgraph.inspect.doctor import DoctorReport, doctor
     from stepgraph.inspect.explain import Explanation, explain
     from stepgraph.joined.capture import capture
+    from stepgraph.inspect.check import CheckReport, check
     from stepgraph.megatron.layers_helper import TECudaGraphHelper
     from stepgraph.megatron.manager import CudaGraphManager
     from stepgraph.megatron.optimizer_wrapper import OptimizerCudaGraphWrapper
@@ -77,6 +78,7 @@ __all__ = [
     "CallablesReport",
     "CaptureError",
     "CapturedStep",
+    "CheckReport",
     "ClosedError",
     "ConfigContainer",
     "ConfigError",
@@ -112,6 +114,7 @@ __all__ = [
     "backend_for",
     "benchmark",
     "capture",
+    "check",
     "create_cudagraphs",
     "delete_cuda_graphs",
     "doctor",
@@ -149,6 +152,7 @@ _HOMES = {
         "joined.capture": "capture",
         "inspect.doctor": "DoctorReport doctor",
         "inspect.explain": "Explanation explain",
+        "inspect.check": "CheckReport check",
         "megatron.layers_helper": "TECudaGraphHelper",
         "megatron.manager": "CudaGraphManager",
         "megatron.optimizer_wrapper": "OptimizerCudaGraphWrapper",

@@ -11,6 +11,7 @@ from stepgraph import __version__
 from stepgraph.commands.advise import advise
 from stepgraph.commands.base import CONTEXT_SETTINGS, Command, Group, Result
 from stepgraph.commands.bench import bench
+from stepgraph.commands.check import check
 from stepgraph.commands.demo import demo
 from stepgraph.commands.doctor import doctor
 from stepgraph.commands.explain import explain
@@ -23,7 +24,7 @@ __all__ = ["COMMANDS", "app", "main"]
 
 COMMANDS: dict[str, tuple[Callable[..., Result], ...]] = {
     "Decide": (advise, bench),
-    "Check": (),
+    "Check": (check,),
     "Understand": (explain, rules),
     "Train": (train, recipes),
     "Set-up": (demo, doctor, native),

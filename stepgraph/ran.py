@@ -204,7 +204,7 @@ class ExecutedCode:
             self.give_up()
             yield
             return
-        sys.setprofile(self._note)
+        sys.setprofile(self.note)
         try:
             if backwards_on is not None:
                 _in_a_backward(backwards_on, self._begin)
@@ -212,7 +212,7 @@ class ExecutedCode:
         finally:
             if backwards_on is not None:
                 _in_a_backward(backwards_on, self._end)
-            if sys.getprofile() == self._note:
+            if sys.getprofile() == self.note:
                 sys.setprofile(found)
             else:  # the block has used a profiler, or ended one that it found
                 self.give_up()
@@ -241,13 +241,14 @@ class ExecutedCode:
     def _begin(self) -> None:
         self._is_elsewhere = sys.getprofile() is None  # else autograd uses this very thread, or has a profiler
         if self._is_elsewhere:
-            sys.setprofile(self._note)
+            sys.setprofile(self.note)
 
     def _end(self) -> None:
-        if self._is_elsewhere and sys.getprofile() == self._note:
+        if self._is_elsewhere and sys.getprofile() == self.note:
             sys.setprofile(None)
 
-    def _note(self, frame: types.FrameType, event: str, _: Any) -> None:
+    def note(self, frame: types.FrameType, event: str, _: Any) -> None:
+        """Note a call, as Python's profile function."""
         if event == "call":
             code = frame.f_code
             self._codes[id(code)] = code

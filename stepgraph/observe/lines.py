@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dis
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from types import CodeType
 from typing import Any
 
@@ -28,8 +28,13 @@ _CHANGE = frozenset(
 """Methods that change a container."""
 
 
-def line_of_change(name: str, ran: Iterable[CodeType]) -> Location | None:
-    """Return the line that changes a value of this name, as messages spell it, or None if it is not known."""
+def line_of_change(
+    name: str, ran: Iterable[CodeType], lines: Container[tuple[str, int]] | None = None
+) -> Location | None:
+    """Return the line that changes a value of this name, as messages spell it, or None if it is not known.
+
+    `lines` are those that ran, by file and number, if that is known: the first of several is taken then.
+    """
     spelled = name.removeprefix("len(").partition(" (")[0].rstrip(")")
     container = spelled[: spelled.rindex("[")] if spelled.endswith("]") else spelled
     (last,) = re.findall(r"\w*$", container)[:1]
@@ -42,7 +47,10 @@ def line_of_change(name: str, ran: Iterable[CodeType]) -> Location | None:
         return last in names and (any(one.opname in _ITEM_STORES for one in line) or not _CHANGE.isdisjoint(names))
 
     codes = [code for code in ran if is_users_code(code) and not is_installed(code.co_filename)]
-    return _only(line for code in codes for line in _lines(code, changes))
+    found = (line for code in codes for line in _lines(code, changes))
+    if lines is None:
+        return _only(found)
+    return next((place for place in found if (place.file, place.line) in lines), None)
 
 
 def line_of_return(function: Callable[..., Any]) -> Location | None:

@@ -102,9 +102,14 @@ class OwnNumbers:
         for change in self._guards[key].changed():
             self._changes.setdefault(key, str(change))
 
-    def finish(self) -> dict[int, str]:
-        """The changes of each optimizer by the step, by id, in words. Releases the optimizers."""
+    def changes(self) -> dict[int, str]:
+        """The changes of each optimizer by the step so far, by id, in words."""
         for key in self._guards:
             self._note(key)
+        return self._changes
+
+    def finish(self) -> dict[int, str]:
+        """The changes of each optimizer by the step, by id, in words. Releases the optimizers."""
+        self.changes()
         self._guards.clear()
         return self._changes

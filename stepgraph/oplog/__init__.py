@@ -1,7 +1,7 @@
 """The operations of a call: noted while it runs, and compared with those of another call."""
 
-from stepgraph.oplog.compare import Difference, first_difference
-from stepgraph.oplog.log import Log, OpLog, Roles, Vocabulary, current_log, is_logged, left_out
+from stepgraph.oplog.compare import Difference, differences, first_difference
+from stepgraph.oplog.log import Log, OpLog, Roles, StandingMode, Vocabulary, current_log, is_logged, left_out
 from stepgraph.oplog.unseen import noting_unseen
 
 __all__ = [
@@ -9,8 +9,10 @@ __all__ = [
     "Log",
     "OpLog",
     "Roles",
+    "StandingMode",
     "Vocabulary",
     "current_log",
+    "differences",
     "first_difference",
     "is_logged",
     "left_out",

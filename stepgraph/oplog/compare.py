@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from stepgraph.errors import Location
-from stepgraph.oplog.log import BY_VALUE, FIELDS, TENSOR, Log
+from stepgraph.oplog.log import BY_VALUE, FIELDS, RESULTS, TENSOR, Log, location_of
 
 _NOTHING = ("nothing", "")
 _FORM = ("shape", "dtype", "device", "layout")
@@ -50,6 +50,9 @@ class Difference:
     """The user's line, of the later log where it has one."""
     before: str
     now: str
+    kind: str = "operation"
+    """What differs: the "operation" itself, a plain "value", the "shape" of a tensor that it is given, the "result
+    shape" (where the arguments' are the same), or something else about a "tensor"."""
 
     def __str__(self) -> str:
         at = f" at {self.where}" if self.where is not None else ""
@@ -58,22 +61,30 @@ class Difference:
 
 def first_difference(before: Log, now: Log) -> Difference | None:
     """The first difference of two logs that share a vocabulary, or None. Lines do not count: code may move."""
+    return next(differences(before, now), None)
+
+
+def differences(before: Log, now: Log) -> Iterator[Difference]:
+    """All differences of two logs, up to the first operation that is another one: the rest cannot be compared."""
     assert before.vocabulary is now.vocabulary, "logs are compared by the numbers of one vocabulary"
     if before.notes == now.notes:
-        return None
+        return
     for index in range(min(len(before), len(now))):
         start = index * FIELDS
         if before.notes[start : start + FIELDS - 1] != now.notes[start : start + FIELDS - 1]:
             one, two = before[index], now[index]
             if not _is_same(before, now, one, two):
-                return _difference(index, one, two)
+                found = _difference(index, one, two)
+                yield found
+                if found.kind == "operation":
+                    return
     index = min(len(before), len(now))
     if len(before) == len(now):
-        return None
+        return
     extra = (before if len(before) > index else now)[index]
     ends, name = "the call ends", str(extra[0])
     told = (name, ends) if len(before) > index else (ends, name)
-    return Difference(index, name, _location(extra[3]), *told)
+    yield Difference(index, name, location_of(extra[3]), *told)
 
 
 def _is_same(before: Log, now: Log, one: tuple[Any, ...], two: tuple[Any, ...]) -> bool:
@@ -116,11 +127,30 @@ def _is_unseen(log: Log, which: tuple[Any, ...]) -> bool:
 
 
 def _difference(index: int, before: tuple[Any, ...], now: tuple[Any, ...]) -> Difference:
-    where = _location(now[3]) or _location(before[3])
-    one, two = str(before[0]), str(now[0])
+    where = location_of(now[3]) or location_of(before[3])
+    one, two, kind = str(before[0]), str(now[0]), "operation"
     if one == two:
-        one, two = next(_changes(before, now), ("other arguments", "other arguments"))
-    return Difference(index, str(now[0]), where, one, two)
+        kind = _kind_of_change(before, now)
+        told = list(_changes(before, now))
+        shapes = [change for change in told if kind == "shape" and " has shape " in change[0]]
+        one, two = next(iter((*shapes, *told)), ("other arguments", "other arguments"))
+    return Difference(index, str(now[0]), where, one, two, kind)
+
+
+def _kind_of_change(before: tuple[Any, ...], now: tuple[Any, ...]) -> str:
+    if before[3] != now[3]:
+        return "operation"  # of the same name, at another line
+    for one, two in zip(before[2], now[2], strict=False):
+        if len(one) > 1 and len(two) > 1 and one[1][0] != two[1][0]:
+            return "shape"
+    if before[1] == now[1]:
+        return "tensor"
+    return "value" if _result_shapes(before) == _result_shapes(now) else "result shape"
+
+
+def _result_shapes(note: tuple[Any, ...]) -> Any:
+    last = note[1][-1] if note[1] else None
+    return last[1] if isinstance(last, tuple) and last[0] == RESULTS else None
 
 
 def _changes(before: tuple[Any, ...], now: tuple[Any, ...]) -> Iterator[tuple[str, str]]:
@@ -152,6 +182,8 @@ def _value(plain: Any) -> str:
     if not isinstance(plain, tuple):
         return "a tensor" if plain == TENSOR else f"{plain} of them" if isinstance(plain, int) else str(plain)
     kind, shown = plain
+    if kind == RESULTS:
+        return "a result of shape " + ", ".join(str(tuple(shape)) for shape in shown)
     if kind in (float, complex):
         return str(shown)
     if kind in BY_VALUE:
@@ -171,7 +203,3 @@ def _which(which: tuple[Any, ...]) -> str:
         "role": str(rest[0]),
         "outside": f"a tensor from outside the call (number {rest[0]})",
     }.get(str(kind), f"{kind} {rest[0]}")
-
-
-def _location(line: Any) -> Location | None:
-    return Location(*line) if line is not None and len(line) == 3 else None

@@ -39,6 +39,7 @@ from torch.utils import _python_dispatch as dispatch
 
 from stepgraph.backends.tape import graph as tape_graph
 from stepgraph.backends.tape import rng as tape_rng
+from stepgraph.errors import Location
 from stepgraph.frames import is_user
 
 _V = TypeVar("_V")
@@ -48,6 +49,8 @@ FIELDS = 4
 """The numbers of a note: operation, plain arguments, tensors, line."""
 TENSOR = "tensor"
 """Stands for a tensor among the plain arguments."""
+RESULTS = "results"
+"""Stands before the shapes of the results, which are last among the plain arguments if `finds_arguments`."""
 _UNSEEN = frozenset({"profiler"})
 """Namespaces of operations that compute nothing."""
 _NOBODY, _USER, _BACKWARD, _LEFT_OUT, _COLLECTIVE = range(5)
@@ -94,6 +97,9 @@ class Operation(NamedTuple):
 
 class Vocabulary:
     """The parts of notes, each with a number; and numbers for memory that no log has a name for."""
+
+    NOBODY, USER = _NOBODY, _USER
+    """Kinds of code: whose lines are no user's, and whose are."""
 
     def __init__(self) -> None:
         self._numbers: dict[Hashable, int] = {}
@@ -235,7 +241,8 @@ class OpLog(dispatch.TorchDispatchMode):
     `roles` are names for tensors that were there before. `device` is the step's, so that work on the host is not its
     own. A graph cannot be seen into: what has one runs its own code meanwhile (`current_log`). `keeps_casts`: autocast
     keeps the casts of weights for this call and others of its region, so which call makes one means nothing. A cast
-    then has a name, and is not noted.
+    then has a name, and is not noted. `finds_arguments`: the arguments are not known, as of a loop's body. Each tensor
+    from before that has no name is one, numbered in the order of first use. The shapes of results are noted then, too.
 
     Example:
         >>> with OpLog(vocabulary, [x]) as log:
@@ -258,9 +265,11 @@ class OpLog(dispatch.TorchDispatchMode):
         device: torch.device | None = None,
         *,
         keeps_casts: bool = False,
+        finds_arguments: bool = False,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._keeps_casts = keeps_casts
+        self._found = itertools.count() if finds_arguments else None
         self._vocabulary, self._roles = vocabulary, roles or Roles()
         self._device = device.type if device is not None and device.type != "cpu" else None
         self._serial = next(vocabulary.logs)
@@ -326,6 +335,16 @@ class OpLog(dispatch.TorchDispatchMode):
         return out
 
     @property
+    def last_line(self) -> Location | None:
+        """The user's line of the last note."""
+        line = self._vocabulary.parts[self._notes[-1]] if self._notes else None
+        return location_of(line)
+
+    def has_role(self, storage: torch.UntypedStorage) -> bool:
+        """Whether memory has a name from before the call."""
+        return self._roles.has(storage)
+
+    @property
     def is_hiding(self) -> bool:
         """Whether operations are not noted now."""
         return bool(self._hidden)
@@ -364,6 +383,10 @@ class OpLog(dispatch.TorchDispatchMode):
         out = func(*args, **kwargs)
         if on_device or self._device is None or any(one.device.type == self._device for one in _tensors(out)):
             self._bear(known, out, self._scope)
+            if self._found is not None:  # what makes another shape is asked of such logs
+                shapes = (RESULTS, tuple(result.shape for result in _tensors(out) if not result.is_nested))
+                plain = self._vocabulary.parts[self._notes[begin + 1]]
+                self._notes[begin + 1] = self._vocabulary.number((*plain, shapes))
         else:
             del self._notes[begin:]
             self._bear(known, out, "host")
@@ -416,6 +439,8 @@ class OpLog(dispatch.TorchDispatchMode):
             return (("without memory", type(tensor).__qualname__), form)
         known.add(storage._cdata)
         device, offset = tensor.device, int(tensor.storage_offset())
+        if self._found is not None and not self._is_named(storage, offset):
+            self._given.add(next(self._found), tensor)
         which, begin = self._which(storage, offset)
         if self._device is not None and which[0] != "made" and not tensor.shape and device.type == "cpu":
             form = (tensor.shape, tensor.dtype, device, torch.strided)
@@ -439,6 +464,12 @@ class OpLog(dispatch.TorchDispatchMode):
             return ("role", role[0]), role[1]
         number = self._vocabulary.memory(storage, self._serial, lambda: next(self._nameless))
         return ("outside", number), 0
+
+    def _is_named(self, storage: torch.UntypedStorage, offset: int) -> bool:
+        """Whether this place in memory has a name, in this call or from before."""
+        if self._births.name(storage) is not None or self._vocabulary.casts.get(storage) is not None:
+            return True
+        return self._given.find(storage, offset) is not None or self._roles.find(storage, offset) is not None
 
     def _role(self, tensor: torch.Tensor) -> Hashable | None:
         """The name of a tensor that was there before the call and is no argument of it."""
@@ -504,10 +535,35 @@ class _Births:
         return ("made", scope, 0 if scope in ("host", "left out") else self._counts[scope] - number)
 
 
+class StandingMode(dispatch.TorchDispatchMode):
+    """A mode that stays entered below all others, and hands operations to the log of the moment, if there is one.
+
+    Modes form a stack. A log that begins and ends where a script's step does, between blocks of the script's own code,
+    must not be pushed there: a mode that the script leaves would take it away in its own place.
+    """
+
+    supports_higher_order_operators = True
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """As of `OpLog`."""
+        return True
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.log: OpLog | None = None
+
+    def __torch_dispatch__(self, func: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self.log is None:
+            return func(*args, **(kwargs or {}))
+        return self.log.__torch_dispatch__(func, kinds, args, kwargs)
+
+
 def current_log() -> OpLog | None:
     """The log of this thread."""
     modes = dispatch._get_current_dispatch_mode_stack()
-    return next((mode for mode in reversed(modes) if isinstance(mode, OpLog)), None)
+    logs = (mode.log if isinstance(mode, StandingMode) else mode for mode in reversed(modes))
+    return next((log for log in logs if isinstance(log, OpLog)), None)
 
 
 def is_logged() -> bool:
@@ -533,6 +589,11 @@ _LIFT, _LIFT_COPY = torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh
 """What makes a tensor of a number that is written in Python."""
 _CAST = torch.ops.aten._to_copy.default
 _TENSORS_OWN = torch.Tensor.__torch_dispatch__
+
+
+def location_of(line: Any) -> Location | None:
+    """The place that a note's line stands for; None in a backward without one."""
+    return Location(*line) if isinstance(line, tuple) and len(line) == 3 else None
 
 
 def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:

@@ -34,7 +34,7 @@ from stepgraph.backends.base import Backend, Workspace
 from stepgraph.backends.tape.graph import Head, TapeGraph
 from stepgraph.backends.tape.memory import TapePool
 from stepgraph.backends.tape.op import has_memory
-from stepgraph.backends.tape.refusals import HostReadGuard, host_data_refusal, refusal, unseen_by_modules
+from stepgraph.backends.tape.refusals import HostReadGuard, OperatorGuard, is_lift, unseen_by_modules
 from stepgraph.backends.tape.rng import RandomCalls, recorded_rng_calls
 from stepgraph.backends.threads import compiled_code_runs_eagerly
 from stepgraph.catalogue import entry
@@ -43,9 +43,6 @@ from stepgraph.errors import CaptureRefused
 from stepgraph.frames import user_location
 from stepgraph.ran import Unnoted
 from stepgraph.signature import OwnMode
-
-_CHECKS = frozenset(("aten::aminmax", "aten::min", "aten::max", "aten::_local_scalar_dense"))
-"""Operators that `F.one_hot` runs on the CPU to check its values. They are answered with 0."""
 
 
 class RecordingMode(dispatch.TorchDispatchMode, OwnMode):
@@ -56,9 +53,8 @@ class RecordingMode(dispatch.TorchDispatchMode, OwnMode):
     def __init__(self, head: Head, guard: HostReadGuard, random: RandomCalls) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._head = head
-        self._guard = guard
+        self._operators = OperatorGuard(guard)
         self.random = random
-        self._host_scalars: set[int] = set()
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -77,29 +73,15 @@ class RecordingMode(dispatch.TorchDispatchMode, OwnMode):
         if not all(has_memory(t) for t in types):
             return NotImplemented  # a wrapper around other tensors: let it take itself apart first
         with torch._C.DisableTorchFunction():
-            if func._schema.name in ("aten::lift_fresh", "aten::lift_fresh_copy"):
-                return self._host_data(graph, func, args)
-            if self._guard.running["one_hot"] and func._schema.name in _CHECKS:
+            if self._operators.is_check(func):
                 return 0 if func._schema.name == "aten::_local_scalar_dense" else func(*args, **kwargs)
-            broken = refusal(func, args, kwargs, self._is_host_scalar)
-            if broken is not None:
-                graph.refuse(CaptureRefused(*broken, user_location()))
-            return graph.record(func, args, kwargs)
-
-    def _host_data(self, graph: TapeGraph, func: Any, args: Sequence[Any]) -> Any:
-        """A tensor made from Python values: refused, except a number that is being assigned, and no values."""
-        (value,) = args
-        if self._guard.running["__setitem__"] and value.dim() == 0:
-            self._host_scalars.add(value.untyped_storage()._cdata)
-        elif value.numel():  # without elements nothing moves
-            error = host_data_refusal()
+            error = self._operators.refusal(func, args, kwargs)
             if error is not None:
                 graph.refuse(error)
-        graph.adopt(value)
-        return func(value)
-
-    def _is_host_scalar(self, value: Any) -> bool:
-        return isinstance(value, torch.Tensor) and value.untyped_storage()._cdata in self._host_scalars
+            if is_lift(func):
+                graph.adopt(args[0])
+                return func(*args)
+            return graph.record(func, args, kwargs)
 
 
 class TapeWorkspace(Workspace):

@@ -6,6 +6,8 @@ dispatcher on CPU tensors: `.tolist()`, `.numpy()`, `print(x)`. Every tensor mad
 `lift_fresh`, which marks host data. Scalars assigned to a slice or a mask are fine on CUDA (`x[mask] = 0.0` is a fill),
 one assigned to a single element is not (`x[0] = 1.0` is a copy), so such scalars are marked. Newer versions of torch
 make no tensor of an assigned number: each assignment is a fill, and recorded as one.
+
+The tape raises at a refusal. `stepgraph check` notes it and goes on: `HostReadGuard` and `OperatorGuard` serve both.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import contextlib
 import dataclasses
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -31,7 +34,11 @@ _SYNCHRONIZING = (
 )
 _LIBRARY_CALLS = frozenset({"aten::_linalg_svd", "aten::_linalg_eigh", "aten::linalg_lstsq", "aten::linalg_eig"})
 _READS = ("tolist", "numpy", "__array__", "__repr__", "__format__", "__dlpack__", "__reduce_ex__")
-_HOST_READS = {**{name: name for name in _READS}, "cpu": "cpu()"}
+HOST_READS: Mapping[str, str] = MappingProxyType({**{name: name for name in _READS}, "cpu": "cpu()"})
+"""Methods of tensors that read them on the host, and how messages spell them."""
+_LIFTS = ("aten::lift_fresh", "aten::lift_fresh_copy")
+_CHECKS = frozenset(("aten::aminmax", "aten::min", "aten::max", "aten::_local_scalar_dense"))
+"""Operators that `F.one_hot` runs on the CPU to check its values. The tape answers them with 0."""
 _LOOK_FOR_NAN = dataclasses.replace(
     entry("host-read"), fix="switch anomaly mode on around the call of the step, not inside: such calls run eagerly."
 )
@@ -92,10 +99,10 @@ class HostReadGuard(TorchFunctionMode, OwnMode):
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         name = getattr(func, "__name__", "")
-        if name in _HOST_READS and args and isinstance(args[0], torch.Tensor):
-            self._refuse(CaptureRefused(entry("host-read"), f"Tensor.{_HOST_READS[name]}", user_location()))
+        if name in HOST_READS and args and isinstance(args[0], torch.Tensor):
+            self._refuse_read(func, args)
         if func is torch.tensor and args and isinstance(args[0], torch.Tensor):
-            return args[0].detach().clone()
+            return self.copied(args, kwargs or {})
         checks = name == "one_hot" and max([*args[1:2], *(kwargs or {}).values()], default=-1) > 0
         if not checks and name != "__setitem__":
             return func(*args, **(kwargs or {}))
@@ -104,6 +111,50 @@ class HostReadGuard(TorchFunctionMode, OwnMode):
             return func(*args, **(kwargs or {}))
         finally:
             self.running[name] -= 1
+
+    def _refuse_read(self, func: Any, args: Sequence[Any]) -> None:
+        what = f"Tensor.{HOST_READS[func.__name__]}"
+        self._refuse(CaptureRefused(entry("host-read"), what, user_location()))
+
+    def copied(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """The result of `torch.tensor(tensor)`, which copies past the dispatcher: here by operators that it sees."""
+        return args[0].detach().clone()
+
+
+class OperatorGuard:
+    """Decides about each operator that the dispatcher sees while a `HostReadGuard` is entered."""
+
+    def __init__(self, guard: HostReadGuard) -> None:
+        self._guard = guard
+        self._host_scalars: set[int] = set()
+
+    def refusal(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> CaptureRefused | None:
+        """The refusal of an operator at the user's line, or None where CUDA would record it."""
+        if not self._guard.running["__setitem__"]:
+            self._host_scalars.clear()  # other memory may get their addresses
+        if is_lift(func):
+            return self._host_data(args[0])
+        broken = refusal(func, args, kwargs, self._is_host_scalar)
+        return CaptureRefused(*broken, user_location()) if broken is not None else None
+
+    def is_check(self, func: Any) -> bool:
+        """Whether the operator is part of a check that `F.one_hot` makes on the CPU only."""
+        return bool(self._guard.running["one_hot"]) and func._schema.name in _CHECKS
+
+    def _host_data(self, value: torch.Tensor) -> CaptureRefused | None:
+        """A tensor made from Python values: refused, except a number that is being assigned, and no values."""
+        if self._guard.running["__setitem__"] and value.dim() == 0:
+            self._host_scalars.add(value.untyped_storage()._cdata)
+            return None
+        return host_data_refusal() if value.numel() else None  # without elements nothing moves
+
+    def _is_host_scalar(self, value: Any) -> bool:
+        return isinstance(value, torch.Tensor) and value.untyped_storage()._cdata in self._host_scalars
+
+
+def is_lift(func: Any) -> bool:
+    """Whether an operator makes a tensor of Python values."""
+    return func._schema.name in _LIFTS
 
 
 @contextlib.contextmanager

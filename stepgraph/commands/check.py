@@ -1,0 +1,128 @@
+"""`stepgraph check`: whether the step of a script can be captured, and what stands in the way."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from stepgraph.commands.base import AsJson, ExitCode, Result
+from stepgraph.commands.script_options import (
+    Module,
+    NoWrite,
+    ScriptArgs,
+    ScriptPath,
+    ScriptTimeout,
+    StepName,
+    agreed,
+    script_of,
+)
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from stepgraph.inspect.check import CheckReport
+    from stepgraph.inspect.findings import Finding
+
+WatchedSteps = Annotated[
+    int, typer.Option("--steps", min=3, help="Steps to watch; then the script is stopped. The first is not compared.")
+]
+
+
+def check(
+    script: ScriptPath = None,
+    args: ScriptArgs = None,
+    module: Module = None,
+    step: StepName = None,
+    steps: WatchedSteps = 10,
+    script_timeout: ScriptTimeout = 300.0,
+    no_write: NoWrite = False,
+    as_json: AsJson = False,
+) -> Result:
+    """Run a script for some steps and say, line by line, what keeps its step from being captured; exit with 1 if any."""
+    wanted = script_of(script, args, module, step, script_timeout, no_write)
+
+    from stepgraph.inspect.check import check as run_check
+    from stepgraph.script.run import refuse_unjudged
+
+    report = run_check(
+        wanted.target,
+        wanted.args,
+        steps=steps,
+        step=step,
+        timeout=script_timeout,
+        is_module=wanted.is_module,
+        writes=wanted.writes,
+        stdout_to_stderr=as_json,
+    )
+    refuse_unjudged(wanted, report.outcome)
+    code = ExitCode.OK if report.fits else ExitCode.FINDINGS
+    return agreed(Result(report.to_dict(), render(report), _next(report), code))
+
+
+def _next(report: CheckReport) -> str:
+    if report.findings:
+        return f"stepgraph rules {report.findings[0].rule}"
+    return "stepgraph rules no-step" if not report.shape.steps else "stepgraph rules --kind check"
+
+
+def render(report: CheckReport) -> RenderableType:
+    """Return the report for people: the verdict first, then the findings, what is outside, and what to paste."""
+    from rich.console import Group
+    from rich.text import Text
+
+    verdict = report.verdict
+    parts: list[RenderableType] = [
+        Text(verdict.sentence, style="bold green" if report.fits else "bold yellow"),
+        Text(f"{verdict.reason[0].upper()}{verdict.reason[1:]}"),
+    ]
+    if report.findings:
+        parts += [Text(), _findings(report.findings)]
+    if report.outside:
+        parts += [Text(), Text("Outside the step, where it does no harm:", style="bold"), _outside(report.outside)]
+    notes = [*report.outcome.notes, *(f"writes {file.path}" for file in report.outcome.files)]
+    if notes:
+        parts += [Text(), *(Text(f"Note: {note}") for note in notes)]
+    if verdict.paste:
+        parts += [Text(), Text("To paste:", style="bold"), *(Text(f"    {line}") for line in verdict.paste)]
+    return Group(*parts)
+
+
+def _findings(findings: Iterable[Finding]) -> RenderableType:
+    """Findings by line, each with its rules, how often, why and what to do."""
+    from rich.console import Group
+    from rich.text import Text
+
+    lines: dict[tuple[str, int], list[Finding]] = {}
+    for finding in findings:
+        place = finding.where
+        lines.setdefault((place.file, place.line) if place is not None else ("", 0), []).append(finding)
+    parts: list[RenderableType] = []
+    for (file, line), group in sorted(lines.items()):
+        place = group[0].where
+        source = place.source if place is not None else ""
+        where = f"{os.path.relpath(file)}:{line}" if file else "no line of the script"
+        parts.append(Text.assemble((where, "bold cyan"), f"  {source}" if source else ""))
+        for finding in group:
+            inside = f", in {finding.inside}" if finding.inside else ""
+            often = f"in {finding.steps} step{'s' * (finding.steps > 1)}"
+            head = Text.assemble(
+                f"  {finding.group}: {finding.what}{inside}, {often}   ", (f"[{finding.rule}]", "yellow")
+            )
+            parts += [head, Text(f"    Why: {finding.why}", style="dim"), Text(f"    Fix: {finding.fix}")]
+    return Group(*parts)
+
+
+def _outside(findings: Iterable[Finding]) -> RenderableType:
+    from rich.table import Table
+
+    table = Table(box=None, show_header=False, pad_edge=False)
+    table.add_column(no_wrap=True)
+    table.add_column()
+    for finding in findings:
+        place = finding.where
+        where = f"  {os.path.basename(place.file)}:{place.line}" if place is not None else "  ?"
+        table.add_row(where, f"{finding.what} [{finding.rule}]".replace("[", r"\["))
+    return table

@@ -1,0 +1,147 @@
+"""Watches the host values that a step changes: counters, lists that grow, attributes, an optimizer's numbers.
+
+A replay changes none of them. Captured steps are watched by `values.watch` from the function on; a loop's body is no
+function. So the walk begins at the variables that the body reads before it sets them, found by the lines that ran in the
+step before, and at the functions that ran. Of the body's own variables only those carry a value from one step to the
+next.
+
+A change counts if a line inside the step makes it: the counting of a loop, between its microbatches, does not.
+"""
+
+from __future__ import annotations
+
+import dis
+import functools
+import gc
+import types
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.utils import _python_dispatch as dispatch
+
+from stepgraph.errors import Location
+from stepgraph.observe.lines import line_of_change
+from stepgraph.observe.own_changes import ModelState, OwnNumbers
+from stepgraph.observe.step_objects import StepObjects
+from stepgraph.plain import is_plain
+from stepgraph.ran import ExecutedCode
+from stepgraph.values.watch import Watch
+
+Line = tuple[types.CodeType, int]
+Note = Callable[[str, str, Location | None], None]
+"""Takes a rule, what happened, and the line."""
+_LOADS = frozenset(("LOAD_NAME", "LOAD_FAST", "LOAD_GLOBAL", "LOAD_DEREF", "LOAD_FAST_CHECK"))
+_STORES = frozenset(("STORE_NAME", "STORE_FAST", "STORE_GLOBAL", "STORE_DEREF"))
+_MODULE_CODE = "<module>"
+
+
+class StepState:
+    """The host values of one step, from its beginning on."""
+
+    def __init__(
+        self,
+        touched: StepObjects,
+        frames: Sequence[types.FrameType],
+        lines: Sequence[Line],
+        functions: Sequence[types.FunctionType],
+        ran: ExecutedCode,
+        numbers: OwnNumbers,
+    ) -> None:
+        """`frames` are the user's, innermost first; `lines` and `functions` ran in the step before, inside it."""
+        self._touched, self._numbers = touched, numbers
+        values, read = _variables(frames, lines)
+        with dispatch._disable_current_modes(), torch._C.DisableTorchFunction():
+            root = functools.partial(_root, *functions, **values)
+            self._values = Watch(root, (), touched.named_modules, read, touched.all_optimizers, ran)
+            self._model = ModelState(touched.all_modules, touched.all_parameters)
+
+    def note_changes(self, note: Note, lines: Sequence[Line]) -> None:
+        """Note what the step has changed by now; `lines` ran inside it."""
+        with dispatch._disable_current_modes(), torch._C.DisableTorchFunction():
+            found = list(self._changes())
+        codes = {code for code, _ in lines}
+        ran = {(code.co_filename, line) for code, line in lines}
+        for rule, what, name in found:
+            where = line_of_change(name, codes, ran)
+            if where is not None:
+                note(rule, what, where)
+
+    def _changes(self) -> Iterator[tuple[str, str, str]]:
+        for change in self._values.changed():
+            if change.is_users:
+                yield "host-value", f"changes {change}", change.name
+        for source in self._values.drawn():
+            yield "iterator", f"draws from {source}", source.name
+        for told in self._numbers.changes().values():
+            yield "host-value", f"changes {told}", told.partition(":")[0]
+        changed = self._model.changed(self._touched.name)
+        if changed is not None:
+            yield "own-change", changed, changed.partition("`")[2].partition("`")[0]
+
+
+def _root(*args: Any, **kwargs: Any) -> None:
+    """Stands for the body of the loop."""
+
+
+class FunctionsByCode:
+    """The functions that were alive when their code was first asked for."""
+
+    def __init__(self) -> None:
+        self._known: dict[types.CodeType, list[types.FunctionType]] = {}
+
+    def of(self, codes: Iterable[types.CodeType]) -> list[types.FunctionType]:
+        """Return the functions with this code; one look at all objects finds those of all new code."""
+        wanted = {code for code in codes if code.co_name != _MODULE_CODE}
+        new = wanted - self._known.keys()
+        self._known |= {code: [] for code in new}
+        for value in gc.get_objects() if new else ():
+            if type(value) is types.FunctionType and value.__code__ in new:
+                self._known[value.__code__].append(value)
+        return [function for code in wanted for function in self._known[code]]
+
+
+def _variables(
+    frames: Sequence[types.FrameType], lines: Sequence[Line]
+) -> tuple[dict[str, Any], dict[tuple[str, int], Callable[[], Any]]]:
+    """The variables of loops that the step reads before it sets them: objects, and what reads a plain value."""
+    objects: dict[str, Any] = {}
+    read: dict[tuple[str, int], Callable[[], Any]] = {}
+    for number, frame in enumerate(frames):
+        for name in read_first(frame.f_code, lines):
+            value = _variable(frame, name)
+            if is_plain(value):
+                read[name, number] = functools.partial(_variable, frame, name)
+            elif not isinstance(value, (torch.Tensor, torch.nn.Module, types.FunctionType, types.ModuleType, type)):
+                objects.setdefault(name, value)
+    return objects, read
+
+
+def _variable(frame: types.FrameType, name: str) -> Any:
+    return frame.f_locals[name] if name in frame.f_locals else frame.f_globals.get(name)
+
+
+def read_first(code: types.CodeType, lines: Sequence[Line]) -> list[str]:
+    """The variables that code reads before it sets them, if these lines of it run in this order."""
+    by_line = _by_line(code)
+    found: dict[str, None] = {}
+    stored: set[str] = set()
+    for one, line in lines:
+        if one is code:
+            for instruction in by_line.get(line, ()):
+                name = instruction.argval
+                if instruction.opname in _LOADS and isinstance(name, str) and name not in stored:
+                    found.setdefault(name)
+                elif instruction.opname in _STORES:
+                    stored.add(name)
+    return list(found)
+
+
+@functools.lru_cache(maxsize=512)
+def _by_line(code: types.CodeType) -> dict[int, list[dis.Instruction]]:
+    found: dict[int, list[dis.Instruction]] = {}
+    for instruction in dis.get_instructions(code):
+        line = instruction.positions.lineno if instruction.positions is not None else None
+        if line is not None:
+            found.setdefault(line, []).append(instruction)
+    return found

@@ -1,0 +1,58 @@
+"""Runs `check` on scripts within the test's own process, one after another: starting a process costs seconds.
+
+A script says itself what is to be found: a line that ends in `# finds: RULE, RULE` is to be reported under these rules,
+and no other line.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import io
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from stepgraph.inspect.check import PROBE, CheckReport, report_of
+from stepgraph.script import child
+
+from stepgraph.script.request import Answer, Request, Script
+from stepgraph.script.run import _outcome
+
+_MARK = re.compile(r"#\s*finds:\s*([\w, -]+)$")
+
+
+def expected_in(source: str) -> set[tuple[int, str]]:
+    """The lines and rules that a script says are to be found in it."""
+    marks = ((number, _MARK.search(line)) for number, line in enumerate(source.splitlines(), 1))
+    return {(number, rule.strip()) for number, mark in marks if mark for rule in mark[1].split(",")}
+
+
+def found_by(report: CheckReport) -> set[tuple[int, str]]:
+    """The lines and rules of a report's findings."""
+    return {(finding.where.line if finding.where is not None else 0, finding.rule) for finding in report.findings}
+
+
+def check_here(path: Path, folder: Path, steps: int = 6) -> CheckReport:
+    """Check a script in this process. It runs as it would in its own, except for what earlier ones have loaded."""
+    answer, request = folder / "answer.jsonl", folder / "request.json"
+    answer.unlink(missing_ok=True)
+    request.write_text(Request(Script(str(path)), PROBE, {"steps": steps}, str(answer)).to_json())
+    with _as_it_was(), contextlib.redirect_stdout(io.StringIO()):
+        child.main(str(request))
+    gc.collect()
+    return report_of(str(path), _outcome(Answer.read(answer), False, 0))
+
+
+@contextlib.contextmanager
+def _as_it_was() -> Iterator[None]:
+    main, argv, paths = sys.modules["__main__"], list(sys.argv), list(sys.path)
+    state = torch.get_rng_state()
+    try:
+        yield
+    finally:
+        sys.modules["__main__"], sys.argv[:], sys.path[:] = main, argv, paths
+        torch.set_rng_state(state)
