@@ -1,7 +1,8 @@
 """`stepgraph.advise` measures a script's training step and says whether graphs would pay, and how to begin.
 
-The script runs unchanged in a process of its own, with a probe that measures it (`measure`) and stops it. What forbids a
-scope comes from what was seen in the step. The decision itself is pure (`decide`).
+The script runs unchanged, twice, each time in a process of its own. In the first run a probe measures it (`measure`)
+and stops it. In the second, `stepgraph.check` finds what forbids a capture, and where. The decision itself is pure
+(`decide`). Without a GPU only the second says something.
 
 Example:
     >>> report = stepgraph.advise("train.py", ["--epochs", "1"])
@@ -37,13 +38,15 @@ from stepgraph.advice.decide import (
 from stepgraph.advice.measure import steps_needed
 from stepgraph.advice.trial import Trial, try_captures
 from stepgraph.bench.measure import StepTimes
+from stepgraph.inspect.check import CheckReport, check
+from stepgraph.inspect.findings import Api as CheckedApi
 from stepgraph.script.run import Outcome, Script, refuse_unjudged, run_script
 
 __all__ = ["AdviceReport", "advise"]
 
 DEFAULT_STEPS, MIN_STEPS = 20, 3
 _PROBE = "stepgraph.advice.measure:MeasureProbe"
-_TRIAL_STEPS = 20
+_TRIAL_STEPS, _CHECK_STEPS = 20, 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +61,7 @@ class AdviceReport:
     times: StepTimes | None
     cannot_judge: tuple[str, ...] = ()
     barriers: tuple[Barrier, ...] = ()
+    checked: CheckReport | None = None
     trials: tuple[Trial, ...] = ()
 
     @property
@@ -75,7 +79,12 @@ class AdviceReport:
         script, words = self.script, shlex.join(self.script.args)
         model = self.facts.get("model", {}).get("name") or "model"
         taken = f"{script} -- {words}" if words else str(script)
-        return Names(taken, " ".join(filter(None, ("python", str(script), words))), model, script.step or "")
+        return Names(taken, " ".join(filter(None, ("python", str(script), words))), model, self.step)
+
+    @property
+    def step(self) -> str:
+        """The function that is one step: named by the user, or found; empty if there is none."""
+        return self.script.step or (self.checked.shape.function if self.checked is not None else "")
 
     @property
     def api(self) -> Decision | None:
@@ -120,6 +129,7 @@ class AdviceReport:
             "step_ms_p90": None if self.times is None else self.times.p90,
             "predictions": [] if advice is None else [self._row(one) for one in advice.predictions],
             "barriers": [asdict(one) for one in self.barriers],
+            "check": None if self.checked is None else self.checked.to_dict(),
             "trials": [asdict(trial) for trial in self.trials],
             "warnings": list(advice.warnings) if advice is not None else [],
             "ladder": [list(rung) for rung in self.ladder],
@@ -156,7 +166,7 @@ def advise(
         args: The script's own arguments.
         steps: How many steps are timed; about ten more run before and after them, and then the script is stopped.
         step: The function that is one step, if it is not found by itself: `train_step`, `Trainer.step`, `module:name`.
-        tries: Capture the step that `step` names for real, in two further runs, and measure it.
+        tries: Capture the step for real, in two further runs, and measure it. It must be a function.
         timeout: Seconds after which the script is ended.
         is_module: Run `python -m script`.
         writes: False refuses files that the script opens for writing.
@@ -174,25 +184,36 @@ def advise_script(script: Script, *, steps: int, tries: bool, stdout_to_stderr: 
     options = {"steps": max(steps, MIN_STEPS) if has_gpu else 0}
     outcome = run_script(script, _PROBE, options, stdout_to_stderr=stdout_to_stderr)
     refuse_unjudged(script, outcome)
-    report = report_of(script, outcome, steps)
+    checked = check(
+        script.target,
+        script.args,
+        steps=_CHECK_STEPS,
+        step=script.step,
+        timeout=script.timeout,
+        is_module=script.is_module,
+        writes=script.writes,
+        stdout_to_stderr=stdout_to_stderr,
+    )
+    report = report_of(script, outcome, steps, checked)
     if not tries or report.measured is None:
         return report
-    if script.step is None:
-        why = "--try needs the function that is one step: add --step NAME"
+    if not report.step:
+        why = "no function of the script is one step: put the step into a function, or name it with --step NAME"
         return replace(report, trials=(Trial(WHOLE_STEP, error=why),))
-    return replace(report, trials=try_captures(script, _TRIAL_STEPS, stdout_to_stderr=stdout_to_stderr))
+    tried = replace(script, step=report.step)
+    return replace(report, trials=try_captures(tried, _TRIAL_STEPS, stdout_to_stderr=stdout_to_stderr))
 
 
-def report_of(script: Script, outcome: Outcome, steps: int) -> AdviceReport:
+def report_of(script: Script, outcome: Outcome, steps: int, checked: CheckReport | None = None) -> AdviceReport:
     """Make the report of a run: pure."""
     result = outcome.result
     unknown = (*outcome.cannot_judge, *reasons_unmeasured(result, outcome.steps, steps))
-    barriers = barriers_of(result)
+    barriers = barriers_of(result, checked)
     if unknown:
-        return AdviceReport(script, outcome, None, None, None, unknown, barriers)
+        return AdviceReport(script, outcome, None, None, None, unknown, barriers, checked)
     times = StepTimes(tuple(result["times_ms"]))
     measured = with_barriers(measured_of(result, times), barriers)
-    return AdviceReport(script, outcome, measured, advise_on(measured), times, (), barriers)
+    return AdviceReport(script, outcome, measured, advise_on(measured), times, (), barriers, checked)
 
 
 def reasons_unmeasured(result: Mapping[str, Any], seen: int, steps: int) -> tuple[str, ...]:
@@ -236,12 +257,48 @@ def measured_of(result: Mapping[str, Any], times: StepTimes) -> Measured:
     )
 
 
-def barriers_of(result: Mapping[str, Any]) -> tuple[Barrier, ...]:
-    """Return what stands in the way of a capture: the waits in the step."""
+def barriers_of(result: Mapping[str, Any], checked: CheckReport | None) -> tuple[Barrier, ...]:
+    """Return what stands in the way of a capture: the findings of `check`, or else the waits that were seen.
+
+    A wait in an optimizer or a GradScaler is no finding: stepgraph captures both without it.
+    """
+    if checked is None or checked.verdict.api is CheckedApi.UNKNOWN:
+        return tuple(
+            Barrier("host-read", _place(one["file"], one["line"]), tuple(one["scopes"]))
+            for one in result.get("waits_inside", ())
+        )
+    roots = [str(model["class"]) for model in checked.outcome.result.get("models", ())]
+    paths = {one["scope"]: tuple(one["paths"]) for one in result.get("scopes", ())}
+    found = [
+        Barrier(
+            one.rule,
+            "" if one.where is None else _place(one.where.file, one.where.line),
+            scopes_with(one.module, roots, paths),
+        )
+        for one in checked.findings
+    ]
+    if checked.shape.library:
+        found.append(Barrier(f"the loop is {checked.shape.library}'s: no function of yours is the step"))
+    return tuple(found)
+
+
+def scopes_with(module: str, roots: Sequence[str], paths: Mapping[str, Sequence[str]]) -> tuple[str, ...]:
+    """Return the scopes that a module is a part of, by its name below one of the models.
+
+    Example:
+        >>> scopes_with("GPT.layers.1.attn.proj", ["GPT"], {"attn": ["layers.0.attn", "layers.1.attn"]})
+        ('attn',)
+    """
+    below = [module.removeprefix(f"{root}.") for root in roots if module.startswith(f"{root}.")]
     return tuple(
-        Barrier("host-read", f"{one['file']}:{one['line']}" if one["file"] else "", tuple(one["scopes"]))
-        for one in result.get("waits_inside", ())
+        scope
+        for scope, known in paths.items()
+        if any(path == one or path.startswith(f"{one}.") for path in below for one in known)
     )
+
+
+def _place(file: str, line: int) -> str:
+    return f"{file}:{line}" if file else ""
 
 
 def program_of(result: Mapping[str, Any]) -> Program:

@@ -40,7 +40,7 @@ def advise(
         int, typer.Option("--steps", min=3, help="Timed steps. Ten more run before and after them.")
     ] = 20,
     tries: Annotated[
-        bool, typer.Option("--try", help="Capture the step that --step names for real, and measure it.")
+        bool, typer.Option("--try", help="Capture the step for real in two more runs, and measure it.")
     ] = False,
     script_timeout: ScriptTimeout = 300.0,
     no_write: NoWrite = False,
@@ -156,7 +156,7 @@ def _scopes(report: AdviceReport, measured: Measured) -> Table:
             more = "" if trial.used_bytes is None else f"{(trial.used_bytes - measured.used_bytes) / _GIB:+.2f} GiB"
             table.add_row(f"{trial.name}, tried", f"{trial.step_ms:.2f}", gain, more, "-")
     if "whole step + compile" not in tried:
-        table.add_row("whole step + compile", "not predicted", "", "", "--try --step NAME measures it")
+        table.add_row("whole step + compile", "not predicted", "", "", "--try measures it")
     return table
 
 
@@ -210,5 +210,8 @@ def _without_a_gpu(report: AdviceReport) -> list[str]:
         found.append(f"Seen: {report.outcome.steps} steps of {model['class']}, {model['parameters']:,} parameters.")
     if scopes:
         found.append("It has these scopes: " + ", ".join(one["scope"] for one in scopes) + ", and the whole step.")
-    found.append("`stepgraph check` judges here whether the step can be captured.")
+    if report.checked is not None:
+        verdict = report.checked.verdict
+        found.append(f"stepgraph check: {verdict.sentence} {verdict.reason[0].upper()}{verdict.reason[1:]}")
+        found += [f"  {_shortened(str(one))}" for one in report.barriers[:_MAX_LINES]]
     return found
