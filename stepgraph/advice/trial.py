@@ -132,6 +132,9 @@ def _trial(name: str, outcome: Outcome) -> Trial:
     times = result.get("times_ms", ())
     if not times:
         return Trial(name, error=f"the script ended after {outcome.steps} steps, before any replay was timed")
+    if not result.get("replays"):
+        reasons = ", ".join(result.get("eager_reasons", ())) or "it was never called"
+        return Trial(name, error=f"the step was never replayed: {reasons}")
     return Trial(
         name,
         StepTimes(tuple(times)).median,

@@ -456,6 +456,7 @@ def test_api_follows_what_is_captured() -> None:
         (Outcome(Status.FAILED, {}, 4, exception='Traceback\n  File "a"\nCaptureError: x\n  at a.py:3'), "CaptureError: x"),
         (Outcome(Status.TIMED_OUT, {}, 4), "timed_out"),
         (Outcome(Status.COMPLETED, {"times_ms": []}, 4), "ended after 4 steps"),
+        (Outcome(Status.STOPPED, {"times_ms": [1.0], "eager_reasons": {"hooks": 9}}, 20), "never replayed: hooks"),
     ],
 )
 def test_trial_that_fails_is_a_row_that_says_so(outcome: Outcome, error: str) -> None:
