@@ -134,6 +134,27 @@ class Clock:
         return StepTimes(each), self._timeline[0] if self._timeline else Timeline()
 
 
+class Regions:
+    """A range of NVTX around each region of a run: `warmup 0`, `capture 3`, `replay 4`, ... For Nsight Systems."""
+
+    def __init__(self, open_range: Callable[[str], contextlib.AbstractContextManager[Any]]) -> None:
+        self._open_range = open_range
+        self._open = contextlib.ExitStack()
+
+    @classmethod
+    def on(cls, device: torch.device) -> Regions:
+        """Ranges on a GPU; none on a CPU, whose torch may have no NVTX."""
+        return cls(torch.cuda.nvtx.range if device.type == "cuda" else contextlib.nullcontext)
+
+    def __call__(self, name: str, step: int) -> None:
+        """A region begins, and ends the one before."""
+        self._open.close()
+        self._open.enter_context(self._open_range(f"{name} {step}"))
+
+    def close(self) -> None:
+        self._open.close()
+
+
 def benchmark(
     cfg: ConfigContainer,
     *,
@@ -155,12 +176,18 @@ def benchmark(
     where = torch.device(device)
     first = max(cfg.model.cuda_graph_warmup_steps, _DDP_WARMUP if _is_distributed() else 1) + 1 + SETTLE
     timed = _timed(cfg, first + steps + 3)
-    clock = Clock(where, first, steps)
+    clock, regions = Clock(where, first, steps), Regions.on(where)
     if where.type == "cuda":
         torch.cuda.reset_peak_memory_stats(where)
     with tempfile.TemporaryDirectory() as folder:
         timed.logger.log_dir = folder
-        report = pretrain(timed, device=where, on_event=clock, quiet=quiet, implementation=implementation)
+
+        def on_event(name: str, step: int) -> None:
+            clock(name, step)
+            regions(name, step)
+
+        with contextlib.closing(regions):
+            report = pretrain(timed, device=where, on_event=on_event, quiet=quiet, implementation=implementation)
     times, timeline = clock.result()
     return BenchResult(
         times=times,

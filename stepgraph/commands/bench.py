@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -121,7 +121,10 @@ def bench(
     }
     words = [f"{setting}={value}" for setting, value in sizes.items() if value is not None] + (overrides or [])
     wanted = read(name, task, words, fit)
-    asked = Asked(name, task, gpu, num_gpus, cuda_graph_impl, dispatcher)
+    on_many = {"-tp": tensor, "-pp": pipeline, "-ep": expert, "-cp": context, "-vp": virtual}
+    on_one = {"-gb": global_batch, "-mb": micro_batch, "-sl": seq_length}
+    graphs = {"--cuda_graph_impl": cuda_graph_impl, "--cuda_graph_scope": cuda_graph_scope}
+    asked = Asked(name, task, gpu, num_gpus, dispatcher, _typed(on_many), _typed(on_one | graphs))
     if dry_run:
         return _predicted(asked, wanted)
     if compares:
@@ -139,14 +142,21 @@ class Asked:
     task: str
     gpu: str | None
     num_gpus: int
-    impl: str | None
     dispatcher: str
+    parallel: tuple[str, ...] = ()
+    """The parallel sizes, as they were typed."""
+    sizes: tuple[str, ...] = ()
+    """The other sizes and the scope, which hold on one GPU too."""
 
     def line(self, *words: str) -> str:
         """The command for the same recipe with these words."""
         parts = ["stepgraph bench", f"-mr {self.recipe}"]
         parts += [f"--task {self.task}"] if self.task != "pretrain" else []
         return " ".join([*parts, *words])
+
+
+def _typed(options: Mapping[str, object]) -> tuple[str, ...]:
+    return tuple(f"{name} {value}" for name, value in options.items() if value is not None)
 
 
 def _recipe(family: str | None, recipe: str | None) -> str:
@@ -230,19 +240,21 @@ def _device_of(asked: Asked) -> torch.device:
             f"-ng {asked.num_gpus}, and {world} process{'es' if world > 1 else ''} were started",
             rule="world-size",
             why="each GPU is trained on by a process of its own.",
-            fix=f"torchrun --nproc-per-node {asked.num_gpus} -m {asked.line(f'-ng {asked.num_gpus}')}",
+            fix=f"torchrun --nproc-per-node {asked.num_gpus} -m "
+            + asked.line(f"-ng {asked.num_gpus}", *asked.parallel, *asked.sizes),
         )
     return torch_device("cpu" if name == "cpu" else "auto")
 
 
 def _not_here(asked: Asked, what: str) -> InvalidArgument:
-    there = " ".join(word for word in (f"-g {asked.gpu}" if asked.gpu else "", f"-ng {asked.num_gpus}") if word)
+    there = [f"-g {asked.gpu}"] if asked.gpu else []
+    there += [f"-ng {asked.num_gpus}", *asked.parallel, *asked.sizes]
+    here = asked.line("--fit -ng 1", *asked.sizes)
     return InvalidArgument(
         what,
         rule="gpu-missing",
         why="a step is measured where it runs; for other machines there is only a prediction.",
-        fix=f"`{asked.line(there, '--dry-run')}` validates and predicts; `{asked.line('--fit -ng 1')}` measures a part "
-        "of the model here.",
+        fix=f"`{asked.line(*there, '--dry-run')}` validates and predicts; `{here}` measures a part of the model here.",
     )
 
 
