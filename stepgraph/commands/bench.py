@@ -148,6 +148,12 @@ class Asked:
     sizes: tuple[str, ...] = ()
     """The other sizes and the scope, which hold on one GPU too."""
 
+    @property
+    def machine(self) -> tuple[str, ...]:
+        """The GPUs, and how the model is divided among them, as typed."""
+        gpu = (f"-g {self.gpu}",) if self.gpu else ()
+        return (*gpu, f"-ng {self.num_gpus}", *self.parallel)
+
     def line(self, *words: str) -> str:
         """The command for the same recipe with these words."""
         parts = ["stepgraph bench", f"-mr {self.recipe}"]
@@ -224,7 +230,7 @@ def _device_of(asked: Asked) -> torch.device:
 
     world = int(os.environ.get("WORLD_SIZE", "1"))
     if asked.gpu == "cpu":
-        here, name = world, "cpu"
+        here, name = asked.num_gpus, "cpu"  # which may have any number of processes
     else:
         name = asked.gpu or "auto"
         here = torch.cuda.device_count()
@@ -240,15 +246,13 @@ def _device_of(asked: Asked) -> torch.device:
             f"-ng {asked.num_gpus}, and {world} process{'es' if world > 1 else ''} were started",
             rule="world-size",
             why="each GPU is trained on by a process of its own.",
-            fix=f"torchrun --nproc-per-node {asked.num_gpus} -m "
-            + asked.line(f"-ng {asked.num_gpus}", *asked.parallel, *asked.sizes),
+            fix=f"torchrun --nproc-per-node {asked.num_gpus} -m {asked.line(*asked.machine, *asked.sizes)}",
         )
     return torch_device("cpu" if name == "cpu" else "auto")
 
 
 def _not_here(asked: Asked, what: str) -> InvalidArgument:
-    there = [f"-g {asked.gpu}"] if asked.gpu else []
-    there += [f"-ng {asked.num_gpus}", *asked.parallel, *asked.sizes]
+    there = [*asked.machine, *asked.sizes]
     here = asked.line("--fit -ng 1", *asked.sizes)
     return InvalidArgument(
         what,
