@@ -20,15 +20,16 @@ from torch.optim.optimizer import Optimizer
 
 from stepgraph.backends.threads import compiled_code_runs_eagerly, replaced
 from stepgraph.errors import Location
+from stepgraph.frames import is_engine
 from stepgraph.inspect.findings import Ledger, Seen
 from stepgraph.inspect.host_work import HostWork
-from stepgraph.inspect.places import Place, is_own_code, location_of, own_frames, place_of, stack_of
+from stepgraph.inspect.places import Place, is_own_code, location_of, own_frames, package_of, place_of, stack_of
 from stepgraph.inspect.step_functions import StepFunctions
 from stepgraph.inspect.step_operations import Made, StepOperations, changes
 from stepgraph.inspect.step_state import FunctionsByCode, Line, StepState
 from stepgraph.observe.own_changes import OwnNumbers
 from stepgraph.observe.step_objects import StepObjects
-from stepgraph.oplog import Log
+from stepgraph.oplog import Difference, Log
 from stepgraph.optim.steps import at_optimizer_steps
 from stepgraph.script.probe import RunningScript
 
@@ -198,8 +199,10 @@ class CheckProbe:
         self._seen.note(Seen("moving-address", what, made.where, "", "", self._step or 0))
 
     def _synchronizes(self, name: str) -> None:
-        if self._step is not None:
-            self._note("host-read", f"{name}()", sys._getframe(1))
+        """The script waits for what stands for the device. torch's own code asks where a tensor is, and is told."""
+        frame = next((one for one in stack_of(sys._getframe(1)) if not is_engine(one.f_code.co_filename)), None)
+        if self._step is not None and frame is not None and package_of(frame.f_code.co_filename) != "torch":
+            self._note("host-read", f"{name}()", frame)
 
     def _forward(self, module: torch.nn.Module, args: Any) -> None:
         """A module is about to run: notes it, and whether a loop came round within the step."""
@@ -247,14 +250,18 @@ class CheckProbe:
     # -- what is known
 
     def _find_objects(self) -> None:
-        """Find the models and optimizers that are alive."""
+        """Find the models and optimizers that are alive; whole models first, since their parts are named by them."""
+        modules: dict[int, torch.nn.Module] = {}
         for value in gc.get_objects():
             kind = type(value)
-            if issubclass(kind, (torch.nn.Module, Optimizer)):
-                if issubclass(kind, Optimizer):
-                    self._touched.add_optimizer(value)
-                else:
-                    self._touched.add_reachable(value)
+            if issubclass(kind, Optimizer) and "param_groups" in vars(value):  # else a wrapper around another one
+                self._touched.add_optimizer(value)
+            elif issubclass(kind, torch.nn.Module) and "_modules" in vars(value):
+                modules[id(value)] = value
+        parts = {id(part) for module in modules.values() for part in module.children()}
+        for key, module in modules.items():
+            if key not in parts:
+                self._touched.add_reachable(module)
 
     def _device(self) -> torch.device:
         found = {parameter.device.type for parameter in self._touched.all_parameters}
@@ -268,7 +275,7 @@ class CheckProbe:
         found = []
         for step in range(2, len(self._logs)):
             for rule, difference in changes(self._logs[step - 1], self._logs[step]):
-                what = f"{difference.operation}: {difference.before}, then {difference.now}"
+                what = _told(rule, difference)
                 where = difference.where
                 if rule == "varying-operations":
                     where = branch_of(self._paths[step - 1], self._paths[step]) or where
@@ -298,6 +305,12 @@ class CheckProbe:
             for root in roots
             if next(self._called[root].parameters(), None) is not None
         ]
+
+
+def _told(rule: str, found: Difference) -> str:
+    if rule == "varying-operations":
+        return f"one step runs {found.before} where another runs {found.now}"
+    return f"{found.operation.removesuffix('.default')}: {found.before}, then {found.now}"
 
 
 def branch_of(before: Sequence[Line], now: Sequence[Line]) -> Location | None:

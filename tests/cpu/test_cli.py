@@ -34,14 +34,16 @@ RUNS: dict[str, list[str]] = {
     "demo": ["--device", "cpu", "--steps", "2", "--plot", "none"],
     "doctor": [],
     "explain": ["CUDA error: capturing stream has unjoined work"],
+    "frozen": [str(ROOT / "examples" / "plain_loop.py")],
     "native": [],
     "recipes": [],
     "rules": [],
+    "verify": [str(ROOT / "tests" / "scripts" / "captured.py"), "--steps", "5"],
     "train": ["--device", "cpu", "train.train_iters=2", "model.num_layers=1", "logger.log_dir=/tmp"],
 }
 """For each command, arguments of a short run."""
 NAMES = [function.__name__ for functions in COMMANDS.values() for function in functions]
-SLOW = {"advise"}
+SLOW = {"advise", "verify"}
 """Commands whose short run starts several processes."""
 RUN = [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in NAMES]
 EXIT_CODES = {"advise": int(not torch.cuda.is_available())}

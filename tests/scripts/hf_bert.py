@@ -20,7 +20,7 @@ for step in range(5):
         "attention_mask": torch.ones(4, 16, dtype=torch.long),
         "labels": torch.randint(3, (4,)),
     }
-    loss = model(**batch).loss
+    loss = model(**batch).loss  # finds: host-read
     optimizer.zero_grad()
     loss.backward()
     optimizer.step()

@@ -10,7 +10,7 @@ model.train()
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 for step in range(5):
     batch = torch.randint(64, (2, 16), device=device)
-    output = model(input_ids=batch, labels=batch)
+    output = model(input_ids=batch, labels=batch)  # finds: host-read
     output.loss.backward()
     optimizer.step()
     optimizer.zero_grad()

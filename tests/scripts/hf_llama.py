@@ -1,4 +1,4 @@
-"""Hugging Face's Llama from a config, in bfloat16 autocast."""
+"""Hugging Face's Llama from a config, in bfloat16 autocast, with a mask that is made once."""
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -17,9 +17,12 @@ model = LlamaForCausalLM(config)
 optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, betas=(0.9, 0.95))
 
 
+causal = torch.ones(2, 1, 16, 16, dtype=torch.bool).tril()
+
+
 def train_step(tokens):
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        loss = model(input_ids=tokens, labels=tokens).loss
+        loss = model(input_ids=tokens, attention_mask=causal, labels=tokens).loss
     loss.backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
