@@ -225,7 +225,9 @@ def reasons_unmeasured(result: Mapping[str, Any], seen: int, steps: int) -> tupl
     needed = steps_needed(max(steps, MIN_STEPS))
     if seen < needed:
         fewer = seen - steps_needed(0)
-        fix = f"--steps {fewer} needs {seen}" if fewer >= MIN_STEPS else f"at least {steps_needed(MIN_STEPS)} are needed"
+        fix = (
+            f"--steps {fewer} needs {seen}" if fewer >= MIN_STEPS else f"at least {steps_needed(MIN_STEPS)} are needed"
+        )
         return (f"the script ended after {seen} steps, and {needed} are needed to measure it: {fix}",)
     if result["device"] != "cuda" or not result["kernels"]:
         return ("the script trains on the CPU: it launches no kernels that a graph could replay",)

@@ -475,17 +475,17 @@ def _capture_line(names: Names) -> str:
 
 def _modules_line(names: Names, words: Sequence[str]) -> str:
     scope = ", ".join(f'"{word}"' for word in words)
-    return f"stepgraph.graph_modules({names.model}, scope=[{scope}])" if words else (
-        f"stepgraph.graph_modules({names.model})"
+    return (
+        f"stepgraph.graph_modules({names.model}, scope=[{scope}])"
+        if words
+        else (f"stepgraph.graph_modules({names.model})")
     )
 
 
 def narrowest(advice: Advice) -> str | None:
     """Return the allowed scope that captures least and still gains enough; None if only the whole step does."""
     useful = [
-        one
-        for one in advice.predictions
-        if one.scope != WHOLE_STEP and not one.forbidden and one.gain >= WORTHWHILE
+        one for one in advice.predictions if one.scope != WHOLE_STEP and not one.forbidden and one.gain >= WORTHWHILE
     ]
     return min(useful, key=lambda one: one.gain).scope if useful else None
 
@@ -512,9 +512,7 @@ def with_barriers(measured: Measured, barriers: Sequence[Barrier]) -> Measured:
         return tuple(dict.fromkeys(found))
 
     regions = tuple(replace(one, forbidden=(*one.forbidden, *against(one.scope))) for one in measured.regions)
-    return replace(
-        measured, regions=regions, whole_step_forbidden=(*measured.whole_step_forbidden, *against(None))
-    )
+    return replace(measured, regions=regions, whole_step_forbidden=(*measured.whole_step_forbidden, *against(None)))
 
 
 def api_for(advice: Advice, program: Program) -> Decision:

@@ -36,9 +36,7 @@ def advise(
     args: ScriptArgs = None,
     module: Module = None,
     step: StepName = None,
-    steps: Annotated[
-        int, typer.Option("--steps", min=3, help="Timed steps. Ten more run before and after them.")
-    ] = 20,
+    steps: Annotated[int, typer.Option("--steps", min=3, help="Timed steps. Ten more run before and after them.")] = 20,
     tries: Annotated[
         bool, typer.Option("--try", help="Capture the step for real in two more runs, and measure it.")
     ] = False,
@@ -81,7 +79,11 @@ def render(report: AdviceReport) -> RenderableType:
     parts += [Text(), Text("To bring graphs up, one step at a time:", style="bold"), *_ladder(report)]
     if report.paste:
         parts += [Text(), Text("To paste:", style="bold"), *(Text(f"    {line}") for line in report.paste)]
-    parts += [Text(), Text("To see the step itself:", style="bold"), Text(f"    {report.nsys}", no_wrap=True, overflow="ignore")]
+    parts += [
+        Text(),
+        Text("To see the step itself:", style="bold"),
+        Text(f"    {report.nsys}", no_wrap=True, overflow="ignore"),
+    ]
     return Group(*parts)
 
 
@@ -180,7 +182,8 @@ def _verdict(report: AdviceReport) -> Sequence[Any]:
 
     from stepgraph.advice.decide import DO_NOT
 
-    assert report.advice is not None and report.api is not None
+    assert report.advice is not None
+    assert report.api is not None
     choice = report.advice.choice
     if choice.choice == DO_NOT:
         return [Text.assemble((f"{report.verdict}: do not use graphs here", "bold"), f": {choice.reason}.")]

@@ -124,7 +124,7 @@ def bench(
     on_many = {"-tp": tensor, "-pp": pipeline, "-ep": expert, "-cp": context, "-vp": virtual}
     on_one = {"-gb": global_batch, "-mb": micro_batch, "-sl": seq_length}
     graphs = {"--cuda_graph_impl": cuda_graph_impl, "--cuda_graph_scope": cuda_graph_scope}
-    asked = Asked(name, task, gpu, num_gpus, dispatcher, _typed(on_many), _typed(on_one | graphs))
+    asked = Asked(name, task, gpu, num_gpus, dispatcher, _typed(on_many), _typed({**on_one, **graphs}))
     if dry_run:
         return _predicted(asked, wanted)
     if compares:

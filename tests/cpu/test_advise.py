@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import itertools
-from collections.abc import Callable
+import warnings
 from typing import Any
 
 import pytest
@@ -76,7 +76,11 @@ def test_phases_without_measuring_are_a_short_warmup() -> None:
 def test_scopes_of_a_known_model_are_its_words() -> None:
     found = {scope.name: scope for scope in find_scopes(small_gpt())}
     assert list(found) == ["attn", "mlp", "layers"]
-    assert (len(found["attn"].parts) == GPTConfig.tiny().num_layers, found["attn"].words, found["layers"].words) == (True, ("attn",), ())
+    assert (len(found["attn"].parts) == GPTConfig.tiny().num_layers, found["attn"].words, found["layers"].words) == (
+        True,
+        ("attn",),
+        (),
+    )
 
 
 def test_scopes_of_an_unknown_model_are_repeated_layers() -> None:
@@ -91,15 +95,13 @@ def test_scopes_of_a_model_without_layers_are_its_children() -> None:
     assert [scope.words for scope in found] == [("0",), ("2",)], "a ReLU has nothing to capture by itself"
 
 
-def profiled(model: nn.Module, inputs: torch.Tensor, scopes: Any, then: Callable[[], None] = lambda: None) -> Any:
-    with marked(scopes):
-        with traced(CPU) as found:
-            with torch.autograd.profiler.record_function(BEGIN):
-                pass
-            model(inputs).sum().backward()
-            then()
-            with torch.autograd.profiler.record_function(REACH):
-                pass
+def profiled(model: nn.Module, inputs: torch.Tensor, scopes: Any) -> Any:
+    with marked(scopes), traced(CPU) as found:
+        with torch.autograd.profiler.record_function(BEGIN):
+            pass
+        model(inputs).sum().backward()
+        with torch.autograd.profiler.record_function(REACH):
+            pass
     return found[0]
 
 
@@ -198,11 +200,8 @@ def test_waits_name_the_scope_whose_method_they_are_in() -> None:
 
 def test_waits_outside_torch_warnings_are_shown_as_before() -> None:
     waits = Waits()
-    with pytest.warns(UserWarning, match="another"), waits.watching():
-        import warnings
-
+    with waits.watching(), pytest.warns(UserWarning, match="another"):
         warnings.warn("another", UserWarning, stacklevel=1)
-        torch.cuda.Stream.synchronize  # noqa: B018 (it is still there)
     assert waits.inside == waits.outside == []
 
 
@@ -318,9 +317,7 @@ def test_report_uses_seen_waits_where_check_cannot_judge() -> None:
 
 
 def test_report_lists_few_waits_and_counts_the_rest() -> None:
-    rows = [
-        {"what": "wait", "file": "a.py", "line": n, "source": "x", "times": 1, "scopes": []} for n in range(1, 10)
-    ]
+    rows = [{"what": "wait", "file": "a.py", "line": n, "source": "x", "times": 1, "scopes": []} for n in range(1, 10)]
     assert "and 3 more lines: --json lists them" in text_of(reported(checked(), waits_outside=rows))
 
 
@@ -453,7 +450,10 @@ def test_api_follows_what_is_captured() -> None:
 @pytest.mark.parametrize(
     ("outcome", "error"),
     [
-        (Outcome(Status.FAILED, {}, 4, exception='Traceback\n  File "a"\nCaptureError: x\n  at a.py:3'), "CaptureError: x"),
+        (
+            Outcome(Status.FAILED, {}, 4, exception='Traceback\n  File "a"\nCaptureError: x\n  at a.py:3'),
+            "CaptureError: x",
+        ),
         (Outcome(Status.TIMED_OUT, {}, 4), "timed_out"),
         (Outcome(Status.COMPLETED, {"times_ms": []}, 4), "ended after 4 steps"),
         (Outcome(Status.STOPPED, {"times_ms": [1.0], "eager_reasons": {"hooks": 9}}, 20), "never replayed: hooks"),
