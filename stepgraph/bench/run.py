@@ -170,7 +170,7 @@ def benchmark(
     iterations, checkpoints and evaluations are left out.
 
     Example:
-        >>> found = benchmark(recipes.fit.for_cpu(recipes.gpt2_small()), steps=5)
+        >>> found = benchmark(for_cpu(recipes.gpt2_small()), steps=5)
         >>> found.times.median, found.report.replays
     """
     where = torch.device(device)

@@ -121,16 +121,10 @@ def bench(
     }
     words = [f"{setting}={value}" for setting, value in sizes.items() if value is not None] + (overrides or [])
     wanted = read(name, task, words, fit)
-    on_many: dict[str, int | str | None] = {
-        "-tp": tensor,
-        "-pp": pipeline,
-        "-ep": expert,
-        "-cp": context,
-        "-vp": virtual,
-    }
-    on_one: dict[str, int | str | None] = {"-gb": global_batch, "-mb": micro_batch, "-sl": seq_length}
-    on_one |= {"--cuda_graph_impl": cuda_graph_impl, "--cuda_graph_scope": cuda_graph_scope}
-    asked = Asked(name, task, gpu, num_gpus, dispatcher, _typed(on_many), _typed(on_one))
+    on_many = {"-tp": tensor, "-pp": pipeline, "-ep": expert, "-cp": context, "-vp": virtual}
+    on_one = {"-gb": global_batch, "-mb": micro_batch, "-sl": seq_length}
+    graphs = {"--cuda_graph_impl": cuda_graph_impl, "--cuda_graph_scope": cuda_graph_scope}
+    asked = Asked(name, task, gpu, num_gpus, dispatcher, _typed(on_many), _typed({**on_one, **graphs}))
     if dry_run:
         return _predicted(asked, wanted)
     if compares:

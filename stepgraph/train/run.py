@@ -211,8 +211,8 @@ def _run(
             on_event=on_event,
         )
         journal.write("start", start, implementation=cfg.model.cuda_graph_impl, ranks=ranks.size, config=cfg.to_dict())
-        runs = implementation(work, cfg) if ranks.pipeline_size == 1 else choose_for_stage(work, cfg, ranks)
-        loop = Loop(run, runs, flag, start)
+        chosen = implementation(work, cfg) if ranks.pipeline_size == 1 else choose_for_stage(work, cfg, ranks)
+        loop = Loop(run, chosen, flag, start)
         signal = _run_loop(loop)
         report = loop.report()
         journal.write("end", report.step, signal=signal, **_summary(report))

@@ -6,7 +6,6 @@ import dataclasses
 import io
 import itertools
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -96,12 +95,11 @@ def test_scopes_of_a_model_without_layers_are_its_children() -> None:
     assert [scope.words for scope in found] == [("0",), ("2",)], "a ReLU has nothing to capture by itself"
 
 
-def profiled(model: nn.Module, inputs: torch.Tensor, scopes: Any, then: Callable[[], None] = lambda: None) -> Any:
+def profiled(model: nn.Module, inputs: torch.Tensor, scopes: Any) -> Any:
     with marked(scopes), traced(CPU) as found:
         with torch.autograd.profiler.record_function(BEGIN):
             pass
         model(inputs).sum().backward()
-        then()
         with torch.autograd.profiler.record_function(REACH):
             pass
     return found[0]
@@ -202,7 +200,7 @@ def test_waits_name_the_scope_whose_method_they_are_in() -> None:
 
 def test_waits_outside_torch_warnings_are_shown_as_before() -> None:
     waits = Waits()
-    with pytest.warns(UserWarning, match="another"), waits.watching():
+    with waits.watching(), pytest.warns(UserWarning, match="another"):
         warnings.warn("another", UserWarning, stacklevel=1)
     assert waits.inside == waits.outside == []
 

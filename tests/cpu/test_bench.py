@@ -152,8 +152,9 @@ def test_bench_text_says_what_a_cpu_time_means() -> None:
 @pytest.mark.slow
 def test_benchmark_is_public() -> None:
     from stepgraph import recipes
+    from stepgraph.recipes.fit import for_cpu
 
-    cfg = recipes.fit.for_cpu(recipes.gpt2_small())
+    cfg = for_cpu(recipes.gpt2_small())
     cfg.model.num_layers, cfg.model.hidden_size, cfg.model.num_attention_heads = 1, 32, 2
     cfg.model.seq_length, cfg.model.vocab_size = 16, 128
     cfg.train.micro_batch_size = cfg.train.global_batch_size = 1

@@ -110,5 +110,5 @@ def test_trial_captures_the_step_of_the_script() -> None:
     assert plain.step_ms is not None
     assert plain.step_ms > 0
     assert plain.replays >= 3
-    assert compiled.error == "", "on the tape compiled code runs as its eager operators"
-    assert compiled.replays >= 3
+    assert compiled.error == ""
+    assert compiled.replays >= 3, "on the tape compiled code runs as its eager operators"
