@@ -136,12 +136,16 @@ class HostWork:
 
     def _reads_code(self, frame: types.FrameType) -> bool:
         """Whether Python imports a module or looks up source code, as for a warning, or stepgraph opened it."""
+        is_librarys = False
         for one in stack_of(frame):
             file = one.f_code.co_filename
             if is_own_code(one.f_code):
                 return False
-            if file.startswith("<frozen importlib") or os.path.basename(file) in _READERS or is_engine(file):
+            if file.startswith("<frozen importlib") or os.path.basename(file) in _READERS:
                 return True
+            if is_engine(file) and not is_librarys:
+                return True
+            is_librarys = is_librarys or package_of(file) != ""
         return True  # no line of the user's
 
     # -- calls
@@ -282,4 +286,4 @@ def _is_torchs(function: Any) -> bool:
     owner = getattr(function, "__self__", None)
     if isinstance(owner, torch.Tensor):
         return function.__name__ not in ("size", "dim", "stride", "data_ptr", "is_pinned")
-    return isinstance(owner, type) and owner.__name__ in ("_VariableFunctionsClass", "_VariableFunctions")
+    return owner is None and getattr(torch, function.__name__, None) is function

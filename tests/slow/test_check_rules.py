@@ -86,7 +86,7 @@ BAD = {
             before="class Norm(nn.Module):\n    def __init__(self):\n        super().__init__()\n"
             "        self.register_buffer('mean', torch.zeros(()))\n    def forward(self, x):\n"
             "        self.mean = 0.9 * self.mean + 0.1 * x.detach().mean()"
-            "  # finds: own-change, moving-address\n        return x - self.mean\nnorm = Norm()",
+            "  # finds: own-change\n        return x - self.mean\nnorm = Norm()",
         ),
         loop(
             "out = out + gate.weight.sum()\ngate.weight = nn.Parameter(torch.ones(2))  # finds: own-change",
@@ -137,7 +137,7 @@ BAD = {
         ),
     ],
     "optimizer-closure": [
-        loop(after="    lbfgs.step(lambda: F.mse_loss(model(x), x[:, :4]))  # finds: optimizer-closure").replace(
+        loop(after="lbfgs.step(lambda: F.mse_loss(model(x), x[:, :4]))  # finds: optimizer-closure").replace(
             "for i in", "lbfgs = torch.optim.LBFGS(model.parameters(), max_iter=1)\nfor i in"
         ),
         HEAD + "w = nn.Linear(2, 1)\noptimizer = torch.optim.LBFGS(w.parameters(), max_iter=2)\nx = torch.randn(5, 2)\n"
