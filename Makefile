@@ -8,6 +8,11 @@ DEMO := $(VENV)/.stepgraph-installed
 DEV := $(VENV)/.stepgraph-dev-installed
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet -c constraints.txt
 
+# Python keeps what it compiles: each worker and each rank of a test reads the same files, some of them rewritten.
+export PYTHONDONTWRITEBYTECODE :=
+# Tests that share a fixture of processes run in one worker (`xdist_group`).
+PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup
+
 FAST_SUITES := tests/cpu tests/contract
 SLOW_SUITES := tests/distributed tests/slow
 
@@ -43,14 +48,14 @@ demo: $(DEMO)
 	$(BIN)/stepgraph demo
 
 test: $(DEV)
-	$(BIN)/python -m pytest -n $(WORKERS) -m "not slow" $(FAST_SUITES)
+	$(PYTEST) -m "not slow" $(FAST_SUITES)
 
 test-slow: $(DEV)
-	$(BIN)/python -m pytest -n $(WORKERS) -m "not long" $(SLOW_SUITES)
-	$(BIN)/python -m pytest -n $(WORKERS) -m "slow and not long" $(FAST_SUITES)
+	$(PYTEST) -m "not long" $(SLOW_SUITES)
+	$(PYTEST) -m "slow and not long" $(FAST_SUITES)
 
 test-long: $(DEV)
-	$(BIN)/python -m pytest -n $(WORKERS) -m long $(FAST_SUITES) $(SLOW_SUITES)
+	$(PYTEST) -m long $(FAST_SUITES) $(SLOW_SUITES)
 
 lint: $(DEV)
 	$(BIN)/ruff format --check .

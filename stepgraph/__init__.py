@@ -34,10 +34,12 @@ if TYPE_CHECKING:
         StepgraphError,
         StepgraphWarning,
     )
+    from stepgraph.inspect.check import CheckReport, check
     from stepgraph.inspect.doctor import DoctorReport, doctor
     from stepgraph.inspect.explain import Explanation, explain
+    from stepgraph.inspect.frozen import frozen
+    from stepgraph.inspect.frozen_report import FrozenReport
     from stepgraph.joined.capture import capture
-    from stepgraph.inspect.check import CheckReport, check
     from stepgraph.megatron.layers_helper import TECudaGraphHelper
     from stepgraph.megatron.manager import CudaGraphManager
     from stepgraph.megatron.optimizer_wrapper import OptimizerCudaGraphWrapper
@@ -55,6 +57,8 @@ if TYPE_CHECKING:
     )
     from stepgraph.modules.static_buffers import CudagraphBufferMetadata
     from stepgraph.pipeline.stage import GraphedStages, graph_stage
+    from stepgraph.proof.report import VerifyReport
+    from stepgraph.proof.verify import verify
     from stepgraph.rng.tracker import CudaRNGStatesTracker, get_cuda_rng_tracker
     from stepgraph.session.session import Session
     from stepgraph.step.full_iteration import FullCudaGraphWrapper
@@ -85,6 +89,7 @@ __all__ = [
     "DoctorReport",
     "Environment",
     "Explanation",
+    "FrozenReport",
     "FullCudaGraphWrapper",
     "GraphedModules",
     "GraphedStages",
@@ -105,6 +110,7 @@ __all__ = [
     "StepgraphWarning",
     "TECudaGraphHelper",
     "TensorReusePool",
+    "VerifyReport",
     "VisionTECudaGraphHelper",
     "backend_for",
     "capture",
@@ -113,6 +119,7 @@ __all__ = [
     "delete_cuda_graphs",
     "doctor",
     "explain",
+    "frozen",
     "get_cuda_rng_tracker",
     "get_mismatch_errors",
     "get_vision_cuda_graph_seq_length",
@@ -125,6 +132,7 @@ __all__ = [
     "set_cuda_graph_overrides",
     "set_current_microbatch",
     "tree_map",
+    "verify",
 ]
 
 _HOMES = {
@@ -144,6 +152,8 @@ _HOMES = {
         "joined.capture": "capture",
         "inspect.doctor": "DoctorReport doctor",
         "inspect.explain": "Explanation explain",
+        "inspect.frozen": "frozen",
+        "inspect.frozen_report": "FrozenReport",
         "inspect.check": "CheckReport check",
         "megatron.layers_helper": "TECudaGraphHelper",
         "megatron.manager": "CudaGraphManager",
@@ -157,6 +167,8 @@ _HOMES = {
         "modules.session": "create_cudagraphs delete_cuda_graphs is_graph_capturing is_graph_warmup",
         "modules.static_buffers": "CudagraphBufferMetadata",
         "pipeline.stage": "GraphedStages graph_stage",
+        "proof.report": "VerifyReport",
+        "proof.verify": "verify",
         "rng.tracker": "CudaRNGStatesTracker get_cuda_rng_tracker",
         "session.session": "Session",
         "step.full_iteration": "FullCudaGraphWrapper",

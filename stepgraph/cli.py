@@ -13,16 +13,18 @@ from stepgraph.commands.check import check
 from stepgraph.commands.demo import demo
 from stepgraph.commands.doctor import doctor
 from stepgraph.commands.explain import explain
+from stepgraph.commands.frozen import frozen
 from stepgraph.commands.native import native
 from stepgraph.commands.recipes import recipes
 from stepgraph.commands.rules import rules
 from stepgraph.commands.train import train
+from stepgraph.commands.verify import verify
 
 __all__ = ["COMMANDS", "app", "main"]
 
 COMMANDS: dict[str, tuple[Callable[..., Result], ...]] = {
     "Decide": (),
-    "Check": (check,),
+    "Check": (check, verify, frozen),
     "Understand": (explain, rules),
     "Train": (train, recipes),
     "Set-up": (demo, doctor, native),

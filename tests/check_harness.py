@@ -18,7 +18,6 @@ import torch
 
 from stepgraph.inspect.check import PROBE, CheckReport, report_of
 from stepgraph.script import child
-
 from stepgraph.script.request import Answer, Request, Script
 from stepgraph.script.run import _outcome
 

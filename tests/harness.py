@@ -11,6 +11,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import stepgraph
+from stepgraph.proof import bits
 from tests.seeding import seed
 
 Step = Callable[..., Any]
@@ -112,10 +113,15 @@ def snapshot(program: Program, device: torch.device, **more: Any) -> State:
     """Everything that must be equal: parameters, buffers, gradients, optimizer state, random state."""
     found: dict[str, Any] = {}
     for i, module in enumerate(program.modules):
-        for name, value in module.state_dict().items():
-            found[f"module{i}.{name}"] = value
-        for name, parameter in module.named_parameters():
-            found[f"module{i}.{name}.grad"] = parameter.grad
+        for path, part in module.named_modules():  # one walk: `state_dict` and `named_parameters` take several
+            where = f"module{i}.{path}." if path else f"module{i}."
+            for name, parameter in part._parameters.items():
+                if parameter is not None:
+                    found[f"{where}{name}"] = parameter
+                    found[f"{where}{name}.grad"] = parameter.grad
+            for name, buffer in part._buffers.items():
+                if buffer is not None:
+                    found[f"{where}{name}"] = buffer
     for i, optimizer in enumerate(program.optimizers):
         for key, state in optimizer.state_dict()["state"].items():
             for name, value in state.items():
@@ -137,22 +143,10 @@ def snapshot(program: Program, device: torch.device, **more: Any) -> State:
     return State(found | more)
 
 
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""By the size of an element, what to read it as to compare its bits."""
-
-
 def same_bits(one: Any, two: Any) -> bool:
-    """Bitwise equality: NaN equals itself, -0.0 differs from 0.0."""
-    if isinstance(one, torch.Tensor) and isinstance(two, torch.Tensor):
-        return _same_form(one, two) and torch.equal(_as_bits(one), _as_bits(two))
-    if type(one) is not type(two):
-        return False
-    if isinstance(one, Mapping):
-        pairs = one.pairs_with(two) if isinstance(one, State) else None
-        return not different(one, two) if pairs is None else all(same_bits(a, b) for a, b in pairs)
-    if isinstance(one, list | tuple):
-        return len(one) == len(two) and all(map(same_bits, one, two))
-    return bool(one == two)
+    """Bitwise equality; of two states in a few calls."""
+    pairs = one.pairs_with(two) if isinstance(one, State) and isinstance(two, State) else None
+    return bits.same_bits(one, two) if pairs is None else all(same_bits(a, b) for a, b in pairs)
 
 
 def different(one: Mapping[str, Any], two: Mapping[str, Any]) -> list[str]:
@@ -182,7 +176,11 @@ def run(program: Program, step: Step, device: torch.device) -> list[tuple[list[A
 def assert_captured_equals_eager(
     build: Callable[[torch.device], Program], device: torch.device, **options: Any
 ) -> stepgraph.Report:
-    """Build the program twice from one seed, run it eager and captured, and compare after every call."""
+    """Build the program twice from one seed, run it eager and captured, and compare after every call.
+
+    An audit records the call again, which is half of the time of a short run. So one comes at each second replay.
+    """
+    options = {"audit": 2, **options}
     seed(7)
     eager = build(device)
     seed(11)
@@ -223,22 +221,13 @@ def _same_at_once(one: Any, two: Any) -> bool:
             todo += zip(a, b, strict=True)
         elif isinstance(a, State) and isinstance(b, State) and (pairs := a.pairs_with(b)) is not None:
             todo += pairs
-        elif isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) and a.is_cuda and _same_form(a, b):
+        elif isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) and a.is_cuda and bits.same_form(a, b):
             on_device.append((a, b))
         elif not same_bits(a, b):
             return False
     return not on_device or torch.equal(
         *(torch.cat([_bytes(t) for t in side]) for side in zip(*on_device, strict=True))
     )
-
-
-def _same_form(one: torch.Tensor, two: torch.Tensor) -> bool:
-    return one.shape == two.shape and one.dtype == two.dtype and one.device == two.device
-
-
-def _as_bits(tensor: torch.Tensor) -> torch.Tensor:
-    bits = _BITS.get(tensor.element_size())
-    return _bytes(tensor) if bits is None else tensor.view(bits)
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:

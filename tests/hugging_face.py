@@ -1,4 +1,7 @@
-"""Hugging Face's Llama, BERT and ViT as training programs: small, from configs alone, nothing is downloaded."""
+"""Hugging Face's Llama, BERT, ViT and models with experts as training programs.
+
+They are small and made from configs alone; nothing is downloaded.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,8 @@ from torch import nn
 from tests.harness import Program
 
 MODELS = ("llama", "bert", "vit")
+WITH_EXPERTS = ("mixtral", "qwen3_moe")
+"""Their experts run in a loop on the host, over those that got tokens."""
 VOCABULARY, SEQUENCE, IMAGE, LABELS, BATCH = 64, 16, 16, 8, 2
 
 
@@ -28,6 +33,12 @@ def config_of(name: str, num_layers: int, hidden_size: int, *, dropout: bool) ->
     both = {"hidden_dropout_prob": 0.1 * dropout, "attention_probs_dropout_prob": 0.1 * dropout}
     if name == "llama":
         return transformers.LlamaConfig(**sizes, **tokens, num_key_value_heads=2, attention_dropout=0.1 * dropout)
+    experts = {**sizes, **tokens, "num_key_value_heads": 2, "attention_dropout": 0.1 * dropout}
+    if name == "mixtral":
+        return transformers.MixtralConfig(**experts, num_local_experts=4)
+    if name == "qwen3_moe":
+        routed = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": hidden_size}
+        return transformers.Qwen3MoeConfig(**experts, **routed, head_dim=hidden_size // 4)
     if name == "bert":
         return transformers.BertConfig(**sizes, **tokens, **both)
     return transformers.ViTConfig(**sizes, **both, image_size=IMAGE, patch_size=4, num_labels=LABELS)
@@ -38,7 +49,10 @@ def model_of(name: str, num_layers: int, hidden_size: int, *, dropout: bool) -> 
     import transformers
 
     classes = {"llama": "LlamaForCausalLM", "bert": "BertForMaskedLM", "vit": "ViTForImageClassification"}
+    classes |= {"mixtral": "MixtralForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM"}
     model: nn.Module = getattr(transformers, classes[name])(config_of(name, num_layers, hidden_size, dropout=dropout))
+    if name in WITH_EXPERTS and hasattr(model, "set_experts_implementation"):  # releases without it have the loop only
+        model.set_experts_implementation("eager")
     return model.train()
 
 
@@ -54,7 +68,7 @@ def layers_of(model: nn.Module) -> list[str]:
 def full_mask(name: str, device: torch.device) -> torch.Tensor:
     """What tokens may look at, in four dimensions: it is handed on as it is, and no code looks into it."""
     mask = torch.ones(BATCH, 1, SEQUENCE, SEQUENCE, dtype=torch.bool, device=device)
-    return mask.tril() if name == "llama" else mask
+    return mask if name == "bert" else mask.tril()
 
 
 def program_of(

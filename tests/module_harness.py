@@ -95,7 +95,11 @@ def assert_graphed_equals_eager(
     look: Callable[[stepgraph.GraphedModules, Training], None] | None = None,
     **options: Any,
 ) -> stepgraph.ModuleReport:
-    """Build a training twice from one seed, run it eager and graphed, and compare after every step."""
+    """Build a training twice from one seed, run it eager and graphed, and compare after every step.
+
+    An audit records the modules again, which is half of the time of a short run. So one comes at each third step.
+    """
+    options = {"audit": 3, **options}
     eager = _built(build, device)
     assert len(eager.batches) >= MIN_STEPS, "too few steps to mean anything"
     expected = eager.run(device)

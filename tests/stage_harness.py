@@ -116,7 +116,7 @@ def assert_equal_histories(expected: list[tuple[list[Any], State]], received: li
 
 
 def assert_graphed_equals_eager(
-    name: str, num_microbatches: int, *, steps: int = 6, warmup: int = 2, audit: str | int = "auto", **options: Any
+    name: str, num_microbatches: int, *, steps: int = 6, warmup: int = 2, audit: str | int = 2, **options: Any
 ) -> stepgraph.GraphedStages:
     """Train eagerly and graphed from one seed; the graphed pipeline's handle, still open."""
     expected = run(Pipeline(name, num_microbatches, **options), steps)

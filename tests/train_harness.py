@@ -38,7 +38,8 @@ def tiny(folder: Path, implementation: str = "eager", **settings: Any) -> Config
 
 
 def gpt(cfg: Any, **changes: Any) -> nn.Module:
-    return GPT(_sized(GPTConfig.tiny(), cfg, ffn_size=64, dropout=0.1, **changes))
+    tied = cfg.model.share_embeddings_and_output_weights
+    return GPT(_sized(GPTConfig.tiny(), cfg, ffn_size=64, dropout=0.1, tie_embeddings=tied, **changes))
 
 
 def moe(cfg: Any) -> nn.Module:

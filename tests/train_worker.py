@@ -1,26 +1,32 @@
 """A training process that is parked at a place, for tests that send it signals or start several ranks.
 
     python tests/train_worker.py FOLDER IMPLEMENTATION [section.field=value ...] [--park PLACE] [--settings]
+    python tests/train_worker.py FOLDER ... --then FOLDER ... --then FOLDER ...
 
-Parked, it writes `parked_<rank>` to FOLDER and waits for a signal. In the end it writes its losses there, as JSON.
+Parked, it writes `parked_<rank>` to FOLDER and waits for a signal. In the end it writes its losses there, as JSON. One
+process can do several runs, one after another in one process group: to start a process takes longer than a run.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
 import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import stepgraph
 from stepgraph.models import GPT
 from stepgraph.train import finetune, pretrain
 from stepgraph.train.memory import DeviceMemory
+from tests.distributed.ranks import end_together
 from tests.train_harness import gpt, tiny
 
 RANK = int(os.environ.get("RANK", "0"))
@@ -59,20 +65,50 @@ def watched(cfg: Any, parked: Parked) -> nn.Module:
 
 
 def main(folder: Path, implementation: str, *arguments: str) -> None:
-    torch.set_num_threads(1)
-    torch.use_deterministic_algorithms(True)
     place = arguments[arguments.index("--park") + 1] if "--park" in arguments else ""
     parked = Parked(folder, place)
-    if "--short" in arguments and int(arguments[arguments.index("--short") + 1]) == RANK:
-        DeviceMemory.free = lambda self: 1000  # type: ignore[method-assign]
     cfg = tiny(folder / f"log_{RANK}", implementation)
     cfg.override(text for text in arguments if "=" in text)
     provider = (lambda cfg: watched(cfg, parked)) if place == "recording" else gpt
     run = finetune if cfg.dataset.kind == "sft" else pretrain
-    report = run(cfg, model_provider=provider, device="cpu", on_event=parked, quiet="--loud" not in arguments)
+    is_short = "--short" in arguments and int(arguments[arguments.index("--short") + 1]) == RANK
+    with short_of_memory() if is_short else contextlib.nullcontext():
+        report = run(cfg, model_provider=provider, device="cpu", on_event=parked, quiet="--loud" not in arguments)
     found = {"losses": report.losses, "replays": report.replays, "eager": dict(report.eager_reasons)}
     (folder / f"result_{RANK}.json").write_text(json.dumps(found))
 
 
+@contextlib.contextmanager
+def short_of_memory() -> Iterator[None]:
+    known = DeviceMemory.free
+    DeviceMemory.free = lambda self: 1000  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        DeviceMemory.free = known  # type: ignore[method-assign]
+
+
+def split(arguments: Sequence[str]) -> list[list[str]]:
+    """The arguments of each run."""
+    runs: list[list[str]] = [[]]
+    for argument in arguments:
+        if argument == "--then":
+            runs.append([])
+        else:
+            runs[-1].append(argument)
+    return runs
+
+
+def run_all(runs: Sequence[Sequence[str]]) -> None:
+    torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(True)
+    if len(runs) > 1:
+        dist.init_process_group("gloo")
+    for folder, *arguments in runs:
+        main(Path(folder), *arguments)
+    if len(runs) > 1:
+        end_together()
+
+
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), *sys.argv[2:])
+    run_all(split(sys.argv[1:]))

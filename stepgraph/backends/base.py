@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from stepgraph.backends.nodes import Nodes
 from stepgraph.errors import CaptureRefused
 
 
@@ -105,6 +106,10 @@ class Graph(ABC):
     @abstractmethod
     def nodes(self) -> int | None:
         """How many nodes an ended graph has, or None where that is unknown."""
+
+    def read_nodes(self) -> Nodes | None:
+        """The nodes of an ended graph with the bytes that they were given, or None where they cannot be read."""
+        return None
 
 
 class Workspace(ABC):

@@ -22,6 +22,7 @@ from torch import Tensor
 
 import stepgraph
 from stepgraph.models import GPT, GPTConfig
+from stepgraph.proof.bits import same_bits
 
 __all__ = ["SETTLING_STEPS", "DemoResult", "DemoRun", "run_demo"]
 
@@ -157,7 +158,7 @@ def run_demo(steps: int, seed: int, device: torch.device, on_step: OnStep = lamb
         eager=eager,
         graphed=graphed,
         differing_parameters=tuple(
-            name for name, value in parameters.items() if not _same_bits(value, graphed_parameters[name])
+            name for name, value in parameters.items() if not same_bits(value, graphed_parameters[name])
         ),
         report=report,
     )
@@ -227,11 +228,6 @@ def _make_batches(steps: int, seed: int, device: torch.device) -> list[Batch]:
         rows = ((first + stride * positions) % _CONFIG.vocab_size).to(device)
         batches.append({"tokens": rows[:, :-1].contiguous(), "targets": rows[:, 1:].contiguous()})
     return batches
-
-
-def _same_bits(a: Tensor, b: Tensor) -> bool:
-    """Compare bytes, so that NaN equals itself and -0.0 differs from 0.0."""
-    return a.shape == b.shape and torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
 
 
 @contextmanager

@@ -55,7 +55,7 @@ def lend_out(tensors: Sequence[torch.Tensor]) -> list[BorrowedTensor]:
     """Prepare static tensors to be lent. Tensors that share a storage also share one for the callers."""
     storages: dict[int, torch.UntypedStorage] = {}
     made = []
-    with torch.inference_mode(False), torch.no_grad():
+    with torch.inference_mode(False), torch.no_grad(), torch._C.DisableTorchFunction():
         for tensor in tensors:
             storage = tensor.untyped_storage()
             if storage._cdata not in storages:

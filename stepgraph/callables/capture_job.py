@@ -9,18 +9,18 @@ from collections.abc import Hashable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch.nn.parallel import DistributedDataParallel
 
 from stepgraph.backends import Backend
 from stepgraph.callables.call_shape import CallShape
 from stepgraph.callables.graphed import GraphedCallable, GraphedSet, refuse_another_backward
 from stepgraph.callables.request import Request
 from stepgraph.callables.sample_graphs import GraphCapture, SampleGraphs
-from stepgraph.callables.target import target_of
+from stepgraph.callables.target import refuse_ddp, target_of
 from stepgraph.callables.warm_up import CaptureTimeHooks, WarmUpCall, warm_up
-from stepgraph.errors import CaptureError, InvalidArgument
+from stepgraph.errors import InvalidArgument
 from stepgraph.frames import warn_user
 from stepgraph.guards.hooks import is_hooked
+from stepgraph.observe.ddp import reduced_parameters
 from stepgraph.oplog import first_difference
 from stepgraph.order import Kind, samples_of
 from stepgraph.order.cursor import Cursor, Turn
@@ -57,7 +57,8 @@ class CaptureJob:
         session.settle(choose_backend(request.callables, arguments, backend, session))
         self._shared = PairSession(session)
         self._targets: list[PairTarget] = []
-        outside = functools.partial(_through_autograd, self._targets)  # not `self`, which would keep the samples alive
+        # not `self`, which would keep the samples alive
+        outside = functools.partial(_through_autograd, self._targets, reduced_parameters())
         for index, each in enumerate(request.callables):
             target = target_of(
                 *(each, index, self._shared, outside),
@@ -67,7 +68,7 @@ class CaptureJob:
             self._targets.append(target)
             if isinstance(each, torch.nn.Module):
                 _refuse_graphed(target)
-            _refuse_ddp(target)
+            refuse_ddp(each, target, with_order=request.order is not None)
             target.check_capturable(ambient_key())
         self._kinds: dict[Hashable, CallKind] = {}
         """The kinds of calls that differ in their callable or arguments."""
@@ -213,11 +214,11 @@ class CaptureJob:
             self._shared.session.close()
 
 
-def _through_autograd(targets: Sequence[PairTarget], module: torch.nn.Module) -> set[int]:
-    """Return the parameters whose gradients pass through autograd: hooked ones, and those of several callables."""
+def _through_autograd(targets: Sequence[PairTarget], reduced: frozenset[int], module: torch.nn.Module) -> set[int]:
+    """Return the parameters whose gradients pass through autograd: hooked, DDP's, and those of several callables."""
     others = [target.module for target in targets if target.module is not module]
     foreign = {id(p) for other in others for p in other.parameters()}
-    return {id(p) for p in module.parameters() if is_hooked(p) or id(p) in foreign}
+    return {id(p) for p in module.parameters() if is_hooked(p) or id(p) in foreign or id(p) in reduced}
 
 
 @contextlib.contextmanager
@@ -247,14 +248,4 @@ def _refuse_graphed(target: PairTarget) -> None:
             rule="sample-arguments",
             why="an earlier make_graphed_callables replaced its forward.",
             fix="call .reset() on it first.",
-        )
-
-
-def _refuse_ddp(target: PairTarget) -> None:
-    if any(isinstance(module, DistributedDataParallel) for module in target.module.modules()):
-        raise CaptureError(
-            f"{target.name} is or contains a DistributedDataParallel",
-            rule="ddp-callable",
-            fix="use stepgraph.graph_modules, which passes gradients to DDP, or graph the layers without DDP and "
-            "reduce the gradients after the backward.",
         )

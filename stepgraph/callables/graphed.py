@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, ParamSpec, TypeVar
 
@@ -18,7 +18,7 @@ from stepgraph.callables.warm_up import CaptureTimeHooks
 from stepgraph.errors import CaptureError, ClosedError, InvalidArgument, StateChanged, StepgraphError
 from stepgraph.frames import untraced
 from stepgraph.guards.hooks import global_hook, has_global_hooks
-from stepgraph.observe.ddp import in_ddp
+from stepgraph.observe.ddp import decides_buckets, in_ddp
 from stepgraph.oplog import is_logged
 from stepgraph.order import Kind
 from stepgraph.order.cursor import Cursor
@@ -256,6 +256,8 @@ class GraphedCallable(Generic[P, R]):
         self._target, self._shape, self._runner = sample.target, sample.shape, sample.runner
         self._flatten = CallFlattener()
         self._is_capturing = owner.shared.session.backend.capture_probe
+        self._adds_itself = bool(sample.target.pair().inside())
+        """True if its graphs add to gradients of parameters, which no DDP then sees."""
         self._restore = contextlib.ExitStack()
         self.is_closed = False
         owner.callables.append(self)
@@ -264,6 +266,11 @@ class GraphedCallable(Generic[P, R]):
     def name(self) -> str:
         """The callable's name in messages."""
         return self._target.name
+
+    @property
+    def original(self) -> Callable[..., Any]:
+        """The function that the graphs replace."""
+        return self._target.original
 
     def __repr__(self) -> str:
         forwards, what = self._runner.forwards, f"graphed {self.name}, sample {self._sample.number}"
@@ -277,12 +284,13 @@ class GraphedCallable(Generic[P, R]):
 
     # -- replacing a forward
 
-    def put_in_place(self) -> None:
-        """Replace the forward of the module."""
+    def put_in_place(self, given: torch.nn.Module) -> None:
+        """Replace the forward of the module; give `.reset()` to it, and to the DDP around it that was passed."""
         module = self._target.module
         self._restore.callback(put_in_place(module, self._target.method, self))
-        if not hasattr(module, "reset"):
-            self._restore.callback(put_in_place(module, "reset", _Reset(self)))
+        for owner in {id(module): module, id(given): given}.values():
+            if not hasattr(owner, "reset"):
+                self._restore.callback(put_in_place(owner, "reset", _Reset(self)))
 
     def _stays_eager(self) -> bool:
         """Check whether flags require an eager call."""
@@ -313,7 +321,8 @@ class GraphedCallable(Generic[P, R]):
             if cursor.is_at_start if cursor is not None else not self._runner.lane.is_busy:
                 self._owner.begin_round()
             self._owner.check(self._sample)
-            if in_ddp():
+            reports_to_ddp = in_ddp()
+            if reports_to_ddp and self._adds_itself:
                 raise self._inside_ddp()
             if self._target.fork != self._sample.call.fork:
                 raise self._in_another_fork()
@@ -337,7 +346,7 @@ class GraphedCallable(Generic[P, R]):
                 cursor.pass_over((Kind.BACKWARD, sample.number))
                 return self._eagerly(args, kwargs)
             sample.handovers.before_forward(leaves)
-            result: R = run_forward(self._runner, leaves)
+            result: R = run_forward(self._runner, leaves, one_by_one=reports_to_ddp and decides_buckets())
             return result
         except StepgraphError as error:
             self._owner.refused[error.rule] += 1
@@ -398,8 +407,11 @@ class GraphedCallable(Generic[P, R]):
 
     def _inside_ddp(self) -> CaptureError:
         return CaptureError(
-            f"{self.name} is called inside DistributedDataParallel",
+            f"{self.name} is called inside DistributedDataParallel, and was captured before there was one",
             rule="ddp-callable",
+            why="DDP must see each gradient when it is ready, and these graphs add to the gradients themselves.",
+            fix="wrap the model first: DistributedDataParallel(model), then make_graphed_callables for the DDP or for "
+            "layers in it.",
         )
 
     # -- the split weight gradient

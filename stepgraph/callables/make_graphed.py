@@ -20,6 +20,7 @@ from stepgraph.callables.graphed import CallablesReport, GraphedCallable
 from stepgraph.callables.request import read_request
 from stepgraph.callables.warm_up import CaptureTimeHooks
 from stepgraph.errors import InvalidArgument
+from stepgraph.observe.ddp import unwrapped
 from stepgraph.order.entries import is_count
 from stepgraph.session.options import Audit, checked, reads_options, refuse_both
 from stepgraph.session.session import Session
@@ -124,8 +125,8 @@ def make_graphed_callables(
         ... )
         >>> hidden = graphed[0](x)                          # layer l of microbatch m at m * 2 + l
 
-    Without an order it returns the callables, modules with their forward replaced. With an order it returns a tuple of
-    callables: layer l of microbatch m in a chunk of n layers, with p layers in the chunks before, is at p*M + m*n + l.
+    Without an order it returns the callables; modules have their forward replaced, of DDP that of the module inside.
+    With an order it returns a tuple: layer l of microbatch m in a chunk of n layers, p before it, is at p*M + m*n + l.
     """
     _refuse_fp8(fp8_enabled, fp8_recipe, fp8_group, fp8_weight_caching)
     _check_options(num_warmup_iters, audit)
@@ -155,14 +156,14 @@ def _put_in_place(graphed: GraphedCallable[..., Any], given: Callable[..., Any])
     """Without an order: return the module with its forward replaced, or the graphed callable of a function."""
     if not isinstance(given, torch.nn.Module):
         return graphed
-    graphed.put_in_place()
+    graphed.put_in_place(given)
     return given
 
 
 @entry_point
 def report(callables: Any) -> CallablesReport:
     """Report what was captured and replayed, for a graphed callable, a graphed module, or a tuple of them."""
-    first = callables[0] if isinstance(callables, (tuple, list)) else callables
+    first = unwrapped(callables[0] if isinstance(callables, (tuple, list)) else callables)
     graphed = first if isinstance(first, GraphedCallable) else vars(first).get("forward")
     if not isinstance(graphed, GraphedCallable) and isinstance(first, torch.nn.Module):
         graphed = first._compiled_call_impl

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from stepgraph.errors import InvalidArgument
+from stepgraph.observe.ddp import unwrapped
 from stepgraph.order import Entry, Kind, count_microbatches, read_order
 from stepgraph.order.entries import is_count
 from stepgraph.order.lifetimes import layers_of_samples
@@ -141,7 +142,7 @@ def _samples(
 
 def _refuse_twice(callables: Sequence[Any]) -> None:
     seen: dict[int, int] = {}
-    for index, each in enumerate(callables):
+    for index, each in enumerate(map(unwrapped, callables)):
         if isinstance(each, torch.nn.Module) and seen.setdefault(id(each), index) != index:
             raise _wrong(
                 f"callables[{index}] is the same module as callables[{seen[id(each)]}]",

@@ -1,4 +1,10 @@
-"""`target_of` describes one graphed callable: a module, a method of one, or a function with the modules it reaches."""
+"""`target_of` describes one graphed callable: a module, a method of one, or a function with the modules it reaches.
+
+Of a DistributedDataParallel the module inside is graphed. DDP's own forward stays eager: it sends buffers, prepares its
+reducer, and calls the graphed module. The gradients go through autograd to the reducer. The other design, collectives
+of the reducer inside the backward's graph, would bake in what DDP decides at each step: `no_sync`, unused parameters,
+its first iterations.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +14,10 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
 from stepgraph.errors import CaptureError
+from stepgraph.observe.ddp import unwrapped
 from stepgraph.observe.finder import reachable
 from stepgraph.pair.module_method import called_method
 from stepgraph.pair.shared import PairSession
@@ -43,7 +51,9 @@ def target_of(
     """Return the target for a callable. With an order the caller calls the graphs, so own hooks do not run."""
     is_module = isinstance(given, torch.nn.Module)
     kind = type(given).__name__ if is_module else getattr(given, "__qualname__", "function")
-    module = _module_of(given)
+    module = _module_of(unwrapped(given))
+    if isinstance(given, DistributedDataParallel):
+        kind = f"{kind} of {type(module).__name__}"
     target = PairTarget(
         module,
         called_method(module) if is_module else "forward",
@@ -57,6 +67,28 @@ def target_of(
     )
     target.random = tracker_for(shared.session.backend)
     return target
+
+
+def refuse_ddp(given: Callable[..., Any], target: PairTarget, *, with_order: bool) -> None:
+    """Refuse a DDP that the graphs cannot hand their gradients to."""
+    what = why = ""
+    if any(isinstance(module, DistributedDataParallel) for module in target.module.modules()):
+        what = "contains a DistributedDataParallel"
+        why = "DDP's forward and its reducer do other work at each step, and a graph would repeat that of one step."
+    elif isinstance(given, DistributedDataParallel) and with_order:
+        what = "is passed with an order"
+        why = "with an order you call the graphed callables yourself, and DDP's own forward would not run."
+    elif isinstance(given, DistributedDataParallel) and given.mixed_precision is not None:
+        what = "has mixed_precision"
+        why = "DDP then gives the module other parameters at each forward, and graphs read those of the capture."
+    if what:
+        raise CaptureError(
+            f"{target.name} {what}",
+            rule="ddp-callable",
+            why=why,
+            fix="pass the DDP itself without an order (torch.autocast for lower precision), or pass layers of "
+            "ddp.module and call the DDP.",
+        )
 
 
 def _module_of(given: Callable[..., Any]) -> torch.nn.Module:

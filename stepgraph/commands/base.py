@@ -32,6 +32,7 @@ import typer.core
 import stepgraph
 from stepgraph import catalogue
 from stepgraph.errors import InvalidArgument, NoStepError, ScriptError, StepgraphError, nearest
+from stepgraph.script.ranks import is_first_rank
 
 if TYPE_CHECKING:
     import torch
@@ -136,6 +137,8 @@ class Command(_StrictOptions, typer.core.TyperCommand):
         except KeyboardInterrupt:
             _fail(ctx, as_json, stops.exit_code, {"what": stops.reason}, stops.reason)
         except StepgraphError as error:
+            if isinstance(error, ScriptError) and not is_first_rank():  # all ranks raise it, and the first prints it
+                raise typer.Exit(_code_of(error)) from None
             parts = {name: getattr(error, name) for name in ("rule", "what", "details", "why", "fix")}
             _fail(ctx, as_json, _code_of(error), parts, f"{type(error).__name__}: {error}")
         except _UsageError as error:

@@ -41,7 +41,7 @@ def check(
     no_write: NoWrite = False,
     as_json: AsJson = False,
 ) -> Result:
-    """Run a script for some steps and say, line by line, what keeps its step from being captured; exit with 1 if any."""
+    """Run a script for some steps and say, by line, what keeps its step from being captured; exit with 1 if any."""
     wanted = script_of(script, args, module, step, script_timeout, no_write)
 
     from stepgraph.inspect.check import check as run_check

@@ -27,7 +27,8 @@ def recipes(
     found = record(name)
     changed = settings(name)
     values = {"recipes": [{**found, "settings": changed}]}
-    return Result(values, _details(found, changed), next=f"stepgraph train --recipe {found['name']} --fit")
+    following = f"stepgraph train --recipe {found['name']} --fit" if found["is_trained"] else "stepgraph recipes"
+    return Result(values, _details(found, changed), next=following)
 
 
 def _table(listed: list[dict[str, Any]]) -> RenderableType:
@@ -62,6 +63,8 @@ def _details(found: dict[str, Any], changed: dict[str, Any]) -> RenderableType:
     ]
     parts: list[RenderableType] = [Text(found["name"], "bold")]
     parts += [Text.assemble((f"{title}: ", "bold"), text) for title, text in lines]
+    if not found["is_trained"]:
+        parts.append(Text("Not trained by `stepgraph train`: its data, images and text, is not made here.", "bold"))
     parts.append(Text("Settings other than the defaults:", "bold"))
     parts += [Text(f"  {setting} = {value}") for setting, value in changed.items()]
     return Group(*parts)

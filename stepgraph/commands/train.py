@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import shlex
+import warnings
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -76,9 +80,46 @@ def train(
     words += [
         f"--{name}" if value is True else f"--{name}={value}" for name, value in flags.items() if value is not None
     ]
-    wanted = read(recipe, task, _joined(words, overrides or []), fit)  # before torch, which takes seconds to import
+    words = _joined(words, overrides or [])
+    with _warnings_of_options(words):
+        wanted = read(recipe, task, words, fit)  # before torch, which takes seconds to import
     where = torch_device(device)
-    return _train(*configured(wanted, where), task, where, as_json)
+    typed = _typed(recipe, task, device, fit) + words
+    return _train(*configured(wanted, where), task, where, as_json, typed)
+
+
+def _typed(recipe: str | None, task: str, device: str, fit: bool | None) -> list[str]:
+    """The options that were typed, for the command that goes on with a run."""
+    chosen = {"--recipe": recipe, "--task": None if task == "pretrain" else task}
+    chosen["--device"] = None if device == "auto" else device
+    words = [word for name, value in chosen.items() if value is not None for word in (name, value)]
+    return words + ([] if fit is None else ["--fit" if fit else "--no-fit"])
+
+
+@contextlib.contextmanager
+def _warnings_of_options(words: Sequence[str]) -> Iterator[None]:
+    """Print warnings about options by the name that was typed; their lines of code are not the user's."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield
+    flags = [word.partition("=")[0] for word in words if word.startswith("--")]
+    for each in caught:
+        text = str(each.message)
+        for flag in flags:
+            text = text.replace(f"model.{flag[2:].replace('-', '_')} is", f"{flag} is")
+        typer.echo(f"warning: {text}", err=True)
+
+
+def resume_command(words: Sequence[str], folder: str, ranks: int) -> str:
+    """Return the command that goes on with a run that these words started, from its latest checkpoint.
+
+    Example:
+        >>> resume_command(["--recipe", "gpt2_small", "checkpoint.save=runs"], "runs", ranks=1)
+        'stepgraph train --recipe gpt2_small checkpoint.save=runs checkpoint.load=runs'
+    """
+    start = ["torchrun", "--nproc-per-node", str(ranks), "-m", "stepgraph"] if ranks > 1 else ["stepgraph"]
+    kept = [word for word in words if not word.startswith("checkpoint.load=")]
+    return shlex.join([*start, "train", *kept, f"checkpoint.load={folder}"])
 
 
 def _joined(words: list[str], overrides: list[str]) -> list[str]:
@@ -164,7 +205,13 @@ def configured(wanted: Wanted, device: torch.device) -> tuple[ConfigContainer, l
 
 
 def _train(
-    cfg: ConfigContainer, cuts: list[str], parameters: int, task: str, device: torch.device, as_json: bool
+    cfg: ConfigContainer,
+    cuts: list[str],
+    parameters: int,
+    task: str,
+    device: torch.device,
+    as_json: bool,
+    words: Sequence[str],
 ) -> Result:
     from stepgraph.train import TrainingStopped, finetune, pretrain
 
@@ -176,14 +223,21 @@ def _train(
         shape = f"{layers} layer{'s' if layers > 1 else ''}, width {cfg.model.hidden_size}"
         typer.echo(f"model: {cfg.model.kind}, {shape}, {parameters:,} parameters", err=True)
     run = pretrain if task == "pretrain" else finetune
-    exit_code = ExitCode.OK
+    exit_code, following = ExitCode.OK, "stepgraph rules --kind run"
     try:
         report = run(cfg, device=device, quiet=as_json, prints_report=False)
     except TrainingStopped as stopped:
+        if cfg.checkpoint.save is not None:
+            following = resume_command(words, cfg.checkpoint.save, int(os.environ.get("WORLD_SIZE", "1")))
+            told = f"saved at step {stopped.report.step}; go on with: {following}"
+        else:
+            told = f"nothing was saved of {stopped.report.step} steps; checkpoint.save=FOLDER saves at a signal"
+        if is_first:
+            typer.echo(told, err=True)
         if stopped.code == ExitCode.INTERRUPTED:
             raise KeyboardInterrupt from stopped  # Ctrl-C, or --timeout, which `Command` tells apart
         report, exit_code = stopped.report, ExitCode.TERMINATED
     if not is_first:
         raise typer.Exit(exit_code)
     values = report.to_dict() | {"task": task, "cuts": cuts, "parameters": parameters}
-    return Result(values, report, next="stepgraph rules --kind run", exit_code=exit_code)
+    return Result(values, report, next=following, exit_code=exit_code)

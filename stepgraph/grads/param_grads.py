@@ -229,7 +229,8 @@ def _empty_like(parameter: torch.Tensor) -> torch.Tensor:
 
 
 def _fits(grad: torch.Tensor, parameter: torch.Tensor) -> bool:
-    return grad.shape == parameter.shape and grad.dtype == parameter.dtype and grad.device == parameter.device
+    with torch._C.DisableTorchFunction():
+        return grad.shape == parameter.shape and grad.dtype == parameter.dtype and grad.device == parameter.device
 
 
 def _fill_with_nothing(memory: Sequence[torch.Tensor]) -> None:

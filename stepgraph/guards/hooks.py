@@ -125,11 +125,16 @@ has_global_hooks: Callable[[], bool] = torch_module._has_any_global_hook
 """Checks whether there are hooks on all modules of the process."""
 
 
+_FINDS_STEPS = "stepgraph.observe.steps"
+"""Our module that finds the steps of a script by a hook on all modules. The hook looks at outermost calls only, so that
+a replay need not run it."""
+
+
 def global_hook(safe: Collection[Any]) -> str | None:
     """Return the name of a hook on all modules of the process that is not listed as safe, or None."""
     for place in places_of((), everywhere=True):
         for _, hook in entries(_at(place)):
-            if hook not in safe and spelled(hook) not in safe:
+            if hook not in safe and spelled(hook) not in safe and origin_of(hook) != _FINDS_STEPS:
                 return spelled(hook)
     return None
 

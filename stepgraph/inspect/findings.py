@@ -1,9 +1,9 @@
 """What `stepgraph check` reports: findings, each at one line under one rule, and a verdict on which API fits.
 
 All of it is decided here, without torch, from what was seen. A finding belongs to one of the three demands on a step
-that is captured: GPU-only (a replay runs no Python: what only Python does vanishes), sync-free (the host never waits for
-the device), static (the same operations on the same memory each time). What was seen outside the step is listed too, and
-does not count.
+that is captured: GPU-only (a replay runs no Python: what only Python does vanishes), sync-free (the host never waits
+for the device), static (the same operations on the same memory each time). What was seen outside the step is listed
+too, and does not count.
 """
 
 from __future__ import annotations

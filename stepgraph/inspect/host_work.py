@@ -1,9 +1,9 @@
 """Watches what Python does in a script's steps, beside tensors: files, random draws, prints, logging, tokenizers.
 
-A replay runs no Python, so all of it vanishes. Three sources see it, each with the line: Python's audit events see files
-that are opened; a profile function sees calls, of Python and of C; a trace function sees the lines of the user's own
-code, between which the states of the host's random generators are compared. It also notes which lines ran, by which the
-changes of host values find theirs.
+A replay runs no Python, so all of it vanishes. Three sources see it, each with the line: Python's audit events see
+files that are opened; a profile function sees calls, of Python and of C; a trace function sees the lines of the
+user's own code, between which the states of the host's random generators are compared. It also notes which lines ran,
+by which the changes of host values find theirs.
 
 A debugger, a profiler or a coverage tool that the script runs under keeps its place: then lines are not known, and
 `is_hidden` says so.
@@ -84,7 +84,7 @@ class HostWork:
         try:
             yield
         finally:
-            threading.setprofile(None)  # type: ignore[arg-type]
+            threading.setprofile(None)
             self.stop()
 
     def start(self, device: torch.device) -> None:
@@ -188,9 +188,9 @@ class HostWork:
 
     def _c_call(self, frame: types.FrameType, function: Any) -> None:
         owner = getattr(function, "__self__", None)
-        if function is builtins.print:
-            self._note("host-print", "prints", frame)
-        elif isinstance(owner, io.TextIOBase) and function.__name__ == "write" and owner in (sys.stdout, sys.stderr):
+        if function is builtins.print or (
+            isinstance(owner, io.TextIOBase) and function.__name__ == "write" and owner in (sys.stdout, sys.stderr)
+        ):
             self._note("host-print", "prints", frame)
         elif owner is not None and not isinstance(owner, types.ModuleType):
             kind = type(owner)

@@ -1,8 +1,9 @@
 """Finds the function of which each call is one step, if the script has one.
 
-A function's frame that is there when the step begins and still when it reaches its end holds the whole step. If the next
-step has the same frame, it is a loop's; if it has another, each call is a step. The innermost such function is the one to
-capture. If the user's innermost line is the same at both ends, and it called a library, the loop is that library's.
+A function's frame that is there when the step begins and still when it reaches its end holds the whole step. If the
+next step has the same frame, it is a loop's; if it has another, each call is a step. The innermost such function is
+the one to capture. If the user's innermost line is the same at both ends, and it called a library, the loop is that
+library's.
 """
 
 from __future__ import annotations

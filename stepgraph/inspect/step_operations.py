@@ -1,9 +1,9 @@
 """Watches the operations of a script's steps: what CUDA would refuse, and what changes from step to step.
 
-Two modes stay entered below all of the script's own: one sees torch's functions, one its operators. In a step they apply
-the tape's refusals (`backends.tape.refusals`), note them, and let everything run as it would. They keep an operation log
-of each step, in which the batch is found by use. Logs of later steps are compared: other operations, other plain
-numbers, other shapes. Memory that one step makes and the next one reads is noted: its address moves.
+Two modes stay entered below all of the script's own: one sees torch's functions, one its operators. In a step they
+apply the tape's refusals (`backends.tape.refusals`), note them, and let everything run as it would. They keep an
+operation log of each step, in which the batch is found by use. Logs of later steps are compared: other operations,
+other plain numbers, other shapes. Memory that one step makes and the next one reads is noted: its address moves.
 
 The end of a microbatch and the loading of the next are outside the step, so each microbatch has a log of its own.
 """

@@ -1,9 +1,9 @@
 """Watches the host values that a step changes: counters, lists that grow, attributes, an optimizer's numbers.
 
 A replay changes none of them. Captured steps are watched by `values.watch` from the function on; a loop's body is no
-function. So the walk begins at the variables that the body reads before it sets them, found by the lines that ran in the
-step before, and at the functions that ran. Of the body's own variables only those carry a value from one step to the
-next.
+function. So the walk begins at the variables that the body reads before it sets them, found by the lines that ran in
+the step before, and at the functions that ran. Of the body's own variables only those carry a value from one step to
+the next.
 
 A change counts if a line inside the step makes it: the counting of a loop, between its microbatches, does not.
 """

@@ -20,7 +20,7 @@ import contextlib
 import enum
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -57,9 +57,9 @@ class Stage(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class _Observation:
-    """The site whose calls are observed, and its modules."""
+    """The kind of calls that are observed, and the modules."""
 
-    site: Site
+    kind: Hashable
     step: ObservedStep
 
 
@@ -100,7 +100,7 @@ class ModuleFallback:
         if self._stage is Stage.FIRST:
             return self._observe_first(site, call)
         observation = self._observation
-        if self._stage is Stage.SECOND and observation is not None and observation.site is site:
+        if self._stage is Stage.SECOND and observation is not None and observation.kind == _kind(site):
             return self._observe_second(observation.step, call)
         return call()
 
@@ -112,7 +112,7 @@ class ModuleFallback:
         step = ObservedStep(roots, self._session, self._options)
         with step.observing(second=False):
             result = call()
-        self._observation, self._stage = _Observation(site, step), Stage.SECOND
+        self._observation, self._stage = _Observation(_kind(site), step), Stage.SECOND
         return result
 
     def _observe_second(self, step: ObservedStep, call: Callable[[], Any]) -> Any:
@@ -211,6 +211,12 @@ class FallbackReport(ModuleReport):
         ]
         eager = [(f"eager: {name}", why) for name, why in self.left_out.items()]
         return "graphed modules", [*rows, *eager, ("modules equal", self.equality or "")]
+
+
+def _kind(site: Site) -> Hashable:
+    """The arguments and flags of a site's calls."""
+    signature = site.sign()
+    return signature.structure, signature.leaves, signature.ambient
 
 
 def roots_of(touched: StepObjects) -> dict[str, torch.nn.Module]:

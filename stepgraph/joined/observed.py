@@ -6,8 +6,7 @@ that came back, flags and modes around the call, the operations, and the effects
 whose signatures differ between the two (a batch of tokens that the data chose) is not worth a graph. Of modules that
 look alike (`alike`) the first is observed for all.
 
-The second call also shows which parameters are used outside of their module (`F.linear(x, embedding.weight)`). Autograd
-sums the gradients of all uses before it adds them to an old gradient, so a graph must leave such gradients to autograd.
+The second call also shows where tensors are used (`uses`), on which the bits of gradients depend.
 """
 
 from __future__ import annotations
@@ -22,13 +21,12 @@ from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils import _python_dispatch as dispatch
-from torch.utils import _pytree
 
 from stepgraph.errors import InvalidArgument
 from stepgraph.frames import untraced
 from stepgraph.joined.alike import look_of
 from stepgraph.joined.search import Node, Refusal
+from stepgraph.joined.uses import GradientSums, ParameterUses, edges_of
 from stepgraph.modules.manager import ModuleGraphs
 from stepgraph.modules.options import ModuleOptions
 from stepgraph.modules.session import ModuleSession
@@ -45,7 +43,6 @@ from stepgraph.session.backend_choice import refuse_elsewhere
 from stepgraph.session.messages import unsigned
 from stepgraph.session.session import Session
 from stepgraph.signature import Signature, ambient_key, find_differences, leaf_keys, reason_for_eager, refuse_arguments
-from stepgraph.signature.ambient import OwnMode
 from stepgraph.tree import Structure, flatten
 
 _DDP = "it is a DistributedDataParallel, which must see every gradient   [ddp-callable]"
@@ -74,6 +71,8 @@ class ObservedModule:
         """The signatures of the first observed call."""
         self.seen: dict[Hashable, SeenCall] = {}
         self.most_under_way = 0
+        self.other_sum: str | None = None
+        """A gradient whose sum a graph would make in another order."""
 
     @untraced
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -118,12 +117,21 @@ class ObservedModule:
         return found if reason is None else None
 
     def _noted(self, key: Hashable, signature: Signature, leaves: Sequence[Any], run: Callable[[], Any]) -> Any:
-        alike = self._step.seen.get((self.look, key))
+        alike, is_first = self._step.seen.get((self.look, key)), key not in self.seen
+        edges = edges_of(zip(signature.names(), leaves, strict=True)) if is_first else {}
         if alike is not None:
             known = self.seen.setdefault(key, SeenCall(alike.kind, alike.eager))
             value = run()
             self._wait(known, _again(known.eager), _tensors(value))
-            return value
+        else:
+            value = self._observed(key, signature, leaves, run)
+        if is_first:
+            named = self.target.module.named_parameters()
+            self._step.sums.note(edges, named, value, functools.partial(setattr, self, "other_sum"))
+        return value
+
+    def _observed(self, key: Hashable, signature: Signature, leaves: Sequence[Any], run: Callable[[], Any]) -> Any:
+        """Make the first call of its kind, and note all that a recording needs."""
         kind, arguments = CallKind(signature, leaves), NotedArguments.of(leaves)
         eager = note_call(self.target, kind, arguments, signature.structure)
         made = run_call(self.target, kind, eager, leaves, arguments.tensors, run)
@@ -167,29 +175,6 @@ def _refused_unseen(target: PairTarget) -> Refusal | None:
     return None
 
 
-class _ParameterUses(dispatch.TorchDispatchMode, OwnMode):
-    """Notes, for each parameter, the modules that were active when an operation of a forward used it."""
-
-    supports_higher_order_operators = True
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Compiled code stays compiled."""
-        return True
-
-    def __init__(self, parameters: Mapping[int, torch.Tensor], active: Sequence[int]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._parameters, self._active = parameters, active
-        self.uses: dict[int, set[tuple[int, ...]]] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
-            for leaf in _pytree.tree_leaves((args, kwargs)):
-                if id(leaf) in self._parameters:
-                    self.uses.setdefault(id(leaf), set()).add(tuple(self._active))
-        return func(*args, **(kwargs or {}))
-
-
 class ObservedSession(ModuleSession):
     """The session of a step's modules. It knows which parameters were used outside of their module."""
 
@@ -217,6 +202,7 @@ class ObservedStep:
         self.active: list[int] = []
         """The modules whose forward runs now, the innermost last, by id."""
         self.is_second = False
+        self.sums = GradientSums()
         self.seen: dict[Hashable, SeenCall] = {}
         """The observed calls, by the look of the module and the signature."""
         known: set[int] = set()
@@ -252,11 +238,12 @@ class ObservedStep:
         """Observe the eager call of the step in this block."""
         self.is_second = second
         parameters = {id(p): p for p in self.model.parameters()}
-        uses = _ParameterUses(parameters, self.active)
+        uses = ParameterUses(parameters, self.active)
         with contextlib.ExitStack() as stack:
             for module in self.modules.values():
                 stack.callback(put_in_place(module.target.module, module.target.method, module))
             if second:
+                stack.enter_context(self.sums.watching())
                 stack.enter_context(uses)
             yield
         if second:

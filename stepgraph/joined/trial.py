@@ -47,19 +47,29 @@ class Trials:
         if look not in self._judged:
             self.recordings += 1
             self._judged[look] = self._record(module)
-        return self._judged[look]
+        return self._judged[look] or self._refused_by_gradients(module)
 
     def _refused_unrecorded(self, module: ObservedModule) -> Refusal | None:
         """Refuse by what the observed calls have shown."""
         changed = module.changed_signature()
         if changed is not None:
-            return Refusal(f"its arguments change from step to step: {changed}   [static-shapes]", spreads=False)
+            what = f"its arguments change from step to step: {changed}"
+            return _refusal(module, CaptureError(what, rule="static-shapes"))
         if module.most_under_way > self._max_runners:
-            calls = f"{module.most_under_way} of its calls wait for their backward at once"
-            return Refusal(f"{calls}   [max-runners]", spreads=False)
+            what = f"{module.most_under_way} of its calls wait for their backward at once"
+            return _refusal(module, CaptureError(what, rule="max-runners"))
         for seen in module.seen.values():
             if seen.kind.seen is not None:
                 return _refusal(module, seen.kind.seen)
+        return None
+
+    def _refused_by_gradients(self, module: ObservedModule) -> Refusal | None:
+        """Refuse a module that can be recorded, but whose gradients would not have eager's bits."""
+        partial = self._step.sums.partial
+        if module.other_sum is not None:
+            return _refusal(module, CaptureError(module.other_sum, rule="gradient-order"))
+        if partial is not None and any(seen.eager.is_differentiable for seen in module.seen.values()):
+            return _refusal(module, CaptureError(f"the step calls {partial}", rule="partial-backward"))
         return None
 
     def _record(self, module: ObservedModule) -> Refusal | None:
@@ -101,6 +111,7 @@ def gradients_aside(model: torch.nn.Module) -> Iterator[None]:
 
 
 def _refusal(module: ObservedModule, error: StepgraphError) -> Refusal:
-    what = error.what.removeprefix(f"{module.target.name}: ").replace("the step ", "it ", 1)
+    what = error.what.removeprefix(f"{module.target.name}: ")
+    what = f"it {what.removeprefix('the step ')}" if what.startswith("the step waits") else what
     where = f", at {error.where}" if isinstance(error, CaptureError) and error.where is not None else ""
     return Refusal(f"{what}   [{error.rule}]{where}", spreads=error.rule in _SPREADING)

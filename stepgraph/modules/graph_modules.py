@@ -131,6 +131,11 @@ class GraphedModules:
         return outline(quantities(graphed_modules=len(managers)), *sums, is_closed=self._shared.is_closed)
 
     @property
+    def model(self) -> torch.nn.Module | None:
+        """The model whose parts are graphed."""
+        return self._shared.model
+
+    @property
     def paths(self) -> list[str]:
         """The paths of the graphed parts."""
         return [manager.name for manager in self._shared.managers]

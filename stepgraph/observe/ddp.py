@@ -12,6 +12,13 @@ ranks while backward still runs, and copies them back. All of that is device wor
 - `no_sync` and the broadcast of buffers are steered by two Python flags, which a replay must find and leave as eager.
 - A backward that breaks off leaves the reducer waiting for the rest of its gradients. It is reset and makes new
   buckets, so graphs that use the old ones have to go.
+
+Graphs of parts of a model (modules, callables) hold nothing of DDP. They give the gradients of DDP's parameters to
+autograd, whose accumulators call the reducer as in eager. So buckets, `no_sync`, unused parameters, communication hooks
+and later changes to any of these work as without graphs, on any stream. The reducer orders its buckets by the arrival
+of the gradients in its first backward, and with three ranks or more the bits of a sum may depend on the place in a
+bucket. A graph gives all its gradients at once, so until the buckets are settled they are passed on in eager's order
+(`decides_buckets`).
 """
 
 from __future__ import annotations
@@ -240,6 +247,24 @@ class Replicas:
             self._write(self._before)
 
 
+def unwrapped(given: Any) -> Any:
+    """The module inside a DDP; anything else is returned as it is."""
+    return given.module if isinstance(given, DistributedDataParallel) else given
+
+
 def in_ddp() -> bool:
     """Whether the calling code runs inside a DDP's forward."""
     return DistributedDataParallel._active_ddp_module is not None
+
+
+def decides_buckets() -> bool:
+    """Whether the order in which the DDP around the calling code gets its next gradients decides its buckets."""
+    return not getattr(DistributedDataParallel._active_ddp_module, "_has_rebuilt_buckets", True)
+
+
+def reduced_parameters() -> frozenset[int]:
+    """The parameters, by id, of all DDPs of the process. Nothing on a parameter says that a reducer waits for it."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return frozenset()
+    found = [each for each in gc.get_objects() if issubclass(type(each), DistributedDataParallel)]
+    return frozenset(id(parameter) for ddp in found for parameter in ddp.parameters())

@@ -49,6 +49,8 @@ class Spot:
 class _Finder:
     def __init__(self, function: Any, ran: ExecutedCode | None = None) -> None:
         self.values: list[Any] = []
+        self.labels: list[str] = []
+        """The spelling of each value."""
         self.spots: dict[int, Spot] = {}
         self.tensors: list[tuple[str, torch.Tensor]] = []
         """The step's own tensors, and their spellings."""
@@ -82,6 +84,7 @@ class _Finder:
             self.spots |= {id(state): spot, **{id(one): Spot(spot.of(...)) for one in dict.values(state)}}
         if id(value) not in self._inside and not issubclass(kind, (type, types.ModuleType, types.CellType)):
             self.values.append(value)
+            self.labels.append(str(label))
             if issubclass(kind, torch.nn.Module):
                 self._inside.update(map(id, value.modules()))
 
@@ -89,6 +92,12 @@ class _Finder:
 def reachable(function: Any, ran: ExecutedCode | None = None) -> list[Any]:
     """The objects that a callable can name, the most direct first; of nested modules the outermost."""
     return _Finder(function, ran).values
+
+
+def named_reachable(function: Any) -> list[tuple[str, Any]]:
+    """The same objects, each with the spelling of the code that names it."""
+    found = _Finder(function)
+    return list(zip(found.labels, found.values, strict=True))
 
 
 def spots_of(step: Any) -> dict[int, Spot]:

@@ -80,8 +80,10 @@ class StepObjects:
         """A module's or parameter's path, where it is known."""
         return self._names.get(id(value), type(value).__name__)
 
-    def add_module(self, module: torch.nn.Module) -> None:
-        """A module with all its parts."""
+    def add_module(self, module: torch.nn.Module, name: str = "") -> None:
+        """A module with all its parts; `name` is its path, if it is known."""
+        if name:
+            self._names.setdefault(id(module), name)
         if id(module) not in self._modules:
             self._add_parts(module, self._modules, frozen=True)
 

@@ -47,7 +47,7 @@ from torch.optim.optimizer import Optimizer
 from stepgraph.backends.threads import replaced
 from stepgraph.frames import is_engine
 
-__all__ = ["StepCalls", "StepEvents", "StepFinder", "StepListener"]
+__all__ = ["StepCalls", "StepEvents", "StepFinder", "StepListener", "named_call", "steps_unwatched"]
 
 Site: TypeAlias = tuple[tuple[types.CodeType, int], ...]
 """The calls on the stack, outermost first, each with the position of its instruction."""
@@ -326,3 +326,36 @@ def _site() -> Site:
             calls.append((frame.f_code, frame.f_lasti))
         frame = frame.f_back
     return tuple(reversed(calls))
+
+
+def named_call() -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]] | None:
+    """Return function, args and kwargs of the call that is a step by `StepCalls`, while it runs; else None."""
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code in StepCalls.wrapped.__code__.co_consts:
+            found = frame.f_locals
+            return found["function"], found["args"], found["kwargs"]
+        frame = frame.f_back
+    return None
+
+
+@contextlib.contextmanager
+def steps_unwatched() -> Iterator[None]:
+    """Take the hooks of `StepEvents` away during the block: a capture would find them on all modules and optimizers."""
+    places: tuple[Any, ...] = (
+        torch_module._global_forward_pre_hooks,
+        torch_optimizer._global_optimizer_pre_hooks,
+        torch_optimizer._global_optimizer_post_hooks,
+    )
+    taken = [(place, dict(place)) for place in places]
+    for place in places:
+        for key, hook in list(place.items()):
+            method = hook.func if isinstance(hook, functools.partial) else hook
+            if isinstance(getattr(method, "__self__", None), StepEvents):
+                del place[key]
+    try:
+        yield
+    finally:
+        for place, before in taken:
+            place.clear()
+            place.update(before)

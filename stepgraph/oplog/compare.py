@@ -1,4 +1,4 @@
-"""Names the first operation at which two logs of one program differ."""
+"""Names the operations at which two logs of one program differ."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ recording. Nothing else differs.
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """The first difference: its place in the logs, its line, and both sides."""
+    """A difference: its place in the logs, its line, and both sides."""
 
     index: int
     operation: str
@@ -65,7 +65,10 @@ def first_difference(before: Log, now: Log) -> Difference | None:
 
 
 def differences(before: Log, now: Log) -> Iterator[Difference]:
-    """All differences of two logs, up to the first operation that is another one: the rest cannot be compared."""
+    """All differences of two logs that share a vocabulary, up to the first operation that is another one.
+
+    A number shows where it enters an operation, and not in the operations that use the result.
+    """
     assert before.vocabulary is now.vocabulary, "logs are compared by the numbers of one vocabulary"
     if before.notes == now.notes:
         return

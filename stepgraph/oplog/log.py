@@ -37,10 +37,9 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import torch
 from torch.utils import _python_dispatch as dispatch
 
-from stepgraph.backends.tape import graph as tape_graph
-from stepgraph.backends.tape import rng as tape_rng
 from stepgraph.errors import Location
 from stepgraph.frames import is_user
+from stepgraph.ran import Unnoted
 
 _V = TypeVar("_V")
 _first = operator.itemgetter(0)
@@ -56,12 +55,8 @@ _UNSEEN = frozenset({"profiler"})
 _NOBODY, _USER, _BACKWARD, _LEFT_OUT, _COLLECTIVE = range(5)
 _BACKWARD_FILE = torch.autograd.graph.__file__
 """Where Python enters autograd's engine: frames above it have called backward."""
-_LEFT_OUT_FILES = frozenset(
-    file
-    for file in (sys.modules[torch.amp.GradScaler.__module__].__file__, tape_graph.__file__, tape_rng.__file__)
-    if file is not None
-)
-"""Files whose operations are in no log: GradScaler's, and the tape's for random states."""
+_SCALERS_FILE = sys.modules[torch.amp.GradScaler.__module__].__file__
+"""The file whose operations are in no log."""
 _COLLECTIVES_FILE = os.path.join("torch", "distributed", "distributed_c10d.py")
 """What a collective does besides itself belongs to the process group."""
 
@@ -149,7 +144,7 @@ class Vocabulary:
             found = _USER if is_user(file) else _NOBODY
             if file == _BACKWARD_FILE:
                 found = _BACKWARD
-            elif file in _LEFT_OUT_FILES:
+            elif file == _SCALERS_FILE:
                 found = _LEFT_OUT
             elif file.endswith(_COLLECTIVES_FILE):
                 found = _COLLECTIVE
@@ -167,14 +162,15 @@ class Roles:
 
     def add(self, name: Hashable, tensor: torch.Tensor) -> None:
         """Name a tensor; of two names for the same place the first counts."""
-        storage = storage_of(tensor)
-        if storage is not None:
-            start = int(tensor.storage_offset())
-            last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-            spans = self._names.get(storage)
-            if spans is None:
-                self._names.put(storage, spans := [])
-            spans.append((start, start + max(int(last), 0) + 1, name))
+        with _unseen():
+            storage = storage_of(tensor)
+            if storage is not None:
+                start = int(tensor.storage_offset())
+                last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+                spans = self._names.get(storage)
+                if spans is None:
+                    self._names.put(storage, spans := [])
+                spans.append((start, start + max(int(last), 0) + 1, name))
 
     def add_all(self, name: Hashable, tensor: torch.Tensor) -> None:
         """One name for everything in a tensor's memory."""
@@ -371,25 +367,28 @@ class OpLog(dispatch.TorchDispatchMode):
             line, is_left_out = self._line(is_collective=not operation.is_torchs)
         known: set[int] = set()
         """The memory of the arguments: any other memory of the results is new."""
-        if is_left_out:
-            _add_memory(known, args)
-            _add_memory(known, tuple(kwargs.values()))
-            out = func(*args, **kwargs)
-            self._bear(known, out, "left out")
-            return out
         begin = len(self._notes)
-        taken = _lifted(args[0]) if func is _LIFT or func is _LIFT_COPY else args
-        on_device = self._note(operation.number, taken, kwargs, line, known)
+        on_device = False
+        with _unseen(), Unnoted():
+            if is_left_out:
+                _add_memory(known, args)
+                _add_memory(known, tuple(kwargs.values()))
+            else:
+                taken = _lifted(args[0]) if func is _LIFT or func is _LIFT_COPY else args
+                on_device = self._note(operation.number, taken, kwargs, line, known)
         out = func(*args, **kwargs)
-        if on_device or self._device is None or any(one.device.type == self._device for one in _tensors(out)):
-            self._bear(known, out, self._scope)
-            if self._found is not None:  # what makes another shape is asked of such logs
-                shapes = (RESULTS, tuple(result.shape for result in _tensors(out) if not result.is_nested))
-                plain = self._vocabulary.parts[self._notes[begin + 1]]
-                self._notes[begin + 1] = self._vocabulary.number((*plain, shapes))
-        else:
-            del self._notes[begin:]
-            self._bear(known, out, "host")
+        with _unseen(), Unnoted():
+            if is_left_out:
+                self._bear(known, out, "left out")
+            elif on_device or self._device is None or any(one.device.type == self._device for one in _tensors(out)):
+                self._bear(known, out, self._scope)
+                if self._found is not None:  # what makes another shape is asked of such logs
+                    shapes = (RESULTS, tuple(result.shape for result in _tensors(out) if not result.is_nested))
+                    plain = self._vocabulary.parts[self._notes[begin + 1]]
+                    self._notes[begin + 1] = self._vocabulary.number((*plain, shapes))
+            else:
+                del self._notes[begin:]
+                self._bear(known, out, "host")
         return out
 
     @property
@@ -478,7 +477,7 @@ class OpLog(dispatch.TorchDispatchMode):
         return which[1] if which[0] == "role" else None
 
     def _line(self, *, is_collective: bool = True) -> tuple[int, bool]:
-        """The user's line, and whether the caller is left out: a GradScaler, the tape, a process group."""
+        """The user's line, and whether the caller is left out: a GradScaler, a process group."""
         node: Any = torch._C._current_autograd_node()
         number, kinds = self._vocabulary.number, self._vocabulary.kinds
         frame: types.FrameType | None = sys._getframe(2)
@@ -589,6 +588,8 @@ _LIFT, _LIFT_COPY = torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh
 """What makes a tensor of a number that is written in Python."""
 _CAST = torch.ops.aten._to_copy.default
 _TENSORS_OWN = torch.Tensor.__torch_dispatch__
+_unseen = torch._C.DisableTorchFunction
+"""A block that asks tensors for their geometry, which no function mode needs to hear of."""
 
 
 def location_of(line: Any) -> Location | None:

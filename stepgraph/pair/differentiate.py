@@ -92,6 +92,18 @@ def accumulate(
     return out, [entry.parameter for entry in inside if id(entry.leaf) in reached]
 
 
+@contextlib.contextmanager
+def noting_arrival(leaves: Sequence[torch.Tensor]) -> Iterator[list[int]]:
+    """Note the order in which a backward has the gradients of leaves, by index."""
+    found: list[int] = []
+    handles = [leaf.register_hook(lambda grad, index=index: found.append(index)) for index, leaf in enumerate(leaves)]
+    try:
+        yield found
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
 def is_reentrant(results: Sequence[torch.Tensor]) -> bool:
     """True if a backward from these tensors passes through reentrant checkpointing, torch's or a copy of it."""
     return any(type(node).__name__ == "CheckpointFunctionBackward" for node in nodes_behind(results))

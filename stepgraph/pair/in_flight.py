@@ -245,8 +245,11 @@ _apply: Callable[..., tuple[torch.Tensor, ...]] = super(torch.autograd.Function,
 _is_transforming: Callable[[], bool] = torch._C._are_functorch_transforms_active
 
 
-def run_forward(runner: Runner, leaves: Sequence[Any]) -> Any:
-    """Replay a runner's forward for these arguments; under autograd if gradients can flow."""
+def run_forward(runner: Runner, leaves: Sequence[Any], *, one_by_one: bool = False) -> Any:
+    """Replay a runner's forward for these arguments; under autograd if gradients can flow.
+
+    `one_by_one`: let autograd accumulate the gradients of parameters in eager's order.
+    """
     result, edges = runner.result, runner.edges
     if edges.anchor_node is None:
         runner.replay(leaves)
@@ -255,7 +258,8 @@ def run_forward(runner: Runner, leaves: Sequence[Any]) -> Any:
     inputs = [leaves[i] for i in edges.flows]
     # what torch's own wrapper looks for costs the host as much as the node
     apply = ReplayNode.apply if _is_transforming() else _apply
-    return result.build(apply(InFlightCall(runner), leaves, edges.anchor, *inputs, *edges.outside), leaves)
+    outside = edges.one_by_one() if one_by_one else edges.outside
+    return result.build(apply(InFlightCall(runner), leaves, edges.anchor, *inputs, *outside), leaves)
 
 
 def is_replayed(tensor: torch.Tensor) -> bool:

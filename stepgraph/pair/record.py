@@ -11,6 +11,7 @@ All graphs are made in one place (`PairCapture.record`), which returns the graph
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -34,6 +35,7 @@ from stepgraph.pair.differentiate import (
     accumulate,
     differentiate,
     is_reentrant,
+    noting_arrival,
     recording_compiled_backwards,
     saved_memory,
     uses_up_saved,
@@ -246,11 +248,13 @@ class PairCapture:
         )
 
     def _through_autograd(self, call: EagerCall, result: StaticOutputs) -> list[torch.Tensor]:
-        """The module's parameters whose gradients autograd accumulates: chosen ones, and returned ones."""
+        """The module's parameters whose gradients autograd accumulates: chosen ones, and returned ones, if used.
+
+        A parameter without a use gets no gradient, and DDP's reducer must not hear of it, as in eager.
+        """
         # what a reentrant backward reaches is not known before it runs
         used = self.proxies.parameters if is_reentrant(result.tensors) else self._known
-        chosen = self._outside | {id(p) for p in used if p in self._returned}
-        return [p for p in self.proxies.parameters if call.in_ddp or id(p) in chosen]
+        return [p for p in used if call.in_ddp or id(p) in self._outside or p in self._returned]
 
     def known_parameters(self) -> list[torch.Tensor]:
         """The parameters that the last forward's graph uses, also frozen ones."""
@@ -293,7 +297,9 @@ class PairCapture:
 
         def run(graph: Graph) -> tuple[Grads, list[torch.Tensor]]:
             compute = accumulate if self._accumulates else differentiate
-            grads, parameters = compute(results, list(incoming.values()), edges, inside)
+            with noting_arrival(edges[len(runner.edges.flows) :]) as arrival:
+                grads, parameters = compute(results, list(incoming.values()), edges, inside)
+            runner.edges = dataclasses.replace(runner.edges, arrival=tuple(arrival))
             if then is not None:
                 with left_out():
                     then(grads)

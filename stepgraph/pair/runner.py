@@ -150,6 +150,15 @@ class AutogradEdges:
     """True if its backward can run only once for each forward."""
     keeps_casts: bool
     """True if eager code would share the casts of its weights with other calls in the autocast region."""
+    arrival: tuple[int, ...] = ()
+    """Indices of `outside`, in the order in which eager's backward has their gradients."""
+
+    def one_by_one(self) -> list[torch.Tensor]:
+        """`outside`, so that autograd accumulates in eager's order: each passes a node, and later nodes run first."""
+        found = list(self.outside)
+        for index in reversed(self.arrival):
+            found[index] = torch.ops.aten.alias.default(found[index])
+        return found
 
 
 class BackwardGraph:

@@ -30,6 +30,7 @@ def record(name: str) -> dict[str, Any]:
         "impl": model.cuda_graph_impl,
         "scope": [str(word) for word in model.cuda_graph_scope],
         "reason": found.reason,
+        "is_trained": model.kind != "vision_language",
         "source": found.source,
     }
 

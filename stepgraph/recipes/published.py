@@ -32,9 +32,9 @@ class Recipe:
     name: str
     make: Callable[[], ConfigContainer]
     parameters: int
-    """The published number of parameters."""
+    """The number of elements in the published weights; authors themselves state rounded totals."""
     source: str
-    """Where the shape and the number are published."""
+    """The page that the shape is from."""
     reason: str
     """Why these parts of the model are captured."""
     task: str = "pretrain"

@@ -14,6 +14,7 @@ import os
 import signal
 import sys
 import tempfile
+import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -182,10 +183,12 @@ def _missing_gpu(error: BaseException) -> str | None:
 
 
 def script_traceback(error: BaseException) -> str:
-    """Return the traceback of a script's error, without our frames."""
+    """Return the traceback of a script's error, without our frames; of an error of our own, with all of them."""
     from stepgraph.frames import is_engine
 
     found = traceback.TracebackException.from_exception(error)
+    if found.stack and is_engine(found.stack[-1].filename) and not isinstance(error, StepgraphError):
+        return "".join(found.format()).rstrip()
     todo, seen = [found], set()
     while todo:
         one = todo.pop()
@@ -216,7 +219,7 @@ def main(request_file: str) -> None:
     request = Request.from_json(Path(request_file).read_text(encoding="utf-8"))
     running = RunningChild(request, is_cuda_mapped=not torch.cuda.is_available())
     probe = make_probe(request.probe, running)
-    end = ending(running, lambda: run_watched(request, running, probe))
+    end = ending(running, lambda: run_watched(request, running, probe)) | {"time": time.time()}
     sys.stdout.flush()
     running.tell("end", end | {"result": dict(probe.result())})
 

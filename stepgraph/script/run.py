@@ -77,8 +77,10 @@ def run_script(
         found = Answer.read(answer)
     refusal = (found.end or {}).get("refusal")
     if refusal is not None:
-        raise InvalidArgument(refusal["what"], rule=refusal["rule"])
-    return _agreed(_outcome(found, timed_out, process.returncode), script.timeout)
+        what, rule = refusal["what"], refusal["rule"]
+        raise InvalidArgument(what, rule=rule)
+    ended_at = float((found.end or {}).get("time", time.time()))
+    return _agreed(_outcome(found, timed_out, process.returncode), ended_at, script.timeout)
 
 
 def refuse_unjudged(script: Script, outcome: Outcome) -> None:
@@ -211,9 +213,13 @@ def _end_of_process(code: int) -> str:
     return f"its process exited with {code}, without a way for Python to report"
 
 
-def _agreed(outcome: Outcome, timeout: float) -> Outcome:
-    """What all ranks say together; without torchrun the outcome as it is."""
+def _agreed(outcome: Outcome, ended_at: float, timeout: float) -> Outcome:
+    """What all ranks say together; without torchrun the outcome as it is.
+
+    Of several ranks that failed, the first one is shown: the others may have failed because it was gone.
+    """
     own = {
+        "ended_at": ended_at,
         "rank": outcome.rank,
         "status": outcome.status,
         "exception": outcome.exception,
@@ -223,7 +229,7 @@ def _agreed(outcome: Outcome, timeout: float) -> Outcome:
     others = exchanged(own, timeout + 2 * GRACE_S)
     if len(others) == 1:
         return outcome
-    worst = max(others, key=lambda one: _SEVERITY.index(Status(one["status"])))
+    worst = max(others, key=lambda one: (_SEVERITY.index(Status(one["status"])), -one["ended_at"]))
     text = f"rank {worst['rank']}: {worst['exception']}" if worst["exception"] else ""
     judged = tuple(dict.fromkeys(what for one in others for what in one["cannot_judge"]))
     steps = min(one["steps"] for one in others)

@@ -110,7 +110,7 @@ def _listed(name: str, value: Any, kind: Any) -> tuple[Any, ...]:
             fix=f"pass {name}=[{one}].",
         )
     items = tuple(value)
-    expected, listed, why = _ITEMS[kind]
+    expected, listed, why = _ITEMS[getattr(kind, "__name__", "Hook")]
     for item in items:
         if not (isinstance(item, kind) if isinstance(kind, type) else isinstance(item, str) or callable(item)):
             raise InvalidArgument(
@@ -226,11 +226,12 @@ _PLACES: dict[str, tuple[tuple[type, ...], str, str]] = {
 }
 """Keywords that are not fields: their classes, why, and fix."""
 _ITEMS = {
-    str: ("a name", "names", "ignore= takes the names that messages show."),
-    torch.Generator: (
+    "str": ("a name", "names", "ignore= takes the names that messages show."),
+    "Generator": (
         *("a torch.Generator", "torch.Generator objects"),
         "each generator is registered with every graph, so that replays advance it.",
     ),
-    Hook: ("a function or name", "functions or names", "a hook is identified by the function that it runs."),
+    "Hook": ("a function or name", "functions or names", "a hook is identified by the function that it runs."),
 }
-"""The items of list options: one item, several items, and why."""
+"""The items of list options, by the name of their class, which another one may stand for (`script.cuda_on_cpu`): one
+item, several items, and why."""

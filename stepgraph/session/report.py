@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar
 
-from rich.console import Console, ConsoleOptions, RenderResult
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.table import Table
 from rich.text import Text
 
@@ -74,7 +74,7 @@ class GraphReport(ABC):
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         (_, reasons), (subject, facts) = self.tally(), self.facts()
-        memory = [f"{name} {_size(n)}" for name, n in (("pool", self.pool_bytes), ("static", self.static_bytes)) if n]
+        memory = [f"{name} {size_of(n)}" for name, n in (("pool", self.pool_bytes), ("static", self.static_bytes)) if n]
         rows = [
             ("ran eagerly", with_counts(reasons) if len(reasons) > 1 else ""),
             ("refused", with_counts(self.refused) if len(self.refused) > 1 else ""),
@@ -96,11 +96,16 @@ class GraphReport(ABC):
             yield table
 
     def __str__(self) -> str:
-        encoding = getattr(sys.stdout, "encoding", None) or "utf-8"  # where this will be printed
-        text = io.TextIOWrapper(io.BytesIO(), encoding, errors="backslashreplace", newline="")
-        Console(file=text, width=shutil.get_terminal_size((_WIDTH, 24)).columns).print(self)
-        text.seek(0)
-        return text.read().rstrip()
+        return render(self)
+
+
+def render(report: RenderableType) -> str:
+    """Return a report as the text that `print` writes to this terminal."""
+    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"  # where this will be printed
+    text = io.TextIOWrapper(io.BytesIO(), encoding, errors="backslashreplace", newline="")
+    Console(file=text, width=shutil.get_terminal_size((_WIDTH, 24)).columns).print(report)
+    text.seek(0)
+    return text.read().rstrip()
 
 
 def backend_name(session: Session) -> str:
@@ -132,5 +137,6 @@ def _named(count: int, name: str) -> str:
     return f"{count} {name.removesuffix('s') if count == 1 else name}"
 
 
-def _size(count: int) -> str:
+def size_of(count: int) -> str:
+    """A number of bytes in words."""
     return f"{count / 2**20:.1f} MiB" if count >= 2**17 else f"{count / 2**10:.1f} KiB"

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import enum
 import inspect
+import itertools
 import sys
 import types
 from collections.abc import Callable, Hashable, Sequence
@@ -51,9 +52,19 @@ class Signature:
     def key(self) -> tuple[Hashable, ...]:
         return (self.structure, self.leaves, self.ambient, self.training, self.no_grad)
 
-    def describe(self) -> str:
-        """One line for reports: the tensors and plain values of the call, and what is unusual around it."""
-        parts = [f"{p}={describe_leaf(k)}" for p, k in zip(self.names(), self.leaves, strict=True)]
+    def describe(self, *, brief: bool = False) -> str:
+        """One line for reports: the tensors and plain values of the call, and what is unusual around it.
+
+        `brief` counts the items of long lists instead of naming each.
+        """
+        named: list[tuple[str, Any]] = list(zip(self.names(), self.leaves, strict=True))
+        parts: list[str] = []
+        for owner, run in itertools.groupby(named, lambda leaf: _list_of(leaf[0])):
+            items = list(run)
+            if brief and owner is not None and len(items) > _MAX_ITEMS:
+                parts.append(f"{owner}=[{len(items)} {'tensors' if all(len(k) > 3 for _, k in items) else 'values'}]")
+            else:
+                parts += [f"{name}={describe_leaf(key)}" for name, key in items]
         if self.training and not any(self.training):
             parts.append("eval")
         ambient = dict(zip(AMBIENT_NAMES, self.ambient, strict=True))
@@ -71,6 +82,16 @@ class Signature:
         for key, child in zip(keyword.keys, keyword.children, strict=True):
             found += paths(child, str(key))
         return found
+
+
+_MAX_ITEMS = 4
+"""The items of a list that a brief description names."""
+
+
+def _list_of(name: str) -> str | None:
+    """The list that a leaf is an item of, by the leaf's path: `parameters` for `parameters[3]`."""
+    owner, bracket, index = name.rpartition("[")
+    return owner if bracket and index.removesuffix("]").isdigit() else None
 
 
 _GRAD = 5

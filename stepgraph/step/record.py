@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Container, Hashable, Iterator, Sequence
+from collections.abc import Callable, Collection, Container, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -347,6 +347,15 @@ class StepCapture:
         ignore = (*self._options.ignore, *self.harmless.names)
         whole, touched = site.with_objects(self._function), site.touched
         return Watch(whole, ignore, touched.named_modules, read, outside, touched.ran)
+
+    def whole(self, site: Site) -> Callable[..., Any]:
+        """Return the step with all objects that a watch looks into."""
+        return site.with_objects(self._function)
+
+    @property
+    def unwatched(self) -> tuple[Collection[str], Collection[str], str | int]:
+        """The names that the user ignores, those that change too often to be watched, and `audit=`."""
+        return self._options.ignore, self.harmless.names, self._options.audit
 
     def look(self, site: Site) -> None:
         """After an eager call: note the state that must not change before the step is recorded."""

@@ -62,6 +62,9 @@ class Report(GraphReport):
     eager_calls: int
     eager_reasons: dict[str, int]
     signatures: tuple[str, ...]
+    """Each signature with all its tensors and values."""
+    outlines: tuple[str, ...]
+    """Each signature as the table shows it: long lists are counted."""
     chains: tuple[str, ...]
     """Each signature's segments in order."""
     optimizers: dict[str, str]
@@ -87,7 +90,7 @@ class Report(GraphReport):
         return self.step, [
             ("graphs", counts + (", nodes not counted" if self.graphs and self.nodes is None else "")),
             ("captured again", with_counts(self.recapture_reasons)),
-            *(("signature", f"{s}\n{c}") for s, c in zip(self.signatures, self.chains, strict=True)),
+            *(("signature", f"{s}\n{c}") for s, c in zip(self.outlines, self.chains, strict=True)),
             *self.optimizers.items(),
             ("guards", "" if not self.graphs else "in C++" if self.guards == "C++" else cheaper),
             *(self.modules.facts()[1] if self.modules is not None else ()),
@@ -132,6 +135,7 @@ def report_of(
         pool_bytes=session.pool_bytes(),
         static_bytes=sum(call.parts.inputs.num_bytes for call in calls),
         signatures=tuple(call.signature.describe() for call in calls),
+        outlines=tuple(call.signature.describe(brief=True) for call in calls),
         chains=tuple(call.parts.chain.describe() for call in calls),
         optimizers=optimizers,
         equality=_equality(sites, options, unwatched) if calls else _NOT_COMPARED if counts.replays else None,

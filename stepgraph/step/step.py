@@ -13,10 +13,12 @@ import copy
 import enum
 import functools
 import time
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar, cast, overload
+
+from torch.optim.optimizer import Optimizer
 
 from stepgraph.backends import Backend
 from stepgraph.buffers.outputs import detached
@@ -27,6 +29,8 @@ from stepgraph.observe.discovery import Reached
 from stepgraph.observe.finder import reachable
 from stepgraph.observe.nonfinite import FlagReader
 from stepgraph.oplog import Difference, first_difference, is_logged
+from stepgraph.optim.optimizer import make_capturable
+from stepgraph.optim.steps import at_optimizer_steps
 from stepgraph.session.backend_choice import choose_backend, refuse_other_devices
 from stepgraph.session.failure import capture_error
 from stepgraph.session.interrupt import interrupts_held
@@ -43,6 +47,7 @@ from stepgraph.step.call import CallArgs, CapturedCall
 from stepgraph.step.eviction import REASON, Action, Sites
 from stepgraph.step.options import StepOptions
 from stepgraph.step.record import Recorded, StepCapture
+from stepgraph.step.rehearsal import Rehearsal
 from stepgraph.step.report import Counts, Report, report_of
 from stepgraph.step.site import LastCall, Site
 from stepgraph.step.warmup import WarmUp, flags_of, surroundings
@@ -505,6 +510,21 @@ class CapturedStep(Generic[P, R]):
         args, kwargs = given.with_leaves(leaves)
         return cast(Callable[..., Any], self._function)(*args, **kwargs)
 
+    def run_plainly(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the function itself, without graphs and uncounted: the reference that replays are compared with."""
+        function = cast(Callable[..., Any], self._function)
+        if self._options.optimizer != "capturable":
+            return function(*args, **kwargs)
+        if self._life is _Life.NEW:
+            self._settle((args, kwargs))
+        backend = self._session.backend
+
+        def before_step(optimizer: Optimizer) -> None:
+            make_capturable(optimizer, backend.device)
+
+        with surroundings("capturable", backend), at_optimizer_steps(before_step):
+            return function(*args, **kwargs)
+
     # -- setting up
 
     def _settle(self, call_tree: tuple[Any, Any]) -> None:
@@ -530,6 +550,20 @@ class CapturedStep(Generic[P, R]):
     # -- looking and ending
 
     @property
+    def function(self) -> Callable[P, R]:
+        """The function that was captured."""
+        return self._function
+
+    @property
+    def options(self) -> StepOptions:
+        """The options that the step was captured with."""
+        return self._options
+
+    def capture_like(self, function: Callable[..., Any]) -> CapturedStep[..., Any]:
+        """Capture another function with the same options, in a session of its own."""
+        return CapturedStep(function, self._options, None, self._origin.backend, self._origin.fallback)
+
+    @property
     def replays(self) -> int:
         """Replayed calls so far; cheaper than a report."""
         return self._counts.replays
@@ -541,6 +575,45 @@ class CapturedStep(Generic[P, R]):
         unwatched, fallback = self._capture.harmless.sentence, self._fallback
         found = report_of(self._name, self._session, sites, self._counts, placements, self._options, unwatched)
         return found if fallback is None or not fallback.is_begun else replace(found, modules=fallback.report())
+
+    @contextlib.contextmanager
+    def undisturbed(self) -> Iterator[None]:
+        """Forget at the end of the block what calls in it have taught the step, except how often they were counted.
+
+        If graphs were captured in the block, all are dropped: they may use state that is gone, and leave optimizers
+        out whose numbers have changed there.
+        """
+        moved, captures = dict(self._capture.moved), self._counts.captures
+        try:
+            yield
+        finally:
+            if self._counts.captures != captures:
+                self.reset()
+                self._capture.moved.clear()
+                self._capture.moved.update(moved)
+
+    def rehearsal(self, *args: P.args, **kwargs: P.kwargs) -> Rehearsal | None:
+        """Return a way to record this call again without effect, for `stepgraph.frozen`.
+
+        None if no graph serves the call as things are now: there is none yet, or its guards have found a change.
+        """
+        if self._is_closed or self._life is not _Life.OPEN:
+            return None
+        leaves, structure = self._flatten(args, kwargs)
+        if self._bucketing is not None:
+            leaves = self._bucketing.pad(leaves, structure).leaves
+        keys, ambient = leaf_keys(leaves, gradients=True), self._ambient.read()
+        site = self._sites.get((structure, keys, ambient))
+        call = site.find() if site is not None and site.keys_apart(keys, leaves) is None else None
+        if site is None or call is None or call.proof.shown is Shown.LATER or call.guards.changed():
+            return None
+        given = CallArgs(leaves, structure, None)
+        return Rehearsal(self._capture, site, call, given, self._session.backend)
+
+    def fresh_copy(self) -> CapturedStep[P, R]:
+        """Return a captured step of the same function with the same options, without graphs, in its own session."""
+        options = replace(self._options, on_error="raise", strict=False)
+        return CapturedStep(self._function, options, None, self._origin.backend)
 
     def reset(self) -> None:
         """Drop all graphs. The next calls warm up and capture again."""

@@ -5,14 +5,16 @@ share of every buffer, so its state is a share too. After a step a rank knows it
 module's forward gathers the module's buffer, once in an iteration, in the order of the forward. Addresses do not
 change, so graphs read what was gathered.
 
-Hooks inside a graph do not run. So they are off while graphs are captured (`disable_forward_pre_hook`, without a
-gather: a capture has no effect), and afterwards the helper runs them by hand before each replay. As in Megatron they
-are switched on after the first step: before it all parameters are in place.
+Hooks inside a graph do not run. For graphs captured ahead of time they are off during the capture
+(`disable_forward_pre_hook`, without a gather: a capture has no effect), and afterwards the helper runs them by hand
+before each replay. Graphs of `local` leave the hooks of a graphed part itself alone, so there its hook gathers all that
+is inside (`gather_before`). As in Megatron hooks are switched on after the first step: before it all parameters are in
+place.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,6 +64,7 @@ class GatheredModel(nn.Module):
             found = [self._flattened(part) for part in parts if part]
             if found:
                 self._buffers_of[id(owner)] = found
+        self.buffers_of_ranks = [buffer for found in self._buffers_of.values() for buffer in found]
 
     def _flattened(self, parameters: Sequence[nn.Parameter]) -> Buffer:
         count = sum(parameter.numel() for parameter in parameters)
@@ -77,9 +80,11 @@ class GatheredModel(nn.Module):
         share = nn.Parameter(flat[start : start + per_rank])
         return Buffer(tuple(parameters), flat, share, start, decays=parameters[0].dim() >= 2)
 
-    @property
-    def buffers_of_ranks(self) -> list[Buffer]:
-        return [buffer for found in self._buffers_of.values() for buffer in found]
+    def gather_before(self, parts: Iterable[nn.Module]) -> None:
+        """Let the hook of each of these modules gather for all modules inside, whose own hooks a replay leaves out."""
+        for part in parts:
+            inside = [self._buffers_of.pop(id(module), []) for module in part.modules()]
+            self._buffers_of[id(part)] = [buffer for found in inside for buffer in found]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.module(*args, **kwargs)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -50,6 +50,8 @@ class Work:
     """The model around `core` whose parameters are gathered before each forward, if they are."""
     device_flags: bool = False
     """Whether NaN checks are flags inside the graph of an iteration."""
+    forward_backward: Callable[..., Result] = forward_backward
+    """Runs the microbatches of an iteration; a pipeline has its own."""
 
 
 class Implementation(ABC):
@@ -67,7 +69,7 @@ class Implementation(ABC):
         """Run a training iteration with its optimizer step."""
         work = self.work
         work.optimizer.zero_grad()
-        result = forward_backward(
+        result = work.forward_backward(
             forward_step_func=work.forward_step,
             data_iterator=iter(microbatches),
             model=work.model,
@@ -80,7 +82,7 @@ class Implementation(ABC):
 
     def evaluate(self, microbatches: Sequence[Sample]) -> torch.Tensor:
         """Return the loss of an iteration's data; the caller has switched the model to evaluation."""
-        return forward_backward(
+        return self.work.forward_backward(
             forward_step_func=self.work.forward_step,
             data_iterator=iter(microbatches),
             model=self.work.core,
@@ -135,10 +137,14 @@ class LocalScopes(Implementation):
 
     def __init__(self, work: Work, model_config: Any) -> None:
         super().__init__(work)
-        rounds = self.warmup_steps(model_config.cuda_graph_warmup_steps) * work.num_microbatches
+        # more than can come before `capture`, which the loop calls after it has asked all ranks for memory
+        rounds = (self.warmup_steps(model_config.cuda_graph_warmup_steps) + 1) * work.num_microbatches
+        scope = present(work.core, read_scope(model_config.cuda_graph_scope))
+        if work.gathered is not None:
+            work.gathered.gather_before(part.module for part in ScopeRegistry().resolve(work.core, scope))
         self._handle = graph_modules(
             work.core,
-            present(work.core, read_scope(model_config.cuda_graph_scope)),
+            scope,
             warmup=rounds,
             max_graphs=1,  # training only: evaluation stays eager
             max_runners=model_config.cuda_graph_max_runners,
@@ -261,7 +267,7 @@ class AheadOfTime(Implementation):
 
     name = "transformer_engine"
 
-    def __init__(self, work: Work, cfg: Any) -> None:
+    def __init__(self, work: Work, cfg: Any, stage: int) -> None:
         super().__init__(work)
         ScopeRegistry().resolve(work.core, present(work.core, read_scope(cfg.model.cuda_graph_scope)))  # or refuse
         self._chunk = work.core if work.gathered is None else work.gathered
@@ -272,9 +278,14 @@ class AheadOfTime(Implementation):
             cfg.train.micro_batch_size,
             [work.optimizer],
             num_microbatches=work.num_microbatches,
+            pipeline_parallel_rank=stage,
             sample_arguments=PackedSamples(work.core, cfg) if cfg.dataset.packed_sequence else None,
         )
         self._closed_report: GraphReport | None = None
+
+    def warmup_steps(self, wanted: int) -> int:
+        is_pipeline = self.work.forward_backward is not forward_backward
+        return max(1, wanted) if is_pipeline else wanted  # in its first step a schedule tries out shapes
 
     def _before_microbatch(self) -> Any:
         if not self.is_captured:
@@ -308,12 +319,12 @@ class AheadOfTime(Implementation):
         self._helper.delete_cuda_graphs()
 
 
-def choose(work: Work, cfg: Any) -> Implementation:
-    """Return the implementation that a validated configuration names."""
+def choose(work: Work, cfg: Any, stage: int = 0) -> Implementation:
+    """Return the implementation that a validated configuration names; `stage` is the rank's place in a pipeline."""
     if cfg.model.cuda_graph_impl == "none":
         return Eager(work)
     if cfg.model.cuda_graph_impl == "transformer_engine":
-        return AheadOfTime(work, cfg)
+        return AheadOfTime(work, cfg, stage)
     if cfg.model.captures_iteration:
         return FullIteration(work, cfg.model.cuda_graph_warmup_steps)
     return LocalScopes(work, cfg.model)

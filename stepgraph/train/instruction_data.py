@@ -9,6 +9,10 @@ Each line of a JSONL file is one example, in any of these forms:
 Text is read byte by byte. The targets of prompt tokens are -100, which the loss leaves out; the model is trained to
 begin the answer and to end it (token 0).
 
+An example that is longer than a sequence is cut, with one warning that counts such lines: a prompt loses its beginning,
+an answer that is too long by itself its end. A line without an answer is refused: it would train the model to say
+nothing.
+
 *Padded*: one example a sample, filled up with token 0 and targets of -100. *Packed*: as many whole examples as fit.
 `cu_seqlens` says where they begin. It is a tensor of fixed length whose unused end repeats `seq_length`: another number
 of examples is other values, not another shape, so one graph serves all samples.
@@ -25,6 +29,7 @@ from typing import Any
 import torch
 
 from stepgraph.errors import InvalidArgument
+from stepgraph.frames import warn_user
 from stepgraph.train.data import Sample, Shuffled
 
 IGNORED = -100
@@ -33,6 +38,7 @@ END = 0
 _PAIRS = (("prompt", "completion"), ("input", "output"), ("instruction", "response"))
 _FIX = '{"prompt": "2 + 2 =", "completion": " 4"}, or "messages", or "prompt_tokens" and "completion_tokens".'
 _MADE = 64
+_MAX_NAMED = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,10 +59,14 @@ def read_examples(path: Path, vocab_size: int, seq_length: int) -> list[Example]
             fix="dataset.data_path=FILE.",
         )
     found = []
+    cut: list[int] = []
+    """Lines of examples that are longer than a sequence."""
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
         if line.strip():
             try:
                 prompt, answer = _parts(json.loads(line), vocab_size)
+                if not answer:
+                    raise ValueError("the answer is empty")
             except (ValueError, RecursionError) as error:
                 raise InvalidArgument(
                     f"{path}, line {number}: not an example ({error})",
@@ -64,12 +74,26 @@ def read_examples(path: Path, vocab_size: int, seq_length: int) -> list[Example]
                     why="each line must be a JSON object with a prompt and an answer.",
                     fix=f"write {_FIX}",
                 ) from error
+            if len(prompt) + len(answer) > seq_length:
+                cut.append(number)
             found.append(example_of(prompt, answer, seq_length))
+    if cut:
+        _warn_of_cut(path, cut, len(found), seq_length)
     if not found:
         raise InvalidArgument(
             f"{path} has no examples", rule="data", why="an empty file trains nothing.", fix=f"write {_FIX}"
         )
     return found
+
+
+def _warn_of_cut(path: Path, lines: Sequence[int], count: int, seq_length: int) -> None:
+    named = ", ".join(map(str, lines[:_MAX_NAMED])) + (", ..." if len(lines) > _MAX_NAMED else "")
+    warn_user(
+        f"{path}: {len(lines)} of {count} examples are longer than {seq_length} tokens and are cut   [data]\n"
+        f"  lines {named}\n"
+        "Why: all samples have one length. A prompt loses its beginning, an answer that is too long its end.\n"
+        "Fix: a larger model.seq_length, or shorter examples."
+    )
 
 
 def made_examples(vocab_size: int, seq_length: int) -> list[Example]:

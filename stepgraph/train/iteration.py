@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -68,6 +69,28 @@ class ForwardStep:
 
 
 @dataclass(frozen=True)
+class TiedEmbedding:
+    """The matrix of embedding and head, of which the first and the last stage of a pipeline have a copy each.
+
+    Both start from the same weights and get the sum of both gradients, so the copies stay equal, as in Megatron.
+    """
+
+    weight: nn.Parameter
+    group: Any
+    """The two ranks."""
+    is_first: bool
+
+    def add_up(self) -> None:
+        """Replace the gradient by the sum of both."""
+        if self.weight.grad is not None:
+            dist.all_reduce(self.weight.grad, group=self.group)
+
+    def counted(self, parameters: Sequence[nn.Parameter]) -> Sequence[nn.Parameter]:
+        """Leave the copy of the last stage out of the norm."""
+        return parameters if self.is_first else [p for p in parameters if p is not self.weight]
+
+
+@dataclass(frozen=True)
 class Finish:
     """The end of an iteration, after all backwards: average and clip gradients, check them, move the experts' bias."""
 
@@ -80,11 +103,16 @@ class Finish:
     data_group: Any = None
     stage_group: Any = None
     """The ranks that hold the other stages of the model, whose gradients count in the norm."""
+    tied: TiedEmbedding | None = None
 
     def __call__(self, load: Tensor | None) -> Tensor | None:
         if self.data_size > 1:
             average_gradients(self.parameters, self.data_size, self.data_group)
-        norm = clip_gradients(self.parameters, self.max_norm, self.stage_group)
+        counted = self.parameters
+        if self.tied is not None:
+            self.tied.add_up()
+            counted = self.tied.counted(self.parameters)
+        norm = clip_gradients(self.parameters, self.max_norm, self.stage_group, counted)
         if self.checks_host:
             found = norm if norm is not None else total_norm(self.parameters)
             if not bool(found.isfinite()):

@@ -2,8 +2,10 @@
 
 Only the first rank writes. The JSONL file, `stepgraph-train.jsonl` in `logger.log_dir`, has rows of several kinds:
 
-    {"kind": "start", "step": 0, ...}  {"kind": "train", "step": 1, "loss": 5.2, ...}  {"kind": "eval", ...}
-    {"kind": "capture", ...}  {"kind": "checkpoint", ...}  {"kind": "end", ...}
+    {"kind": "start", "step": 0, "run": "20260301T101500-4711", ...}  {"kind": "train", "step": 1, "loss": 5.2, ...}
+    {"kind": "eval", ...}  {"kind": "capture", ...}  {"kind": "checkpoint", ...}  {"kind": "end", ...}
+
+A run appends to the file, whatever is there: nothing of an earlier run is lost. All rows of a run have its `run`.
 """
 
 from __future__ import annotations
@@ -12,7 +14,9 @@ import importlib
 import importlib.util
 import json
 import math
+import os
 import sys
+import time
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -37,7 +41,8 @@ class Journal:
         folder = Path(logger.log_dir or ".")
         folder.mkdir(parents=True, exist_ok=True)
         self.path = folder / FILE_NAME
-        self._file = self.path.open("a" if start else "w", encoding="utf-8")
+        self._run = f"{time.strftime('%Y%m%dT%H%M%S')}-{os.getpid()}-{time.monotonic_ns() % 1000:03d}"
+        self._file = self.path.open("a", encoding="utf-8")
         if logger.tensorboard_dir and importlib.util.find_spec("tensorboard") is not None:
             self._board = importlib.import_module("torch.utils.tensorboard").SummaryWriter(logger.tensorboard_dir)
         if logger.log_progress and not quiet and sys.stderr.isatty():
@@ -62,7 +67,9 @@ class Journal:
     def write(self, kind: str, step: int, **values: Any) -> None:
         """Write a row of the JSONL file; numbers that JSON does not have become null."""
         if self._file is not None:
-            row = {"kind": kind, "step": step} | {name: _finite(value) for name, value in values.items()}
+            row = {"kind": kind, "step": step, "run": self._run} | {
+                name: _finite(value) for name, value in values.items()
+            }
             self._file.write(json.dumps(row) + "\n")
             self._file.flush()
         if self._board is not None:

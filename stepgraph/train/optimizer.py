@@ -64,12 +64,18 @@ def make_adamw(
     return torch.optim.AdamW(groups, lr=lr, betas=betas, eps=eps, fused=fused or None)
 
 
-def clip_gradients(parameters: Sequence[nn.Parameter], max_norm: float, stages: Any = None) -> Tensor | None:
+def clip_gradients(
+    parameters: Sequence[nn.Parameter],
+    max_norm: float,
+    stages: Any = None,
+    counted: Sequence[nn.Parameter] | None = None,
+) -> Tensor | None:
     """Scale gradients down to a total norm, without reading it on the host. Return the norm before, or None.
 
-    `stages` is the process group of the ranks that hold the other stages of the model.
+    `stages` is the process group of the ranks that hold the other stages of the model. `counted` are the parameters
+    that this rank adds to the norm, if not all: a matrix on two ranks counts once.
     """
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    gradients = [p.grad for p in (parameters if counted is None else counted) if p.grad is not None]
     if max_norm <= 0 or not gradients:
         return None
     total = torch.nn.utils.get_total_norm(gradients)

@@ -1,9 +1,14 @@
 """Pipeline parallelism: each rank trains a stage of the model, with the schedules of `torch.distributed.pipelining`.
 
 Every rank builds the whole model from one seed and keeps its own part: the first stage the embedding, the last one the
-norm and the head, each a share of the layers. The 1F1B schedule runs the microbatches. With `cuda_graph_impl=local` and
-an empty scope each stage is graphed as a whole (`stepgraph.graph_stage`). Parts of a stage are not: torch's schedules
-ask for the gradients of inputs and of weights apart, which graphs of parts do not give.
+norm and the head, each a share of the layers. The 1F1B schedule runs the microbatches, and graphs stand in for parts of
+a stage, or for all of it:
+
+| `cuda_graph_impl` | scope | captured on each rank |
+|---|---|---|
+| `local` | empty | the stage as a whole (`stepgraph.graph_stage`) |
+| `local` | words | each part, from the calls of the warm-up; microbatches in flight have graphs of their own |
+| `transformer_engine` | words, or empty for layers | each part and microbatch ahead of time, in the rank's order |
 
 Losses are known to the last stage only.
 """
@@ -11,7 +16,8 @@ Losses are known to the last stage only.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,11 +27,12 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 from stepgraph.errors import InvalidArgument
 from stepgraph.models import GPT
-from stepgraph.pipeline.stage import GraphedStages, graph_stage
+from stepgraph.pair.module_method import put_in_place
+from stepgraph.pipeline.stage import graph_stage
 from stepgraph.session.report import GraphReport
 from stepgraph.train.data import Sample
-from stepgraph.train.implementations import Implementation, Work
-from stepgraph.train.iteration import Result
+from stepgraph.train.implementations import Implementation, Work, choose
+from stepgraph.train.iteration import Finish, Result
 from stepgraph.train.ranks import Ranks
 
 
@@ -44,7 +51,14 @@ class StageModule(nn.Module):
         self.dropout = whole.dropout
         self.norm: nn.Module | None = whole.norm if self.is_last else None
         self.head: nn.Module | None = whole.head if self.is_last else None
+        self._is_tied = whole.head.weight is whole.embedding.weight
         self._autocast = autocast
+
+    @property
+    def tied(self) -> Any:
+        """The matrix of which the first and the last stage have a copy each, on these two; else None."""
+        owner = self.embedding if self.embedding is not None else self.head
+        return owner.weight if self._is_tied and owner is not None else None
 
     def forward(self, x: Tensor) -> Tensor:
         """Run this stage."""
@@ -65,9 +79,6 @@ def stage_of(model: nn.Module, ranks: Ranks, autocast: torch.dtype | None) -> St
     if type(model) is not GPT:
         reason = f"a {type(model).__name__} is not divided into stages, only dense GPTs are"
         fix = "model.kind=gpt without experts"
-    elif model.head.weight is model.embedding.weight:
-        reason = "the first and the last stage would share a matrix (model.share_embeddings_and_output_weights)"
-        fix = "model.share_embeddings_and_output_weights=false"
     elif len(model.blocks) < ranks.pipeline_size:
         reason = f"{len(model.blocks)} layers are fewer than {ranks.pipeline_size} stages"
         fix = "a larger model.num_layers"
@@ -85,53 +96,52 @@ def token_loss(logits: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, -2).float(), targets.flatten())
 
 
-class Pipelined(Implementation):
-    """Runs iterations by a pipeline schedule, with or without graphs."""
+class PipelineIteration:
+    """Runs the microbatches of an iteration by a schedule. It has the form of `iteration.forward_backward`.
 
-    name = "pipeline"
+    Evaluation has a schedule of its own. One schedule for both would try out shapes, forward and backward, each time
+    that training goes on after an evaluation, and graphs of parts are not made for that.
+    """
 
-    def __init__(self, work: Work, cfg: Any, ranks: Ranks) -> None:
-        super().__init__(work)
-        is_graphed = cfg.model.cuda_graph_impl != "none"
-        if is_graphed and (cfg.model.cuda_graph_impl != "local" or cfg.model.cuda_graph_scope):
-            reason = "stages are graphed as a whole, with model.cuda_graph_impl=local and an empty scope"
-            raise _refused(reason, "model.cuda_graph_impl=local model.cuda_graph_scope=[]")
-        if work.num_microbatches < ranks.pipeline_size:
-            reason = f"{work.num_microbatches} microbatches are fewer than {ranks.pipeline_size} stages"
-            raise _refused(reason, "a larger train.global_batch_size")
-        stage_module = work.core
-        assert isinstance(stage_module, StageModule)
+    def __init__(self, stage_module: StageModule, num_microbatches: int, ranks: Ranks) -> None:
         self._is_first, self._is_last = stage_module.is_first, stage_module.is_last
         self._device = next(stage_module.parameters()).device
-        self._stage = PipelineStage(
-            stage_module, ranks.stage, ranks.pipeline_size, self._device, group=ranks.stage_group
-        )
-        self._schedule = Schedule1F1B(self._stage, work.num_microbatches, loss_fn=token_loss)
-        warmup = self.warmup_steps(cfg.model.cuda_graph_warmup_steps)
-        self._handle: GraphedStages | None = (
-            graph_stage(self._stage, self._schedule, warmup=warmup, session=work.session) if is_graphed else None
-        )
-        self._closed_report: GraphReport | None = None
+        sizes = (ranks.stage, ranks.pipeline_size, self._device)
+        self.stage, evaluated = (PipelineStage(stage_module, *sizes, group=ranks.stage_group) for _ in range(2))
+        self.schedule = Schedule1F1B(self.stage, num_microbatches, loss_fn=token_loss)
+        self._evaluation = Schedule1F1B(evaluated, num_microbatches, loss_fn=token_loss)
+        self._before_microbatch: Callable[[int], None] | None = None
 
-    def warmup_steps(self, wanted: int) -> int:
-        return max(1, wanted)
+    def announce(self) -> None:
+        """Call `before_microbatch` before each forward."""
+        put_in_place(self.stage, "forward_one_chunk", self._announcing(self.stage.forward_one_chunk))
 
-    def train(self, microbatches: Sequence[Sample]) -> Result:
-        work = self.work
-        work.optimizer.zero_grad()
-        loss = self._run(self._schedule.step, microbatches)
-        norm = work.finish(None)
-        work.optimizer.step()
-        if self._handle is not None:
-            report = self._handle.report()
-            self.is_captured, self.capture_seconds = report.tally()[0] > 0, report.capture_seconds
-        return Result(loss, norm)
+    def _announcing(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """Tell graphs of single microbatches which one the schedule runs next; it has no hook for that."""
 
-    def evaluate(self, microbatches: Sequence[Sample]) -> Tensor:
-        return self._run(self._schedule.eval, microbatches)
+        def forward_one_chunk(chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+            if self._before_microbatch is not None:
+                self._before_microbatch(chunk_id)
+            return forward(chunk_id, *args, **kwargs)
 
-    def _run(self, step: Any, microbatches: Sequence[Sample]) -> Tensor:
-        """Run a schedule over all microbatches; return the mean loss, 0 on all but the last stage."""
+        return forward_one_chunk
+
+    def __call__(
+        self,
+        *,
+        data_iterator: Iterator[Sample],
+        forward_only: bool = False,
+        finish: Finish | None = None,
+        before_microbatch: Callable[[int], None] | None = None,
+        **_: Any,
+    ) -> Result:
+        """Run all microbatches; the schedule calls the model, and averages gradients over them."""
+        self._before_microbatch = before_microbatch
+        loss = self._run(self._evaluation.eval if forward_only else self.schedule.step, list(data_iterator))
+        return Result(loss, finish(None) if finish is not None and not forward_only else None)
+
+    def _run(self, step: Callable[..., Any], microbatches: Sequence[Sample]) -> Tensor:
+        """Return the mean loss, 0 on all but the last stage."""
         given = [torch.cat([batch["tokens"] for batch in microbatches])] if self._is_first else []
         if not self._is_last:
             step(*given)
@@ -140,27 +150,59 @@ class Pipelined(Implementation):
         step(*given, target=torch.cat([batch["targets"] for batch in microbatches]), losses=losses)
         return torch.stack([loss.detach() for loss in losses]).mean()
 
+
+class WholeStage(Implementation):
+    """Graphs of a stage as a whole, captured by the schedule's own steps."""
+
+    name = "local"
+
+    def __init__(self, work: Work, iteration: PipelineIteration, warmup: int) -> None:
+        super().__init__(work)
+        steps = self.warmup_steps(warmup)
+        self._handle = graph_stage(iteration.stage, iteration.schedule, warmup=steps, session=work.session)
+        self._closed_report: GraphReport | None = None
+
+    def warmup_steps(self, wanted: int) -> int:
+        return max(1, wanted)
+
+    def train(self, microbatches: Sequence[Sample]) -> Result:
+        result = super().train(microbatches)
+        if not self.is_captured:
+            report = self._handle.report()
+            self.is_captured, self.capture_seconds = report.tally()[0] > 0, report.capture_seconds
+        return result
+
     def capture(self) -> None:
         return  # the next call of `train` captures
 
     @property
     def num_graphed(self) -> int:
-        return len(self._handle.report().rows) if self._handle is not None else 0
+        return len(self._handle.report().rows)
 
     def report(self) -> GraphReport | None:
-        if self._closed_report is not None or self._handle is None:
-            return self._closed_report
-        return self._handle.report()
+        return self._closed_report if self._closed_report is not None else self._handle.report()
 
     def close(self) -> None:
-        if self._handle is not None and self._closed_report is None:
+        if self._closed_report is None:
             self._closed_report = self._handle.report()
             self._handle.close()
 
-    def eager(self) -> Implementation:
-        """Go on without graphs: the stages are as before after `close`."""
-        self._handle = None
-        return self
+
+def choose_for_stage(work: Work, cfg: Any, ranks: Ranks) -> Implementation:
+    """Return the implementation that a validated configuration names, for this rank's stage."""
+    if cfg.model.captures_iteration:
+        reason = "the graph of an iteration would hold the transfers between stages (scope full_iteration)"
+        raise _refused(reason, 'model.cuda_graph_scope=[] or words such as ["attn"]')
+    if work.num_microbatches < ranks.pipeline_size:
+        reason = f"{work.num_microbatches} microbatches are fewer than {ranks.pipeline_size} stages"
+        raise _refused(reason, "a larger train.global_batch_size")
+    assert isinstance(work.core, StageModule)
+    iteration = PipelineIteration(work.core, work.num_microbatches, ranks)
+    work = replace(work, forward_backward=iteration)
+    if cfg.model.cuda_graph_impl == "local" and not cfg.model.cuda_graph_scope:
+        return WholeStage(work, iteration, cfg.model.cuda_graph_warmup_steps)
+    iteration.announce()
+    return choose(work, cfg, stage=ranks.stage)
 
 
 def _refused(reason: str, fix: str) -> InvalidArgument:

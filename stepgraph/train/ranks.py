@@ -22,13 +22,16 @@ class Ranks:
     """
 
     def __init__(self, pipeline_size: int = 1) -> None:
-        is_on = dist.is_available() and dist.is_initialized()
-        self.rank = dist.get_rank() if is_on else 0
-        self.size = dist.get_world_size() if is_on else 1
+        self.has_group = dist.is_available() and dist.is_initialized()
+        """Whether there is a process group; it may have one rank only."""
+        self.rank = dist.get_rank() if self.has_group else 0
+        self.size = dist.get_world_size() if self.has_group else 1
         self.pipeline_size = pipeline_size
         self.data_size, self.data_rank = self.size // pipeline_size, self.rank // pipeline_size
         self.stage = self.rank % pipeline_size
         self.stage_group: Any = None
+        self.ends_group: Any = None
+        """The first and the last stage of a pipeline, on the ranks that hold them: a tied embedding is in both."""
         self.data_group: Any = None
         self._control: Any = None
         if self.size > 1:
@@ -43,6 +46,9 @@ class Ranks:
         for start in range(0, self.size, self.pipeline_size):
             group = dist.new_group(list(range(start, start + self.pipeline_size)))
             self.stage_group = group if start <= self.rank < start + self.pipeline_size else self.stage_group
+            ends = [start, start + self.pipeline_size - 1]
+            group = dist.new_group(ends)
+            self.ends_group = group if self.rank in ends else self.ends_group
 
     @property
     def is_first(self) -> bool:

@@ -1,7 +1,7 @@
 """Averages gradients over data-parallel ranks after the backward, as Megatron does without `overlap_grad_reduce`.
 
-DDP reduces while backward runs and must see each gradient when it is ready. Graphs that are captured ahead of time
-accumulate gradients themselves, so DDP does not see them; there the gradients are averaged at the end of the iteration.
+DDP reduces while the last backward runs and must see each gradient when it is ready. Stages of a pipeline, sharded
+parameters and delayed weight gradients do not fit that: there gradients are averaged at the end of the iteration.
 The arithmetic is DDP's: gradients are copied to a flat buffer, divided by the number of ranks, and summed. With two
 ranks both ways give the same bits; with more, the order of the sum may depend on a gradient's place in its buffer.
 """

@@ -28,7 +28,7 @@ from stepgraph.train.implementations import Work, choose
 from stepgraph.train.journal import Journal
 from stepgraph.train.loop import Loop, OnEvent, Run
 from stepgraph.train.memory import DeviceMemory
-from stepgraph.train.pipelined import Pipelined, stage_of
+from stepgraph.train.pipelined import choose_for_stage, stage_of
 from stepgraph.train.random_state import set_random_states
 from stepgraph.train.ranks import Ranks, start_processes
 from stepgraph.train.run_report import RunReport
@@ -205,7 +205,8 @@ def _run(
             on_event=on_event,
         )
         journal.write("start", start, implementation=cfg.model.cuda_graph_impl, ranks=ranks.size, config=cfg.to_dict())
-        loop = Loop(run, choose(work, cfg) if ranks.pipeline_size == 1 else Pipelined(work, cfg, ranks), flag, start)
+        implementation = choose(work, cfg) if ranks.pipeline_size == 1 else choose_for_stage(work, cfg, ranks)
+        loop = Loop(run, implementation, flag, start)
         signal = _run_loop(loop)
         report = loop.report()
         journal.write("end", report.step, signal=signal, **_summary(report))

@@ -70,9 +70,11 @@ def _can_delay(cfg: Any) -> bool:
 
 
 def _can_gather(cfg: Any) -> bool:
-    """Return whether hooks before each forward can run: outside of graphs, or by hand before a replay."""
-    is_possible = cfg.model.cuda_graph_impl in ("none", "transformer_engine") and cfg.optimizer.optimizer == "adam"
-    return is_possible and cfg.model.pipeline_model_parallel_size == 1 and cfg.peft.scheme is None
+    """Return whether hooks before each forward can run: not inside the graph of an iteration, or of a method."""
+    model = cfg.model
+    methods = {"moe_router", "moe_preprocess"} & set(model.cuda_graph_scope) if model.cuda_graph_impl == "local" else ()
+    is_possible = not model.captures_iteration and not methods and cfg.optimizer.optimizer == "adam"
+    return is_possible and model.pipeline_model_parallel_size == 1 and cfg.peft.scheme is None
 
 
 SOMETIMES: dict[str, Callable[[Any], bool]] = {

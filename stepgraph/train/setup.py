@@ -20,7 +20,7 @@ from stepgraph.session.session import Session
 from stepgraph.train.data import Batches, Source, SyntheticTokens, TokenWindows, made_text, mapped_tokens, text_tokens
 from stepgraph.train.gathered import GatheredModel, ShardedAdamW
 from stepgraph.train.instruction_data import Instructions, made_examples, read_examples
-from stepgraph.train.iteration import Finish, ForwardStep
+from stepgraph.train.iteration import Finish, ForwardStep, TiedEmbedding
 from stepgraph.train.lora import DEFAULT_TARGETS, add_lora
 from stepgraph.train.optimizer import Schedule, make_adamw
 from stepgraph.train.ranks import Ranks
@@ -157,19 +157,22 @@ def adapt(cfg: Any, model: nn.Module) -> list[str]:
     return add_lora(model, names, dim=cfg.peft.dim, alpha=cfg.peft.alpha, dropout=cfg.peft.dropout)
 
 
+def uses_ddp(cfg: Any, ranks: Ranks) -> bool:
+    """True if DDP reduces gradients: there is a process group, if only of one rank, and DDP sees whole backwards."""
+    is_apart = ranks.pipeline_size > 1 or cfg.ddp.overlap_param_gather or cfg.model.delay_wgrad_compute
+    return ranks.has_group and cfg.ddp.overlap_grad_reduce and not is_apart
+
+
 def reduces_at_end(cfg: Any, ranks: Ranks) -> bool:
-    """True if gradients are averaged after the backward: DDP does not see those of graphs captured ahead of time."""
-    is_ahead = cfg.model.cuda_graph_impl == "transformer_engine"
-    is_apart = is_ahead or ranks.pipeline_size > 1 or cfg.ddp.overlap_param_gather or cfg.model.delay_wgrad_compute
-    return ranks.data_size > 1 and (is_apart or not cfg.ddp.overlap_grad_reduce)
+    """True if gradients are averaged after the backward."""
+    return ranks.data_size > 1 and not uses_ddp(cfg, ranks)
 
 
 def wrap(cfg: Any, core: nn.Module, session: Session, device: torch.device, ranks: Ranks) -> nn.Module:
-    """Wrap a model in DDP on the session's stream, if several ranks train it on different data."""
-    if ranks.data_size < 2:
-        return core
-    if reduces_at_end(cfg, ranks):
-        broadcast_from_first(core, ranks.stage, ranks.data_group)
+    """Wrap a model in DDP on the session's stream, or give all ranks that train it the weights of the first."""
+    if not uses_ddp(cfg, ranks):
+        if ranks.data_size > 1:
+            broadcast_from_first(core, ranks.stage, ranks.data_group)
         return core
     ids = [device.index or 0] if device.type == "cuda" else None
     with session.stream():
@@ -213,6 +216,7 @@ def make_forward_step(cfg: Any, checks: Checks) -> ForwardStep:
 def make_finish(cfg: Any, core: nn.Module, checks: Checks, ranks: Ranks) -> Finish:
     trained = tuple(parameter for parameter in core.parameters() if parameter.requires_grad)
     update = getattr(core, "update_bias", None) if cfg.model.moe_router_enable_expert_bias else None
+    tied = getattr(core, "tied", None) if ranks.pipeline_size > 1 else None
     return Finish(
         trained,
         cfg.optimizer.clip_grad,
@@ -221,6 +225,7 @@ def make_finish(cfg: Any, core: nn.Module, checks: Checks, ranks: Ranks) -> Fini
         data_size=ranks.data_size if reduces_at_end(cfg, ranks) else 1,
         data_group=ranks.data_group,
         stage_group=ranks.stage_group,
+        tied=TiedEmbedding(tied, ranks.ends_group, is_first=ranks.stage == 0) if tied is not None else None,
     )
 
 

@@ -106,7 +106,7 @@ def build(device: torch.device, optimizer_name: str, pieces: list[str], actions:
     return Program(step, batches, [model], [optimizer], tensors=average, before_call=before_call)
 
 
-@settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     st.sampled_from(sorted(OPTIMIZERS)),
     st.lists(st.sampled_from(PIECES), min_size=1, max_size=6),

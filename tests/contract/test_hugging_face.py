@@ -12,8 +12,9 @@ import torch
 
 import stepgraph
 from tests.contract.module_programs import Training, assert_orders_equal_eager, order
-from tests.harness import assert_captured_equals_eager
-from tests.hugging_face import MODELS, batch_of, full_mask, layers_of, model_of, program_of
+from tests.harness import assert_captured_equals_eager, assert_same_history, run
+from tests.hugging_face import MODELS, WITH_EXPERTS, batch_of, full_mask, layers_of, model_of, program_of
+from tests.seeding import seed
 
 pytest.importorskip("transformers", reason="transformers is not installed")
 pytestmark = pytest.mark.slow  # most of it is warm-up: the code of transformers is read through
@@ -58,3 +59,30 @@ def test_hugging_face_layers_equal_eager(name: str, device: torch.device) -> Non
     for row in report.rows:
         assert set(row.eager_reasons) == {"warm-up"}, row
         assert row.forwards > 0, row
+
+
+@pytest.mark.parametrize("dropout", [False, True], ids=["no dropout", "dropout"])
+@pytest.mark.parametrize("name", WITH_EXPERTS)
+def test_experts_in_a_host_loop_still_gain(name: str, device: torch.device, *, dropout: bool) -> None:
+    """The model as it is, masks made inside: the step cannot be captured, its modules can."""
+    build = program_of(name, 9, LAYERS, HIDDEN, dropout=dropout)
+    histories = []
+    for graphed in (False, True):
+        seed(7)
+        program = build(device)
+        seed(11)
+        if not graphed:
+            histories.append(run(program, program.step, device))
+            continue
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", stepgraph.StepgraphWarning)
+            with stepgraph.capture(program.step, on_error="modules", warmup=2) as step:
+                histories.append(run(program, step, device))
+                report = step.report()
+    assert_same_history(*histories, f"{name}: graphs for modules differ from eager")
+    assert report.modules is not None
+    replayed = {row.path.partition(".layers.")[2] for row in report.modules.rows if row.forwards}
+    assert {f"{layer}.self_attn" for layer in range(LAYERS)} <= replayed
+    experts = [why for path, why in report.modules.left_out.items() if path.endswith(".experts")]
+    assert experts
+    assert all("[host-read]" in why and "nonzero" in why for why in experts)

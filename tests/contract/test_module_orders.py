@@ -76,6 +76,7 @@ def stack(device: torch.device) -> Training:
 
 
 def in_graphs(scope: str = "layers.*", **options: Any) -> Callable[[Training], GraphedModules]:
+    options = {"audit": 3, **options}  # each records all of a step again
     return lambda training: stepgraph.graph_modules(training.model, [scope], **options)
 
 

@@ -32,13 +32,18 @@ RUNS: dict[str, list[str]] = {
     "demo": ["--device", "cpu", "--steps", "2", "--plot", "none"],
     "doctor": [],
     "explain": ["CUDA error: capturing stream has unjoined work"],
+    "frozen": [str(ROOT / "examples" / "plain_loop.py")],
     "native": [],
     "recipes": [],
     "rules": [],
+    "verify": [str(ROOT / "tests" / "scripts" / "captured.py"), "--steps", "5"],
     "train": ["--device", "cpu", "train.train_iters=2", "model.num_layers=1", "logger.log_dir=/tmp"],
 }
 """For each command, arguments of a short run."""
 NAMES = [function.__name__ for functions in COMMANDS.values() for function in functions]
+SLOW = {"verify"}
+"""Commands whose short run starts several processes."""
+RUN = [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in NAMES]
 
 
 @functools.cache
@@ -125,7 +130,7 @@ def test_usage_of_settings_is_written_once() -> None:
     assert "train [OPTIONS] [SECTION.FIELD=VALUE]..." in " ".join(usage.split())
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", RUN)
 def test_command_json_is_alone_and_has_the_envelope(name: str) -> None:
     result = short_run(name, as_json=True)
     values = parsed(result.stdout)
@@ -136,7 +141,7 @@ def test_command_json_is_alone_and_has_the_envelope(name: str) -> None:
     assert values["next"].split()[1] in NAMES
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", RUN)
 def test_command_ends_with_the_next_one_to_type(name: str) -> None:
     result = short_run(name)
     assert result.exit_code == 0, result.output

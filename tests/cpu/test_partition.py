@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
@@ -23,6 +23,8 @@ from stepgraph.modules.options import ModuleOptions
 from tests.harness import Program, different, snapshot
 from tests.module_harness import Layer, Net
 from tests.seeding import seed
+
+UNTIMED = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 # -- the search
 
@@ -50,6 +52,7 @@ def judge(bad: set[str], tree: Node) -> Callable[[str], Refusal | None]:
     return lambda path: Refusal("bad") if inside[path] & bad else None
 
 
+@UNTIMED
 @given(trees(), st.data())
 def test_search_finds_the_outermost_capturable_modules(tree: Node, data: st.DataObject) -> None:
     every = nodes(tree)
@@ -67,6 +70,7 @@ def test_search_finds_the_outermost_capturable_modules(tree: Node, data: st.Data
     assert set(found.refused) == {node.path for node in every} - covered
 
 
+@UNTIMED
 @given(trees(), st.data())
 def test_search_tries_each_module_at_most_once(tree: Node, data: st.DataObject) -> None:
     verdicts = st.sampled_from([None, Refusal("edge", spreads=False), Refusal("inside")])
@@ -84,6 +88,7 @@ def test_search_tries_each_module_at_most_once(tree: Node, data: st.DataObject) 
             assert not set(found.chosen) & (set(outer.paths()) - {outer.path})
 
 
+@UNTIMED
 @given(trees(), st.integers(0, 25))
 def test_search_begins_no_trial_after_its_budget(tree: Node, budget: int) -> None:
     seconds = itertools.count()

@@ -25,6 +25,8 @@ from stepgraph.commands.script_options import (
     script_of,
 )
 from stepgraph.errors import InvalidArgument, NoStepError, ScriptError
+from stepgraph.observe.steps import StepCalls, goes_back
+from stepgraph.script.child import script_traceback
 from stepgraph.script.files import FileWatch, WriteRefused
 from stepgraph.script.main_module import NamedStep
 from stepgraph.script.request import Answer, Outcome, Request, Script, Status, append
@@ -103,6 +105,36 @@ def test_scripts_that_show_nothing_have_their_exit_codes(script: str, code: int,
     result = runner.invoke(app, ["look", script])
     assert result.exit_code == code
     assert text in result.stderr
+
+
+def test_other_ranks_print_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "1")
+    for script, code in (("fails.py", ExitCode.SCRIPT), ("none.py", ExitCode.FINDINGS), ("train.py", ExitCode.OK)):
+        result = runner.invoke(app, ["look", script, "--json"])
+        assert (result.exit_code, result.output) == (code, "")
+
+
+def test_traceback_has_the_scripts_frames_only() -> None:
+    def failing(call: Any) -> str:
+        try:
+            call()
+        except Exception as error:  # noqa: BLE001 (any)
+            return script_traceback(error)
+        raise AssertionError
+
+    calls = StepCalls(Silent())
+    text = failing(calls.wrapped(lambda: 1 / 0))
+    assert "ZeroDivisionError" in text
+    assert "steps.py" not in text
+    assert "steps.py" in failing(lambda: goes_back(3, ()))  # type: ignore[arg-type]
+
+
+class Silent:
+    def step_begins(self, index: int) -> None: ...
+
+    def step_reaches(self, index: int) -> None: ...
+
+    def step_ends(self, index: int) -> None: ...
 
 
 def test_outcomes_without_a_judgement_are_refused() -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
+import itertools
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -137,6 +139,111 @@ def equality() -> None:
             assert all(torch.equal(parameter, other) for other in everywhere), f"{name}: ranks differ"
 
 
+def workflow(*names: str, num_warmup_iters: int = 11) -> None:
+    """As guides on CUDA graphs write it: DDP, warm-up iterations, make_graphed_callables, the loop."""
+    programs = PROGRAMS | GRAPHED_ONLY
+    for name in names or programs:
+        build = programs[name]
+        eager = seeded(build)
+        expected = run(eager, eager.step, CPU)
+        program = seeded(build)
+        model = program.modules[0]
+        sample = torch.zeros(4, 8)
+        graphed = stepgraph.make_graphed_callables(
+            model, (sample,), num_warmup_iters=num_warmup_iters, allow_unused_input="unused" in name
+        )
+        assert graphed is model
+        torch.manual_seed(11)
+        received = run(program, program.step, CPU)
+        assert_same_history(expected, received, f"{name}: graphed DDP differs from eager DDP")
+        report = stepgraph.callables.report(graphed)
+        assert (report.forwards, report.eager_calls) == (len(program.batches), 0), name
+        graphed.reset()
+        assert "forward" not in vars(model.module)
+        program.step(*program.batches[1])
+
+
+def seeded(build: Callable[[], Program]) -> Program:
+    torch.manual_seed(7)
+    program = build()
+    torch.manual_seed(11)
+    return program
+
+
+def unused_found() -> Program:
+    """A parameter that no rank uses, found by a search at each step: its gradient stays None."""
+    model = DistributedDataParallel(Half(), find_unused_parameters=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = model(x).pow(2).mean()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    return Program(step, batches(), [model], [optimizer])
+
+
+def deep() -> Program:
+    """Layers of several sizes in small buckets: the order in which gradients arrive decides their places in them."""
+    sizes = [8, 24, 5, 40, 3, 16, 4]
+    layers = [nn.Sequential(nn.Linear(a, b), nn.Tanh()) for a, b in itertools.pairwise(sizes)]
+    model = DistributedDataParallel(nn.Sequential(*layers), bucket_cap_mb=1e-3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-1)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = model(x).pow(2).mean()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    return Program(step, batches(), [model], [optimizer])
+
+
+GRAPHED_ONLY: dict[str, Callable[[], Program]] = {
+    "unused, searched": unused_found,
+    "deep": deep,
+    "hook": lambda: plain(hook=halving_hook),
+}
+"""What whole steps refuse, and graphed callables do not: DDP itself stays eager."""
+
+
+def halving_hook(state, bucket):  # type: ignore[no-untyped-def]  # DDP reads annotations, and no strings
+    """A communication hook that is Python code: it halves gradients before their mean."""
+    bucket.buffer().div_(2)
+    return default_hooks.allreduce_hook(None, bucket)
+
+
+def layers_inside() -> None:
+    """Layers of a DDP graphed one by one, and with an order over two microbatches, by the helper's way."""
+    for name, order in (("without an order", None), ("with an order", [1, -1, 1, -1])):
+        histories = []
+        for is_graphed in (False, True):
+            program = seeded(lambda: accumulating())
+            model = program.modules[0]
+            if is_graphed:
+                inner = model.module
+                samples = ((torch.zeros(4, 8),), (torch.zeros(4, 16, requires_grad=True),))
+                layers = (inner[0], inner[3])
+                if order is None:
+                    stepgraph.make_graphed_callables(layers, samples)
+                else:
+                    graphed = stepgraph.make_graphed_callables(layers, samples * 2, order=order, num_layers_per_chunk=2)
+                    put_in_turn(layers, graphed)
+                torch.manual_seed(11)
+            histories.append(run(program, program.step, CPU))
+        assert_same_history(*histories, f"layers in DDP, {name}: graphed differs from eager")
+
+
+def put_in_turn(layers: tuple[nn.Module, ...], graphed: tuple[Any, ...]) -> None:
+    """Let each layer replay the graphs of its microbatches in turn."""
+    for index, layer in enumerate(layers):
+        turns = itertools.cycle(graphed[index :: len(layers)])
+        layer.forward = lambda *args, turns=turns: next(turns)(*args)
+
+
 class RefusedInBackward(torch.autograd.Function):
     """Reads a value on the host in its backward: a capture breaks off there, when half of DDP's gradients are in."""
 
@@ -212,6 +319,9 @@ def one_dies() -> None:
 SCENARIOS: dict[str, Callable[[], Any]] = {
     "equality": equality,
     "broken": broken,
+    "workflow": workflow,
+    "workflow, cold": functools.partial(workflow, "deep", "many buckets", num_warmup_iters=0),
+    "layers inside": layers_inside,
     "left open": left_open,
     "one dies": one_dies,
 }

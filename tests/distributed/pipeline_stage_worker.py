@@ -80,22 +80,23 @@ def out_of_order() -> None:
     print("went on", flush=True)
 
 
-def main(rank: int, world: int, store: str, case: str) -> None:
+def every_schedule() -> None:
+    for name in SCHEDULES:
+        equality(name)
+
+
+CASES = {"equality": every_schedule, "neighbours": neighbours, "killed": killed, "out of order": out_of_order}
+
+
+def main(rank: int, world: int, store: str, *cases: str) -> None:
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
-    if case == "equality":
-        for name in SCHEDULES:
-            equality(name)
-    elif case == "neighbours":
-        neighbours()
-    elif case == "killed":
-        killed()
-    elif case == "out of order":
-        out_of_order()
+    for case in cases:
+        CASES[case]()
+        print(f"{case}: done", flush=True)
     dist.destroy_process_group()
-    print("done")
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:5])
+    main(int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:])

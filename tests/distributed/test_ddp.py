@@ -14,3 +14,17 @@ def test_captured_ddp_equals_eager_ddp(tmp_path: Path) -> None:
 
 def test_capture_failure_in_ddp_backward_leaves_a_working_ddp(tmp_path: Path) -> None:
     assert last_lines(run_ranks("ddp_worker", 2, tmp_path / "store", "broken")) == ["done"] * 2
+
+
+def test_graphed_ddp_equals_eager_ddp(tmp_path: Path) -> None:
+    """DDP on two ranks, 11 warm-up iterations, make_graphed_callables, the loop."""
+    assert last_lines(run_ranks("ddp_worker", 2, tmp_path / "store", "workflow")) == ["done"] * 2
+
+
+def test_graphed_young_ddp_makes_the_buckets_of_eager(tmp_path: Path) -> None:
+    """Three ranks: the bits of a sum depend on a gradient's place in its bucket, and a graph decides the places."""
+    assert last_lines(run_ranks("ddp_worker", 3, tmp_path / "store", "workflow, cold")) == ["done"] * 3
+
+
+def test_graphed_layers_report_to_the_ddp_around_them(tmp_path: Path) -> None:
+    assert last_lines(run_ranks("ddp_worker", 2, tmp_path / "store", "layers inside")) == ["done"] * 2

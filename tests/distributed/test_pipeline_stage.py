@@ -3,20 +3,31 @@
 from __future__ import annotations
 
 import signal
+import subprocess
 from pathlib import Path
 
-from tests.distributed.ranks import last_lines, run_ranks
+import pytest
+
+from tests.distributed.ranks import run_ranks
+
+pytestmark = pytest.mark.xdist_group("pipeline ranks")  # one worker: tests share what two ranks did
+Ranks = list[subprocess.CompletedProcess[str]]
 
 
-def test_graphed_stages_of_every_schedule_equal_eager(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Ranks:
+    store = tmp_path_factory.mktemp("two_ranks") / "store"
+    return run_ranks("pipeline_stage_worker", 2, store, "equality", "neighbours")
+
+
+def test_graphed_stages_of_every_schedule_equal_eager(ranks: Ranks) -> None:
     """1F1B, two virtual stages a rank interleaved, split backwards, and the rest: losses, gradients, all state."""
-    assert last_lines(run_ranks("pipeline_stage_worker", 2, tmp_path / "store", "equality")) == ["done"] * 2
+    assert all("equality: done" in rank.stdout.splitlines() for rank in ranks), [rank.stderr for rank in ranks]
 
 
-def test_ranks_replay_and_drop_their_graphs_by_themselves(tmp_path: Path) -> None:
-    ranks = run_ranks("pipeline_stage_worker", 2, tmp_path / "store", "neighbours")
-    assert last_lines(ranks) == ["done"] * 2
-    assert [rank.stderr for rank in ranks] == ["", ""]
+def test_ranks_replay_and_drop_their_graphs_by_themselves(ranks: Ranks) -> None:
+    assert [(rank.returncode, rank.stderr) for rank in ranks] == [(0, "")] * 2
+    assert all("neighbours: done" in rank.stdout.splitlines() for rank in ranks)
 
 
 def test_rank_that_is_killed_ends_the_others_with_an_error(tmp_path: Path) -> None:

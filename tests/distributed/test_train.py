@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import os
 import socket
-import subprocess
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,41 +15,117 @@ import torch
 
 from tests.processes import run_to_end
 
+pytestmark = pytest.mark.xdist_group("training ranks")  # one worker: tests share what two ranks trained
 ROOT = Path(__file__).parents[2]
+Result = list[dict[str, Any]]
+"""What each rank reported of a run."""
 
 
-def train(folder: Path, *arguments: str, ranks: int = 2) -> list[dict[str, Any]]:
-    """Run `torchrun`'s environment without torchrun: one process for each rank."""
-    folder.mkdir(parents=True, exist_ok=True)
-    done = run_ranks(folder, *arguments, ranks=ranks)
-    assert [rank.returncode for rank in done] == [0] * ranks, [rank.stderr[-3000:] for rank in done]
-    return [json.loads((folder / f"result_{rank}.json").read_text()) for rank in range(ranks)]
-
-
-def run_ranks(folder: Path, *arguments: str, ranks: int) -> list[subprocess.CompletedProcess[str]]:
+def train(folder: Path, runs: Mapping[str, Sequence[str]], ranks: int = 2) -> dict[str, Result]:
+    """Run `torchrun`'s environment without torchrun: a process for each rank, which does one run after another."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     given = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "WORLD_SIZE": str(ranks), "MASTER_PORT": str(port)}
+    arguments: list[str] = []
+    for name, wanted in runs.items():
+        (folder / name).mkdir(parents=True)
+        arguments += [*(["--then"] if arguments else []), str(folder / name), *wanted]
     commands = [
-        ["env", f"RANK={rank}", sys.executable, str(ROOT / "tests" / "train_worker.py"), str(folder), *arguments]
+        ["env", f"RANK={rank}", sys.executable, str(ROOT / "tests" / "train_worker.py"), *arguments]
         for rank in range(ranks)
     ]
-    return run_to_end(commands, os.environ | given | {"MASTER_ADDR": "127.0.0.1"}, ROOT)
+    done = run_to_end(commands, os.environ | given | {"MASTER_ADDR": "127.0.0.1"}, ROOT)
+    assert [rank.returncode for rank in done] == [0] * ranks, [rank.stderr[-3000:] for rank in done]
+    return {
+        name: [json.loads((folder / name / f"result_{rank}.json").read_text()) for rank in range(ranks)]
+        for name in runs
+    }
 
 
-@pytest.mark.parametrize(
-    "implementations", [("iteration", "te"), pytest.param(("scopes",), marks=pytest.mark.long)], ids=str
-)
-def test_ddp_losses_equal_eager(tmp_path: Path, implementations: tuple[str, ...]) -> None:
-    """DDP warms up for 11 iterations before the graph of an iteration is captured."""
-    given = ["train.train_iters=14", "train.global_batch_size=8"]
-    eager = train(tmp_path / "eager", "eager", *given)
-    assert eager[0]["losses"] == eager[1]["losses"], "every rank reports the mean"
-    for implementation in implementations:
-        graphed = train(tmp_path / implementation, implementation, *given)
-        assert [rank["losses"] for rank in graphed] == [rank["losses"] for rank in eager], implementation
-        assert all(rank["replays"] > 0 for rank in graphed), (implementation, graphed)
+LONGER = ["train.train_iters=14", "train.global_batch_size=8"]
+"""DDP warms up for 11 iterations before the graph of an iteration is captured."""
+GATHERED = "ddp.overlap_param_gather=true"
+STAGES = [
+    *("model.pipeline_model_parallel_size=2", "train.global_batch_size=8", "train.train_iters=5"),
+    *("train.eval_interval=3", "train.eval_iters=1", "model.share_embeddings_and_output_weights=true"),
+]
+"""Two stages of a model with a tied embedding."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("two_ranks")
+
+
+@pytest.fixture(scope="module")
+def trained(folder: Path) -> dict[str, Result]:
+    """All runs of two ranks, by name."""
+    short = ["train.global_batch_size=8", "train.train_iters=6"]
+    each = [*short, "checkpoint.save_interval=1"]
+    middle = [*short, "checkpoint.save_interval=4"]
+    return train(
+        folder,
+        {
+            "eager": ["eager", *LONGER],
+            "iteration": ["iteration", *LONGER],
+            "te": ["te", *LONGER],
+            "short": ["te", "train.global_batch_size=8", "--short", "1"],
+            "plain": ["eager", *each, saving(folder, "plain")],
+            "te gathered": ["te", GATHERED, *each, saving(folder, "te gathered")],
+            "te hooks": ["te", GATHERED, *middle, saving(folder, "te hooks")],
+            "te resumed": ["te", GATHERED, *short, loading(folder, "te hooks", 4)],
+            "stages": ["eager", *STAGES],
+            "te stages": ["te", *STAGES, saving(folder, "te stages")],
+        },
+    )
+
+
+@pytest.fixture(scope="module")
+def trained_longer(folder: Path, trained: dict[str, Result]) -> dict[str, Result]:
+    """More runs of two ranks, for the tests that only `make test-long` runs."""
+    short = ["train.global_batch_size=8", "train.train_iters=6"]
+    each = [*short, "checkpoint.save_interval=1"]
+    return trained | train(
+        folder,
+        {
+            "scopes": ["scopes", *LONGER],
+            "eager gathered": ["eager", GATHERED, *each, saving(folder, "eager gathered")],
+            "scopes gathered": ["scopes", GATHERED, *each, saving(folder, "scopes gathered")],
+            "scopes hooks": ["scopes", GATHERED, *short, "checkpoint.save_interval=4", saving(folder, "scopes hooks")],
+            "scopes resumed": ["scopes", GATHERED, *short, loading(folder, "scopes hooks", 4)],
+            "scopes stages": ["scopes", *STAGES, saving(folder, "scopes stages")],
+            "te layers stages": ["te", *STAGES, "model.cuda_graph_scope=[]", saving(folder, "te layers stages")],
+        },
+    )
+
+
+def saving(folder: Path, run: str) -> str:
+    return f"checkpoint.save={folder / run / 'saved'}"
+
+
+def loading(folder: Path, run: str, step: int) -> str:
+    return f"checkpoint.load={folder / run / 'saved' / f'step_{step:08d}'}"
+
+
+def losses_of(result: Result) -> list[dict[str, float]]:
+    return [rank["losses"] for rank in result]
+
+
+@pytest.mark.parametrize("implementation", ["iteration", "te"])
+def test_ddp_losses_equal_eager(trained: dict[str, Result], implementation: str) -> None:
+    first, second = losses_of(trained["eager"])
+    assert first == second, "every rank reports the mean"
+    graphed = trained[implementation]
+    assert losses_of(graphed) == [first, second]
+    assert all(rank["replays"] > 0 for rank in graphed), graphed
+
+
+@pytest.mark.long
+def test_ddp_losses_of_scopes_equal_eager(trained_longer: dict[str, Result]) -> None:
+    graphed = trained_longer["scopes"]
+    assert losses_of(graphed) == losses_of(trained_longer["eager"])
+    assert all(rank["replays"] > 0 for rank in graphed), graphed
 
 
 @pytest.mark.parametrize(
@@ -58,43 +134,75 @@ def test_ddp_losses_equal_eager(tmp_path: Path, implementations: tuple[str, ...]
 def test_pipeline_losses_equal_eager(tmp_path: Path, ranks: int) -> None:
     given = ["model.pipeline_model_parallel_size=2", "train.global_batch_size=16", "train.train_iters=6"]
     given += ["train.eval_interval=3", "train.eval_iters=1"]
-    eager = train(tmp_path / "eager", "eager", *given, ranks=ranks)
-    graphed = train(tmp_path / "graphed", "layers", *given, ranks=ranks)
-    assert [rank["losses"] for rank in graphed] == [rank["losses"] for rank in eager]
-    assert all(rank["replays"] > 0 for rank in graphed), graphed
+    found = train(tmp_path, {"eager": ["eager", *given], "graphed": ["layers", *given]}, ranks)
+    assert losses_of(found["graphed"]) == losses_of(found["eager"])
+    assert all(rank["replays"] > 0 for rank in found["graphed"]), found["graphed"]
 
 
-def test_one_rank_short_of_memory_means_all_are_eager(tmp_path: Path) -> None:
-    found = train(tmp_path, "te", "train.global_batch_size=8", "--short", "1")
-    for rank in found:
+def test_one_rank_short_of_memory_means_all_are_eager(trained: dict[str, Result]) -> None:
+    for rank in trained["short"]:
         assert rank["replays"] == 0
         assert sum(count for reason, count in rank["eager"].items() if reason.startswith("memory")) == 4
 
 
-def weights(folder: Path, step: int) -> dict[str, torch.Tensor]:
-    found: dict[str, torch.Tensor] = torch.load(folder / f"step_{step:08d}" / "shard_00000.pt", weights_only=True)
+def weights(folder: Path, step: int, shard: int = 0) -> dict[str, torch.Tensor]:
+    path = folder / "saved" / f"step_{step:08d}" / f"shard_{shard:05d}.pt"
+    found: dict[str, torch.Tensor] = torch.load(path, weights_only=True)
     return {name: tensor for name, tensor in found.items() if name.startswith("state.model")}
 
 
-def test_gathered_parameters_equal_plain_ones(tmp_path: Path) -> None:
-    """Every loss depends on what hooks gathered; parameters are compared at the checkpoints, after 4 and 7 steps."""
-    given = ["train.global_batch_size=8", "train.train_iters=7", "checkpoint.save_interval=4"]
-    gathered = "ddp.overlap_param_gather=true"
-    runs = {"plain": ["eager"], "eager": ["eager", gathered], "te": ["te", gathered]}
-    found = {
-        name: train(tmp_path / name, *arguments, *given, f"checkpoint.save={tmp_path / name / 'saved'}")
-        for name, arguments in runs.items()
-    }
-    for name in ("eager", "te"):
-        assert [rank["losses"] for rank in found[name]] == [rank["losses"] for rank in found["plain"]], name
-        for step in (4, 7):
-            one, other = (weights(tmp_path / run / "saved", step) for run in ("plain", name))
-            assert one.keys() == other.keys()
-            assert all(torch.equal(one[key], other[key]) for key in one), (name, step)
-    assert all(rank["replays"] > 0 for rank in found["te"])
-    resumed = train(
-        *(tmp_path / "again", "te", gathered, *given),
-        f"checkpoint.load={tmp_path / 'te' / 'saved' / 'step_00000004'}",
-    )
+def assert_stages_train_as_in_eager(folder: Path, found: dict[str, Result], run: str) -> None:
+    """The copies of a tied embedding on the first and the last stage stay equal."""
+    assert losses_of(found[run]) == losses_of(found["stages"]), run
+    assert all(rank["replays"] > 0 for rank in found[run]), found[run]
+    first, last = (weights(folder / run, 5, stage) for stage in (0, 1))
+    assert torch.equal(first["state.model.embedding.weight"], last["state.model.head.weight"])
+
+
+def test_parts_of_stages_train_as_in_eager(folder: Path, trained: dict[str, Result]) -> None:
+    assert_stages_train_as_in_eager(folder, trained, "te stages")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("run", ["scopes stages", "te layers stages"])
+def test_other_parts_of_stages_train_as_in_eager(folder: Path, trained_longer: dict[str, Result], run: str) -> None:
+    assert_stages_train_as_in_eager(folder, trained_longer, run)
+
+
+def assert_gathered_equal_plain(folder: Path, found: dict[str, Result], implementation: str) -> None:
+    """After each step: a checkpoint gathers all parameters, of which a rank has updated a share."""
+    run = f"{implementation} gathered"
+    assert losses_of(found[run]) == losses_of(found["plain"])
+    assert all((rank["replays"] > 0) == (implementation != "eager") for rank in found[run])
+    for step in range(1, 7):
+        one, other = (weights(folder / name, step) for name in ("plain", run))
+        assert one.keys() == other.keys()
+        assert all(torch.equal(one[key], other[key]) for key in one), step
+
+
+def test_gathered_parameters_equal_plain_ones(folder: Path, trained: dict[str, Result]) -> None:
+    assert_gathered_equal_plain(folder, trained, "te")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("implementation", ["eager", "scopes"])
+def test_other_gathered_parameters_equal_plain_ones(
+    folder: Path, trained_longer: dict[str, Result], implementation: str
+) -> None:
+    assert_gathered_equal_plain(folder, trained_longer, implementation)
+
+
+def assert_hooks_gather(found: dict[str, Result], implementation: str) -> None:
+    """No checkpoint gathers between the steps: every loss depends on what hooks gathered, also after a resume."""
+    assert losses_of(found[f"{implementation} hooks"]) == losses_of(found["plain"])
     late = {step: loss for step, loss in found["plain"][0]["losses"].items() if int(step) > 4}
-    assert resumed[0]["losses"] == late
+    assert found[f"{implementation} resumed"][0]["losses"] == late
+
+
+def test_hooks_gather_before_each_use(trained: dict[str, Result]) -> None:
+    assert_hooks_gather(trained, "te")
+
+
+@pytest.mark.long
+def test_hooks_of_scopes_gather_before_each_use(trained_longer: dict[str, Result]) -> None:
+    assert_hooks_gather(trained_longer, "scopes")

@@ -92,6 +92,29 @@ def equality() -> None:
             compare(name, build, session.stream(), session=session)
 
 
+def workflow() -> None:
+    """As guides on CUDA graphs write it: DDP on a side stream, warm-up, make_graphed_callables, the loop."""
+    for name, build in PROGRAMS.items():
+        histories = []
+        for is_graphed in (False, True):
+            torch.manual_seed(7)
+            side = torch.cuda.Stream()
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                program = build()
+            torch.cuda.current_stream().wait_stream(side)
+            if is_graphed:
+                model = program.modules[0]
+                sample = torch.zeros(32, 64, device=CUDA)
+                assert stepgraph.make_graphed_callables(model, (sample,), num_warmup_iters=11) is model
+            torch.manual_seed(11)
+            histories.append(run(program, program.step, CUDA))
+        assert_same_history(*histories, f"{name}: graphed DDP differs from eager DDP")
+        report = stepgraph.callables.report(model)
+        assert report.forwards == report.backwards == len(program.batches), name
+        model.reset()
+
+
 def side_stream() -> None:
     """As in torch's notes: any stream will do that is not the default one."""
     side = torch.cuda.Stream()
@@ -173,6 +196,7 @@ def blocking_wait() -> None:
 SCENARIOS: dict[str, Callable[[], None]] = {
     "equality": equality,
     "side stream": side_stream,
+    "workflow": workflow,
     "hundredth iteration": hundredth_iteration,
     "default stream": default_stream,
     "trained before": trained_before,

@@ -1,9 +1,8 @@
-"""Each rule of `stepgraph check`: scripts that break it, found at the line, and their fixed forms, without a finding."""
+"""Each rule of `stepgraph check`: scripts that break it, found at the line, and their fixed forms."""
 
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -141,7 +140,8 @@ BAD = {
             "for i in", "lbfgs = torch.optim.LBFGS(model.parameters(), max_iter=1)\nfor i in"
         ),
         HEAD + "w = nn.Linear(2, 1)\noptimizer = torch.optim.LBFGS(w.parameters(), max_iter=2)\nx = torch.randn(5, 2)\n"
-        "def closure():\n    optimizer.zero_grad()\n    loss = w(x).square().mean()\n    loss.backward()\n    return loss\n"
+        "def closure():\n    optimizer.zero_grad()\n    loss = w(x).square().mean()\n    loss.backward()\n"
+        "    return loss\n"
         "for _ in range(4):\n    optimizer.step(closure)  # finds: optimizer-closure\n",
     ],
 }
@@ -222,7 +222,7 @@ CASES = [
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     import torch
 
     installed = tmp_path / "site-packages"
@@ -232,7 +232,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.syspath_prepend(str(installed))
     monkeypatch.chdir(tmp_path)
     torch.save(torch.ones(4), tmp_path / "bias.pt")
-    yield tmp_path
+    return tmp_path
 
 
 def test_rules_have_two_scripts_of_each_kind() -> None:

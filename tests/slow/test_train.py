@@ -22,6 +22,10 @@ from tests.train_harness import gpt, tiny
 GRAPHED = ("scopes", "layers", "iteration", "te")
 
 
+WHOLE: dict[str, dict[int, float]] = {}
+"""The losses of unbroken runs, by implementation."""
+
+
 def train(folder: Path, implementation: str = "eager", provider: Any = gpt, **settings: Any) -> Any:
     return pretrain(tiny(folder, implementation, **settings), model_provider=provider, device="cpu", quiet=True)
 
@@ -29,12 +33,13 @@ def train(folder: Path, implementation: str = "eager", provider: Any = gpt, **se
 @pytest.mark.parametrize("implementation", GRAPHED)
 @pytest.mark.parametrize("at", [1, 2, 4], ids=["in the warm-up", "at the capture", "after it"])
 def test_resumed_losses_equal_an_unbroken_run(tmp_path: Path, implementation: str, at: int) -> None:
-    whole = train(tmp_path / "log", implementation, scheduler__lr_decay_iters=6)
+    if implementation not in WHOLE:
+        WHOLE[implementation] = train(tmp_path / "log", implementation, scheduler__lr_decay_iters=6).losses
     saving = {"checkpoint__save": str(tmp_path / "saved"), "scheduler__lr_decay_iters": 6}
     train(tmp_path / "log", implementation, train__train_iters=at, **saving)
     resumed = train(tmp_path / "log", implementation, checkpoint__load=str(tmp_path / "saved"), **saving)
     assert resumed.start == at
-    assert resumed.losses == {step: loss for step, loss in whole.losses.items() if step > at}
+    assert resumed.losses == {step: loss for step, loss in WHOLE[implementation].items() if step > at}
 
 
 @pytest.mark.parametrize("implementation", GRAPHED)

@@ -30,6 +30,7 @@ stepgraph.capture(train, warmup=2, max_graphs=4, strict=True, on_error="eager", 
 stepgraph.capture(train, generators=[torch.Generator()], ignore=["scale"], safe_hooks=[train, "name"], audit=False)
 stepgraph.capture(train, audit=1000, nan_check="device", session=session, backend="tape")
 stepgraph.capture(train, buckets={"x": {0: [4, 8]}}, pad_values={"x": -1})
+stepgraph.capture(train, on_error="modules")
 stepgraph.capture(lambda: None)
 stepgraph.capture(model.forward)
 step("text")  # refused
@@ -117,6 +118,7 @@ stepgraph.graph_modules(model, outputs="guarded")  # refused
 stepgraph.graph_modules(model, max_signatures=2)  # refused
 stepgraph.graph_modules(model, registry={})  # refused
 stepgraph.graph_modules(model, optimizer="auto")  # refused
+stepgraph.graph_modules(model, on_error="modules")  # refused
 
 # make_graphed_callables
 
@@ -142,6 +144,7 @@ stepgraph.graph_stage(object(), object(), outputs="copy")  # refused
 stepgraph.FullCudaGraphWrapper(train, 1, optimizers=[optimizer], optimizer="inside", nan_check="device")
 stepgraph.FullCudaGraphWrapper(train, optimizer=optimizer)  # refused
 stepgraph.FullCudaGraphWrapper(train, warmup=1)  # refused
+stepgraph.FullCudaGraphWrapper(train, on_error="modules")  # refused
 
 
 def takes_a_step(step: CapturedStep[[torch.Tensor], int]) -> int:

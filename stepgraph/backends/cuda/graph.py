@@ -19,8 +19,10 @@ from typing import Any
 import torch
 
 from stepgraph.backends.base import Graph, RandomUse, Workspace
+from stepgraph.backends.cuda.nodes import read_nodes
 from stepgraph.backends.cuda.order import StreamOrder, order_of_draws
 from stepgraph.backends.cuda.rng import Origin, StateCalls, advance_under_capture, offset_under_capture
+from stepgraph.backends.nodes import Nodes
 from stepgraph.collector import collector_at_rest
 from stepgraph.errors import CaptureRefused
 
@@ -168,6 +170,9 @@ class CudaGraph(Graph):
     @property
     def nodes(self) -> int | None:
         return self._nodes
+
+    def read_nodes(self) -> Nodes | None:
+        return read_nodes(self._graph.raw_cuda_graph())
 
     def _count_nodes(self) -> int | None:
         runtime = self._runtime

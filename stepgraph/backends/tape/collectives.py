@@ -26,7 +26,7 @@ from torch.utils import _python_dispatch as dispatch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from stepgraph.backends.tape.memory import PoolPlace
-from stepgraph.backends.tape.op import Op, Ref, has_memory
+from stepgraph.backends.tape.op import Op, Ref, has_memory, leaves_of
 from stepgraph.catalogue import entry
 from stepgraph.errors import CaptureRefused
 from stepgraph.frames import user_location
@@ -169,7 +169,7 @@ def join_messages(ops: Sequence[Op]) -> None:
         if not isinstance(call, Waiting) or not call.is_message:
             row = []
             continue
-        own = [(call, leaf.place) for leaf in op.leaves if isinstance(leaf, Ref)]
+        own = [(call, leaf.place) for leaf in leaves_of((op.args, op.kwargs)) if isinstance(leaf, Ref)]
         if any((a.receives or b.receives) and _overlap(p, q) for a, p in own for b, q in row):
             row = []
         if row:

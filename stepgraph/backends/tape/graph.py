@@ -1,7 +1,8 @@
 """A tape graph holds operators, with the addresses of their arguments, and the memory that a replay runs them in.
 
 While it records, each operator is executed and noted (a collective is only noted), and what it is about to overwrite
-outside the capture is saved first. At the end that is put back, and every noted address is bound to its final memory.
+outside the capture is saved first. At the end that is put back, and every noted address is bound to its final memory
+before the first replay: a recording that is only compared with another one is never bound.
 Tensors made in the recording keep their numbers until the whole capture is over, because a later graph of the same step
 may read them, and CPU kernels look at their input (a probability, an index). Then they are filled with NaN until the
 first replay.
@@ -10,18 +11,18 @@ first replay.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from stepgraph.backends.base import Graph, RandomUse
 from stepgraph.backends.tape.collectives import Waiting, is_collective, join_messages, silent
 from stepgraph.backends.tape.memory import Footprint, GraphTrace, PoolPlace, TapePool, arena_for, bytes_of
-from stepgraph.backends.tape.op import Op, Ref, Surroundings, has_memory, run
+from stepgraph.backends.tape.op import Op, Ref, Surroundings, calls_operators, has_memory, leaves_of, mapped, run
 from stepgraph.catalogue import entry
-from stepgraph.collector import state_of
 from stepgraph.errors import CaptureRefused, StaleMemoryError
 from stepgraph.frames import user_location
 
@@ -35,6 +36,8 @@ _UNDECLARED_WRITES = {
     "aten::batch_norm_update_stats": ("running_mean", "running_var"),
     "aten::rrelu_with_noise": ("noise",),
 }
+unseen_by_modes = torch._C._DisableTorchDispatch
+"""A block of the tape's own work, which no dispatch mode sees: neither the recording's own nor a log's."""
 _SET = "a generator was seeded, or its state was set, by a method of its own"
 
 
@@ -55,7 +58,7 @@ class _Generators:
 
     A generator's own methods (`generator.manual_seed`, `set_state`) are C++: no dispatcher sees them and they cannot be
     replaced. But they leave a state that no recorded work has left, which is noticed before the next operator runs, or
-    at the end.
+    at the end. The collector is at rest for all of a recording, so states are read as they are.
     """
 
     def __init__(self, given: Sequence[torch.Generator]) -> None:
@@ -76,19 +79,20 @@ class _Generators:
 
     def were_set(self) -> bool:
         """Whether one is elsewhere than recorded work has left it."""
-        return not all(map(torch.equal, self._states(), self._now))
+        with unseen_by_modes():
+            return not all(map(torch.equal, self._states(), self._now))
 
     def put_back(self) -> list[torch.Generator]:
         """At the end of the recording, restore all; returns those that a replay moves."""
         pairs = list(zip(self._known, self._before, strict=False))
-        moved = [generator for generator, state in pairs if not torch.equal(state_of(generator), state)]
+        moved = [generator for generator, state in pairs if not torch.equal(generator.get_state(), state)]
         for generator, state in pairs:
             generator.set_state(state)
         self._before = []
         return moved
 
     def _states(self) -> list[torch.Tensor]:
-        return [state_of(generator) for generator in self._known]
+        return [generator.get_state() for generator in self._known]
 
 
 def _address(generator: Any) -> int:
@@ -106,14 +110,15 @@ class TapeGraph(Graph):
         self._ops: list[Op] = []
         self._outside: dict[int, PoolPlace] = {}
         self._born: dict[int, PoolPlace] = {}
-        self._backups: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._backed_up: set[int] = set()
+        self._backups: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        """What the recording has overwritten, as it is and as it was, by its storage."""
         self._reads: dict[int, PoolPlace] = {}
         self._writes: dict[int, PoolPlace] = {}
         self._trace: GraphTrace | None = None
         self.random = RandomUse()
         self._refused: CaptureRefused | None = None
-        self._counted: list[PoolPlace] = []
+        self._counted: list[PoolPlace] | None = None
+        """The memory that operators are bound to, once for each tensor over it; None before the first replay."""
 
     # -- the life of a graph
 
@@ -125,13 +130,12 @@ class TapeGraph(Graph):
     def end(self) -> None:
         if self._refused is not None:  # the step caught it; CUDA's capture would be broken all the same
             raise self._refused
-        if self._generators_were_set():
+        if self._generators.were_set():
             raise CaptureRefused(entry("reseed"), _SET, None)
         self._stop()
         born = list(self._born.values())
         survivors = [place for place in born if self._pool.settle(place)]
         join_messages(self._ops)
-        self._bind([place for place in born if place.storage is None])
         blocks = [place.block for place in (*born, *self._writes.values()) if place.block is not None]
         written = [p.block for p in (*survivors, *self._writes.values()) if p.block is not None]
         read = [place.block for place in self._reads.values() if place.block is not None]
@@ -148,9 +152,10 @@ class TapeGraph(Graph):
         if self._trace is not None:
             self._pool.ledger.remove(self._trace)
             self._trace = None
-        for place in self._counted:
+        for place in self._counted or ():
             place.aliases -= 1
-        for held in (self._ops, self._born, self._outside, self._counted, self._reads, self._writes):
+        self._counted = None
+        for held in (self._ops, self._born, self._outside, self._reads, self._writes):
             held.clear()
 
     def __del__(self) -> None:
@@ -163,6 +168,8 @@ class TapeGraph(Graph):
                 "a graph was about to read memory that another graph's replay has overwritten",
                 rule="stale-memory",
             )
+        if self._counted is None:
+            self._counted = self._bind()
         run(self._ops)
         self._pool.ledger.replayed(self._trace)
         self._pool.poison_overwritten(self._trace)
@@ -184,11 +191,11 @@ class TapeGraph(Graph):
         """Stop recording, and restore memory and random state."""
         if self._head.graph is self:
             self._head.graph = None
-        with torch.no_grad():
-            for target, saved in reversed(self._backups):
+        with torch.no_grad(), unseen_by_modes():
+            for target, saved in self._backups.values():
                 target.copy_(saved)
+            self.random.moved += self._generators.put_back()
         self._backups.clear()
-        self.random.moved += self._generators.put_back()
 
     # -- recording
 
@@ -201,37 +208,30 @@ class TapeGraph(Graph):
         return self._generators.knows(generator)
 
     @contextlib.contextmanager
-    def moving_generators(self) -> Iterator[None]:
+    def moving_generators(self, may_draw: bool = True) -> Iterator[None]:
         """A block of recorded work that may move generators. Refuses moves since the last such block."""
-        if self._generators_were_set():
+        if self._generators.were_set():
             self.refuse(CaptureRefused(entry("reseed"), _SET, user_location()))
         yield
-        self._generators.note()
-
-    def _generators_were_set(self) -> bool:
-        recording, self._head.graph = self._head.graph, None  # to compare states is no work of the step's
-        try:
-            return self._generators.were_set()
-        finally:
-            self._head.graph = recording
+        if may_draw:
+            self._generators.note()
 
     def call(self, action: Callable[[], Any]) -> None:
         """Note a host call that must happen at each replay."""
-        self._ops.append(Op(action, [], None, [], Surroundings(torch.is_grad_enabled(), None)))
+        self._ops.append(Op(action, (), {}, [], Surroundings(torch.is_grad_enabled(), None)))
 
     def record(self, func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Execute one operator and note it."""
-        name = func._schema.name
-        leaves, spec = tree_flatten((args, kwargs))
-        given = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        if any(t.is_meta for t in given):
+        kind = _kind_of(func)
+        name = kind.name
+        leaves = leaves_of((args, kwargs))
+        if any(isinstance(leaf, torch.Tensor) and leaf.is_meta for leaf in leaves):
             return func(*args, **kwargs)
-        tensors = [t for t in given if _has_numbers(t)]
-        self._check(func, name, tensors, leaves)
-        collective = is_collective(func)
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and not leaf._is_zerotensor()]
+        self._check(name, tensors, leaves)
         known = {t.untyped_storage()._cdata for t in tensors}
         known |= {leaf._cdata for leaf in leaves if isinstance(leaf, torch.UntypedStorage)}
-        written = tensors if collective else _written_arguments(func, args, kwargs)
+        written = tensors if kind.is_collective else kind.written_among(args, kwargs)
         written_keys = {t.untyped_storage()._cdata for t in written}
         for tensor in tensors:
             storage = tensor.untyped_storage()
@@ -241,23 +241,26 @@ class TapeGraph(Graph):
         for tensor in written:
             self._note_write(tensor)
         noted = [self._ref(leaf) if isinstance(leaf, torch.Tensor) and _has_numbers(leaf) else leaf for leaf in leaves]
-        around = Surroundings.of(func)
-        with self.moving_generators():
-            out = around.call(silent(func, self.refuse), args, kwargs)
+        around = Surroundings.of(calls_operators=kind.calls_operators)
+        called = func if kind.is_torchs else silent(func, self.refuse)
+        with self.moving_generators(kind.may_draw):
+            out = around.call(called, args, kwargs)
         self._note_resizing(name, written)
         for index, leaf in enumerate(leaves):  # an `out=` argument may have been resized
-            if isinstance(leaf, torch.Tensor) and leaf.shape != noted[index].shape and not _changes_metadata(func):
+            if isinstance(leaf, torch.Tensor) and leaf.shape != noted[index].shape and not kind.changes_metadata:
                 noted[index] = self._ref(leaf)
         results = self._results(name, out, known)
         if name in _ALLOCATIONS and results:
             out.data.zero_()  # a collective that fills it at replays leaves what is there, and kernels look at numbers
         is_view = not written and not results
-        if name not in _ALLOCATIONS and not _changes_metadata(func) and not is_view:
-            runner = Waiting(func) if collective else func
-            self._ops.append(Op(runner, noted, spec, list(results), around))
+        if name not in _ALLOCATIONS and not kind.changes_metadata and not is_view:
+            runner = Waiting(func) if kind.is_collective else func
+            addresses = iter(noted)
+            noted_args, noted_kwargs = mapped(lambda _: next(addresses), (args, kwargs))
+            self._ops.append(Op(runner, noted_args, noted_kwargs, results, around))
         return out
 
-    def _check(self, func: Any, name: str, tensors: Sequence[torch.Tensor], leaves: Sequence[Any]) -> None:
+    def _check(self, name: str, tensors: Sequence[torch.Tensor], leaves: Sequence[Any]) -> None:
         if any(t.layout is not torch.strided or t.is_nested for t in tensors):
             self.refuse(CaptureRefused(entry("tape-limit"), f"{name} on a sparse or nested tensor", user_location()))
         if any(isinstance(leaf, torch.Generator) and not self.knows(leaf) for leaf in leaves):
@@ -266,7 +269,7 @@ class TapeGraph(Graph):
     def _results(self, name: str, out: Any, known: set[int]) -> list[tuple[Ref, int]]:
         """Results in memory that is not an argument's; new memory is registered."""
         found = []
-        for index, result in enumerate(tree_flatten(out)[0]):
+        for index, result in enumerate(leaves_of(out)):
             if not isinstance(result, torch.Tensor) or not has_memory(type(result)):
                 continue
             if not _has_numbers(result):
@@ -327,20 +330,21 @@ class TapeGraph(Graph):
         if id(place) in self._born:
             return
         self._writes.setdefault(id(place), place)
-        if storage._cdata not in self._backed_up:
-            self._backed_up.add(storage._cdata)
+        if storage._cdata not in self._backups:
             whole = bytes_of(storage)
-            self._backups.append((whole, whole.clone()))
+            self._backups[storage._cdata] = (whole, whole.clone())
 
     # -- binding addresses to memory
 
-    def _bind(self, dead: list[PoolPlace]) -> None:
-        """Turn every noted address into a tensor over its final memory."""
-        arena, start = arena_for(dead)
-        bytes_of(arena).fill_(0xFF)
+    def _bind(self) -> list[PoolPlace]:
+        """Turn every noted address into a tensor over its final memory, and return the memory of each."""
+        arena, start = arena_for([place for place in self._born.values() if place.storage is None])
         made: dict[Ref, torch.Tensor] = {}
+        counted: list[PoolPlace] = []
 
-        def alias(ref: Ref) -> torch.Tensor:
+        def alias(ref: Any) -> Any:
+            if type(ref) is not Ref:
+                return ref
             tensor = made.get(ref)
             if tensor is None:
                 storage, shift = ref.place.storage, 0
@@ -349,24 +353,19 @@ class TapeGraph(Graph):
                     storage, shift = arena, (ref.place.block.start - start) // ref.dtype.itemsize
                 else:
                     ref.place.aliases += 1
-                    self._counted.append(ref.place)
+                    counted.append(ref.place)
                 tensor = torch.empty(0, dtype=ref.dtype).set_(storage, ref.offset + shift, ref.shape, ref.stride)
                 tensor = tensor.conj() if ref.conj else tensor
                 tensor = torch._neg_view(tensor) if ref.neg else tensor
                 made[ref] = tensor
             return tensor
 
-        with torch.inference_mode(False), torch.no_grad():
+        with torch.inference_mode(False), torch.no_grad(), unseen_by_modes():
+            arena.fill_(0xFF)  # type: ignore[attr-defined]
             for op in self._ops:
-                if op.spec is not None:
-                    leaves = [alias(leaf) if isinstance(leaf, Ref) else leaf for leaf in op.leaves]
-                    op.args, op.kwargs = tree_unflatten(leaves, op.spec)
-                    op.results = [(alias(ref), index) for ref, index in op.results]
-                    op.leaves = []
-
-
-def _changes_metadata(func: torch._ops.OpOverload) -> bool:
-    return torch.Tag.inplace_view in func.tags and not func._schema.name.startswith("aten::resize")
+                op.args, op.kwargs = mapped(alias, (op.args, op.kwargs))
+                op.results = [(alias(ref), index) for ref, index in op.results]
+        return counted
 
 
 def _has_numbers(tensor: torch.Tensor) -> bool:
@@ -377,15 +376,42 @@ def _has_numbers(tensor: torch.Tensor) -> bool:
     return not (tensor.is_meta or tensor._is_zerotensor())
 
 
-def _written_arguments(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
-    undeclared = _UNDECLARED_WRITES.get(func._schema.name, ())
-    if not func._schema.is_mutable and not undeclared:
-        return []
-    found = []
-    for index, argument in enumerate(func._schema.arguments):
-        declared = argument.alias_info is not None and argument.alias_info.is_write
-        if declared or argument.name in undeclared:
-            positional = index < len(args) and not argument.kwarg_only
-            value = args[index] if positional else kwargs.get(argument.name)
-            found += [leaf for leaf in tree_flatten(value)[0] if isinstance(leaf, torch.Tensor)]
-    return found
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """What is known of an operator. Its own properties are slow: they take its name or schema apart at each look."""
+
+    name: str
+    is_torchs: bool
+    is_collective: bool
+    calls_operators: bool
+    may_draw: bool
+    """Whether it may move a generator. A custom operator may call whatever draws."""
+    changes_metadata: bool
+    written: tuple[tuple[int | None, str], ...]
+    """The arguments that it writes to: their positions, where they have one, and names."""
+
+    def written_among(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
+        found = []
+        for index, name in self.written:
+            value = args[index] if index is not None and index < len(args) else kwargs.get(name)
+            found += [leaf for leaf in leaves_of(value) if isinstance(leaf, torch.Tensor)]
+        return found
+
+
+@functools.lru_cache(maxsize=4096)
+def _kind_of(func: torch._ops.OpOverload) -> _Kind:
+    schema = func._schema
+    undeclared = _UNDECLARED_WRITES.get(schema.name, ())
+    return _Kind(
+        schema.name,
+        func.namespace == "aten",
+        is_collective(func),
+        calls_operators(func),
+        func.namespace != "aten" or torch.Tag.nondeterministic_seeded in func.tags,
+        torch.Tag.inplace_view in func.tags and not schema.name.startswith("aten::resize"),
+        tuple(
+            (None if argument.kwarg_only else index, argument.name)
+            for index, argument in enumerate(schema.arguments)
+            if (argument.alias_info is not None and argument.alias_info.is_write) or argument.name in undeclared
+        ),
+    )

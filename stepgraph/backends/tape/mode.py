@@ -50,6 +50,11 @@ class RecordingMode(dispatch.TorchDispatchMode, OwnMode):
 
     supports_higher_order_operators = True
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """No: around a recording compiled code runs eagerly, and torch's wrapper costs as much as some operators."""
+        return False
+
     def __init__(self, head: Head, guard: HostReadGuard, random: RandomCalls) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._head = head
@@ -104,16 +109,11 @@ class TapeWorkspace(Workspace):
         if self._pool.num_bytes:  # young garbage may hold memory that the graph could have
             gc.collect(1)
         guard, random = HostReadGuard(self._head.refuse), self._random
-        with (
-            collector_at_rest(),
-            self.warming_up(),
-            recorded_rng_calls(random),
-            unseen_by_modules(guard),
-            guard,
-            RecordingMode(self._head, guard, random),
-        ):
+        recording = RecordingMode(self._head, guard, random)
+        with collector_at_rest(), self.warming_up():
             try:
-                yield
+                with recorded_rng_calls(random), unseen_by_modules(guard), guard, recording:
+                    yield
             finally:
                 self._pool.poison_unplayed()
 

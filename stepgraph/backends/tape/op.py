@@ -13,13 +13,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.overrides import enable_reentrant_dispatch
-from torch.utils._pytree import TreeSpec, tree_flatten
 
 from stepgraph.backends.tape.memory import PoolPlace
 
 
-@dataclass(frozen=True, slots=True)
-class Ref:
+class Ref(NamedTuple):
     """A tensor's address: a place and a geometry in it."""
 
     place: PoolPlace
@@ -29,6 +27,32 @@ class Ref:
     dtype: torch.dtype
     conj: bool
     neg: bool
+
+
+def leaves_of(tree: Any) -> list[Any]:
+    """What lists, tuples and dictionaries hold: operators know no other containers, and torch's trees are slow."""
+    found: list[Any] = []
+    waiting = [tree]
+    while waiting:
+        value = waiting.pop()
+        kind = type(value)
+        if kind is list or kind is tuple:
+            waiting += reversed(value)
+        elif kind is dict:
+            waiting += reversed(value.values())
+        else:
+            found.append(value)
+    return found
+
+
+def mapped(call: Callable[[Any], Any], tree: Any) -> Any:
+    """A tree with each leaf replaced, in the order of `leaves_of`."""
+    kind = type(tree)
+    if kind is list or kind is tuple:
+        return kind([mapped(call, value) for value in tree])
+    if kind is dict:
+        return {name: mapped(call, value) for name, value in tree.items()}
+    return call(tree)
 
 
 def has_memory(kind: type) -> bool:
@@ -44,10 +68,10 @@ class Surroundings(NamedTuple):
     autocast: torch.dtype | None
 
     @classmethod
-    def of(cls, func: torch._ops.OpOverload) -> Surroundings:
+    def of(cls, *, calls_operators: bool) -> Surroundings:
         """The flags where an operator is called, read in the handler of the mode that sees it."""
         autocast = None
-        if _calls_operators(func):
+        if calls_operators:
             with enable_reentrant_dispatch():
                 autocast = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
         return cls(torch.is_grad_enabled(), autocast)
@@ -70,7 +94,7 @@ class Surroundings(NamedTuple):
 _FUSED = frozenset({"aten::_transformer_encoder_layer_fwd", "aten::_native_multi_head_attention"})
 
 
-def _calls_operators(func: torch._ops.OpOverload) -> bool:
+def calls_operators(func: torch._ops.OpOverload) -> bool:
     """Whether autocast has no rule for an operator that may call others."""
     if func.namespace == "aten" and func._schema.name not in _FUSED:
         return False
@@ -79,21 +103,19 @@ def _calls_operators(func: torch._ops.OpOverload) -> bool:
 
 @dataclass(slots=True)
 class Op:
-    """One noted operator: its arguments by address, and where its results go."""
+    """One noted operator: its arguments and where its results go, by address, and as tensors once they are bound."""
 
     func: Callable[..., Any]
-    leaves: list[Any]
-    spec: TreeSpec | None
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
     results: list[tuple[Any, int]]
     surroundings: Surroundings
-    args: tuple[Any, ...] = ()
-    kwargs: Mapping[str, Any] | None = None
 
     def run(self) -> None:
         """Call it again, and put its results in their places."""
-        out = self.func(*self.args, **(self.kwargs or {}))
+        out = self.func(*self.args, **self.kwargs)
         if self.results:
-            flat = [out] if isinstance(out, torch.Tensor) else tree_flatten(out)[0]
+            flat = leaves_of(out)
             for target, index in self.results:
                 target.copy_(flat[index])
 

@@ -19,17 +19,19 @@ from stepgraph.recipes.listing import record
 
 MOE_SCOPE = ["attn", "moe_router", "moe_preprocess"]
 PUBLISHED = {
-    "gpt2_small": 124_439_808,  # huggingface.co/openai-community/gpt2, the head tied to the embedding
-    "llama3_8b": 8_030_261_248,  # huggingface.co/meta-llama/Meta-Llama-3-8B, size of its safetensors
-    "llama3_70b": 70_553_706_496,  # huggingface.co/meta-llama/Meta-Llama-3-70B, likewise
+    "gpt2_small": 124_439_808,  # openai-community/gpt2, the head tied to the embedding; transformers counts the same
+    "llama3_8b": 8_030_261_248,  # general.parameter_count of ollama's llama3:8b, a context of 8192
+    "llama3_70b": 70_553_706_496,  # safetensors of Llama-3.1-70B and Llama-3.3-70B-Instruct, which have this shape
     "llama3_70b_sft": 70_553_706_496,
-    "qwen3_30b_a3b": 30_532_122_624,  # huggingface.co/Qwen/Qwen3-30B-A3B, likewise
-    "gpt_oss_20b": 20_914_757_184,  # 20.91 B in the model card, arXiv 2508.10925, table 1; GGUF's count
-    "gpt_oss_120b": 116_829_156_672,  # 116.83 B there; general.parameter_count of ollama's gpt-oss:120b
-    "deepseek_v3": 671_026_419_200,  # README_WEIGHTS.md: 671 B without the MTP module, 58 * 256 of them router biases
-    "qwen3_vl": 31_070_754_032,  # huggingface.co/Qwen/Qwen3-VL-30B-A3B-Instruct, size of its safetensors
-    "nemotron_h": 8_100_852_736,  # huggingface.co/nvidia/Nemotron-H-8B-Base-8K, likewise
+    "qwen3_30b_a3b": 30_532_122_624,  # general.parameter_count of qwen3moe 30B.A3B, in ollama and llama.cpp
+    "gpt_oss_20b": 20_914_757_184,  # 20.9 B in arXiv 2508.10925; general.parameter_count of ollama's gpt-oss:20b
+    "gpt_oss_120b": 116_829_156_672,  # 116.8 B there; general.parameter_count of ollama's gpt-oss:120b
+    "deepseek_v3": 671_026_419_200,  # 671 B in README_WEIGHTS.md without the MTP module, 58 * 256 of them router biases
+    "qwen3_vl": 31_070_754_032,  # parameter count of Qwen3-VL-30B-A3B-Instruct in Fireworks' list of models
+    "nemotron_h": 8_100_852_736,  # elements of the weights of Nemotron-H-8B-Base-8K, counted by its users
 }
+"""Elements of the published weights. Authors publish rounded totals; the exact counts were found where comments say,
+and not on the authors' own pages, which are cited for the shapes."""
 
 
 @pytest.mark.parametrize("name", PUBLISHED)

@@ -29,6 +29,7 @@ KEYS = {
     "static_bytes",
     "segments",
     "signatures",
+    "outlines",
 }
 
 
@@ -49,6 +50,7 @@ def example(**changes: object) -> Report:
         "pool_bytes": 3 * 2**20,
         "static_bytes": 2**19,
         "signatures": ("batch=f32[4, 2] cpu",),
+        "outlines": ("batch=f32[4, 2] cpu",),
         "chains": ("graph (120 nodes) > AdamW.step",),
         "optimizers": {"AdamW": "eager, between graphs (its step count is on the host)"},
         "equality": "not checked here",
@@ -126,7 +128,7 @@ def test_report_prints_brackets_as_they_are() -> None:
     """rich reads `[...]` as markup; dict paths and failure rules have brackets."""
     text = str(
         example(
-            signatures=("batch['ids']=int64[2] cpu, batch[0]='[red]'",),
+            outlines=("batch['ids']=int64[2] cpu, batch[0]='[red]'",),
             eager_reasons={"warm-up": 3, "capture failed: [host-read]": 2},
         )
     )

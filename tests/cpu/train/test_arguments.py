@@ -130,7 +130,6 @@ def test_rows_count_the_replays_of_their_step(tmp_path: Path, implementation: st
 @pytest.mark.parametrize(
     ("changes", "fix"),
     [
-        ({"tie_embeddings": True}, "model.share_embeddings_and_output_weights=false"),
         ({"recompute_granularity": "full"}, "model.recompute_granularity=none"),
         ({"num_layers": 1}, "model.num_layers"),
         (None, "model.kind=gpt"),
@@ -139,11 +138,7 @@ def test_rows_count_the_replays_of_their_step(tmp_path: Path, implementation: st
 def test_models_without_stages_are_refused_with_a_fix(tmp_path: Path, changes: Any, fix: str) -> None:
     from dataclasses import replace
 
-    model = (
-        moe(tiny(tmp_path))
-        if changes is None
-        else GPT(replace(GPTConfig.tiny(), **{"tie_embeddings": False} | changes))
-    )
+    model = moe(tiny(tmp_path)) if changes is None else GPT(replace(GPTConfig.tiny(), **changes))
     ranks = Ranks()
     ranks.pipeline_size = 2
     with pytest.raises(InvalidArgument, match="not-trained") as caught:

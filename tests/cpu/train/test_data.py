@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from stepgraph.errors import InvalidArgument
+from stepgraph.errors import InvalidArgument, StepgraphWarning
 from stepgraph.models import GPT, GPTConfig
 from stepgraph.train import finetune
 from stepgraph.train.data import Batches, SyntheticTokens, TokenWindows, made_text, mapped_tokens, text_tokens
@@ -105,6 +105,8 @@ def test_rows_of_jsonl_are_read(tmp_path: Path, row: Any) -> None:
         ('{"messages": []}', "not a list of messages"),
         ('{"messages": [{"role": "assistant"}]}', '"content" is null'),
         ('{"prompt_tokens": [9]}', '"completion_tokens" is null'),
+        ('{"prompt": "a", "completion": ""}', "the answer is empty"),
+        ('{"prompt_tokens": [9], "completion_tokens": []}', "the answer is empty"),
         ('{"prompt_tokens": 5, "completion_tokens": [1]}', "not a list of token numbers"),
         ('{"prompt_tokens": [999], "completion_tokens": [1]}', "token 999 is outside"),
     ],
@@ -115,6 +117,16 @@ def test_bad_rows_are_refused_by_line(tmp_path: Path, line: str, what: str) -> N
         read_examples(tmp_path / "rows.jsonl", 256, 64)
     assert what in str(caught.value)
     assert "object has no" not in str(caught.value)
+
+
+def test_examples_that_are_cut_are_named_by_line(tmp_path: Path) -> None:
+    rows = ["a" * 7, "a" * 8, "b", "c" * 100]
+    text = "\n".join(json.dumps({"prompt": row, "completion": "d"}) for row in rows)
+    (tmp_path / "rows.jsonl").write_text(text)
+    with pytest.warns(StepgraphWarning, match="2 of 4 examples are longer than 8 tokens") as caught:
+        found = read_examples(tmp_path / "rows.jsonl", 256, 8)
+    assert "lines 2, 4" in str(caught[0].message)
+    assert [len(example.tokens) for example in found] == [8, 8, 2, 8]
 
 
 def test_missing_file_of_examples_names_the_field(tmp_path: Path) -> None:

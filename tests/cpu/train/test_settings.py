@@ -94,7 +94,7 @@ def test_other_values_than_the_default_are_refused(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "overrides"),
     [
-        ("ddp.overlap_param_gather", "ddp.overlap_param_gather=true model.cuda_graph_impl=local"),
+        ("ddp.overlap_param_gather", "ddp.overlap_param_gather=true optimizer.optimizer=sgd"),
         ("peft.dropout_position", "peft.scheme=lora peft.dropout_position=post"),
         ("dataset.pad_to_max_length", "dataset.pad_to_max_length=false"),
         ("model.kind=vision_language", "model.kind=vision_language"),

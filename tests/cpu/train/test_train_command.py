@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shlex
+import signal
 import warnings
 from pathlib import Path
 from typing import Any
@@ -13,10 +15,11 @@ from typer.testing import CliRunner
 
 from stepgraph import recipes
 from stepgraph.cli import app
-from stepgraph.commands.train import configured, read
+from stepgraph.commands.train import configured, read, resume_command
 from stepgraph.config.container import ConfigContainer
 from stepgraph.errors import InvalidArgument
 from stepgraph.recipes.fit import refuse_too_large
+from stepgraph.train.loop import Loop
 
 runner = CliRunner()
 CPU = torch.device("cpu")
@@ -169,3 +172,60 @@ def test_fine_tuning_reads_jsonl(tmp_path: Path, task: str) -> None:
     result = run(tmp_path, "--task", task, f"dataset.data_path={tmp_path / 'rows.jsonl'}", "peft.dim=2")
     assert result.exit_code == 0, result.output
     assert json.loads(result.stdout)["final_loss"] > 0
+
+
+def test_older_flags_are_warned_of_by_their_own_names(tmp_path: Path) -> None:
+    given = ["train", "--device", "cpu", *SMALL, f"logger.log_dir={tmp_path}", "--enable-cuda-graph"]
+    done = runner.invoke(app, [*given, "--cuda-graph-num-warmup-steps", "1"])
+    assert done.exit_code == 0
+    assert "warning: --enable-cuda-graph is another generation's name" in done.stderr
+    assert "warning: --cuda-graph-num-warmup-steps is another" in done.stderr
+    assert "typer" not in done.stderr
+
+
+def test_stopped_run_prints_the_command_to_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved = f"checkpoint.save={tmp_path / 'a folder'}"
+    original = Loop.run
+
+    def stopped(self: Loop) -> int:
+        self._flag.number = signal.SIGINT
+        return original(self)
+
+    monkeypatch.setattr(Loop, "run", stopped)
+    given = ["train", "--device", "cpu", *SMALL, f"logger.log_dir={tmp_path}"]
+    done = runner.invoke(app, [*given, saved])
+    assert done.exit_code == 130
+    command = next(line for line in done.stderr.splitlines() if "go on with: " in line).partition("go on with: ")[2]
+    monkeypatch.setattr(Loop, "run", original)
+    words = shlex.split(command)
+    assert words[:2] == ["stepgraph", "train"]
+    again = runner.invoke(app, [*words[1:], "--json"])
+    assert again.exit_code == 0, again.stderr
+    assert json.loads(again.stdout)["start"] == 1
+    assert "nothing was saved of 1 steps" in _stopped_without_saving(given, monkeypatch, stopped)
+
+
+def _stopped_without_saving(given: list[str], monkeypatch: pytest.MonkeyPatch, stopped: Any) -> str:
+    monkeypatch.setattr(Loop, "run", stopped)
+    return str(runner.invoke(app, given).stderr)
+
+
+def test_resume_command_starts_all_ranks_again() -> None:
+    found = resume_command(["--task", "sft", "checkpoint.load=old", "checkpoint.save=new"], "new", ranks=2)
+    start = "torchrun --nproc-per-node 2 -m stepgraph train --task sft"
+    assert found == f"{start} checkpoint.save=new checkpoint.load=new"
+
+
+def test_recipe_that_is_not_trained_suggests_no_training() -> None:
+    done = runner.invoke(app, ["recipes", "qwen3_vl"])
+    assert "Not trained by `stepgraph train`" in done.stdout
+    assert "stepgraph train --recipe" not in done.stdout
+    assert "stepgraph train --recipe llama3_8b" in runner.invoke(app, ["recipes", "llama3_8b"]).stdout
+
+
+def test_report_of_an_iteration_counts_its_parameters(tmp_path: Path) -> None:
+    done = run(tmp_path, "--cuda-graph-impl", "local", "--cuda-graph-scope", "full_iteration")
+    graphs = json.loads(done.stdout)["graphs"]
+    assert "finish.parameters=[" in graphs["outlines"][0]
+    assert "finish.parameters[7]" not in graphs["outlines"][0]
+    assert "finish.parameters[7]" in graphs["signatures"][0], "the names are there for who asks"

@@ -1,0 +1,342 @@
+"""`stepgraph.frozen` lists the numbers that a graph has baked in, and says which of them somebody watches.
+
+Python runs when a step is recorded, and not when it is replayed. A number that the step reads is then a constant of the
+graph. Whether it is can be tried: move the number, record the step again, which has no effect, and compare the two
+recordings, operation by operation, and on CUDA node by node. What differs is where the number enters. Then the graph
+in use is asked whether its guards notice the move. A number in the graph that nobody watches is a finding.
+
+One number is moved at a time where there are few. Where there are many, groups are moved together and halved while
+something differs. All numbers are put back, also when the step raises.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from stepgraph.backends.nodes import NodeDifference, lasting, node_differences
+from stepgraph.errors import CaptureError, CaptureRefused, Location, StepgraphWarning
+from stepgraph.frames import error_location
+from stepgraph.guards.protocol import Change, Remedy
+from stepgraph.inspect.frozen_report import Entry, FrozenReport, FrozenValue, State
+from stepgraph.inspect.numbers import Number, host_values
+from stepgraph.inspect.program_state import restored
+from stepgraph.joined.capture import capture
+from stepgraph.oplog import Difference, differences
+from stepgraph.session.proof import NotWarm
+from stepgraph.step.rehearsal import Rehearsal, Rehearsed
+from stepgraph.step.step import CapturedStep
+from stepgraph.tracebacks import entry_point
+from stepgraph.tree import flatten
+
+__all__ = ["examine", "frozen", "judge"]
+
+_FEW = 16
+"""Numbers that are moved one at a time."""
+MAX_RECORDINGS = 256
+MAX_SECONDS = 120.0
+"""Limits of one examination. What they leave open is watched, or `unknown`."""
+_MAX_CALLS = 12
+"""Calls after which a step without a graph is given up."""
+_OWN_COPY = "No graph of the captured step serves this call yet: a copy with the same options was captured."
+_PLAIN_STEP = "The step is not captured: the report is about stepgraph.capture(step)."
+_HOST_TENSOR = "a tensor on the host: kernels are given its value; keep it on the device"
+_REMEDIES = {
+    Remedy.START_OVER: "a change: captured again",
+    Remedy.AUDIT: "a change: recorded again",
+    Remedy.RECAPTURE: "a change: recorded again",
+    Remedy.MOVE_OUT: "a change: the optimizer leaves the graph",
+}
+
+
+@entry_point
+def frozen(step: Callable[..., Any], /, *args: Any, **kwargs: Any) -> FrozenReport:
+    """Return a report of the numbers that a graph of this step has baked in, and whether they are watched.
+
+    Example:
+        >>> print(stepgraph.frozen(train_step, batch))    # a function, or a captured step
+        >>> assert not stepgraph.frozen(train_step, batch).findings
+
+    A captured step with a graph for these arguments is asked itself. Otherwise the step is called a few times, captured
+    by a `stepgraph.capture` of its own, and the program's state is restored.
+    """
+    return examine(step, args, kwargs)
+
+
+def examine(
+    step: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    *,
+    env: Mapping[str, str] | None = None,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> FrozenReport:
+    """Do what `frozen` does, and also set these environment variables. `progress` is told of numbers done, of all."""
+    with _rehearsing(step, args, kwargs) as (rehearsal, notes):
+        return _Examination(rehearsal, env or {}, progress).report(notes)
+
+
+@contextlib.contextmanager
+def _rehearsing(
+    step: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Iterator[tuple[Rehearsal, tuple[str, ...]]]:
+    """Yield a rehearsal of the call, and notes on it: of the step's own graph, or of one that is made for it."""
+    own = step.rehearsal(*args, **kwargs) if isinstance(step, CapturedStep) else None
+    if own is not None:
+        yield own, ()
+        return
+    made = step.fresh_copy() if isinstance(step, CapturedStep) else capture(step)
+    leaves, _ = flatten((args, kwargs))
+    with restored(step, leaves), made, warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("ignore")
+        warnings.simplefilter("always", StepgraphWarning)
+        rehearsal = None
+        for _ in range(_MAX_CALLS):
+            made(*args, **kwargs)
+            rehearsal = made.rehearsal(*args, **kwargs)
+            if rehearsal is not None:
+                break
+        if rehearsal is None:
+            reasons = ", ".join(made.report().eager_reasons)
+            raise CaptureError(
+                f"{made!r}: no graph serves this call after {_MAX_CALLS} calls ({reasons})",
+                rule="varying-operations",
+            )
+        told = tuple(dict.fromkeys(str(warning.message) for warning in seen))
+        yield rehearsal, (_OWN_COPY if isinstance(step, CapturedStep) else _PLAIN_STEP, *told)
+
+
+@dataclass(frozen=True, slots=True)
+class _Effect:
+    """The effect of moving a number."""
+
+    moved_to: Any
+    operations: tuple[Difference, ...] = ()
+    nodes: tuple[NodeDifference, ...] = ()
+    failure: str = ""
+    where: Location | None = None
+
+    @property
+    def is_none(self) -> bool:
+        return not (self.operations or self.nodes or self.failure)
+
+
+class _Examination:
+    """Moves the numbers of one step and records it."""
+
+    def __init__(self, rehearsal: Rehearsal, env: Mapping[str, str], progress: Callable[[int, int], None]) -> None:
+        self._rehearsal, self._progress = rehearsal, progress
+        self._recordings, self._until = 0, time.monotonic() + MAX_SECONDS
+        self._host = host_values(rehearsal, env)
+        self._numbers = self._host.numbers
+        with self._moved():
+            self._base = self._record()
+        with self._moved():
+            second = self._record()
+        self._noise = _node_differences(self._base, second)
+        self._varying = list(differences(self._base.log, second.log))
+        self._drifted = list(differences(rehearsal.log, self._base.log))
+        self._effects: dict[str, _Effect | None] = {}
+        """By name; None if no recording was left to find out."""
+
+    def report(self, notes: Sequence[str]) -> FrozenReport:
+        noticed, obstacles = self._ask()
+        movable = [n for n in self._numbers if n.near and (n.put or n.argument is not None) and n.name not in obstacles]
+        movable.sort(key=lambda number: number.name in noticed)  # those that may be findings come first
+        self._resolve(movable, self._near)
+        idle = [n for n in movable if n.far and (e := self._effects.get(n.name)) is not None and e.is_none]
+        self._resolve(idle, self._far)
+        values = [self._value(n, noticed.get(n.name), obstacles.get(n.name, n.obstacle)) for n in self._numbers]
+        order = list(State)
+        values = [*self._out_of_reach(), *sorted(values, key=lambda value: order.index(value.state))]
+        has_nodes = bool(self._base.nodes) and all(nodes is not None for nodes in self._base.nodes)
+        if self._host.is_cut_short:
+            notes = [*notes, "The step can name too many objects: not all were searched for numbers."]
+        compared = "operations and nodes" if has_nodes else "operations"
+        rehearsal = self._rehearsal
+        return FrozenReport(
+            rehearsal.name, rehearsal.backend.name, tuple(values), self._recordings, compared, tuple(notes)
+        )
+
+    @contextlib.contextmanager
+    def _moved(self, moves: Sequence[tuple[Number, Any]] = ()) -> Iterator[None]:
+        """Move numbers during the block. They are put back, the last one first, however it ends."""
+        with contextlib.ExitStack() as stack:
+            stack.callback(self._host.restore)
+            for number, value in moves:
+                assert number.put is not None
+                stack.callback(number.put(value))
+            yield
+
+    def _record(self, leaves: Sequence[Any] | None = None) -> Rehearsed:
+        self._recordings += 1
+        return self._rehearsal.record(leaves)
+
+    # -- asking the engine
+
+    def _ask(self) -> tuple[dict[str, str], dict[str, str]]:
+        """Move each number alone. Return how the engine notices it, and why others cannot be moved, by name."""
+        noticed: dict[str, str] = {}
+        obstacles: dict[str, str] = {}
+        for number in self._numbers:
+            if number.argument is not None:
+                if self._rehearsal.has_other_graph(self._leaves_with(number, number.near[0])):
+                    noticed[number.name] = "an argument: a graph for each value"
+            elif number.put is not None and number.near:
+                try:
+                    with self._moved([(number, number.near[0])]):
+                        changes = self._rehearsal.changes()
+                except (AttributeError, TypeError, ValueError) as error:
+                    obstacles[number.name] = f"it cannot be written: {error}"
+                    continue
+                if changes:
+                    noticed[number.name] = _noticed(changes)
+        return noticed, obstacles
+
+    def _leaves_with(self, number: Number, value: Any) -> list[Any]:
+        leaves = [leaf for _, leaf in self._rehearsal.arguments]
+        assert number.argument is not None
+        leaves[number.argument] = value
+        return leaves
+
+    # -- recording
+
+    def _resolve(self, numbers: Sequence[Number], pick: Callable[[Number], Sequence[Any]]) -> None:
+        """Find the effect of each number: alone, or in groups that are halved while they have an effect."""
+        arguments = [number for number in numbers if number.argument is not None]
+        others = [number for number in numbers if number.argument is None]
+        groups = [others] if len(others) > _FEW else [[number] for number in others]
+        groups += [[number] for number in arguments]
+        while groups:
+            group = groups.pop(0)
+            if self._is_spent():
+                self._effects |= {number.name: self._effects.get(number.name) for number in group}
+            elif len(group) == 1:
+                self._settle(group[0], self._alone(group[0], pick(group[0])), pick)
+            elif self._try([(number, pick(number)[0]) for number in group]).is_none:
+                for number in group:
+                    self._settle(number, _Effect(pick(number)[0]), pick)
+            else:
+                groups[:0] = [group[: len(group) // 2], group[len(group) // 2 :]]
+            self._progress(len(self._effects), len(self._numbers))
+
+    def _is_spent(self) -> bool:
+        return self._recordings >= MAX_RECORDINGS or time.monotonic() > self._until
+
+    def _settle(self, number: Number, effect: _Effect, pick: Callable[[Number], Sequence[Any]]) -> None:
+        """Keep an effect. That a step fails far away from its numbers proves nothing."""
+        if pick == self._near or not effect.failure:
+            self._effects[number.name] = effect
+
+    def _near(self, number: Number) -> Sequence[Any]:
+        return number.near
+
+    def _far(self, number: Number) -> Sequence[Any]:
+        return number.far
+
+    def _alone(self, number: Number, values: Sequence[Any]) -> _Effect:
+        """Move one number: to the first value with which the step does not fail."""
+        tried = [self._try([(number, values[0])])]
+        while tried[-1].failure and len(tried) < len(values) and not self._is_spent():
+            tried.append(self._try([(number, values[len(tried)])]))
+        return tried[-1] if tried[-1].operations or tried[-1].nodes else tried[0]
+
+    def _try(self, moves: Sequence[tuple[Number, Any]]) -> _Effect:
+        """Record with these numbers moved, and compare."""
+        _, value = moves[0]
+        argument = next((self._leaves_with(*move) for move in moves if move[0].argument is not None), None)
+        with self._moved([move for move in moves if move[0].argument is None]):
+            try:
+                now = self._record(argument)
+                nodes = _node_differences(self._base, now)
+                if nodes:
+                    again = _node_differences(self._base, self._record(argument))
+                    nodes = lasting(nodes, again, self._noise)
+            except NotWarm:
+                return _Effect(value, failure="the step then does something that no eager call did")
+            except Exception as error:  # noqa: BLE001 (a step fails in any way when its numbers are moved)
+                where = error.where if isinstance(error, CaptureRefused | CaptureError) else error_location(error)
+                text = str(error).partition("\n")[0]
+                return _Effect(value, failure=f"the step fails: {type(error).__name__}: {text}", where=where)
+        known = {(one.index, one.operation) for one in self._varying}
+        found = [one for one in differences(self._base.log, now.log) if (one.index, one.operation) not in known]
+        if len(now.log) != len(self._base.log):  # operations after the first difference have only changed places
+            found = found[:1]
+        return _Effect(value, tuple(found), tuple(nodes))
+
+    # -- judging
+
+    def _value(self, number: Number, noticed: str | None, obstacle: str) -> FrozenValue:
+        effect = self._effects.get(number.name, _Effect(""))
+        outside = {id(optimizer) for optimizer, is_outside in self._rehearsal.optimizers if is_outside}
+        unwatched = _HOST_TENSOR if number.is_tensor else self._rehearsal.why_not_watched(number.name)
+        state, reason = judge(number, effect, noticed, obstacle, unwatched, is_outside=id(number.optimizer) in outside)
+        entries = () if effect is None else _entries_of(effect)
+        moved = "" if effect is None or (effect.is_none and obstacle) else _told(effect.moved_to)
+        nodes = () if effect is None else tuple(map(str, effect.nodes))
+        return FrozenValue(number.name, _told(number.value), moved, state, reason, entries, nodes)
+
+    def _out_of_reach(self) -> Iterator[FrozenValue]:
+        """Values that no name was found for: the operations differ although nothing was moved."""
+        for found, when in ((self._drifted, "since the capture"), (self._varying, "from recording to recording")):
+            if found:
+                effect = _Effect("", tuple(found))
+                reason = f"changed {when}, and no name in reach explains it: a file, the time, another process"
+                yield FrozenValue("(out of reach)", "", "", State.BAKED, reason, _entries_of(effect))
+
+
+def judge(
+    number: Number, effect: _Effect | None, noticed: str | None, obstacle: str, unwatched: str, *, is_outside: bool
+) -> tuple[State, str]:
+    """Decide what a graph does with a value, and say why. `noticed` says how the engine reacts to a change."""
+    if number.is_on_device:
+        return State.TENSOR, "each replay reads it; change it in place"
+    is_live = number.optimizer is not None and is_outside
+    if effect is None and not is_live:
+        told = "where it enters was not found out in time"
+        return (State.WATCHED, f"{noticed}; {told}") if noticed else (State.UNKNOWN, told)
+    if obstacle:
+        return State.FIXED, obstacle
+    if effect is not None and not effect.is_none:
+        if effect.failure:
+            unwatched, noticed = f"{effect.failure}; {unwatched}", noticed and f"{effect.failure}; {noticed}"
+        return (State.WATCHED, noticed) if noticed else (State.BAKED, unwatched)
+    if effect is None or is_live:  # a number that the step reads, too, would be noticed
+        return State.LIVE, f"{type(number.optimizer).__name__} runs between graphs and reads it at each step"
+    return State.NO_EFFECT, f"the same operations with {_told(effect.moved_to)}"
+
+
+def _noticed(changes: Sequence[Change]) -> str:
+    return _REMEDIES[changes[0].remedy]
+
+
+def _node_differences(before: Rehearsed, now: Rehearsed) -> list[NodeDifference]:
+    """The differences of all graphs whose nodes could be read."""
+    found: list[NodeDifference] = []
+    for one, two in zip(before.nodes, now.nodes, strict=False):
+        if one is not None and two is not None:
+            found += node_differences(one, two)
+    return found
+
+
+def _entries_of(effect: _Effect) -> tuple[Entry, ...]:
+    """The places of an effect, each once: a number enters a forward and its backward at one line."""
+    if effect.failure:
+        where = effect.where
+        return () if where is None else (Entry("the step fails", where.file, where.line, "", effect.failure),)
+    found: dict[tuple[Any, ...], Entry] = {}
+    for one in effect.operations:
+        file, line = (one.where.file, one.where.line) if one.where is not None else (None, None)
+        found.setdefault((one.operation, file, line), Entry(one.operation, file, line, one.before, one.now))
+    if not found:
+        for node in effect.nodes:
+            found.setdefault((node.node, node.place), Entry(node.node, None, None, node.before, node.now))
+    return tuple(found.values())
+
+
+def _told(value: Any) -> str:
+    return value if isinstance(value, str) else "absent" if value is None else repr(value)

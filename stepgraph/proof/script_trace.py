@@ -1,0 +1,296 @@
+"""The probe of `stepgraph verify`: in the script's process it traces every call of what the script has graphed.
+
+A *subject* is a captured step, or the training around graphed modules, callables and stages. A *moment* is what is
+there after a call of a captured step, or, for graphed parts, after the step of an optimizer: the values of the program
+that the subject can name, and the results of the calls since the last moment. The script runs several times from one
+seed, with its graphs and without. A run without them is the script as it is, except that everything graphed calls the
+functions that it was made of. So the same moments come in the same order, and two traces can be compared.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import random
+import sys
+import types
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.optim.optimizer import Optimizer
+
+from stepgraph.backends import Backend, backend_for
+from stepgraph.backends.threads import replaced
+from stepgraph.callables.graphed import GraphedCallable
+from stepgraph.errors import StepgraphWarning
+from stepgraph.joined.capture import capture
+from stepgraph.modules.manager import ModuleGraphs
+from stepgraph.observe.step_objects import numbered
+from stepgraph.observe.steps import StepCalls
+from stepgraph.oplog import Log
+from stepgraph.optim.steps import at_optimizer_steps
+from stepgraph.pipeline.manager import StageManager
+from stepgraph.proof.causes import changed_between, logged
+from stepgraph.proof.costs import Counts, counted, timed
+from stepgraph.proof.plainly import running_plainly
+from stepgraph.proof.program import Key, Program, program_of
+from stepgraph.proof.trace import Keeper, call_values
+from stepgraph.script.probe import RunningScript
+from stepgraph.session.proof import StepLogs
+from stepgraph.step.step import CapturedStep
+
+__all__ = ["PARTS", "ScriptMoment", "VerifyProbe"]
+
+PARTS = "the training step"
+"""The subject that stands for graphed modules, callables and stages."""
+_ENOUGH = 4
+"""Moments of all subjects, as a multiple of those of one, after which the script is stopped."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScriptMoment:
+    """What is there after one step of a subject."""
+
+    subject: str
+    step: int
+    """Counted for each subject."""
+    values: Mapping[Key, Any]
+    step_ms: float | None = None
+    counts: Counts | None = None
+
+
+@dataclass(slots=True)
+class _Subject:
+    """What is known of one subject."""
+
+    name: str
+    kind: str
+    program: Program
+    backend: Backend
+    steps: int = 0
+    replays: int = 0
+    log: Log | None = None
+    graphed: list[Any] = field(default_factory=list)
+    """The captured step, or all graphed parts; they are kept, so that no other object gets their ids."""
+    results: dict[Key, Any] = field(default_factory=dict)
+    """The results of graphed parts since the last moment."""
+
+    def facts(self) -> dict[str, Any]:
+        return {"kind": self.kind, "backend": self.backend.name, "steps": self.steps, "replays": self.replays}
+
+
+class VerifyProbe:
+    """Traces one run of the script. Options: mode (eager, graphed, logs), seed, steps, trace, and what to log."""
+
+    def __init__(self, script: RunningScript) -> None:
+        self._script, self._options = script, script.options
+        self._is_graphed = self._options["mode"] == "graphed"
+        self._keeper = Keeper()
+        self._moments: list[ScriptMoment] = []
+        self._subjects: dict[int, _Subject] = {}
+        self._parts: _Subject | None = None
+        self._logs = StepLogs()
+        self._operation: dict[str, Any] | None = None
+        self._warned: list[str] = []
+        self._inside = 0
+        self._named = contextlib.ExitStack()
+        """Captures the function that `--step` names, which is wrapped before the script runs."""
+        self._named.enter_context(replaced(StepCalls, "wrapped", _captured))
+
+    # -- the protocol of probes
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """Seed everything, and trace what runs in the block."""
+        _seed(int(self._options["seed"]))
+        if not torch.cuda.is_available():
+            torch.set_num_threads(1)  # a sum that is split over threads differs from run to run
+        with contextlib.ExitStack() as stack:
+            if not self._is_graphed:
+                stack.enter_context(running_plainly())
+            stack.enter_context(replaced(CapturedStep, "__call__", self._step))
+            for kind in (ModuleGraphs, GraphedCallable, StageManager):
+                stack.enter_context(replaced(kind, "__call__", self._part))
+            stack.enter_context(at_optimizer_steps(after=self._after_optimizer))
+            stack.enter_context(replaced(warnings, "showwarning", self._warning))
+            yield
+
+    def result(self) -> Mapping[str, Any]:
+        """Write the trace to its file, and return what is small."""
+        self._named.close()
+        torch.save([self._as_saved(moment) for moment in self._moments], self._options["trace"])
+        subjects = [*self._subjects.values(), *([self._parts] if self._parts is not None else [])]
+        return {
+            "subjects": {one.name: one.facts() for one in subjects},
+            "warned": self._warned,
+            "operation": self._operation,
+            "peak_bytes": next((one.backend.peak_memory_bytes() for one in subjects), None),
+        }
+
+    @staticmethod
+    def _as_saved(moment: ScriptMoment) -> tuple[Any, ...]:
+        return moment.subject, moment.step, dict(moment.values), moment.step_ms, moment.counts
+
+    def _warning(self, below: Callable[..., None], message: Any, category: Any, *args: Any, **kwargs: Any) -> None:
+        if isinstance(category, type) and issubclass(category, StepgraphWarning):
+            self._warned.append(str(message))
+        below(message, category, *args, **kwargs)
+
+    # -- captured steps
+
+    def _step(self, below: Callable[..., Any], step: CapturedStep[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self._inside:
+            return below(step, *args, **kwargs)
+        subject = self._subject_of(step, args)
+        self._inside += 1
+        try:
+            result, step_ms, counts = self._called(subject, functools.partial(below, step), args, kwargs)
+        finally:
+            self._inside -= 1
+        self._add(subject, {**call_values((args, kwargs), result), **subject.program.values()}, step_ms, counts)
+        return result
+
+    def _called(
+        self, subject: _Subject, call: Callable[..., Any], args: Any, kwargs: Any
+    ) -> tuple[Any, float | None, Counts | None]:
+        """Make a call of a captured step: the last one is counted, the others are timed, and some are logged."""
+        logged_step = self._options.get("logged_step")
+        if self._options.get("logged_subject") == subject.name and logged_step in (subject.steps, subject.steps + 1):
+            program, backend = subject.program, subject.backend
+            result, log = logged(self._logs, program, backend, call, args, kwargs)
+            if logged_step == subject.steps:
+                kinds = set(self._options.get("kinds", ()))
+                self._note_operation(changed_between(subject.log, log, program, kinds))
+            subject.log = log
+            return result, None, None
+        if subject.steps == int(self._options["steps"]) - 1:
+            result, counts = counted(call, args, kwargs, subject.backend, operations=not self._is_graphed)
+            return result, None, counts
+        result, step_ms = timed(call, args, kwargs, subject.backend)
+        return result, step_ms, None
+
+    def _note_operation(self, changed: Any) -> None:
+        if changed is not None:
+            where = changed.where
+            place = None if where is None else [where.file, where.line, where.function]
+            self._operation = {
+                **{name: getattr(changed, name) for name in ("index", "operation", "before", "now")},
+                "where": place,
+            }
+
+    def _subject_of(self, step: CapturedStep[..., Any], args: Any) -> _Subject:
+        found = self._subjects.get(id(step))
+        if found is None:
+            program = program_of(step.function, args, step.options.generators)
+            names = {one.name for one in self._subjects.values()}
+            name = numbered(str(getattr(step, "__name__", "step")), names)
+            found = _Subject(name, "captured step", program, backend_for(program.device), graphed=[step])
+            found.backend.reset_peak_memory()
+            self._subjects[id(step)] = found
+        return found
+
+    # -- graphed parts
+
+    def _part(self, below: Callable[..., Any], graphs: Any, *args: Any, **kwargs: Any) -> Any:
+        if self._inside:
+            return below(graphs, *args, **kwargs)
+        self._inside += 1
+        try:
+            result = below(graphs, *args, **kwargs)
+        finally:
+            self._inside -= 1
+        module = graphs.target.module if isinstance(graphs, StageManager) else _module_of(graphs)
+        if self._parts is None:
+            self._parts = _Subject(PARTS, "graphed parts", Program(), backend_for(_device_of(module, result)))
+        parts = self._parts
+        parts.graphed += [] if any(graphs is known for known in parts.graphed) else [graphs]
+        if isinstance(module, torch.nn.Module) and all(module is not known for known in parts.program.modules.values()):
+            modules = {**parts.program.modules, numbered(_name_of(graphs), parts.program.modules): module}
+            parts.program = Program(modules, parts.program.optimizers)
+        name = numbered(_name_of(graphs), {key[1].partition(":")[0] for key in parts.results})
+        outputs = {("outputs", f"{name}:{key[1]}"): value for key, value in call_values((), result).items()}
+        parts.results |= {key: v.detach().clone() if isinstance(v, torch.Tensor) else v for key, v in outputs.items()}
+        return result
+
+    def _after_optimizer(self, optimizer: Optimizer, _: Any) -> None:
+        parts = self._parts
+        if self._inside or parts is None:
+            return
+        if all(optimizer is not known for known in parts.program.optimizers.values()):
+            name = numbered(type(optimizer).__name__, parts.program.optimizers)
+            parts.program = Program(parts.program.modules, {**parts.program.optimizers, name: optimizer})
+        values, parts.results = {**parts.results, **parts.program.values()}, {}
+        self._add(parts, values)
+
+    # -- moments
+
+    def _add(
+        self, subject: _Subject, values: Mapping[Key, Any], step_ms: float | None = None, counts: Counts | None = None
+    ) -> None:
+        kept = self._keeper.keep(values)
+        self._moments.append(ScriptMoment(subject.name, subject.steps, kept, step_ms, counts))
+        subject.steps += 1
+        subject.replays = max(subject.replays, sum(map(_replays_of, subject.graphed)))  # graphs may be closed later
+        steps, subjects = int(self._options["steps"]), [*self._subjects.values()]
+        subjects += [self._parts] if self._parts is not None else []
+        if all(one.steps >= steps for one in subjects) or len(self._moments) >= _ENOUGH * steps:
+            self._script.stop()
+
+
+def _captured(below: Callable[..., Any], calls: StepCalls, function: Callable[..., Any]) -> Any:
+    """Capture the function that `--step` names; a method, for each of its objects."""
+    if isinstance(function, CapturedStep):
+        return below(calls, function)
+    step = capture(function)
+    qualified = str(getattr(function, "__qualname__", ""))
+    if isinstance(function, types.MethodType) or "." not in qualified.rpartition("<locals>.")[2]:
+        return below(calls, step)
+
+    @functools.wraps(function)
+    def method(instance: Any, *args: Any, **kwargs: Any) -> Any:
+        return step.__get__(instance, type(instance))(*args, **kwargs)
+
+    return below(calls, method)
+
+
+def _replays_of(graphs: Any) -> int:
+    """How often a captured step or a graphed part was replayed."""
+    if isinstance(graphs, CapturedStep):
+        modules = graphs.report().modules  # where the capture of the whole step has failed
+        return graphs.replays + (modules.tally()[0] if modules is not None else 0)
+    if isinstance(graphs, ModuleGraphs):
+        return graphs.tally()[1]
+    if isinstance(graphs, StageManager):
+        return graphs.forwards + sum(runner.forwards for runner in graphs.runners.values())
+    return int(graphs.report().forwards)
+
+
+def _module_of(graphs: Any) -> Any:
+    if isinstance(graphs, ModuleGraphs):
+        return graphs.module
+    return getattr(graphs.original, "__self__", None)
+
+
+def _name_of(graphs: Any) -> str:
+    return str(graphs.target.name if isinstance(graphs, StageManager) else graphs.name)
+
+
+def _device_of(module: Any, result: Any) -> torch.device:
+    parameters = list(module.parameters()) if isinstance(module, torch.nn.Module) else []
+    found = [*parameters, *(value for value in call_values((), result).values() if isinstance(value, torch.Tensor))]
+    return found[0].device if found else torch.device("cpu")
+
+
+def _seed(seed: int) -> None:
+    """Seed every generator that a script draws from; workers of data loaders are seeded by torch from these."""
+    random.seed(seed)
+    torch.manual_seed(seed)
+    numpy: Any = sys.modules.get("numpy")
+    if numpy is None:
+        with contextlib.suppress(ImportError):
+            import numpy
+    if numpy is not None:
+        numpy.random.seed(seed % 2**32)

@@ -1,0 +1,164 @@
+"""What `verify` can be given, and which two callables each kind stands for.
+
+| given | graphed | eager |
+|---|---|---|
+| a captured step | the step, with the graphs that it has | the function that was captured |
+| a function that calls something graphed | the function | the same, with everything graphed run plainly |
+| any other function | the function, captured for the comparison | the function |
+| a model or handle with graphed modules, a graphed callable | a training step around it | the same, plainly |
+
+A training step that `verify` makes itself runs two microbatches, so that gradients are accumulated, and weighs the
+results with random numbers, so that the gradients that come in change.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from stepgraph.callables.graphed import GraphedCallable
+from stepgraph.errors import InvalidArgument
+from stepgraph.joined.capture import capture
+from stepgraph.modules.graph_modules import GraphedModules
+from stepgraph.modules.manager import ModuleGraphs
+from stepgraph.observe.finder import reachable
+from stepgraph.pipeline.manager import StageManager
+from stepgraph.pipeline.stage import GraphedStages
+from stepgraph.proof.plainly import running_plainly
+from stepgraph.proof.program import Program, program_of
+from stepgraph.step.full_iteration import FullCudaGraphWrapper
+from stepgraph.step.step import CapturedStep
+from stepgraph.tree import flatten
+
+__all__ = ["Subject", "subject_of"]
+
+_GRAPHED = (ModuleGraphs, GraphedCallable, StageManager)
+_RATE = 1e-3
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """Two callables that should do the same, and what they share."""
+
+    name: str
+    kind: str
+    """captured step, graphed modules, graphed callable or function."""
+    eager: Callable[..., Any]
+    graphed: Callable[..., Any]
+    program: Program
+    capture: Callable[[Callable[..., Any]], CapturedStep[..., Any]] | None = None
+    """Captures another function as this one was captured, for probes."""
+    during: AbstractContextManager[Any] = field(default_factory=contextlib.nullcontext)
+    """Entered for the comparison: ends what was made for it, and what it has taught the step."""
+    holds_outputs: bool = True
+    """False if the user asked for outputs that replays overwrite."""
+
+
+def subject_of(step: Any, batch: tuple[Any, ...]) -> Subject:
+    """Return the two callables that something stands for; `batch` are the arguments of a call."""
+    if isinstance(step, CapturedStep):
+        return _captured(step, batch)
+    if isinstance(step, (GraphedStages, FullCudaGraphWrapper)):
+        raise InvalidArgument(
+            f"verify was given a {type(step).__name__}, which is a part of a training step",
+            rule="option",
+            why="its schedule, and not the part alone, decides what a step is.",
+            fix="pass the function that runs one step: verify(lambda x, y: schedule.step(x, target=y), batches).",
+        )
+    model = step.model if isinstance(step, GraphedModules) else step
+    if isinstance(model, torch.nn.Module):
+        if not _is_graphed(model):
+            raise _nothing_graphed(type(model).__name__)
+        return _trained(model, [model], "graphed modules" if step is not model else "graphed module", batch)
+    if isinstance(step, GraphedCallable):
+        return _trained(step, [step.original], "graphed callable", batch)
+    if not callable(step):
+        raise InvalidArgument(
+            f"verify was given {step!r}, a {type(step).__name__}, which is not a step",
+            rule="option",
+            why="a step is called on batches.",
+            fix="pass a captured step, a function, a graphed model or callable.",
+        )
+    if any(_is_graphed(value) for value in reachable(functools.partial(_nothing, step))):
+        name = str(getattr(step, "__name__", type(step).__name__))
+        return Subject(name, "function", functools.partial(_plainly, step), step, program_of(step, batch))
+    return _captured(capture(step), batch, is_ours=True)
+
+
+def _nothing(*_: Any) -> None:
+    """Stands for a function that holds a step."""
+
+
+def _plainly(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    with running_plainly():
+        return call(*args, **kwargs)
+
+
+def _is_graphed(value: Any) -> bool:
+    if isinstance(value, torch.nn.Module):
+        return any(isinstance(own, _GRAPHED) for module in value.modules() for own in vars(module).values())
+    return isinstance(value, (CapturedStep, GraphedCallable, GraphedModules, GraphedStages))
+
+
+def _nothing_graphed(name: str) -> InvalidArgument:
+    return InvalidArgument(
+        f"no part of this {name} is graphed",
+        rule="option",
+        why="eager would be compared with eager.",
+        fix="graph it first: stepgraph.graph_modules(model), or pass a training step to be captured.",
+    )
+
+
+def _captured(step: CapturedStep[..., Any], batch: tuple[Any, ...], *, is_ours: bool = False) -> Subject:
+    options = step.options
+    function = functools.partial(_plainly, step.run_plainly)
+    program = program_of(step.function, batch, options.generators)
+    return Subject(
+        str(getattr(step, "__name__", "step")),
+        "function" if is_ours else "captured step",
+        function,
+        step,
+        program,
+        capture=step.capture_like,
+        during=contextlib.closing(step) if is_ours else step.undisturbed(),
+        holds_outputs=options.outputs != "static",
+    )
+
+
+def _trained(call: Callable[..., Any], holders: list[Any], kind: str, batch: tuple[Any, ...]) -> Subject:
+    """A training step around a graphed model or callable."""
+    found = program_of(functools.partial(_nothing, *holders), batch)
+    parameters = [p for p in found.parameters().values() if p.requires_grad]
+    parameters += [t for t in found.own_tensors().values() if t.requires_grad and t.is_leaf]
+    optimizers = {"SGD": torch.optim.SGD(parameters, lr=_RATE)} if parameters else {}
+    program = Program(found.modules, {**found.optimizers, **optimizers}, found.tensors, found.generators, found.others)
+    step = _TrainingStep(call, optimizers.get("SGD"))
+    name = call.name if isinstance(call, GraphedCallable) else type(call).__name__
+    return Subject(name, kind, functools.partial(_plainly, step), step, program)
+
+
+class _TrainingStep:
+    """Two forwards and backwards, and SGD, of something that is no training step by itself."""
+
+    def __init__(self, call: Callable[..., Any], optimizer: torch.optim.Optimizer | None) -> None:
+        self._call, self._optimizer = call, optimizer
+
+    def __call__(self, *args: Any) -> Any:
+        outputs = []
+        for _ in range(2):
+            leaves = [leaf for leaf in flatten(self._call(*args))[0] if isinstance(leaf, torch.Tensor)]
+            weighed = [(leaf * torch.randn_like(leaf)).sum().float() for leaf in leaves if leaf.requires_grad]
+            outputs += [leaf.detach().clone() for leaf in leaves]
+            del leaves
+            if weighed:
+                torch.stack(weighed).sum().backward()
+        if self._optimizer is not None:
+            self._optimizer.step()
+            self._optimizer.zero_grad()
+        return outputs

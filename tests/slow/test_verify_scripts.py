@@ -1,0 +1,141 @@
+"""`stepgraph verify SCRIPT`: real scripts in real processes, eager, eager again and graphed."""
+
+from __future__ import annotations
+
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from stepgraph.cli import app
+from stepgraph.commands.base import ExitCode
+from stepgraph.proof.report import Verdict
+from stepgraph.proof.verify_script import ScriptReport, verify_script
+from stepgraph.script.run import Script
+
+HEAD = """
+import json, pathlib, sys
+import torch
+import stepgraph
+model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.BatchNorm1d(16), torch.nn.Dropout(0.1))
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+"""
+MANY = """
+scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 20)
+head = torch.nn.Sequential(torch.nn.Linear(16, 8), torch.nn.Linear(8, 1))
+other = torch.optim.SGD(head.parameters(), lr=1e-2)
+graphed = stepgraph.make_graphed_callables(torch.nn.Linear(16, 16), (torch.randn(4, 16, requires_grad=True),))
+with stepgraph.graph_modules(head, ["0"]):
+    @stepgraph.capture
+    def train_step(x):
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    @stepgraph.capture
+    def evaluate(x):
+        with torch.no_grad():
+            return model(x).sum()
+
+    data = torch.utils.data.TensorDataset(torch.randn(64, 8))
+    for x, in torch.utils.data.DataLoader(data, batch_size=4, shuffle=True):
+        train_step(x)
+        scheduler.step()
+        evaluate(x)
+        hidden = torch.randn(4, 16, requires_grad=True)
+        other.zero_grad()
+        head(graphed(hidden)).sum().backward()
+        other.step()
+"""
+FROZEN = """
+config = pathlib.Path(sys.argv[1])
+
+@stepgraph.capture(audit=False)
+def train_step(x):
+    optimizer.zero_grad()
+    weight = json.loads(config.read_text())["weight"]
+    loss = model(x).square().mean() * weight
+    loss.backward()
+    optimizer.step()
+    return loss.detach()
+
+for i in range(20):
+    config.write_text(json.dumps({"weight": 1.0 if i < 5 else 0.5}))
+    train_step(torch.randn(4, 8))
+"""
+
+
+PLAIN = """
+class Trainer:
+    def train_step(self, x):
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+trainer = Trainer()
+for _ in range(20):
+    trainer.train_step(torch.randn(4, 8))
+"""
+
+
+def written(folder: Path, text: str, *args: str, **options: Any) -> Script:
+    file = folder / "train.py"
+    file.write_text(HEAD + textwrap.dedent(text))
+    return Script(str(file), args, timeout=120, **options)
+
+
+def judged(script: Script, **options: Any) -> ScriptReport:
+    return verify_script(script, stdout_to_stderr=True, **options)
+
+
+def test_script_with_all_kinds_of_graphs_is_equal(tmp_path: Path) -> None:
+    report = judged(written(tmp_path, MANY), steps=6)
+    assert report.verdict is Verdict.EQUAL, report
+    kinds = {one.subject: one.kind for one in report.reports}
+    assert kinds == {
+        "train_step": "captured step",
+        "evaluate": "captured step",
+        "the training step": "graphed parts",
+    }
+    assert all(one.replays for one in report.reports)
+
+
+def test_named_step_of_a_plain_script_is_captured(tmp_path: Path) -> None:
+    report = judged(written(tmp_path, PLAIN, step="Trainer.train_step"), steps=6)
+    assert report.verdict is Verdict.EQUAL, report
+    (one,) = report.reports
+    assert (one.subject, one.replays) == ("train_step", 3)
+
+
+def test_frozen_number_is_named_with_its_line(tmp_path: Path) -> None:
+    script = written(tmp_path, FROZEN, str(tmp_path / "config.json"))
+    report = judged(script)
+    assert report.verdict is Verdict.DIFFERENT
+    (one,) = report.reports
+    found = one.comparison
+    assert found.first is not None
+    assert found.first.step == 5
+    assert found.cause is not None
+    assert (found.cause.rule, "0.5" in found.cause.what) == ("frozen-number", True)
+    assert found.cause.where is not None
+    assert "* weight" in found.cause.where.source
+
+
+@pytest.mark.parametrize(
+    ("text", "told", "code"),
+    [
+        ("model(torch.randn(4, 8))", "--step NAME", ExitCode.FINDINGS),
+        ("raise ZeroDivisionError('of the script')", "of the script", ExitCode.SCRIPT),
+    ],
+)
+def test_script_that_cannot_be_judged(tmp_path: Path, text: str, told: str, code: ExitCode) -> None:
+    script = written(tmp_path, text)
+    result = CliRunner().invoke(app, ["verify", script.target], env={"NO_COLOR": "1"})
+    assert result.exit_code == code, result.output
+    assert told in " ".join(result.output.split())
