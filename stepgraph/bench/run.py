@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 
-from stepgraph.bench.flops import flops_per_step
 from stepgraph.bench.hardware import Gpu
 from stepgraph.bench.measure import StepTimes, Timeline, elapsed_ms, mark, profiled
 from stepgraph.config.container import ConfigContainer
@@ -173,6 +172,8 @@ def benchmark(
         >>> found = benchmark(for_cpu(recipes.gpt2_small()), steps=5)
         >>> found.times.median, found.report.replays
     """
+    from stepgraph.bench.flops import flops_per_step  # its models load the compiler, which takes seconds
+
     where = torch.device(device)
     first = max(cfg.model.cuda_graph_warmup_steps, _DDP_WARMUP if _is_distributed() else 1) + 1 + SETTLE
     timed = _timed(cfg, first + steps + 3)

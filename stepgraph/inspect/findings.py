@@ -28,7 +28,7 @@ GROUPS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "sync-free": ("host-read", "library-call"),
         "static": (
             *("varying-shape", "varying-number", "varying-operations", "moving-address", "host-data"),
-            *("legacy-stream", "background-thread", "optimizer-closure"),
+            *("legacy-stream", "thread-operations", "optimizer-closure"),
         ),
     }
 )

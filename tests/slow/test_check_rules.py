@@ -123,15 +123,15 @@ BAD = {
         loop("out = out * torch.tensor([1.0, 2.0, 3.0, 4.0])  # finds: host-data"),
         loop("out = out + torch.as_tensor(np.ones(4, dtype=np.float32))  # finds: host-data"),
     ],
-    "background-thread": [
+    "thread-operations": [
         loop(
             "thread = threading.Thread(target=work)\nthread.start()\nthread.join()",
-            before="def work():\n    return torch.ones(3).sum()  # finds: background-thread",
+            before="def work():\n    return torch.ones(3).sum()  # finds: thread-operations",
         ),
         loop(
             "todo.put(1)\ndone.get()",
             before="todo, done = queue.Queue(), queue.Queue()\ndef serve():\n    while todo.get():\n"
-            "        done.put(torch.zeros(2) + 1)  # finds: background-thread\n"
+            "        done.put(torch.zeros(2) + 1)  # finds: thread-operations\n"
             "threading.Thread(target=serve, daemon=True).start()",
         ),
     ],
@@ -197,7 +197,7 @@ GOOD = {
         loop("out = out * scale", before="scale = torch.tensor([1.0, 2.0, 3.0, 4.0])"),
         loop("out = out * torch.full((4,), 2.0) + torch.arange(4)", outside="z = torch.tensor([1.0, i])"),
     ],
-    "background-thread": [
+    "thread-operations": [
         loop(before="thread = threading.Thread(target=lambda: torch.ones(3).sum())\nthread.start()\nthread.join()"),
         loop("thread = threading.Thread(target=lambda: sum(range(9)))\nthread.start()\nthread.join()"),
     ],
