@@ -1,7 +1,7 @@
 """`--try`: captures a script's step for real, in the script's own process, and times its replays.
 
-The function that is one step is captured, as a line with `stepgraph.capture` in the script would do. In a second run the
-model is compiled first: what a compiler makes of a step cannot be predicted, so it is measured only.
+The function that is one step is captured, as a line with `stepgraph.capture` in the script would do. In a second run
+the model is compiled first: what a compiler makes of a step cannot be predicted, so it is measured only.
 """
 
 from __future__ import annotations
