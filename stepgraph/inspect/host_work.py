@@ -286,4 +286,4 @@ def _is_torchs(function: Any) -> bool:
     owner = getattr(function, "__self__", None)
     if isinstance(owner, torch.Tensor):
         return function.__name__ not in ("size", "dim", "stride", "data_ptr", "is_pinned")
-    return isinstance(owner, type) and owner.__name__ in ("_VariableFunctionsClass", "_VariableFunctions")
+    return owner is None and getattr(torch, function.__name__, None) is function

@@ -31,6 +31,7 @@ runner = CliRunner()
 RUNS: dict[str, list[str]] = {
     "advise": [str(ROOT / "examples" / "plain_loop.py")],
     "bench": ["--dry-run"],
+    "check": [str(ROOT / "tests" / "scripts" / "plain_loop.py")],
     "demo": ["--device", "cpu", "--steps", "2", "--plot", "none"],
     "doctor": [],
     "explain": ["CUDA error: capturing stream has unjoined work"],
@@ -43,7 +44,7 @@ RUNS: dict[str, list[str]] = {
 }
 """For each command, arguments of a short run."""
 NAMES = [function.__name__ for functions in COMMANDS.values() for function in functions]
-SLOW = {"advise", "verify"}
+SLOW = {"advise", "check", "frozen", "verify"}
 """Commands whose short run starts several processes."""
 RUN = [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in NAMES]
 EXIT_CODES = {"advise": int(not torch.cuda.is_available())}
