@@ -13,16 +13,17 @@ import os
 import tempfile
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from stepgraph.bench.hardware import Gpu
 from stepgraph.bench.measure import StepTimes, Timeline, elapsed_ms, mark, profiled
-from stepgraph.config.container import ConfigContainer
-from stepgraph.train import pretrain
-from stepgraph.train.implementations import Implementation, Work, choose
-from stepgraph.train.run_report import RunReport
+
+if TYPE_CHECKING:
+    from stepgraph.bench.hardware import Gpu
+    from stepgraph.config.container import ConfigContainer
+    from stepgraph.train.implementations import Implementation, Work
+    from stepgraph.train.run_report import RunReport
 
 SETTLE = 3
 """Iterations after the capture that are not timed."""
@@ -160,21 +161,24 @@ def benchmark(
     device: torch.device | str = "cpu",
     steps: int = 20,
     gpu: Gpu | None = None,
-    implementation: Callable[[Work, ConfigContainer], Implementation] = choose,
+    implementation: Callable[[Work, ConfigContainer], Implementation] | None = None,
     quiet: bool = True,
 ) -> BenchResult:
     """Train a configuration for some steady steps, and return what they took.
 
-    `steps` are those after warm-up and capture. `gpu` gives the peak for MFU. The configuration's own number of
+    `steps` are those after warm-up and capture. `gpu` gives the peak for MFU; `implementation`, if it is
+    not the configured one, what runs the iterations. The configuration's own number of
     iterations, checkpoints and evaluations are left out.
 
     Example:
         >>> found = benchmark(for_cpu(recipes.gpt2_small()), steps=5)
         >>> found.times.median, found.report.replays
     """
-    from stepgraph.bench.flops import flops_per_step  # its models load the compiler, which takes seconds
+    from stepgraph.bench.flops import flops_per_step  # the models import the compiler, which takes seconds
+    from stepgraph.train import pretrain
+    from stepgraph.train.implementations import choose
 
-    where = torch.device(device)
+    where, made = torch.device(device), implementation or choose
     first = max(cfg.model.cuda_graph_warmup_steps, _DDP_WARMUP if _is_distributed() else 1) + 1 + SETTLE
     timed = _timed(cfg, first + steps + 3)
     clock, regions = Clock(where, first, steps), Regions.on(where)
@@ -188,7 +192,7 @@ def benchmark(
             regions(name, step)
 
         with contextlib.closing(regions):
-            report = pretrain(timed, device=where, on_event=on_event, quiet=quiet, implementation=implementation)
+            report = pretrain(timed, device=where, on_event=on_event, quiet=quiet, implementation=made)
     times, timeline = clock.result()
     return BenchResult(
         times=times,

@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -35,90 +36,119 @@ _FAMILIES = {
 _SIZES = "Sizes"
 _GRAPHS = "Graphs"
 _COMPARE = "Comparison"
-_SETTINGS = {
-    "-tp": "model.tensor_model_parallel_size",
-    "-pp": "model.pipeline_model_parallel_size",
-    "-ep": "model.expert_model_parallel_size",
-    "-cp": "model.context_parallel_size",
-    "-vp": "model.virtual_pipeline_model_parallel_size",
-    "-gb": "train.global_batch_size",
-    "-mb": "train.micro_batch_size",
-    "-sl": "model.seq_length",
-    "--cuda_graph_impl": "model.cuda_graph_impl",
-    "--cuda_graph_scope": "model.cuda_graph_scope",
-}
-"""The setting that each option stands for."""
 _WORKER_S = 300.0
 """Time for one mechanism."""
 _FP8 = ("fp8_cs", "fp8_ds", "fp8_mx", "fp8_sc")
+
+
+_SETTINGS = MappingProxyType(
+    {
+        "tensor": "model.tensor_model_parallel_size",
+        "pipeline": "model.pipeline_model_parallel_size",
+        "expert": "model.expert_model_parallel_size",
+        "context": "model.context_parallel_size",
+        "virtual": "model.virtual_pipeline_model_parallel_size",
+        "global_batch": "train.global_batch_size",
+        "micro_batch": "train.micro_batch_size",
+        "seq_length": "model.seq_length",
+        "cuda_graph_impl": "model.cuda_graph_impl",
+        "cuda_graph_scope": "model.cuda_graph_scope",
+        "seed": "rng.seed",
+    }
+)
+"""The settings that options of the command stand for, by parameter."""
+_PARALLEL = MappingProxyType({"tensor": "-tp", "pipeline": "-pp", "expert": "-ep", "context": "-cp", "virtual": "-vp"})
+_ON_ONE = MappingProxyType(
+    {
+        "global_batch": "-gb",
+        "micro_batch": "-mb",
+        "seq_length": "-sl",
+        "cuda_graph_impl": "--cuda_graph_impl",
+        "cuda_graph_scope": "--cuda_graph_scope",
+    }
+)
 
 
 def _size(*names: str, help: str) -> Any:
     return typer.Option(*names, min=1, help=help, rich_help_panel=_SIZES, show_default=False)
 
 
-def _word(*names: str, help: str, panel: str | None = None, metavar: str | None = None) -> Any:
-    return typer.Option(*names, help=help, rich_help_panel=panel, metavar=metavar)
-
-
 Overrides = Annotated[
-    list[str] | None, typer.Argument(metavar="SECTION.FIELD=VALUE", help="Settings, such as optimizer.lr=1e-4.")
+    list[str] | None,
+    typer.Argument(metavar="SECTION.FIELD=VALUE", help="Settings, such as optimizer.lr=1e-4."),
 ]
 Family = Annotated[
-    str | None, _word("-m", "--model-family-name", metavar="NAME", help="gpt, llama, qwen, gpt_oss, ...")
+    str | None, typer.Option("-m", "--model-family-name", metavar="NAME", help="gpt, llama, qwen, gpt_oss, ...")
 ]
-RecipeName = Annotated[
-    str | None, _word("-mr", "--model-recipe-name", metavar="NAME", help="A recipe: stepgraph recipes.")
+Recipe = Annotated[
+    str | None, typer.Option("-mr", "--model-recipe-name", metavar="NAME", help="A recipe: stepgraph recipes.")
 ]
-Task = Annotated[str, _word("--task", metavar="TASK", help="pretrain, sft or lora.")]
+Task = Annotated[str, typer.Option("--task", metavar="TASK", help="pretrain, sft or lora.")]
 GpuName = Annotated[
-    str | None, _word("-g", "--gpu", metavar="NAME", help="h100, h200, b200, ... or cpu; default: this one.")
+    str | None, typer.Option("-g", "--gpu", metavar="NAME", help="h100, h200, b200, ... or cpu; default: this one.")
 ]
-ComputeType = Annotated[str, _word("-c", "--compute-dtype", metavar="NAME", help="bf16.")]
+ComputeDtype = Annotated[str, typer.Option("-c", "--compute-dtype", metavar="NAME", help="bf16.")]
 NumGpus = Annotated[int, typer.Option("-ng", "--num-gpus", min=1, help="Number of GPUs.")]
 Tensor = Annotated[int | None, _size("-tp", "--tensor-model-parallel-size", help="Tensor parallelism.")]
-Stages = Annotated[int | None, _size("-pp", "--pipeline-model-parallel-size", help="Pipeline stages.")]
+Pipeline = Annotated[int | None, _size("-pp", "--pipeline-model-parallel-size", help="Pipeline stages.")]
 Expert = Annotated[int | None, _size("-ep", "--expert-model-parallel-size", help="Expert parallelism.")]
 Context = Annotated[int | None, _size("-cp", "--context-parallel-size", help="Context parallelism.")]
-Chunks = Annotated[int | None, _size("-vp", "--virtual-pipeline-model-parallel-size", help="Chunks of a stage.")]
+Virtual = Annotated[int | None, _size("-vp", "--virtual-pipeline-model-parallel-size", help="Chunks of a stage.")]
 GlobalBatch = Annotated[int | None, _size("-gb", "--global-batch-size", help="Sequences of an iteration.")]
 MicroBatch = Annotated[int | None, _size("-mb", "--micro-batch-size", help="Sequences of a microbatch.")]
-Length = Annotated[int | None, _size("-sl", "--seq-length", help="Tokens of a sequence.")]
-Impl = Annotated[str | None, _word("--cuda-graph-impl", help="none, local or transformer_engine.", panel=_GRAPHS)]
-Scope = Annotated[str | None, _word("--cuda-graph-scope", help="Words such as attn,mlp.", panel=_GRAPHS)]
-Dispatcher = Annotated[str, _word("--moe-token-dispatcher-type", help="alltoall; recorded only.", panel=_GRAPHS)]
-Fits = Annotated[bool, _word("--fit", help="Cut the model to this machine.")]
-DryRun = Annotated[bool, _word("--dry-run", help="Validate and predict; run nothing.")]
-Compares = Annotated[bool, _word("--compare", help="Run every mechanism, in two passes.", panel=_COMPARE)]
-Only = Annotated[str | None, _word("--only", metavar="NAMES", help="Of these alone: eager,compile.", panel=_COMPARE)]
-Resumes = Annotated[bool, _word("--resume", help="Go on from the rows in the JSON file.", panel=_COMPARE)]
-ReportFile = Annotated[Path | None, _word("--report", metavar="FILE.html", help="Write a report.", panel=_COMPARE)]
+SeqLength = Annotated[int | None, _size("-sl", "--seq-length", help="Tokens of a sequence.")]
+GraphImpl = Annotated[
+    str | None,
+    typer.Option("--cuda-graph-impl", help="none, local or transformer_engine.", rich_help_panel=_GRAPHS),
+]
+GraphScope = Annotated[
+    str | None, typer.Option("--cuda-graph-scope", help="Words such as attn,mlp.", rich_help_panel=_GRAPHS)
+]
+Dispatcher = Annotated[
+    str,
+    typer.Option("--moe-token-dispatcher-type", help="alltoall; recorded only.", rich_help_panel=_GRAPHS),
+]
+FitHere = Annotated[bool, typer.Option("--fit", help="Cut the model to this machine.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Validate and predict; run nothing.")]
+Compares = Annotated[
+    bool, typer.Option("--compare", help="Run every mechanism, in two passes.", rich_help_panel=_COMPARE)
+]
+Only = Annotated[
+    str | None,
+    typer.Option("--only", metavar="NAMES", help="Of these alone: eager,compile.", rich_help_panel=_COMPARE),
+]
+Resume = Annotated[
+    bool, typer.Option("--resume", help="Go on from the rows in the JSON file.", rich_help_panel=_COMPARE)
+]
+ReportFile = Annotated[
+    Path | None, typer.Option("--report", metavar="FILE.html", help="Write a report.", rich_help_panel=_COMPARE)
+]
 
 
 def bench(
     overrides: Overrides = None,
     family: Family = None,
-    recipe: RecipeName = None,
+    recipe: Recipe = None,
     task: Task = "pretrain",
     gpu: GpuName = None,
-    compute_dtype: ComputeType = "bf16",
+    compute_dtype: ComputeDtype = "bf16",
     num_gpus: NumGpus = 1,
     tensor: Tensor = None,
-    pipeline: Stages = None,
+    pipeline: Pipeline = None,
     expert: Expert = None,
     context: Context = None,
-    virtual: Chunks = None,
+    virtual: Virtual = None,
     global_batch: GlobalBatch = None,
     micro_batch: MicroBatch = None,
-    seq_length: Length = None,
-    cuda_graph_impl: Impl = None,
-    cuda_graph_scope: Scope = None,
+    seq_length: SeqLength = None,
+    cuda_graph_impl: GraphImpl = None,
+    cuda_graph_scope: GraphScope = None,
     dispatcher: Dispatcher = "alltoall",
-    fit: Fits = False,
+    fit: FitHere = False,
     dry_run: DryRun = False,
     compares: Compares = False,
     only: Only = None,
-    resume: Resumes = False,
+    resume: Resume = False,
     report: ReportFile = None,
     steps: Steps = 20,
     seed: Seed = 1234,
@@ -126,15 +156,13 @@ def bench(
     timeout: Timeout = None,
 ) -> Result:
     """Measure a recipe's training step: time, TFLOP/s, how busy the GPU is, memory, replays, and the loss."""
+    given = dict(locals())
     name = _recipe(family, recipe)
     _refuse_dtype(compute_dtype)
     _refuse_dispatcher(dispatcher)
-    on_many = {"-tp": tensor, "-pp": pipeline, "-ep": expert, "-cp": context, "-vp": virtual}
-    on_one = {"-gb": global_batch, "-mb": micro_batch, "-sl": seq_length}
-    graphs = {"--cuda_graph_impl": cuda_graph_impl, "--cuda_graph_scope": cuda_graph_scope}
-    words = [*_settings({**on_many, **on_one, **graphs}), f"rng.seed={seed}", *(overrides or [])]
-    wanted = read(name, task, words, fit)
-    asked = Asked(name, task, gpu, num_gpus, dispatcher, _typed(on_many), _typed({**on_one, **graphs}))
+    words = [f"{setting}={given[key]}" for key, setting in _SETTINGS.items() if given[key] is not None]
+    wanted = read(name, task, [*words, *(overrides or [])], fit)
+    asked = Asked(name, task, gpu, num_gpus, dispatcher, _typed(given, _PARALLEL), _typed(given, _ON_ONE))
     if dry_run:
         return _predicted(asked, wanted)
     if compares:
@@ -171,13 +199,9 @@ class Asked:
         return " ".join([*parts, *words])
 
 
-def _settings(options: Mapping[str, object]) -> list[str]:
-    """The settings that options stand for."""
-    return [f"{_SETTINGS[name]}={value}" for name, value in options.items() if value is not None]
-
-
-def _typed(options: Mapping[str, object]) -> tuple[str, ...]:
-    return tuple(f"{name} {value}" for name, value in options.items() if value is not None)
+def _typed(given: Mapping[str, object], options: Mapping[str, str]) -> tuple[str, ...]:
+    """The options that were given, as they are typed."""
+    return tuple(f"{option} {given[name]}" for name, option in options.items() if given[name] is not None)
 
 
 def _recipe(family: str | None, recipe: str | None) -> str:
