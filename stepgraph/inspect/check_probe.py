@@ -91,15 +91,23 @@ class CheckProbe:
         """Return what was seen."""
         inside = [one for one in self._seen.inside if isinstance(one, Seen)]
         varying = self._varying()
+        models = self._modules([*inside, *varying])
+        self._release()
         outside = [one for one in self._seen.outside if one.rule in _LISTED]
         return {
             "inside": [plain_seen(one) for one in (*inside, *varying)],
             "outside": [plain_seen(one) for one in outside],
             "steps": self._num_steps,
             "step": self._functions.result(),
-            "models": self._modules([*inside, *varying]),
+            "models": models,
             "is_hidden": self._work.is_hidden,
         }
+
+    def _release(self) -> None:
+        """Let the script's objects go: the runner keeps its probe for as long as the process lives."""
+        self._touched, self._by_code = StepObjects(), FunctionsByCode()
+        self._called, self._logs, self._paths = {}, [], []
+        self._numbers = OwnNumbers((), lambda optimizer: False)
 
     @contextlib.contextmanager
     def _sync_warnings(self) -> Iterator[None]:

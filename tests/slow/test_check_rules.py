@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import textwrap
 from pathlib import Path
 
@@ -229,7 +230,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name, text in PACKAGES.items():
         (installed / name).mkdir(parents=True)
         (installed / name / "__init__.py").write_text(text)
-    monkeypatch.syspath_prepend(str(installed))
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.setattr(sys, "path", ["", str(installed), *sys.path])
     monkeypatch.chdir(tmp_path)
     torch.save(torch.ones(4), tmp_path / "bias.pt")
     return tmp_path
