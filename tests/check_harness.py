@@ -7,13 +7,16 @@ and no other line.
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import io
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
 
 from stepgraph.inspect.check import PROBE, CheckReport, report_of
@@ -40,7 +43,7 @@ def check_here(path: Path, folder: Path, steps: int = 6) -> CheckReport:
     answer, request = folder / "answer.jsonl", folder / "request.json"
     answer.unlink(missing_ok=True)
     request.write_text(Request(Script(str(path)), PROBE, {"steps": steps}, str(answer)).to_json())
-    with _as_it_was(), contextlib.redirect_stdout(io.StringIO()):
+    with _as_it_was(), _removable_audit_hooks(), contextlib.redirect_stdout(io.StringIO()):
         child.main(str(request))
     gc.collect()
     return report_of(str(path), _outcome(Answer.read(answer), False, 0))
@@ -55,3 +58,27 @@ def _as_it_was() -> Iterator[None]:
     finally:
         sys.modules["__main__"], sys.argv[:], sys.path[:] = main, argv, paths
         torch.set_rng_state(state)
+
+
+_AUDITING: list[Callable[[str, tuple[Any, ...]], None]] = []
+
+
+_HOOK = compile("lambda event, args: [each(event, args) for each in hooks]", "<audit hooks>", "eval")
+"""In no file, so that it is not taken for the user's code."""
+
+
+@functools.cache
+def _install() -> None:
+    sys.addaudithook(eval(_HOOK, {"hooks": _AUDITING}))
+
+
+@contextlib.contextmanager
+def _removable_audit_hooks() -> Iterator[None]:
+    """Python keeps audit hooks for good and calls each for every frame that is asked for: scripts share one here."""
+    _install()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "addaudithook", _AUDITING.append)
+        try:
+            yield
+        finally:
+            _AUDITING.clear()

@@ -18,6 +18,7 @@ import enum
 import statistics
 import sys
 import time
+import types
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -31,7 +32,7 @@ from stepgraph.advice.parts import BEGIN, REACH, Scope, find_scopes, marked, sha
 from stepgraph.backends.threads import replaced
 from stepgraph.bench.measure import elapsed_ms, mark, read_trace, traced
 from stepgraph.errors import Location
-from stepgraph.frames import is_users_code, user_location
+from stepgraph.frames import is_users_code
 from stepgraph.script.probe import RunningScript
 
 WARMUP, HOST_STEPS = 5, 3
@@ -94,6 +95,16 @@ def _running_methods() -> Iterator[tuple[int, str]]:
         frame = frame.f_back  # type: ignore[assignment]
 
 
+def _users_line() -> Location:
+    """The innermost line of the user's on the stack; Python's own modules, such as `warnings`, are not the user's."""
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame is not None and not is_users_code(frame.f_code):
+        frame = frame.f_back
+    if frame is None:
+        return Location("", 0, "")
+    return Location(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
+
+
 class Waits:
     """Notes where the host waits for the GPU, in a step and between steps."""
 
@@ -104,7 +115,7 @@ class Waits:
 
     def note(self, what: str) -> None:
         """The host waits, at the user's innermost line."""
-        self._pending.append(Wait(what, user_location() or Location("", 0, ""), frozenset(_running_methods())))
+        self._pending.append(Wait(what, _users_line(), frozenset(_running_methods())))
 
     def reach(self) -> None:
         """All that was noted is in the step."""

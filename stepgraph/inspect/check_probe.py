@@ -26,7 +26,7 @@ from stepgraph.inspect.host_work import HostWork
 from stepgraph.inspect.places import Place, is_own_code, location_of, own_frames, package_of, place_of, stack_of
 from stepgraph.inspect.step_functions import StepFunctions
 from stepgraph.inspect.step_operations import Made, StepOperations, changes
-from stepgraph.inspect.step_state import FunctionsByCode, Line, StepState
+from stepgraph.inspect.step_state import FunctionsByCode, Line, StepState, lines_with
 from stepgraph.observe.own_changes import OwnNumbers
 from stepgraph.observe.step_objects import StepObjects
 from stepgraph.oplog import Difference, Log
@@ -37,6 +37,7 @@ DEFAULT_STEPS = 10
 """Steps that are watched."""
 _SYNCHRONIZING = "called a synchronizing CUDA operation"
 """What torch warns of in its sync debug mode."""
+_DEFAULT_STREAM = "default_stream"
 _LISTED = frozenset(
     ("host-read", "host-file", "tokenizer", "host-random", "host-print", "host-logging", "host-data", "host-value")
 )
@@ -53,7 +54,7 @@ class CheckProbe:
         self._touched = StepObjects()
         self._work = HostWork(self._note)
         self._operations = StepOperations(self._note, self._moved, self._work.paused)
-        self._work.lines = lambda code, line: self._lines.note((code, line))
+        self._work.lines = self._line
         self._functions, self._by_code = StepFunctions(), FunctionsByCode()
         self._numbers = OwnNumbers((), lambda optimizer: False)
         self._state: StepState | None = None
@@ -91,15 +92,23 @@ class CheckProbe:
         """Return what was seen."""
         inside = [one for one in self._seen.inside if isinstance(one, Seen)]
         varying = self._varying()
+        models = self._modules([*inside, *varying])
+        self._release()
         outside = [one for one in self._seen.outside if one.rule in _LISTED]
         return {
             "inside": [plain_seen(one) for one in (*inside, *varying)],
             "outside": [plain_seen(one) for one in outside],
             "steps": self._num_steps,
             "step": self._functions.result(),
-            "models": self._modules([*inside, *varying]),
+            "models": models,
             "is_hidden": self._work.is_hidden,
         }
+
+    def _release(self) -> None:
+        """Let the script's objects go: the runner keeps its probe for as long as the process lives."""
+        self._touched, self._by_code = StepObjects(), FunctionsByCode()
+        self._called, self._logs, self._paths = {}, [], []
+        self._numbers = OwnNumbers((), lambda optimizer: False)
 
     @contextlib.contextmanager
     def _sync_warnings(self) -> Iterator[None]:
@@ -190,6 +199,13 @@ class CheckProbe:
         else:
             self._seen.note(seen)
 
+    def _line(self, code: types.CodeType, line: int) -> None:
+        """A line of the user's runs. The default stream is known by name: there is no event for its use."""
+        self._lines.note((code, line))
+        if _DEFAULT_STREAM in code.co_names and line in lines_with(code, _DEFAULT_STREAM):
+            where = Location(code.co_filename, line, code.co_name)
+            self._seen.note(Seen("legacy-stream", "uses the default stream", where, "", "", self._step or 0))
+
     def _value_changed(self, rule: str, what: str, where: Location | None) -> None:
         self._changed.append(Seen(rule, what, where, "", "", self._step or 0))
 
@@ -199,10 +215,14 @@ class CheckProbe:
         self._seen.note(Seen("moving-address", what, made.where, "", "", self._step or 0))
 
     def _synchronizes(self, name: str) -> None:
-        """The script waits for what stands for the device. torch's own code asks where a tensor is, and is told."""
+        """The script waits for what stands for the device."""
+        self._note_call("host-read", f"{name}()")
+
+    def _note_call(self, rule: str, what: str) -> None:
+        """Note a call of the script's or a library's. torch's own code asks where a tensor is, and is told."""
         frame = next((one for one in stack_of(sys._getframe(1)) if not is_engine(one.f_code.co_filename)), None)
         if self._step is not None and frame is not None and package_of(frame.f_code.co_filename) != "torch":
-            self._note("host-read", f"{name}()", frame)
+            self._note(rule, what, frame)
 
     def _forward(self, module: torch.nn.Module, args: Any) -> None:
         """A module is about to run: notes it, and whether a loop came round within the step."""

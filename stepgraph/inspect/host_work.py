@@ -30,7 +30,7 @@ from torch.utils import _python_dispatch as dispatch
 
 from stepgraph.errors import Location
 from stepgraph.frames import is_engine
-from stepgraph.inspect.places import is_own_code, package_of, stack_of
+from stepgraph.inspect.places import is_own_code, is_plumbing, package_of, stack_of
 from stepgraph.ran import ExecutedCode
 from stepgraph.rng.host_random import HostRandomWatch
 
@@ -53,6 +53,9 @@ _READERS = frozenset(("linecache.py", "tokenize.py", "traceback.py", "inspect.py
 """Files of Python's own library that read source code."""
 _NOT_DATA = ("/proc/", "/sys/", "/dev/")
 _LAYERS = tuple(os.path.join(os.path.dirname(torch.__file__), "nn", name) for name in ("functional.py", "modules"))
+_SEEDING = (torch.random.__file__, torch.cuda.random.__file__)
+_SEEDS = frozenset(("manual_seed", "manual_seed_all", "seed", "seed_all", "set_rng_state", "set_state"))
+_GENERATOR = torch.Generator  # the mapping of cuda puts another class in its place
 _LOGGED = logging.Logger.handle.__code__
 _SCHEDULERS = torch.optim.lr_scheduler.__file__
 _SET_PROFILE, _SET_TRACE = sys.setprofile, sys.settrace
@@ -167,6 +170,8 @@ class HostWork:
         file = code.co_filename
         if code is _LOGGED:
             return "logging"
+        if file in _SEEDING and code.co_name in _SEEDS:
+            return "reseed"
         if file == _SCHEDULERS and code.co_name == "step":
             return "host-value"
         if _TENSORBOARD in file:
@@ -180,6 +185,10 @@ class HostWork:
         caller = frame.f_back
         if rule == "logging":
             self._note("host-logging", "logs a message", frame)
+        elif rule == "reseed":
+            outer = next((one for one in stack_of(caller) if not is_plumbing(one.f_code.co_filename)), None)
+            if outer is not None and is_own_code(outer.f_code):
+                self._note(rule, f"calls {frame.f_code.co_name}()", outer)
         elif rule == "host-value":
             if caller is not None and caller.f_code.co_filename != _SCHEDULERS:
                 self._note(rule, "calls scheduler.step(), which changes the optimizer's numbers", frame)
@@ -194,6 +203,8 @@ class HostWork:
             self._note("host-print", "prints", frame)
         elif owner is not None and not isinstance(owner, types.ModuleType):
             kind = type(owner)
+            if kind is _GENERATOR and function.__name__ in _SEEDS:
+                self._note("reseed", f"calls Generator.{function.__name__}()", frame)
             if kind not in self._owners:
                 self._owners[kind] = _PACKAGES.get(str(kind.__module__).partition(".")[0])
             rule = self._owners[kind]

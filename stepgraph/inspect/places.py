@@ -79,12 +79,17 @@ def place_of(frame: types.FrameType | None) -> Place:
             is_optimizers = is_optimizers or _is_optimizers(one)
             if is_own_code(code):
                 where = location_of(one)
-            elif not inside and not (is_engine(file) or file.startswith(("<", *_PLUMBING))):
+            elif not inside and not is_plumbing(file):
                 inside = f"{_short(file)}, {code.co_name}"
         if code is _CALL and module is None:
             module = one.f_locals.get("self")
         is_loading = is_loading or file.startswith(_LOADING)
     return Place(where, inside, module, is_optimizers, is_loading)
+
+
+def is_plumbing(file: str) -> bool:
+    """Whether a file only hands calls on: stepgraph's, or torch's dispatch."""
+    return is_engine(file) or file.startswith(("<", *_PLUMBING))
 
 
 def package_of(file: str) -> str:

@@ -63,7 +63,7 @@ class StepState:
         codes = {code for code, _ in lines}
         ran = {(code.co_filename, line) for code, line in lines}
         for rule, what, name in found:
-            where = line_of_change(name, codes, ran)
+            where = line_of_use(name, lines) if rule == "iterator" else line_of_change(name, codes, ran)
             if where is not None:
                 note(rule, what, where)
 
@@ -135,6 +135,21 @@ def read_first(code: types.CodeType, lines: Sequence[Line]) -> list[str]:
                 elif instruction.opname in _STORES:
                     stored.add(name)
     return list(found)
+
+
+def line_of_use(name: str, lines: Iterable[Line]) -> Location | None:
+    """The first of these lines that reads a variable or an attribute of this name."""
+    last = name.rpartition(".")[2]
+    for code, line in lines:
+        if any(one.argval == last and one.opname.startswith("LOAD_") for one in _by_line(code).get(line, ())):
+            return Location(code.co_filename, line, code.co_name)
+    return None
+
+
+@functools.lru_cache(maxsize=64)
+def lines_with(code: types.CodeType, name: str) -> frozenset[int]:
+    """The lines of code that have this name in them."""
+    return frozenset(line for line, found in _by_line(code).items() if any(one.argval == name for one in found))
 
 
 @functools.lru_cache(maxsize=512)

@@ -1,0 +1,136 @@
+"""`stepgraph check` on whole scripts, as users write them: no false alarm, no miss, the line exact.
+
+What is to be found stands in the scripts (`# finds: RULE`). Most run one after another in this process; the shorter
+list runs as the command does, in processes of its own, and `make test-long` runs all of them so.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stepgraph.inspect.check import check
+from stepgraph.inspect.findings import Api
+from stepgraph.script.request import Status
+from tests.check_harness import check_here, expected_in, found_by
+from tests.processes import run_to_end
+
+ROOT = Path(__file__).parents[2]
+SCRIPTS = ROOT / "tests" / "scripts"
+FITS = {
+    "accelerated": Api.CAPTURE,
+    "accumulation": Api.CAPTURE,
+    "amp_scaler": Api.CAPTURE,
+    "batch_norm": Api.CAPTURE,
+    "branch_on_loss": Api.MODULES,
+    "clipping": Api.CAPTURE,
+    "compiled": Api.CAPTURE,
+    "contrastive": Api.CAPTURE,
+    "curriculum": Api.MODULES,
+    "distillation": Api.CAPTURE,
+    "ema": Api.CAPTURE,
+    "gan": Api.CAPTURE,
+    "hf_bert": Api.MODULES,
+    "hf_gpt2": Api.MODULES,
+    "hf_llama": Api.CAPTURE,
+    "hf_vit": Api.CAPTURE,
+    "lbfgs": Api.MODULES,
+    "lightning_module": Api.MODULES,
+    "lr_by_hand": Api.CAPTURE,
+    "mamba_like": Api.CAPTURE,
+    "masked": Api.MODULES,
+    "mixup": Api.MODULES,
+    "plain_loop": Api.CAPTURE,
+    "reinforce": Api.CAPTURE,
+    "rnn": Api.CAPTURE,
+    "scheduler": Api.CAPTURE,
+    "step_function": Api.CAPTURE,
+    "trainer_class": Api.CAPTURE,
+    "two_optimizers": Api.CAPTURE,
+    "workers": Api.CAPTURE,
+}
+"""Each script with what fits it. `ddp` runs under torchrun."""
+LIBRARIES = {"accelerated": "accelerate", "lightning_module": "lightning", "hf": "transformers"}
+
+
+def needs(name: str) -> None:
+    """Skip a script whose library is not installed."""
+    library = LIBRARIES.get(name, LIBRARIES.get(name.partition("_")[0]))
+    if library is not None and importlib.util.find_spec(library) is None:
+        pytest.skip(f"{library} is not installed")
+
+
+def assert_as_marked(report: Any, name: str) -> None:
+    path = SCRIPTS / f"{name}.py"
+    assert report.outcome.status in (Status.COMPLETED, Status.STOPPED), report.outcome.exception
+    assert report.outcome.cannot_judge == ()
+    assert found_by(report) == expected_in(path.read_text())
+    assert all(finding.where is not None and finding.where.file == str(path) for finding in report.findings)
+    assert report.verdict.api is FITS[name]
+    assert report.fits == (FITS[name] is Api.CAPTURE)
+
+
+def command(*words: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    """Run the command line to its end."""
+    settings = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "COLUMNS": "100"} | (env or {})
+    return run_to_end([[sys.executable, "-m", *words]], settings)[0]
+
+
+@pytest.mark.parametrize("name", FITS)
+def test_check_of_a_whole_script(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    needs(name)
+    monkeypatch.chdir(tmp_path)
+    assert_as_marked(check_here(SCRIPTS / f"{name}.py", tmp_path), name)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", FITS)
+def test_check_of_a_whole_script_in_its_process(name: str) -> None:
+    needs(name)
+    assert_as_marked(check(str(SCRIPTS / f"{name}.py"), stdout_to_stderr=True), name)
+
+
+@pytest.mark.timeout(300)
+def test_check_command_prints_findings_and_exits_with_one() -> None:
+    done = command("stepgraph", "check", str(SCRIPTS / "masked.py"), "--steps", "4", "--json")
+    assert done.returncode == 1, done.stderr
+    values = json.loads(done.stdout)
+    assert values["verdict"] == "graph_modules"
+    (finding,) = values["findings"]
+    assert (finding["rule"], finding["steps"]) == ("host-read", 4)
+    assert "F.cross_entropy(logits[mask], tokens[mask])" in finding["source"]
+    assert values["next"] == "stepgraph rules host-read"
+
+
+@pytest.mark.timeout(300)
+def test_check_command_of_a_clean_script_exits_with_zero() -> None:
+    done = command("stepgraph", "check", str(SCRIPTS / "step_function.py"))
+    assert done.returncode == 0, done.stderr
+    assert "The whole step can be captured: stepgraph.capture fits." in done.stdout
+    assert "train_step = stepgraph.capture(train_step)  # before the loop" in done.stdout
+    assert "step_function.py:23" in done.stdout, "the print between the steps is listed"
+
+
+@pytest.mark.timeout(300)
+def test_check_command_of_a_failing_script_exits_with_three(tmp_path: Path) -> None:
+    script = tmp_path / "fails.py"
+    script.write_text("import torch\ntorch.nn.Linear(2, 2)(torch.ones(3))\n")
+    done = command("stepgraph", "check", str(script))
+    assert done.returncode == 3
+    assert "script-failed" in done.stderr
+
+
+@pytest.mark.timeout(300)
+def test_check_under_torchrun_prints_once() -> None:
+    words = ("torch.distributed.run", "--nproc-per-node", "2", "-m", "stepgraph", "check", str(SCRIPTS / "ddp.py"))
+    done = command(*words, "--steps", "5")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("The whole step can be captured") == 1
