@@ -24,9 +24,11 @@ from stepgraph.frames import is_engine
 from stepgraph.inspect.findings import Ledger, Seen
 from stepgraph.inspect.host_work import HostWork
 from stepgraph.inspect.places import Place, is_own_code, location_of, own_frames, package_of, place_of, stack_of
+from stepgraph.inspect.script_search import ScriptSearch
 from stepgraph.inspect.step_functions import StepFunctions
 from stepgraph.inspect.step_operations import Made, StepOperations, changes
 from stepgraph.inspect.step_state import FunctionsByCode, Line, StepState, lines_with
+from stepgraph.observe.ddp import replicas
 from stepgraph.observe.own_changes import OwnNumbers
 from stepgraph.observe.step_objects import StepObjects
 from stepgraph.oplog import Difference, Log
@@ -67,6 +69,7 @@ class CheckProbe:
         """Where modules were called in this step."""
         self._called: dict[str, torch.nn.Module] = {}
         """The modules that ran in a step, by name."""
+        self._search: ScriptSearch | None = None
         self._changed: list[Seen] = []
         """The host values that this step has changed by now."""
 
@@ -86,13 +89,20 @@ class CheckProbe:
             stack.enter_context(at_optimizer_steps(self._optimizer_begins, self._optimizer_done))
             handle = torch_module.register_module_forward_pre_hook(self._forward)
             stack.callback(handle.remove)
-            yield
+            try:
+                yield
+            finally:
+                if self._search is not None:
+                    self._search.finish()
 
     def result(self) -> Mapping[str, Any]:
         """Return what was seen."""
         inside = [one for one in self._seen.inside if isinstance(one, Seen)]
         varying = self._varying()
         models = self._modules([*inside, *varying])
+        if self._search is not None:
+            searched = next(model for model in models if "" not in model["clean"])
+            searched["clean"] = searched["clean"] if self._search.scope is None else self._search.scope
         self._release()
         outside = [one for one in self._seen.outside if one.rule in _LISTED]
         return {
@@ -138,8 +148,10 @@ class CheckProbe:
 
     def step_begins(self, index: int) -> None:
         """A step begins."""
-        if index >= self._max_steps:
+        if index >= self._max_steps and not self._searches():
             self._script.stop()
+        if self._search is not None:
+            return
         self._step = index
         self._find_objects()
         frames = own_frames(sys._getframe(1))
@@ -152,6 +164,17 @@ class CheckProbe:
         self._operations.begin(index, self._touched, device)
         self._work.start(device)
 
+    def _searches(self) -> bool:
+        """After the watched steps: observe one more for the search of modules, if there is one to do."""
+        if self._search is None:
+            inside = [one for one in self._seen.inside if isinstance(one, Seen)]
+            models = [model for model in self._modules([*inside, *self._varying()]) if "" not in model["clean"]]
+            if not models:
+                return False
+            self._search = ScriptSearch(self._called[models[0]["class"]])
+        self._search.begin_step()
+        return not self._search.is_over
+
     def _watched_values(self, frames: Sequence[types.FrameType]) -> StepState | None:
         """The host values of a step, if it is known from the step before which it has."""
         lines: Sequence[Line] = self._lines.inside
@@ -162,6 +185,8 @@ class CheckProbe:
 
     def step_reaches(self, index: int) -> None:
         """All that ran by now is inside the step."""
+        if self._step is None:
+            return
         with self._work.paused():
             self._work.settle()
             self._seen.reach()
@@ -174,6 +199,10 @@ class CheckProbe:
 
     def step_ends(self, index: int) -> None:
         """The step is over."""
+        if self._search is not None:
+            self._search.end_step()
+        if self._step is None:
+            return
         self._work.stop()
         logs = self._operations.end()
         self._seen.end()
@@ -212,7 +241,7 @@ class CheckProbe:
     def _moved(self, made: Made, tensor: torch.Tensor) -> None:
         shape = "x".join(map(str, tensor.shape)) or "scalar"
         what = f"a {shape} tensor of this step is read by the next one, at another address each time"
-        self._seen.note(Seen("moving-address", what, made.where, "", "", self._step or 0))
+        self._seen.note(Seen("moving-address", what, made.where, "", self._module_at(made.where), made.step))
 
     def _synchronizes(self, name: str) -> None:
         """The script waits for what stands for the device."""
@@ -293,7 +322,8 @@ class CheckProbe:
     def _varying(self) -> list[Seen]:
         """What changes from step to step, after the first."""
         found = []
-        for step in range(2, len(self._logs)):
+        first = 3 if replicas(self._touched.all_modules) else 2  # DDP makes its buckets again in the second step
+        for step in range(first, len(self._logs)):
             for rule, difference in changes(self._logs[step - 1], self._logs[step]):
                 what = _told(rule, difference)
                 where = difference.where

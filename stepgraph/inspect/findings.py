@@ -130,7 +130,8 @@ class Ledger:
 def collect(seen: Iterable[Seen]) -> list[Finding]:
     """Make one finding of all that was seen at one line under one rule, in the order of first sight.
 
-    What a library did in the first step alone, such as filling a cache, is no finding.
+    What a library did in the first step alone, such as filling a cache, is no finding. Neither is memory that one step
+    made and all later ones read: it moves only if another step has made some in its place.
     """
     found: dict[tuple[Any, ...], list[Seen]] = {}
     for one in seen:
@@ -138,7 +139,13 @@ def collect(seen: Iterable[Seen]) -> list[Finding]:
         apart = one.what if place is None else ""
         key = (one.rule, (place.file, place.line) if place is not None else None, apart)
         found.setdefault(key, []).append(one)
-    return [_finding(group) for group in found.values() if not all(one.inside and one.step == 0 for one in group)]
+    return [_finding(group) for group in found.values() if not _is_of_one_step(group)]
+
+
+def _is_of_one_step(seen: Sequence[Seen]) -> bool:
+    if seen[0].rule == "moving-address":
+        return len({one.step for one in seen}) < 2
+    return all(one.inside and one.step == 0 for one in seen)
 
 
 def _finding(seen: Sequence[Seen]) -> Finding:
@@ -246,7 +253,5 @@ def _paste_capture(shape: StepShape) -> tuple[str, ...]:
 
 def _paste_modules(shape: StepShape) -> tuple[str, ...]:
     model = shape.models[0] if shape.models else "model"
-    if "" in shape.clean_modules:
-        return ("import stepgraph", f"stepgraph.graph_modules({model})  # before the loop")
-    scope = ", ".join(f'"{path}"' for path in shape.clean_modules)
+    scope = ", ".join(f'"{path or "forward"}"' for path in shape.clean_modules)
     return ("import stepgraph", f"stepgraph.graph_modules({model}, [{scope}])  # before the loop")

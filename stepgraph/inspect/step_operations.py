@@ -220,7 +220,7 @@ class StepOperations(StandingMode):
                 continue
             known.add(storage._cdata)
             made = self._made.get(storage._cdata)
-            if made is not None and 0 < made.step < self._step and made.storage() is storage:
+            if made is not None and made.step < self._step and made.storage() is storage:
                 assert self.log is not None
                 if not self.log.has_role(storage) and not place_of(sys._getframe(1)).is_optimizers:
                     self._moved(made, tensor)

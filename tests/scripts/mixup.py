@@ -24,7 +24,7 @@ class Net(nn.Module):
 
 model = Net()
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-for step in range(6):
+for step in range(12):
     x, y = torch.randn(16, 12), torch.randint(4, (16,))
     loss = model(x, y)
     optimizer.zero_grad()
