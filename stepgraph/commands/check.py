@@ -65,7 +65,11 @@ def check(
 def _next(report: CheckReport) -> str:
     if report.findings:
         return f"stepgraph rules {report.findings[0].rule}"
-    return "stepgraph rules no-step" if not report.shape.steps else "stepgraph rules --kind check"
+    if not report.shape.steps:
+        return "stepgraph rules no-step"
+    if report.fits and report.shape.function:
+        return f"stepgraph verify {report.script} --step {report.shape.function}"
+    return f"stepgraph advise {report.script}"
 
 
 def render(report: CheckReport) -> RenderableType:

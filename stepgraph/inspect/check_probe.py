@@ -12,6 +12,7 @@ import sys
 import types
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -46,6 +47,28 @@ _LISTED = frozenset(
 """Rules of which work outside the step is listed."""
 
 
+@dataclass(slots=True)
+class CurrentStep:
+    """The host side of the step that runs now."""
+
+    numbers: OwnNumbers = field(default_factory=lambda: OwnNumbers((), lambda optimizer: False))
+    state: StepState | None = None
+    forwards: set[tuple[types.CodeType, int]] = field(default_factory=set)
+    """Where modules were called."""
+    changed: list[Seen] = field(default_factory=list)
+    """The host values that it has changed by now."""
+
+
+@dataclass(slots=True)
+class PastSteps:
+    """The steps that are over."""
+
+    count: int = 0
+    logs: list[list[Log]] = field(default_factory=list)
+    paths: list[list[Line]] = field(default_factory=list)
+    """The lines that ran in each step, in order."""
+
+
 class CheckProbe:
     """Watches a script's steps. The result has findings as plain values: `Seen`, inside and outside."""
 
@@ -58,20 +81,11 @@ class CheckProbe:
         self._operations = StepOperations(self._note, self._moved, self._work.paused)
         self._work.lines = self._line
         self._functions, self._by_code = StepFunctions(), FunctionsByCode()
-        self._numbers = OwnNumbers((), lambda optimizer: False)
-        self._state: StepState | None = None
         self._step: int | None = None
-        self._num_steps = 0
-        self._logs: list[list[Log]] = []
-        self._paths: list[list[Line]] = []
-        """The lines that ran in each step, in order."""
-        self._forwards: set[tuple[types.CodeType, int]] = set()
-        """Where modules were called in this step."""
+        self._now, self._past = CurrentStep(), PastSteps()
         self._called: dict[str, torch.nn.Module] = {}
         """The modules that ran in a step, by name."""
         self._search: ScriptSearch | None = None
-        self._changed: list[Seen] = []
-        """The host values that this step has changed by now."""
 
     # -- the protocol
 
@@ -108,7 +122,7 @@ class CheckProbe:
         return {
             "inside": [plain_seen(one) for one in (*inside, *varying)],
             "outside": [plain_seen(one) for one in outside],
-            "steps": self._num_steps,
+            "steps": self._past.count,
             "step": self._functions.result(),
             "models": models,
             "is_hidden": self._work.is_hidden,
@@ -117,8 +131,7 @@ class CheckProbe:
     def _release(self) -> None:
         """Let the script's objects go: the runner keeps its probe for as long as the process lives."""
         self._touched, self._by_code = StepObjects(), FunctionsByCode()
-        self._called, self._logs, self._paths = {}, [], []
-        self._numbers = OwnNumbers((), lambda optimizer: False)
+        self._called, self._past, self._now = {}, PastSteps(self._past.count), CurrentStep()
 
     @contextlib.contextmanager
     def _sync_warnings(self) -> Iterator[None]:
@@ -157,10 +170,10 @@ class CheckProbe:
         frames = own_frames(sys._getframe(1))
         self._functions.begin(frames)
         device = self._device()
-        self._numbers = OwnNumbers(self._touched.all_optimizers, lambda optimizer: False)
-        self._state = self._watched_values(frames)
+        self._now.numbers = OwnNumbers(self._touched.all_optimizers, lambda optimizer: False)
+        self._now.state = self._watched_values(frames)
         self._lines = Ledger()
-        self._changed, self._forwards = [], set()
+        self._now.changed, self._now.forwards = [], set()
         self._operations.begin(index, self._touched, device)
         self._work.start(device)
 
@@ -181,7 +194,7 @@ class CheckProbe:
         if not lines:
             return None
         functions = self._by_code.of({code for code, _ in lines})
-        return StepState(self._touched, frames, lines, functions, self._work.ran, self._numbers)
+        return StepState(self._touched, frames, lines, functions, self._work.ran, self._now.numbers)
 
     def step_reaches(self, index: int) -> None:
         """All that ran by now is inside the step."""
@@ -193,9 +206,9 @@ class CheckProbe:
             self._lines.reach()
             self._operations.reach()
             self._functions.reach(sys._getframe(1))
-            self._changed = []
-            if self._state is not None:
-                self._state.note_changes(self._value_changed, self._lines.inside)
+            self._now.changed = []
+            if self._now.state is not None:
+                self._now.state.note_changes(self._value_changed, self._lines.inside)
 
     def step_ends(self, index: int) -> None:
         """The step is over."""
@@ -207,12 +220,12 @@ class CheckProbe:
         logs = self._operations.end()
         self._seen.end()
         self._lines.end()
-        self._state = None
-        if self._lines.inside or self._changed or any(logs):  # else it was none
-            self._num_steps = index + 1
-            self._logs.append(logs)
-            self._paths.append(self._lines.inside)
-            self._seen.inside += self._changed
+        self._now.state = None
+        if self._lines.inside or self._now.changed or any(logs):  # else it was none
+            self._past.count = index + 1
+            self._past.logs.append(logs)
+            self._past.paths.append(self._lines.inside)
+            self._seen.inside += self._now.changed
         self._step = None
 
     # -- what happens
@@ -236,7 +249,7 @@ class CheckProbe:
             self._seen.note(Seen("legacy-stream", "uses the default stream", where, "", "", self._step or 0))
 
     def _value_changed(self, rule: str, what: str, where: Location | None) -> None:
-        self._changed.append(Seen(rule, what, where, "", "", self._step or 0))
+        self._now.changed.append(Seen(rule, what, where, "", "", self._step or 0))
 
     def _moved(self, made: Made, tensor: torch.Tensor) -> None:
         shape = "x".join(map(str, tensor.shape)) or "scalar"
@@ -263,12 +276,12 @@ class CheckProbe:
         if frame is None or not torch.is_grad_enabled():
             return
         site = (frame.f_code, frame.f_lasti)
-        if site in self._forwards and self._operations.has_backward:
+        if site in self._now.forwards and self._operations.has_backward:
             self._seen.microbatch_begins()
             self._lines.microbatch_begins()
             self._operations.microbatch_begins(self._touched)
-            self._forwards.clear()
-        self._forwards.add(site)
+            self._now.forwards.clear()
+        self._now.forwards.add(site)
 
     def _backward(self, backward: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         backward(*args, **kwargs)
@@ -278,7 +291,7 @@ class CheckProbe:
             self._operations.backward_done()
 
     def _optimizer_begins(self, optimizer: Optimizer) -> None:
-        self._numbers.begin(optimizer)
+        self._now.numbers.begin(optimizer)
         caller = next((one for one in stack_of(sys._getframe(1)) if one.f_code.co_name == "wrapper"), None)
         given = (*caller.f_locals.get("args", ())[1:], *caller.f_locals.get("kwargs", {}).values()) if caller else ()
         if any(callable(value) for value in given):
@@ -294,7 +307,7 @@ class CheckProbe:
             self._seen.note(Seen("optimizer-closure", what, where, "", "", self._step or 0))
 
     def _optimizer_done(self, optimizer: Optimizer, _: Any) -> None:
-        self._numbers.end(optimizer)
+        self._now.numbers.end(optimizer)
 
     # -- what is known
 
@@ -323,12 +336,12 @@ class CheckProbe:
         """What changes from step to step, after the first."""
         found = []
         first = 3 if replicas(self._touched.all_modules) else 2  # DDP makes its buckets again in the second step
-        for step in range(first, len(self._logs)):
-            for rule, difference in changes(self._logs[step - 1], self._logs[step]):
+        for step in range(first, len(self._past.logs)):
+            for rule, difference in changes(self._past.logs[step - 1], self._past.logs[step]):
                 what = _told(rule, difference)
                 where = difference.where
                 if rule == "varying-operations":
-                    where = branch_of(self._paths[step - 1], self._paths[step]) or where
+                    where = branch_of(self._past.paths[step - 1], self._past.paths[step]) or where
                 found.append(Seen(rule, what, where, "", self._module_at(where), step))
         return found
 

@@ -67,6 +67,29 @@ class Made:
     where: Location | None
 
 
+class MadeMemory:
+    """The memory that steps have made, as long as it may be read by a later one."""
+
+    def __init__(self) -> None:
+        self.made: dict[int, Made] = {}
+        self._count = self._reached = 0
+
+    def add(self, storage: torch.UntypedStorage, step: int, where: Location | None) -> None:
+        self._count += 1
+        self.made[storage._cdata] = Made(weakref.ref(storage), step, self._count, where)
+
+    def reach(self) -> None:
+        """All that was made by now is the step's."""
+        self._reached = self._count
+
+    def drop_later(self) -> None:
+        """Forget what was made after the step."""
+        self.made = {key: made for key, made in self.made.items() if made.number <= self._reached}
+
+    def drop_freed(self) -> None:
+        self.made = {key: made for key, made in self.made.items() if made.storage() is not None}
+
+
 Moved = Callable[[Made, torch.Tensor], None]
 
 
@@ -83,12 +106,11 @@ class StepOperations(StandingMode):
         self._step = 0
         self._device = torch.device("cpu")
         self._is_on_device: Callable[[torch.Tensor], bool] = lambda tensor: True
-        self._thread, self._process = threading.get_ident(), os.getpid()
+        self._home = (threading.get_ident(), os.getpid())
         self._logs: list[Log] = []
         self._lengths = [0, 0]
         """The notes of the log at the last backward, and when the step last reached this far."""
-        self._made: dict[int, Made] = {}
-        self._num_made = self._reached = 0
+        self._memory = MadeMemory()
         self._optimizer: str | None = None
         """The class of the optimizer that steps now."""
 
@@ -120,7 +142,7 @@ class StepOperations(StandingMode):
             self._is_on_device = mapped.is_on_device  # the step runs on what stands for a GPU
         else:
             self._is_on_device = lambda tensor: device.type == "cpu" or tensor.device.type != "cpu"
-        self._made = {key: made for key, made in self._made.items() if made.storage() is not None}
+        self._memory.drop_freed()
         self._begin_log(touched)
 
     def _begin_log(self, touched: StepObjects) -> None:
@@ -145,13 +167,13 @@ class StepOperations(StandingMode):
 
     def reach(self) -> None:
         self._lengths = [0, self._length]
-        self._reached = self._num_made
+        self._memory.reach()
 
     def end(self) -> list[Log]:
         """The step is over. Returns its logs, one for each microbatch."""
         logs = [*self._logs, self._cut(self._lengths[1])]
         self.log = None
-        self._made = {key: made for key, made in self._made.items() if made.number <= self._reached}
+        self._memory.drop_later()
         return logs
 
     @property
@@ -184,8 +206,9 @@ class StepOperations(StandingMode):
 
     def is_ours(self) -> bool:
         """Whether the step's thread asks: not a worker that was forked while a step was watched."""
-        here = threading.get_ident() == self._thread
-        return (here or isinstance(threading.current_thread(), threading._DummyThread)) and os.getpid() == self._process
+        thread, process = self._home
+        is_here = threading.get_ident() == thread or isinstance(threading.current_thread(), threading._DummyThread)
+        return is_here and os.getpid() == process
 
     def reads_device(self, tensors: Iterable[torch.Tensor]) -> bool:
         """Whether one of these tensors is on the step's device; of those in a backward that is not known."""
@@ -219,7 +242,7 @@ class StepOperations(StandingMode):
             if storage is None:
                 continue
             known.add(storage._cdata)
-            made = self._made.get(storage._cdata)
+            made = self._memory.made.get(storage._cdata)
             if made is not None and made.step < self._step and made.storage() is storage:
                 assert self.log is not None
                 if not self.log.has_role(storage) and not place_of(sys._getframe(1)).is_optimizers:
@@ -230,9 +253,7 @@ class StepOperations(StandingMode):
         for tensor in tensors_in((out,)):
             storage = storage_of(tensor)
             if storage is not None and storage._cdata not in known:
-                self._num_made += 1
-                where = self.log.last_line if self.log is not None else None
-                self._made[storage._cdata] = Made(weakref.ref(storage), self._step, self._num_made, where)
+                self._memory.add(storage, self._step, self.log.last_line if self.log is not None else None)
 
 
 class NotingGuard(HostReadGuard):
