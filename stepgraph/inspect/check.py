@@ -123,4 +123,5 @@ def _shape_of(result: Mapping[str, Any]) -> StepShape:
         models=tuple(model["name"] for model in models if model["name"]),
         clean_modules=tuple(models[0]["clean"]) if models else (),
         library=step.get("library", ""),
+        replays=result.get("replays", 0),
     )

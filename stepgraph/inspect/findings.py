@@ -28,7 +28,7 @@ GROUPS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "sync-free": ("host-read", "library-call"),
         "static": (
             *("varying-shape", "varying-number", "varying-operations", "moving-address", "host-data"),
-            *("legacy-stream", "background-thread", "optimizer-closure"),
+            *("legacy-stream", "other-thread", "optimizer-closure"),
         ),
     }
 )
@@ -151,7 +151,7 @@ def _is_of_one_step(seen: Sequence[Seen]) -> bool:
 def _finding(seen: Sequence[Seen]) -> Finding:
     first = seen[0]
     why, fix = entry(first.rule).reason_and_fix()
-    group = next(name for name, rules in GROUPS.items() if first.rule in rules)
+    group = next((name for name, rules in GROUPS.items() if first.rule in rules), "static")  # a failed capture's
     steps = len({one.step for one in seen})
     return Finding(first.rule, group, first.what, first.where, first.inside, first.module, len(seen), steps, why, fix)
 
@@ -185,6 +185,8 @@ class StepShape:
     """Paths of modules that ran in the step without a finding, outermost only."""
     library: str = ""
     """The library whose loop runs the step, such as `lightning`."""
+    replays: int = 0
+    """How often a real capture of the function was replayed."""
 
 
 @dataclass(frozen=True, slots=True)
