@@ -41,6 +41,8 @@ DEFAULT_STEPS = 10
 """Steps that are watched."""
 _SYNCHRONIZING = "called a synchronizing CUDA operation"
 """What torch warns of in its sync debug mode."""
+_GRAPHED = "the script uses stepgraph already: `stepgraph verify` compares its graphs with eager steps"
+_MAKERS = ("torch.tensor", "torch.as_tensor", "torch.asarray")
 _DEFAULT_STREAM = "default_stream"
 _LISTED = frozenset(
     ("host-read", "host-file", "tokenizer", "host-random", "host-print", "host-logging", "host-data", "host-value")
@@ -109,6 +111,7 @@ class CheckProbe:
             "models": models,
             "replays": trial.num_replays if isinstance(trial, RealCapture) else 0,
             "is_hidden": self._work.is_hidden,
+            "is_graphed": self._objects.is_graphed,
         }
         # let the script's objects go: the runner keeps its probe for as long as the process lives
         self._objects, self._history, self._trial = ScriptObjects(), StepHistory(), None
@@ -152,8 +155,11 @@ class CheckProbe:
             self._script.stop()
         if self._trial is not None:
             return
-        self._step = index
         self._objects.look_around()
+        if self._objects.notice_graphs(sys._getframe(1)):
+            self._script.cannot_judge(_GRAPHED)
+            self._script.stop()
+        self._step = index
         frames = own_frames(sys._getframe(1))
         self._functions.begin(frames)
         touched, device = self._objects.touched, self._objects.device
@@ -250,8 +256,9 @@ class CheckProbe:
         self._seen.note(Seen("moving-address", what, made.where, "", self._objects.module_at(made.where), made.step))
 
     def _synchronizes(self, name: str) -> None:
-        """The script waits for what stands for the device."""
-        self._note_call("host-read", f"{name}()")
+        """The script waits for what stands for the device. New tensors of Python values are noted as host data."""
+        if not name.startswith(_MAKERS):
+            self._note_call("host-read", f"{name}()")
 
     def _note_call(self, rule: str, what: str) -> None:
         """Note a call of the script's or a library's. torch's own code asks where a tensor is, and is told."""

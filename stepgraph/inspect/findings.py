@@ -210,10 +210,10 @@ class Verdict:
 
 def judge(findings: Sequence[Finding], shape: StepShape, unknown: Sequence[str] = ()) -> Verdict:
     """Decide which API fits."""
-    if shape.steps == 0:
-        return Verdict(Api.UNKNOWN, "no training step was seen: no optimizer stepped after a module's forward.")
     if unknown:
         return Verdict(Api.UNKNOWN, "; ".join(unknown) + ".")
+    if shape.steps == 0:
+        return Verdict(Api.UNKNOWN, "no training step was seen: no optimizer stepped after a module's forward.")
     if shape.steps < MIN_STEPS:
         reason = f"{shape.steps} step{'s' * (shape.steps > 1)} ran, and {MIN_STEPS} are needed to compare."
         return Verdict(Api.UNKNOWN, reason)
@@ -221,9 +221,8 @@ def judge(findings: Sequence[Finding], shape: StepShape, unknown: Sequence[str] 
         reason = f"the loop is {shape.library}'s, so no function of yours is the whole step; the model is yours."
         return _modules(findings, shape, reason)
     if not findings:
-        reason = (
-            f"{shape.steps} steps ran the same operations, nothing waited for the device, and nothing was Python's."
-        )
+        reason = f"{shape.steps} steps ran the same operations. Nothing waited for the device or was left to Python."
+        reason += f" The step was captured, and replayed {shape.replays} times." if shape.replays else ""
         return Verdict(Api.CAPTURE, reason, _paste_capture(shape))
     lines = len({(f.where.file, f.where.line) if f.where is not None else None for f in findings})
     reason = f"{len(findings)} finding{'s' * (len(findings) > 1)} at {lines} line{'s' * (lines > 1)} of the step"

@@ -5,19 +5,23 @@ from __future__ import annotations
 import gc
 import types
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch.optim.optimizer import Optimizer
 
 from stepgraph.errors import Location
+from stepgraph.frames import is_engines
 from stepgraph.inspect.findings import Seen
+from stepgraph.inspect.places import stack_of
 from stepgraph.inspect.step_functions import StepFunctions
 from stepgraph.observe.step_objects import StepObjects
 
 __all__ = ["ScriptObjects", "clean_parts"]
 
 _MODULE_CODE = "<module>"
+_ENGINES = tuple(str(Path(__file__).parents[1] / room) + "/" for room in ("step", "modules", "callables", "joined"))
 
 
 class ScriptObjects:
@@ -27,6 +31,8 @@ class ScriptObjects:
         self.touched = StepObjects()
         self.called: dict[str, torch.nn.Module] = {}
         """The modules that ran in a step, by name."""
+        self.is_graphed = False
+        """Whether the script uses stepgraph already."""
         self._functions: dict[types.CodeType, list[types.FunctionType]] = {}
 
     def look_around(self) -> None:
@@ -42,6 +48,13 @@ class ScriptObjects:
         for key, module in modules.items():
             if key not in parts:
                 self.touched.add_reachable(module)
+
+    def notice_graphs(self, frame: types.FrameType) -> bool:
+        """Look whether stepgraph runs the step, or a module of it, in this frame."""
+        is_called = any(one.f_code.co_filename.startswith(_ENGINES) for one in stack_of(frame))
+        has_graphs = any(is_engines(vars(module).get("forward")) for module in self.touched.all_modules)
+        self.is_graphed = self.is_graphed or is_called or has_graphs
+        return self.is_graphed
 
     def add_call(self, module: torch.nn.Module) -> None:
         """A module runs."""

@@ -29,6 +29,7 @@ PLAIN = {"NO_COLOR": "1", "COLUMNS": "80"}
 runner = CliRunner()
 
 RUNS: dict[str, list[str]] = {
+    "check": [str(ROOT / "tests" / "scripts" / "step_function.py"), "--steps", "3"],
     "demo": ["--device", "cpu", "--steps", "2", "--plot", "none"],
     "doctor": [],
     "explain": ["CUDA error: capturing stream has unjoined work"],
@@ -41,7 +42,7 @@ RUNS: dict[str, list[str]] = {
 }
 """For each command, arguments of a short run."""
 NAMES = [function.__name__ for functions in COMMANDS.values() for function in functions]
-SLOW = {"verify"}
+SLOW = {"check", "verify"}
 """Commands whose short run starts several processes."""
 RUN = [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in NAMES]
 
