@@ -38,11 +38,11 @@ def found_by(report: CheckReport) -> set[tuple[int, str]]:
     return {(finding.where.line if finding.where is not None else 0, finding.rule) for finding in report.findings}
 
 
-def check_here(path: Path, folder: Path, steps: int = 6) -> CheckReport:
+def check_here(path: Path, folder: Path, steps: int = 6, *, captures: bool = False) -> CheckReport:
     """Check a script in this process. It runs as it would in its own, except for what earlier ones have loaded."""
     answer, request = folder / "answer.jsonl", folder / "request.json"
     answer.unlink(missing_ok=True)
-    request.write_text(Request(Script(str(path)), PROBE, {"steps": steps}, str(answer)).to_json())
+    request.write_text(Request(Script(str(path)), PROBE, {"steps": steps, "captures": captures}, str(answer)).to_json())
     with _as_it_was(), _removable_audit_hooks(), contextlib.redirect_stdout(io.StringIO()):
         child.main(str(request))
     gc.collect()

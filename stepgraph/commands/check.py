@@ -65,11 +65,10 @@ def check(
 def _next(report: CheckReport) -> str:
     if report.findings:
         return f"stepgraph rules {report.findings[0].rule}"
-    if not report.shape.steps:
-        return "stepgraph rules no-step"
-    if report.fits and report.shape.function:
-        return f"stepgraph verify {report.script} --step {report.shape.function}"
-    return f"stepgraph advise {report.script}"
+    script = f"-m {report.script}" if report.is_module else report.script
+    if report.fits:
+        return f"stepgraph frozen {script}"
+    return f"stepgraph verify {script}" if report.is_graphed else "stepgraph rules --kind check"
 
 
 def render(report: CheckReport) -> RenderableType:
@@ -97,6 +96,7 @@ def render(report: CheckReport) -> RenderableType:
 def _findings(findings: Iterable[Finding]) -> RenderableType:
     """Findings by line, each with its rules, how often, why and what to do."""
     from rich.console import Group
+    from rich.padding import Padding
     from rich.text import Text
 
     lines: dict[tuple[str, int], list[Finding]] = {}
@@ -108,19 +108,20 @@ def _findings(findings: Iterable[Finding]) -> RenderableType:
         place = group[0].where
         source = place.source if place is not None else ""
         where = f"{os.path.relpath(file)}:{line}" if file else "no line of the script"
-        parts.append(Text.assemble((where, "bold cyan"), f"  {source}" if source else ""))
+        parts.append(Text(where, style="bold cyan"))
+        parts += [Padding(Text(source), (0, 0, 0, 4))] if source else []
         for finding in group:
             inside = f", in {finding.inside}" if finding.inside else ""
             often = f"in {finding.steps} step{'s' * (finding.steps > 1)}"
-            head = Text.assemble(
-                f"  {finding.group}: {finding.what}{inside}, {often}   ", (f"[{finding.rule}]", "yellow")
-            )
-            parts += [head, Text(f"    Why: {finding.why}", style="dim"), Text(f"    Fix: {finding.fix}")]
+            told = f"{finding.group}: {finding.what}{inside}, {often}   "
+            parts.append(Padding(Text.assemble(told, (f"[{finding.rule}]", "yellow")), (0, 0, 0, 2)))
+            parts.append(Padding(Text(f"Why: {finding.why}\nFix: {finding.fix}"), (0, 0, 0, 4)))
     return Group(*parts)
 
 
 def _outside(findings: Iterable[Finding]) -> RenderableType:
     from rich.table import Table
+    from rich.text import Text
 
     table = Table(box=None, show_header=False, pad_edge=False)
     table.add_column(no_wrap=True)
@@ -128,5 +129,5 @@ def _outside(findings: Iterable[Finding]) -> RenderableType:
     for finding in findings:
         place = finding.where
         where = f"  {os.path.basename(place.file)}:{place.line}" if place is not None else "  ?"
-        table.add_row(where, f"{finding.what} [{finding.rule}]".replace("[", r"\["))
+        table.add_row(where, Text.assemble(f"{finding.what}   ", (f"[{finding.rule}]", "yellow")))
     return table

@@ -37,6 +37,13 @@ class CheckReport:
     """What a step must not do and this script does between its steps: harmless there."""
     shape: StepShape
     outcome: Outcome
+    is_module: bool = False
+    """Whether the script is a module's name."""
+
+    @property
+    def is_graphed(self) -> bool:
+        """Whether the script uses stepgraph already."""
+        return bool(self.outcome.result.get("is_graphed"))
 
     @property
     def fits(self) -> bool:
@@ -88,10 +95,10 @@ def check(
     """
     wanted = Script(script, tuple(args), is_module=is_module, step=step, timeout=timeout, writes=writes)
     outcome = run_script(wanted, PROBE, {"steps": steps}, stdout_to_stderr=stdout_to_stderr)
-    return report_of(script, outcome)
+    return report_of(script, outcome, is_module=is_module)
 
 
-def report_of(script: str, outcome: Outcome) -> CheckReport:
+def report_of(script: str, outcome: Outcome, *, is_module: bool = False) -> CheckReport:
     """Make the report of a run."""
     result = outcome.result
     findings = collect(map(_seen_of, result.get("inside", ())))
@@ -103,7 +110,7 @@ def report_of(script: str, outcome: Outcome) -> CheckReport:
     if outcome.status is Status.TIMED_OUT:
         unknown.append("the time limit was over")
     verdict = judge(findings, shape, unknown)
-    return CheckReport(script, verdict, tuple(findings), tuple(outside), shape, outcome)
+    return CheckReport(script, verdict, tuple(findings), tuple(outside), shape, outcome, is_module)
 
 
 def _seen_of(plain: Mapping[str, Any]) -> Seen:
@@ -123,4 +130,5 @@ def _shape_of(result: Mapping[str, Any]) -> StepShape:
         models=tuple(model["name"] for model in models if model["name"]),
         clean_modules=tuple(models[0]["clean"]) if models else (),
         library=step.get("library", ""),
+        replays=result.get("replays", 0),
     )

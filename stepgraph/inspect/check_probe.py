@@ -2,17 +2,17 @@
 
 It joins three observers, of operations (`step_operations`), of the host's work (`host_work`) and of host values
 (`step_state`), and sorts what they report into inside and outside of the step. After enough steps it stops the script.
+Before that it tries what the verdict will advise, in some more steps: the modules that can be captured, if something
+was found in a model (`script_search`); on a GPU a capture of the step's function, if not (`real_capture`).
 """
 
 from __future__ import annotations
 
 import contextlib
-import gc
 import sys
 import types
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,17 +22,18 @@ from torch.optim.optimizer import Optimizer
 from stepgraph.backends.threads import compiled_code_runs_eagerly, replaced
 from stepgraph.errors import Location
 from stepgraph.frames import is_engine
-from stepgraph.inspect.findings import Ledger, Seen
+from stepgraph.inspect.findings import Ledger, Seen, collect
 from stepgraph.inspect.host_work import HostWork
-from stepgraph.inspect.places import Place, is_own_code, location_of, own_frames, package_of, place_of, stack_of
+from stepgraph.inspect.places import is_own_code, location_of, own_frames, package_of, place_of, stack_of
+from stepgraph.inspect.real_capture import RealCapture
+from stepgraph.inspect.script_objects import ScriptObjects
 from stepgraph.inspect.script_search import ScriptSearch
 from stepgraph.inspect.step_functions import StepFunctions
-from stepgraph.inspect.step_operations import Made, StepOperations, changes
-from stepgraph.inspect.step_state import FunctionsByCode, Line, StepState, lines_with
+from stepgraph.inspect.step_history import StepHistory
+from stepgraph.inspect.step_operations import Made, StepOperations
+from stepgraph.inspect.step_state import Line, StepState, lines_with
 from stepgraph.observe.ddp import replicas
 from stepgraph.observe.own_changes import OwnNumbers
-from stepgraph.observe.step_objects import StepObjects
-from stepgraph.oplog import Difference, Log
 from stepgraph.optim.steps import at_optimizer_steps
 from stepgraph.script.probe import RunningScript
 
@@ -40,33 +41,13 @@ DEFAULT_STEPS = 10
 """Steps that are watched."""
 _SYNCHRONIZING = "called a synchronizing CUDA operation"
 """What torch warns of in its sync debug mode."""
+_GRAPHED = "the script uses stepgraph already: `stepgraph verify` compares its graphs with eager steps"
+_MAKERS = ("torch.tensor", "torch.as_tensor", "torch.asarray")
 _DEFAULT_STREAM = "default_stream"
 _LISTED = frozenset(
     ("host-read", "host-file", "tokenizer", "host-random", "host-print", "host-logging", "host-data", "host-value")
 )
 """Rules of which work outside the step is listed."""
-
-
-@dataclass(slots=True)
-class CurrentStep:
-    """The host side of the step that runs now."""
-
-    numbers: OwnNumbers = field(default_factory=lambda: OwnNumbers((), lambda optimizer: False))
-    state: StepState | None = None
-    forwards: set[tuple[types.CodeType, int]] = field(default_factory=set)
-    """Where modules were called."""
-    changed: list[Seen] = field(default_factory=list)
-    """The host values that it has changed by now."""
-
-
-@dataclass(slots=True)
-class PastSteps:
-    """The steps that are over."""
-
-    count: int = 0
-    logs: list[list[Log]] = field(default_factory=list)
-    paths: list[list[Line]] = field(default_factory=list)
-    """The lines that ran in each step, in order."""
 
 
 class CheckProbe:
@@ -76,16 +57,19 @@ class CheckProbe:
         self._script = script
         self._max_steps = int(script.options.get("steps", DEFAULT_STEPS))
         self._seen, self._lines = Ledger(), Ledger()
-        self._touched = StepObjects()
+        self._objects, self._functions, self._history = ScriptObjects(), StepFunctions(), StepHistory()
         self._work = HostWork(self._note)
         self._operations = StepOperations(self._note, self._moved, self._work.paused)
         self._work.lines = self._line
-        self._functions, self._by_code = StepFunctions(), FunctionsByCode()
+        self._numbers = OwnNumbers((), lambda optimizer: False)
+        self._state: StepState | None = None
         self._step: int | None = None
-        self._now, self._past = CurrentStep(), PastSteps()
-        self._called: dict[str, torch.nn.Module] = {}
-        """The modules that ran in a step, by name."""
-        self._search: ScriptSearch | None = None
+        """The step that is watched now."""
+        self._forwards: set[tuple[types.CodeType, int]] = set()
+        """Where modules were called in this step."""
+        self._trial: ScriptSearch | RealCapture | None = None
+        self._changed: list[Seen] = []
+        """The host values that this step has changed by now."""
 
     # -- the protocol
 
@@ -106,32 +90,38 @@ class CheckProbe:
             try:
                 yield
             finally:
-                if self._search is not None:
-                    self._search.finish()
+                if self._trial is not None:
+                    self._trial.finish()
 
     def result(self) -> Mapping[str, Any]:
         """Return what was seen."""
-        inside = [one for one in self._seen.inside if isinstance(one, Seen)]
-        varying = self._varying()
-        models = self._modules([*inside, *varying])
-        if self._search is not None:
-            searched = next(model for model in models if "" not in model["clean"])
-            searched["clean"] = searched["clean"] if self._search.scope is None else self._search.scope
-        self._release()
+        inside, trial = self._inside(), self._trial
+        models = self._objects.models(inside, self._functions)
+        if isinstance(trial, ScriptSearch) and trial.scope is not None:
+            next(model for model in models if "" not in model["clean"])["clean"] = trial.scope
+        if isinstance(trial, RealCapture) and trial.error is not None:
+            error = trial.error
+            inside.append(Seen(error.rule, f"a capture fails: {error.what}", error.where, "", "", len(self._history)))
         outside = [one for one in self._seen.outside if one.rule in _LISTED]
-        return {
-            "inside": [plain_seen(one) for one in (*inside, *varying)],
+        found = {
+            "inside": [plain_seen(one) for one in inside],
             "outside": [plain_seen(one) for one in outside],
-            "steps": self._past.count,
+            "steps": len(self._history),
             "step": self._functions.result(),
             "models": models,
+            "replays": trial.num_replays if isinstance(trial, RealCapture) else 0,
             "is_hidden": self._work.is_hidden,
+            "is_graphed": self._objects.is_graphed,
         }
+        # let the script's objects go: the runner keeps its probe for as long as the process lives
+        self._objects, self._history, self._trial = ScriptObjects(), StepHistory(), None
+        self._numbers = OwnNumbers((), lambda optimizer: False)
+        return found
 
-    def _release(self) -> None:
-        """Let the script's objects go: the runner keeps its probe for as long as the process lives."""
-        self._touched, self._by_code = StepObjects(), FunctionsByCode()
-        self._called, self._past, self._now = {}, PastSteps(self._past.count), CurrentStep()
+    def _inside(self) -> list[Seen]:
+        """What was seen inside of steps by now, with what changes from step to step."""
+        first = 2 if replicas(self._objects.touched.all_modules) else 1  # DDP makes its buckets again in the second
+        return [*self._seen.inside, *self._history.varying(first, self._objects.module_at)]
 
     @contextlib.contextmanager
     def _sync_warnings(self) -> Iterator[None]:
@@ -161,40 +151,51 @@ class CheckProbe:
 
     def step_begins(self, index: int) -> None:
         """A step begins."""
-        if index >= self._max_steps and not self._searches():
+        if index >= self._max_steps and not self._tries():
             self._script.stop()
-        if self._search is not None:
+        if self._trial is not None:
             return
+        self._objects.look_around()
+        if self._objects.notice_graphs(sys._getframe(1)):
+            self._script.cannot_judge(_GRAPHED)
+            self._script.stop()
         self._step = index
-        self._find_objects()
         frames = own_frames(sys._getframe(1))
         self._functions.begin(frames)
-        device = self._device()
-        self._now.numbers = OwnNumbers(self._touched.all_optimizers, lambda optimizer: False)
-        self._now.state = self._watched_values(frames)
+        touched, device = self._objects.touched, self._objects.device
+        self._numbers = OwnNumbers(touched.all_optimizers, lambda optimizer: False)
+        self._state = self._watched_values(frames)
         self._lines = Ledger()
-        self._now.changed, self._now.forwards = [], set()
-        self._operations.begin(index, self._touched, device)
+        self._changed, self._forwards = [], set()
+        self._operations.begin(index, touched, device)
         self._work.start(device)
 
-    def _searches(self) -> bool:
-        """After the watched steps: observe one more for the search of modules, if there is one to do."""
-        if self._search is None:
-            inside = [one for one in self._seen.inside if isinstance(one, Seen)]
-            models = [model for model in self._modules([*inside, *self._varying()]) if "" not in model["clean"]]
-            if not models:
-                return False
-            self._search = ScriptSearch(self._called[models[0]["class"]])
-        self._search.begin_step()
-        return not self._search.is_over
+    def _tries(self) -> bool:
+        """After the watched steps: whether this one is used to try what will be advised."""
+        if self._trial is None:
+            self._trial = self._new_trial()
+        if isinstance(self._trial, ScriptSearch):
+            self._trial.begin_step()
+        return self._trial is not None and not self._trial.is_over
+
+    def _new_trial(self) -> ScriptSearch | RealCapture | None:
+        inside, code = self._inside(), self._functions.code
+        models = [one for one in self._objects.models(inside, self._functions) if "" not in one["clean"]]
+        if models:
+            return ScriptSearch(self._objects.called[models[0]["class"]])
+        if not self._script.options.get("captures", not self._script.is_cuda_mapped) or collect(inside) or code is None:
+            return None
+        functions = self._objects.functions_of([code])
+        trial = RealCapture(functions[0], self._script.stop) if len(functions) == 1 else None
+        return trial if trial is not None and trial.put_in_place() else None
 
     def _watched_values(self, frames: Sequence[types.FrameType]) -> StepState | None:
         """The host values of a step, if it is known from the step before which it has."""
         lines: Sequence[Line] = self._lines.inside
         if not lines:
             return None
-        functions = self._by_code.of({code for code, _ in lines})
-        return StepState(self._touched, frames, lines, functions, self._work.ran, self._now.numbers)
+        functions = self._objects.functions_of({code for code, _ in lines})
+        return StepState(self._objects.touched, frames, lines, functions, self._work.ran, self._numbers)
 
     def step_reaches(self, index: int) -> None:
         """All that ran by now is inside the step."""
@@ -206,26 +207,24 @@ class CheckProbe:
             self._lines.reach()
             self._operations.reach()
             self._functions.reach(sys._getframe(1))
-            self._now.changed = []
-            if self._now.state is not None:
-                self._now.state.note_changes(self._value_changed, self._lines.inside)
+            self._changed = []
+            if self._state is not None:
+                self._state.note_changes(self._value_changed, self._lines.inside)
 
     def step_ends(self, index: int) -> None:
         """The step is over."""
-        if self._search is not None:
-            self._search.end_step()
+        if isinstance(self._trial, ScriptSearch):
+            self._trial.end_step()
         if self._step is None:
             return
         self._work.stop()
         logs = self._operations.end()
         self._seen.end()
         self._lines.end()
-        self._now.state = None
-        if self._lines.inside or self._now.changed or any(logs):  # else it was none
-            self._past.count = index + 1
-            self._past.logs.append(logs)
-            self._past.paths.append(self._lines.inside)
-            self._seen.inside += self._now.changed
+        self._state = None
+        if self._lines.inside or self._changed or any(logs):  # else it was none
+            self._history.add(logs, self._lines.inside)
+            self._seen.inside += self._changed
         self._step = None
 
     # -- what happens
@@ -235,7 +234,7 @@ class CheckProbe:
         if place.is_optimizers or self._step is None:
             return
         where = line or place.where
-        seen = Seen(rule, what, where, place.inside, self._module_name(place), self._step)
+        seen = Seen(rule, what, where, place.inside, self._objects.name_of(place.module), self._step)
         if place.is_loading:
             self._seen.outside.append(seen)
         else:
@@ -249,16 +248,17 @@ class CheckProbe:
             self._seen.note(Seen("legacy-stream", "uses the default stream", where, "", "", self._step or 0))
 
     def _value_changed(self, rule: str, what: str, where: Location | None) -> None:
-        self._now.changed.append(Seen(rule, what, where, "", "", self._step or 0))
+        self._changed.append(Seen(rule, what, where, "", "", self._step or 0))
 
     def _moved(self, made: Made, tensor: torch.Tensor) -> None:
         shape = "x".join(map(str, tensor.shape)) or "scalar"
         what = f"a {shape} tensor of this step is read by the next one, at another address each time"
-        self._seen.note(Seen("moving-address", what, made.where, "", self._module_at(made.where), made.step))
+        self._seen.note(Seen("moving-address", what, made.where, "", self._objects.module_at(made.where), made.step))
 
     def _synchronizes(self, name: str) -> None:
-        """The script waits for what stands for the device."""
-        self._note_call("host-read", f"{name}()")
+        """The script waits for what stands for the device. New tensors of Python values are noted as host data."""
+        if not name.startswith(_MAKERS):
+            self._note_call("host-read", f"{name}()")
 
     def _note_call(self, rule: str, what: str) -> None:
         """Note a call of the script's or a library's. torch's own code asks where a tensor is, and is told."""
@@ -268,20 +268,19 @@ class CheckProbe:
 
     def _forward(self, module: torch.nn.Module, args: Any) -> None:
         """A module is about to run: notes it, and whether a loop came round within the step."""
-        if self._step is None or not self._operations.is_ours() or torch.compiler.is_compiling():
+        if self._step is None or not self._operations.home.is_here() or torch.compiler.is_compiling():
             return
-        self._touched.add_module(module)
-        self._called.setdefault(self._touched.name(module), module)
+        self._objects.add_call(module)
         frame = next((one for one in stack_of(sys._getframe(1)) if is_own_code(one.f_code)), None)
         if frame is None or not torch.is_grad_enabled():
             return
         site = (frame.f_code, frame.f_lasti)
-        if site in self._now.forwards and self._operations.has_backward:
+        if site in self._forwards and self._operations.has_backward:
             self._seen.microbatch_begins()
             self._lines.microbatch_begins()
-            self._operations.microbatch_begins(self._touched)
-            self._now.forwards.clear()
-        self._now.forwards.add(site)
+            self._operations.microbatch_begins(self._objects.touched)
+            self._forwards.clear()
+        self._forwards.add(site)
 
     def _backward(self, backward: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         backward(*args, **kwargs)
@@ -291,7 +290,7 @@ class CheckProbe:
             self._operations.backward_done()
 
     def _optimizer_begins(self, optimizer: Optimizer) -> None:
-        self._now.numbers.begin(optimizer)
+        self._numbers.begin(optimizer)
         caller = next((one for one in stack_of(sys._getframe(1)) if one.f_code.co_name == "wrapper"), None)
         given = (*caller.f_locals.get("args", ())[1:], *caller.f_locals.get("kwargs", {}).values()) if caller else ()
         if any(callable(value) for value in given):
@@ -307,98 +306,7 @@ class CheckProbe:
             self._seen.note(Seen("optimizer-closure", what, where, "", "", self._step or 0))
 
     def _optimizer_done(self, optimizer: Optimizer, _: Any) -> None:
-        self._now.numbers.end(optimizer)
-
-    # -- what is known
-
-    def _find_objects(self) -> None:
-        """Find the models and optimizers that are alive; whole models first, since their parts are named by them."""
-        modules: dict[int, torch.nn.Module] = {}
-        for value in gc.get_objects():
-            kind = type(value)
-            if issubclass(kind, Optimizer) and "param_groups" in vars(value):  # else a wrapper around another one
-                self._touched.add_optimizer(value)
-            elif issubclass(kind, torch.nn.Module) and "_modules" in vars(value):
-                modules[id(value)] = value
-        parts = {id(part) for module in modules.values() for part in module.children()}
-        for key, module in modules.items():
-            if key not in parts:
-                self._touched.add_reachable(module)
-
-    def _device(self) -> torch.device:
-        found = {parameter.device.type for parameter in self._touched.all_parameters}
-        return torch.device("cuda" if "cuda" in found else "cpu")
-
-    def _module_name(self, place: Place) -> str:
-        return self._touched.name(place.module) if place.module is not None else ""
-
-    def _varying(self) -> list[Seen]:
-        """What changes from step to step, after the first."""
-        found = []
-        first = 3 if replicas(self._touched.all_modules) else 2  # DDP makes its buckets again in the second step
-        for step in range(first, len(self._past.logs)):
-            for rule, difference in changes(self._past.logs[step - 1], self._past.logs[step]):
-                what = _told(rule, difference)
-                where = difference.where
-                if rule == "varying-operations":
-                    where = branch_of(self._past.paths[step - 1], self._past.paths[step]) or where
-                found.append(Seen(rule, what, where, "", self._module_at(where), step))
-        return found
-
-    def _module_at(self, where: Location | None) -> str:
-        """The first module that ran whose `forward` has this line."""
-        for name, module in self._called.items() if where is not None else ():
-            code = getattr(type(module).forward, "__code__", None)
-            if code is not None and where is not None and code.co_filename == where.file:
-                lines = [line for _, _, line in code.co_lines() if line is not None]
-                if min(lines) <= where.line <= max(lines):
-                    return name
-        return ""
-
-    def _modules(self, inside: Sequence[Seen]) -> list[dict[str, Any]]:
-        """The models that ran, each with the parts that ran without a finding."""
-        dirty = {one.module for one in inside if one.module}
-        roots = [name for name in self._called if not any(name.startswith(f"{other}.") for other in self._called)]
-        return [
-            {
-                "name": self._functions.name_of(self._called[root]),
-                "class": root,
-                "clean": clean_parts(root, self._called, dirty),
-            }
-            for root in roots
-            if next(self._called[root].parameters(), None) is not None
-        ]
-
-
-def _told(rule: str, found: Difference) -> str:
-    if rule == "varying-operations":
-        return f"one step runs {found.before} where another runs {found.now}"
-    return f"{found.operation.removesuffix('.default')}: {found.before}, then {found.now}"
-
-
-def branch_of(before: Sequence[Line], now: Sequence[Line]) -> Location | None:
-    """The line after which two steps went different ways, or None if the same lines ran."""
-    last = None
-    for one, two in zip(before, now, strict=False):
-        if one != two:
-            return last
-        last = Location(one[0].co_filename, one[1], one[0].co_name)
-    return last if len(before) != len(now) else None
-
-
-def clean_parts(root: str, called: Iterable[str], dirty: Iterable[str]) -> list[str]:
-    """The outermost modules below a root, by path, in which nothing was found; an empty path is the root itself."""
-
-    def is_clean(path: str) -> bool:
-        return not any(one == path or one.startswith(f"{path}.") for one in dirty)
-
-    if is_clean(root):
-        return [""]
-    found: list[str] = []
-    for path in sorted(called):
-        if path.startswith(f"{root}.") and is_clean(path) and not any(path.startswith(f"{one}.") for one in found):
-            found.append(path)
-    return [path.removeprefix(f"{root}.") for path in found]
+        self._numbers.end(optimizer)
 
 
 def plain_seen(seen: Seen) -> dict[str, Any]:

@@ -28,7 +28,7 @@ GROUPS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "sync-free": ("host-read", "library-call"),
         "static": (
             *("varying-shape", "varying-number", "varying-operations", "moving-address", "host-data"),
-            *("legacy-stream", "thread-operations", "optimizer-closure"),
+            *("legacy-stream", "other-thread", "optimizer-closure"),
         ),
     }
 )
@@ -151,7 +151,7 @@ def _is_of_one_step(seen: Sequence[Seen]) -> bool:
 def _finding(seen: Sequence[Seen]) -> Finding:
     first = seen[0]
     why, fix = entry(first.rule).reason_and_fix()
-    group = next(name for name, rules in GROUPS.items() if first.rule in rules)
+    group = next((name for name, rules in GROUPS.items() if first.rule in rules), "static")  # a failed capture's
     steps = len({one.step for one in seen})
     return Finding(first.rule, group, first.what, first.where, first.inside, first.module, len(seen), steps, why, fix)
 
@@ -185,6 +185,8 @@ class StepShape:
     """Paths of modules that ran in the step without a finding, outermost only."""
     library: str = ""
     """The library whose loop runs the step, such as `lightning`."""
+    replays: int = 0
+    """How often a real capture of the function was replayed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,10 +210,10 @@ class Verdict:
 
 def judge(findings: Sequence[Finding], shape: StepShape, unknown: Sequence[str] = ()) -> Verdict:
     """Decide which API fits."""
-    if shape.steps == 0:
-        return Verdict(Api.UNKNOWN, "no training step was seen: no optimizer stepped after a module's forward.")
     if unknown:
         return Verdict(Api.UNKNOWN, "; ".join(unknown) + ".")
+    if shape.steps == 0:
+        return Verdict(Api.UNKNOWN, "no training step was seen: no optimizer stepped after a module's forward.")
     if shape.steps < MIN_STEPS:
         reason = f"{shape.steps} step{'s' * (shape.steps > 1)} ran, and {MIN_STEPS} are needed to compare."
         return Verdict(Api.UNKNOWN, reason)
@@ -219,9 +221,8 @@ def judge(findings: Sequence[Finding], shape: StepShape, unknown: Sequence[str] 
         reason = f"the loop is {shape.library}'s, so no function of yours is the whole step; the model is yours."
         return _modules(findings, shape, reason)
     if not findings:
-        reason = (
-            f"{shape.steps} steps ran the same operations, nothing waited for the device, and nothing was Python's."
-        )
+        reason = f"{shape.steps} steps ran the same operations. Nothing waited for the device or was left to Python."
+        reason += f" The step was captured, and replayed {shape.replays} times." if shape.replays else ""
         return Verdict(Api.CAPTURE, reason, _paste_capture(shape))
     lines = len({(f.where.file, f.where.line) if f.where is not None else None for f in findings})
     reason = f"{len(findings)} finding{'s' * (len(findings) > 1)} at {lines} line{'s' * (lines > 1)} of the step"

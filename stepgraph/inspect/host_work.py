@@ -222,7 +222,7 @@ class HostWork:
             is_torchs = frame.f_code.co_filename.startswith(_LAYERS)
             is_torchs = is_torchs and caller is not None and is_own_code(caller.f_code)
         if is_torchs:
-            self._note("thread-operations", f"runs in the thread {threading.current_thread().name}", frame)
+            self._note("other-thread", f"runs in the thread {threading.current_thread().name}", frame)
 
     # -- lines
 

@@ -31,6 +31,8 @@ class StepFunctions:
         self._num_steps = 0
         self._found: dict[str, Any] = {"function": "", "parameters": [], "loop": None, "library": ""}
         self._models: dict[int, str] = {}
+        self.code: types.CodeType | None = None
+        """The code of the function that is one step."""
 
     def begin(self, frames: Sequence[types.FrameType]) -> None:
         """A step begins in these frames of the user's, innermost first."""
@@ -72,7 +74,7 @@ class StepFunctions:
                             self._models.setdefault(id(held), f"self.{inner}")
 
     def _describe(self, frame: types.FrameType) -> None:
-        code = frame.f_code
+        code = self.code = frame.f_code
         names = list(inspect.getargs(code).args)
         is_method = bool(names) and names[0] == "self"
         name = code.co_qualname if is_method else code.co_name

@@ -2,8 +2,8 @@
 
 Two modes stay entered below all of the script's own: one sees torch's functions, one its operators. In a step they
 apply the tape's refusals (`backends.tape.refusals`), note them, and let everything run as it would. They keep an
-operation log of each step, in which the batch is found by use. Logs of later steps are compared: other operations,
-other plain numbers, other shapes. Memory that one step makes and the next one reads is noted: its address moves.
+operation log of each step, in which the batch is found by use; `step_history` compares them. Memory that one step makes
+and the next one reads is noted: its address moves.
 
 The end of a microbatch and the loading of the next are outside the step, so each microbatch has a log of its own.
 """
@@ -30,7 +30,7 @@ from stepgraph.backends.tape.refusals import HOST_READS, HostReadGuard, Operator
 from stepgraph.errors import CaptureRefused, Location
 from stepgraph.inspect.places import is_own_code, place_of
 from stepgraph.observe.step_objects import StepObjects
-from stepgraph.oplog import Difference, Log, OpLog, StandingMode, Vocabulary, differences, noting_unseen
+from stepgraph.oplog import Log, OpLog, StandingMode, Vocabulary, noting_unseen
 from stepgraph.oplog.log import FIELDS, storage_of
 from stepgraph.optim.steps import at_optimizer_steps
 from stepgraph.script.cuda_on_cpu import DeviceMode
@@ -68,26 +68,41 @@ class Made:
 
 
 class MadeMemory:
-    """The memory that steps have made, as long as it may be read by a later one."""
+    """The memory that steps have made, as long as it lives."""
 
     def __init__(self) -> None:
-        self.made: dict[int, Made] = {}
+        self._made: dict[int, Made] = {}
         self._count = self._reached = 0
 
     def add(self, storage: torch.UntypedStorage, step: int, where: Location | None) -> None:
         self._count += 1
-        self.made[storage._cdata] = Made(weakref.ref(storage), step, self._count, where)
+        self._made[storage._cdata] = Made(weakref.ref(storage), step, self._count, where)
+
+    def find(self, storage: torch.UntypedStorage) -> Made | None:
+        made = self._made.get(storage._cdata)
+        return made if made is not None and made.storage() is storage else None
 
     def reach(self) -> None:
-        """All that was made by now is the step's."""
+        """The step reaches over all that was made by now."""
         self._reached = self._count
 
-    def drop_later(self) -> None:
-        """Forget what was made after the step."""
-        self.made = {key: made for key, made in self.made.items() if made.number <= self._reached}
+    def forget_outside(self) -> None:
+        """The step is over: forget what was made since it last reached, and what is gone."""
+        self._made = {
+            key: made for key, made in self._made.items() if made.number <= self._reached and made.storage() is not None
+        }
 
-    def drop_freed(self) -> None:
-        self.made = {key: made for key, made in self.made.items() if made.storage() is not None}
+
+class Home:
+    """The thread and the process that steps run in."""
+
+    def __init__(self) -> None:
+        self._thread, self._process = threading.get_ident(), os.getpid()
+
+    def is_here(self) -> bool:
+        """Whether the step's own thread asks, or one of autograd's: not a worker that was forked meanwhile."""
+        here = threading.get_ident() == self._thread
+        return (here or isinstance(threading.current_thread(), threading._DummyThread)) and os.getpid() == self._process
 
 
 Moved = Callable[[Made, torch.Tensor], None]
@@ -106,11 +121,11 @@ class StepOperations(StandingMode):
         self._step = 0
         self._device = torch.device("cpu")
         self._is_on_device: Callable[[torch.Tensor], bool] = lambda tensor: True
-        self._home = (threading.get_ident(), os.getpid())
+        self.home = Home()
         self._logs: list[Log] = []
         self._lengths = [0, 0]
         """The notes of the log at the last backward, and when the step last reached this far."""
-        self._memory = MadeMemory()
+        self._made = MadeMemory()
         self._optimizer: str | None = None
         """The class of the optimizer that steps now."""
 
@@ -142,7 +157,6 @@ class StepOperations(StandingMode):
             self._is_on_device = mapped.is_on_device  # the step runs on what stands for a GPU
         else:
             self._is_on_device = lambda tensor: device.type == "cpu" or tensor.device.type != "cpu"
-        self._memory.drop_freed()
         self._begin_log(touched)
 
     def _begin_log(self, touched: StepObjects) -> None:
@@ -167,13 +181,13 @@ class StepOperations(StandingMode):
 
     def reach(self) -> None:
         self._lengths = [0, self._length]
-        self._memory.reach()
+        self._made.reach()
 
     def end(self) -> list[Log]:
         """The step is over. Returns its logs, one for each microbatch."""
         logs = [*self._logs, self._cut(self._lengths[1])]
         self.log = None
-        self._memory.drop_later()
+        self._made.forget_outside()
         return logs
 
     @property
@@ -192,7 +206,7 @@ class StepOperations(StandingMode):
 
     def __torch_dispatch__(self, func: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self.log is None or not self.is_ours():
+        if self.log is None or not self.home.is_here():
             return func(*args, **kwargs)
         if kinds and any(kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__ for kind in kinds):
             return NotImplemented
@@ -203,12 +217,6 @@ class StepOperations(StandingMode):
             if isinstance(func, torch._ops.OpOverload) and not self.guard.is_reading:
                 self._refuse(func, args, kwargs)
         return out
-
-    def is_ours(self) -> bool:
-        """Whether the step's thread asks: not a worker that was forked while a step was watched."""
-        thread, process = self._home
-        is_here = threading.get_ident() == thread or isinstance(threading.current_thread(), threading._DummyThread)
-        return is_here and os.getpid() == process
 
     def reads_device(self, tensors: Iterable[torch.Tensor]) -> bool:
         """Whether one of these tensors is on the step's device; of those in a backward that is not known."""
@@ -222,7 +230,7 @@ class StepOperations(StandingMode):
 
     def refused(self, error: CaptureRefused) -> None:
         """Note a refusal, and go on."""
-        if self.log is not None and self.is_ours():
+        if self.log is not None and self.home.is_here():
             in_backward = torch._C._current_autograd_node() is not None
             line = self.log.last_line if in_backward else None  # that of the forward, unless Python runs there
             self._note(error.row.id, error.operation, sys._getframe(1), line)
@@ -242,8 +250,8 @@ class StepOperations(StandingMode):
             if storage is None:
                 continue
             known.add(storage._cdata)
-            made = self._memory.made.get(storage._cdata)
-            if made is not None and made.step < self._step and made.storage() is storage:
+            made = self._made.find(storage)
+            if made is not None and made.step < self._step:
                 assert self.log is not None
                 if not self.log.has_role(storage) and not place_of(sys._getframe(1)).is_optimizers:
                     self._moved(made, tensor)
@@ -253,7 +261,7 @@ class StepOperations(StandingMode):
         for tensor in tensors_in((out,)):
             storage = storage_of(tensor)
             if storage is not None and storage._cdata not in known:
-                self._memory.add(storage, self._step, self.log.last_line if self.log is not None else None)
+                self._made.add(storage, self._step, self.log.last_line if self.log is not None else None)
 
 
 class NotingGuard(HostReadGuard):
@@ -266,7 +274,7 @@ class NotingGuard(HostReadGuard):
         """Whether a read that was noted is running: its operators are not noted again."""
 
     def __torch_function__(self, func: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self._operations.log is None or not self._operations.is_ours():
+        if self._operations.log is None or not self._operations.home.is_here():
             return func(*args, **(kwargs or {}))
         name = getattr(func, "__name__", "")
         if name in _RANDOM:
@@ -300,22 +308,3 @@ def tensors_in(values: Iterable[Any]) -> Iterator[torch.Tensor]:
             yield value
         elif isinstance(value, (list, tuple)):
             yield from tensors_in(value)
-
-
-def changes(before: Sequence[Log], now: Sequence[Log]) -> Iterator[tuple[str, Difference]]:
-    """Compare two steps: yields the rule that each difference breaks.
-
-    What follows from another shape, or from another operation, is not reported. A shape that depends on data, as of
-    `x[mask]`, is not reported either: it is a host read, and was refused as that.
-    """
-    for one, two in zip(before, now, strict=False):
-        for found in differences(one, two):
-            if found.kind == "value":
-                yield "varying-number", found
-            elif found.kind != "tensor":
-                if found.kind != "result shape" or not found.before.startswith("a result"):
-                    yield "varying-operations" if found.kind == "operation" else "varying-shape", found
-                return
-    if len(before) != len(now):
-        told = [f"{len(logs)} microbatches" for logs in (before, now)]
-        yield "varying-operations", Difference(0, "the step", None, *told)

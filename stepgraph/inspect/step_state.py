@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import dis
 import functools
-import gc
 import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -33,7 +32,6 @@ Note = Callable[[str, str, Location | None], None]
 """Takes a rule, what happened, and the line."""
 _LOADS = frozenset(("LOAD_NAME", "LOAD_FAST", "LOAD_GLOBAL", "LOAD_DEREF", "LOAD_FAST_CHECK"))
 _STORES = frozenset(("STORE_NAME", "STORE_FAST", "STORE_GLOBAL", "STORE_DEREF"))
-_MODULE_CODE = "<module>"
 
 
 class StepState:
@@ -82,23 +80,6 @@ class StepState:
 
 def _root(*args: Any, **kwargs: Any) -> None:
     """Stands for the body of the loop."""
-
-
-class FunctionsByCode:
-    """The functions that were alive when their code was first asked for."""
-
-    def __init__(self) -> None:
-        self._known: dict[types.CodeType, list[types.FunctionType]] = {}
-
-    def of(self, codes: Iterable[types.CodeType]) -> list[types.FunctionType]:
-        """Return the functions with this code; one look at all objects finds those of all new code."""
-        wanted = {code for code in codes if code.co_name != _MODULE_CODE}
-        new = wanted - self._known.keys()
-        self._known |= {code: [] for code in new}
-        for value in gc.get_objects() if new else ():
-            if type(value) is types.FunctionType and value.__code__ in new:
-                self._known[value.__code__].append(value)
-        return [function for code in wanted for function in self._known[code]]
 
 
 def _variables(

@@ -200,6 +200,14 @@ class Roles:
         return {name: names[0][2] for names in groups for _, _, name in names}
 
 
+class _Found(Roles):
+    """Arguments that are found by their use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numbers = itertools.count()
+
+
 @dataclass(frozen=True, slots=True)
 class Log:
     """The notes of one call."""
@@ -265,12 +273,11 @@ class OpLog(dispatch.TorchDispatchMode):
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._keeps_casts = keeps_casts
-        self._found = itertools.count() if finds_arguments else None
         self._vocabulary, self._roles = vocabulary, roles or Roles()
         self._device = device.type if device is not None and device.type != "cpu" else None
         self._serial = next(vocabulary.logs)
         self._notes = array("I")
-        self._given = Roles()
+        self._given = _Found() if finds_arguments else Roles()
         for index, leaf in enumerate(arguments):
             if isinstance(leaf, torch.Tensor):
                 self._given.add(index, leaf)
@@ -375,7 +382,7 @@ class OpLog(dispatch.TorchDispatchMode):
                 self._bear(known, out, "left out")
             elif on_device or self._device is None or any(one.device.type == self._device for one in _tensors(out)):
                 self._bear(known, out, self._scope)
-                if self._found is not None:  # what makes another shape is asked of such logs
+                if isinstance(self._given, _Found):  # what makes another shape is asked of such logs
                     shapes = (RESULTS, tuple(result.shape for result in _tensors(out) if not result.is_nested))
                     plain = self._vocabulary.parts[self._notes[begin + 1]]
                     self._notes[begin + 1] = self._vocabulary.number((*plain, shapes))
@@ -431,8 +438,8 @@ class OpLog(dispatch.TorchDispatchMode):
             return (("without memory", type(tensor).__qualname__), form)
         known.add(storage._cdata)
         device, offset = tensor.device, int(tensor.storage_offset())
-        if self._found is not None and not self._is_named(storage, offset):
-            self._given.add(next(self._found), tensor)
+        if isinstance(self._given, _Found) and not self._is_named(storage, offset):
+            self._given.add(next(self._given.numbers), tensor)
         which, begin = self._which(storage, offset)
         if self._device is not None and which[0] != "made" and not tensor.shape and device.type == "cpu":
             form = (tensor.shape, tensor.dtype, device, torch.strided)

@@ -142,15 +142,15 @@ BAD = {
             before="side = torch.cuda.Stream()",
         ),
     ],
-    "thread-operations": [
+    "other-thread": [
         loop(
             "thread = threading.Thread(target=work)\nthread.start()\nthread.join()",
-            before="def work():\n    return torch.ones(3).sum()  # finds: thread-operations",
+            before="def work():\n    return torch.ones(3).sum()  # finds: other-thread",
         ),
         loop(
             "todo.put(1)\ndone.get()",
             before="todo, done = queue.Queue(), queue.Queue()\ndef serve():\n    while todo.get():\n"
-            "        done.put(torch.zeros(2) + 1)  # finds: thread-operations\n"
+            "        done.put(torch.zeros(2) + 1)  # finds: other-thread\n"
             "threading.Thread(target=serve, daemon=True).start()",
         ),
     ],
@@ -232,7 +232,7 @@ GOOD = {
             before="side = torch.cuda.Stream()",
         ),
     ],
-    "thread-operations": [
+    "other-thread": [
         loop(before="thread = threading.Thread(target=lambda: torch.ones(3).sum())\nthread.start()\nthread.join()"),
         loop("thread = threading.Thread(target=lambda: sum(range(9)))\nthread.start()\nthread.join()"),
     ],

@@ -134,3 +134,31 @@ def test_check_under_torchrun_prints_once() -> None:
     done = command(*words, "--steps", "5")
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("The whole step can be captured") == 1
+
+
+def test_check_captures_the_steps_function_where_asked(tmp_path: Path) -> None:
+    """On a GPU by default; here on the tape."""
+    script = tmp_path / "script.py"
+    script.write_text((SCRIPTS / "step_function.py").read_text().replace("range(8)", "range(20)"))
+    report = check_here(script, tmp_path, 4, captures=True)
+    assert report.verdict.api is Api.CAPTURE
+    assert report.shape.replays == 3
+    assert "The step was captured, and replayed 3 times." in report.verdict.reason
+
+
+def test_check_reports_a_capture_that_fails(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    source = (SCRIPTS / "step_function.py").read_text().replace("range(8)", "range(20)")
+    source = source.replace("    return loss\n", "    return loss, next(names)\n")
+    script.write_text(
+        source.replace("def main", "names = map(str, range(99))\n\n\ndef main").replace("loss = tr", "loss, _ = tr")
+    )
+    report = check_here(script, tmp_path, 4, captures=True)
+    assert {finding.rule for finding in report.findings} == {"iterator"}
+
+
+def test_check_of_a_script_with_graphs_points_to_verify(tmp_path: Path) -> None:
+    report = check_here(ROOT / "examples" / "plain_loop.py", tmp_path)
+    assert report.verdict.api is Api.UNKNOWN
+    assert report.is_graphed
+    assert "stepgraph verify" in report.verdict.reason
