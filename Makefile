@@ -48,7 +48,7 @@ demo: $(DEMO)
 	$(BIN)/stepgraph demo
 
 test: $(DEV)
-	$(PYTEST) -m "not slow" $(FAST_SUITES)
+	$(PYTEST) -m "not slow and not long" $(FAST_SUITES)
 
 test-slow: $(DEV)
 	$(PYTEST) -m "not long" $(SLOW_SUITES)

@@ -57,6 +57,7 @@ def test_bench_refuses_and_names_the_fix(line: str, rule: str, fix: str) -> None
     assert f"[{rule}]" in stderr
 
 
+@pytest.mark.slow
 @no_h100
 def test_bench_answers_a_gpu_that_is_not_here_with_both_fixes() -> None:
     code, values, _ = bench(GUIDE)
@@ -76,6 +77,7 @@ def test_bench_needs_a_process_for_each_device() -> None:
     assert values["error"]["fix"] == "torchrun --nproc-per-node 1 -m stepgraph bench -mr gpt2_small -g cpu -ng 1 -mb 2"
 
 
+@pytest.mark.slow
 def test_bench_predicts_the_line_of_the_guide() -> None:
     code, values, _ = bench(f"{GUIDE} --dry-run")
     assert code == 0
