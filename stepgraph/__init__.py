@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from stepgraph import order
+    from stepgraph.advice.advise import AdviceReport, advise
     from stepgraph.backends import Backend, backend_for
+    from stepgraph.bench.run import BenchResult, benchmark
     from stepgraph.buffers.inputs import ArgMetadata
     from stepgraph.buffers.reuse_pool import TensorReusePool
     from stepgraph.callables.graphed import CallablesReport
@@ -72,8 +74,10 @@ __version__ = "0.1.0"
 __all__ = [
     "VALID_CUDA_GRAPH_IMPLS",
     "VALID_CUDA_GRAPH_SCOPES",
+    "AdviceReport",
     "ArgMetadata",
     "Backend",
+    "BenchResult",
     "BuildError",
     "CallablesReport",
     "CaptureError",
@@ -112,7 +116,9 @@ __all__ = [
     "TensorReusePool",
     "VerifyReport",
     "VisionTECudaGraphHelper",
+    "advise",
     "backend_for",
+    "benchmark",
     "capture",
     "check",
     "create_cudagraphs",
@@ -138,7 +144,9 @@ __all__ = [
 _HOMES = {
     name: home
     for home, names in {
+        "advice.advise": "AdviceReport advise",
         "backends": "Backend backend_for",
+        "bench.run": "BenchResult benchmark",
         "buffers.inputs": "ArgMetadata",
         "buffers.reuse_pool": "TensorReusePool",
         "callables.graphed": "CallablesReport",

@@ -8,7 +8,9 @@ from typing import Annotated
 import typer
 
 from stepgraph import __version__
+from stepgraph.commands.advise import advise
 from stepgraph.commands.base import CONTEXT_SETTINGS, Command, Group, Result
+from stepgraph.commands.bench import bench
 from stepgraph.commands.check import check
 from stepgraph.commands.demo import demo
 from stepgraph.commands.doctor import doctor
@@ -23,7 +25,7 @@ from stepgraph.commands.verify import verify
 __all__ = ["COMMANDS", "app", "main"]
 
 COMMANDS: dict[str, tuple[Callable[..., Result], ...]] = {
-    "Decide": (),
+    "Decide": (advise, bench),
     "Check": (check, verify, frozen),
     "Understand": (explain, rules),
     "Train": (train, recipes),

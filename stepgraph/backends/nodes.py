@@ -6,8 +6,8 @@ differs is an address, which a new recording may choose freely, or a value that 
 is an address where it points into memory of the device in both recordings.
 
 Parameters are read by the driver as plain bytes, and C++ leaves bytes between the members of a structure as they are.
-So a difference counts only if it comes back in a second recording, and if two recordings of the unchanged step do not
-have it (`lasting`).
+So a difference counts only if it comes back in a second recording, and if recordings of the unchanged step, before and
+after, do not have it (`lasting`).
 """
 
 from __future__ import annotations

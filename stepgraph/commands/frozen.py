@@ -74,7 +74,8 @@ def _result(script: Script, outcome: Outcome) -> Result:
         "files": [file.path for file in outcome.files],
     }
     exit_code = ExitCode.FINDINGS if unjudged or values["findings"] else ExitCode.OK
-    return Result(values, Group(*parts), next="stepgraph rules host-value", exit_code=exit_code)
+    following = "stepgraph rules host-value" if exit_code else f"stepgraph verify {script}"
+    return Result(values, Group(*parts), next=following, exit_code=exit_code)
 
 
 def _variable(pair: str) -> tuple[str, str]:

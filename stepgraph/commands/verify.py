@@ -55,7 +55,7 @@ def verify(
             stdout_to_stderr=as_json,
         )
     rule = next((one.comparison.cause.rule for one in report.reports if one.comparison.cause is not None), None)
-    following = "stepgraph rules" if rule is None else f"stepgraph rules {rule}"
+    following = f"stepgraph frozen {wanted}" if rule is None else f"stepgraph rules {rule}"
     result = Result(report.to_dict(), _shown(report), next=following, exit_code=_exit_code(report))
     return agreed(result, script_timeout)
 

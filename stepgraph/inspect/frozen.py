@@ -262,11 +262,19 @@ class _Examination:
                 where = error.where if isinstance(error, CaptureRefused | CaptureError) else error_location(error)
                 text = str(error).partition("\n")[0]
                 return _Effect(value, failure=f"the step fails: {type(error).__name__}: {text}", where=where)
+        if nodes:  # bytes that nobody wrote differ from the first recording when all is moved back, too
+            nodes = self._with_cause(nodes)
         known = {(one.index, one.operation) for one in self._varying}
         found = [one for one in differences(self._base.log, now.log) if (one.index, one.operation) not in known]
         if len(now.log) != len(self._base.log):  # operations after the first difference have only changed places
             found = found[:1]
         return _Effect(value, tuple(found), tuple(nodes))
+
+    def _with_cause(self, nodes: list[NodeDifference]) -> list[NodeDifference]:
+        """Keep the differences that go away when every number is where it was."""
+        with self._moved():
+            back = _node_differences(self._base, self._record())
+        return lasting(nodes, nodes, back)
 
     # -- judging
 

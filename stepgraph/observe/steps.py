@@ -226,10 +226,8 @@ class StepEvents:
     def _forward_begins(self, module: nn.Module, args: Any) -> None:
         if torch.compiler.is_compiling() or not self._is_ours() or not torch.is_grad_enabled():
             return
-        site = _site()
-        is_inner = sum(code is _CALL for code, _ in site) > 1
-        if not is_inner and next(module.parameters(), None) is not None:
-            self._finder.forward(site, is_training=module.training)
+        if not _is_inner_call() and next(module.parameters(), None) is not None:
+            self._finder.forward(_site(), is_training=module.training)
 
     def _optimizer_begins(self, stack: contextlib.ExitStack, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._watch_zero_grad(stack, type(optimizer))
@@ -315,6 +313,16 @@ def _subclasses(kind: type[Any]) -> list[type]:
     for child in kind.__subclasses__():
         found += [other for other in (child, *_subclasses(child)) if other not in found]
     return found
+
+
+def _is_inner_call() -> bool:
+    """Whether a module that is about to run is called by another one; told without walking the whole stack."""
+    calls = 0
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame is not None and calls < 2:
+        calls += frame.f_code is _CALL
+        frame = frame.f_back
+    return calls > 1
 
 
 def _site() -> Site:

@@ -285,16 +285,14 @@ class OpLog(dispatch.TorchDispatchMode):
         self._births = _Births()
         self._lines: dict[int, int] = {}
         """The line of each forward operation that autograd has a node for, by the node's sequence number."""
-        self._sections: list[tuple[int, int, Hashable]] = []
-        self._section: tuple[int, str, Hashable] | None = None
-        self._depth = 0
+        self._sections = _Sections()
         self._hidden = 0
         """The number of blocks around the call whose operations are not noted."""
         self._nameless = itertools.count()
 
     def finish(self) -> Log:
         """The notes so far."""
-        return Log(self._vocabulary, self._notes, tuple(self._sections), self._serial, self._shared)
+        return Log(self._vocabulary, self._notes, tuple(self._sections.done), self._serial, self._shared)
 
     def followed_by(self, roles: Roles | None = None) -> OpLog:
         """A log for what comes after this one, which can name its results: a backward of a forward."""
@@ -307,16 +305,11 @@ class OpLog(dispatch.TorchDispatchMode):
 
     def begin_section(self, owner: Hashable, name: str) -> None:
         """The step of an optimizer begins; a subclass's step calls its parent's."""
-        if self._section is None:
-            self._section = (len(self._notes) // FIELDS, name, owner)
-        self._depth += self._section[2] == owner
+        self._sections.begin(owner, name, len(self._notes) // FIELDS)
 
     def end_section(self, owner: Hashable) -> None:
-        if self._section is not None and self._section[2] == owner:
-            self._depth -= 1
-            if not self._depth:
-                self._sections.append((self._section[0], len(self._notes) // FIELDS, owner))
-                self._section = None
+        """The step of an optimizer ends."""
+        self._sections.end(owner, len(self._notes) // FIELDS)
 
     def is_same(self, one: torch.Tensor, other: torch.Tensor) -> None:
         """The engine has put one tensor in the place of another, which the call has made."""
@@ -400,7 +393,7 @@ class OpLog(dispatch.TorchDispatchMode):
 
     @property
     def _scope(self) -> str:
-        return "" if self._section is None else self._section[1]
+        return self._sections.name
 
     def _note(self, operation: int, args: Sequence[Any], kwargs: Mapping[str, Any], line: int, known: set[int]) -> bool:
         """Note an operation and the memory of its arguments. Returns whether a tensor is on the step's device."""
@@ -509,6 +502,29 @@ class OpLog(dispatch.TorchDispatchMode):
             line = self._lines.get(node._sequence_nr())
             line = number(("backward", node.name())) if line is None else line
         return line, is_left_out
+
+
+class _Sections:
+    """The steps of optimizers in a log; one inside another belongs to the outer one."""
+
+    def __init__(self) -> None:
+        self.done: list[tuple[int, int, Hashable]] = []
+        self.name = ""
+        """The optimizer whose step runs now; "" outside of any."""
+        self._owner: Hashable = None
+        self._start = self._depth = 0
+
+    def begin(self, owner: Hashable, name: str, note: int) -> None:
+        if not self._depth:
+            self._start, self._owner, self.name = note, owner, name
+        self._depth += self._owner == owner
+
+    def end(self, owner: Hashable, note: int) -> None:
+        if self._depth and self._owner == owner:
+            self._depth -= 1
+            if not self._depth:
+                self.done.append((self._start, note, owner))
+                self.name = ""
 
 
 class _Births:

@@ -48,11 +48,14 @@ class Program:
     generators: Mapping[str, torch.Generator] = field(default_factory=dict)
     others: Mapping[str, Any] = field(default_factory=dict)
     """Schedulers and scalers: objects with `state_dict` and `load_state_dict`."""
+    arguments: tuple[torch.Tensor, ...] = ()
+    """Tensors of a call, which say where a program without state runs."""
 
     @property
     def device(self) -> torch.device:
         """The device of the first tensor that is on a GPU, else the CPU."""
-        found = devices([*self.modules.values(), *self.optimizers.values(), *self.tensors.values()])
+        held = (self.modules, self.optimizers, self.tensors)
+        found = devices([*(value for group in held for value in group.values()), *self.arguments])
         return next((device for device in found if device.type == "cuda"), torch.device("cpu"))
 
     @property
@@ -245,8 +248,8 @@ def program_of(
     step: Callable[..., Any], batch: Iterable[Any] = (), generators: Iterable[torch.Generator] = ()
 ) -> Program:
     """Find the state of a step: what it can name, and what the arguments of a call hold."""
-    found = [*named_reachable(step)]
-    objects = [value for value in flatten(tuple(batch))[0] if isinstance(value, (torch.nn.Module, Optimizer))]
+    found, leaves = [*named_reachable(step)], flatten(tuple(batch))[0]
+    objects = [value for value in leaves if isinstance(value, (torch.nn.Module, Optimizer))]
     found += [pair for value in objects for pair in named_reachable(functools.partial(_nothing, value))]
     found += [("generator", generator) for generator in generators]
     kinds: dict[type, dict[str, Any]] = {torch.nn.Module: {}, Optimizer: {}, torch.Tensor: {}, torch.Generator: {}}
@@ -261,7 +264,8 @@ def program_of(
             seen.add(key)
             place[numbered(label, place)] = value
     modules, optimizers, tensors, made = kinds.values()
-    return Program(modules, optimizers, tensors, made, others)
+    given = tuple(value for value in leaves if isinstance(value, torch.Tensor))
+    return Program(modules, optimizers, tensors, made, others, given)
 
 
 def _address(value: Any) -> int:

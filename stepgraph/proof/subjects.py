@@ -17,7 +17,7 @@ import contextlib
 import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -137,7 +137,7 @@ def _trained(call: Callable[..., Any], holders: list[Any], kind: str, batch: tup
     parameters = [p for p in found.parameters().values() if p.requires_grad]
     parameters += [t for t in found.own_tensors().values() if t.requires_grad and t.is_leaf]
     optimizers = {"SGD": torch.optim.SGD(parameters, lr=_RATE)} if parameters else {}
-    program = Program(found.modules, {**found.optimizers, **optimizers}, found.tensors, found.generators, found.others)
+    program = replace(found, optimizers={**found.optimizers, **optimizers})
     step = _TrainingStep(call, optimizers.get("SGD"))
     name = call.name if isinstance(call, GraphedCallable) else type(call).__name__
     return Subject(name, kind, functools.partial(_plainly, step), step, program)

@@ -137,7 +137,8 @@ def run_watched(request: Request, running: RunningChild, probe: Any) -> None:
     from stepgraph.script.main_module import MainModule, NamedStep
 
     name = request.script.step
-    step = None if name is None else NamedStep(name, StepCalls(running).wrapped)
+    calls = StepCalls(running)  # whose method a probe may replace
+    step = None if name is None else NamedStep(name, lambda function: calls.wrapped(function))
     main_module = MainModule(request.script, step)
     steps = watched_steps(running) if step is None else contextlib.nullcontext()
     with surroundings(request, running), probe.running(), steps:

@@ -736,4 +736,10 @@ def _generator_class() -> type:
         def __instancecheck__(cls, value: object) -> bool:
             return isinstance(value, original)
 
+        def __eq__(cls, other: object) -> bool:  # tables by class, made before this one, know it as the original
+            return other is cls or other is original
+
+        def __hash__(cls) -> int:
+            return hash(original)
+
     return Generators("Generator", (), {"__module__": "torch"})

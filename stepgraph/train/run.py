@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from stepgraph.session.session import Session
 from stepgraph.tracebacks import entry_point
 from stepgraph.train.checkpoint import CheckpointError, Saved, load, refuse_later_checkpoints, refuse_unwritable
 from stepgraph.train.data import Batches
-from stepgraph.train.implementations import Work, choose
+from stepgraph.train.implementations import Implementation, Work, choose
 from stepgraph.train.journal import Journal
 from stepgraph.train.loop import Loop, OnEvent, Run
 from stepgraph.train.memory import DeviceMemory
@@ -70,6 +70,7 @@ def pretrain(
     on_event: OnEvent | None = None,
     quiet: bool = False,
     prints_report: bool = True,
+    implementation: Callable[[Work, ConfigContainer], Implementation] = choose,
 ) -> RunReport:
     """Train a model as a configuration says; return the report of the run.
 
@@ -81,9 +82,10 @@ def pretrain(
     `model_provider(cfg)` builds another model than the configuration describes: called with `tokens` and `targets`, it
     returns the loss. `on_event(name, step)` is called before what happens. Progress and the report go to stderr. On
     SIGINT and SIGTERM the run saves, frees its graphs and raises SystemExit with 130 or 143. Under torchrun, each
-    process is a rank.
+    process is a rank. `implementation(work, cfg)` makes what runs the iterations; the default is what
+    `cfg.model.cuda_graph_impl` names.
     """
-    return _train(cfg, model_provider, device, on_event, quiet, prints_report and not quiet)
+    return _train(cfg, model_provider, device, on_event, quiet, prints_report and not quiet, implementation)
 
 
 @entry_point
@@ -119,12 +121,15 @@ def _train(
     on_event: OnEvent | None,
     quiet: bool,
     prints_report: bool,
+    implementation: Callable[[Work, ConfigContainer], Implementation] = choose,
 ) -> RunReport:
     where = _device(device, _container(cfg).dist.local_rank)
     checked = cfg.copy().validate(Environment.read(where.type), run=True)
     refuse_untrained(checked)
     with SignalFlag(wanted=checked.train.exit_signal_handler) as flag, _processes(checked, where):
-        loop, signal = _run(checked, where, provider, on_event or (lambda name, step: None), flag, quiet)
+        loop, signal = _run(
+            checked, where, provider, on_event or (lambda name, step: None), flag, quiet, implementation
+        )
     if prints_report and int(os.environ.get("RANK", "0")) == 0:
         print(loop.report(), file=sys.stderr)
     if signal:
@@ -179,6 +184,7 @@ def _run(
     on_event: OnEvent,
     flag: SignalFlag,
     quiet: bool,
+    implementation: Callable[[Work, ConfigContainer], Implementation],
 ) -> tuple[Loop, int]:
     ranks = Ranks(cfg.model.pipeline_model_parallel_size)
     count = num_microbatches(cfg, ranks)
@@ -205,8 +211,8 @@ def _run(
             on_event=on_event,
         )
         journal.write("start", start, implementation=cfg.model.cuda_graph_impl, ranks=ranks.size, config=cfg.to_dict())
-        implementation = choose(work, cfg) if ranks.pipeline_size == 1 else choose_for_stage(work, cfg, ranks)
-        loop = Loop(run, implementation, flag, start)
+        chosen = implementation(work, cfg) if ranks.pipeline_size == 1 else choose_for_stage(work, cfg, ranks)
+        loop = Loop(run, chosen, flag, start)
         signal = _run_loop(loop)
         report = loop.report()
         journal.write("end", report.step, signal=signal, **_summary(report))

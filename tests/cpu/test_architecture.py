@@ -56,6 +56,7 @@ ROOMS = (
     "inspect",
     "proof",
     "bench",
+    "advice",
     "commands",
     "cli",
     "__main__",
@@ -63,7 +64,7 @@ ROOMS = (
 """From first to last; a module imports from its own room and from rooms before it."""
 ENGINES = {"step", "modules", "callables", "pipeline"}
 """Rooms that do not import each other: what they share stands before them, what joins them after them."""
-PUBLIC_USERS = ("script", "inspect", "proof", "bench", "commands", "cli")
+PUBLIC_USERS = ("script", "inspect", "proof", "advice", "bench", "commands", "cli")
 OPTIONAL = (
     "matplotlib",
     "transformers",

@@ -36,6 +36,9 @@ class Heard:
         raise Refused(name)
 
 
+ORIGINAL_GENERATOR = torch.Generator
+
+
 @pytest.fixture
 def heard() -> Iterator[Heard]:
     """The mapping, in force during a test."""
@@ -186,6 +189,11 @@ def test_files_saved_on_a_gpu_load(heard: Heard) -> None:
         torch.save({"x": torch.ones(2, device="cuda")}, file)
         file.seek(0)
         assert torch.load(file, map_location=place)["x"].tolist() == [1, 1]
+
+
+def test_generator_is_known_to_tables_by_class(heard: Heard) -> None:
+    assert {ORIGINAL_GENERATOR: "known"}[torch.Generator] == "known"
+    assert torch.Generator != torch.Tensor
 
 
 def test_generators_take_cuda(heard: Heard) -> None:

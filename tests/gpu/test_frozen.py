@@ -101,7 +101,7 @@ def test_frozen_sees_nodes_where_operations_are_equal() -> None:
 def test_frozen_leaves_program_on_cuda_as_it_was() -> None:
     step, model, optimizer = training(fused=True)
     x = torch.randn(32, 64, device="cuda")
-    weights, state = [p.clone() for p in model.parameters()], torch.cuda.get_rng_state()
+    weights, state = [p.detach().clone() for p in model.parameters()], torch.cuda.get_rng_state()
     stepgraph.frozen(step, x)
     assert all(map(torch.equal, weights, model.parameters()))
     assert torch.equal(torch.cuda.get_rng_state(), state)

@@ -39,7 +39,7 @@ def test_verify_passes_a_whole_step(optimizer: Any) -> None:
         opt.step()
         return loss.detach()
 
-    before = [p.clone() for p in model.parameters()]
+    before = [p.detach().clone() for p in model.parameters()]
     report = stepgraph.verify(stepgraph.capture(step), inputs())
     assert report.equal, report
     eager, graphed = report.comparison.costs

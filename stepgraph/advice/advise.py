@@ -1,0 +1,320 @@
+"""`stepgraph.advise` measures a script's training step and says whether graphs would pay, and how to begin.
+
+The script runs unchanged, twice, each time in a process of its own. In the first run a probe measures it (`measure`)
+and stops it. In the second, `stepgraph.check` finds what forbids a capture, and where. The decision itself is pure
+(`decide`). Without a GPU only the second says something.
+
+Example:
+    >>> report = stepgraph.advise("train.py", ["--epochs", "1"])
+    >>> print(report.verdict, report.advice.choice)
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from stepgraph.advice.decide import (
+    DO_NOT,
+    WHOLE_STEP,
+    Advice,
+    Barrier,
+    Decision,
+    Framework,
+    Measured,
+    Names,
+    Program,
+    Region,
+    advise_on,
+    api_for,
+    documented_memory,
+    ladder,
+    narrowest,
+    snippet,
+    with_barriers,
+)
+from stepgraph.advice.measure import steps_needed
+from stepgraph.advice.trial import Trial, try_captures
+from stepgraph.bench.measure import StepTimes
+from stepgraph.inspect.check import CheckReport, check
+from stepgraph.inspect.findings import Api as CheckedApi
+from stepgraph.script.run import Outcome, Script, refuse_unjudged, run_script
+
+__all__ = ["AdviceReport", "advise"]
+
+DEFAULT_STEPS, MIN_STEPS = 20, 3
+_PROBE = "stepgraph.advice.measure:MeasureProbe"
+_TRIAL_STEPS, _CHECK_STEPS = 20, 5
+
+
+@dataclass(frozen=True, slots=True)
+class AdviceReport:
+    """What `advise` found."""
+
+    script: Script
+    outcome: Outcome
+    measured: Measured | None
+    """None if nothing could be measured; `cannot_judge` says why."""
+    advice: Advice | None
+    times: StepTimes | None
+    cannot_judge: tuple[str, ...] = ()
+    barriers: tuple[Barrier, ...] = ()
+    checked: CheckReport | None = None
+    trials: tuple[Trial, ...] = ()
+
+    @property
+    def facts(self) -> Mapping[str, Any]:
+        """What the probe saw, as plain values."""
+        return self.outcome.result
+
+    @property
+    def verdict(self) -> str:
+        """Whether the step is launch-bound, in between or GPU-bound; or that it cannot be judged."""
+        return self.advice.bound.value if self.advice is not None else "cannot judge"
+
+    @property
+    def names(self) -> Names:
+        script, words = self.script, shlex.join(self.script.args)
+        model = self.facts.get("model", {}).get("name") or "model"
+        taken = f"{script} -- {words}" if words else str(script)
+        return Names(taken, " ".join(filter(None, ("python", str(script), words))), model, self.step)
+
+    @property
+    def step(self) -> str:
+        """The function that is one step: named by the user, or found; empty if there is none."""
+        return self.script.step or (self.checked.shape.function if self.checked is not None else "")
+
+    @property
+    def api(self) -> Decision | None:
+        """The interface to use, and why."""
+        return None if self.advice is None else api_for(self.advice, program_of(self.facts))
+
+    @property
+    def ladder(self) -> tuple[tuple[str, str], ...]:
+        """The six steps in which graphs are brought up, each with its command."""
+        first = narrowest(self.advice) if self.advice is not None else next(iter(self._words()), None)
+        return ladder(self.names, self._words().get(first or "", ()))
+
+    @property
+    def paste(self) -> tuple[str, ...]:
+        """The lines to paste into the script."""
+        if self.advice is None:
+            return ()
+        choice = self.advice.choice.choice
+        return snippet(choice, self.names, self._words().get(choice, ()))
+
+    @property
+    def nsys(self) -> str:
+        """The command that shows the step in Nsight Systems."""
+        return f"nsys profile --cuda-graph-trace=graph {self.names.run}"
+
+    def _words(self) -> dict[str, tuple[str, ...]]:
+        return {one["scope"]: tuple(one["words"]) for one in self.facts.get("scopes", ())}
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values, ready for JSON."""
+        advice, measured, api = self.advice, self.measured, self.api
+        return {
+            "script": str(self.script),
+            "verdict": self.verdict,
+            "choice": advice.choice.choice if advice is not None else None,
+            "reason": advice.choice.reason if advice is not None else None,
+            "api": None if api is None else api.choice,
+            "api_reason": None if api is None else api.reason,
+            "measured": None if measured is None else asdict(measured) | {"busy_fraction": measured.busy_fraction},
+            "step_ms": None if self.times is None else self.times.median,
+            "step_ms_p10": None if self.times is None else self.times.p10,
+            "step_ms_p90": None if self.times is None else self.times.p90,
+            "predictions": [] if advice is None else [self._row(one) for one in advice.predictions],
+            "barriers": [asdict(one) for one in self.barriers],
+            "check": None if self.checked is None else self.checked.to_dict(),
+            "trials": [asdict(trial) for trial in self.trials],
+            "warnings": list(advice.warnings) if advice is not None else [],
+            "ladder": [list(rung) for rung in self.ladder],
+            "paste": list(self.paste),
+            "nsys": self.nsys,
+            "cannot_judge": list(self.cannot_judge),
+            "notes": list(self.outcome.notes),
+            "files_written": [file.path for file in self.outcome.files],
+            "steps": self.outcome.steps,
+            "facts": dict(self.facts),
+        }
+
+    def _row(self, prediction: Any) -> dict[str, Any]:
+        used = self.measured.used_bytes if self.measured is not None else 0
+        return asdict(prediction) | {"documented_bytes": list(documented_memory(prediction.scope, used))}
+
+
+def advise(
+    script: str,
+    args: Sequence[str] = (),
+    *,
+    steps: int = DEFAULT_STEPS,
+    step: str | None = None,
+    tries: bool = False,
+    timeout: float = 300.0,
+    is_module: bool = False,
+    writes: bool = True,
+    stdout_to_stderr: bool = False,
+) -> AdviceReport:
+    """Run a script for some steps, measure them, and decide whether graphs pay, of what, and with which interface.
+
+    Args:
+        script: The path of the script, or with `is_module` the dotted name of a module.
+        args: The script's own arguments.
+        steps: How many steps are timed; about ten more run before and after them, and then the script is stopped.
+        step: The function that is one step, if it is not found by itself: `train_step`, `Trainer.step`, `module:name`.
+        tries: Capture the step for real, in two further runs, and measure it. It must be a function.
+        timeout: Seconds after which the script is ended.
+        is_module: Run `python -m script`.
+        writes: False refuses files that the script opens for writing.
+        stdout_to_stderr: Keep stdout free of what the script prints.
+    """
+    wanted = Script(script, tuple(args), is_module=is_module, step=step, timeout=timeout, writes=writes)
+    return advise_script(wanted, steps=steps, tries=tries, stdout_to_stderr=stdout_to_stderr)
+
+
+def advise_script(script: Script, *, steps: int, tries: bool, stdout_to_stderr: bool) -> AdviceReport:
+    """Advise on a script; see `advise`."""
+    import torch
+
+    has_gpu = torch.cuda.is_available()
+    options = {"steps": max(steps, MIN_STEPS) if has_gpu else 0}
+    outcome = run_script(script, _PROBE, options, stdout_to_stderr=stdout_to_stderr)
+    refuse_unjudged(script, outcome)
+    checked = check(
+        script.target,
+        script.args,
+        steps=_CHECK_STEPS,
+        step=script.step,
+        timeout=script.timeout,
+        is_module=script.is_module,
+        writes=script.writes,
+        stdout_to_stderr=stdout_to_stderr,
+    )
+    report = report_of(script, outcome, steps, checked)
+    if not tries or report.measured is None:
+        return report
+    if not report.step:
+        why = "no function of the script is one step: put the step into a function, or name it with --step NAME"
+        return replace(report, trials=(Trial(WHOLE_STEP, error=why),))
+    tried = replace(script, step=report.step)
+    return replace(report, trials=try_captures(tried, _TRIAL_STEPS, stdout_to_stderr=stdout_to_stderr))
+
+
+def report_of(script: Script, outcome: Outcome, steps: int, checked: CheckReport | None = None) -> AdviceReport:
+    """Make the report of a run: pure."""
+    result = outcome.result
+    unknown = (*outcome.cannot_judge, *reasons_unmeasured(result, outcome.steps, steps))
+    barriers = barriers_of(result, checked)
+    if unknown:
+        return AdviceReport(script, outcome, None, None, None, unknown, barriers, checked)
+    times = StepTimes(tuple(result["times_ms"]))
+    measured = with_barriers(measured_of(result, times), barriers)
+    return AdviceReport(script, outcome, measured, advise_on(measured), times, (), barriers, checked)
+
+
+def reasons_unmeasured(result: Mapping[str, Any], seen: int, steps: int) -> tuple[str, ...]:
+    """Return why a run says nothing about a GPU; none means that it was measured."""
+    if not result:
+        return ("the script's process ended before it could report",)
+    if result["gpu"] is None:
+        return ("this machine has no GPU: step time, busy time, kernels, gaps, waits and memory are not measured",)
+    needed = steps_needed(max(steps, MIN_STEPS))
+    if seen < needed:
+        fewer = seen - steps_needed(0)
+        fix = (
+            f"--steps {fewer} needs {seen}" if fewer >= MIN_STEPS else f"at least {steps_needed(MIN_STEPS)} are needed"
+        )
+        return (f"the script ended after {seen} steps, and {needed} are needed to measure it: {fix}",)
+    if result["device"] != "cuda" or not result["kernels"]:
+        return ("the script trains on the CPU: it launches no kernels that a graph could replay",)
+    return ()
+
+
+def measured_of(result: Mapping[str, Any], times: StepTimes) -> Measured:
+    """Read a measurement from plain values."""
+    memory, model = result["memory"], result["model"]
+    regions = tuple(
+        Region(one["scope"], one["calls"], one["host_fraction"] * result["host_ms"], one["kernels"])
+        for one in result["scopes"]
+        if one["calls"]
+    )
+    return Measured(
+        step_ms=times.median,
+        busy_ms=result["busy_ms"],
+        host_ms=result["host_ms"],
+        kernels=result["kernels"],
+        small_kernels=result["small_kernels"],
+        syncs=sum(one["times"] for one in result["waits_inside"]),
+        activation_bytes=memory.get("activation_bytes", 0),
+        gradient_bytes=model.get("gradient_bytes", 0),
+        used_bytes=memory.get("used_bytes", 0),
+        total_bytes=memory.get("total_bytes", 0),
+        outside_ms=result["outside_ms"],
+        outside_syncs=sum(one["times"] for one in result["waits_outside"]),
+        regions=regions,
+    )
+
+
+def barriers_of(result: Mapping[str, Any], checked: CheckReport | None) -> tuple[Barrier, ...]:
+    """Return what stands in the way of a capture: the findings of `check`, or else the waits that were seen.
+
+    A wait in an optimizer or a GradScaler is no finding: stepgraph captures both without it.
+    """
+    if checked is None or checked.verdict.api is CheckedApi.UNKNOWN:
+        return tuple(
+            Barrier("host-read", _place(one["file"], one["line"]), tuple(one["scopes"]))
+            for one in result.get("waits_inside", ())
+        )
+    roots = [str(model["class"]) for model in checked.outcome.result.get("models", ())]
+    paths = {one["scope"]: tuple(one["paths"]) for one in result.get("scopes", ())}
+    found = [
+        Barrier(
+            one.rule,
+            "" if one.where is None else _place(one.where.file, one.where.line),
+            scopes_with(one.module, roots, paths),
+        )
+        for one in checked.findings
+    ]
+    if checked.shape.library:
+        found.append(Barrier(f"the loop is {checked.shape.library}'s: no function of yours is the step"))
+    return tuple(found)
+
+
+def scopes_with(module: str, roots: Sequence[str], paths: Mapping[str, Sequence[str]]) -> tuple[str, ...]:
+    """Return the scopes that a module is a part of, by its name below one of the models.
+
+    Example:
+        >>> scopes_with("GPT.layers.1.attn.proj", ["GPT"], {"attn": ["layers.0.attn", "layers.1.attn"]})
+        ('attn',)
+    """
+    below = [module.removeprefix(f"{root}.") for root in roots if module.startswith(f"{root}.")]
+    return tuple(
+        scope
+        for scope, known in paths.items()
+        if any(path == one or path.startswith(f"{one}.") for path in below for one in known)
+    )
+
+
+def _place(file: str, line: int) -> str:
+    return f"{file}:{line}" if file else ""
+
+
+def program_of(result: Mapping[str, Any]) -> Program:
+    """Read the kind of program from plain values."""
+    model = result.get("model", {})
+    libraries = model.get("libraries", ())
+    framework: Framework = "torch"
+    if "megatron" in libraries:
+        framework = "megatron"
+    elif "transformer_engine" in libraries:
+        framework = "transformer_engine"
+    return Program(framework=framework, has_fp8=bool(model.get("has_fp8")))
+
+
+def is_no(report: AdviceReport) -> bool:
+    """Whether the answer is not to use graphs."""
+    return report.advice is not None and report.advice.choice.choice == DO_NOT

@@ -1,0 +1,210 @@
+"""Compare all mechanisms on one workload: `stepgraph bench --compare`.
+
+Each mechanism runs alone, in a process of its own, from one seed; in a second pass they run in reverse order, so that a
+machine that warms up or slows down shows as a spread and not as a winner. Each row is written to the result as soon as
+it is there, and `--resume` goes on from it. Eager runs twice: how far its two runs differ, in time and in the loss, is
+the noise that every other row is held against.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from stepgraph.bench.mechanisms import Mechanism
+
+Record = dict[str, Any]
+PASSES = 2
+_GRACE_S = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A mechanism in the table: its figures over all passes, and how its losses compare with eager's."""
+
+    mechanism: Mechanism
+    step_ms: float | None
+    spread: float | None
+    """Largest over smallest median of the passes, less 1."""
+    error: str | None
+    left_eager_at: int | None
+    """The step whose loss is the first that differs from eager's; None if all are equal."""
+    largest_gap: float
+    """The largest difference of a loss from eager's."""
+    figures: Mapping[str, Any]
+    """The record of the faster pass."""
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """All rows, the fastest first, and the winner with its reason."""
+
+    rows: tuple[Row, ...]
+    winner: str | None
+    reason: str
+    noise: float
+    """Relative difference of eager's own step times."""
+    eager_equals_eager: bool
+
+    def row(self, name: str) -> Row | None:
+        """The row of a mechanism."""
+        return next((row for row in self.rows if row.mechanism.name == name), None)
+
+
+def plan(mechanisms: Sequence[Mechanism], done: Sequence[Record] = ()) -> list[tuple[int, Mechanism]]:
+    """Return what is left to run, in order: one pass forwards, the next one backwards."""
+    finished = {(record["pass"], record["mechanism"]) for record in done}
+    order = [
+        (number, mechanism)
+        for number in range(PASSES)
+        for mechanism in (mechanisms if number % 2 == 0 else list(reversed(mechanisms)))
+    ]
+    return [(number, mechanism) for number, mechanism in order if (number, mechanism.name) not in finished]
+
+
+def run_worker(request: Mapping[str, Any], timeout_s: float) -> Record:
+    """Run one mechanism in its own process, which ends with all its children after `timeout_s`."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "record.json"
+        command = [sys.executable, "-m", "stepgraph.bench.worker"]
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
+            start_new_session=True,  # a compiler has processes of its own: they end with the group
+        )
+        fate = ""
+        with _ended(process):
+            try:
+                _, told = process.communicate(json.dumps({**request, "file": str(file)}), timeout=timeout_s)
+            except subprocess.TimeoutExpired:
+                fate, told = f"no result within {timeout_s:.0f} s", ""
+        if file.exists():
+            return dict(json.loads(file.read_text(encoding="utf-8")))
+        last = [line.strip() for line in told.splitlines() if line.strip()][-1:]
+        error = fate or f"exit status {process.returncode}: {' '.join(last)}"
+        return {"mechanism": request["mechanism"], "pass": request["pass"], "error": error[:300]}
+
+
+@contextlib.contextmanager
+def _ended(process: subprocess.Popen[str]) -> Iterator[None]:
+    """End a process and its children, however the block is left."""
+    try:
+        yield
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGTERM)
+        try:
+            process.wait(_GRACE_S)
+        except subprocess.TimeoutExpired:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def run_all(
+    jobs: Sequence[tuple[int, Mechanism]],
+    request: Mapping[str, Any],
+    timeout_s: float,
+    on_record: Callable[[Record], None],
+) -> None:
+    """Run all jobs one after the other; `on_record` gets each record when it is there."""
+    for number, mechanism in jobs:
+        on_record(run_worker({**request, "mechanism": mechanism.name, "pass": number}, timeout_s))
+
+
+def compare(mechanisms: Sequence[Mechanism], records: Sequence[Record]) -> Comparison:
+    """Put the records of all passes together."""
+    by_name: dict[str, list[Record]] = {}
+    for record in records:
+        by_name.setdefault(record["mechanism"], []).append(record)
+    eager = [record for record in by_name.get("eager", []) if "error" not in record]
+    again = [record for record in by_name.get("eager-again", []) if "error" not in record]
+    reference = eager[0]["losses"] if eager else {}
+    rows = [
+        _row(mechanism, by_name[mechanism.name], reference) for mechanism in mechanisms if mechanism.name in by_name
+    ]
+    rows.sort(key=lambda row: (row.step_ms is None, row.step_ms))
+    times = [record["step_ms"] for record in (*eager, *again)]
+    noise = max(times) / min(times) - 1 if times else 0.0
+    equal = all(left_at(reference, record["losses"]) is None for record in (*eager, *again))
+    winner, reason = choose_winner(rows, noise, equal)
+    return Comparison(tuple(rows), winner, reason, noise, equal)
+
+
+def _row(mechanism: Mechanism, records: Sequence[Record], reference: Mapping[str, float]) -> Row:
+    good = [record for record in records if "error" not in record]
+    errors = [record["error"] for record in records if "error" in record]
+    if not good:
+        return Row(mechanism, None, None, errors[0], None, 0.0, {})
+    times = [record["step_ms"] for record in good]
+    best = min(good, key=lambda record: record["step_ms"])
+    left = [at for record in good if (at := left_at(reference, record["losses"])) is not None]
+    return Row(
+        mechanism=mechanism,
+        step_ms=statistics.fmean(times),
+        spread=max(times) / min(times) - 1,
+        error=errors[0] if errors else None,
+        left_eager_at=min(left) if left else None,
+        largest_gap=max(largest_gap(reference, record["losses"]) for record in good),
+        figures=best,
+    )
+
+
+def left_at(reference: Mapping[str, float], losses: Mapping[str, float]) -> int | None:
+    """Return the first step whose loss differs from the reference, of those that both have.
+
+    Example:
+        >>> left_at({"1": 2.5, "2": 2.4}, {"1": 2.5, "2": 2.3})
+        2
+    """
+    shared = sorted(int(step) for step in reference.keys() & losses.keys())
+    return next((step for step in shared if reference[str(step)] != losses[str(step)]), None)
+
+
+def largest_gap(reference: Mapping[str, float], losses: Mapping[str, float]) -> float:
+    """Return the largest difference between two runs' losses."""
+    return max((abs(reference[step] - losses[step]) for step in reference.keys() & losses.keys()), default=0.0)
+
+
+def choose_winner(rows: Sequence[Row], noise: float, eager_equals_eager: bool) -> tuple[str | None, str]:
+    """Choose the fastest mechanism that trains what eager trains, and say why.
+
+    A mechanism whose kernels are eager's own must have eager's losses, bit for bit, wherever eager equals itself.
+    Compiled kernels round differently, and are trusted if the losses stay close.
+    """
+    eager = next((row for row in rows if row.mechanism.name == "eager"), None)
+    sound = [row for row in rows if row.step_ms is not None and row.error is None]
+    sound = [row for row in sound if _is_sound(row, eager_equals_eager)]
+    if eager is None or eager.step_ms is None or not sound:
+        return None, "eager did not run, so there is nothing to compare with"
+    best = min(sound, key=lambda row: row.step_ms or 0.0)
+    assert best.step_ms is not None
+    gain = eager.step_ms / best.step_ms
+    if best.mechanism.whose == "eager" or gain - 1 <= noise:
+        return "eager", f"nothing is faster than eager beyond its own spread of {100 * noise:.1f} %"
+    losses = "other kernels, losses close to eager's" if best.mechanism.changes_kernels else "the losses of eager"
+    return best.mechanism.name, f"{gain:.2f} times as fast as eager, with {losses}"
+
+
+_CLOSE = 0.05
+"""Largest difference of a loss that compiled kernels may have, beside which they are taken to diverge."""
+
+
+def _is_sound(row: Row, eager_equals_eager: bool) -> bool:
+    if row.mechanism.changes_kernels or not eager_equals_eager:
+        return row.largest_gap < _CLOSE
+    return row.left_eager_at is None

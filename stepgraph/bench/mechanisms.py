@@ -1,0 +1,263 @@
+"""The mechanisms that `stepgraph bench --compare` runs, each as an implementation of the training loop.
+
+All of them train the same model, from one seed, on the same data, in the same loop; only what runs an iteration
+differs. So a difference in time is the mechanism's, and a difference in the loss is the mechanism's too.
+
+The mechanisms of others are used as their own documentation asks. torch's reduce-overhead and `make_graphed_callables`
+give wrong gradients, or an error, where gradients are accumulated from None, so they get gradients that are allocated
+beforehand and zeroed in place.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from stepgraph.config.container import ConfigContainer
+from stepgraph.config.environment import Environment
+from stepgraph.config.rules import broken_rules, finalised
+from stepgraph.config.scope import CudaGraphScope
+from stepgraph.errors import InvalidArgument, nearest
+from stepgraph.train.data import Sample
+from stepgraph.train.implementations import Eager, Implementation, Work, choose
+from stepgraph.train.iteration import Result, forward_backward
+
+Make = Callable[[Work, Any], Implementation]
+
+
+@dataclass(frozen=True, slots=True)
+class Mechanism:
+    """One way to run a training iteration."""
+
+    name: str
+    title: str
+    whose: str
+    """Whose mechanism it is: eager, torch, Transformer Engine, stepgraph."""
+    make: Make = choose
+    impl: Literal["none", "local", "transformer_engine"] = "none"
+    scope: tuple[str, ...] = ()
+    needs_cuda: bool = False
+    package: str | None = None
+    """The package that must be installed."""
+    changes_kernels: bool = False
+    """Compiled kernels round differently, so that losses are not those of eager, bit for bit."""
+
+    def configured(self, cfg: ConfigContainer) -> ConfigContainer:
+        """Return a copy of a configuration that this mechanism runs."""
+        found = cfg.copy()
+        found.model.cuda_graph_impl = self.impl
+        found.model.cuda_graph_scope = [CudaGraphScope(word) for word in self.scope]
+        return found
+
+    def missing(self, device: torch.device) -> str | None:
+        """Return why it cannot run here, or None."""
+        if self.needs_cuda and device.type != "cuda":
+            return "needs a GPU"
+        if self.package is not None and importlib.util.find_spec(self.package) is None:
+            return f"{self.package} is not installed"
+        return None
+
+
+class Compiled(Eager):
+    """torch.compile around the model."""
+
+    name = "compile"
+
+    def __init__(self, work: Work, cfg: Any) -> None:
+        super().__init__(work)
+        work.core.compile()
+
+
+class InPlace(Implementation):
+    """Gradients that are there beforehand and are zeroed in place, as other graphs need them."""
+
+    name = "in place"
+
+    def train(self, microbatches: Sequence[Sample]) -> Result:
+        work = self.work
+        for parameter in work.core.parameters():
+            if parameter.requires_grad and parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        work.optimizer.zero_grad(set_to_none=False)
+        result = forward_backward(
+            forward_step_func=work.forward_step,
+            data_iterator=iter(microbatches),
+            model=work.model,
+            num_microbatches=work.num_microbatches,
+            finish=work.finish,
+            before_microbatch=self._before_microbatch(),
+        )
+        work.optimizer.step()
+        return result
+
+
+class ReduceOverhead(InPlace):
+    """torch.compile(mode="reduce-overhead"): torch's own graphs of what it compiles."""
+
+    name = "reduce-overhead"
+
+    def __init__(self, work: Work, cfg: Any) -> None:
+        super().__init__(work)
+        work.core.compile(mode="reduce-overhead")
+
+    def _before_microbatch(self) -> Any:
+        return lambda index: torch.compiler.cudagraph_mark_step_begin()
+
+
+class TensorLayer(nn.Module):
+    """A layer whose one argument is a tensor, as torch's graphed callables want it."""
+
+    def __init__(self, block: nn.Module, rotary: nn.Module) -> None:
+        super().__init__()
+        self.block, self.rotary = block, rotary
+        self.run = block.forward  # bound now: the block's own forward is about to lead here
+
+    def forward(self, x: Tensor) -> Any:
+        """Run the layer."""
+        return self.run(x, self.rotary)
+
+
+class TorchCallables(InPlace):
+    """torch.cuda.make_graphed_callables around every layer, captured before training."""
+
+    name = "torch callables"
+
+    def __init__(self, work: Work, cfg: Any) -> None:
+        super().__init__(work)
+        self._cfg = cfg
+        blocks = getattr(work.core, "blocks", None)
+        if not isinstance(blocks, nn.ModuleList):
+            raise InvalidArgument(
+                "the model has no list of layers",
+                rule="option",
+                why="torch's graphed callables are put around each layer.",
+                fix="leave this mechanism out: --only.",
+            )
+        self._blocks = list(blocks)
+
+    def capture(self) -> None:
+        begun = time.perf_counter()
+        core, cfg = self.work.core, self._cfg
+        weight = next(core.parameters())
+        shape = (cfg.train.micro_batch_size, cfg.model.seq_length, cfg.model.hidden_size)
+        rotary: nn.Module = core.rotary  # type: ignore[assignment]
+        layers = tuple(TensorLayer(block, rotary) for block in self._blocks)
+        samples = tuple(
+            (torch.randn(shape, device=weight.device, dtype=weight.dtype, requires_grad=True),) for _ in layers
+        )
+        graphed = self._graphed(layers, samples)
+        for block, layer in zip(self._blocks, graphed, strict=True):
+            block.forward = lambda x, rotary, layer=layer: layer(x)
+        torch.cuda.synchronize()
+        self.is_captured, self.capture_seconds = True, time.perf_counter() - begun
+
+    def _graphed(self, layers: tuple[nn.Module, ...], samples: tuple[tuple[Tensor, ...], ...]) -> Any:
+        return torch.cuda.make_graphed_callables(layers, samples)
+
+    @property
+    def num_graphed(self) -> int:
+        return len(self._blocks) if self.is_captured else 0
+
+
+class TransformerEngineCallables(TorchCallables):
+    """Transformer Engine's own make_graphed_callables around every layer."""
+
+    name = "Transformer Engine callables"
+
+    def _graphed(self, layers: tuple[nn.Module, ...], samples: tuple[tuple[Tensor, ...], ...]) -> Any:
+        engine = importlib.import_module("transformer_engine.pytorch")
+        return engine.make_graphed_callables(layers, samples)
+
+
+def compiled_and_captured(work: Work, cfg: Any) -> Implementation:
+    """One graph of the full iteration around compiled layers."""
+    work.core.compile()
+    return choose(work, cfg)
+
+
+OTHERS = (
+    Mechanism("eager", "eager", "eager", impl="none"),
+    Mechanism("eager-again", "eager, once more", "eager", impl="none"),
+    Mechanism("compile", "torch.compile", "torch", Compiled, needs_cuda=True, changes_kernels=True),
+    Mechanism(
+        *("reduce-overhead", "torch.compile, reduce-overhead", "torch", ReduceOverhead),
+        needs_cuda=True,
+        changes_kernels=True,
+    ),
+    Mechanism(
+        "torch-callables", "torch make_graphed_callables", "torch", TorchCallables, "transformer_engine", ("attn",)
+    ),
+    Mechanism(
+        *("te-callables", "Transformer Engine make_graphed_callables", "Transformer Engine"),
+        *(TransformerEngineCallables, "transformer_engine", ("attn",)),
+        needs_cuda=True,
+        package="transformer_engine",
+    ),
+)
+SCOPES: Mapping[str, tuple[tuple[str, ...], ...]] = MappingProxyType(
+    {
+        "gpt": (("attn",), ("mlp",), ("attn", "mlp"), ()),
+        "moe": (("attn",), ("attn", "moe_router"), ("attn", "moe_router", "moe_preprocess"), ("attn", "moe"), ()),
+        "mamba": (("mamba",), ()),
+        "hybrid": (("mamba",), ("mamba", "attn"), ("mamba", "attn", "mlp"), ()),
+        "vision_language": (("attn",), ("attn", "moe_router", "moe_preprocess")),
+    }
+)
+"""The scopes that are worth a run, by the kind of model; those that a rule forbids are left out."""
+
+
+def mechanisms_for(cfg: ConfigContainer, environment: Environment) -> list[Mechanism]:
+    """Return all mechanisms for a configuration: those of others, and ours at each scope that the rules allow."""
+    found = list(OTHERS)
+    kind = finalised(cfg, environment).model.kind
+    implementations: tuple[Literal["transformer_engine", "local"], ...] = ("transformer_engine", "local")
+    for impl in implementations:
+        for scope in SCOPES.get(kind, ()):
+            words = ",".join(scope) or "layers"
+            found.append(
+                Mechanism(f"ours-{_short(impl)}-{words}", f"{impl}: {words}", "stepgraph", impl=impl, scope=scope)
+            )
+    whole = ("full_iteration",)
+    found.append(Mechanism("ours-whole", "local: full_iteration", "stepgraph", impl="local", scope=whole))
+    found.append(
+        Mechanism(
+            *("ours-whole-compile", "local: full_iteration, with torch.compile", "stepgraph", compiled_and_captured),
+            *("local", whole),
+            needs_cuda=True,
+            changes_kernels=True,
+        )
+    )
+    return [mechanism for mechanism in found if _is_legal(mechanism, cfg, environment)]
+
+
+def _short(impl: str) -> str:
+    return "te" if impl == "transformer_engine" else impl
+
+
+def _is_legal(mechanism: Mechanism, cfg: ConfigContainer, environment: Environment) -> bool:
+    if mechanism.whose != "stepgraph":
+        return True
+    found = finalised(mechanism.configured(cfg), environment)
+    return not broken_rules(found, environment, ("config", "run"))
+
+
+def named(name: str, known: Sequence[Mechanism]) -> Mechanism:
+    """Return the mechanism of this name."""
+    names = [mechanism.name for mechanism in known]
+    if name not in names:
+        near = nearest(name, names)
+        raise InvalidArgument(
+            f"`{name}` is no mechanism of this comparison",
+            rule="option",
+            why=f"they are {', '.join(names)}.",
+            fix=f"did you mean {near}?" if near else "name some of them, separated by commas.",
+        )
+    return known[names.index(name)]

@@ -1,0 +1,525 @@
+"""`stepgraph bench`: what a recipe's step takes on this machine, with the flags of Megatron Bridge's harness."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from stepgraph.commands.base import AsJson, ExitCode, Result, Seed, Steps, Timeout, torch_device
+from stepgraph.commands.train import Wanted, configured, read
+from stepgraph.errors import InvalidArgument, nearest
+
+if TYPE_CHECKING:
+    import torch
+    from rich.console import RenderableType
+
+    from stepgraph.bench.compare import Comparison
+    from stepgraph.bench.hardware import Gpu
+    from stepgraph.bench.predict import Prediction
+    from stepgraph.bench.run import BenchResult
+
+_FAMILIES = {
+    "gpt": ("gpt2_small",),
+    "llama": ("llama3_8b", "llama3_70b", "llama3_70b_sft"),
+    "qwen": ("qwen3_30b_a3b", "qwen3_vl"),
+    "gpt_oss": ("gpt_oss_20b", "gpt_oss_120b"),
+    "deepseek": ("deepseek_v3",),
+    "nemotron": ("nemotron_h",),
+}
+_SIZES = "Sizes"
+_GRAPHS = "Graphs"
+_COMPARE = "Comparison"
+_WORKER_S = 300.0
+"""Time for one mechanism."""
+_FP8 = ("fp8_cs", "fp8_ds", "fp8_mx", "fp8_sc")
+
+
+_SETTINGS = MappingProxyType(
+    {
+        "tensor": "model.tensor_model_parallel_size",
+        "pipeline": "model.pipeline_model_parallel_size",
+        "expert": "model.expert_model_parallel_size",
+        "context": "model.context_parallel_size",
+        "virtual": "model.virtual_pipeline_model_parallel_size",
+        "global_batch": "train.global_batch_size",
+        "micro_batch": "train.micro_batch_size",
+        "seq_length": "model.seq_length",
+        "cuda_graph_impl": "model.cuda_graph_impl",
+        "cuda_graph_scope": "model.cuda_graph_scope",
+        "seed": "rng.seed",
+    }
+)
+"""The settings that options of the command stand for, by parameter."""
+_PARALLEL = MappingProxyType({"tensor": "-tp", "pipeline": "-pp", "expert": "-ep", "context": "-cp", "virtual": "-vp"})
+_ON_ONE = MappingProxyType(
+    {
+        "global_batch": "-gb",
+        "micro_batch": "-mb",
+        "seq_length": "-sl",
+        "cuda_graph_impl": "--cuda_graph_impl",
+        "cuda_graph_scope": "--cuda_graph_scope",
+    }
+)
+
+
+def _size(*names: str, help: str) -> Any:
+    return typer.Option(*names, min=1, help=help, rich_help_panel=_SIZES, show_default=False)
+
+
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="SECTION.FIELD=VALUE", help="Settings, such as optimizer.lr=1e-4."),
+]
+Family = Annotated[
+    str | None, typer.Option("-m", "--model-family-name", metavar="NAME", help="gpt, llama, qwen, gpt_oss, ...")
+]
+Recipe = Annotated[
+    str | None, typer.Option("-mr", "--model-recipe-name", metavar="NAME", help="A recipe: stepgraph recipes.")
+]
+Task = Annotated[str, typer.Option("--task", metavar="TASK", help="pretrain, sft or lora.")]
+GpuName = Annotated[
+    str | None, typer.Option("-g", "--gpu", metavar="NAME", help="h100, h200, b200, ... or cpu; default: this one.")
+]
+ComputeDtype = Annotated[str, typer.Option("-c", "--compute-dtype", metavar="NAME", help="bf16.")]
+NumGpus = Annotated[int, typer.Option("-ng", "--num-gpus", min=1, help="Number of GPUs.")]
+Tensor = Annotated[int | None, _size("-tp", "--tensor-model-parallel-size", help="Tensor parallelism.")]
+Pipeline = Annotated[int | None, _size("-pp", "--pipeline-model-parallel-size", help="Pipeline stages.")]
+Expert = Annotated[int | None, _size("-ep", "--expert-model-parallel-size", help="Expert parallelism.")]
+Context = Annotated[int | None, _size("-cp", "--context-parallel-size", help="Context parallelism.")]
+Virtual = Annotated[int | None, _size("-vp", "--virtual-pipeline-model-parallel-size", help="Chunks of a stage.")]
+GlobalBatch = Annotated[int | None, _size("-gb", "--global-batch-size", help="Sequences of an iteration.")]
+MicroBatch = Annotated[int | None, _size("-mb", "--micro-batch-size", help="Sequences of a microbatch.")]
+SeqLength = Annotated[int | None, _size("-sl", "--seq-length", help="Tokens of a sequence.")]
+GraphImpl = Annotated[
+    str | None,
+    typer.Option("--cuda-graph-impl", help="none, local or transformer_engine.", rich_help_panel=_GRAPHS),
+]
+GraphScope = Annotated[
+    str | None, typer.Option("--cuda-graph-scope", help="Words such as attn,mlp.", rich_help_panel=_GRAPHS)
+]
+Dispatcher = Annotated[
+    str,
+    typer.Option("--moe-token-dispatcher-type", help="alltoall; recorded only.", rich_help_panel=_GRAPHS),
+]
+FitHere = Annotated[bool, typer.Option("--fit", help="Cut the model to this machine.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Validate and predict; run nothing.")]
+Compares = Annotated[
+    bool, typer.Option("--compare", help="Run every mechanism, in two passes.", rich_help_panel=_COMPARE)
+]
+Only = Annotated[
+    str | None,
+    typer.Option("--only", metavar="NAMES", help="Of these alone: eager,compile.", rich_help_panel=_COMPARE),
+]
+Resume = Annotated[
+    bool, typer.Option("--resume", help="Go on from the rows in the JSON file.", rich_help_panel=_COMPARE)
+]
+ReportFile = Annotated[
+    Path | None, typer.Option("--report", metavar="FILE.html", help="Write a report.", rich_help_panel=_COMPARE)
+]
+
+
+def bench(
+    overrides: Overrides = None,
+    family: Family = None,
+    recipe: Recipe = None,
+    task: Task = "pretrain",
+    gpu: GpuName = None,
+    compute_dtype: ComputeDtype = "bf16",
+    num_gpus: NumGpus = 1,
+    tensor: Tensor = None,
+    pipeline: Pipeline = None,
+    expert: Expert = None,
+    context: Context = None,
+    virtual: Virtual = None,
+    global_batch: GlobalBatch = None,
+    micro_batch: MicroBatch = None,
+    seq_length: SeqLength = None,
+    cuda_graph_impl: GraphImpl = None,
+    cuda_graph_scope: GraphScope = None,
+    dispatcher: Dispatcher = "alltoall",
+    fit: FitHere = False,
+    dry_run: DryRun = False,
+    compares: Compares = False,
+    only: Only = None,
+    resume: Resume = False,
+    report: ReportFile = None,
+    steps: Steps = 20,
+    seed: Seed = 1234,
+    as_json: AsJson = False,
+    timeout: Timeout = None,
+) -> Result:
+    """Measure a recipe's training step: time, TFLOP/s, how busy the GPU is, memory, replays, and the loss."""
+    given = dict(locals())
+    name = _recipe(family, recipe)
+    _refuse_dtype(compute_dtype)
+    _refuse_dispatcher(dispatcher)
+    words = [f"{setting}={given[key]}" for key, setting in _SETTINGS.items() if given[key] is not None]
+    wanted = read(name, task, [*words, *(overrides or [])], fit)
+    asked = Asked(name, task, gpu, num_gpus, dispatcher, _typed(given, _PARALLEL), _typed(given, _ON_ONE))
+    if dry_run:
+        return _predicted(asked, wanted)
+    if compares:
+        return _compared(asked, wanted, _device_of(asked), steps, Reporting(only, resume, report, timeout, as_json))
+    if only or resume or report is not None:
+        raise typer.BadParameter("are for --compare", param_hint="--only, --resume and --report")
+    return _measured(asked, wanted, _device_of(asked), steps, as_json)
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """The parts of a command line that are no settings."""
+
+    recipe: str
+    task: str
+    gpu: str | None
+    num_gpus: int
+    dispatcher: str
+    parallel: tuple[str, ...] = ()
+    """The parallel sizes, as they were typed."""
+    sizes: tuple[str, ...] = ()
+    """The other sizes and the scope, which hold on one GPU too."""
+
+    @property
+    def machine(self) -> tuple[str, ...]:
+        """The GPUs, and how the model is divided among them, as typed."""
+        gpu = (f"-g {self.gpu}",) if self.gpu else ()
+        return (*gpu, f"-ng {self.num_gpus}", *self.parallel)
+
+    def line(self, *words: str) -> str:
+        """The command for the same recipe with these words."""
+        parts = ["stepgraph bench", f"-mr {self.recipe}"]
+        parts += [f"--task {self.task}"] if self.task != "pretrain" else []
+        return " ".join([*parts, *words])
+
+
+def _typed(given: Mapping[str, object], options: Mapping[str, str]) -> tuple[str, ...]:
+    """The options that were given, as they are typed."""
+    return tuple(f"{option} {given[name]}" for name, option in options.items() if given[name] is not None)
+
+
+def _recipe(family: str | None, recipe: str | None) -> str:
+    """The recipe that both names mean, or the refusal of names that do not fit together."""
+    from stepgraph.recipes import RECIPES, find_recipe
+
+    if family is not None and family not in _FAMILIES:
+        near = nearest(family, _FAMILIES)
+        listed = ", ".join(_FAMILIES)
+        raise InvalidArgument(
+            f"`{family}` is no family of models",
+            rule="recipe",
+            why=f"the families are {listed}.",
+            fix=f"did you mean -m {near}?" if near else f"use one of {listed}, or -mr alone.",
+        )
+    if recipe is None:
+        if family is None:
+            return "gpt2_small"
+        raise InvalidArgument(
+            f"-m {family} names a family, and no recipe is given",
+            rule="recipe",
+            why=f"its recipes are {', '.join(_FAMILIES[family])}.",
+            fix=f"add -mr {_FAMILIES[family][0]}.",
+        )
+    found = find_recipe(recipe).name
+    if family is not None and found not in _FAMILIES[family]:
+        home = next((name for name, recipes in _FAMILIES.items() if found in recipes), None)
+        raise InvalidArgument(
+            f"-mr {found} is not of the family {family}",
+            rule="recipe",
+            why=f"the recipes of {family} are {', '.join(_FAMILIES[family])}.",
+            fix=f"use -m {home}, or leave -m out.",
+        )
+    assert found in RECIPES
+    return found
+
+
+def _refuse_dtype(name: str) -> None:
+    if name == "bf16":
+        return
+    is_fp8 = name in _FP8
+    raise InvalidArgument(
+        f"-c {name} is not measured",
+        rule="not-trained" if is_fp8 else "option",
+        why="FP8 recipes are not trained here yet." if is_fp8 else f"the types are bf16, and later {', '.join(_FP8)}.",
+        fix="use -c bf16.",
+    )
+
+
+def _refuse_dispatcher(name: str) -> None:
+    if name != "alltoall":
+        raise InvalidArgument(
+            f"--moe_token_dispatcher_type {name} is not run here",
+            rule="option",
+            why="without expert parallelism no tokens are sent between GPUs, so dispatchers do not differ.",
+            fix="use alltoall, which is recorded in the result.",
+        )
+
+
+def _device_of(asked: Asked) -> torch.device:
+    """The device of a run, or the refusal of a machine that is not here."""
+    import torch
+
+    from stepgraph.bench.hardware import find_gpu, gpu_of
+
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    if asked.gpu == "cpu":
+        here, name = asked.num_gpus, "cpu"  # which may have any number of processes
+    else:
+        name = asked.gpu or "auto"
+        here = torch.cuda.device_count()
+    wants = None if asked.gpu in (None, "cpu") else find_gpu(asked.gpu or "")
+    present = gpu_of(torch.cuda.get_device_name()) if torch.cuda.is_available() else None
+    if wants is not None and wants is not present:
+        found = "no GPU" if present is None else f"a {present.name}"
+        raise _not_here(asked, f"-g {asked.gpu}, and this machine has {found}")
+    if asked.num_gpus > max(here, 1 if asked.gpu is None else 0):
+        raise _not_here(asked, f"-ng {asked.num_gpus}, and this machine has {here}")
+    if asked.num_gpus != world:
+        raise InvalidArgument(
+            f"-ng {asked.num_gpus}, and {world} process{'es' if world > 1 else ''} were started",
+            rule="world-size",
+            why="each GPU is trained on by a process of its own.",
+            fix=f"torchrun --nproc-per-node {asked.num_gpus} -m {asked.line(*asked.machine, *asked.sizes)}",
+        )
+    return torch_device("cpu" if name == "cpu" else "auto")
+
+
+def _not_here(asked: Asked, what: str) -> InvalidArgument:
+    there = [*asked.machine, *asked.sizes]
+    here = asked.line("--fit -ng 1", *asked.sizes)
+    return InvalidArgument(
+        what,
+        rule="gpu-missing",
+        why="a step is measured where it runs; for other machines there is only a prediction.",
+        fix=f"`{asked.line(*there, '--dry-run')}` validates and predicts; `{here}` measures a part of the model here.",
+    )
+
+
+# -- a run
+
+
+def _measured(asked: Asked, wanted: Wanted, device: torch.device, steps: int, as_json: bool) -> Result:
+    import torch
+
+    from stepgraph.bench.hardware import gpu_of
+    from stepgraph.bench.run import benchmark
+
+    cfg, cuts, parameters = configured(wanted, device)
+    gpu = gpu_of(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+    found = benchmark(cfg, device=device, steps=steps, gpu=gpu, quiet=as_json)
+    if int(os.environ.get("RANK", "0")) != 0:
+        raise typer.Exit(ExitCode.OK)
+    scope = [str(word) for word in cfg.model.cuda_graph_scope]
+    values = found.to_dict() | {
+        "recipe": asked.recipe,
+        "task": asked.task,
+        "gpu": "cpu" if device.type == "cpu" else torch.cuda.get_device_name(device),
+        "num_gpus": asked.num_gpus,
+        "parameters": parameters,
+        "cuts": cuts,
+        "cuda_graph_impl": cfg.model.cuda_graph_impl,
+        "cuda_graph_scope": scope,
+        "moe_token_dispatcher_type": asked.dispatcher,
+    }
+    text = render(found, f"{asked.recipe}, {cfg.model.cuda_graph_impl}: {', '.join(scope) or 'no scope'}", cuts)
+    following = asked.line("--fit --cuda_graph_impl none" if cfg.model.cuda_graph_impl != "none" else "--fit")
+    return Result(values, text, next=following)
+
+
+def render(found: BenchResult, title: str, cuts: list[str]) -> RenderableType:
+    """The figures of a run as a table."""
+    from rich import box
+    from rich.console import Group
+    from rich.table import Table
+    from rich.text import Text
+
+    values, report = found.to_dict(), found.report
+    table = Table(title=title, title_justify="left", box=box.SIMPLE, show_header=False, show_edge=False)
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column()
+    spread = f"(p10 {found.times.p10:.2f}, p90 {found.times.p90:.2f}, {len(found.times.each)} steps)"
+    rows = [("step time", f"{found.times.median:.2f} ms {spread}")]
+    mfu = "" if found.mfu is None else f", MFU {100 * found.mfu:.1f} %"
+    rows.append(("throughput", f"{found.tflops:.2f} TFLOP/s/GPU{mfu}, {found.tokens_per_s:,.0f} tokens/s"))
+    if found.busy_fraction is not None:
+        under = f"{found.timeline.small} under 50 us"
+        rows.append(("GPU busy", f"{100 * found.busy_fraction:.1f} %"))
+        rows.append(("kernels", f"{len(found.timeline.kernels)}, {under}; {values['graph_launches']} graph launches"))
+    if report.replays:
+        rows.append(("captured", f"{report.graphed} graphable layers in {report.capture_seconds:.2f} s"))
+    rows.append(("memory", _memory(found)))
+    reasons = ", ".join(f"{reason}: {count}" for reason, count in report.eager_reasons.items())
+    rows.append(("replays", f"{report.replays}" + (f"; eager: {reasons}" if reasons else "")))
+    rows.append(("loss", "none" if report.final_loss is None else f"{report.final_loss:.6f}"))
+    for name, text in rows:
+        table.add_row(name, Text(text))
+    parts: list[RenderableType] = [table]
+    if cuts:
+        parts.insert(0, Text("cut to fit this machine: " + "; ".join(cuts)))
+    if not found.timeline.kernels:
+        parts.append(Text("A CPU's times say nothing about a GPU's: this run shows that everything works."))
+    return Group(*parts)
+
+
+def _memory(found: BenchResult) -> str:
+    memory = found.memory
+    parts = [
+        (memory.allocated, "allocated at the peak"),
+        (memory.reserved, "reserved"),
+        (memory.before_capture, "in use before the capture"),
+        (memory.after_capture, "after it"),
+    ]
+    shown = [f"{size / 2**30:.2f} GiB {what}" for size, what in parts if size is not None]
+    return ", ".join(shown) or "not counted on a CPU"
+
+
+# -- a comparison
+
+
+@dataclass(frozen=True, slots=True)
+class Reporting:
+    """What is compared, and where the results go."""
+
+    only: str | None
+    resumes: bool
+    html: Path | None
+    timeout: float | None
+    as_json: bool
+
+    def json_file(self, recipe: str) -> Path:
+        """The file that has a row for each mechanism that has run."""
+        return self.html.with_suffix(".json") if self.html is not None else Path(f"stepgraph-bench-{recipe}.json")
+
+
+def _compared(asked: Asked, wanted: Wanted, device: torch.device, steps: int, how: Reporting) -> Result:
+    from stepgraph.bench import report_html
+    from stepgraph.bench.compare import Record, compare, plan, run_all
+    from stepgraph.bench.mechanisms import mechanisms_for, named
+    from stepgraph.bench.results import ResultFile, machine_facts, write_whole
+    from stepgraph.config.environment import Environment
+
+    if how.html is not None:
+        report_html.check_place(how.html)
+    cfg, cuts, parameters = configured(wanted, device)
+    known = mechanisms_for(cfg, Environment.read(device.type))
+    chosen = [named(name.strip(), known) for name in how.only.split(",")] if how.only else known
+    missing = {m.title: why for m in chosen if (why := m.missing(device)) is not None}
+    chosen = [m for m in chosen if m.missing(device) is None]
+    request = {"config": cfg.to_dict(), "device": str(device), "steps": steps}
+    file = ResultFile(how.json_file(asked.recipe), request, machine_facts(device))
+    records: list[Record] = file.load() if how.resumes else []
+    jobs = plan(chosen, records)
+    with _progress(len(jobs), how.as_json) as on_job:
+
+        def keep(record: Record) -> None:
+            records.append(record)
+            file.save(records)
+            on_job(record)
+
+        run_all(jobs, request, how.timeout or _WORKER_S, keep)
+    found = compare(chosen, records)
+    title = f"{asked.recipe}, {asked.task}, {parameters:,} parameters"
+    facts = file.facts | ({"cut": "; ".join(cuts)} if cuts else {})
+    if how.html is not None:
+        write_whole(how.html, report_html.render(title, facts, found))
+    values = {
+        "recipe": asked.recipe,
+        "facts": facts,
+        "winner": found.winner,
+        "reason": found.reason,
+        "noise": found.noise,
+        "eager_equals_eager": found.eager_equals_eager,
+        "not_run": missing,
+        "rows": records,
+        "file": str(file.path),
+        "report": None if how.html is None else str(how.html),
+    }
+    failed = any("error" in record for record in records)
+    following = asked.line("--compare --report report.html") if how.html is None else f"open {how.html}"
+    code = ExitCode.FINDINGS if failed else ExitCode.OK
+    return Result(values, _comparison_table(title, found, missing, file.path), next=following, exit_code=code)
+
+
+@contextlib.contextmanager
+def _progress(total: int, quiet: bool) -> Iterator[Callable[[Any], None]]:
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("mechanism"), MofNCompleteColumn(), BarColumn(), TextColumn("{task.description}"))
+    with Progress(*columns, TimeElapsedColumn(), console=Console(stderr=True, quiet=quiet)) as progress:
+        task = progress.add_task("", total=total)
+
+        def on_job(record: Any) -> None:
+            told = "failed" if "error" in record else f"{record['step_ms']:.2f} ms"
+            progress.update(task, advance=1, description=f"{record['mechanism']}: {told}")
+
+        yield on_job
+
+
+def _comparison_table(title: str, found: Comparison, missing: dict[str, str], file: Path) -> RenderableType:
+    from rich import box
+    from rich.console import Group
+    from rich.table import Table
+    from rich.text import Text
+
+    from stepgraph.bench.report_html import losses_in_words
+
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, show_edge=False)
+    table.add_column("mechanism")
+    for name in ("step ms", "passes", "busy", "GiB", "losses against eager"):
+        table.add_column(name, justify="right")
+    for row in found.rows:
+        if row.step_ms is None:
+            table.add_row(Text(row.mechanism.title), "failed", "", "", "", Text(row.error or ""))
+            continue
+        busy, reserved = row.figures.get("busy_fraction"), row.figures["memory"]["reserved"]
+        table.add_row(
+            Text(row.mechanism.title),
+            f"{row.step_ms:.2f}",
+            "" if row.spread is None else f"{100 * row.spread:.1f} %",
+            "" if busy is None else f"{100 * busy:.0f} %",
+            "" if reserved is None else f"{reserved / 2**30:.2f}",
+            losses_in_words(row),
+        )
+    winner = found.row(found.winner) if found.winner else None
+    verdict = f"{winner.mechanism.title}: {found.reason}" if winner is not None else found.reason
+    lines = [Text(verdict, "bold"), *(Text(f"not run: {name} ({why})") for name, why in missing.items())]
+    return Group(*lines, table, Text(f"All figures: {file}"))
+
+
+# -- a prediction
+
+
+def _predicted(asked: Asked, wanted: Wanted) -> Result:
+    import torch
+
+    from stepgraph.bench.hardware import find_gpu, gpu_of
+    from stepgraph.bench.predict import predict
+
+    present = gpu_of(torch.cuda.get_device_name()) if torch.cuda.is_available() else None
+    gpu = find_gpu(asked.gpu) if asked.gpu is not None else present or find_gpu("h100")
+    found = predict(wanted.config, gpu, asked.num_gpus)
+    values = found.to_dict() | {"recipe": asked.recipe, "task": asked.task, "dry_run": True}
+    return Result(values, _shown(asked, gpu, found), next=asked.line("--fit -ng 1"))
+
+
+def _shown(asked: Asked, gpu: Gpu, found: Prediction) -> RenderableType:
+    from rich.text import Text
+
+    share = f"{100 * found.memory_fraction:.0f} % of {gpu.memory_bytes / 1e9:.0f} GB"
+    lines = [
+        f"{asked.recipe} on {found.num_gpus} {gpu.name}: a valid configuration; nothing was run",
+        f"memory      about {found.bytes_per_gpu / 1e9:.1f} GB on each GPU, {share}",
+        f"operations  {found.flops / 1e12:,.0f} TFLOP an iteration: {found.fastest_ms:.1f} ms at the GPUs' peak, the "
+        "shortest time that is possible",
+    ]
+    if found.memory_fraction > 1:
+        lines.append("            It does not fit: more stages, a smaller microbatch, or recomputation.")
+    lines += [f"not run by stepgraph  {violation.what}   [{violation.rule}]" for violation in found.not_run_here]
+    return Text("\n".join(lines))

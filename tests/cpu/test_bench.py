@@ -1,0 +1,178 @@
+"""`stepgraph bench` on a machine without the GPU that is asked for: refusals, predictions, and a small run."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import stepgraph
+from stepgraph.bench.run import Regions
+from stepgraph.cli import app
+
+PLAIN = {"NO_COLOR": "1", "COLUMNS": "80"}
+GUIDE = (
+    "-m qwen -mr qwen3_30b_a3b --task pretrain -g h100 -c bf16 -ng 16 -tp 2 -pp 2 -ep 4 "
+    "--cuda_graph_impl transformer_engine --cuda_graph_scope attn,moe_router,moe_preprocess"
+)
+"""The line of NVIDIA's guide."""
+TINY = (
+    "-g cpu --fit --steps 2 model.num_layers=1 model.hidden_size=32 model.num_attention_heads=2 -sl 16 -mb 1 -gb 1 "
+    "model.vocab_size=128"
+)
+no_h100 = pytest.mark.skipif(torch.cuda.is_available(), reason="shows what is said without a GPU")
+
+
+def bench(line: str, **environment: str) -> tuple[int, dict[str, Any], str]:
+    """Exit code, JSON and stderr of a command line."""
+    done = CliRunner().invoke(app, ["bench", *line.split(), "--json"], env=PLAIN | environment)
+    return done.exit_code, json.loads(done.stdout), " ".join(done.stderr.replace("│", " ").split())
+
+
+@pytest.mark.parametrize(
+    ("line", "rule", "fix"),
+    [
+        ("-m qwn", "recipe", "did you mean -m qwen?"),
+        ("-m qwen", "recipe", "add -mr qwen3_30b_a3b."),
+        ("-m llama -mr qwen3_30b_a3b", "recipe", "use -m qwen, or leave -m out."),
+        ("-mr qwen3_30b", "recipe", "qwen3_30b_a3b"),
+        ("-c fp8_cs", "not-trained", "use -c bf16."),
+        ("-c fp8_ds", "not-trained", "use -c bf16."),
+        ("-c int4", "option", "use -c bf16."),
+        ("--moe_token_dispatcher_type flex", "option", "use alltoall"),
+        ("-g h1000", "option", "did you mean h100?"),
+        ("-g cpu -ng 2", "world-size", "torchrun --nproc-per-node 2 -m stepgraph bench -mr gpt2_small -g cpu -ng 2"),
+    ],
+)
+def test_bench_refuses_and_names_the_fix(line: str, rule: str, fix: str) -> None:
+    code, values, stderr = bench(line)
+    assert (code, values["error"]["rule"]) == (2, rule)
+    assert fix in values["error"]["fix"]
+    assert f"[{rule}]" in stderr
+
+
+@no_h100
+def test_bench_answers_a_gpu_that_is_not_here_with_both_fixes() -> None:
+    code, values, _ = bench(GUIDE)
+    assert (code, values["error"]["rule"]) == (2, "gpu-missing")
+    scope = "--cuda_graph_impl transformer_engine --cuda_graph_scope attn,moe_router,moe_preprocess"
+    there = f"`stepgraph bench -mr qwen3_30b_a3b -g h100 -ng 16 -tp 2 -pp 2 -ep 4 {scope} --dry-run`"
+    here = f"`stepgraph bench -mr qwen3_30b_a3b --fit -ng 1 {scope}`"
+    assert there in values["error"]["fix"]
+    assert here in values["error"]["fix"]
+    code, values, _ = bench(there.strip("`").removeprefix("stepgraph bench "))
+    assert code == 0, "the fix can be typed"
+
+
+def test_bench_needs_a_process_for_each_device() -> None:
+    code, values, _ = bench("-mr gpt2_small -g cpu -ng 1 -mb 2", WORLD_SIZE="2", RANK="0")
+    assert (code, values["error"]["rule"]) == (2, "world-size")
+    assert values["error"]["fix"] == "torchrun --nproc-per-node 1 -m stepgraph bench -mr gpt2_small -g cpu -ng 1 -mb 2"
+
+
+def test_bench_predicts_the_line_of_the_guide() -> None:
+    code, values, _ = bench(f"{GUIDE} --dry-run")
+    assert code == 0
+    assert (values["gpu"], values["num_gpus"], values["recipe"]) == ("h100", 16, "qwen3_30b_a3b")
+    assert values["parameters"] == pytest.approx(30.5e9, rel=0.02)
+    assert 0 < values["memory_fraction"] < 1
+    assert values["fastest_ms"] == pytest.approx(values["flops"] / 16 / 989e9)
+    assert values["not_run_here"] == ["not-run-here"]
+    assert values["next"] == "stepgraph bench -mr qwen3_30b_a3b --fit -ng 1"
+
+
+def test_bench_prediction_refuses_a_broken_rule() -> None:
+    code, values, _ = bench(f"{GUIDE} --dry-run".replace("attn,moe_router,", "attn,"))
+    assert code == 2
+    assert values["error"]["rule"] == "preprocess-needs-router"
+
+
+@pytest.mark.parametrize("option", ["--only eager", "--resume", "--report r.html"])
+def test_bench_options_of_a_comparison_need_it(option: str) -> None:
+    code, values, stderr = bench(f"-g cpu {option}")
+    assert code == 2
+    assert "are for --compare" in values["error"]["what"]
+    assert "--compare" in stderr
+
+
+def test_bench_report_is_refused_before_anything_runs(tmp_path: Path) -> None:
+    code, values, _ = bench(f"-g cpu --fit --compare --report {tmp_path}/missing/r.html")
+    assert (code, values["error"]["rule"]) == (2, "report-file")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_bench_names_unknown_mechanisms(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    code, values, _ = bench(f"{TINY} --compare --only eagr")
+    assert (code, values["error"]["rule"]) == (2, "option")
+    assert "eager" in values["error"]["fix"]
+
+
+def test_regions_follow_each_other() -> None:
+    seen: list[str] = []
+
+    @contextlib.contextmanager
+    def ranged(name: str) -> Iterator[None]:
+        seen.append(f"begin {name}")
+        yield
+        seen.append(f"end {name}")
+
+    with contextlib.closing(Regions(ranged)) as regions:
+        regions("warmup", 0)
+        regions("capture", 1)
+    assert seen == ["begin warmup 0", "end warmup 0", "begin capture 1", "end capture 1"]
+
+
+@pytest.mark.slow
+def test_bench_measures_a_small_run_on_the_cpu() -> None:
+    code, values, _ = bench(TINY)
+    assert code == 0
+    assert len(values["step_ms_each"]) == values["steps"] == 2
+    assert values["step_ms_p10"] <= values["step_ms"] <= values["step_ms_p90"]
+    assert (values["gpu"], values["mfu"], values["busy_fraction"], values["kernels"]) == ("cpu", None, None, None)
+    assert values["replays"] >= 2
+    assert values["loss"] > 0
+    assert values["tokens_per_s"] > 0
+
+
+@pytest.mark.slow
+def test_bench_text_says_what_a_cpu_time_means() -> None:
+    done = CliRunner().invoke(app, ["bench", *TINY.split(), "--cuda_graph_impl", "none"], env=PLAIN)
+    assert done.exit_code == 0, done.output
+    assert "A CPU's times say nothing about a GPU's" in " ".join(done.stdout.split())
+    assert [line for line in done.stdout.splitlines() if len(line.rstrip()) > 80] == []
+
+
+@pytest.mark.slow
+def test_benchmark_is_public() -> None:
+    from stepgraph import recipes
+    from stepgraph.recipes.fit import for_cpu
+
+    cfg = for_cpu(recipes.gpt2_small())
+    cfg.model.num_layers, cfg.model.hidden_size, cfg.model.num_attention_heads = 1, 32, 2
+    cfg.model.seq_length, cfg.model.vocab_size = 16, 128
+    cfg.train.micro_batch_size = cfg.train.global_batch_size = 1
+    found = stepgraph.benchmark(cfg, steps=2)
+    assert isinstance(found, stepgraph.BenchResult)
+    assert len(found.times.each) == 2
+
+
+@pytest.mark.long
+def test_bench_compares_on_the_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    code, values, _ = bench(f"{TINY} --compare --only eager,ours-whole --report {tmp_path}/r.html")
+    assert code == 0, values
+    assert [row["mechanism"] for row in values["rows"]] == ["eager", "ours-whole", "ours-whole", "eager"]
+    losses = [row["losses"] for row in values["rows"]]
+    assert all(each == losses[0] for each in losses), "bit for bit, on one thread"
+    assert "<html" in (tmp_path / "r.html").read_text()
+    again, values, _ = bench(f"{TINY} --compare --only eager,ours-whole --report {tmp_path}/r.html --resume")
+    assert (again, len(values["rows"])) == (0, 4), "all rows were there"

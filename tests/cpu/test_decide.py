@@ -1,0 +1,219 @@
+"""Decisions of `advise`: every row of the published guides is a case."""
+
+import dataclasses
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from stepgraph.advice.decide import (
+    GIB,
+    LADDER,
+    Bound,
+    Measured,
+    Program,
+    Region,
+    Workload,
+    advise_on,
+    bound_of,
+    choose_api,
+    choose_scope,
+    documented_memory,
+    predict,
+    reasons_against,
+)
+
+GPT2_SMALL = Measured(step_ms=124.8, busy_ms=26.5, host_ms=124.0, kernels=4400, small_kernels=3900)
+GPT2_BUSY = Measured(step_ms=120.0, busy_ms=115.2, host_ms=110.0, kernels=4400)
+
+
+@pytest.mark.parametrize(
+    ("busy", "expected"),
+    [(0.0, Bound.LAUNCHES), (0.79, Bound.LAUNCHES), (0.80, Bound.MIXED), (0.95, Bound.MIXED), (0.96, Bound.GPU)],
+)
+def test_bound_of_busy_fraction(busy: float, expected: Bound) -> None:
+    assert bound_of(busy) is expected
+
+
+def test_advice_captures_a_launch_bound_step() -> None:
+    advice = advise_on(GPT2_SMALL)
+    assert advice.bound is Bound.LAUNCHES
+    assert advice.choice.choice == "whole step"
+    (whole,) = advice.predictions
+    assert whole.step_ms == pytest.approx(27.8, rel=0.10), "27.8 ms were measured for this step"
+
+
+def test_advice_says_do_not_to_a_busy_gpu() -> None:
+    advice = advise_on(GPT2_BUSY)
+    assert advice.bound is Bound.GPU
+    assert advice.choice.choice == "do not"
+    assert "96 %" in advice.choice.reason
+
+
+def test_advice_names_what_forbids_everything() -> None:
+    advice = advise_on(dataclasses.replace(GPT2_SMALL, whole_step_forbidden=("host-read",)))
+    assert advice.choice.choice == "do not"
+    assert "host-read" in advice.choice.reason
+
+
+def test_advice_falls_back_to_a_scope() -> None:
+    attn = Region("attn", num_modules=48, host_ms=60.0, kernels=2000)
+    experts = Region("moe", num_modules=48, host_ms=50.0, kernels=1500, forbidden=("host-read",))
+    measured = dataclasses.replace(GPT2_SMALL, regions=(attn, experts), whole_step_forbidden=("host-read",))
+    advice = advise_on(measured)
+    assert advice.choice.choice == "attn"
+    assert advice.predictions[0].scope == "attn", "what is allowed comes first"
+
+
+def test_prediction_of_a_scope_saves_its_host_time() -> None:
+    region = Region("attn", num_modules=10, host_ms=50.0, kernels=1000)
+    found = {p.scope: p for p in predict(dataclasses.replace(GPT2_SMALL, regions=(region,)))}
+    assert found["attn"].step_ms == pytest.approx(124.0 - 50.0 + 1.2)
+    assert found["whole step"].step_ms < found["attn"].step_ms
+
+
+@given(
+    step=st.floats(0.1, 1e4),
+    busy=st.floats(0, 1),
+    host=st.floats(0, 1),
+    kernels=st.integers(0, 100_000),
+    share=st.floats(0, 1),
+)
+def test_predictions_stay_between_floor_and_eager(
+    step: float, busy: float, host: float, kernels: int, share: float
+) -> None:
+    region = Region("attn", 4, share * host * step, int(share * kernels))
+    measured = Measured(step, busy * step, host * step, kernels, regions=(region,))
+    for prediction in predict(measured):
+        assert min(busy * step, step) <= prediction.step_ms + 1e-9
+        assert prediction.step_ms <= step
+        assert 0 <= prediction.gain <= 1
+    assert 0 <= measured.busy_fraction <= 1
+
+
+def test_memory_is_warned_about_from_88_percent() -> None:
+    total = 79 * GIB
+    free = dataclasses.replace(GPT2_SMALL, used_bytes=60 * GIB, total_bytes=total)
+    assert advise_on(free).warnings == ()
+    tight = dataclasses.replace(GPT2_SMALL, used_bytes=70 * GIB, total_bytes=total)
+    (warning,) = advise_on(tight).warnings
+    assert "70.0 of 79.0 GiB" in warning
+
+
+@pytest.mark.parametrize(
+    ("scope", "stages", "expected"),
+    [
+        ("attn", 1, (0, 2 * GIB)),
+        ("attn", 4, (2 * GIB, 10 * GIB)),
+        ("whole step", 1, (20 * GIB, 40 * GIB)),
+        ("full_iteration", 1, (20 * GIB, 40 * GIB)),
+    ],
+)
+def test_documented_memory_of_the_guides(scope: str, stages: int, expected: tuple[int, int]) -> None:
+    assert documented_memory(scope, 40 * GIB, stages) == expected
+
+
+API_GUIDE = {
+    "quick experiment, boundaries unknown": (Program(wish="least effort"), "capture"),
+    "training with autograd, no FP8, no pipeline": (Program(), "capture"),
+    "any model with FP8": (Program(has_fp8=True), "make_graphed_callables"),
+    "any model with a pipeline": (Program(has_pipeline=True), "make_graphed_callables"),
+    "Megatron, per layer, automatic": (Program("megatron", "per layer"), "CudaGraphManager"),
+    "maximum speed, full iteration": (Program("megatron", "most speed"), "FullCudaGraphWrapper"),
+    "full manual control": (Program(wish="control"), "capture"),
+}
+FLOWCHART = {
+    "Megatron with FP8: most speed, static": (Program("megatron", "most speed", has_fp8=True), "FullCudaGraphWrapper"),
+    "Megatron with a pipeline: automatic": (Program("megatron", "training", has_pipeline=True), "CudaGraphManager"),
+    "Megatron with FP8: control": (Program("megatron", "control", has_fp8=True), "make_graphed_callables"),
+    "Transformer Engine: FP8": (Program("transformer_engine", has_fp8=True), "make_graphed_callables"),
+    "Transformer Engine: pipeline": (Program("transformer_engine", has_pipeline=True), "make_graphed_callables"),
+    "general: zero effort": (Program(wish="least effort"), "capture"),
+    "general: training loop": (Program(wish="training"), "capture"),
+    "general: control": (Program(wish="control"), "capture"),
+}
+NAVIGATION = {
+    "torch.compile gives too little": (Program(tried=("reduce-overhead",)), "capture"),
+    "make_graphed_callables cannot do FP8": (
+        Program(has_fp8=True, tried=("make_graphed_callables",)),
+        "make_graphed_callables",
+    ),
+    "make_graphed_callables cannot do pipelines": (
+        Program(has_pipeline=True, tried=("make_graphed_callables",)),
+        "make_graphed_callables",
+    ),
+    "Megatron per layer": (Program("megatron", "per layer"), "CudaGraphManager"),
+    "best speed with Megatron": (Program("megatron", "most speed"), "FullCudaGraphWrapper"),
+    "best speed without Megatron": (Program(wish="most speed"), "capture"),
+    "something is too hard to capture": (Program(has_dynamic_part=True), "graph_modules"),
+    "start small": (Program(wish="per layer"), "graph_modules"),
+    "a schedule of torch.distributed.pipelining": (
+        Program(has_pipeline=True, has_torch_pipelining=True),
+        "graph_stage",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", [*API_GUIDE, *FLOWCHART, *NAVIGATION])
+def test_choice_of_the_interface(case: str) -> None:
+    program, expected = (API_GUIDE | FLOWCHART | NAVIGATION)[case]
+    decision = choose_api(program)
+    assert decision.choice == f"stepgraph.{expected}"
+    assert decision.reason
+
+
+SCOPES = {
+    "dense": (Workload(), "transformer_engine", ("attn",)),
+    "dropless experts": (
+        Workload(model="moe"),
+        "transformer_engine",
+        ("attn", "moe_router", "moe_preprocess"),
+    ),
+    "images, stable data": (
+        Workload(model="vision-language"),
+        "transformer_engine",
+        ("attn", "moe_router", "moe_preprocess"),
+    ),
+    "images, before the data is stable": (Workload(model="vision-language", has_stable_data=False), "none", ()),
+    "padded experts": (Workload(model="moe, padded experts"), "transformer_engine", ("attn", "moe")),
+    "mamba": (Workload(model="mamba"), "transformer_engine", ("mamba", "attn")),
+    "full iteration is wanted": (Workload(wants_full_iteration=True), "local", ("full_iteration",)),
+    "selective recomputation": (Workload(recompute="selective"), "transformer_engine", ("attn",)),
+    "full recomputation": (Workload(recompute="full"), "local", ("full_iteration",)),
+    "full recomputation and checks on the host": (Workload(recompute="full", needs_nan_checks=True), "none", ()),
+    "full recomputation with a scope": (Workload(recompute="full", wished_scope=("attn",)), "none", ()),
+    "scopes that exclude each other": (Workload(model="moe", wished_scope=("moe", "moe_router")), "none", ()),
+    "a scope without the one it needs": (Workload(model="moe", wished_scope=("attn", "moe_preprocess")), "none", ()),
+    "packed sequences": (Workload(has_packed_sequences=True), "local", ("full_iteration",)),
+    "varying shapes": (Workload(has_static_shapes=False), "none", ()),
+    "CPU offloading": (Workload(has_cpu_offloading=True), "none", ()),
+    "tight memory with a pipeline": (Workload(memory_used=0.9, pipeline_stages=4), "none", ()),
+    "tight memory, one stage, one scope": (Workload(memory_used=0.9), "transformer_engine", ("attn",)),
+    "checks that conflict with a full iteration": (
+        Workload(wants_full_iteration=True, needs_nan_checks=True),
+        "none",
+        (),
+    ),
+    "checks beside a scope": (Workload(needs_nan_checks=True), "transformer_engine", ("attn",)),
+    "the GPU is busy": (Workload(busy_fraction=0.97), "none", ()),
+    "the GPU waits": (Workload(busy_fraction=0.5), "transformer_engine", ("attn",)),
+}
+
+
+@pytest.mark.parametrize("case", SCOPES)
+def test_choice_of_the_scope(case: str) -> None:
+    workload, impl, scope = SCOPES[case]
+    choice = choose_scope(workload)
+    assert (choice.impl, choice.scope) == (impl, scope)
+    assert choice.reason
+    assert (impl == "none") == bool(reasons_against(workload))
+
+
+def test_dense_scope_widens_to_the_mlp() -> None:
+    assert choose_scope(Workload()).then == ("attn", "mlp")
+
+
+def test_ladder_has_the_six_steps() -> None:
+    assert len(LADDER) == 6
+    assert "eager" in LADDER[0][0]
+    assert "widen" in LADDER[-1][0]
