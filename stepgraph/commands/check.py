@@ -65,10 +65,14 @@ def check(
 def _next(report: CheckReport) -> str:
     if report.findings:
         return f"stepgraph rules {report.findings[0].rule}"
+    if not report.shape.steps and not report.is_graphed:
+        return "stepgraph rules no-step"
     script = f"-m {report.script}" if report.is_module else report.script
-    if report.fits:
-        return f"stepgraph frozen {script}"
-    return f"stepgraph verify {script}" if report.is_graphed else "stepgraph rules --kind check"
+    if report.is_graphed:
+        return f"stepgraph verify {script}"
+    if report.fits and report.shape.function:
+        return f"stepgraph verify {script} --step {report.shape.function}"
+    return f"stepgraph advise {script}"
 
 
 def render(report: CheckReport) -> RenderableType:

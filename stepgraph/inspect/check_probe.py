@@ -207,9 +207,13 @@ class CheckProbe:
             self._lines.reach()
             self._operations.reach()
             self._functions.reach(sys._getframe(1))
-            self._changed = []
-            if self._state is not None:
-                self._state.note_changes(self._value_changed, self._lines.inside)
+            self._note_changes()
+
+    def _note_changes(self) -> None:
+        """Note the host values that the step has changed by now."""
+        self._changed = []
+        if self._state is not None:
+            self._state.note_changes(self._value_changed, self._lines.inside)
 
     def step_ends(self, index: int) -> None:
         """The step is over."""
@@ -219,13 +223,15 @@ class CheckProbe:
             return
         self._work.stop()
         logs = self._operations.end()
+        was_reached = bool(self._lines.inside) or any(logs)  # else it was none
         self._seen.end()
         self._lines.end()
-        self._state = None
-        if self._lines.inside or self._changed or any(logs):  # else it was none
+        if was_reached and self._functions.code is not None:
+            self._note_changes()  # in the rest of the function
+        if was_reached:
             self._history.add(logs, self._lines.inside)
             self._seen.inside += self._changed
-        self._step = None
+        self._state = self._step = None
 
     # -- what happens
 
@@ -238,11 +244,12 @@ class CheckProbe:
         if place.is_loading:
             self._seen.outside.append(seen)
         else:
-            self._seen.note(seen)
+            self._seen.note(seen, in_function=self._functions.is_running(frame))
 
-    def _line(self, code: types.CodeType, line: int) -> None:
+    def _line(self, frame: types.FrameType) -> None:
         """A line of the user's runs. The default stream is known by name: there is no event for its use."""
-        self._lines.note((code, line))
+        code, line = frame.f_code, frame.f_lineno or 0
+        self._lines.note((code, line), in_function=self._functions.is_running(frame))
         if _DEFAULT_STREAM in code.co_names and line in lines_with(code, _DEFAULT_STREAM):
             where = Location(code.co_filename, line, code.co_name)
             self._seen.note(Seen("legacy-stream", "uses the default stream", where, "", "", self._step or 0))

@@ -91,17 +91,18 @@ class Ledger:
     """Sorts what is seen into inside and outside of the step, which is known only later.
 
     What was seen is pending until the step reaches over it. Between a backward and the next forward at a line that has
-    run in this step already stands the end of one microbatch and the loading of the next: outside, too.
+    run in this step already stands the end of one microbatch and the loading of the next: outside, too. What runs in
+    the function of which each call is a step is inside, also before the first forward and after the last optimizer.
     """
 
     def __init__(self) -> None:
         self.inside: list[Any] = []
         self.outside: list[Any] = []
-        self._pending: list[Any] = []
+        self._pending: list[tuple[Any, bool]] = []
         self._mark: int | None = None
 
-    def note(self, seen: Any) -> None:
-        self._pending.append(seen)
+    def note(self, seen: Any, *, in_function: bool = False) -> None:
+        self._pending.append((seen, in_function))
 
     def backward_done(self) -> None:
         """A backward has returned: the work of a microbatch may be over."""
@@ -110,21 +111,24 @@ class Ledger:
     def microbatch_begins(self) -> None:
         """The loop came round within the step."""
         if self._mark is not None:
-            self.outside += self._pending[self._mark :]
-            del self._pending[self._mark :]
+            self._sort(self._mark)
         self._mark = None
 
     def reach(self) -> None:
         """All that is pending is inside the step."""
-        self.inside += self._pending
+        self.inside += [seen for seen, _ in self._pending]
         self._pending.clear()
         self._mark = None
 
     def end(self) -> None:
-        """All that is pending is outside the step."""
-        self.outside += self._pending
-        self._pending.clear()
+        """All that is pending is outside the step, or in its function."""
+        self._sort(0)
         self._mark = None
+
+    def _sort(self, first: int) -> None:
+        for seen, in_function in self._pending[first:]:
+            (self.inside if in_function else self.outside).append(seen)
+        del self._pending[first:]
 
 
 def collect(seen: Iterable[Seen]) -> list[Finding]:

@@ -66,8 +66,8 @@ class HostWork:
 
     def __init__(self, note: Note) -> None:
         self._note = note
-        self.lines: Callable[[types.CodeType, int], None] = lambda code, line: None
-        """Is told each line of the user's code that runs."""
+        self.lines: Callable[[types.FrameType], None] = lambda frame: None
+        """Is told each line of the user's code that runs, by its frame."""
         self.ran = ExecutedCode()
         self.is_active = self.is_hidden = False
         self._thread, self._process = threading.get_ident(), os.getpid()
@@ -103,7 +103,7 @@ class HostWork:
                     frame.f_trace = self._local
                     if self._at is None:
                         self._at = (frame, frame.f_lineno or 0)
-                        self.lines(frame.f_code, frame.f_lineno or 0)
+                        self.lines(frame)
             _SET_TRACE(self._trace)
             _SET_PROFILE(self._profile)
 
@@ -247,7 +247,7 @@ class HostWork:
         self.settle()
         self._at = (frame, frame.f_lineno or 0) if frame is not None else None
         if frame is not None:
-            self.lines(frame.f_code, frame.f_lineno or 0)
+            self.lines(frame)
 
     def settle(self) -> None:
         """Note what was drawn since the last line began."""

@@ -59,6 +59,10 @@ class StepFunctions:
             packages = (package_of(one.f_code.co_filename) for one in reversed(inner))
             self._found["library"] = next((name for name in packages if name not in ("", "torch")), "")
 
+    def is_running(self, frame: types.FrameType) -> bool:
+        """Whether the function that is one step runs in this frame, or around it."""
+        return self.code is not None and any(one.f_code is self.code for one in stack_of(frame))
+
     def name_of(self, module: torch.nn.Module) -> str:
         """The user's name of a model, or an empty text."""
         return self._models.get(id(module), "")

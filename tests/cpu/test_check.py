@@ -1,4 +1,4 @@
-"""`stepgraph check` in parts: how findings are collected, judged and shown. Scripts are in tests/slow."""
+"""The deciding parts of `stepgraph check`, without a script: what is inside a step, which API fits, which line."""
 
 from __future__ import annotations
 
@@ -57,6 +57,16 @@ def test_ledger_leaves_out_what_is_between_microbatches() -> None:
     ledger.reach()
     assert ledger.inside == ["forward one", "forward two", "print two"]
     assert ledger.outside == ["print one"]
+
+
+def test_ledger_counts_all_of_the_steps_function() -> None:
+    ledger = Ledger()
+    ledger.note("forward", in_function=True)
+    ledger.reach()
+    ledger.note("return loss.item()", in_function=True)
+    ledger.note("print")
+    ledger.end()
+    assert (ledger.inside, ledger.outside) == (["forward", "return loss.item()"], ["print"])
 
 
 # -- findings
