@@ -20,6 +20,8 @@ from dataclasses import dataclass
 
 _WORD = 8
 _HALF = 4
+_HOST_BEGIN, _HOST_END = 0x5500_0000_0000, 0x8000_0000_0000
+"""Where Linux places programs, heaps, libraries and stacks of 64-bit processes."""
 _SHORT = 72
 """Most letters of a kernel's name in a message."""
 
@@ -109,10 +111,17 @@ def _in_bytes(
         one, two = old[start : start + _WORD], new[start : start + _WORD]
         if one == two or (len(one) == _WORD and old_nodes.is_address(one) and new_nodes.is_address(two)):
             continue
+        if len(one) == _WORD and (_is_on_host(one) or _is_on_host(two)):
+            continue  # left over from the host's stack: kernels are given no addresses of the host's heap
         for offset, size in _pieces(one, two):
             values = [_read(word[offset : offset + size]) for word in (one, two)]
             found.append(NodeDifference(index, name, f"parameter {number}, byte {start + offset}", *values))
     return found
+
+
+def _is_on_host(word: bytes) -> bool:
+    """Check whether a word reads as an address of the process: no number that a step computes with has these bits."""
+    return _HOST_BEGIN <= int.from_bytes(word, "little") < _HOST_END
 
 
 def _pieces(one: bytes, two: bytes) -> Sequence[tuple[int, int]]:
