@@ -14,7 +14,7 @@ from stepgraph.advice.trial import try_captures
 from stepgraph.cli import app
 from stepgraph.script.run import Script, Status, run_script
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.long
 ROOT = Path(__file__).parents[2]
 LOOP = """
 import torch
