@@ -26,7 +26,7 @@ TINY = (
     "-g cpu --fit --steps 2 model.num_layers=1 model.hidden_size=32 model.num_attention_heads=2 -sl 16 -mb 1 -gb 1 "
     "model.vocab_size=128"
 )
-no_h100 = pytest.mark.skipif(torch.cuda.is_available(), reason="shows what is said without a GPU")
+no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="shows what is said without a GPU")
 
 
 def bench(line: str, **environment: str) -> tuple[int, dict[str, Any], str]:
@@ -58,7 +58,7 @@ def test_bench_refuses_and_names_the_fix(line: str, rule: str, fix: str) -> None
 
 
 @pytest.mark.slow
-@no_h100
+@no_gpu
 def test_bench_answers_a_gpu_that_is_not_here_with_both_fixes() -> None:
     code, values, _ = bench(GUIDE)
     assert (code, values["error"]["rule"]) == (2, "gpu-missing")
