@@ -28,7 +28,8 @@ h1 { font-size: 1.4rem; } h2 { font-size: 1.1rem; margin-top: 2rem; }
 .dim { color: var(--dim); } .bad { color: var(--bad); }
 .scroll { overflow-x: auto; } table { border-collapse: collapse; width: 100%; font-size: .9rem; }
 th, td { text-align: right; padding: .3rem .6rem; border-bottom: 1px solid var(--line); white-space: nowrap; }
-th:first-child, td:first-child { text-align: left; white-space: normal; }
+th { white-space: normal; vertical-align: bottom; }
+th:first-child, td:first-child, td.bad { text-align: left; white-space: normal; }
 .row { display: grid; grid-template-columns: minmax(8rem, 16rem) 1fr 6rem; gap: .6rem; align-items: center;
   margin: .2rem 0; font-size: .9rem; }
 .track { background: var(--line); height: .9rem; border-radius: .2rem; }
