@@ -9,6 +9,7 @@ import json
 import re
 import shutil
 import subprocess
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -132,9 +133,9 @@ def test_report_draws_the_gaps_between_kernels(wide: dict[str, Any]) -> None:
     above, below = wide["kernels"][:100], wide["kernels"][100:]
     assert len(below) == 100
     assert above[0][3] < below[0][1]  # eager stands above the winner
-    gaps = [after[0] - before[2] for before, after in zip(above, above[1:], strict=False)]
+    gaps = [after[0] - before[2] for before, after in pairwise(above)]
     assert min(gaps) > 3  # eager waits three quarters of the time
-    assert max(after[0] - before[2] for before, after in zip(below, below[1:], strict=False)) < 0.1
+    assert max(after[0] - before[2] for before, after in pairwise(below)) < 0.1
     assert below[-1][2] - below[0][0] < 0.3 * (above[-1][2] - above[0][0])
     assert all(curve[3] - curve[1] > 100 for curve in wide["curves"])  # the loss falls over the height of the picture
 
