@@ -16,7 +16,7 @@ PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup
 FAST_SUITES := tests/cpu tests/contract
 SLOW_SUITES := tests/distributed tests/slow
 
-.PHONY: help venv demo test test-slow test-long lint docs format clean
+.PHONY: help venv demo test test-slow test-long time-tests lint docs format clean
 .DEFAULT_GOAL := help
 
 help:
@@ -24,6 +24,7 @@ help:
 	@echo "make test       the fast suites"
 	@echo "make test-slow  the slower suites, and what is slow in the fast ones"
 	@echo "make test-long  what takes half a minute or more and has a shorter neighbour; not in CI"
+	@echo "make time-tests run the fast suites and note which of their tests are slow (on a quiet machine)"
 	@echo "make lint       ruff format --check, ruff check, mypy --strict"
 	@echo "make docs       the documentation as a site, in site/; a broken link fails"
 	@echo "make format     rewrite the sources the way lint wants them"
@@ -51,11 +52,13 @@ test: $(DEV)
 	$(PYTEST) -m "not slow and not long" $(FAST_SUITES)
 
 test-slow: $(DEV)
-	$(PYTEST) -m "not long" $(SLOW_SUITES)
-	$(PYTEST) -m "slow and not long" $(FAST_SUITES)
+	$(PYTEST) -m "slow and not long" $(SLOW_SUITES) $(FAST_SUITES)
 
 test-long: $(DEV)
 	$(PYTEST) -m long $(FAST_SUITES) $(SLOW_SUITES)
+
+time-tests: $(DEV)
+	$(PYTEST) -m "not long" --note-slow-tests $(FAST_SUITES)
 
 lint: $(DEV)
 	$(BIN)/ruff format --check .

@@ -11,7 +11,9 @@ import pytest
 import torch
 
 from tests.seeding import seed
+from tests.slow_tests import SlowTests
 
+_SLOW_SUITES = frozenset(("slow", "distributed"))
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 os.environ.pop("COLUMNS", None)  # reports are as wide as they are by default
 
@@ -20,10 +22,21 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--require-gpu", action="store_true", help="fail, instead of leaving tests out, where there is no GPU"
     )
+    parser.addoption(
+        "--note-slow-tests", action="store_true", help="write the names of tests that took long to tests/slow_tests.txt"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--note-slow-tests") and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(SlowTests(), "slow-tests")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    slow = SlowTests.read()
     for item in items:
+        if item.nodeid in slow or _SLOW_SUITES.intersection(item.path.parts):
+            item.add_marker(pytest.mark.slow)
         if "distributed" in item.path.parts:  # `run_to_end` sees whether processes get on
             item.add_marker(pytest.mark.timeout(1200))
     if torch.cuda.is_available() or config.getoption("--require-gpu"):

@@ -40,7 +40,17 @@ RUNS: dict[str, list[str]] = {
     "recipes": [],
     "rules": [],
     "verify": [str(ROOT / "tests" / "scripts" / "captured.py"), "--steps", "5"],
-    "train": ["--device", "cpu", "train.train_iters=2", "model.num_layers=1", "logger.log_dir=/tmp"],
+    "train": [
+        *(
+            "--device",
+            "cpu",
+            "train.train_iters=2",
+            "model.num_layers=1",
+            "model.hidden_size=32",
+            "model.seq_length=16",
+        ),
+        *("model.ffn_hidden_size=64", "model.num_attention_heads=2", "model.vocab_size=256", "logger.log_dir=/tmp"),
+    ],
 }
 """For each command, arguments of a short run."""
 NAMES = [function.__name__ for functions in COMMANDS.values() for function in functions]
