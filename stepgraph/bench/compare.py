@@ -8,24 +8,16 @@ the noise that every other row is held against.
 
 from __future__ import annotations
 
-import contextlib
-import json
-import os
-import signal
 import statistics
-import subprocess
-import sys
-import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
+from stepgraph.bench.jobs import JobServer, Record
 from stepgraph.bench.mechanisms import Mechanism
 
-Record = dict[str, Any]
 PASSES = 2
-_GRACE_S = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,49 +64,6 @@ def plan(mechanisms: Sequence[Mechanism], done: Sequence[Record] = ()) -> list[t
     return [(number, mechanism) for number, mechanism in order if (number, mechanism.name) not in finished]
 
 
-def run_worker(request: Mapping[str, Any], timeout_s: float) -> Record:
-    """Run one mechanism in its own process, which ends with all its children after `timeout_s`."""
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "record.json"
-        command = [sys.executable, "-m", "stepgraph.bench.worker"]
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-            errors="replace",
-            start_new_session=True,  # a compiler has processes of its own: they end with the group
-        )
-        fate = ""
-        with _ended(process):
-            try:
-                _, told = process.communicate(json.dumps({**request, "file": str(file)}), timeout=timeout_s)
-            except subprocess.TimeoutExpired:
-                fate, told = f"no result within {timeout_s:.0f} s", ""
-        if file.exists():
-            return dict(json.loads(file.read_text(encoding="utf-8")))
-        last = [line.strip() for line in told.splitlines() if line.strip()][-1:]
-        error = fate or f"exit status {process.returncode}: {' '.join(last)}"
-        return {"mechanism": request["mechanism"], "pass": request["pass"], "error": error[:300]}
-
-
-@contextlib.contextmanager
-def _ended(process: subprocess.Popen[str]) -> Iterator[None]:
-    """End a process and its children, however the block is left."""
-    try:
-        yield
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGTERM)
-        try:
-            process.wait(_GRACE_S)
-        except subprocess.TimeoutExpired:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-
-
 def run_all(
     jobs: Sequence[tuple[int, Mechanism]],
     request: Mapping[str, Any],
@@ -122,8 +71,11 @@ def run_all(
     on_record: Callable[[Record], None],
 ) -> None:
     """Run all jobs one after the other; `on_record` gets each record when it is there."""
-    for number, mechanism in jobs:
-        on_record(run_worker({**request, "mechanism": mechanism.name, "pass": number}, timeout_s))
+    with JobServer() as server:
+        for number, mechanism in jobs:
+            begun = time.perf_counter()
+            record = server.run({**request, "mechanism": mechanism.name, "pass": number}, timeout_s)
+            on_record(record | {"job_s": time.perf_counter() - begun})
 
 
 def compare(mechanisms: Sequence[Mechanism], records: Sequence[Record]) -> Comparison:

@@ -216,15 +216,20 @@ SCOPES: Mapping[str, tuple[tuple[str, ...], ...]] = MappingProxyType(
 
 def mechanisms_for(cfg: ConfigContainer, environment: Environment) -> list[Mechanism]:
     """Return all mechanisms for a configuration: those of others, and ours at each scope that the rules allow."""
+    found = all_mechanisms(cfg, environment)
+    return [mechanism for mechanism in found if _is_legal(mechanism, cfg, environment)]
+
+
+def all_mechanisms(cfg: ConfigContainer, environment: Environment) -> list[Mechanism]:
+    """Return the mechanisms for a configuration with all scopes, also those that the rules forbid."""
     found = list(OTHERS)
     kind = finalised(cfg, environment).model.kind
     implementations: tuple[Literal["transformer_engine", "local"], ...] = ("transformer_engine", "local")
     for impl in implementations:
         for scope in SCOPES.get(kind, ()):
-            words = ",".join(scope) or "layers"
-            found.append(
-                Mechanism(f"ours-{_short(impl)}-{words}", f"{impl}: {words}", "stepgraph", impl=impl, scope=scope)
-            )
+            title = f"{impl}: {','.join(scope) or 'layers'}"
+            name = f"ours-{_short(impl)}-{'+'.join(scope) or 'layers'}"  # without a comma, for --only
+            found.append(Mechanism(name, title, "stepgraph", impl=impl, scope=scope))
     whole = ("full_iteration",)
     found.append(Mechanism("ours-whole", "local: full_iteration", "stepgraph", impl="local", scope=whole))
     found.append(
@@ -235,7 +240,7 @@ def mechanisms_for(cfg: ConfigContainer, environment: Environment) -> list[Mecha
             changes_kernels=True,
         )
     )
-    return [mechanism for mechanism in found if _is_legal(mechanism, cfg, environment)]
+    return found
 
 
 def _short(impl: str) -> str:
