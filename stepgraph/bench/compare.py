@@ -64,6 +64,22 @@ def plan(mechanisms: Sequence[Mechanism], done: Sequence[Record] = ()) -> list[t
     return [(number, mechanism) for number, mechanism in order if (number, mechanism.name) not in finished]
 
 
+def seconds_left(jobs: Sequence[tuple[int, Mechanism]], done: Sequence[Record]) -> float | None:
+    """Estimate the time of the jobs that are left: what the same mechanism took, or else the mean of all.
+
+    Example:
+        >>> seconds_left([(1, eager)], [{"mechanism": "eager", "pass": 0, "job_s": 7.0}])
+        7.0
+    """
+    finished = {(record["pass"], record["mechanism"]) for record in done}
+    took = {record["mechanism"]: record["job_s"] for record in done if "job_s" in record}
+    if not took:
+        return None
+    mean = statistics.fmean(took.values())
+    left = [mechanism.name for number, mechanism in jobs if (number, mechanism.name) not in finished]
+    return sum(took.get(name, mean) for name in left)
+
+
 def run_all(
     jobs: Sequence[tuple[int, Mechanism]],
     request: Mapping[str, Any],
