@@ -274,7 +274,7 @@ def test_results_are_resumed_for_the_same_comparison_only(tmp_path: Path) -> Non
         file.load()
 
 
-def test_table_says_why_a_row_failed_and_leaves_out_empty_columns() -> None:
+def test_table_has_errors_and_no_empty_columns() -> None:
     failed = {"mechanism": "compile", "pass": 0, "error": "RuntimeError: [no]"}
     good = [record(EAGER, 0, 100.0) | {"busy_fraction": None, "memory": {"reserved": None}}, failed]
     shown = Console(width=80, file=io.StringIO())
