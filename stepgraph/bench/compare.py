@@ -8,24 +8,16 @@ the noise that every other row is held against.
 
 from __future__ import annotations
 
-import contextlib
-import json
-import os
-import signal
 import statistics
-import subprocess
-import sys
-import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
+from stepgraph.bench.jobs import JobServer, Record
 from stepgraph.bench.mechanisms import Mechanism
 
-Record = dict[str, Any]
 PASSES = 2
-_GRACE_S = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,47 +64,20 @@ def plan(mechanisms: Sequence[Mechanism], done: Sequence[Record] = ()) -> list[t
     return [(number, mechanism) for number, mechanism in order if (number, mechanism.name) not in finished]
 
 
-def run_worker(request: Mapping[str, Any], timeout_s: float) -> Record:
-    """Run one mechanism in its own process, which ends with all its children after `timeout_s`."""
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "record.json"
-        command = [sys.executable, "-m", "stepgraph.bench.worker"]
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-            errors="replace",
-            start_new_session=True,  # a compiler has processes of its own: they end with the group
-        )
-        fate = ""
-        with _ended(process):
-            try:
-                _, told = process.communicate(json.dumps({**request, "file": str(file)}), timeout=timeout_s)
-            except subprocess.TimeoutExpired:
-                fate, told = f"no result within {timeout_s:.0f} s", ""
-        if file.exists():
-            return dict(json.loads(file.read_text(encoding="utf-8")))
-        last = [line.strip() for line in told.splitlines() if line.strip()][-1:]
-        error = fate or f"exit status {process.returncode}: {' '.join(last)}"
-        return {"mechanism": request["mechanism"], "pass": request["pass"], "error": error[:300]}
+def seconds_left(jobs: Sequence[tuple[int, Mechanism]], done: Sequence[Record]) -> float | None:
+    """Estimate the time of the jobs that are left: what the same mechanism took, or else the mean of all.
 
-
-@contextlib.contextmanager
-def _ended(process: subprocess.Popen[str]) -> Iterator[None]:
-    """End a process and its children, however the block is left."""
-    try:
-        yield
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGTERM)
-        try:
-            process.wait(_GRACE_S)
-        except subprocess.TimeoutExpired:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+    Example:
+        >>> seconds_left([(1, eager)], [{"mechanism": "eager", "pass": 0, "job_s": 7.0}])
+        7.0
+    """
+    finished = {(record["pass"], record["mechanism"]) for record in done}
+    took = {record["mechanism"]: record["job_s"] for record in done if "job_s" in record}
+    if not took:
+        return None
+    mean = statistics.fmean(took.values())
+    left = [mechanism.name for number, mechanism in jobs if (number, mechanism.name) not in finished]
+    return sum(took.get(name, mean) for name in left)
 
 
 def run_all(
@@ -122,8 +87,11 @@ def run_all(
     on_record: Callable[[Record], None],
 ) -> None:
     """Run all jobs one after the other; `on_record` gets each record when it is there."""
-    for number, mechanism in jobs:
-        on_record(run_worker({**request, "mechanism": mechanism.name, "pass": number}, timeout_s))
+    with JobServer() as server:
+        for number, mechanism in jobs:
+            begun = time.perf_counter()
+            record = server.run({**request, "mechanism": mechanism.name, "pass": number}, timeout_s)
+            on_record(record | {"job_s": time.perf_counter() - begun})
 
 
 def compare(mechanisms: Sequence[Mechanism], records: Sequence[Record]) -> Comparison:

@@ -87,6 +87,19 @@ class StepTimes:
     """Times of steady steps, in milliseconds."""
 
     each: tuple[float, ...]
+    audited: frozenset[int] = frozenset()
+    """The places of steps in which calls were recorded again and compared with their graphs."""
+
+    @property
+    def steady(self) -> tuple[float, ...]:
+        """The times of the steps without an audit; of all, if each had one."""
+        return tuple(time for place, time in enumerate(self.each) if place not in self.audited) or self.each
+
+    @property
+    def audit_ms(self) -> float:
+        """The time that audits added: what their steps took beyond the median of the others."""
+        usual = statistics.median(self.steady)
+        return sum(max(0.0, self.each[place] - usual) for place in self.audited)
 
     @property
     def median(self) -> float:
@@ -182,16 +195,19 @@ def profiled(device: torch.device) -> Iterator[list[Timeline]]:
         yield found
         found.append(Timeline())
         return
-    with traced(device) as traces:
+    with traced(device, host=False) as traces:
         yield found
     found.append(read_trace(traces[0]))
 
 
 @contextlib.contextmanager
-def traced(device: torch.device) -> Iterator[list[Mapping[str, Any]]]:
-    """Profile a block; afterwards the list that it was given has one Chrome trace."""
+def traced(device: torch.device, *, host: bool = True) -> Iterator[list[Mapping[str, Any]]]:
+    """Profile a block; afterwards the list that it was given has one Chrome trace.
+
+    Without `host` it has what the GPU ran and the calls of CUDA, which is a small part of the trace.
+    """
     found: list[Mapping[str, Any]] = []
-    activities = [torch.profiler.ProfilerActivity.CPU]
+    activities = [torch.profiler.ProfilerActivity.CPU] if host else []
     if device.type == "cuda":
         activities.append(torch.profiler.ProfilerActivity.CUDA)
         torch.cuda.synchronize(device)

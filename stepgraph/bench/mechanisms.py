@@ -10,6 +10,8 @@ beforehand and zeroed in place.
 
 from __future__ import annotations
 
+import dataclasses
+import fnmatch
 import importlib
 import importlib.util
 import time
@@ -28,7 +30,7 @@ from stepgraph.config.scope import CudaGraphScope
 from stepgraph.errors import InvalidArgument, nearest
 from stepgraph.train.data import Sample
 from stepgraph.train.implementations import Eager, Implementation, Work, choose
-from stepgraph.train.iteration import Result, forward_backward
+from stepgraph.train.iteration import ForwardStep, Result, forward_backward
 
 Make = Callable[[Work, Any], Implementation]
 
@@ -99,13 +101,30 @@ class InPlace(Implementation):
         return result
 
 
+class CopiedResults(ForwardStep):
+    """Copies what an iteration keeps of a microbatch: its loss, and the load of its experts.
+
+    The results of a model with torch's own graphs lie in the graph's memory, where the next replay writes. torch asks
+    to copy them outside of the compiled model. The loss to differentiate is used before the next replay.
+    """
+
+    @classmethod
+    def of(cls, step: ForwardStep) -> CopiedResults:
+        """The same step, with copies."""
+        return cls(**{field.name: getattr(step, field.name) for field in dataclasses.fields(step)})
+
+    def __call__(self, microbatch: Sample, model: nn.Module) -> tuple[Tensor, Tensor, Tensor | None]:
+        total, loss, load = super().__call__(microbatch, model)
+        return total, loss.clone(), None if load is None else load.clone()
+
+
 class ReduceOverhead(InPlace):
     """torch.compile(mode="reduce-overhead"): torch's own graphs of what it compiles."""
 
     name = "reduce-overhead"
 
     def __init__(self, work: Work, cfg: Any) -> None:
-        super().__init__(work)
+        super().__init__(dataclasses.replace(work, forward_step=CopiedResults.of(work.forward_step)))
         work.core.compile(mode="reduce-overhead")
 
     def _before_microbatch(self) -> Any:
@@ -216,15 +235,20 @@ SCOPES: Mapping[str, tuple[tuple[str, ...], ...]] = MappingProxyType(
 
 def mechanisms_for(cfg: ConfigContainer, environment: Environment) -> list[Mechanism]:
     """Return all mechanisms for a configuration: those of others, and ours at each scope that the rules allow."""
+    found = all_mechanisms(cfg, environment)
+    return [mechanism for mechanism in found if _is_legal(mechanism, cfg, environment)]
+
+
+def all_mechanisms(cfg: ConfigContainer, environment: Environment) -> list[Mechanism]:
+    """Return the mechanisms for a configuration with all scopes, also those that the rules forbid."""
     found = list(OTHERS)
     kind = finalised(cfg, environment).model.kind
     implementations: tuple[Literal["transformer_engine", "local"], ...] = ("transformer_engine", "local")
     for impl in implementations:
         for scope in SCOPES.get(kind, ()):
-            words = ",".join(scope) or "layers"
-            found.append(
-                Mechanism(f"ours-{_short(impl)}-{words}", f"{impl}: {words}", "stepgraph", impl=impl, scope=scope)
-            )
+            title = f"{impl}: {','.join(scope) or 'layers'}"
+            name = f"ours-{_short(impl)}-{'+'.join(scope) or 'layers'}"  # without a comma, for --only
+            found.append(Mechanism(name, title, "stepgraph", impl=impl, scope=scope))
     whole = ("full_iteration",)
     found.append(Mechanism("ours-whole", "local: full_iteration", "stepgraph", impl="local", scope=whole))
     found.append(
@@ -235,7 +259,7 @@ def mechanisms_for(cfg: ConfigContainer, environment: Environment) -> list[Mecha
             changes_kernels=True,
         )
     )
-    return [mechanism for mechanism in found if _is_legal(mechanism, cfg, environment)]
+    return found
 
 
 def _short(impl: str) -> str:
@@ -251,13 +275,33 @@ def _is_legal(mechanism: Mechanism, cfg: ConfigContainer, environment: Environme
 
 def named(name: str, known: Sequence[Mechanism]) -> Mechanism:
     """Return the mechanism of this name."""
+    found = next((mechanism for mechanism in known if mechanism.name == name), None)
+    if found is None:
+        raise _unknown(name, known)
+    return found
+
+
+def select(words: str, known: Sequence[Mechanism]) -> list[Mechanism]:
+    """Return the mechanisms that names and patterns, separated by commas, stand for, in the order of the known ones.
+
+    Example:
+        >>> select("eager*,ours-whole", mechanisms)
+    """
+    patterns = [word.strip() for word in words.split(",") if word.strip()]
+    for pattern in patterns:
+        if not any(fnmatch.fnmatchcase(mechanism.name, pattern) for mechanism in known):
+            raise _unknown(pattern, known)
+    if not patterns:
+        raise _unknown(words, known)
+    return [m for m in known if any(fnmatch.fnmatchcase(m.name, pattern) for pattern in patterns)]
+
+
+def _unknown(name: str, known: Sequence[Mechanism]) -> InvalidArgument:
     names = [mechanism.name for mechanism in known]
-    if name not in names:
-        near = nearest(name, names)
-        raise InvalidArgument(
-            f"`{name}` is no mechanism of this comparison",
-            rule="option",
-            why=f"they are {', '.join(names)}.",
-            fix=f"did you mean {near}?" if near else "name some of them, separated by commas.",
-        )
-    return known[names.index(name)]
+    near = nearest(name, names)
+    return InvalidArgument(
+        f"`{name}` is no mechanism of this comparison",
+        rule="option",
+        why=f"they are {', '.join(names)}.",
+        fix=f"did you mean {near}?" if near else "name some of them, or patterns such as ours-*, separated by commas.",
+    )

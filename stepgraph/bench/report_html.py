@@ -185,8 +185,8 @@ def _timelines(found: Comparison) -> str:
 
 def _table(found: Comparison) -> str:
     head = (
-        *("mechanism", "step ms", "between passes", "TFLOP/s/GPU", "busy", "kernels", "reserved GiB", "capture s"),
-        *("losses against eager",),
+        *("mechanism", "step ms", "between passes", "p90", "audits", "TFLOP/s/GPU", "busy", "kernels", "reserved GiB"),
+        *("capture s", "losses against eager"),
     )
     lines = ["<tr>" + "".join(f"<th>{_text(name)}</th>" for name in head) + "</tr>"]
     for row in found.rows:
@@ -195,7 +195,8 @@ def _table(found: Comparison) -> str:
             lines.append(f"<tr><td>{_text(row.mechanism.title)}</td>{error}</tr>")
             continue
         lines.append("<tr>" + "".join(f"<td>{_text(cell)}</td>" for cell in cells_of(row)) + "</tr>")
-    return f'<div class="scroll"><table>{"".join(lines)}</table></div>'
+    remark = f'<p class="dim">{_text(AUDITS)}</p>' if any(map(audits_in_words, found.rows)) else ""
+    return f'<div class="scroll"><table>{"".join(lines)}</table></div>{remark}'
 
 
 def cells_of(row: Row) -> list[str]:
@@ -205,6 +206,8 @@ def cells_of(row: Row) -> list[str]:
         row.mechanism.title,
         f"{row.step_ms:.2f}",
         "" if row.spread is None else f"{100 * row.spread:.1f} %",
+        _or_nothing(figures.get("step_ms_p90_steady"), "{:.2f}"),
+        audits_in_words(row),
         f"{figures['tflops_per_gpu']:.1f}",
         _or_nothing(_percent(figures.get("busy_fraction")), "{:.0f} %"),
         _or_nothing(figures.get("kernels"), "{}"),
@@ -216,6 +219,19 @@ def cells_of(row: Row) -> list[str]:
 
 def _or_nothing(value: Any, form: str) -> str:
     return "" if value is None else form.format(value)
+
+
+AUDITS = (
+    "An audit records a call again and compares it with its graph, at replays 1, 2, 4, ... `audits` counts the timed "
+    "steps with one, and what they added in all; p90 is that of the other steps."
+)
+"""The remark below a table with audits."""
+
+
+def audits_in_words(row: Row) -> str:
+    """How many timed steps had an audit, and the time that they added; empty if none had."""
+    audits = row.figures.get("audits") or {}
+    return f"{len(audits['steps'])}: {audits['seconds']:.2f} s" if audits.get("steps") else ""
 
 
 def losses_in_words(row: Row) -> str:

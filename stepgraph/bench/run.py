@@ -13,11 +13,12 @@ import os
 import tempfile
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from stepgraph.bench.measure import StepTimes, Timeline, elapsed_ms, mark, profiled
+from stepgraph.bench.measure import StepTimes, Timeline, elapsed_ms, mark, profiled, quantile
 
 if TYPE_CHECKING:
     from stepgraph.bench.hardware import Gpu
@@ -81,8 +82,14 @@ class BenchResult:
             "step_ms": self.times.median,
             "step_ms_p10": self.times.p10,
             "step_ms_p90": self.times.p90,
+            "step_ms_p90_steady": quantile(self.times.steady, 0.9),
             "steps": len(self.times.each),
             "step_ms_each": list(self.times.each),
+            "audits": {
+                "steps": sorted(self.times.audited),
+                "seconds": self.times.audit_ms / 1e3,
+                "in_all": report.graphs.audits if report.graphs is not None else 0,
+            },
             "tflops_per_gpu": self.tflops,
             "mfu": self.mfu,
             "tokens_per_s": self.tokens_per_s,
@@ -107,12 +114,15 @@ class BenchResult:
 class Clock:
     """Listens to the events of a training run: marks the beginnings of steps, and profiles one.
 
-    `first` is the number of iterations done when the first timed step begins.
+    `first` is the number of iterations done when the first timed step begins. `audits` is asked at each beginning for
+    the number of audits so far.
     """
 
     def __init__(self, device: torch.device, first: int, steps: int) -> None:
         self._device, self._first, self._steps = device, first, steps
         self._marks: list[Any] = []
+        self._audits: list[int] = []
+        self.audits: Callable[[], int] = lambda: 0
         self._profile = contextlib.ExitStack()
         self._timeline: list[Timeline] = []
 
@@ -122,6 +132,7 @@ class Clock:
         place = step - self._first
         if place <= self._steps:
             self._marks.append(mark(self._device))
+            self._audits.append(self.audits())
         if place == self._steps + 1:
             self._timeline = self._profile.enter_context(profiled(self._device))
         if place == self._steps + 2:
@@ -131,7 +142,9 @@ class Clock:
         """Return what was measured, after the run."""
         self._profile.close()
         each = elapsed_ms(self._marks, self._device)
-        return StepTimes(each), self._timeline[0] if self._timeline else Timeline()
+        counts = enumerate(pairwise(self._audits))
+        audited = frozenset(place for place, (before, after) in counts if after > before)
+        return StepTimes(each, audited), self._timeline[0] if self._timeline else Timeline()
 
 
 class Regions:
@@ -191,8 +204,13 @@ def benchmark(
             clock(name, step)
             regions(name, step)
 
+        def watched(work: Work, config: ConfigContainer) -> Implementation:
+            chosen = made(work, config)
+            clock.audits = lambda: chosen.audits
+            return chosen
+
         with contextlib.closing(regions):
-            report = pretrain(timed, device=where, on_event=on_event, quiet=quiet, implementation=made)
+            report = pretrain(timed, device=where, on_event=on_event, quiet=quiet, implementation=watched)
     times, timeline = clock.result()
     return BenchResult(
         times=times,

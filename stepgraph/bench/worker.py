@@ -2,22 +2,27 @@
 
 The request is one JSON object on stdin, the record one JSON object in the file that the request names, so that nothing
 that torch or a compiler prints can damage it. Each mechanism has its own process: none inherits another's allocator,
-compiled code or CUDA context.
+compiled code or CUDA context. A comparison forks these processes from a server that has imported torch (`server`); one
+that finds CUDA started before the fork, where it cannot be used, becomes a process started anew.
 """
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import json
+import os
 import sys
 import time
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from stepgraph.bench.hardware import gpu_of
-from stepgraph.bench.mechanisms import mechanisms_for, named
+from stepgraph.bench.mechanisms import all_mechanisms, named
 from stepgraph.bench.run import benchmark
 from stepgraph.config.container import ConfigContainer
 from stepgraph.config.environment import Environment
@@ -42,7 +47,7 @@ def measure(request: dict[str, Any]) -> dict[str, Any]:
 def _figures(request: dict[str, Any]) -> dict[str, Any]:
     device = torch.device(request["device"])
     cfg = ConfigContainer.from_dict(request["config"])
-    mechanism = named(request["mechanism"], mechanisms_for(cfg, Environment.read(device.type)))
+    mechanism = named(request["mechanism"], all_mechanisms(cfg, Environment.read(device.type)))
     gpu = gpu_of(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
     found = benchmark(
         mechanism.configured(cfg),
@@ -69,12 +74,51 @@ def compiler_counts() -> dict[str, int]:
     }
 
 
-def main() -> int:
-    """Measure what stdin asks for, and write the record."""
-    request = json.load(sys.stdin)
-    record = measure(request)
+_COMPILER = ("torch._dynamo", "torch._inductor.compile_fx", "torch._inductor.cudagraph_trees")
+
+
+def prepare() -> None:
+    """Import all that a job may need, in the server: neither CUDA nor a process of the compiler's pool is started."""
+    with _environment(TORCH_WARM_POOL="0", PYTORCH_NVML_BASED_CUDA_CHECK="1"):
+        for name in (*_COMPILER, "stepgraph.bench.flops", "stepgraph.train"):
+            importlib.import_module(name)
+
+
+@contextlib.contextmanager
+def _environment(**variables: str) -> Iterator[None]:
+    """Set variables of the environment during a block."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+def run_forked(request: dict[str, Any]) -> int:
+    """Run a job in a process that the server forked, or, where CUDA cannot start in it, in a new one."""
+    if torch.device(request["device"]).type == "cuda":
+        try:
+            torch.cuda.init()
+        except RuntimeError:  # it was started in the server, by a library that was imported there
+            os.execv(sys.executable, [sys.executable, "-m", "stepgraph.bench.worker"])  # reads the request from stdin
+    return run(request, process="forked")
+
+
+def run(request: dict[str, Any], process: str) -> int:
+    """Measure what is asked for, and write the record; `process` says how this one was started."""
+    record = measure(request) | {"process": process}
     Path(request["file"]).write_text(json.dumps(record), encoding="utf-8")
     return 1 if "error" in record else 0
+
+
+def main() -> int:
+    """Measure what stdin asks for, in a process of its own."""
+    return run(json.load(sys.stdin), process="new")
 
 
 if __name__ == "__main__":

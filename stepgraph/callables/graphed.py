@@ -208,6 +208,16 @@ class GraphedSet:
 
     # -- reporting and ending
 
+    @property
+    def replays(self) -> int:
+        """Replayed forwards so far; cheaper than a report."""
+        return sum(sample.runner.forwards for sample in self.samples)
+
+    @property
+    def audits(self) -> int:
+        """Audits so far; cheaper than a report."""
+        return self.shared.turns.audits
+
     def report(self) -> CallablesReport:
         """Return what was captured and replayed."""
         kinds = {id(sample.kind): sample.kind for sample in self.samples}
@@ -218,7 +228,7 @@ class GraphedSet:
             num_samples=len(self.samples),
             num_graphs=0 if self.is_closed else self._num_graphs,
             num_buffers=0 if self.is_closed else self._num_buffers,
-            forwards=sum(sample.runner.forwards for sample in self.samples),
+            forwards=self.replays,
             backwards=sum(sample.runner.backward_runs for sample in self.samples),
             weight_grads=sum(sample.weight_runs for sample in self.samples),
             eager_calls=self._eager_calls,
@@ -445,6 +455,16 @@ class GraphedCallable(Generic[P, R]):
             self._sample.kind.guard.admit_hooks(names)
 
     # -- ending
+
+    @property
+    def replays(self) -> int:
+        """Replayed forwards of the whole set so far; cheaper than a report."""
+        return self._owner.replays
+
+    @property
+    def audits(self) -> int:
+        """Audits of the whole set so far; cheaper than a report."""
+        return self._owner.audits
 
     def report(self) -> CallablesReport:
         """Return what was captured and replayed, for the whole set of this callable."""

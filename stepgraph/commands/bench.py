@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import torch
     from rich.console import RenderableType
 
-    from stepgraph.bench.compare import Comparison
+    from stepgraph.bench.compare import Comparison, Row
     from stepgraph.bench.hardware import Gpu
     from stepgraph.bench.predict import Prediction
     from stepgraph.bench.run import BenchResult
@@ -36,8 +36,10 @@ _FAMILIES = {
 _SIZES = "Sizes"
 _GRAPHS = "Graphs"
 _COMPARE = "Comparison"
-_WORKER_S = 300.0
-"""Time for one mechanism."""
+_JOB_S = 300.0
+"""Time for one mechanism in one pass."""
+_LONG_S = 60.0
+"""The time left is shown if it is longer."""
 _FP8 = ("fp8_cs", "fp8_ds", "fp8_mx", "fp8_sc")
 
 
@@ -115,10 +117,14 @@ Compares = Annotated[
 ]
 Only = Annotated[
     str | None,
-    typer.Option("--only", metavar="NAMES", help="Of these alone: eager,compile.", rich_help_panel=_COMPARE),
+    typer.Option("--only", metavar="NAMES", help="Of these alone: eager*,ours-whole.", rich_help_panel=_COMPARE),
 ]
 Resume = Annotated[
     bool, typer.Option("--resume", help="Go on from the rows in the JSON file.", rich_help_panel=_COMPARE)
+]
+JobTimeout = Annotated[
+    float,
+    typer.Option("--job-timeout", min=1, metavar="SECONDS", help="For one mechanism.", rich_help_panel=_COMPARE),
 ]
 ReportFile = Annotated[
     Path | None, typer.Option("--report", metavar="FILE.html", help="Write a report.", rich_help_panel=_COMPARE)
@@ -150,6 +156,7 @@ def bench(
     only: Only = None,
     resume: Resume = False,
     report: ReportFile = None,
+    job_timeout: JobTimeout = _JOB_S,
     steps: Steps = 20,
     seed: Seed = 1234,
     as_json: AsJson = False,
@@ -166,8 +173,8 @@ def bench(
     if dry_run:
         return _predicted(asked, wanted)
     if compares:
-        return _compared(asked, wanted, _device_of(asked), steps, Reporting(only, resume, report, timeout, as_json))
-    if only or resume or report is not None:
+        return _compared(asked, wanted, _device_of(asked), steps, Reporting(only, resume, report, job_timeout, as_json))
+    if only is not None or resume or report is not None:
         raise typer.BadParameter("are for --compare", param_hint="--only, --resume and --report")
     return _measured(asked, wanted, _device_of(asked), steps, as_json)
 
@@ -345,6 +352,9 @@ def render(found: BenchResult, title: str, cuts: list[str]) -> RenderableType:
     table.add_column()
     spread = f"(p10 {found.times.p10:.2f}, p90 {found.times.p90:.2f}, {len(found.times.each)} steps)"
     rows = [("step time", f"{found.times.median:.2f} ms {spread}")]
+    if found.times.audited:
+        told = f"{len(found.times.audited)} of these steps, {found.times.audit_ms / 1e3:.2f} s in all"
+        rows.append(("audits", f"{told}; p90 without them {values['step_ms_p90_steady']:.2f}"))
     mfu = "" if found.mfu is None else f", MFU {100 * found.mfu:.1f} %"
     rows.append(("throughput", f"{found.tflops:.2f} TFLOP/s/GPU{mfu}, {found.tokens_per_s:,.0f} tokens/s"))
     if found.busy_fraction is not None:
@@ -389,7 +399,7 @@ class Reporting:
     only: str | None
     resumes: bool
     html: Path | None
-    timeout: float | None
+    job_timeout: float
     as_json: bool
 
     def json_file(self, recipe: str) -> Path:
@@ -399,8 +409,8 @@ class Reporting:
 
 def _compared(asked: Asked, wanted: Wanted, device: torch.device, steps: int, how: Reporting) -> Result:
     from stepgraph.bench import report_html
-    from stepgraph.bench.compare import Record, compare, plan, run_all
-    from stepgraph.bench.mechanisms import mechanisms_for, named
+    from stepgraph.bench.compare import Record, compare, plan, run_all, seconds_left
+    from stepgraph.bench.mechanisms import mechanisms_for, select
     from stepgraph.bench.results import ResultFile, machine_facts, write_whole
     from stepgraph.config.environment import Environment
 
@@ -408,7 +418,7 @@ def _compared(asked: Asked, wanted: Wanted, device: torch.device, steps: int, ho
         report_html.check_place(how.html)
     cfg, cuts, parameters = configured(wanted, device)
     known = mechanisms_for(cfg, Environment.read(device.type))
-    chosen = [named(name.strip(), known) for name in how.only.split(",")] if how.only else known
+    chosen = select(how.only, known) if how.only is not None else known
     missing = {m.title: why for m in chosen if (why := m.missing(device)) is not None}
     chosen = [m for m in chosen if m.missing(device) is None]
     request = {"config": cfg.to_dict(), "device": str(device), "steps": steps}
@@ -420,9 +430,9 @@ def _compared(asked: Asked, wanted: Wanted, device: torch.device, steps: int, ho
         def keep(record: Record) -> None:
             records.append(record)
             file.save(records)
-            on_job(record)
+            on_job(record, seconds_left(jobs, records))
 
-        run_all(jobs, request, how.timeout or _WORKER_S, keep)
+        run_all(jobs, request, how.job_timeout, keep)
     found = compare(chosen, records)
     title = f"{asked.recipe}, {asked.task}, {parameters:,} parameters"
     facts = file.facts | ({"cut": "; ".join(cuts)} if cuts else {})
@@ -447,7 +457,7 @@ def _compared(asked: Asked, wanted: Wanted, device: torch.device, steps: int, ho
 
 
 @contextlib.contextmanager
-def _progress(total: int, quiet: bool) -> Iterator[Callable[[Any], None]]:
+def _progress(total: int, quiet: bool) -> Iterator[Callable[[Any, float | None], None]]:
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -455,9 +465,11 @@ def _progress(total: int, quiet: bool) -> Iterator[Callable[[Any], None]]:
     with Progress(*columns, TimeElapsedColumn(), console=Console(stderr=True, quiet=quiet)) as progress:
         task = progress.add_task("", total=total)
 
-        def on_job(record: Any) -> None:
+        def on_job(record: Any, seconds_left: float | None) -> None:
             told = "failed" if "error" in record else f"{record['step_ms']:.2f} ms"
-            progress.update(task, advance=1, description=f"{record['mechanism']}: {told}")
+            is_long = seconds_left is not None and seconds_left > _LONG_S
+            left = f", about {seconds_left / 60:.0f} min left" if seconds_left is not None and is_long else ""
+            progress.update(task, advance=1, description=f"{record['mechanism']}: {told}{left}")
 
         yield on_job
 
@@ -468,29 +480,44 @@ def _comparison_table(title: str, found: Comparison, missing: dict[str, str], fi
     from rich.table import Table
     from rich.text import Text
 
-    from stepgraph.bench.report_html import losses_in_words
+    from stepgraph.bench.report_html import AUDITS, audits_in_words
 
+    rows = [_cells(row) for row in found.rows]
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, show_edge=False)
-    table.add_column("mechanism")
-    for name in ("step ms", "passes", "busy", "GiB", "losses against eager"):
-        table.add_column(name, justify="right")
-    for row in found.rows:
-        if row.step_ms is None:
-            table.add_row(Text(row.mechanism.title), "failed", "", "", "", Text(row.error or ""))
-            continue
-        busy, reserved = row.figures.get("busy_fraction"), row.figures["memory"]["reserved"]
-        table.add_row(
-            Text(row.mechanism.title),
-            f"{row.step_ms:.2f}",
-            "" if row.spread is None else f"{100 * row.spread:.1f} %",
-            "" if busy is None else f"{100 * busy:.0f} %",
-            "" if reserved is None else f"{reserved / 2**30:.2f}",
-            losses_in_words(row),
-        )
+    table.add_column("mechanism", overflow="fold", min_width=20)
+    shown = [place for place in range(1, len(_COLUMNS)) if any(row[place] for row in rows)]
+    for place in shown:
+        table.add_column(_COLUMNS[place], justify="right", overflow="fold")
+    for row in rows:
+        table.add_row(Text(row[0]), *(Text(row[place]) for place in shown))
     winner = found.row(found.winner) if found.winner else None
     verdict = f"{winner.mechanism.title}: {found.reason}" if winner is not None else found.reason
     lines = [Text(verdict, "bold"), *(Text(f"not run: {name} ({why})") for name, why in missing.items())]
-    return Group(*lines, table, Text(f"All figures: {file}"))
+    remarks = [Text(AUDITS)] if any(map(audits_in_words, found.rows)) else []
+    return Group(*lines, table, *remarks, Text(f"All figures: {file}"))
+
+
+_COLUMNS = ("mechanism", "step ms", "passes", "p90", "audits", "busy", "GiB", "losses against eager")
+
+
+def _cells(row: Row) -> list[str]:
+    """The cells of a row for the terminal."""
+    from stepgraph.bench.report_html import audits_in_words, losses_in_words
+
+    if row.step_ms is None:
+        return [row.mechanism.title, "failed", *[""] * 5, row.error or ""]
+    p90 = row.figures.get("step_ms_p90_steady")  # not in files of before
+    busy, reserved = row.figures.get("busy_fraction"), row.figures["memory"]["reserved"]
+    return [
+        row.mechanism.title,
+        f"{row.step_ms:.2f}",
+        "" if row.spread is None else f"{100 * row.spread:.1f} %",
+        "" if p90 is None else f"{p90:.2f}",
+        audits_in_words(row),
+        "" if busy is None else f"{100 * busy:.0f} %",
+        "" if reserved is None else f"{reserved / 2**30:.2f}",
+        losses_in_words(row),
+    ]
 
 
 # -- a prediction

@@ -156,6 +156,16 @@ class TECudaGraphHelper:
         return found
 
     @property
+    def replays(self) -> int:
+        """Replayed forwards so far; cheaper than a report."""
+        return int(self._graphs[0].graphs[0].replays) if self.graphs_created() else 0
+
+    @property
+    def audits(self) -> int:
+        """Audits so far; cheaper than a report."""
+        return int(self._graphs[0].graphs[0].audits) if self.graphs_created() else 0
+
+    @property
     def paths(self) -> list[str]:
         """The parts that have graphs, chunk after chunk."""
         return [graphs.part.path for graphs in self._graphs if graphs.is_in_place]

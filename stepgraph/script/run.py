@@ -7,7 +7,6 @@ asked by SIGTERM first, and killed after five seconds. Imports no torch.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import subprocess
@@ -21,13 +20,12 @@ from types import MappingProxyType
 from typing import Any
 
 from stepgraph.errors import InvalidArgument, NoStepError, ScriptError
+from stepgraph.script.processes import GRACE_S, end_group
 from stepgraph.script.ranks import exchanged, rank
 from stepgraph.script.request import Answer, Outcome, Request, Script, Status, WrittenFile
 
 __all__ = ["Outcome", "Script", "Status", "WrittenFile", "refuse_unjudged", "run_script"]
 
-GRACE_S = 5.0
-"""Seconds between SIGTERM and SIGKILL."""
 EXIT_S = 10.0
 """Seconds for the process to exit once the script has ended and the result is there."""
 OFFLINE = MappingProxyType(
@@ -73,7 +71,8 @@ def run_script(
         try:
             timed_out = not _waited(process, answer, script.timeout)
         finally:
-            _end_group(process)
+            end_group(process.pid, process.poll)
+            process.wait()
         found = Answer.read(answer)
     refusal = (found.end or {}).get("refusal")
     if refusal is not None:
@@ -133,55 +132,6 @@ def _waited(process: subprocess.Popen[bytes], answer: Path, timeout: float) -> b
             if not has_ended and Answer.read(answer).end is not None:
                 has_ended, until = True, time.monotonic() + EXIT_S
     return has_ended
-
-
-def _end_group(process: subprocess.Popen[bytes]) -> None:
-    """End all processes of the script; kill those that are left after some seconds, or at a second signal."""
-    family = _family(process.pid)
-    try:
-        _signal_all(process.pid, family, signal.SIGTERM)
-        until = time.monotonic() + GRACE_S
-        while _are_alive(process, family) and time.monotonic() < until:
-            time.sleep(0.02)
-    finally:
-        _signal_all(process.pid, family, signal.SIGKILL)
-        process.wait()
-
-
-def _family(pid: int) -> set[int]:
-    """The processes of the script's session, and those below them; where there is no /proc, none but the group."""
-    parents: dict[int, int] = {}
-    found = {pid}
-    for entry in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError, ValueError, IndexError):  # it has ended meanwhile
-            fields = entry.read_text().rpartition(")")[2].split()
-            number = int(entry.parent.name)
-            parents[number] = int(fields[1])
-            if int(fields[3]) == pid:
-                found.add(number)
-    while more := {number for number, parent in parents.items() if parent in found} - found:
-        found |= more
-    return found
-
-
-def _signal_all(group: int, family: set[int], number: int) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(group, number)
-    for pid in family - {group}:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.kill(pid, number)
-
-
-def _are_alive(process: subprocess.Popen[bytes], family: set[int]) -> bool:
-    process.poll()  # a process that nobody has waited for still counts
-    for pid in family:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.kill(pid, 0)
-            return True
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, 0)
-        return True
-    return False
 
 
 def _outcome(answer: Answer, timed_out: bool, code: int) -> Outcome:

@@ -187,6 +187,11 @@ class FullCudaGraphWrapper:
         """Replayed calls so far; cheaper than a report."""
         return self._step.replays
 
+    @property
+    def audits(self) -> int:
+        """Audits so far; cheaper than a report."""
+        return self._step.audits
+
     def report(self) -> Report:
         """Return the report of the captured step; `static_bytes` includes the buffers of the microbatches."""
         report = self._step.report()

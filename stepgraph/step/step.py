@@ -568,6 +568,11 @@ class CapturedStep(Generic[P, R]):
         """Replayed calls so far; cheaper than a report."""
         return self._counts.replays
 
+    @property
+    def audits(self) -> int:
+        """Audits so far; cheaper than a report."""
+        return self._counts.audits
+
     def report(self) -> Report:
         """Return a report of graphs, replays, eager calls with their reasons, time and memory."""
         sites = list(self._sites.values())

@@ -115,6 +115,12 @@ class Implementation(ABC):
         report = self.report() if self.is_captured else None
         return report.tally()[0] if report is not None else 0
 
+    @property
+    def audits(self) -> int:
+        """Calls so far that were recorded again and compared with their graph."""
+        report = self.report() if self.is_captured else None
+        return report.audits if report is not None else 0
+
     def close(self) -> None:
         """Free all graphs. A second call does nothing."""
         return
@@ -164,6 +170,10 @@ class LocalScopes(Implementation):
     @property
     def replays(self) -> int:
         return self._handle.replays
+
+    @property
+    def audits(self) -> int:
+        return self._handle.audits
 
     @property
     def num_graphed(self) -> int:
@@ -235,6 +245,10 @@ class FullIteration(Implementation):
         return self._wrapper.replays
 
     @property
+    def audits(self) -> int:
+        return self._wrapper.audits
+
+    @property
     def num_graphed(self) -> int:
         return self._wrapper.report().graphs
 
@@ -304,6 +318,14 @@ class AheadOfTime(Implementation):
         self._helper.cuda_graph_set_manual_hooks()
         self.is_captured = True
         self.capture_seconds = time.perf_counter() - begun
+
+    @property
+    def replays(self) -> int:
+        return self._helper.replays
+
+    @property
+    def audits(self) -> int:
+        return self._helper.audits
 
     @property
     def num_graphed(self) -> int:

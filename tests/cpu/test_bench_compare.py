@@ -2,18 +2,26 @@
 
 import dataclasses
 import html.parser
+import io
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from rich.console import Console
+from torch import Tensor, nn
 
 from stepgraph import recipes
 from stepgraph.bench import report_html
-from stepgraph.bench.compare import compare, largest_gap, left_at, plan
-from stepgraph.bench.mechanisms import Mechanism, mechanisms_for, named
+from stepgraph.bench.compare import compare, largest_gap, left_at, plan, seconds_left
+from stepgraph.bench.measure import StepTimes
+from stepgraph.bench.mechanisms import CopiedResults, Mechanism, mechanisms_for, named, select
 from stepgraph.bench.results import ResultFile, write_whole
+from stepgraph.bench.run import Clock
+from stepgraph.commands.bench import _comparison_table
 from stepgraph.config.environment import Environment
 from stepgraph.errors import InvalidArgument
+from stepgraph.train.iteration import ForwardStep, forward_backward
 
 H200 = Environment(compute_capability=(9, 0), device="cuda")
 EAGER = Mechanism("eager", "eager", "eager")
@@ -28,6 +36,7 @@ def record(mechanism: Mechanism, number: int, step_ms: float, *losses: float) ->
         "pass": number,
         "step_ms": step_ms,
         "losses": {str(step): loss for step, loss in enumerate(losses or (3.0, 2.0), 1)},
+        "step_ms_p90_steady": step_ms,
         "tflops_per_gpu": 1.0,
         "busy_fraction": 0.5,
         "memory": {"reserved": 2**30},
@@ -108,6 +117,85 @@ def test_mechanisms_leave_out_scopes_that_rules_forbid() -> None:
     assert ours == ["ours-whole", "ours-whole-compile"]
 
 
+def test_only_takes_names_and_patterns() -> None:
+    known = mechanisms_for(recipes.gpt2_small(), H200)
+    words = "ours-whole, eager*,compile,ours-te-attn,ours-whole-compile"
+    assert [mechanism.name for mechanism in select(words, known)] == [
+        *("eager", "eager-again", "compile", "ours-te-attn", "ours-whole", "ours-whole-compile"),
+    ]
+    assert [mechanism.name for mechanism in select("ours-local-attn+mlp", known)] == ["ours-local-attn+mlp"]
+
+
+@pytest.mark.parametrize("words", ["eager,nothing-*", "ours-whol", "", ","])
+def test_only_refuses_what_matches_nothing(words: str) -> None:
+    with pytest.raises(InvalidArgument, match="no mechanism of this comparison"):
+        select(words, mechanisms_for(recipes.gpt2_small(), H200))
+
+
+def test_no_mechanism_has_a_comma_in_its_name() -> None:
+    for name in recipes.RECIPES:
+        assert not any("," in mechanism.name for mechanism in mechanisms_for(recipes.recipe(name), H200))
+
+
+def test_time_left_is_estimated_from_what_ran() -> None:
+    jobs = plan([EAGER, COMPILED, OURS])
+    assert seconds_left(jobs, []) is None
+    done = [record(EAGER, 0, 1.0) | {"job_s": 4.0}, record(COMPILED, 0, 1.0) | {"job_s": 40.0}]
+    assert seconds_left(jobs, done) == pytest.approx(22 + 22 + 40 + 4), "the mean for what has not run"
+    assert seconds_left(jobs[:2], done) == 0
+
+
+def test_audited_steps_are_shown_beside_the_others() -> None:
+    times = StepTimes((300.0, 100.0, 101.0, 102.0, 400.0), frozenset({0, 4}))
+    assert times.steady == (100.0, 101.0, 102.0)
+    assert times.audit_ms == pytest.approx(199 + 299)
+    assert times.median == 102.0, "no step is left out"
+    audits = {"steps": [0, 4], "seconds": 0.498, "in_all": 6}
+    found = compare([EAGER, OURS], [record(EAGER, 0, 100.0), record(OURS, 0, 25.0) | {"audits": audits}])
+    text = report_html.render("t", {}, found)
+    assert "<td>2: 0.50 s</td>" in text
+    assert report_html.AUDITS.split(",")[0] in text
+    assert report_html.AUDITS not in report_html.render("t", {}, compare([EAGER], [record(EAGER, 0, 100.0)]))
+
+
+def test_clock_tells_which_steps_had_an_audit() -> None:
+    clock = Clock(torch.device("cpu"), first=2, steps=3)
+    audits = iter((1, 1, 2, 2))
+    clock.audits = lambda: next(audits)
+    for step in range(8):
+        clock("replay", step)
+    times, _ = clock.result()
+    assert len(times.each) == 3
+    assert times.audited == {1}
+
+
+class Overwrites(nn.Module):
+    """A model whose result lies where the next call writes, as with torch's own graphs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.place = torch.zeros(())
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.place.copy_(tokens)
+
+
+@pytest.mark.parametrize(("copies", "mean"), [(False, 3.0), (True, 2.0)])
+def test_copied_results_outlive_the_next_replay(copies: bool, mean: float) -> None:
+    step = ForwardStep(checks_host=True)
+    if copies:
+        step = CopiedResults.of(step)
+        assert step.checks_host, "all else is as it was"
+    found = forward_backward(
+        forward_step_func=step,
+        data_iterator=iter([{"tokens": torch.tensor(1.0)}, {"tokens": torch.tensor(3.0)}]),
+        model=Overwrites(),
+        num_microbatches=2,
+        forward_only=True,
+    )
+    assert float(found.loss) == mean
+
+
 def test_unknown_mechanism_is_answered_with_the_nearest() -> None:
     with pytest.raises(InvalidArgument, match="did you mean eager"):
         named("eagr", mechanisms_for(recipes.gpt2_small(), H200))
@@ -184,3 +272,16 @@ def test_results_are_resumed_for_the_same_comparison_only(tmp_path: Path) -> Non
     path.write_text("[]")
     with pytest.raises(InvalidArgument, match="no result of a comparison"):
         file.load()
+
+
+def test_table_has_errors_and_no_empty_columns() -> None:
+    failed = {"mechanism": "compile", "pass": 0, "error": "RuntimeError: [no]"}
+    good = [record(EAGER, 0, 100.0) | {"busy_fraction": None, "memory": {"reserved": None}}, failed]
+    shown = Console(width=80, file=io.StringIO())
+    shown.print(_comparison_table("title", compare([EAGER, COMPILED], good), {"x": "needs a GPU"}, Path("r.json")))
+    assert isinstance(shown.file, io.StringIO)
+    text = " ".join(shown.file.getvalue().split())
+    assert "RuntimeError: [no]" in text
+    assert "not run: x (needs a GPU)" in text
+    assert "GiB" not in text
+    assert "audits" not in text

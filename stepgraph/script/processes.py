@@ -1,0 +1,65 @@
+"""Ends a process with its family: its session, its group, and all processes below them. Imports no torch."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+GRACE_S = 5.0
+"""Seconds between SIGTERM and SIGKILL."""
+
+
+def end_group(leader: int, poll: Callable[[], object]) -> None:
+    """End the leader of a session with all its processes; kill those that are left after some seconds.
+
+    `poll` waits, without blocking, for the leader if it is a child: one that nobody has waited for still counts. An
+    exception meanwhile, such as that of a second signal, kills at once.
+    """
+    family = _family(leader)
+    try:
+        _signal_all(leader, family, signal.SIGTERM)
+        until = time.monotonic() + GRACE_S
+        while _are_alive(leader, family, poll) and time.monotonic() < until:
+            time.sleep(0.02)
+    finally:
+        _signal_all(leader, family, signal.SIGKILL)
+
+
+def _family(pid: int) -> set[int]:
+    """The processes of a session, and those below them; where there is no /proc, none but the group."""
+    parents: dict[int, int] = {}
+    found = {pid}
+    for entry in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError, ValueError, IndexError):  # it has ended meanwhile
+            fields = entry.read_text().rpartition(")")[2].split()
+            number = int(entry.parent.name)
+            parents[number] = int(fields[1])
+            if int(fields[3]) == pid:
+                found.add(number)
+    while more := {number for number, parent in parents.items() if parent in found} - found:
+        found |= more
+    return found
+
+
+def _signal_all(group: int, family: set[int], number: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(group, number)
+    for pid in family - {group}:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, number)
+
+
+def _are_alive(leader: int, family: set[int], poll: Callable[[], object]) -> bool:
+    poll()
+    for pid in family:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, 0)
+            return True
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(leader, 0)
+        return True
+    return False
