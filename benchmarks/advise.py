@@ -6,7 +6,7 @@
 
 Each training is a plain script (`advise_scripts.py`), written to a temporary folder. `stepgraph advise SCRIPT --json`
 runs on it as a process. Then the same script runs in a process of its own with the lines that `advise` gives to paste
-above its loop. Where it says "do not", the whole step is captured: that is what it has spoken of. What the columns mean:
+above its loop. Where it says "do not", the whole step is captured: that is what it spoke of. What the columns mean:
 
 - eager: median time of an eager step, as `advise` measured it; and as the second process did, its graphs closed.
 - predicted, measured: median time of a step with graphs. Measured from CUDA events between 24 steps, with nothing in

@@ -68,7 +68,7 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 torch.manual_seed(0)
-config = GPT2Config(n_layer={layers}, n_embd={width}, n_head=6, n_positions={sequence}, vocab_size=8192, use_cache=False)
+config = GPT2Config(n_layer={layers}, n_embd={width}, n_head=6, n_positions={sequence}, vocab_size=8192)
 model = GPT2LMHeadModel(config).to("{device}").train()
 optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True)
 scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=1000)
