@@ -152,7 +152,7 @@ def advised(script: Path, device: str, timeout: float) -> Record:
         command += ["--steps", "3"]
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
-    done = subprocess.run(command, cwd=script.parent, env=environment, capture_output=True, text=True, timeout=timeout)
+    done = subprocess.run(command, cwd=script.parent, env=environment, capture_output=True, text=True)
     try:
         found: Record = json.loads(done.stdout)
     except json.JSONDecodeError:

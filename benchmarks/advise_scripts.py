@@ -1,7 +1,8 @@
 """The six trainings of `advise.py`, as plain scripts: what a user has before graphs, with no word of them.
 
 Each has a function that is one step and a loop that calls it. Nothing is done to suit a capture: optimizers have their
-default form where people leave it, a schedule moves a learning rate, targets follow their networks in place. The two
+default form where people leave it, a schedule moves a learning rate, targets follow their networks in place. The one
+exception is the mask of Hugging Face's model, made once: without it the library reads on the host in each step. The two
 models of stepgraph (`GPT`, `MoEGPT`) are plain modules.
 """
 
@@ -65,19 +66,29 @@ for _ in range(1000):
 """
 _HUGGING_FACE = """
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import LlamaConfig, LlamaForCausalLM
 
 torch.manual_seed(0)
-config = GPT2Config(n_layer={layers}, n_embd={width}, n_head=6, n_positions={sequence}, vocab_size=8192)
-model = GPT2LMHeadModel(config).to("{device}").train()
+config = LlamaConfig(
+    vocab_size=8192,
+    hidden_size={width},
+    intermediate_size=2 * {width},
+    num_hidden_layers={layers},
+    num_attention_heads=6,
+    num_key_value_heads=2,
+    max_position_embeddings={sequence},
+    use_cache=False,
+)
+model = LlamaForCausalLM(config).to("{device}").train()
 optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True)
 scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=1000)
 batch = torch.randint(8192, ({batch}, {sequence}), device="{device}")
+causal = torch.ones({batch}, 1, {sequence}, {sequence}, dtype=torch.bool, device="{device}").tril()
 
 
 def train_step(batch):
     optimizer.zero_grad()
-    loss = model(input_ids=batch, labels=batch).loss
+    loss = model(input_ids=batch, attention_mask=causal, labels=batch).loss
     loss.backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
