@@ -113,7 +113,7 @@ class ScriptError(StepgraphError, RuntimeError):
 
 
 class NoStepError(ScriptError):
-    """A user's script ran, and has no training step: nothing can be judged."""
+    """A user's script ran, and has no training step that can be judged."""
 
 
 class StaleMemoryError(StepgraphError, RuntimeError):

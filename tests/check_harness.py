@@ -12,7 +12,7 @@ import gc
 import io
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ import torch
 
 from stepgraph.inspect.check import PROBE, CheckReport, report_of
 from stepgraph.script import child
-from stepgraph.script.request import Answer, Request, Script
+from stepgraph.script.request import Answer, Outcome, Request, Script
 from stepgraph.script.run import _outcome
 
 _MARK = re.compile(r"#\s*finds:\s*([\w, -]+)$")
@@ -40,13 +40,18 @@ def found_by(report: CheckReport) -> set[tuple[int, str]]:
 
 def check_here(path: Path, folder: Path, steps: int = 6, *, captures: bool = False) -> CheckReport:
     """Check a script in this process. It runs as it would in its own, except for what earlier ones have loaded."""
+    return report_of(str(path), run_here(path, folder, PROBE, {"steps": steps, "captures": captures}))
+
+
+def run_here(path: Path, folder: Path, probe: str, options: Mapping[str, Any]) -> Outcome:
+    """Run a script with a probe in this process."""
     answer, request = folder / "answer.jsonl", folder / "request.json"
     answer.unlink(missing_ok=True)
-    request.write_text(Request(Script(str(path)), PROBE, {"steps": steps, "captures": captures}, str(answer)).to_json())
+    request.write_text(Request(Script(str(path)), probe, options, str(answer)).to_json())
     with _as_it_was(), _removable_audit_hooks(), contextlib.redirect_stdout(io.StringIO()):
         child.main(str(request))
     gc.collect()
-    return report_of(str(path), _outcome(Answer.read(answer), False, 0))
+    return _outcome(Answer.read(answer), False, 0)
 
 
 @contextlib.contextmanager

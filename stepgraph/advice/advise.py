@@ -22,6 +22,7 @@ from stepgraph.advice.decide import (
     Advice,
     Barrier,
     Decision,
+    EagerPart,
     Framework,
     Measured,
     Names,
@@ -35,9 +36,10 @@ from stepgraph.advice.decide import (
     snippet,
     with_barriers,
 )
-from stepgraph.advice.measure import steps_needed
+from stepgraph.advice.phases import steps_needed
 from stepgraph.advice.trial import Trial, try_captures
-from stepgraph.bench.measure import StepTimes
+from stepgraph.bench.timeline import StepTimes
+from stepgraph.errors import NoStepError
 from stepgraph.inspect.check import CheckReport, check
 from stepgraph.inspect.findings import Api as CheckedApi
 from stepgraph.script.run import Outcome, Script, refuse_unjudged, run_script
@@ -178,11 +180,9 @@ def advise(
 
 def advise_script(script: Script, *, steps: int, tries: bool, stdout_to_stderr: bool) -> AdviceReport:
     """Advise on a script; see `advise`."""
-    import torch
-
-    has_gpu = torch.cuda.is_available()
-    options = {"steps": max(steps, MIN_STEPS) if has_gpu else 0}
+    options = {"steps": max(steps, MIN_STEPS), "needs_gpu": True}
     outcome = run_script(script, _PROBE, options, stdout_to_stderr=stdout_to_stderr)
+    refuse_graphed(script, outcome)
     refuse_unjudged(script, outcome)
     checked = check(
         script.target,
@@ -202,6 +202,12 @@ def advise_script(script: Script, *, steps: int, tries: bool, stdout_to_stderr: 
         return replace(report, trials=(Trial(WHOLE_STEP, error=why),))
     tried = replace(script, step=report.step)
     return replace(report, trials=try_captures(tried, _TRIAL_STEPS, stdout_to_stderr=stdout_to_stderr))
+
+
+def refuse_graphed(script: Script, outcome: Outcome) -> None:
+    """Raise an error if the script has graphs: there is no eager step to measure."""
+    if outcome.result.get("is_graphed"):
+        raise NoStepError(f"{script}: the script uses stepgraph already", rule="script-graphed")
 
 
 def report_of(script: Script, outcome: Outcome, steps: int, checked: CheckReport | None = None) -> AdviceReport:
@@ -255,6 +261,12 @@ def measured_of(result: Mapping[str, Any], times: StepTimes) -> Measured:
         total_bytes=memory.get("total_bytes", 0),
         outside_ms=result["outside_ms"],
         outside_syncs=sum(one["times"] for one in result["waits_outside"]),
+        num_tensors=model.get("tensors", 0),
+        eager_parts=tuple(
+            EagerPart(one["name"], one["calls"], one["host_fraction"] * result["host_ms"], one["reason"])
+            for one in result["optimizers"]
+            if not one["inside"]
+        ),
         regions=regions,
     )
 

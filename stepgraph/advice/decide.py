@@ -3,9 +3,18 @@
 Everything here is pure: measurements in, (choice, reason) out. Nothing is run, imported or measured.
 
 A graph removes the time in which the GPU waits for the host, and nothing else. So a step is judged by its *busy*
-fraction: the time in which at least one kernel runs, divided by the time of the step. A replayed step takes its busy
-time and a small gap between kernels. A step of which only parts are captured takes what its host still has to do, or
-its busy time, whichever is longer.
+fraction: the time in which at least one kernel runs, divided by the time of the step. What is predicted:
+
+    gpu = busy + 0.3 us * kernels + 5 us * launches of graphs, and of what runs between them
+    replay = 0.03 ms + 0.6 us * parameters + 0.1 us * kernels + 0.05 ms * calls between graphs
+    whole step = max(gpu, replay + optimizers between graphs + host work between steps)
+    whole step, if the host waits between steps = replay + max(gpu, optimizers between graphs) + host work between steps
+    scope = max(busy + 0.3 us * kernels, host - host time in the scope + 0.12 ms * calls + host work between steps)
+    memory, whole step = 1.03 * eager's peak + 1.5 * gradients + 4 MiB
+    memory, scope = 1.1 * eager's peak
+
+An optimizer that a captured step leaves between its graphs costs its launches as before, beside the GPU's work. The
+numbers were measured on H200s (benchmarks/results); the tests of this module compare the formulas with them.
 
 The rules about interfaces and scopes are those of NVIDIA's guides for Megatron Bridge, Megatron Core, Transformer
 Engine and PyTorch; each row of those guides is a case in the tests of this module.
@@ -33,11 +42,21 @@ WHOLE_STEP = "whole step"
 DO_NOT = "do not"
 
 _GAP_US = 0.30
-"""Time between two kernels of a replayed graph, as measured on an H200 (benchmarks/results)."""
-_REPLAY_MS = 0.10
-"""Host time of one replay of a whole step."""
+"""Time between two kernels of a replayed graph."""
+_LAUNCH_US = 5.0
+"""Time on the GPU from the end of a graph to what follows it."""
+_REPLAY_MS, _TENSOR_US, _NODE_US, _CUT_MS = 0.03, 0.6, 0.1, 0.05
+"""Host time of one replay of a whole step: in any case, for each parameter that the guards compare (in Python), for
+each kernel of the graph, and for each call between two graphs."""
 _PAIR_MS = 0.12
 """Host time of the forward and backward replay of one module."""
+_POOL_SHARE, _POOL_BYTES = 0.03, 4 * 2**20
+"""What the pool of a whole step takes beside what eager needs: a part of eager's peak, and its first segments."""
+_AUDIT_GRADIENTS = 1.5
+"""Sets of gradients that recording a call again takes, the graph's own alive meanwhile: one, and what of the other's
+memory does not fit."""
+_SCOPE_SHARE = 0.10
+"""What graphs of modules take beside what eager needs, as a part of its peak: 2 to 21 % were measured."""
 
 
 class Bound(enum.Enum):
@@ -71,6 +90,16 @@ class Region:
 
 
 @dataclass(frozen=True, slots=True)
+class EagerPart:
+    """An optimizer that a captured step leaves between its graphs."""
+
+    name: str
+    calls: int
+    host_ms: float
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class Measured:
     """An eager step, as `advise` measures it on a GPU."""
 
@@ -92,6 +121,9 @@ class Measured:
     """Time that the host spends between two steps: loading data, logging."""
     outside_syncs: int = 0
     """Times that the host waits for the GPU between two steps."""
+    num_tensors: int = 0
+    """Parameters of the models: each replay compares them with those of the capture."""
+    eager_parts: tuple[EagerPart, ...] = ()
     regions: tuple[Region, ...] = ()
     whole_step_forbidden: tuple[str, ...] = ()
 
@@ -143,33 +175,63 @@ def predict(measured: Measured) -> tuple[Prediction, ...]:
 
 
 def predict_whole_step(measured: Measured) -> Prediction:
-    """Predict a step that is one graph: its kernels with small gaps, and one launch.
+    """Predict a step that is one graph, or several with optimizers between them."""
+    step_ms = whole_step_ms(measured)
+    extra_bytes = whole_step_bytes(measured.used_bytes, measured.gradient_bytes)
+    return _prediction(WHOLE_STEP, measured, step_ms, extra_bytes, measured.whole_step_forbidden)
 
-    Its memory is that of the step, which eager needs too: the pool of the graph takes the place of the allocator's
-    blocks. What comes on top are static inputs and a second set of gradients while the first is handed over.
+
+def whole_step_ms(measured: Measured) -> float:
+    """Return the time of an iteration whose step is replayed, by the formula at the head of this file.
+
+    What the host does runs beside the GPU's work. If it waits for the GPU between steps, the replay and what comes
+    between steps run after it.
+
+    Example:
+        >>> round(whole_step_ms(Measured(step_ms=120.7, busy_ms=21.7, host_ms=113.6, kernels=4180)), 1)
+        23.0
     """
-    step_ms = _iteration_ms(measured, _REPLAY_MS)
-    return _prediction(WHOLE_STEP, measured, step_ms, measured.gradient_bytes // 8, measured.whole_step_forbidden)
+    cuts = sum(part.calls for part in measured.eager_parts)
+    gpu_ms = _kernels_ms(measured) + (1 + 2 * cuts) * _LAUNCH_US / 1e3
+    replay_ms = _REPLAY_MS + (measured.num_tensors * _TENSOR_US + measured.kernels * _NODE_US) / 1e3 + cuts * _CUT_MS
+    eager_ms = sum(part.host_ms for part in measured.eager_parts)
+    if measured.outside_syncs:
+        return replay_ms + max(gpu_ms, eager_ms) + measured.outside_ms
+    return max(gpu_ms, replay_ms + eager_ms + measured.outside_ms)
+
+
+def whole_step_bytes(eager_peak_bytes: int, gradient_bytes: int, *, has_audits: bool = True) -> int:
+    """Return the bytes that a captured step reserves beside eager's peak.
+
+    The pool takes the place of the allocator's blocks, so activations count once. `audit=False` saves the gradients
+    of the recordings that are only compared.
+
+    Example:
+        >>> whole_step_bytes(2000 * 2**20, 200 * 2**20) // 2**20
+        364
+    """
+    audits = int(_AUDIT_GRADIENTS * gradient_bytes) if has_audits else 0
+    return int(_POOL_SHARE * eager_peak_bytes) + _POOL_BYTES + audits
 
 
 def predict_region(measured: Measured, region: Region) -> Prediction:
     """Predict a step of which some modules are graphs: the host saves what it spends in them, less the replays."""
     host_ms = max(0.0, measured.host_ms - region.host_ms) + region.num_modules * _PAIR_MS
-    share = region.kernels / measured.kernels if measured.kernels else 0.0
-    extra_bytes = int(share * measured.activation_bytes)
-    return _prediction(region.scope, measured, _iteration_ms(measured, host_ms), extra_bytes, region.forbidden)
-
-
-def _iteration_ms(measured: Measured, host_ms: float) -> float:
-    """The time of an iteration in which the host spends this much on the step itself.
-
-    What the host does between steps runs beside the GPU's work, unless it waits for the GPU there: then the one comes
-    after the other.
-    """
-    gpu_ms = measured.busy_ms + measured.kernels * _GAP_US / 1e3
     if measured.outside_syncs:
-        return max(gpu_ms, host_ms) + measured.outside_ms
-    return max(gpu_ms, host_ms + measured.outside_ms)
+        step_ms = max(_kernels_ms(measured), host_ms) + measured.outside_ms
+    else:
+        step_ms = max(_kernels_ms(measured), host_ms + measured.outside_ms)
+    return _prediction(region.scope, measured, step_ms, scope_bytes(measured.used_bytes), region.forbidden)
+
+
+def scope_bytes(eager_peak_bytes: int) -> int:
+    """Return the bytes that graphs of modules reserve beside eager's peak."""
+    return int(_SCOPE_SHARE * eager_peak_bytes)
+
+
+def _kernels_ms(measured: Measured) -> float:
+    """The time of the kernels one after the other, without waiting for the host."""
+    return measured.busy_ms + measured.kernels * _GAP_US / 1e3
 
 
 def _prediction(

@@ -1,20 +1,8 @@
-"""The probe of `stepgraph advise`: measures a script's steps, one thing at a time, so that nothing disturbs another.
-
-| steps | what is done |
-|---|---|
-| warm-up | nothing; in the first two the models that run are noted |
-| timed | an event is recorded where each step begins; nothing waits |
-| host | the queue is drained before and after the step, so that the host's own time is seen, in the step and between |
-| waits | torch reports each wait for the device, which is noted with its line |
-| profile | torch's profiler runs, and the parts of the model are marked |
-
-Then the script is stopped. Without a GPU only the first kind is run: a CPU's times say nothing about a GPU's.
-"""
+"""The probe of `stepgraph advise`: measures a script's steps, as `phases` says what is done in which."""
 
 from __future__ import annotations
 
 import contextlib
-import enum
 import statistics
 import sys
 import time
@@ -28,51 +16,20 @@ import torch
 from torch.autograd.profiler import record_function
 from torch.nn.modules import module as torch_module
 
-from stepgraph.advice.parts import BEGIN, REACH, Scope, find_scopes, marked, shares_of
+from stepgraph.advice.optimizers import SteppedOptimizers
+from stepgraph.advice.parts import BEGIN, REACH, Scope, StepTrace, find_scopes, marked
+from stepgraph.advice.phases import MODELS_STEP, Phase, phase_of
 from stepgraph.backends.threads import replaced
-from stepgraph.bench.measure import elapsed_ms, mark, read_trace, traced
+from stepgraph.bench.measure import elapsed_ms, mark, traced
+from stepgraph.bench.timeline import read_trace
 from stepgraph.errors import Location
 from stepgraph.frames import is_users_code
+from stepgraph.inspect.script_objects import ScriptObjects, calls_from_engine
 from stepgraph.script.probe import RunningScript
 
-WARMUP, HOST_STEPS = 5, 3
-MODELS_STEP = 1
-"""The last step in which models are noted."""
+GRAPHED = "the script uses stepgraph already"
 _SYNCHRONIZING = "called a synchronizing CUDA operation"
 _PROTOTYPE = "Synchronization debug mode is a prototype"
-
-
-class Phase(enum.Enum):
-    """What is done in a step."""
-
-    WARMUP = enum.auto()
-    TIMED = enum.auto()
-    HOST = enum.auto()
-    WAITS = enum.auto()
-    PROFILE = enum.auto()
-    OVER = enum.auto()
-
-
-def phase_of(index: int, steps: int) -> Phase:
-    """Return what is done in a step, if so many are timed; 0 means that nothing is measured.
-
-    Example:
-        >>> phase_of(5, steps=20)
-        <Phase.TIMED: 2>
-    """
-    if steps == 0:
-        return Phase.WARMUP if index <= MODELS_STEP + 1 else Phase.OVER
-    ends = ((WARMUP, Phase.WARMUP), (steps, Phase.TIMED), (HOST_STEPS, Phase.HOST), (1, Phase.WAITS))
-    for length, phase in (*ends, (1, Phase.PROFILE)):
-        if index < length:
-            return phase
-        index -= length
-    return Phase.OVER
-
-
-def steps_needed(steps: int) -> int:
-    """Return how many steps a script must have for so many timed ones."""
-    return WARMUP + steps + HOST_STEPS + 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,9 +141,9 @@ class Models:
 
     def __init__(self) -> None:
         self._called: dict[int, torch.nn.Module] = {}
+        self.all: list[torch.nn.Module] = []
         self.largest: torch.nn.Module | None = None
         self.name = ""
-        self.count = 0
 
     @contextlib.contextmanager
     def noting(self) -> Iterator[None]:
@@ -206,7 +163,7 @@ class Models:
         """Find the models among the modules that were called."""
         inner = {id(part) for module in self._called.values() for part in module.modules() if part is not module}
         models = [m for m in self._called.values() if id(m) not in inner and next(m.parameters(), None) is not None]
-        self.count = len(models)
+        self.all = models
         self.largest = max(models, key=lambda m: sum(p.numel() for p in m.parameters()), default=None)
         self.name = _users_name(self.largest)
         self._called.clear()
@@ -229,16 +186,18 @@ def _users_name(model: torch.nn.Module | None) -> str:
 
 
 class MeasureProbe:
-    """Measures a script. Options: `steps`, the number of timed ones; 0 only notes the models."""
+    """Measures a script. Options: `steps`, the number of timed ones; `needs_gpu`: without one, only note the models."""
 
     def __init__(self, script: RunningScript) -> None:
         self._script = script
-        self._steps = int(script.options["steps"])
+        is_idle = bool(script.options.get("needs_gpu")) and not torch.cuda.is_available()
+        self._steps = 0 if is_idle else int(script.options["steps"])
         self._phase = Phase.WARMUP
         self._in_step, self._over_steps = contextlib.ExitStack(), contextlib.ExitStack()
         self._marks: dict[int, Any] = {}
         self._traces: list[Mapping[str, Any]] = []
         self._waits, self._host, self._models = Waits(), HostClock(), Models()
+        self._optimizers, self._is_graphed = SteppedOptimizers(), False
         self._scopes: tuple[Scope, ...] = ()
         self._memory: dict[str, int] = {}
         self._was_reached = False
@@ -252,6 +211,7 @@ class MeasureProbe:
         """
         self._script.listen(self)
         self._over_steps.enter_context(self._models.noting())
+        self._over_steps.enter_context(self._optimizers.noting())
         try:
             yield
         finally:
@@ -261,6 +221,7 @@ class MeasureProbe:
     def step_begins(self, index: int) -> None:
         """A step begins."""
         self._phase, self._was_reached = phase_of(index, self._steps), False
+        self._refuse_graphs()
         match self._phase:
             case Phase.TIMED:
                 self._marks[index] = mark(current_device())
@@ -274,10 +235,27 @@ class MeasureProbe:
                     self._over_steps.enter_context(marked(self._scopes))
             case Phase.PROFILE:
                 self._traces = self._in_step.enter_context(traced(current_device()))
+                self._in_step.enter_context(self._optimizers.marked())
                 with record_function(BEGIN):
                     pass
             case Phase.OVER:
                 self._script.stop()
+
+    def _refuse_graphs(self) -> None:
+        """Stop at a script that has graphs: an event in a capture of its own would break it.
+
+        Modules are looked at in the first steps only; whoever calls the step is cheap to see.
+        """
+        frame = sys._getframe(1)
+        if self._phase is Phase.WARMUP:
+            objects = ScriptObjects()
+            objects.look_around()
+            self._is_graphed = objects.notice_graphs(frame)
+        else:
+            self._is_graphed = calls_from_engine(frame)
+        if self._is_graphed:
+            self._script.cannot_judge(GRAPHED)
+            self._script.stop()
 
     def step_reaches(self, index: int) -> None:
         """All that ran by now is in the step."""
@@ -322,6 +300,7 @@ class MeasureProbe:
             "memory": found,
             "model": _described(self._models),
             "has_compiled_code": _has_compiled_code(),
+            "is_graphed": self._is_graphed,
             **timeline,
         }
 
@@ -341,7 +320,8 @@ class MeasureProbe:
     def _timeline(self) -> dict[str, Any]:
         trace = self._traces[0] if self._traces else {"traceEvents": []}
         line = read_trace(trace)
-        step_us, shares = shares_of(trace, self._scopes)
+        read = StepTrace(trace)
+        step_us, shares = read.host_us, read.shares(self._scopes)
         scopes = [
             {
                 "scope": scope.name,
@@ -364,6 +344,7 @@ class MeasureProbe:
             "graph_launches": line.graph_launches,
             "waits_in_profile": line.waits,
             "scopes": scopes,
+            "optimizers": self._optimizers.result(read),
         }
 
 
@@ -371,14 +352,15 @@ def _described(models: Models) -> dict[str, Any]:
     model = models.largest
     if model is None:
         return {}
-    sizes = [p.numel() * p.element_size() for p in model.parameters() if p.requires_grad]
+    parameters = {id(p): p for one in models.all for p in one.parameters()}.values()
     kinds = {type(module).__module__.partition(".")[0] for module in model.modules()}
     return {
         "class": type(model).__name__,
         "name": models.name,
-        "count": models.count,
+        "count": len(models.all),
         "parameters": sum(p.numel() for p in model.parameters()),
-        "gradient_bytes": sum(sizes),
+        "tensors": len(parameters),
+        "gradient_bytes": sum(p.numel() * p.element_size() for p in parameters if p.requires_grad),
         "libraries": sorted(kinds & {"megatron", "transformer_engine"}),
         "has_fp8": any(getattr(module, "fp8_initialized", False) for module in model.modules()),
     }

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.autograd.profiler import record_function
 
-from stepgraph.bench.measure import union_length
+from stepgraph.bench.timeline import union_length
 from stepgraph.errors import InvalidArgument
 from stepgraph.modules.scopes import WORDS, Part, ScopeRegistry
 
@@ -220,6 +220,10 @@ class StepTrace:
         both = _Intervals([*forward, *own])
         return Share(len(forward), both.length(), sum(both.has(*launch) for launch in self._launches))
 
+    def shares(self, scopes: Sequence[Scope]) -> dict[str, Share]:
+        """Return the share of each scope."""
+        return {scope.name: self.share({mark_of(part) for part in scope.parts}) for scope in scopes}
+
 
 def _correlation(event: Mapping[str, Any]) -> Any:
     return event.get("args", {}).get("correlation")
@@ -228,4 +232,4 @@ def _correlation(event: Mapping[str, Any]) -> Any:
 def shares_of(trace: Mapping[str, Any], scopes: Sequence[Scope]) -> tuple[float, dict[str, Share]]:
     """Return the step's host time in microseconds, and the share of each scope."""
     read = StepTrace(trace)
-    return read.host_us, {scope.name: read.share({mark_of(part) for part in scope.parts}) for scope in scopes}
+    return read.host_us, read.shares(scopes)

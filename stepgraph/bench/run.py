@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from stepgraph.bench.measure import StepTimes, Timeline, elapsed_ms, mark, profiled, quantile
+from stepgraph.bench.measure import elapsed_ms, mark, profiled
+from stepgraph.bench.timeline import StepTimes, Timeline, quantile
 
 if TYPE_CHECKING:
     from stepgraph.bench.hardware import Gpu

@@ -18,7 +18,7 @@ from stepgraph.inspect.places import stack_of
 from stepgraph.inspect.step_functions import StepFunctions
 from stepgraph.observe.step_objects import StepObjects
 
-__all__ = ["ScriptObjects", "clean_parts"]
+__all__ = ["ScriptObjects", "calls_from_engine", "clean_parts"]
 
 _MODULE_CODE = "<module>"
 _ENGINES = tuple(str(Path(__file__).parents[1] / room) + "/" for room in ("step", "modules", "callables", "joined"))
@@ -51,9 +51,8 @@ class ScriptObjects:
 
     def notice_graphs(self, frame: types.FrameType) -> bool:
         """Look whether stepgraph runs the step, or a module of it, in this frame."""
-        is_called = any(one.f_code.co_filename.startswith(_ENGINES) for one in stack_of(frame))
         has_graphs = any(is_engines(vars(module).get("forward")) for module in self.touched.all_modules)
-        self.is_graphed = self.is_graphed or is_called or has_graphs
+        self.is_graphed = self.is_graphed or has_graphs or calls_from_engine(frame)
         return self.is_graphed
 
     def add_call(self, module: torch.nn.Module) -> None:
@@ -108,6 +107,11 @@ class ScriptObjects:
             for root in roots
             if next(self.called[root].parameters(), None) is not None
         ]
+
+
+def calls_from_engine(frame: types.FrameType) -> bool:
+    """Whether stepgraph's engines are among the callers of a frame."""
+    return any(one.f_code.co_filename.startswith(_ENGINES) for one in stack_of(frame))
 
 
 def clean_parts(root: str, called: Iterable[str], dirty: Iterable[str]) -> list[str]:

@@ -33,8 +33,9 @@ from stepgraph.advice.decide import (
     snippet,
     with_barriers,
 )
-from stepgraph.advice.measure import HOST_STEPS, WARMUP, Models, Phase, Wait, Waits, _lines, phase_of, steps_needed
+from stepgraph.advice.measure import Models, Wait, Waits, _lines
 from stepgraph.advice.parts import BEGIN, REACH, find_scopes, mark_of, marked, shares_of
+from stepgraph.advice.phases import HOST_STEPS, WARMUP, Phase, phase_of, steps_needed
 from stepgraph.advice.trial import Trial, _trial
 from stepgraph.bench.measure import traced
 from stepgraph.commands.advise import render
@@ -176,7 +177,7 @@ def test_models_are_the_outermost_modules_that_ran() -> None:
             nn.Linear(99, 99)(torch.randn(1, 99))
     models.settle()
     assert models.largest is large
-    assert (models.count, models.name) == (2, "large")
+    assert (len(models.all), models.name) == (2, "large")
 
 
 def test_waits_are_in_the_step_or_between_steps() -> None:
@@ -221,6 +222,7 @@ def result(**changes: Any) -> dict[str, Any]:
         "memory": {"activation_bytes": 2**28, "used_bytes": 2**30, "total_bytes": 140 * 2**30},
         "model": {"class": "GPT", "name": "net", "parameters": 1000, "gradient_bytes": 4000, "libraries": []},
         "has_compiled_code": False,
+        "optimizers": [],
         "busy_ms": 2.0,
         "kernels": 1000,
         "small_kernels": 990,
@@ -388,9 +390,10 @@ def test_modules_are_matched_by_whole_segments() -> None:
 
 def test_whole_step_waits_for_the_work_between_steps() -> None:
     base = Measured(step_ms=10, busy_ms=2, host_ms=5, kernels=0, outside_ms=4)
-    assert predict_whole_step(base).step_ms == pytest.approx(4.1), "the host is the longer of the two"
+    assert predict_whole_step(base).step_ms == pytest.approx(4.03), "the host is the longer of the two"
     waits = dataclasses.replace(base, outside_syncs=1)
-    assert predict_whole_step(waits).step_ms == pytest.approx(6.0), "the host waits for the GPU, then works"
+    expected = 0.03 + 2.005 + 4
+    assert predict_whole_step(waits).step_ms == pytest.approx(expected), "the host waits for the GPU, then works"
 
 
 def test_barriers_of_the_step_do_not_forbid_its_parts() -> None:

@@ -5,7 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stepgraph.bench.measure import Kernel, StepTimes, Timeline, quantile, read_trace, time_steps, union_length
+from stepgraph.bench.measure import time_steps
+from stepgraph.bench.timeline import Kernel, StepTimes, Timeline, quantile, read_trace, union_length
 
 INTERVALS = st.lists(st.tuples(st.integers(0, 100), st.integers(0, 20)), max_size=12)
 

@@ -1,4 +1,4 @@
-"""`stepgraph advise` with real scripts in real processes, on a machine without a GPU."""
+"""`stepgraph advise` with real scripts, in real processes or in this one, on a machine without a GPU."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ from typer.testing import CliRunner
 from stepgraph.advice.trial import try_captures
 from stepgraph.cli import app
 from stepgraph.script.run import Script, Status, run_script
+from tests.check_harness import run_here
 
-pytestmark = pytest.mark.long
+long = pytest.mark.long
+PROBE = "stepgraph.advice.measure:MeasureProbe"
 ROOT = Path(__file__).parents[2]
 LOOP = """
 import torch
@@ -53,6 +55,65 @@ def advised(program: str, *arguments: str) -> tuple[int, dict[str, Any], str]:
     return done.exit_code, json.loads(done.stdout), done.stderr
 
 
+def measured_here(program: str, folder: Path, steps: int = 3) -> dict[str, Any]:
+    """What the probe reports of a program that runs in this process."""
+    outcome = run_here(Path(written(program)).resolve(), folder, PROBE, {"steps": steps})
+    assert outcome.exception == ""
+    return dict(outcome.result)
+
+
+CAPTURED = "train_step = stepgraph.capture(train_step)"
+GRAPHED = {
+    "a captured step": ("\nfor _", f"\nimport stepgraph\n{CAPTURED}\nfor _"),
+    "graphed modules": ("\nfor _", '\nimport stepgraph\nstepgraph.graph_modules(net, scope=["*"])\nfor _'),
+    "a step captured while it is timed": (
+        "    train_step(",
+        f"    if _ == 6:\n        import stepgraph\n        {CAPTURED}\n    train_step(",
+    ),
+}
+
+
+@no_gpu
+@pytest.mark.parametrize("case", GRAPHED)
+def test_probe_stops_before_graphs_are_disturbed(case: str, tmp_path: Path) -> None:
+    found = measured_here(LOOP.replace(*GRAPHED[case]), tmp_path)
+    assert found["is_graphed"]
+    assert len(found["times_ms"]) <= 1
+
+
+@no_gpu
+def test_probe_reports_optimizers_between_graphs(tmp_path: Path) -> None:
+    schedule = (
+        "scheduler = torch.optim.lr_scheduler.LinearLR(optimizer)\nother = torch.optim.Adam(net[0].parameters())\n"
+    )
+    program = LOOP.replace("def train_step", f"{schedule}def train_step").replace(
+        "    return", "    other.step()\n    return"
+    )
+    program = program.replace("(4, 8))", "(4, 8))\n    scheduler.step()")
+    scheduled, counting = measured_here(program, tmp_path)["optimizers"]
+    assert (scheduled["name"], scheduled["inside"]) == ("SGD", False)
+    assert scheduled["reason"] == "its numbers change: param_groups[0]['lr']"
+    assert (counting["name"], counting["reason"]) == ("Adam", "its step count is on the host")
+    assert scheduled["calls"] == counting["calls"] == 1
+    assert 0 < scheduled["host_fraction"] < 1
+
+
+@no_gpu
+def test_probe_reports_optimizers_inside_the_graph(tmp_path: Path) -> None:
+    (optimizer,) = measured_here(LOOP, tmp_path)["optimizers"]
+    assert (optimizer["inside"], optimizer["reason"]) == (True, "SGD uses no step count")
+
+
+@long
+@no_gpu
+def test_advise_refuses_a_script_with_graphs() -> None:
+    code, values, stderr = advised(LOOP.replace(*GRAPHED["a captured step"]))
+    assert (code, values["error"]["rule"]) == (1, "script-graphed")
+    assert "stepgraph verify" in values["error"]["fix"]
+    assert "the script uses stepgraph already" in stderr
+
+
+@long
 @no_gpu
 def test_advise_without_a_gpu_gives_the_checks() -> None:
     code, values, _ = advised(LOOP, "--", "--lr", "1")
@@ -66,6 +127,7 @@ def test_advise_without_a_gpu_gives_the_checks() -> None:
     assert values["next"] == "stepgraph check train.py -- --lr 1"
 
 
+@long
 @pytest.mark.parametrize(
     ("program", "code", "rule"),
     [
@@ -88,10 +150,10 @@ def test_advise_refuses_a_script_that_is_not_there() -> None:
     assert "there is no file no_such_file.py" in done.stderr
 
 
+@long
 @no_gpu
 def test_probe_goes_through_all_phases() -> None:
-    probe, script = "stepgraph.advice.measure:MeasureProbe", Script(written(LOOP))
-    outcome = run_script(script, probe, {"steps": 3}, stdout_to_stderr=True)
+    outcome = run_script(Script(written(LOOP)), PROBE, {"steps": 3}, stdout_to_stderr=True)
     found = outcome.result
     assert (outcome.status, outcome.steps, outcome.exception) == (Status.STOPPED, 13, "")
     assert len(found["times_ms"]) == 3
@@ -102,6 +164,7 @@ def test_probe_goes_through_all_phases() -> None:
     assert 0 < layers["host_fraction"] < 1
 
 
+@long
 @no_gpu
 def test_trial_captures_the_step_of_the_script() -> None:
     script = Script(written(LOOP), step="train_step")

@@ -200,3 +200,66 @@ def test_warmup_cost_measures_until_a_replay(way: str, calls: int, monkeypatch: 
     assert 0 < record["recording_s"] < record["warmup_and_capture_s"]
     run = record | {"workload": "gpt", "variant": way}
     assert script.rows_of([run, {"workload": "vit", "variant": way, "error": "E"}])[2][2] == "failed: E"
+
+
+ADVICE = {
+    "verdict": "launch-bound",
+    "choice": "whole step",
+    "cannot_judge": [],
+    "measured": {"step_ms": 10.0, "used_bytes": 1000, "busy_fraction": 0.2, "kernels": 100},
+    "predictions": [{"scope": "whole step", "step_ms": 2.2, "extra_bytes": 100, "gain": 0.78, "forbidden": []}],
+    "facts": {"model": {}},
+    "paste": ["import stepgraph", "", "update = stepgraph.capture(update)  # before the loop"],
+}
+
+
+@pytest.mark.parametrize(
+    ("verdict", "choice", "gain", "expected"),
+    [
+        ("launch-bound", "whole step", 0.8, True),
+        ("in between", "whole step", 0.05, True),
+        ("in between", "whole step", 0.04, False),
+        ("GPU-bound", "do not", 0.01, True),
+        ("in between", "do not", 0.04, True),
+        ("in between", "do not", 0.06, False),
+        ("launch-bound", "do not", 0.01, False),
+        ("GPU-bound", "layers", 0.2, False),
+    ],
+)
+def test_advise_report_says_when_advice_was_right(
+    verdict: str, choice: str, gain: float, expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert imported("advise", monkeypatch).is_right(verdict, choice, gain) is expected
+
+
+def test_advise_report_compares_with_the_prediction(monkeypatch: pytest.MonkeyPatch) -> None:
+    script = imported("advise", monkeypatch)
+    record = script.judged(ADVICE, {"measured_ms": 2.0, "eager_again_ms": 10.0, "measured_bytes": 1000})
+    assert (record["time_error"], record["memory_error"]) == (pytest.approx(10), pytest.approx(10))
+    record |= {"time_error": -10.0}
+    assert (record["measured_gain"], record["right"]) == (pytest.approx(0.8), True)
+    targets = script.targets_of([record | {"time_error": 10.1}, record, {"workload": "rl", "error": "failed"}])
+    assert list(targets.values()) == [[1, 2], [2, 2], [2, 2]]
+
+
+@pytest.mark.parametrize("paste", [ADVICE["paste"], []], ids=["as advised", "though not advised"])
+def test_advise_measures_graphs_and_eager_steps(
+    paste: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = imported("advise", monkeypatch)
+    file = tmp_path / "train.py"
+    file.write_text(script.with_graphs("rl", script.WORKLOADS["rl"].text("cpu"), ADVICE | {"paste": paste}))
+    found = script.measure(file, torch.device("cpu"))
+    assert (found["report"]["replays"], found["report"]["eager_reasons"]) == (6, {"warm-up": 3})
+    assert found["report"]["segments"] == 5, "two optimizers between three graphs"
+    assert min(found["measured_ms"], found["eager_again_ms"]) > 0
+
+
+@pytest.mark.long
+def test_advise_runs_on_the_tape(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = imported("advise", monkeypatch)
+    assert script.main(["--device", "cpu", "--only", "rl", "--out", str(tmp_path)]) == 0
+    (record,) = json.loads((tmp_path / "advise.json").read_text())["records"]
+    assert record["verdict"] == "cannot judge"
+    assert "no GPU" in record["cannot_judge"][0]
+    assert record["report"]["replays"] == 6
