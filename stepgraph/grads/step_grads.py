@@ -15,12 +15,16 @@ cannot use its address: then nothing is copied in, and the capture may use its m
 gradients and notes when they die, with a copy in host memory in case the capture fails. If one outlives the first node,
 the recording is dropped (nothing has run). It is made again with the old gradients at the session's addresses, to which
 each later call's `.grad` is copied.
+
+An audit records a call whose gradients have their addresses already. A second set of them would be a large part of all
+memory, so each new gradient moves to its address as soon as it is made (`moving_at_once`), and its own memory is free.
 """
 
 from __future__ import annotations
 
+import contextlib
 import weakref
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -146,7 +150,7 @@ class GradCapture:
         for parameter, grad in found:
             if self._buffers.get(parameter) is grad or _is_part(grad):  # memory that others know outlives the recording
                 self._entries.append(_Entry(parameter, grad, None, None))
-                parameter.grad = torch.empty_like(grad)  # stands in for it; nothing runs, its contents do not matter
+                parameter.grad = _stand_in(grad)
             else:
                 own.append((parameter, grad))
         for (parameter, grad), copy in zip(own, copies_on_host([grad for _, grad in own]), strict=True):
@@ -175,7 +179,7 @@ class GradCapture:
                 refuse_sparse(grad)
                 made = self._made.get(id(parameter))
                 kept = made[1] if made is not None else self._buffers.get(parameter)
-                if kept is not None and _same_layout(kept, grad):
+                if kept is not None and kept is not grad and _same_layout(kept, grad):
                     targets.append(kept)
                     sources.append(grad)
                     if log is not None:
@@ -188,6 +192,32 @@ class GradCapture:
             with torch.no_grad(), left_out():
                 torch._foreach_copy_(targets, sources)
         return found
+
+    @contextlib.contextmanager
+    def moving_at_once(self) -> Iterator[None]:
+        """While recording, bring each new gradient to the session's address, if it has one, when it is made."""
+        parameters = [p for p in self._parameters if p.requires_grad and self._buffers.get(p) is not None]
+        untouched = [p for p in parameters if p._post_accumulate_grad_hooks is None]
+        handles = [parameter.register_post_accumulate_grad_hook(self._move) for parameter in untouched]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+            for parameter in untouched:
+                parameter._post_accumulate_grad_hooks = None  # type: ignore[assignment]
+
+    def _move(self, parameter: torch.Tensor) -> None:
+        grad, kept = parameter.grad, self._buffers.get(parameter)
+        is_new = grad is not None and grad is not kept and grad is not self._last.get(id(parameter))
+        if not is_new or grad is None or kept is None or not _same_layout(kept, grad):
+            return
+        log = current_log()
+        if log is not None:
+            log.is_same(kept, grad)
+        with torch.no_grad(), left_out():
+            kept.copy_(grad)
+        parameter.grad = kept
 
     def commit(self) -> None:
         """Accept the recording: the session keeps its addresses, and `.grad` is ready for a replay."""
@@ -214,6 +244,14 @@ class GradCapture:
             parameter.grad = None
         self._made.clear()
         self._last.clear()
+
+
+def _stand_in(grad: torch.Tensor) -> torch.Tensor:
+    """A gradient of the same form for a recording that is not to use it; nothing runs, so a GPU's has no memory."""
+    found = torch.empty_like(grad)
+    if grad.is_cuda:
+        found.untyped_storage().resize_(0)
+    return found
 
 
 def copies_on_host(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -173,11 +173,19 @@ class StepCapture:
             raise
         return self.keep(site, recorded, proof, ahead=ahead)
 
-    def record(self, site: Site, given: CallArgs, raise_held: Callable[[], None], *, looks_on: bool = True) -> Recorded:
+    def record(
+        self,
+        site: Site,
+        given: CallArgs,
+        raise_held: Callable[[], None],
+        *,
+        looks_on: bool = True,
+        is_again: bool = False,
+    ) -> Recorded:
         """Record the step for these inputs. Nothing takes effect, and a failure restores everything.
 
-        `raise_held` raises an interrupt that arrived meanwhile; it is called when all is recorded and nothing has
-        taken effect.
+        `is_again`: the call has a graph, whose gradients this recording may use. `raise_held` raises an interrupt that
+        arrived meanwhile; it is called when all is recorded and nothing has taken effect.
         """
         signature, kind, leaves = site.sign(), site.kind(), given.leaves
         refuse_replicas(self.name, site.touched, self._options.safe_hooks, self._session.backend)
@@ -200,7 +208,9 @@ class StepCapture:
             try:
                 with replicas.recording(self._session.drop_graphs):
                     made = self._record(
-                        site, given.structure, inputs.leaves, inside, outside, objects, looks_on=looks_on
+                        *(site, given.structure, inputs.leaves, inside, outside, objects),
+                        looks_on=looks_on,
+                        moves_gradients=is_again and not replicas.is_needed,
                     )
             finally:
                 counters.rollback()
@@ -255,7 +265,7 @@ class StepCapture:
         whole = site.with_objects(self._function)
         try:
             with discovering(found, whole, (), lambda optimizer: None):
-                recorded = self.record(site, given, raise_held, looks_on=looks_on)
+                recorded = self.record(site, given, raise_held, looks_on=looks_on, is_again=True)
         finally:
             found.put_back()
         found.let_go(known)  # objects made by the recording itself are not new
@@ -388,6 +398,7 @@ class StepCapture:
         objects: Sequence[Any],
         *,
         looks_on: bool,
+        moves_gradients: bool,
     ) -> _Recording:
         recorder = ChainRecorder(self._session, self._options.generators)
         grads = GradCapture(
@@ -408,6 +419,7 @@ class StepCapture:
             stack.enter_context(read.noting([*outside, *objects], running=inside))
             stack.enter_context(refusing_writes(inside))
             stack.enter_context(setting_apart())
+            stack.enter_context(grads.moving_at_once() if moves_gradients else contextlib.nullcontext())
             late = functools.partial(self._late, site)
             stack.enter_context(_seeing_optimizers(known, site.touched.ended_kinds, late))
             model = ModelState(site.touched.all_modules, site.touched.all_parameters)

@@ -314,8 +314,11 @@ class CudaWorkspace(Workspace):
     def capturing(self) -> Iterator[None]:
         torch.cuda.synchronize(self._device)
         torch.cuda.empty_cache()
-        with collector_at_rest(), self.stream(), self.random.watched():
-            yield
+        try:
+            with collector_at_rest(), self.stream(), self.random.watched():
+                yield
+        finally:
+            torch.cuda.empty_cache()  # what the preparations left cached on the capture stream, the caller cannot use
 
     def renew(self) -> None:
         self._pools.pop(0).free()
