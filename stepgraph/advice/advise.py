@@ -216,7 +216,7 @@ def refuse_graphed(script: Script, outcome: Outcome) -> None:
     """Raise an error if the script has graphs: there is no eager step to measure."""
     if outcome.result.get("is_graphed"):
         why, fix = entry("script-graphed").reason_and_fix()
-        fix = fix.replace("SCRIPT", shlex.join([*(("-m",) if script.is_module else ()), script.target]))
+        fix = fix.replace("train.py", shlex.join([*(("-m",) if script.is_module else ()), script.target]))
         raise NoStepError(f"{script}: the script uses stepgraph already", rule="script-graphed", why=why, fix=fix)
 
 
@@ -264,7 +264,6 @@ def measured_of(result: Mapping[str, Any], times: StepTimes) -> Measured:
         host_ms=result["host_ms"],
         kernels=result["kernels"],
         small_kernels=result["small_kernels"],
-        syncs=sum(one["times"] for one in result["waits_inside"]),
         activation_bytes=memory.get("activation_bytes", 0),
         gradient_bytes=model.get("gradient_bytes", 0),
         used_bytes=memory.get("used_bytes", 0),

@@ -109,8 +109,6 @@ class Measured:
     """Time until the host has queued the step, without waiting for the GPU."""
     kernels: int
     small_kernels: int = 0
-    syncs: int = 0
-    """Times that the host waits for the GPU in a step."""
     activation_bytes: int = 0
     """The most that a step has allocated beside what it found."""
     gradient_bytes: int = 0

@@ -330,9 +330,9 @@ def test_ladder_without_a_gpu_begins_with_no_single_child() -> None:
 def test_graphed_scripts_are_refused_by_name() -> None:
     graphed = Outcome(Status.STOPPED, result(is_graphed=True), 0)
     with pytest.raises(NoStepError) as refused:
-        refuse_graphed(Script("train.py"), graphed)
+        refuse_graphed(Script("loop.py"), graphed)
     assert refused.value.rule == "script-graphed"
-    assert "`stepgraph verify train.py`" in refused.value.fix
+    assert "`stepgraph verify loop.py`" in refused.value.fix
     refuse_graphed(Script("train.py"), Outcome(Status.STOPPED, result(), 0))
 
 
