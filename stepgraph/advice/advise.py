@@ -39,6 +39,7 @@ from stepgraph.advice.decide import (
 from stepgraph.advice.phases import steps_needed
 from stepgraph.advice.trial import Trial, try_captures
 from stepgraph.bench.timeline import StepTimes
+from stepgraph.catalogue import entry
 from stepgraph.errors import NoStepError
 from stepgraph.inspect.check import CheckReport, check
 from stepgraph.inspect.findings import Api as CheckedApi
@@ -49,6 +50,7 @@ __all__ = ["AdviceReport", "advise"]
 DEFAULT_STEPS, MIN_STEPS = 20, 3
 _PROBE = "stepgraph.advice.measure:MeasureProbe"
 _TRIAL_STEPS, _CHECK_STEPS = 20, 5
+_NOT_TRIED = "--try captured nothing: it times a capture against a measured eager step"
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,8 +97,12 @@ class AdviceReport:
 
     @property
     def ladder(self) -> tuple[tuple[str, str], ...]:
-        """The six steps in which graphs are brought up, each with its command."""
-        first = narrowest(self.advice) if self.advice is not None else next(iter(self._words()), None)
+        """The six steps in which graphs are brought up, each with its command.
+
+        Without a measurement, layers and the words of known models are taken for useful scopes, single children not.
+        """
+        known = (one["scope"] for one in self.facts.get("scopes", ()) if not one.get("is_child"))
+        first = narrowest(self.advice) if self.advice is not None else next(known, None)
         return ladder(self.names, self._words().get(first or "", ()))
 
     @property
@@ -180,10 +186,6 @@ def advise(
 
 def advise_script(script: Script, *, steps: int, tries: bool, stdout_to_stderr: bool) -> AdviceReport:
     """Advise on a script; see `advise`."""
-    options = {"steps": max(steps, MIN_STEPS), "needs_gpu": True}
-    outcome = run_script(script, _PROBE, options, stdout_to_stderr=stdout_to_stderr)
-    refuse_graphed(script, outcome)
-    refuse_unjudged(script, outcome)
     checked = check(
         script.target,
         script.args,
@@ -194,8 +196,16 @@ def advise_script(script: Script, *, steps: int, tries: bool, stdout_to_stderr: 
         writes=script.writes,
         stdout_to_stderr=stdout_to_stderr,
     )
+    options = {"steps": max(steps, MIN_STEPS), "needs_gpu": True}
+    # of a step that is a function, all of it is measured: also what comes before its first module and after its last
+    named = replace(script, step=script.step or checked.shape.function or None)
+    outcome = run_script(named, _PROBE, options, stdout_to_stderr=stdout_to_stderr)
+    refuse_graphed(script, outcome)
+    refuse_unjudged(script, outcome)
     report = report_of(script, outcome, steps, checked)
-    if not tries or report.measured is None:
+    if tries and report.measured is None:
+        return replace(report, cannot_judge=(*report.cannot_judge, _NOT_TRIED))
+    if not tries:
         return report
     if not report.step:
         why = "no function of the script is one step: put the step into a function, or name it with --step NAME"
@@ -207,7 +217,9 @@ def advise_script(script: Script, *, steps: int, tries: bool, stdout_to_stderr: 
 def refuse_graphed(script: Script, outcome: Outcome) -> None:
     """Raise an error if the script has graphs: there is no eager step to measure."""
     if outcome.result.get("is_graphed"):
-        raise NoStepError(f"{script}: the script uses stepgraph already", rule="script-graphed")
+        why, fix = entry("script-graphed").reason_and_fix()
+        fix = fix.replace("train.py", shlex.join([*(("-m",) if script.is_module else ()), script.target]))
+        raise NoStepError(f"{script}: the script uses stepgraph already", rule="script-graphed", why=why, fix=fix)
 
 
 def report_of(script: Script, outcome: Outcome, steps: int, checked: CheckReport | None = None) -> AdviceReport:
@@ -254,9 +266,7 @@ def measured_of(result: Mapping[str, Any], times: StepTimes) -> Measured:
         host_ms=result["host_ms"],
         kernels=result["kernels"],
         small_kernels=result["small_kernels"],
-        syncs=sum(one["times"] for one in result["waits_inside"]),
         activation_bytes=memory.get("activation_bytes", 0),
-        gradient_bytes=model.get("gradient_bytes", 0),
         used_bytes=memory.get("used_bytes", 0),
         total_bytes=memory.get("total_bytes", 0),
         outside_ms=result["outside_ms"],

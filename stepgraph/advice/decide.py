@@ -10,7 +10,7 @@ fraction: the time in which at least one kernel runs, divided by the time of the
     whole step = max(gpu, replay + optimizers between graphs + host work between steps)
     whole step, if the host waits between steps = replay + max(gpu, optimizers between graphs) + host work between steps
     scope = max(busy + 0.3 us * kernels, host - host time in the scope + 0.12 ms * calls + host work between steps)
-    memory, whole step = 1.03 * eager's peak + 1.5 * gradients + 4 MiB
+    memory, whole step = 1.03 * eager's peak + 4 MiB
     memory, scope = 1.1 * eager's peak
 
 An optimizer that a captured step leaves between its graphs costs its launches as before, beside the GPU's work. The
@@ -52,9 +52,6 @@ _PAIR_MS = 0.12
 """Host time of the forward and backward replay of one module."""
 _POOL_SHARE, _POOL_BYTES = 0.03, 4 * 2**20
 """What the pool of a whole step takes beside what eager needs: a part of eager's peak, and its first segments."""
-_AUDIT_GRADIENTS = 1.5
-"""Sets of gradients that recording a call again takes, the graph's own alive meanwhile: one, and what of the other's
-memory does not fit."""
 _SCOPE_SHARE = 0.10
 """What graphs of modules take beside what eager needs, as a part of its peak: 2 to 21 % were measured."""
 
@@ -109,11 +106,8 @@ class Measured:
     """Time until the host has queued the step, without waiting for the GPU."""
     kernels: int
     small_kernels: int = 0
-    syncs: int = 0
-    """Times that the host waits for the GPU in a step."""
     activation_bytes: int = 0
     """The most that a step has allocated beside what it found."""
-    gradient_bytes: int = 0
     used_bytes: int = 0
     """Peak of the reserved memory, in eager."""
     total_bytes: int = 0
@@ -177,7 +171,7 @@ def predict(measured: Measured) -> tuple[Prediction, ...]:
 def predict_whole_step(measured: Measured) -> Prediction:
     """Predict a step that is one graph, or several with optimizers between them."""
     step_ms = whole_step_ms(measured)
-    extra_bytes = whole_step_bytes(measured.used_bytes, measured.gradient_bytes)
+    extra_bytes = whole_step_bytes(measured.used_bytes)
     return _prediction(WHOLE_STEP, measured, step_ms, extra_bytes, measured.whole_step_forbidden)
 
 
@@ -200,18 +194,16 @@ def whole_step_ms(measured: Measured) -> float:
     return max(gpu_ms, replay_ms + eager_ms + measured.outside_ms)
 
 
-def whole_step_bytes(eager_peak_bytes: int, gradient_bytes: int, *, has_audits: bool = True) -> int:
+def whole_step_bytes(eager_peak_bytes: int) -> int:
     """Return the bytes that a captured step reserves beside eager's peak.
 
-    The pool takes the place of the allocator's blocks, so activations count once. `audit=False` saves the gradients
-    of the recordings that are only compared.
+    The pool takes the place of the allocator's blocks, so activations and gradients count once.
 
     Example:
-        >>> whole_step_bytes(2000 * 2**20, 200 * 2**20) // 2**20
-        364
+        >>> whole_step_bytes(2000 * 2**20) // 2**20
+        64
     """
-    audits = int(_AUDIT_GRADIENTS * gradient_bytes) if has_audits else 0
-    return int(_POOL_SHARE * eager_peak_bytes) + _POOL_BYTES + audits
+    return int(_POOL_SHARE * eager_peak_bytes) + _POOL_BYTES
 
 
 def predict_region(measured: Measured, region: Region) -> Prediction:

@@ -327,6 +327,7 @@ class MeasureProbe:
                 "scope": scope.name,
                 "words": list(scope.words),
                 "paths": list(scope.paths),
+                "is_child": scope.is_child,
                 "calls": shares[scope.name].calls,
                 "host_fraction": shares[scope.name].host_us / step_us if step_us else 0.0,
                 "kernels": shares[scope.name].kernels,

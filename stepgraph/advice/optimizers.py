@@ -34,7 +34,11 @@ class SteppedOptimizers:
     @contextlib.contextmanager
     def noting(self) -> Iterator[None]:
         """Note the optimizers that step in the block, and which of their numbers change."""
-        with at_optimizer_steps(self._note):
+
+        def begins(optimizer: Optimizer) -> None:
+            self._note(optimizer)
+
+        with at_optimizer_steps(begins):
             yield
 
     @contextlib.contextmanager

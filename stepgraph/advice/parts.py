@@ -39,6 +39,8 @@ class Scope:
     words: tuple[str, ...]
     """What `graph_modules` takes for it; empty for whole layers of a known class."""
     parts: tuple[Part, ...]
+    is_child: bool = False
+    """Whether it is one child of a model in which nothing repeats."""
 
     @property
     def paths(self) -> tuple[str, ...]:
@@ -85,7 +87,7 @@ def _by_structure(model: torch.nn.Module) -> tuple[Scope, ...]:
     if patterns:
         return (Scope(LAYERS, tuple(patterns), tuple(parts)),)
     children = [(name, child) for name, child in model.named_children() if next(child.parameters(), None) is not None]
-    return tuple(Scope(name, (name,), (Part(name, child),)) for name, child in children[:_MAX_CHILDREN])
+    return tuple(Scope(name, (name,), (Part(name, child),), is_child=True) for name, child in children[:_MAX_CHILDREN])
 
 
 def _repeats(module: torch.nn.Module) -> bool:

@@ -17,6 +17,7 @@ from stepgraph.commands.script_options import (
     ScriptTimeout,
     StepName,
     agreed,
+    command_on,
     script_of,
 )
 
@@ -54,11 +55,14 @@ def advise(
 
 
 def _next(report: AdviceReport) -> str:
+    """The command to run next: what `check` has said in this run need not be asked again."""
     from stepgraph.advice.advise import is_no
 
     if is_no(report):
         return "stepgraph bench --fit --compare"
-    return f"stepgraph check {report.names.script}"
+    if report.step and report.checked is not None and report.checked.fits:
+        return command_on("verify", report.script, "--step", report.step)
+    return command_on("check", report.script)
 
 
 def render(report: AdviceReport) -> RenderableType:
@@ -69,7 +73,7 @@ def render(report: AdviceReport) -> RenderableType:
     parts: list[Any] = []
     if report.measured is not None and report.advice is not None:
         parts += [_figures(report, report.measured), *_waits(report), Text(), _scopes(report, report.measured)]
-        parts += [Text(line) for line in _legend(report)]
+        parts += [Text(line) for line in (*_legend(report), *_optimizers(report.measured))]
         parts += [Text(), *_verdict(report)]
     else:
         parts += [Text("It cannot be judged whether graphs pay:", style="bold")]
@@ -171,10 +175,19 @@ def _shortened(why: str) -> str:
 def _legend(report: AdviceReport) -> Sequence[str]:
     assert report.advice is not None
     found = ["Predicted; memory beside eager's. NVIDIA's guides name 0 to 2 GB for scopes, and 1.5 to 2 times"]
-    found.append("eager's peak for a whole iteration; measured here were up to 1.10 and 1.02 times (docs/advise.md).")
+    found.append("eager's peak for a whole iteration; here up to 1.2 and 1.4 times were measured (docs/advise.md).")
     if report.facts["has_compiled_code"]:
         found.append("Compiled code runs in the step, so its parts were not measured one by one.")
     return [*found, *report.advice.warnings]
+
+
+def _optimizers(measured: Measured) -> Iterator[str]:
+    """The optimizers that a captured step leaves between its graphs, and what that costs."""
+    for part in measured.eager_parts:
+        yield (
+            f"{part.name} would run between graphs ({part.reason}): {part.host_ms:.2f} ms of the host remain. "
+            "docs/optimizers.md says what puts it inside."
+        )
 
 
 def _verdict(report: AdviceReport) -> Sequence[Any]:
@@ -213,6 +226,9 @@ def _without_a_gpu(report: AdviceReport) -> list[str]:
         found.append(f"Seen: {report.outcome.steps} steps of {model['class']}, {model['parameters']:,} parameters.")
     if scopes:
         found.append("It has these scopes: " + ", ".join(one["scope"] for one in scopes) + ", and the whole step.")
+    for one in report.facts.get("optimizers", ()):
+        if not one["inside"]:
+            found.append(f"{one['name']} would run between graphs ({one['reason']}): docs/optimizers.md.")
     if report.checked is not None:
         verdict = report.checked.verdict
         found.append(f"stepgraph check: {verdict.sentence} {verdict.reason[0].upper()}{verdict.reason[1:]}")

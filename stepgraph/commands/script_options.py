@@ -10,6 +10,7 @@ Example:
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Annotated
@@ -63,6 +64,17 @@ def script_of(
         raise typer.BadParameter("name a script, or a module with -m NAME", param_hint="SCRIPT")
     target = words.pop(0) if module is None else module
     return Script(target, tuple(words), module is not None, step, timeout, not no_write)
+
+
+def command_on(command: str, script: Script, *options: str) -> str:
+    """Return the line that runs a command of stepgraph on a script, with options of the command before its own.
+
+    Example:
+        >>> command_on("verify", Script("train.py", ("--epochs", "1")), "--step", "train_step")
+        'stepgraph verify train.py --step train_step -- --epochs 1'
+    """
+    words = ["stepgraph", command, *(("-m",) if script.is_module else ()), script.target, *options]
+    return shlex.join([*words, *(("--", *script.args) if script.args else ())])
 
 
 def agreed(result: Result, timeout: float = 300.0) -> Result:

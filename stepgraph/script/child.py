@@ -27,6 +27,8 @@ from stepgraph.script.request import Request, Status, append
 __all__ = ["EarlyStop", "RunningChild", "main"]
 
 _PR_SET_PDEATHSIG = 1
+_PASSES_ON = "__torch_function__"
+"""The name of a function of ours that only passes calls of torch on, where `cuda` stands for the CPU."""
 
 
 class EarlyStop(BaseException):
@@ -188,7 +190,8 @@ def script_traceback(error: BaseException) -> str:
     from stepgraph.frames import is_engine
 
     found = traceback.TracebackException.from_exception(error)
-    if found.stack and is_engine(found.stack[-1].filename) and not isinstance(error, StepgraphError):
+    raised = [f for f in found.stack if not (f.name == _PASSES_ON and is_engine(f.filename))]
+    if raised and is_engine(raised[-1].filename) and not isinstance(error, StepgraphError):
         return "".join(found.format()).rstrip()
     todo, seen = [found], set()
     while todo:

@@ -13,7 +13,15 @@ import torch
 from rich.console import Console
 from torch import nn
 
-from stepgraph.advice.advise import AdviceReport, is_no, program_of, reasons_unmeasured, report_of, scopes_with
+from stepgraph.advice.advise import (
+    AdviceReport,
+    is_no,
+    program_of,
+    reasons_unmeasured,
+    refuse_graphed,
+    report_of,
+    scopes_with,
+)
 from stepgraph.advice.decide import (
     DO_NOT,
     Advice,
@@ -38,8 +46,8 @@ from stepgraph.advice.parts import BEGIN, REACH, find_scopes, mark_of, marked, s
 from stepgraph.advice.phases import HOST_STEPS, WARMUP, Phase, phase_of, steps_needed
 from stepgraph.advice.trial import Trial, _trial
 from stepgraph.bench.measure import traced
-from stepgraph.commands.advise import render
-from stepgraph.errors import Location
+from stepgraph.commands.advise import _next, render
+from stepgraph.errors import Location, NoStepError
 from stepgraph.inspect.check import CheckReport
 from stepgraph.inspect.findings import Seen, StepShape, collect, judge
 from stepgraph.models import GPT, GPTConfig, MoEConfig, MoEGPT
@@ -282,6 +290,50 @@ def test_report_captures_a_launch_bound_step() -> None:
         report.nsys,
     ):
         assert part in text, part
+
+
+ADAM = {"name": "AdamW", "inside": False, "reason": "its step count is on the host", "calls": 1} | {
+    "host_fraction": 0.1,
+    "kernels": 20,
+}
+
+
+def test_report_counts_optimizers_between_graphs() -> None:
+    inside = ADAM | {"inside": True}
+    without, with_one = reported(checked(), optimizers=[inside]), reported(checked(), optimizers=[inside, ADAM])
+    assert without.measured is not None
+    assert with_one.measured is not None
+    assert without.measured.eager_parts == ()
+    (part,) = with_one.measured.eager_parts
+    assert (part.name, part.calls, part.host_ms) == ("AdamW", 1, pytest.approx(0.95))
+    assert "AdamW would run between graphs (its step count is on the host): 0.95 ms of the host" in text_of(with_one)
+    assert "between graphs" not in text_of(without)
+    assert "AdamW would run between graphs" in text_of(reported(checked(), 3, gpu=None, optimizers=[ADAM]))
+
+
+def test_report_names_the_next_command() -> None:
+    assert _next(reported(checked())) == "stepgraph verify train.py --step train_step -- --epochs 1"
+    assert _next(reported(checked(function=""))) == "stepgraph check train.py -- --epochs 1"
+    seen = Seen("host-read", ".item()", Location("model.py", 7, "forward"), step=2)
+    assert _next(reported(checked(seen))) == "stepgraph check train.py -- --epochs 1"
+    assert _next(reported(checked(), busy_ms=9.9)) == "stepgraph bench --fit --compare"
+
+
+def test_ladder_without_a_gpu_begins_with_no_single_child() -> None:
+    scope = {"words": ["0"], "paths": ["0"], "calls": 0, "host_fraction": 0.0, "kernels": 0}
+    child = scope | {"scope": "0", "is_child": True}
+    layers = scope | {"scope": "layers", "words": ["*"], "is_child": False}
+    assert reported(checked(), 3, gpu=None, scopes=[child]).ladder[2][1] == "train_step = stepgraph.capture(train_step)"
+    assert "graph_modules" in reported(checked(), 3, gpu=None, scopes=[layers]).ladder[2][1]
+
+
+def test_graphed_scripts_are_refused_by_name() -> None:
+    graphed = Outcome(Status.STOPPED, result(is_graphed=True), 0)
+    with pytest.raises(NoStepError) as refused:
+        refuse_graphed(Script("loop.py"), graphed)
+    assert refused.value.rule == "script-graphed"
+    assert "`stepgraph verify loop.py`" in refused.value.fix
+    refuse_graphed(Script("train.py"), Outcome(Status.STOPPED, result(), 0))
 
 
 def test_report_says_do_not_to_a_busy_gpu() -> None:

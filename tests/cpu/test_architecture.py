@@ -336,6 +336,7 @@ def test_public_names_are_what_the_package_imports() -> None:
         "import stepgraph; dir(stepgraph); stepgraph.InvalidArgument; stepgraph.order",
         "import runpy; sys.argv = ['stepgraph', '--help']; runpy.run_module('stepgraph')",
         "import runpy; sys.argv = ['stepgraph', 'demo', '--help']; runpy.run_module('stepgraph')",
+        "import stepgraph.inspect.check, stepgraph.advice.advise",  # torch is the script's process's
     ],
 )
 def test_import_and_help_load_no_torch(program: str) -> None:

@@ -50,7 +50,7 @@ def test_examples_of_configurations_are_command_lines() -> None:
         for line in found.example.splitlines():
             words = shlex.split(line, comments=True)
             assert "stepgraph" in words, f"{found.id}: {line}"
-            assert {"train", "check", "bench"} & set(words), f"{found.id}: {line}"
+            assert {"train", "check", "bench", "advise", "verify"} & set(words), f"{found.id}: {line}"
             assert all("=" in word or not word[0].isupper() for word in words), f"{found.id}: {line}"
         if found.example:
             refused = [re.search("# refused", line) is not None for line in found.example.splitlines()]

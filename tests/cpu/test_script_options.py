@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import typer
 from typer.testing import CliRunner
 
@@ -22,11 +23,13 @@ from stepgraph.commands.script_options import (
     ScriptTimeout,
     StepName,
     agreed,
+    command_on,
     script_of,
 )
 from stepgraph.errors import InvalidArgument, NoStepError, ScriptError
 from stepgraph.observe.steps import StepCalls, goes_back
 from stepgraph.script.child import script_traceback
+from stepgraph.script.cuda_on_cpu import DeviceMode
 from stepgraph.script.files import FileWatch, WriteRefused
 from stepgraph.script.main_module import NamedStep
 from stepgraph.script.request import Answer, Outcome, Request, Script, Status, append
@@ -127,6 +130,15 @@ def test_traceback_has_the_scripts_frames_only() -> None:
     assert "ZeroDivisionError" in text
     assert "steps.py" not in text
     assert "steps.py" in failing(lambda: goes_back(3, ()))  # type: ignore[arg-type]
+    with DeviceMode(lambda name: None):
+        text = failing(lambda: torch.ones(2) @ torch.ones(3))
+    assert "cuda_on_cpu.py" not in text, "it only passes calls on"
+
+
+def test_command_on_a_script_keeps_arguments_last() -> None:
+    module = Script("package.train", ("--lr", "0.1 0.2"), is_module=True)
+    assert command_on("verify", module, "--step", "f") == "stepgraph verify -m package.train --step f -- --lr '0.1 0.2'"
+    assert command_on("check", Script("train.py")) == "stepgraph check train.py"
 
 
 class Silent:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
+import os
 from pathlib import Path
 
 import pytest
 
 import stepgraph
 from stepgraph.advice.advise import is_no
+from stepgraph.advice.decide import DO_NOT, Bound, advise_on
+from stepgraph.errors import NoStepError
 
 pytestmark = pytest.mark.gpu
 ROOT = Path(__file__).parents[2]
@@ -69,10 +73,17 @@ def test_tiny_layers_are_launch_bound() -> None:
 
 
 def test_large_products_are_left_alone() -> None:
+    """Beside other tests a step takes as long as they let it. The time of its own kernels stays what it is."""
     report = stepgraph.advise(written(LARGE, "16384, 8192"), steps=10)
-    assert report.advice is not None, report.cannot_judge
-    assert is_no(report), report.advice
-    assert report.verdict == "GPU-bound"
+    measured = report.measured
+    assert measured is not None, report.cannot_judge
+    assert measured.host_ms < measured.busy_ms, "the host is ahead of the GPU"
+    assert measured.small_kernels < measured.kernels
+    advice = advise_on(dataclasses.replace(measured, step_ms=measured.busy_ms))
+    assert (advice.bound, advice.choice.choice) == (Bound.GPU, DO_NOT)
+    if "PYTEST_XDIST_WORKER" not in os.environ:  # the GPU is this test's alone
+        assert is_no(report), report.advice
+        assert report.verdict == "GPU-bound"
 
 
 def test_reads_in_the_step_are_named_with_their_line() -> None:
@@ -86,6 +97,28 @@ def test_reads_in_the_step_are_named_with_their_line() -> None:
     assert report.measured is not None
     assert any("host-read" in why for why in report.measured.whole_step_forbidden)
     assert report.measured.outside_syncs == 1
+
+
+CAPTURED = "train_step = stepgraph.capture(train_step)\n\n\nfor _ in range(100):"
+
+
+@pytest.mark.parametrize("optimizer", ["fused", "foreach"])
+def test_optimizers_between_graphs_are_known(optimizer: str) -> None:
+    script = Path(written(SMALL, "16, 64"))
+    script.write_text(script.read_text().replace("capturable=True", f"{optimizer}=True"))
+    report = stepgraph.advise(str(script), steps=10)
+    assert report.measured is not None, report.cannot_judge
+    names = [part.name for part in report.measured.eager_parts]
+    assert names == ([] if optimizer == "fused" else ["AdamW"])
+    assert all(0 < part.host_ms < report.measured.host_ms for part in report.measured.eager_parts)
+
+
+def test_scripts_with_graphs_are_refused() -> None:
+    script = Path(written(SMALL, "16, 64"))
+    script.write_text("import stepgraph\n" + script.read_text().replace("for _ in range(100):", CAPTURED))
+    with pytest.raises(NoStepError) as refused:
+        stepgraph.advise(str(script), steps=10)
+    assert refused.value.rule == "script-graphed"
 
 
 def test_trial_measures_what_was_predicted() -> None:

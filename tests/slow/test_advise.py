@@ -124,7 +124,7 @@ def test_advise_without_a_gpu_gives_the_checks() -> None:
     assert [scope["scope"] for scope in values["facts"]["scopes"]] == ["layers"]
     assert values["ladder"][2][1] == 'graphs = stepgraph.graph_modules(net, scope=["*"])'
     assert values["ladder"][5][1] == "train_step = stepgraph.capture(train_step)"
-    assert values["next"] == "stepgraph check train.py -- --lr 1"
+    assert values["next"] == "stepgraph verify train.py --step train_step -- --lr 1"
 
 
 @long
