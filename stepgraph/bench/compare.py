@@ -33,6 +33,8 @@ class Row:
     """The step whose loss is the first that differs from eager's; None if all are equal."""
     largest_gap: float
     """The largest difference of a loss from eager's."""
+    is_compared: bool
+    """Whether there are losses to compare with: those of eager, or of the model of its own that it trains."""
     figures: Mapping[str, Any]
     """The record of the faster pass."""
 
@@ -103,7 +105,9 @@ def compare(mechanisms: Sequence[Mechanism], records: Sequence[Record]) -> Compa
     again = [record for record in by_name.get("eager-again", []) if "error" not in record]
     reference = eager[0]["losses"] if eager else {}
     rows = [
-        _row(mechanism, by_name[mechanism.name], reference) for mechanism in mechanisms if mechanism.name in by_name
+        _row(mechanism, by_name[mechanism.name], _losses(by_name.get(mechanism.reference, ())))
+        for mechanism in mechanisms
+        if mechanism.name in by_name
     ]
     rows.sort(key=lambda row: (row.step_ms is None, row.step_ms))
     times = [record["step_ms"] for record in (*eager, *again)]
@@ -113,11 +117,16 @@ def compare(mechanisms: Sequence[Mechanism], records: Sequence[Record]) -> Compa
     return Comparison(tuple(rows), winner, reason, noise, equal)
 
 
+def _losses(records: Sequence[Record]) -> Mapping[str, float]:
+    """The losses of the first of these runs that has some."""
+    return next((record["losses"] for record in records if "error" not in record), {})
+
+
 def _row(mechanism: Mechanism, records: Sequence[Record], reference: Mapping[str, float]) -> Row:
     good = [record for record in records if "error" not in record]
     errors = [record["error"] for record in records if "error" in record]
     if not good:
-        return Row(mechanism, None, None, errors[0], None, 0.0, {})
+        return Row(mechanism, None, None, errors[0], None, 0.0, False, {})
     times = [record["step_ms"] for record in good]
     best = min(good, key=lambda record: record["step_ms"])
     left = [at for record in good if (at := left_at(reference, record["losses"])) is not None]
@@ -128,6 +137,7 @@ def _row(mechanism: Mechanism, records: Sequence[Record], reference: Mapping[str
         error=errors[0] if errors else None,
         left_eager_at=min(left) if left else None,
         largest_gap=max(largest_gap(reference, record["losses"]) for record in good),
+        is_compared=bool(reference),
         figures=best,
     )
 
@@ -152,7 +162,8 @@ def choose_winner(rows: Sequence[Row], noise: float, eager_equals_eager: bool) -
     """Choose the fastest mechanism that trains what eager trains, and say why.
 
     A mechanism whose kernels are eager's own must have eager's losses, bit for bit, wherever eager equals itself.
-    Compiled kernels round differently, and are trusted if the losses stay close.
+    Compiled kernels round differently, and are trusted if the losses stay close. A mechanism that trains a model of its
+    own is not eager's rival.
     """
     eager = next((row for row in rows if row.mechanism.name == "eager"), None)
     sound = [row for row in rows if row.step_ms is not None and row.error is None]
@@ -173,6 +184,8 @@ _CLOSE = 0.05
 
 
 def _is_sound(row: Row, eager_equals_eager: bool) -> bool:
+    if row.mechanism.reference != "eager":
+        return False
     if row.mechanism.changes_kernels or not eager_equals_eager:
         return row.largest_gap < _CLOSE
     return row.left_eager_at is None

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import fnmatch
+import functools
 import importlib
 import importlib.util
 import time
@@ -23,6 +24,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from stepgraph.bench import megatron_core
 from stepgraph.config.container import ConfigContainer
 from stepgraph.config.environment import Environment
 from stepgraph.config.rules import broken_rules, finalised
@@ -42,7 +44,7 @@ class Mechanism:
     name: str
     title: str
     whose: str
-    """Whose mechanism it is: eager, torch, Transformer Engine, stepgraph."""
+    """Whose mechanism it is: eager, torch, Transformer Engine, megatron-core, stepgraph."""
     make: Make = choose
     impl: Literal["none", "local", "transformer_engine"] = "none"
     scope: tuple[str, ...] = ()
@@ -51,6 +53,12 @@ class Mechanism:
     """The package that must be installed."""
     changes_kernels: bool = False
     """Compiled kernels round differently, so that losses are not those of eager, bit for bit."""
+    reference: str = "eager"
+    """The mechanism whose losses it must have. Another than eager trains a model of its own."""
+    model_provider: Callable[[Any], nn.Module] | None = None
+    """Builds that model."""
+    unbuilt: Callable[[ConfigContainer], str | None] = lambda cfg: None
+    """Names what of a configuration it does not build, or returns None."""
 
     def configured(self, cfg: ConfigContainer) -> ConfigContainer:
         """Return a copy of a configuration that this mechanism runs."""
@@ -59,13 +67,22 @@ class Mechanism:
         found.model.cuda_graph_scope = [CudaGraphScope(word) for word in self.scope]
         return found
 
-    def missing(self, device: torch.device) -> str | None:
+    def missing(self, device: torch.device, cfg: ConfigContainer) -> str | None:
         """Return why it cannot run here, or None."""
+        if (part := self.unbuilt(cfg)) is not None:
+            return f"not built for {part}"
         if self.needs_cuda and device.type != "cuda":
             return "needs a GPU"
-        if self.package is not None and importlib.util.find_spec(self.package) is None:
+        if self.package is not None and not _is_installed(self.package):
             return f"{self.package} is not installed"
         return None
+
+
+def _is_installed(package: str) -> bool:
+    try:
+        return importlib.util.find_spec(package) is not None
+    except ModuleNotFoundError:  # the package that it is in
+        return False
 
 
 class Compiled(Eager):
@@ -202,6 +219,26 @@ def compiled_and_captured(work: Work, cfg: Any) -> Implementation:
     return choose(work, cfg)
 
 
+def _unbuilt_by_megatron(cfg: ConfigContainer) -> str | None:
+    if cfg.dataset.kind != "text":
+        return f"data of kind {cfg.dataset.kind}"
+    return megatron_core.unbuilt_part(cfg.model)
+
+
+def _megatron(graphs: megatron_core.Graphs, title: str) -> Mechanism:
+    return Mechanism(
+        f"megatron-{graphs}",
+        f"megatron-core GPTModel, {title}",
+        "megatron-core",
+        functools.partial(megatron_core.MegatronIteration, graphs=graphs),
+        needs_cuda=True,
+        package="megatron.core",
+        reference="megatron-none",
+        model_provider=megatron_core.Provider(graphs),
+        unbuilt=_unbuilt_by_megatron,
+    )
+
+
 OTHERS = (
     Mechanism("eager", "eager", "eager", impl="none"),
     Mechanism("eager-again", "eager, once more", "eager", impl="none"),
@@ -220,6 +257,9 @@ OTHERS = (
         needs_cuda=True,
         package="transformer_engine",
     ),
+    _megatron("none", "eager"),
+    _megatron("layers", "its graphs of layers"),
+    _megatron("iteration", "its graph of an iteration"),
 )
 SCOPES: Mapping[str, tuple[tuple[str, ...], ...]] = MappingProxyType(
     {

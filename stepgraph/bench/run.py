@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from stepgraph.config.container import ConfigContainer
     from stepgraph.train.implementations import Implementation, Work
     from stepgraph.train.run_report import RunReport
+    from stepgraph.train.setup import ModelProvider
 
 SETTLE = 3
 """Iterations after the capture that are not timed."""
@@ -175,13 +176,14 @@ def benchmark(
     steps: int = 20,
     gpu: Gpu | None = None,
     implementation: Callable[[Work, ConfigContainer], Implementation] | None = None,
+    model_provider: ModelProvider | None = None,
     quiet: bool = True,
 ) -> BenchResult:
     """Train a configuration for some steady steps, and return what they took.
 
     `steps` are those after warm-up and capture. `gpu` gives the peak for MFU; `implementation`, if it is
-    not the configured one, what runs the iterations. The configuration's own number of
-    iterations, checkpoints and evaluations are left out.
+    not the configured one, what runs the iterations; `model_provider(cfg)` builds another model of the same sizes. The
+    configuration's own number of iterations, checkpoints and evaluations are left out.
 
     Example:
         >>> found = benchmark(for_cpu(recipes.gpt2_small()), steps=5)
@@ -210,7 +212,14 @@ def benchmark(
             return chosen
 
         with contextlib.closing(regions):
-            report = pretrain(timed, device=where, on_event=on_event, quiet=quiet, implementation=watched)
+            report = pretrain(
+                timed,
+                model_provider=model_provider,
+                device=where,
+                on_event=on_event,
+                quiet=quiet,
+                implementation=watched,
+            )
     times, timeline = clock.result()
     return BenchResult(
         times=times,

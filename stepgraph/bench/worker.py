@@ -55,6 +55,7 @@ def _figures(request: dict[str, Any]) -> dict[str, Any]:
         steps=request["steps"],
         gpu=gpu,
         implementation=mechanism.make,
+        model_provider=mechanism.model_provider,
     )
     kernels = found.timeline.kernels
     first = kernels[0].start_us if kernels else 0.0

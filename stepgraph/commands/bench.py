@@ -419,8 +419,8 @@ def _compared(asked: Asked, wanted: Wanted, device: torch.device, steps: int, ho
     cfg, cuts, parameters = configured(wanted, device)
     known = mechanisms_for(cfg, Environment.read(device.type))
     chosen = select(how.only, known) if how.only is not None else known
-    missing = {m.title: why for m in chosen if (why := m.missing(device)) is not None}
-    chosen = [m for m in chosen if m.missing(device) is None]
+    missing = {m.title: why for m in chosen if (why := m.missing(device, cfg)) is not None}
+    chosen = [m for m in chosen if m.title not in missing]
     request = {"config": cfg.to_dict(), "device": str(device), "steps": steps}
     file = ResultFile(how.json_file(asked.recipe), request, machine_facts(device))
     records: list[Record] = file.load() if how.resumes else []
@@ -436,6 +436,7 @@ def _compared(asked: Asked, wanted: Wanted, device: torch.device, steps: int, ho
     found = compare(chosen, records)
     title = f"{asked.recipe}, {asked.task}, {parameters:,} parameters"
     facts = file.facts | ({"cut": "; ".join(cuts)} if cuts else {})
+    facts |= {"not run": "; ".join(f"{name}: {why}" for name, why in missing.items())} if missing else {}
     if how.html is not None:
         write_whole(how.html, report_html.render(title, facts, found))
     values = {
