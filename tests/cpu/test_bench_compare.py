@@ -12,7 +12,7 @@ from rich.console import Console
 from torch import Tensor, nn
 
 from stepgraph import recipes
-from stepgraph.bench import report_html
+from stepgraph.bench import megatron_core, report_html
 from stepgraph.bench.compare import compare, largest_gap, left_at, plan, seconds_left
 from stepgraph.bench.measure import StepTimes
 from stepgraph.bench.mechanisms import CopiedResults, Mechanism, mechanisms_for, named, select
@@ -285,3 +285,49 @@ def test_table_has_errors_and_no_empty_columns() -> None:
     assert "not run: x (needs a GPU)" in text
     assert "GiB" not in text
     assert "audits" not in text
+
+
+NONE, LAYERS = (
+    Mechanism(f"megatron-{graphs}", graphs, "m", reference="megatron-none") for graphs in ("none", "layers")
+)
+
+
+def test_model_of_its_own_is_compared_with_its_own_eager() -> None:
+    records = [record(EAGER, 0, 100.0), record(NONE, 0, 90.0, 5.0, 4.0), record(LAYERS, 0, 10.0, 5.0, 4.5)]
+    found = compare([EAGER, NONE, LAYERS], records)
+    words = {row.mechanism.name: report_html.losses_in_words(row) for row in found.rows}
+    assert words["megatron-none"] == "other weights: loss not comparable"
+    assert words["megatron-layers"] == "megatron-none: differ from step 2, by 0.5 at most"
+    assert found.winner == "eager", "another model is no rival"
+
+
+def test_losses_without_a_reference_are_not_called_equal() -> None:
+    found = compare([OURS], [record(OURS, 0, 10.0)])
+    assert report_html.losses_in_words(found.rows[0]) == "not compared: eager did not run"
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("gpt2_small", "needs a GPU"),
+        ("qwen3_30b_a3b", "not built for a model of kind moe"),
+        ("nemotron_h", "not built for a model of kind hybrid"),
+    ],
+)
+def test_megatron_rows_say_what_is_not_built(name: str, why: str) -> None:
+    cfg = recipes.recipe(name)
+    rows = select("megatron-*", mechanisms_for(cfg, H200))
+    assert [mechanism.missing(torch.device("cpu"), cfg) for mechanism in rows] == [why] * 3
+
+
+def test_package_within_a_missing_one_is_missing() -> None:
+    mechanism = dataclasses.replace(EAGER, package="no_such_package.core")
+    assert mechanism.missing(torch.device("cpu"), recipes.gpt2_small()) == "no_such_package.core is not installed"
+
+
+def test_megatron_shape_is_that_of_the_recipe() -> None:
+    shape = megatron_core.Shape.of(recipes.gpt2_small().model)
+    assert (shape.num_layers, shape.ffn_hidden_size, shape.activation) == (12, 3072, "gelu")
+    assert (shape.normalization, shape.position_embedding_type) == ("LayerNorm", "learned_absolute")
+    with pytest.raises(InvalidArgument, match="not built here for a model of kind moe"):
+        megatron_core.Shape.of(recipes.qwen3_30b_a3b().model)
