@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from stepgraph.bench.compare import Comparison, Row
     from stepgraph.bench.hardware import Gpu
-    from stepgraph.bench.predict import Prediction
+    from stepgraph.bench.predict import MachinePrediction
     from stepgraph.bench.run import BenchResult
 
 _FAMILIES = {
@@ -537,7 +537,7 @@ def _predicted(asked: Asked, wanted: Wanted) -> Result:
     return Result(values, _shown(asked, gpu, found), next=asked.line("--fit -ng 1"))
 
 
-def _shown(asked: Asked, gpu: Gpu, found: Prediction) -> RenderableType:
+def _shown(asked: Asked, gpu: Gpu, found: MachinePrediction) -> RenderableType:
     from rich.text import Text
 
     share = f"{100 * found.memory_fraction:.0f} % of {gpu.memory_bytes / 1e9:.0f} GB"
