@@ -243,4 +243,5 @@ def losses_in_words(row: Row) -> str:
     whose = "" if reference == "eager" else f" {reference}:"
     if row.left_eager_at is None:
         return f"{whose} equal".strip()
-    return f"{whose} differ from step {row.left_eager_at}, by {row.largest_gap:.2g} at most".strip()
+    verb = "diverge" if row.diverges or not row.mechanism.changes_kernels else "differ by rounding"
+    return f"{whose} {verb} from step {row.left_eager_at}, by {row.largest_gap:.2g} at most".strip()

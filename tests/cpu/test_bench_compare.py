@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from stepgraph import recipes
 from stepgraph.bench import megatron_core, report_html
-from stepgraph.bench.compare import compare, largest_gap, left_at, plan, seconds_left
+from stepgraph.bench.compare import compare, diverges, largest_gap, left_at, plan, seconds_left
 from stepgraph.bench.measure import StepTimes
 from stepgraph.bench.mechanisms import CopiedResults, Mechanism, mechanisms_for, named, select
 from stepgraph.bench.results import ResultFile, write_whole
@@ -74,6 +74,16 @@ def test_winner_may_compile_if_losses_stay_close() -> None:
     assert compare([EAGER, AGAIN, COMPILED], records).winner == "compile"
     records[-1]["losses"]["2"] = 9.0
     assert compare([EAGER, AGAIN, COMPILED], records).winner == "eager"
+
+
+def test_rounding_that_training_amplifies_is_no_divergence() -> None:
+    eager = {str(step): loss for step, loss in enumerate((11.138, 8.054, 6.921, 6.171, 2.0), 1)}
+    compiled = {str(step): loss for step, loss in enumerate((11.138, 8.055, 6.923, 6.5, 1.8), 1)}
+    assert not diverges(eager, compiled)
+    assert not diverges(eager, eager)
+    assert not diverges({}, eager)
+    for step, loss in (("1", 11.3), ("3", 6.8), ("5", 2.3), ("5", float("nan")), ("2", float("nan"))):
+        assert diverges(eager, compiled | {step: loss})
 
 
 def test_winner_is_eager_within_its_own_spread() -> None:
@@ -297,7 +307,7 @@ def test_model_of_its_own_is_compared_with_its_own_eager() -> None:
     found = compare([EAGER, NONE, LAYERS], records)
     words = {row.mechanism.name: report_html.losses_in_words(row) for row in found.rows}
     assert words["megatron-none"] == "other weights: loss not comparable"
-    assert words["megatron-layers"] == "megatron-none: differ from step 2, by 0.5 at most"
+    assert words["megatron-layers"] == "megatron-none: diverge from step 2, by 0.5 at most"
     assert found.winner == "eager", "another model is no rival"
 
 
