@@ -93,9 +93,9 @@ def run_all(
     """Run all jobs one after the other; `on_record` gets each record when it is there."""
     with JobServer() as server:
         for number, mechanism in jobs:
-            begun = time.perf_counter()
-            record = server.run({**request, "mechanism": mechanism.name, "pass": number}, timeout_s)
-            on_record(record | {"job_s": time.perf_counter() - begun})
+            begun, which = time.perf_counter(), {"mechanism": mechanism.name, "pass": number}
+            record = server.run({**request, **which}, timeout_s)
+            on_record(which | record | {"job_s": time.perf_counter() - begun})
 
 
 def compare(mechanisms: Sequence[Mechanism], records: Sequence[Record]) -> Comparison:

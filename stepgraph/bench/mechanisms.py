@@ -16,7 +16,7 @@ import functools
 import importlib
 import importlib.util
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Literal
@@ -161,6 +161,17 @@ class TensorLayer(nn.Module):
         return self.run(x, self.rotary)
 
 
+def graph_layers(
+    blocks: Iterable[nn.Module], rotary: nn.Module, shape: tuple[int, ...], make: Callable[..., Any]
+) -> None:
+    """Put graphs by `make`, a make_graphed_callables, in the place of the forwards of layers."""
+    layers = tuple(TensorLayer(block, rotary) for block in blocks)
+    weight = next(layers[0].parameters())
+    samples = tuple((torch.randn(shape, device=weight.device, dtype=weight.dtype, requires_grad=True),) for _ in layers)
+    for layer, graphed in zip(layers, make(layers, samples), strict=True):
+        layer.block.forward = lambda x, rotary, graphed=graphed: graphed(x)
+
+
 class TorchCallables(InPlace):
     """torch.cuda.make_graphed_callables around every layer, captured before training."""
 
@@ -181,17 +192,10 @@ class TorchCallables(InPlace):
 
     def capture(self) -> None:
         begun = time.perf_counter()
-        core, cfg = self.work.core, self._cfg
-        weight = next(core.parameters())
+        cfg = self._cfg
         shape = (cfg.train.micro_batch_size, cfg.model.seq_length, cfg.model.hidden_size)
-        rotary: nn.Module = core.rotary  # type: ignore[assignment]
-        layers = tuple(TensorLayer(block, rotary) for block in self._blocks)
-        samples = tuple(
-            (torch.randn(shape, device=weight.device, dtype=weight.dtype, requires_grad=True),) for _ in layers
-        )
-        graphed = self._graphed(layers, samples)
-        for block, layer in zip(self._blocks, graphed, strict=True):
-            block.forward = lambda x, rotary, layer=layer: layer(x)
+        rotary: nn.Module = self.work.core.rotary  # type: ignore[assignment]
+        graph_layers(self._blocks, rotary, shape, self._graphed)
         torch.cuda.synchronize()
         self.is_captured, self.capture_seconds = True, time.perf_counter() - begun
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from stepgraph.bench.measure import StepTimes, Timeline, elapsed_ms, mark, profiled, quantile
+from stepgraph.bench.measure import StepTimes, Timeline, elapsed_ms, mark, peaks_of, profiled, quantile, reset_peaks
 
 if TYPE_CHECKING:
     from stepgraph.bench.hardware import Gpu
@@ -197,8 +197,7 @@ def benchmark(
     first = max(cfg.model.cuda_graph_warmup_steps, _DDP_WARMUP if _is_distributed() else 1) + 1 + SETTLE
     timed = _timed(cfg, first + steps + 3)
     clock, regions = Clock(where, first, steps), Regions.on(where)
-    if where.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(where)
+    reset_peaks(where)
     with tempfile.TemporaryDirectory() as folder:
         timed.logger.log_dir = folder
 
@@ -242,14 +241,8 @@ def _timed(cfg: ConfigContainer, iterations: int) -> ConfigContainer:
 
 
 def _memory(device: torch.device, report: RunReport) -> Memory:
-    if device.type != "cuda":
-        return Memory(before_capture=report.memory_before, after_capture=report.memory_after)
-    return Memory(
-        allocated=torch.cuda.max_memory_allocated(device),
-        reserved=torch.cuda.max_memory_reserved(device),
-        before_capture=report.memory_before,
-        after_capture=report.memory_after,
-    )
+    peaks = peaks_of(device)
+    return Memory(peaks.allocated, peaks.reserved, report.memory_before, report.memory_after)
 
 
 def _world_size() -> int:
