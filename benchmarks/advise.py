@@ -19,8 +19,8 @@ above its loop. Where it says "do not", the whole step is captured: that is what
 - right: what was advised was right. "Capture" is right if the measured gain is 5 % or more, "do not" if it is less. A
   verdict that contradicts it is wrong too: launch-bound with less than 5 %, GPU-bound with 5 % or more.
 
-The targets are 10 % for the time, 15 % for memory, and right in all. The processes that measure import torch side by
-side at the start and wait for their turn; only one process at a time uses the GPU.
+The targets are 10 % for the time, 15 % for memory, and right in all. The processes that measure are forked from one
+that has imported torch (`stepgraph.bench.server`); only one process at a time uses the GPU.
 """
 
 from __future__ import annotations
@@ -42,24 +42,14 @@ from typing import Any
 
 import torch
 from advise_scripts import WORKLOADS, with_lines
-from whole_step import (
-    ROOT,
-    Worker,
-    begin,
-    collect,
-    command_line,
-    name_list,
-    progress,
-    release,
-    run_and_report,
-    start_worker,
-    stop_worker,
-)
+from whole_step import ROOT, begin, command_line, name_list, progress, run_and_report
 from whole_step_report import Record, Rows, as_page, number
-from whole_step_variants import attempt, await_turn
 
 from stepgraph.advice.decide import DO_NOT, WHOLE_STEP, WORTHWHILE, Bound
+from stepgraph.bench import worker as bench_worker
+from stepgraph.bench.jobs import JobServer
 from stepgraph.bench.measure import elapsed_ms, mark
+from stepgraph.bench.server import attempted
 
 TIME_TARGET, MEMORY_TARGET = 10.0, 15.0
 """Percent."""
@@ -239,46 +229,43 @@ def measure(script: Path, device: torch.device) -> Record:
     return begun[-1].found
 
 
-def worker(args: argparse.Namespace) -> int:
-    """Measure one script and print its record as one line of JSON."""
-    name, path = args.worker
-    imports = ("torch._dynamo", "stepgraph", *filter(None, [WORKLOADS[name].needs]))
-    if args.wait and not await_turn(imports):
-        return 1
-    if args.device == "cpu":
+def prepare() -> None:
+    """Import what the workers need, in the server that they are forked from."""
+    bench_worker.prepare()
+
+
+def run(request: Record) -> Record:
+    """Measure one script; return its record."""
+    device = torch.device(request["device"])
+    if device.type == "cpu":
         torch.set_num_threads(1)
-    record: Record = {"workload": name, "variant": "graphs"}
-    with contextlib.redirect_stdout(sys.stderr):
-        attempt(record, lambda: measure(Path(path), torch.device(args.device)))
-    print(json.dumps(record, default=str), flush=True)
-    return 1 if "error" in record else 0
+    known = {"workload": request["workload"], "variant": "graphs"}
+    return attempted(known, lambda: measure(Path(request["script"]), device))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # All of it
 
 
-def run_workload(waiting: Worker, folder: Path, args: argparse.Namespace) -> Record:
-    """Advise on a workload, measure it in the process that waits, and compare."""
-    name, started = waiting.job[0], time.perf_counter()
-    record: Record = {"workload": name, "variant": "advise"}
+def run_workload(name: str, server: JobServer, folder: Path, args: argparse.Namespace) -> Record:
+    """Advise on a workload, measure it in a process of its own, and compare."""
+    started = time.perf_counter()
     text = WORKLOADS[name].text(args.device)
-    script = folder / name.replace("-", "_") / "train.py"
+    script, graphed = folder / name.replace("-", "_") / "train.py", folder / f"{name}.py".replace("-", "_")
     script.parent.mkdir()
     script.write_text(text)
 
     def compared() -> Record:
         advice = advised(script, args.device, args.timeout)
         took = time.perf_counter() - started
-        Path(waiting.job[1]).write_text(with_graphs(name, text, advice))
-        release(waiting)
-        found = collect(waiting, args.timeout)
+        graphed.write_text(with_graphs(name, text, advice))
+        found = server.run({"workload": name, "device": args.device, "script": str(graphed)}, args.timeout)
         if "error" in found:
             raise RuntimeError(found["error"])
-        kept = {key: value for key, value in found.items() if key not in ("workload", "variant", "worker_s")}
+        kept = {key: value for key, value in found.items() if key not in ("workload", "variant", "worker_s", "process")}
         return judged(advice, kept) | {"advise_s": took, "paste": advice["paste"]}
 
-    return attempt(record, compared)
+    return attempted({"workload": name, "variant": "advise"}, compared)
 
 
 def run_workloads(
@@ -286,22 +273,14 @@ def run_workloads(
 ) -> list[Record]:
     """Run all workloads in turn."""
     records: list[Record] = []
-    file, options = str(Path(__file__).resolve()), ["--device", args.device]
-    with tempfile.TemporaryDirectory(prefix="advise-") as place:
-        folder = Path(place)
-        jobs = [(name, str(folder / f"{name}.py".replace("-", "_"))) for name in names]
-        workers = [start_worker(job, file, options) for job in jobs]
-        try:
-            for waiting in workers:
-                waiting.process.stdout.readline()
-            for each in workers:
-                records.append(run_workload(each, folder, args))
-                print(progress(records[-1], len(records), len(jobs), told), file=sys.stderr, flush=True)
-                publish(records)
-        finally:
-            for each in workers:
-                stop_worker(each)
-                each.log.close()
+    with (
+        tempfile.TemporaryDirectory(prefix="advise-") as place,
+        JobServer(Path(__file__).stem, (ROOT, ROOT / "benchmarks")) as server,
+    ):
+        for name in names:
+            records.append(run_workload(name, server, Path(place), args))
+            print(progress(records[-1], len(records), len(names), told), file=sys.stderr, flush=True)
+            publish(records)
     return records
 
 
@@ -370,16 +349,12 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--device", choices=("cuda", "cpu"), default=here, help="cpu: tiny models on the tape")
     parser.add_argument("--timeout", type=float, default=150.0, help="seconds a process may take (150)")
     parser.add_argument("--out", type=Path, help="folder for the report (benchmarks/results/DATE-GPU; none on a CPU)")
-    parser.add_argument("--worker", nargs=2, metavar=("WORKLOAD", "SCRIPT"), help=argparse.SUPPRESS)
-    parser.add_argument("--wait", action="store_true", help=argparse.SUPPRESS)
     return parser.parse_args(argv)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark; return 1 if a workload failed."""
     args = parse_arguments(argv)
-    if args.worker:
-        return worker(args)
     begun = begin(args, "tiny models")
     if begun is None:
         return 2

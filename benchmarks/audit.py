@@ -32,6 +32,7 @@ from whole_step_report import Record, as_page, number
 from whole_step_variants import build_batches, build_model, fused_adamw, plain_step
 
 import stepgraph
+from stepgraph.bench.measure import wall_ms
 from stepgraph.oplog import OpLog, Vocabulary
 from stepgraph.session.proof import next_audit
 
@@ -66,14 +67,7 @@ def drain(device: str) -> None:
 
 def seconds(call: Callable[[], Any], device: str, calls: int) -> float:
     """The median time of a call, the device idle before and after."""
-    times = []
-    for _ in range(calls):
-        drain(device)
-        start = time.perf_counter()
-        call()
-        drain(device)
-        times.append(time.perf_counter() - start)
-    return statistics.median(times)
+    return statistics.median(wall_ms(call, torch.device(device)) for _ in range(calls)) / 1e3
 
 
 def peak(device: str) -> int | None:

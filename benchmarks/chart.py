@@ -1,8 +1,9 @@
 """Draw README's chart and write its table of figures, both from the committed results.
 
-`python benchmarks/chart.py` takes the newest `results/*/whole_step.json` that has every variant shown, writes
-`docs/images/step_time-light.svg` and `-dark.svg`, and rewrites the table between the marks in README.md. The output
-depends on the results alone, so that a test can compare it with what is committed.
+`python benchmarks/chart.py` writes `docs/images/step_time-light.svg` and `-dark.svg`, and rewrites the table between
+the marks in README.md. The figures are those of a comparison, `stepgraph bench --compare`, if `COMPARISON` names its
+file, or else of the newest `results/*/whole_step.json` that has every variant shown. The output depends on the results
+alone, so that a test can compare it with what is committed.
 
 Each bar is the time of one training step. Its dark part is the time in which the GPU computes (`busy_ms`); the pale
 part is the time in which it waits.
@@ -20,6 +21,19 @@ ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 README = ROOT / "README.md"
 IMAGES = ROOT / "docs" / "images"
+COMPARISON: str | None = None
+"""The comparison to draw, a file in `results` such as "2026-11-18-h200/compare_gpt2_small.json"."""
+MECHANISMS = {
+    "eager": "eager",
+    "compile": "torch.compile",
+    "reduce-overhead": "torch.compile, reduce-overhead",
+    "torch-callables": "torch make_graphed_callables",
+    "ours-te-attn": "stepgraph, attention",
+    "ours-te-layers": "stepgraph, layers",
+    "ours-whole": "stepgraph, whole step",
+    "ours-whole-compile": "stepgraph + torch.compile",
+}
+"""The mechanisms shown of a comparison, in this order, and what they are called; what was not run is left out."""
 WORKLOAD = "gpt2-small"
 BUSY_WORKLOAD = "gpt2-small-mb8"
 VARIANTS = {
@@ -56,6 +70,41 @@ WIDTH, LEFT, RIGHT = 800, 250, 110
 TOP, BAR, PITCH = 64, 22, 34
 
 
+@dataclass(frozen=True)
+class Bar:
+    """One way to run a step; without times if it failed."""
+
+    label: str
+    is_ours: bool
+    step_ms: float | None
+    busy_ms: float = 0.0
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What is drawn and written."""
+
+    path: Path
+    bars: tuple[Bar, ...]
+    """Eager first."""
+    note: str
+    """What was run, and where."""
+    table: str
+
+    @property
+    def drawn(self) -> list[tuple[Bar, float]]:
+        """The bars that have a time, with it."""
+        return [(bar, bar.step_ms) for bar in self.bars if bar.step_ms is not None]
+
+
+def read() -> Figures:
+    """Return the figures of the results that are shown."""
+    if COMPARISON is not None:
+        return of_comparison(RESULTS / COMPARISON)
+    path, result = newest_result()
+    return of_whole_step(path, result)
+
+
 def newest_result() -> tuple[Path, dict[str, Any]]:
     """Return the newest whole-step result that has every variant of the chart, and where it is stored."""
     found = []
@@ -68,47 +117,95 @@ def newest_result() -> tuple[Path, dict[str, Any]]:
     return path, result
 
 
+def of_whole_step(path: Path, result: dict[str, Any]) -> Figures:
+    """Return the figures of a result of `whole_step.py`."""
+    rows, environment = records(result, WORKLOAD), result["environment"]
+    bars = tuple(
+        Bar(label, name.startswith("ours"), rows[name]["step_ms"], rows[name]["busy_ms"])
+        for name, label in VARIANTS.items()
+    )
+    note = f"GPT-2-small's shape, 4 microbatches of one sequence, bf16, {environment['GPU']}, "
+    note += f"torch {environment['torch']}, {environment['date']}"
+    return Figures(path, bars, note, whole_step_table(path, result))
+
+
 def records(result: dict[str, Any], workload: str) -> dict[str, dict[str, Any]]:
     """Return the records of one workload by variant."""
     return {r["variant"]: r for r in result["records"] if r["workload"] == workload and "step_ms" in r}
 
 
-def chart(result: dict[str, Any], palette: Palette) -> str:
+def of_comparison(path: Path) -> Figures:
+    """Return the figures of a result of `stepgraph bench --compare`."""
+    from stepgraph.bench.compare import compare
+    from stepgraph.bench.mechanisms import all_mechanisms
+    from stepgraph.bench.report_html import losses_in_words
+    from stepgraph.config.container import ConfigContainer
+    from stepgraph.config.environment import Environment
+
+    result = json.loads(path.read_text())
+    cfg, facts = ConfigContainer.from_dict(result["request"]["config"]), result["facts"]
+    found = compare(all_mechanisms(cfg, Environment(device=result["request"]["device"])), result["records"])
+    shown = [(label, row) for name, label in MECHANISMS.items() if (row := found.row(name)) is not None]
+    eager = found.row("eager")
+    if eager is None or eager.step_ms is None:
+        raise SystemExit(f"{path}: eager did not run, so there is nothing to compare with")
+    lines = ["| | step | against eager | peak memory | losses against eager |", "|---|---|---|---|---|"]
+    for label, row in shown:
+        if row.step_ms is None:
+            lines.append(f"| {label} | failed | | | |")
+            continue
+        reserved = row.figures["memory"]["reserved"]
+        memory = "" if reserved is None else f"{reserved / GIB:.2f} GiB"
+        gain = f"{eager.step_ms / row.step_ms:.1f}x"
+        lines.append(f"| {label} | {row.step_ms:.1f} ms | {gain} | {memory} | {losses_in_words(row)} |")
+    model, train = cfg.model, cfg.train
+    count = train.global_batch_size // train.micro_batch_size
+    what = (
+        f"{model.num_layers} layers of width {model.hidden_size}, {count} microbatches of {train.micro_batch_size} x "
+    )
+    what += f"{model.seq_length} tokens, bf16, {facts['GPU']}, torch {facts['torch']}, {facts['date']}"
+    where = path.relative_to(ROOT).as_posix() if path.is_relative_to(ROOT) else path.name
+    lines += ["", f"`stepgraph bench --compare`: {what}: [all figures]({where})."]
+    bars = tuple(
+        Bar(label, row.mechanism.whose == "stepgraph", row.step_ms, row.figures.get("busy_ms") or 0.0)
+        for label, row in shown
+    )
+    return Figures(path, bars, what, "\n".join(lines) + "\n")
+
+
+def chart(figures: Figures, palette: Palette) -> str:
     """Return the chart as the text of an SVG file."""
-    rows = records(result, WORKLOAD)
-    environment = result["environment"]
-    scale = (WIDTH - LEFT - RIGHT) / max(rows[name]["step_ms"] for name in VARIANTS)
-    eager_ms = rows["eager"]["step_ms"]
-    height = TOP + PITCH * len(VARIANTS) + 34
+    drawn = figures.drawn
+    scale = (WIDTH - LEFT - RIGHT) / max(step_ms for _, step_ms in drawn)
+    eager_ms = drawn[0][1]
+    height = TOP + PITCH * len(drawn) + 34
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{height}" viewBox="0 0 {WIDTH} {height}" '
         'font-family="-apple-system, Segoe UI, Helvetica, Arial, sans-serif" font-size="14" role="img" '
         'aria-labelledby="title">',
-        f'<title id="title">{escape(_summary(rows))}</title>',
+        f'<title id="title">{escape(_summary(figures))}</title>',
         _text(4, 18, "Time of one training step (ms)", palette.text, "font-weight='600'"),
         *_legend(palette),
     ]
-    for index, (name, label) in enumerate(VARIANTS.items()):
-        row, y, ours = rows[name], TOP + PITCH * index, name.startswith("ours")
-        busy, waiting = (palette.ours_busy, palette.ours_waiting) if ours else (palette.busy, palette.waiting)
-        weight = "font-weight='600'" if ours else ""
-        width, busy_width = row["step_ms"] * scale, row["busy_ms"] * scale
-        figure = f"{row['step_ms']:.1f}" + ("" if name == "eager" else f"   {eager_ms / row['step_ms']:.1f}x")
+    for index, (bar, step_ms) in enumerate(drawn):
+        y = TOP + PITCH * index
+        busy, waiting = (palette.ours_busy, palette.ours_waiting) if bar.is_ours else (palette.busy, palette.waiting)
+        weight = "font-weight='600'" if bar.is_ours else ""
+        width, busy_width = step_ms * scale, min(step_ms, bar.busy_ms) * scale
+        figure = f"{step_ms:.1f}" + ("" if index == 0 else f"   {eager_ms / step_ms:.1f}x")
         lines += [
-            _text(LEFT - 10, y + 16, label, palette.text, f"text-anchor='end' {weight}".strip()),
+            _text(LEFT - 10, y + 16, bar.label, palette.text, f"text-anchor='end' {weight}".strip()),
             _bar(LEFT, y, width, waiting),
             _bar(LEFT, y, busy_width, busy),
             _text(LEFT + width + 8, y + 16, figure, palette.text, f"xml:space='preserve' {weight}".strip()),
         ]
-    note = f"GPT-2-small's shape, 4 microbatches of one sequence, bf16, {environment['GPU']}, "
-    note += f"torch {environment['torch']}, {environment['date']}"
-    lines += [_text(4, height - 8, note, palette.faint, "font-size='12'"), "</svg>"]
+    lines += [_text(4, height - 8, figures.note, palette.faint, "font-size='12'"), "</svg>"]
     return "\n".join(lines) + "\n"
 
 
-def _summary(rows: dict[str, dict[str, Any]]) -> str:
+def _summary(figures: Figures) -> str:
     """Return the chart in words, for readers who do not see it."""
-    return "Step time: " + ", ".join(f"{label} {rows[name]['step_ms']:.1f} ms" for name, label in VARIANTS.items())
+    return "Step time: " + ", ".join(f"{bar.label} {step_ms:.1f} ms" for bar, step_ms in figures.drawn)
 
 
 def _legend(palette: Palette) -> list[str]:
@@ -131,7 +228,7 @@ def _text(x: float, y: float, text: str, colour: str, more: str = "") -> str:
     return f'<text x="{x:.1f}" y="{y:.1f}" fill="{colour}"{" " if more else ""}{more}>{escape(text)}</text>'
 
 
-def table(path: Path, result: dict[str, Any]) -> str:
+def whole_step_table(path: Path, result: dict[str, Any]) -> str:
     """Return README's table of figures and the lines that say where they come from."""
     rows, busy = records(result, WORKLOAD), records(result, BUSY_WORKLOAD)
     environment = result["environment"]
@@ -160,19 +257,19 @@ def readme_with(text: str, figures: str) -> str:
     return before + MARKS[0] + figures + MARKS[1] + after
 
 
-def images(result: dict[str, Any]) -> dict[Path, str]:
+def images(figures: Figures) -> dict[Path, str]:
     """Return the text of each image by its path."""
-    return {IMAGES / f"step_time-{theme}.svg": chart(result, palette) for theme, palette in PALETTES.items()}
+    return {IMAGES / f"step_time-{theme}.svg": chart(figures, palette) for theme, palette in PALETTES.items()}
 
 
 def main() -> None:
     """Write the images and the table."""
-    path, result = newest_result()
+    figures = read()
     IMAGES.mkdir(parents=True, exist_ok=True)
-    for image, text in images(result).items():
+    for image, text in images(figures).items():
         image.write_text(text)
-    README.write_text(readme_with(README.read_text(), table(path, result)))
-    print(f"drawn from {path.relative_to(ROOT)}")
+    README.write_text(readme_with(README.read_text(), figures.table))
+    print(f"drawn from {figures.path.relative_to(ROOT)}")
 
 
 if __name__ == "__main__":

@@ -6,8 +6,7 @@
 The step is four microbatches of one sequence, forward and backward, then fused AdamW, in bf16. The models: a GPT of
 GPT-2-small's shape; 4 layers of Qwen3-30B-A3B's shape at sequence 1024 and 4096, with experts in a loop that reads on
 the host and with experts that do not; and megatron-core's own GPTModel with GPT-2-small's sizes. Every variant of a
-model trains the same weights on the same batches, each in a process of its own. The processes import side by side at
-the start and then wait their turn: at any time one of them is measured and the others sleep, having touched no GPU.
+model trains the same weights on the same batches, each in a process of its own, one after the other.
 
 What the columns mean:
 
@@ -35,7 +34,7 @@ time of module, sum and backward, in turn in one process, against the same with 
 from __future__ import annotations
 
 import argparse
-import json
+import importlib
 import os
 import sys
 import warnings
@@ -51,19 +50,18 @@ from whole_step import (
     count,
     name_list,
     run_all,
+    run_alone,
     run_and_report,
     run_here,
-    start_worker,
     told_outcome,
-    worker_options,
 )
 from whole_step_report import Record, error_line
-from whole_step_variants import attempt, await_turn
 
 from stepgraph import StepgraphWarning
+from stepgraph.bench import worker as bench_worker
+from stepgraph.bench.server import attempted
 
 PASSED_ON = ("device", "steps", "equality_steps", "layers", "megatron")
-IMPORTS = ("torch._dynamo", "torch.profiler", "modules_measure")
 
 
 def plan(args: argparse.Namespace) -> tuple[list[Job], dict[str, str]]:
@@ -99,25 +97,25 @@ def measure(job: Job, args: argparse.Namespace) -> Record:
     record: Record = {"workload": workload, "variant": variant, "layers": layers}
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", StepgraphWarning)
-        attempt(record, measuring)
+        record = attempted(record, measuring)
     said = [error_line(str(w.message)) for w in caught if issubclass(w.category, StepgraphWarning)]
     return record | {"warnings": list(dict.fromkeys(said))[:8]}
 
 
-def worker(args: argparse.Namespace) -> int:
-    """Measure one variant and print its record as one line of JSON."""
-    workload, variant = args.worker
+def prepare() -> None:
+    """Import what the workers need, in the server that they are forked from."""
+    bench_worker.prepare()
+    importlib.import_module("modules_measure")
+
+
+def run(request: Record) -> Record:
+    """Measure one variant; return its record."""
+    workload, variant, args = request["workload"], request["variant"], argparse.Namespace(**request["options"])
     if variant == EQUALITY:
         os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # cuBLAS is deterministic only with a fixed workspace
-    imports = IMPORTS
     if workload.startswith("megatron"):
         sys.path.insert(0, str(args.megatron))
-        imports = (*IMPORTS, "modules_megatron")
-    if args.wait and not await_turn(imports):
-        return 1
-    record = measure((workload, variant), args)
-    print(json.dumps(record, default=str), flush=True)
-    return 1 if "error" in record else 0
+    return measure((workload, variant), args)
 
 
 def outcome(record: Record) -> str:
@@ -140,7 +138,6 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--timeout", type=float, default=120.0, help="seconds a worker may take (120)")
     parser.add_argument("--out", type=Path, help="folder for the reports (benchmarks/results/DATE-GPU)")
     parser.add_argument("--worker", nargs=2, metavar=("WORKLOAD", "VARIANT"), help="measure one variant, print JSON")
-    parser.add_argument("--wait", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     if not args.workloads or not args.variants:
         parser.error("name at least one workload and one variant")
@@ -160,7 +157,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark; return 1 if a variant failed."""
     args = parse_arguments(argv)
     if args.worker:
-        return worker(args)
+        return run_alone(run, args, PASSED_ON)
     begun = begin(args, "tiny models")
     if begun is None:
         return 2
@@ -171,16 +168,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     for what, why in skipped.items():
         print(f"{what}: left out, {why}", file=sys.stderr)
 
-    def run(publish: Callable[[list[Record]], Record]) -> list[Record]:
+    def run_jobs(publish: Callable[[list[Record]], Record]) -> list[Record]:
         if args.device == "cpu":
             return run_here(jobs, lambda job: measure(job, args), outcome)
-        script, options = str(Path(__file__).resolve()), worker_options(args, PASSED_ON)
-        return run_all(jobs, lambda job: start_worker(job, script, options), args.timeout, publish, outcome)
+        return run_all("modules", jobs, args, PASSED_ON, publish, outcome)
 
     def told(records: list[Record], facts: Record) -> Record:
         return summarise(records, jobs, skipped, facts, command, on_gpu=args.device == "cuda")
 
-    return run_and_report("modules", run, told, sections, markdown, facts, folder, width=200)
+    return run_and_report("modules", run_jobs, told, sections, markdown, facts, folder, width=200)
 
 
 if __name__ == "__main__":

@@ -5,19 +5,19 @@ from __future__ import annotations
 import contextlib
 import math
 import statistics
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from host_cost import median_us
 from modules_report import EQUALITY, PAIR, WORKLOADS, eager_parts, merged_engine
-from modules_variants import Setting, Training, build_batches, build_training, reset_peaks
+from modules_variants import Setting, Training, build_batches, build_training
 from torch import Tensor, nn
 from whole_step_report import Record, State, compare
-from whole_step_variants import Clock, copied, on_batches, time_steps, trained_state
+from whole_step_variants import copied, on_batches, peak_bytes, time_steps, trained_state
 
 import stepgraph
+from stepgraph.bench.measure import reset_peaks
 
 WARM_STEPS = 6
 """Steps before the timed ones: modules are captured in the first, a whole step in the fourth."""
@@ -26,40 +26,16 @@ BATCHES = 8
 PAIR_ROUNDS = 5
 
 
-def cpu_block(call: Callable[[], Tensor], steps: int) -> tuple[list[float], Tensor]:
-    """Return the milliseconds of each step, and the last loss."""
-    times = []
-    for _ in range(steps):
-        start = time.perf_counter()
-        loss = call()
-        times.append((time.perf_counter() - start) * 1e3)
-    return times, loss
-
-
-def cpu_wall(call: Callable[[], Tensor]) -> tuple[float, float]:
-    """Return the seconds of one call; on the CPU it is over when it returns."""
-    milliseconds, _ = cpu_block(call, 1)
-    return milliseconds[0] / 1e3, milliseconds[0] / 1e3
-
-
-def cpu_intervals(call: Callable[[], Tensor]) -> list[tuple[float, float]]:
-    """Return nothing: no GPU works."""
-    call()
-    return []
-
-
 def measure(setting: Setting, variant: str, steps: int) -> Record:
     """Run one timed variant from the model's construction to its report."""
-    clock = Clock() if setting.is_on_gpu else Clock(cpu_block, cpu_wall, cpu_intervals)
     batches = build_batches(setting, BATCHES)
     training = build_training(setting, variant)
-    figures = time_steps(on_batches(training.step, batches), steps, WARM_STEPS, HOST_CALLS, clock)
+    figures = time_steps(on_batches(training.step, batches), steps, WARM_STEPS, HOST_CALLS, setting.device)
     seconds = training.capture_seconds()
     found = figures | {
         "capture_s": seconds,
         "capture_s_per_layer": None if seconds is None else seconds / setting.layers,
-        "reserved_bytes": torch.cuda.max_memory_reserved() if setting.is_on_gpu else None,
-        "allocated_bytes": torch.cuda.max_memory_allocated() if setting.is_on_gpu else None,
+        **peak_bytes(setting.device),
         "engine": training.report(),
     }
     training.close()
@@ -82,7 +58,7 @@ def deterministic(*, warn_only: bool) -> Iterator[None]:
 
 def train(setting: Setting, variant: str, batches: Sequence[tuple[Tensor, Tensor]]) -> tuple[Training, State]:
     """Train a variant from the seed; return it with all that can be compared, as it is."""
-    reset_peaks(setting)  # what the run before has left is freed
+    reset_peaks(setting.device)  # what the run before has left is freed
     training = build_training(setting, variant)
     losses = {f"step {i}": training.step(*batch).clone() for i, batch in enumerate(batches)}
     return training, trained_state(training.model, training.optimizer, losses)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -15,6 +14,8 @@ from whole_step_report import MICROBATCHES, Record
 from whole_step_variants import Step, accumulate, fused_adamw, plain_step
 
 import stepgraph
+from stepgraph.bench.measure import reset_peaks
+from stepgraph.bench.mechanisms import graph_layers
 from stepgraph.models import GPT, GPTConfig, MoEConfig, MoEGPT
 
 AUX_WEIGHT = 0.01
@@ -76,15 +77,6 @@ class Training:
             self.engine.close()
 
 
-def reset_peaks(setting: Setting) -> None:
-    """Let the allocator forget what building a model took."""
-    if setting.is_on_gpu:
-        torch.cuda.synchronize()
-        gc.collect()
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Models and steps
 
@@ -129,33 +121,13 @@ def loss_of(model: nn.Module) -> Callable[[Tensor, Tensor], Tensor]:
     return balanced
 
 
-class LayerOfTensors(nn.Module):
-    """A layer of the GPT whose one argument is a tensor, as torch's graphed callables want it."""
-
-    def __init__(self, block: nn.Module, rotary: nn.Module) -> None:
-        super().__init__()
-        self.block, self.rotary = block, rotary
-        self.run = block.forward  # bound now: the block's own forward is about to lead here
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Run the layer."""
-        return self.run(x, self.rotary)
-
-
 def graph_with_torch(model: GPT, sequence: int) -> float:
     """Put torch.cuda.make_graphed_callables around every layer; return the seconds that took, warm-up included."""
-    weight = model.embedding.weight
-    shape = (1, sequence, model.config.hidden_size)
-    layers = tuple(LayerOfTensors(block, model.rotary) for block in model.blocks)
-    samples = tuple((torch.randn(shape, device=weight.device, dtype=weight.dtype, requires_grad=True),) for _ in layers)
     torch.cuda.synchronize()
     start = time.perf_counter()
-    graphed = torch.cuda.make_graphed_callables(layers, samples)
+    graph_layers(model.blocks, model.rotary, (1, sequence, model.config.hidden_size), torch.cuda.make_graphed_callables)
     torch.cuda.synchronize()
-    seconds = time.perf_counter() - start
-    for block, layer in zip(model.blocks, graphed, strict=True):
-        block.forward = lambda x, rotary, layer=layer: layer(x)
-    return seconds
+    return time.perf_counter() - start
 
 
 def in_place_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
@@ -184,7 +156,7 @@ def build_training(setting: Setting, variant: str) -> Training:
 
         return build_megatron(setting, variant)
     model = build_model(setting, variant)
-    reset_peaks(setting)
+    reset_peaks(setting.device)
     optimizer = fused_adamw(model)
     if variant == "torch-layers":
         seconds = graph_with_torch(model, setting.sequence)

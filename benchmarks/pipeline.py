@@ -6,8 +6,7 @@ The rank is the first of four stages. It has two model chunks of four layers eac
 runs the interleaved order of 8 microbatches of one sequence, then fused AdamW. There is no other rank: what neighbours
 would send, inputs of chunks and gradients of their results, are tensors that are there already. 16 and 32 microbatches
 of 1,024 tokens show what grows with their number, 8 of 4,096 what the same graphs cost beside longer kernels. Every
-variant trains the same weights on the same tensors, each in a process of its own; at any time one of them is measured
-and the others sleep, having touched no GPU.
+variant trains the same weights on the same tensors, each in a process of its own, one after the other.
 
 - eager: the chunks as they are.
 - ours: `stepgraph.TECudaGraphHelper`, a forward and a backward graph for each layer and microbatch, memory shared by
@@ -37,7 +36,7 @@ end every parameter, gradient and optimizer state. It counts only where graphs w
 from __future__ import annotations
 
 import argparse
-import json
+import importlib
 import os
 import sys
 import warnings
@@ -54,19 +53,18 @@ from whole_step import (
     count,
     name_list,
     run_all,
+    run_alone,
     run_and_report,
     run_here,
-    start_worker,
     told_outcome,
-    worker_options,
 )
 from whole_step_report import Record, error_line
-from whole_step_variants import attempt, await_turn
 
 from stepgraph import StepgraphWarning
+from stepgraph.bench import worker as bench_worker
+from stepgraph.bench.server import attempted
 
 PASSED_ON = ("device", "steps", "equality_steps", "layers")
-IMPORTS = ("torch._dynamo", "torch.profiler", "pipeline_measure")
 
 
 def plan(workloads: Sequence[str], variants: Sequence[str]) -> list[Job]:
@@ -89,21 +87,23 @@ def measure(job: Job, args: argparse.Namespace) -> Record:
     record: Record = {"workload": workload, "variant": variant, "layers": args.layers}
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", StepgraphWarning)
-        attempt(record, measuring)
+        record = attempted(record, measuring)
     said = [error_line(str(w.message)) for w in caught if issubclass(w.category, StepgraphWarning)]
     return record | {"warnings": list(dict.fromkeys(said))[:8]}
 
 
-def worker(args: argparse.Namespace) -> int:
-    """Measure one variant and print its record as one line of JSON."""
-    workload, variant = args.worker
+def prepare() -> None:
+    """Import what the workers need, in the server that they are forked from."""
+    bench_worker.prepare()
+    importlib.import_module("pipeline_measure")
+
+
+def run(request: Record) -> Record:
+    """Measure one variant; return its record."""
+    workload, variant, args = request["workload"], request["variant"], argparse.Namespace(**request["options"])
     if variant == EQUALITY:
         os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # cuBLAS is deterministic only with a fixed workspace
-    if args.wait and not await_turn(IMPORTS):
-        return 1
-    record = measure((workload, variant), args)
-    print(json.dumps(record, default=str), flush=True)
-    return 1 if "error" in record else 0
+    return measure((workload, variant), args)
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -120,7 +120,6 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--timeout", type=float, default=120.0, help="seconds a worker may take (120)")
     parser.add_argument("--out", type=Path, help="folder for the reports (benchmarks/results/DATE-GPU)")
     parser.add_argument("--worker", nargs=2, metavar=("WORKLOAD", "VARIANT"), help="measure one variant, print JSON")
-    parser.add_argument("--wait", action="store_true", help=argparse.SUPPRESS)
     return checked(parser, argv, WORKLOADS, VARIANTS)
 
 
@@ -128,7 +127,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark; return 1 if a variant failed."""
     args = parse_arguments(argv)
     if args.worker:
-        return worker(args)
+        return run_alone(run, args, PASSED_ON)
     begun = begin(args, "tiny layers")
     if begun is None:
         return 2
@@ -136,17 +135,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     command = command_line("pipeline.py", sys.argv[1:] if argv is None else argv)
     jobs = plan(args.workloads, args.variants)
 
-    def run(publish: Callable[[list[Record]], Record]) -> list[Record]:
+    def run_jobs(publish: Callable[[list[Record]], Record]) -> list[Record]:
         if args.device == "cpu":
             return run_here(jobs, lambda job: measure(job, args), told_outcome)
-        script, options = str(Path(__file__).resolve()), worker_options(args, PASSED_ON)
-        return run_all(jobs, lambda job: start_worker(job, script, options), args.timeout, publish, told_outcome)
+        return run_all("pipeline", jobs, args, PASSED_ON, publish, told_outcome)
 
     def told(records: list[Record], facts: Record) -> Record:
         buffer_bytes = next((r["buffer_bytes"] for r in records if "buffer_bytes" in r), 0)
         return summarise(records, jobs, facts, command, buffer_bytes, on_gpu=args.device == "cuda")
 
-    return run_and_report("pipeline", run, told, sections, markdown, facts, folder, width=200)
+    return run_and_report("pipeline", run_jobs, told, sections, markdown, facts, folder, width=200)
 
 
 if __name__ == "__main__":

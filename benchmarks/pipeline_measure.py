@@ -8,14 +8,14 @@ from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
 import torch
-from modules_measure import cpu_block, cpu_intervals, cpu_wall, deterministic
-from modules_variants import reset_peaks
+from modules_measure import deterministic
 from pipeline_report import CHUNKS, EQUALITY, LAYERS, RANK, STAGES, WORKLOADS, order_of
 from torch import Tensor, nn
 from whole_step_report import Record, State, compare
-from whole_step_variants import Clock, copied, fused_adamw, time_steps, trained_state
+from whole_step_variants import copied, fused_adamw, peak_bytes, time_steps, trained_state
 
 import stepgraph
+from stepgraph.bench.measure import reset_peaks
 from stepgraph.models import GPTConfig
 from stepgraph.models.attention import RotaryPositions
 from stepgraph.models.gpt import Block
@@ -82,7 +82,7 @@ class Rank:
             generator = torch.Generator(setting.device).manual_seed(7)
             shape = (1, config.max_seq_len, config.hidden_size)
             self._drawn = [torch.randn(shape, generator=generator).to(torch.bfloat16) for _ in range(DRAWN)]
-        reset_peaks(setting)
+        reset_peaks(setting.device)
         self.optimizer = fused_adamw(self.chunks)
         self._entries = read_order(order_of(setting.microbatches))
         self._steps = itertools.count()
@@ -139,17 +139,15 @@ class Rank:
 
 def measure(setting: Setting, variant: str, steps: int) -> Record:
     """Run one timed variant from the chunks' construction to its report."""
-    clock = Clock() if setting.is_on_gpu else Clock(cpu_block, cpu_wall, cpu_intervals)
     rank = Rank(setting, variant)
     warm_steps, host_calls = (WARM_STEPS, HOST_CALLS) if setting.is_on_gpu else (1, 1)
-    figures = time_steps(rank.step, steps, warm_steps, host_calls, clock)
+    figures = time_steps(rank.step, steps, warm_steps, host_calls, setting.device)
     seconds = None if rank.helper is None else rank.helper.capture_seconds
     pairs = CHUNKS * setting.layers * setting.microbatches
     found = figures | {
         "capture_s": seconds,
         "capture_s_per_graph": None if seconds is None else seconds / pairs,
-        "reserved_bytes": torch.cuda.max_memory_reserved() if setting.is_on_gpu else None,
-        "allocated_bytes": torch.cuda.max_memory_allocated() if setting.is_on_gpu else None,
+        **peak_bytes(setting.device),
         "engine": rank.engine(),
     }
     rank.close()
@@ -158,7 +156,7 @@ def measure(setting: Setting, variant: str, steps: int) -> Record:
 
 def train(setting: Setting, variant: str, steps: int) -> tuple[State, int]:
     """Train from the seed; return copies of all that can be compared, and how often graphs were replayed."""
-    reset_peaks(setting)  # what the run before has left is freed
+    reset_peaks(setting.device)  # what the run before has left is freed
     rank = Rank(setting, variant)
     results = {f"step {i}": rank.step().clone() for i in range(steps)}
     state = copied(trained_state(rank.chunks, rank.optimizer, results))

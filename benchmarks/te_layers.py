@@ -6,7 +6,7 @@
 The step is four microbatches of forward and backward through eight TransformerLayers (hidden 1024, 16 heads, causal,
 sequence 512, batch 2, no dropout), then fused Adam, gradients set to None in between. Every variant trains the same
 weights on the same batches, each in a process of its own; all variants run once, and then all again (the second pass),
-so that a machine that gets slower shows. The processes import side by side and then wait their turn.
+so that a machine that gets slower shows.
 
 The variants:
 
@@ -29,7 +29,6 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import itertools
-import json
 import statistics
 import sys
 import time
@@ -49,17 +48,21 @@ from whole_step import (
     machine_facts,
     name_list,
     run_all,
+    run_alone,
     run_and_report,
-    start_worker,
-    worker_options,
 )
 from whole_step_report import GIB, Record, Rows, Target, as_page, engine_rows, error_line, find, number, target_rows
-from whole_step_variants import attempt, await_turn, time_block
+from whole_step_variants import time_block
+
+from stepgraph.bench import worker as bench_worker
+from stepgraph.bench.measure import peaks_of
+from stepgraph.bench.server import attempted
 
 HIDDEN, FFN, HEADS, SEQUENCE, BATCH, MICROBATCHES = 1024, 4096, 16, 512, 2, 4
 BATCHES, FIRST_STEPS = 8, 10
 PRECISIONS = ("bf16", "fp8-delayed", "fp8-current")
 PASSES = ("first", "second")
+PASSED_ON = ("steps", "layers")
 WORKLOADS = tuple(f"{precision}/{turn}" for turn in PASSES for precision in PRECISIONS)
 VARIANTS = ("eager", "te-graphs", "te-graphs-zeroed", "ours-step", "ours-modules")
 OURS = ("ours-step", "ours-modules")
@@ -185,8 +188,9 @@ def measure(precision: str, variant: str, steps: int, num_layers: int) -> Record
     losses = [step(next(endless)).clone() for _ in range(FIRST_STEPS)]
     first_losses = [loss.item() for loss in losses]
     ready = time.perf_counter() - started
-    first, _ = time_block(lambda: step(next(endless)), steps)
-    second, last = time_block(lambda: step(next(endless)), steps)
+    device = torch.device("cuda")
+    first, _ = time_block(lambda: step(next(endless)), steps, device)
+    second, last = time_block(lambda: step(next(endless)), steps, device)
     engine = report()
     return {
         "step_ms": statistics.median(first),
@@ -197,29 +201,29 @@ def measure(precision: str, variant: str, steps: int, num_layers: int) -> Record
         "last_loss": last.item(),
         "replays": engine.get("replays"),
         "first_steps_s": ready,
-        "reserved_bytes": torch.cuda.max_memory_reserved(),
+        "reserved_bytes": peaks_of(device).reserved,
         "engine": engine,
     }
 
 
-def worker(args: argparse.Namespace) -> int:
-    """Measure one variant and print its record as one line of JSON."""
-    workload, variant = args.worker
-    imports = ("torch._dynamo", "transformer_engine.pytorch", "stepgraph")
-    if args.wait and not await_turn(imports):
-        return 1
+def prepare() -> None:
+    """Import what the workers need; Transformer Engine is imported by each, since it may start CUDA."""
+    bench_worker.prepare()
+
+
+def run(request: Record) -> Record:
+    """Measure one variant; return its record."""
+    workload, variant, args = request["workload"], request["variant"], argparse.Namespace(**request["options"])
 
     def measuring() -> Record:
         found = measure(workload.partition("/")[0], variant, args.steps, args.layers)
         return found | {"gpu": torch.cuda.get_device_name()}
 
-    record: Record = {"workload": workload, "variant": variant, "layers": args.layers}
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        attempt(record, measuring)
+        record = attempted({"workload": workload, "variant": variant, "layers": args.layers}, measuring)
     said = [error_line(str(w.message)) for w in caught if w.category.__name__ == "StepgraphWarning"]
-    print(json.dumps(record | {"warnings": list(dict.fromkeys(said))[:8]}, default=str), flush=True)
-    return 1 if "error" in record else 0
+    return record | {"warnings": list(dict.fromkeys(said))[:8]}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -308,7 +312,6 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--timeout", type=float, default=150.0, help="seconds a worker may take (150)")
     parser.add_argument("--out", type=Path, help="folder for the reports (benchmarks/results/DATE-GPU)")
     parser.add_argument("--worker", nargs=2, metavar=("WORKLOAD", "VARIANT"), help="measure one variant, print JSON")
-    parser.add_argument("--wait", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     if not args.precisions or not args.variants:
         parser.error("name at least one precision and one variant")
@@ -322,7 +325,7 @@ def main() -> int:
     """Run the benchmark; return 1 if a variant failed."""
     args = parse_arguments()
     if args.worker:
-        return worker(args)
+        return run_alone(run, args, PASSED_ON)
     if not torch.cuda.is_available():
         print("This benchmark needs a CUDA GPU, and torch finds none here.", file=sys.stderr)
         return 2
@@ -334,7 +337,6 @@ def main() -> int:
     facts = machine_facts() | {"Transformer Engine": version, "layers": args.layers}
     command = command_line("te_layers.py", sys.argv[1:])
     jobs: list[Job] = list(itertools.product(args.workloads, args.variants))
-    script, options = str(Path(__file__).resolve()), worker_options(args, ("steps", "layers"))
 
     def told(records: list[Record], facts: Record) -> Record:
         targets = [asdict(t) for t in judge(records, args.workloads, args.variants)]
@@ -344,10 +346,7 @@ def main() -> int:
     return run_and_report(
         "te_layers",
         lambda publish: run_all(
-            jobs,
-            lambda job: start_worker(job, script, options),
-            args.timeout,
-            publish,
+            *("te_layers", jobs, args, PASSED_ON, publish),
             lambda record: f"{record['step_ms']:.2f} ms",
         ),
         told,

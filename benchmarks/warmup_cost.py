@@ -22,7 +22,6 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import itertools
-import json
 import statistics
 import sys
 import time
@@ -40,18 +39,19 @@ from whole_step import (
     count,
     name_list,
     run_all,
+    run_alone,
     run_and_report,
-    start_worker,
-    worker_options,
 )
 from whole_step_report import Record, Rows, as_page, number
-from whole_step_variants import attempt, await_turn
 
 import stepgraph
+from stepgraph.bench import worker as bench_worker
+from stepgraph.bench.server import attempted
 
 MODELS = {"gpt": None, "llama": "LlamaForCausalLM", "bert": "BertForMaskedLM", "vit": "ViTForImageClassification"}
 """Each model, and its class in transformers."""
 WAYS = ("whole step", "by layer")
+PASSED_ON = ("device", "layers", "hidden")
 WARMUP = 3
 VOCABULARY, SEQUENCE, BATCH, IMAGE, LABELS = 256, 32, 2, 16, 8
 
@@ -177,18 +177,18 @@ def measure(name: str, way: str, device: torch.device, num_layers: int, hidden: 
     }
 
 
-def worker(args: argparse.Namespace) -> int:
-    """Measure one model one way and print its record as one line of JSON."""
-    name, way = args.worker
-    imports = ("torch._dynamo", "stepgraph", *(("transformers",) if MODELS[name] else ()))
-    if args.wait and not await_turn(imports):
-        return 1
+def prepare() -> None:
+    """Import what the workers need, in the server that they are forked from."""
+    bench_worker.prepare()
+
+
+def run(request: Record) -> Record:
+    """Measure one model one way; return its record."""
+    name, way, args = request["workload"], request["variant"], argparse.Namespace(**request["options"])
     if args.device == "cpu":
         torch.set_num_threads(1)
-    record: Record = {"workload": name, "variant": way, "layers": args.layers, "hidden": args.hidden}
-    attempt(record, lambda: measure(name, way, torch.device(args.device), args.layers, args.hidden))
-    print(json.dumps(record, default=str), flush=True)
-    return 1 if "error" in record else 0
+    known = {"workload": name, "variant": way, "layers": args.layers, "hidden": args.hidden}
+    return attempted(known, lambda: measure(name, way, torch.device(args.device), args.layers, args.hidden))
 
 
 def rows_of(records: Sequence[Record]) -> Rows:
@@ -226,7 +226,6 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--timeout", type=float, default=150.0, help="seconds a model may take (150)")
     parser.add_argument("--out", type=Path, help="folder for the report; without it nothing is written")
     parser.add_argument("--worker", nargs=2, metavar=("MODEL", "WAY"), help="measure one model, print JSON")
-    parser.add_argument("--wait", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     if args.worker and (args.worker[0] not in MODELS or args.worker[1] not in WAYS):
         parser.error(f"--worker takes a model ({', '.join(MODELS)}) and a way ({', '.join(WAYS)})")
@@ -237,7 +236,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark; return 1 if a model failed."""
     args = parse_arguments(argv)
     if args.worker:
-        return worker(args)
+        return run_alone(run, args, PASSED_ON)
     begun = begin(args, "small models")
     if begun is None:
         return 2
@@ -250,7 +249,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("transformers is not installed: its models are left out", file=sys.stderr)
     command = command_line("warmup_cost.py", sys.argv[1:] if argv is None else argv)
     jobs: list[Job] = list(itertools.product(names, WAYS))
-    script, options = str(Path(__file__).resolve()), worker_options(args, ("device", "layers", "hidden"))
 
     def outcome(record: Record) -> str:
         return f"{record['warmup_and_capture_s']:.2f} s, {record['ratio']:.0f} eager calls"
@@ -260,7 +258,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     return run_and_report(
         "warmup_cost",
-        lambda publish: run_all(jobs, lambda job: start_worker(job, script, options), args.timeout, publish, outcome),
+        lambda publish: run_all("warmup_cost", jobs, args, PASSED_ON, publish, outcome),
         lambda records, facts: {"environment": facts, "command": command, "records": records},
         sections,
         lambda summary: as_page("Warm-up and capture", summary, sections(summary), "benchmarks/warmup_cost.py"),

@@ -5,8 +5,8 @@
 The step is four microbatches of forward and backward, then fused AdamW, on a bf16 GPT of GPT-2-small's shape, with one
 sequence a microbatch (the host cannot launch fast enough) and with eight (the GPU is the limit). Every variant trains
 the same model from the same seed on the same batches. Each runs in a process of its own, so that no variant inherits
-another's allocator, compile cache in memory or CUDA context. The processes import torch side by side at the start and
-then wait their turn: at any time one of them is measured and the others sleep, having touched no GPU.
+another's allocator, compile cache in memory or CUDA context. They are forked one after the other from a server that has
+imported torch and touched no GPU (`stepgraph.bench.server`).
 
 What the columns mean:
 
@@ -26,22 +26,17 @@ seed, compared bit by bit. The same without deterministic algorithms shows the n
 from __future__ import annotations
 
 import argparse
-import contextlib
 import datetime
 import json
 import os
 import platform
 import re
 import shlex
-import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
 
 import torch
 from whole_step_report import (
@@ -51,25 +46,21 @@ from whole_step_report import (
     Record,
     Rows,
     error_line,
-    last_json,
     markdown,
     sections,
     summarise,
 )
-from whole_step_variants import worker
+from whole_step_variants import measure_job
+
+from stepgraph.bench import worker as bench_worker
+from stepgraph.bench.jobs import JobServer
+from stepgraph.bench.server import attempted
 
 ROOT = Path(__file__).resolve().parent.parent
+PASSED_ON = ("steps", "equality_steps", "layers")
+"""The options that a worker needs."""
 
 Job = tuple[str, str]
-
-
-@dataclass(frozen=True)
-class Worker:
-    """A worker's process, started and waiting for its turn."""
-
-    job: Job
-    process: subprocess.Popen[str]
-    log: IO[str]
 
 
 def plan(workloads: Sequence[str], variants: Sequence[str]) -> list[Job]:
@@ -81,85 +72,51 @@ def plan(workloads: Sequence[str], variants: Sequence[str]) -> list[Job]:
     return timed + [(workloads[0], v) for v in EQUALITY if v in variants]
 
 
-def start_worker(job: Job, script: str, options: Sequence[str]) -> Worker:
-    """Start a worker of a benchmark's script, which imports what it needs and waits."""
-    command = [sys.executable, script, "--worker", *job, "--wait", *options]
-    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    log = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 - lives as long as the worker
-    process = subprocess.Popen(
-        command,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=log,
-        text=True,
-        start_new_session=True,  # a compiling worker has children of its own: they end with its group
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
-    )
-    return Worker(job, process, log)
+def prepare() -> None:
+    """Import what the workers need, in the server that they are forked from."""
+    bench_worker.prepare()
 
 
-def stop_worker(worker: Worker) -> None:
-    """End a worker and its children, if it still runs."""
-    if worker.process.poll() is None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(worker.process.pid, signal.SIGKILL)
-        worker.process.wait()
+def run(request: Record) -> Record:
+    """Measure one variant; return its record."""
+    workload, variant, args = request["workload"], request["variant"], argparse.Namespace(**request["options"])
+    known = {"workload": workload, "variant": variant, "layers": args.layers}
+    return attempted(known, lambda: measure_job(workload, variant, args))
 
 
-def release(worker: Worker) -> None:
-    """Tell a waiting worker that it is its turn."""
-    with contextlib.suppress(BrokenPipeError):  # it died while importing: `collect` reports that
-        worker.process.stdin.write("go\n")
-        worker.process.stdin.flush()
+def request_of(job: Job, args: argparse.Namespace, names: Sequence[str]) -> Record:
+    """Return what a worker is asked for: its job, and the options of these names."""
+    given = {name: getattr(args, name) for name in names}
+    options = {name: str(value) if isinstance(value, Path) else value for name, value in given.items()}
+    return {"workload": job[0], "variant": job[1], "device": getattr(args, "device", "cuda"), "options": options}
 
 
-def collect(worker: Worker, timeout_s: float) -> Record:
-    """Wait for a worker's record; make one with the error where there is none."""
-    fate = ""
-    try:
-        output, _ = worker.process.communicate(timeout=timeout_s)
-    except subprocess.TimeoutExpired:
-        fate = f"no result within {timeout_s:.0f} s"
-        stop_worker(worker)
-        output, _ = worker.process.communicate()
-    record = last_json(output)
-    if record is not None:
-        return record
-    worker.log.seek(0)
-    tail = [line.strip() for line in worker.log.read().splitlines() if line.strip()][-1:]
-    error = fate or f"exit status {worker.process.returncode}: {' '.join(tail)}"
-    return {"workload": worker.job[0], "variant": worker.job[1], "error": error_line(error)}
-
-
-def worker_options(args: argparse.Namespace, names: Sequence[str]) -> list[str]:
-    """Return the options of these names as a worker is given them."""
-    given = {f"--{name.replace('_', '-')}": getattr(args, name) for name in names}
-    return [text for option, value in given.items() if value is not None for text in (option, str(value))]
+def run_alone(run: Callable[[Record], Record], args: argparse.Namespace, names: Sequence[str]) -> int:
+    """Measure the job of `--worker` in this process, and print its record as one line of JSON."""
+    record = run(request_of(args.worker, args, names))
+    print(json.dumps(record, default=str), flush=True)
+    return 1 if "error" in record else 0
 
 
 def run_all(
-    jobs: list[Job],
-    start: Callable[[Job], Worker],
-    timeout_s: float,
+    module: str,
+    jobs: Sequence[Job],
+    args: argparse.Namespace,
+    names: Sequence[str],
     publish: Callable[[list[Record]], Record],
     outcome: Callable[[Record], str],
 ) -> list[Record]:
-    """Run every job in turn, saying how it went on stderr and publishing what there is after each."""
+    """Run every job of a benchmark's module in turn, each in a process of its own.
+
+    How it went is said on stderr, and what there is is published, after each.
+    """
     records: list[Record] = []
-    print(f"{len(jobs)} workers import torch", file=sys.stderr)
-    workers = {job: start(job) for job in jobs}
-    try:
-        for waiting in workers.values():
-            waiting.process.stdout.readline()
-        for each in workers.values():
-            release(each)
-            records.append(collect(each, timeout_s))
+    with JobServer(module, (ROOT, ROOT / "benchmarks")) as server:
+        for job in jobs:
+            found = server.run(request_of(job, args, names), args.timeout)
+            records.append({"workload": job[0], "variant": job[1]} | found)
             print(progress(records[-1], len(records), len(jobs), outcome), file=sys.stderr, flush=True)
             publish(records)
-    finally:
-        for each in workers.values():
-            stop_worker(each)
-            each.log.close()
     return records
 
 
@@ -277,7 +234,6 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--timeout", type=float, default=150.0, help="seconds a worker may take (150)")
     parser.add_argument("--out", type=Path, help="folder for the reports (benchmarks/results/DATE-GPU)")
     parser.add_argument("--worker", nargs=2, metavar=("WORKLOAD", "VARIANT"), help="measure one variant, print JSON")
-    parser.add_argument("--wait", action="store_true", help=argparse.SUPPRESS)
     return checked(parser, argv, WORKLOADS, every)
 
 
@@ -347,18 +303,15 @@ def main() -> int:
     """Run the benchmark; return 1 if a variant failed."""
     args = parse_arguments()
     if args.worker:
-        return worker(args)
+        return run_alone(run, args, PASSED_ON)
     if not torch.cuda.is_available():
         print("This benchmark needs a CUDA GPU, and torch finds none here.", file=sys.stderr)
         return 2
     facts, command = machine_facts() | {"layers": args.layers}, command_line("whole_step.py", sys.argv[1:])
-    script, options = str(Path(__file__).resolve()), worker_options(args, ("steps", "equality_steps", "layers"))
     jobs = plan(args.workloads, args.variants)
     return run_and_report(
         "whole_step",
-        lambda publish: run_all(
-            jobs, lambda job: start_worker(job, script, options), args.timeout, publish, told_outcome
-        ),
+        lambda publish: run_all("whole_step", jobs, args, PASSED_ON, publish, told_outcome),
         lambda records, facts: summarise(records, args.workloads, facts, command),
         sections,
         markdown,

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -33,37 +31,9 @@ Record = dict[str, Any]
 State = dict[str, dict[str, Tensor]]
 
 
-def union_length(intervals: Iterable[tuple[float, float]]) -> float:
-    """Return the length covered by the intervals, overlaps counted once."""
-    covered, reached = 0.0, float("-inf")
-    for start, end in sorted(intervals):
-        if end > reached:
-            covered += end - max(start, reached)
-            reached = end
-    return covered
-
-
-def gpu_intervals(trace: Record) -> list[tuple[float, float]]:
-    """Return (start, end) in microseconds of what ran on the GPU, from a Chrome trace.
-
-    Annotations projected on the GPU's timeline span idle time too, hence the choice by category.
-    """
-    on_gpu = ("kernel", "gpu_memcpy", "gpu_memset")
-    return [(e["ts"], e["ts"] + e["dur"]) for e in trace["traceEvents"] if e.get("cat") in on_gpu and "dur" in e]
-
-
 def error_line(text: str, limit: int = 240) -> str:
     """Return the first non-empty line of an error's text, shortened."""
     return next((line.strip() for line in text.splitlines() if line.strip()), "no message")[:limit]
-
-
-def last_json(text: str) -> Record | None:
-    """Return the last line that is a JSON object, or None."""
-    for line in reversed(text.splitlines()):
-        if line.startswith("{"):
-            with contextlib.suppress(json.JSONDecodeError):
-                return dict(json.loads(line))
-    return None
 
 
 def find(records: Sequence[Record], workload: str, variant: str) -> Record:

@@ -3,22 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import gc
-import importlib
 import itertools
-import json
 import math
 import os
 import statistics
-import sys
-import tempfile
-import time
-import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from itertools import pairwise
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -31,10 +22,9 @@ from whole_step_report import (
     Record,
     State,
     compare,
-    error_line,
-    gpu_intervals,
-    union_length,
 )
+
+from stepgraph.bench import measure
 
 DEVICE = "cuda"
 WARMUP = 3
@@ -202,69 +192,44 @@ def engine_report(step: Any) -> Record:
 # Measuring: inside a worker
 
 
-def time_block(call: Callable[[], Tensor], steps: int) -> tuple[list[float], Tensor]:
-    """Return the milliseconds of each step, from events between steps, and the last loss."""
-    marks = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)]
-    torch.cuda.synchronize()
-    marks[0].record()
-    for mark in marks[1:]:
-        loss = call()
-        mark.record()
-    torch.cuda.synchronize()
-    return [before.elapsed_time(after) for before, after in pairwise(marks)], loss
+def time_block(call: Callable[[], Tensor], steps: int, device: torch.device) -> tuple[list[float], Tensor]:
+    """Return the milliseconds of each step, and the last loss."""
+    last: list[Tensor] = []
+
+    def kept() -> None:
+        last[:] = [call()]
+
+    return list(measure.time_steps(kept, steps, device).each), last[0]
 
 
-def wall_seconds(call: Callable[[], Tensor]) -> tuple[float, float]:
-    """Return (until the call returned, until the GPU was done) in seconds, the queue drained before."""
-    torch.cuda.synchronize()
-    start = time.perf_counter()
-    call()
-    returned = time.perf_counter()
-    torch.cuda.synchronize()
-    return returned - start, time.perf_counter() - start
-
-
-def profile_step(call: Callable[[], Tensor]) -> list[tuple[float, float]]:
-    """Return the intervals in microseconds in which the GPU worked during one step."""
-    torch.cuda.synchronize()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
-        call()
-        torch.cuda.synchronize()
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "trace.json"
-        profiler.export_chrome_trace(str(path))
-        return gpu_intervals(json.loads(path.read_text(), strict=False))
-
-
-@dataclass(frozen=True)
-class Clock:
-    """How steps are timed where they run."""
-
-    block: Callable[[Callable[[], Tensor], int], tuple[list[float], Tensor]] = time_block
-    wall: Callable[[Callable[[], Tensor]], tuple[float, float]] = wall_seconds
-    intervals: Callable[[Callable[[], Tensor]], list[tuple[float, float]]] = profile_step
-
-
-def time_steps(call: Callable[[], Tensor], steps: int, warm_steps: int, host_calls: int, clock: Clock) -> Record:
+def time_steps(
+    call: Callable[[], Tensor], steps: int, warm_steps: int, host_calls: int, device: torch.device
+) -> Record:
     """Call a step often enough for every figure of its time, and return them with the loss after the timed blocks."""
-    warm = [clock.wall(call)[1] for _ in range(warm_steps)]
-    first, _ = clock.block(call, steps)
-    second, loss = clock.block(call, steps)
+    warm = [measure.wall_ms(call, device) / 1e3 for _ in range(warm_steps)]
+    first, _ = time_block(call, steps, device)
+    second, loss = time_block(call, steps, device)
     final_loss = loss.item()
-    host = [clock.wall(call)[0] for _ in range(host_calls)]
-    intervals = clock.intervals(call)
+    host = [measure.host_ms(call, device) for _ in range(host_calls)]
+    timeline = measure.timeline_of(call, device)
     return {
         "step_ms": statistics.median(first),
         "again_ms": statistics.median(second),
         "fastest_ms": min(first + second),
         "slowest_ms": max(first + second),
-        "busy_ms": union_length(intervals) / 1e3 if intervals else None,
-        "gpu_intervals": len(intervals),
-        "host_ms": statistics.median(host) * 1e3,
+        "busy_ms": timeline.busy_ms if timeline.kernels else None,
+        "gpu_intervals": len(timeline.kernels),
+        "host_ms": statistics.median(host),
         "warm_calls_s": warm,
         "loss": final_loss,
         "trained_steps": warm_steps + 2 * steps,
     }
+
+
+def peak_bytes(device: torch.device) -> Record:
+    """Return the peaks of torch's allocator."""
+    peaks = measure.peaks_of(device)
+    return {"reserved_bytes": peaks.reserved, "allocated_bytes": peaks.allocated}
 
 
 def on_batches(step: Step, batches: Sequence[tuple[Tensor, Tensor]]) -> Callable[[], Tensor]:
@@ -273,19 +238,19 @@ def on_batches(step: Step, batches: Sequence[tuple[Tensor, Tensor]]) -> Callable
     return lambda: step(*next(endless))
 
 
-def measure(workload: str, variant: str, steps: int, layers: int) -> Record:
+def measure_variant(workload: str, variant: str, steps: int, layers: int) -> Record:
     """Run one timed variant from the model's construction to its report."""
     torch.cuda.reset_peak_memory_stats()
     batches = build_batches(workload, 8)
     step = build_step(variant, build_model(layers))
-    figures = time_steps(on_batches(step, batches), steps, WARM_STEPS, HOST_CALLS, Clock())
+    device = torch.device(DEVICE)
+    figures = time_steps(on_batches(step, batches), steps, WARM_STEPS, HOST_CALLS, device)
     # The call that captures stands out among those after the warm-up, whichever of them it is.
     capture_s = max(figures["warm_calls_s"][WARMUP:]) if "hand" in variant or "ours" in variant else None
     return figures | {
         "capture_s": capture_s,
         "capture_s_per_layer": None if capture_s is None else capture_s / layers,
-        "reserved_bytes": torch.cuda.max_memory_reserved(),
-        "allocated_bytes": torch.cuda.max_memory_allocated(),
+        **peak_bytes(device),
         "engine": engine_report(step),
     }
 
@@ -343,43 +308,13 @@ def measure_equality(workload: str, steps: int, layers: int, *, deterministic: b
     }
 
 
-def await_turn(imports: Sequence[str]) -> bool:
-    """Import what the measurement needs, say so, and wait to be told that it is this worker's turn."""
-    for module in imports:
-        with contextlib.suppress(ImportError):  # a missing one is an error of the measurement, reported by it
-            importlib.import_module(module)
-    print("ready", flush=True)
-    return bool(sys.stdin.readline())  # nothing where the parent is gone
-
-
-def attempt(record: Record, measuring: Callable[[], Record]) -> Record:
-    """Return a record with what was measured, or with the error, and the seconds it took."""
-    start = time.perf_counter()
-    try:
-        record |= measuring()
-    except Exception as error:  # noqa: BLE001 - whatever fails is the variant's result
-        traceback.print_exc()
-        record["error"] = f"{type(error).__name__}: {error_line(str(error))}"
-    record["worker_s"] = time.perf_counter() - start
-    return record
-
-
-def worker(args: argparse.Namespace) -> int:
-    """Measure one variant and print its record as one line of JSON."""
-    workload, variant = args.worker
+def measure_job(workload: str, variant: str, args: argparse.Namespace) -> Record:
+    """Measure one variant of one workload."""
     if variant == "equality":
         os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # cuBLAS is deterministic only with a fixed workspace
-    if args.wait and not await_turn(("torch._dynamo", "torch.profiler", "stepgraph", "stepgraph.models.gpt")):
-        return 1
-
-    def measuring() -> Record:
-        if variant in EQUALITY:
-            deterministic = variant == "equality"
-            found = measure_equality(workload, args.equality_steps, args.layers, deterministic=deterministic)
-        else:
-            found = measure(workload, variant, args.steps, args.layers)
-        return found | {"gpu": torch.cuda.get_device_name()}
-
-    record = attempt({"workload": workload, "variant": variant, "layers": args.layers}, measuring)
-    print(json.dumps(record, default=str), flush=True)
-    return 1 if "error" in record else 0
+    if variant in EQUALITY:
+        deterministic = variant == "equality"
+        found = measure_equality(workload, args.equality_steps, args.layers, deterministic=deterministic)
+    else:
+        found = measure_variant(workload, variant, args.steps, args.layers)
+    return found | {"gpu": torch.cuda.get_device_name()}

@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -28,8 +28,10 @@ class JobServer:
         ...     record = jobs.run({"mechanism": "eager", "pass": 0, ...}, timeout_s=300)
     """
 
-    def __init__(self, module: str = WORKER) -> None:
+    def __init__(self, module: str = WORKER, paths: Sequence[Path] = ()) -> None:
         self._module = module
+        self._paths = tuple(map(str, paths))
+        """Folders that the module and its imports are in, beside those of PYTHONPATH."""
         self._server: subprocess.Popen[str] | None = None
         self._job: int | None = None
         self._folder = tempfile.TemporaryDirectory(prefix="stepgraph-bench-")
@@ -43,13 +45,13 @@ class JobServer:
         self.close()
 
     def run(self, request: Mapping[str, Any], timeout_s: float) -> Record:
-        """Run one job; return the record that it wrote, or one with the error that it ended with."""
+        """Run one job; return the record that it wrote, or the `error` that it ended with."""
         with tempfile.TemporaryDirectory(dir=self._folder.name) as folder:
             file = Path(folder) / "record.json"
             error = self._ended({**request, "file": str(file)}, folder, timeout_s)
             if file.exists():
                 return dict(json.loads(file.read_text(encoding="utf-8")))
-        return {"mechanism": request.get("mechanism"), "pass": request.get("pass"), "error": error[:300]}
+        return {"error": error[:300]}
 
     def _ended(self, request: Mapping[str, Any], folder: str, timeout_s: float) -> str:
         """Run a job to its end; return how it ended, in words."""
@@ -79,10 +81,15 @@ class JobServer:
                 stderr=log,
                 text=True,
                 errors="replace",
-                env=os.environ | {"OPENBLAS_NUM_THREADS": "1"},  # NumPy's threads begin with its import
+                env=os.environ | self._variables(),
                 start_new_session=True,
             )
         return self._server
+
+    def _variables(self) -> dict[str, str]:
+        known = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+        paths = {"PYTHONPATH": os.pathsep.join([*self._paths, *known])} if self._paths else {}
+        return paths | {"OPENBLAS_NUM_THREADS": "1"}  # NumPy's threads begin with its import
 
     @property
     def _log(self) -> Path:

@@ -9,10 +9,12 @@ call returns, and there are no kernels to see.
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -59,6 +61,41 @@ def host_ms(call: Call, device: torch.device) -> float:
     begun = time.perf_counter()
     call()
     return 1e3 * (time.perf_counter() - begun)
+
+
+def wall_ms(call: Call, device: torch.device) -> float:
+    """Return the milliseconds until the device has done a call, its queue drained before."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    begun = time.perf_counter()
+    call()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return 1e3 * (time.perf_counter() - begun)
+
+
+@dataclass(frozen=True, slots=True)
+class Peaks:
+    """The most bytes that torch's allocator held; None where they are not counted."""
+
+    allocated: int | None = None
+    reserved: int | None = None
+
+
+def peaks_of(device: torch.device) -> Peaks:
+    """Return the peaks since they were reset."""
+    if device.type != "cuda":
+        return Peaks()
+    return Peaks(torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device))
+
+
+def reset_peaks(device: torch.device) -> None:
+    """Let the allocator free what it does not need, and forget its peaks."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        gc.collect()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
 
 
 def timeline_of(call: Call, device: torch.device) -> Timeline:

@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import dataclasses
 import fnmatch
+import functools
 import importlib
 import importlib.util
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Literal
@@ -23,6 +24,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from stepgraph.bench import megatron_core
 from stepgraph.config.container import ConfigContainer
 from stepgraph.config.environment import Environment
 from stepgraph.config.rules import broken_rules, finalised
@@ -42,7 +44,7 @@ class Mechanism:
     name: str
     title: str
     whose: str
-    """Whose mechanism it is: eager, torch, Transformer Engine, stepgraph."""
+    """Whose mechanism it is: eager, torch, Transformer Engine, megatron-core, stepgraph."""
     make: Make = choose
     impl: Literal["none", "local", "transformer_engine"] = "none"
     scope: tuple[str, ...] = ()
@@ -51,6 +53,12 @@ class Mechanism:
     """The package that must be installed."""
     changes_kernels: bool = False
     """Compiled kernels round differently, so that losses are not those of eager, bit for bit."""
+    reference: str = "eager"
+    """The mechanism whose losses it must have. Another than eager trains a model of its own."""
+    model_provider: Callable[[Any], nn.Module] | None = None
+    """Builds that model."""
+    unbuilt: Callable[[ConfigContainer], str | None] = lambda cfg: None
+    """Names what of a configuration it does not build, or returns None."""
 
     def configured(self, cfg: ConfigContainer) -> ConfigContainer:
         """Return a copy of a configuration that this mechanism runs."""
@@ -59,13 +67,22 @@ class Mechanism:
         found.model.cuda_graph_scope = [CudaGraphScope(word) for word in self.scope]
         return found
 
-    def missing(self, device: torch.device) -> str | None:
+    def missing(self, device: torch.device, cfg: ConfigContainer) -> str | None:
         """Return why it cannot run here, or None."""
+        if (part := self.unbuilt(cfg)) is not None:
+            return f"not built for {part}"
         if self.needs_cuda and device.type != "cuda":
             return "needs a GPU"
-        if self.package is not None and importlib.util.find_spec(self.package) is None:
+        if self.package is not None and not _is_installed(self.package):
             return f"{self.package} is not installed"
         return None
+
+
+def _is_installed(package: str) -> bool:
+    try:
+        return importlib.util.find_spec(package) is not None
+    except ModuleNotFoundError:  # the package that it is in
+        return False
 
 
 class Compiled(Eager):
@@ -144,6 +161,17 @@ class TensorLayer(nn.Module):
         return self.run(x, self.rotary)
 
 
+def graph_layers(
+    blocks: Iterable[nn.Module], rotary: nn.Module, shape: tuple[int, ...], make: Callable[..., Any]
+) -> None:
+    """Put graphs by `make`, a make_graphed_callables, in the place of the forwards of layers."""
+    layers = tuple(TensorLayer(block, rotary) for block in blocks)
+    weight = next(layers[0].parameters())
+    samples = tuple((torch.randn(shape, device=weight.device, dtype=weight.dtype, requires_grad=True),) for _ in layers)
+    for layer, graphed in zip(layers, make(layers, samples), strict=True):
+        layer.block.forward = lambda x, rotary, graphed=graphed: graphed(x)
+
+
 class TorchCallables(InPlace):
     """torch.cuda.make_graphed_callables around every layer, captured before training."""
 
@@ -164,17 +192,10 @@ class TorchCallables(InPlace):
 
     def capture(self) -> None:
         begun = time.perf_counter()
-        core, cfg = self.work.core, self._cfg
-        weight = next(core.parameters())
+        cfg = self._cfg
         shape = (cfg.train.micro_batch_size, cfg.model.seq_length, cfg.model.hidden_size)
-        rotary: nn.Module = core.rotary  # type: ignore[assignment]
-        layers = tuple(TensorLayer(block, rotary) for block in self._blocks)
-        samples = tuple(
-            (torch.randn(shape, device=weight.device, dtype=weight.dtype, requires_grad=True),) for _ in layers
-        )
-        graphed = self._graphed(layers, samples)
-        for block, layer in zip(self._blocks, graphed, strict=True):
-            block.forward = lambda x, rotary, layer=layer: layer(x)
+        rotary: nn.Module = self.work.core.rotary  # type: ignore[assignment]
+        graph_layers(self._blocks, rotary, shape, self._graphed)
         torch.cuda.synchronize()
         self.is_captured, self.capture_seconds = True, time.perf_counter() - begun
 
@@ -202,6 +223,26 @@ def compiled_and_captured(work: Work, cfg: Any) -> Implementation:
     return choose(work, cfg)
 
 
+def _unbuilt_by_megatron(cfg: ConfigContainer) -> str | None:
+    if cfg.dataset.kind != "text":
+        return f"data of kind {cfg.dataset.kind}"
+    return megatron_core.unbuilt_part(cfg.model)
+
+
+def _megatron(graphs: megatron_core.Graphs, title: str) -> Mechanism:
+    return Mechanism(
+        f"megatron-{graphs}",
+        f"megatron-core GPTModel, {title}",
+        "megatron-core",
+        functools.partial(megatron_core.MegatronIteration, graphs=graphs),
+        needs_cuda=True,
+        package="megatron.core",
+        reference="megatron-none",
+        model_provider=megatron_core.Provider(graphs),
+        unbuilt=_unbuilt_by_megatron,
+    )
+
+
 OTHERS = (
     Mechanism("eager", "eager", "eager", impl="none"),
     Mechanism("eager-again", "eager, once more", "eager", impl="none"),
@@ -220,6 +261,9 @@ OTHERS = (
         needs_cuda=True,
         package="transformer_engine",
     ),
+    _megatron("none", "eager"),
+    _megatron("layers", "its graphs of layers"),
+    _megatron("iteration", "its graph of an iteration"),
 )
 SCOPES: Mapping[str, tuple[tuple[str, ...], ...]] = MappingProxyType(
     {

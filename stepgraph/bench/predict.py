@@ -23,7 +23,7 @@ from stepgraph.recipes.memory import MemoryEstimate, estimate_memory
 
 
 @dataclass(frozen=True, slots=True)
-class Prediction:
+class MachinePrediction:
     """A configuration on some GPUs."""
 
     gpu: Gpu
@@ -60,7 +60,7 @@ class Prediction:
         }
 
 
-def predict(cfg: ConfigContainer, gpu: Gpu, num_gpus: int, environment: Environment | None = None) -> Prediction:
+def predict(cfg: ConfigContainer, gpu: Gpu, num_gpus: int, environment: Environment | None = None) -> MachinePrediction:
     """Validate a configuration for these GPUs, and predict memory and the shortest time of an iteration.
 
     A broken rule of the configuration raises a `ConfigError`. Rules of a run are listed in the result.
@@ -82,7 +82,7 @@ def predict(cfg: ConfigContainer, gpu: Gpu, num_gpus: int, environment: Environm
     per_gpu = state * ((1 - held) / stages + held / (stages * experts)) + (
         memory.activations / model.tensor_model_parallel_size
     )
-    return Prediction(
+    return MachinePrediction(
         gpu, num_gpus, memory, int(per_gpu), flops_per_step(cfg), tuple(broken_rules(found, known, ("run",)))
     )
 

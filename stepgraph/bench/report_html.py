@@ -235,9 +235,14 @@ def audits_in_words(row: Row) -> str:
 
 
 def losses_in_words(row: Row) -> str:
-    """How the losses of a row compare with eager's."""
-    if row.mechanism.name == "eager":
-        return "the reference"
+    """How the losses of a row compare with eager's, or with those of the model of its own that it trains."""
+    reference = row.mechanism.reference
+    if row.mechanism.name == reference:
+        return "the reference" if reference == "eager" else "other weights: loss not comparable"
+    if not row.is_compared:
+        return f"not compared: {reference} did not run"
+    whose = "" if reference == "eager" else f" {reference}:"
     if row.left_eager_at is None:
-        return "equal"
-    return f"differ from step {row.left_eager_at}, by {row.largest_gap:.2g} at most"
+        return f"{whose} equal".strip()
+    verb = "diverge" if row.diverges or not row.mechanism.changes_kernels else "differ by rounding"
+    return f"{whose} {verb} from step {row.left_eager_at}, by {row.largest_gap:.2g} at most".strip()

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from stepgraph.bench.measure import elapsed_ms, mark, profiled
+from stepgraph.bench.measure import elapsed_ms, mark, peaks_of, profiled, reset_peaks
 from stepgraph.bench.timeline import StepTimes, Timeline, quantile
 
 if TYPE_CHECKING:
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from stepgraph.config.container import ConfigContainer
     from stepgraph.train.implementations import Implementation, Work
     from stepgraph.train.run_report import RunReport
+    from stepgraph.train.setup import ModelProvider
 
 SETTLE = 3
 """Iterations after the capture that are not timed."""
@@ -176,13 +177,14 @@ def benchmark(
     steps: int = 20,
     gpu: Gpu | None = None,
     implementation: Callable[[Work, ConfigContainer], Implementation] | None = None,
+    model_provider: ModelProvider | None = None,
     quiet: bool = True,
 ) -> BenchResult:
     """Train a configuration for some steady steps, and return what they took.
 
     `steps` are those after warm-up and capture. `gpu` gives the peak for MFU; `implementation`, if it is
-    not the configured one, what runs the iterations. The configuration's own number of
-    iterations, checkpoints and evaluations are left out.
+    not the configured one, what runs the iterations; `model_provider(cfg)` builds another model of the same sizes. The
+    configuration's own number of iterations, checkpoints and evaluations are left out.
 
     Example:
         >>> found = benchmark(for_cpu(recipes.gpt2_small()), steps=5)
@@ -196,8 +198,7 @@ def benchmark(
     first = max(cfg.model.cuda_graph_warmup_steps, _DDP_WARMUP if _is_distributed() else 1) + 1 + SETTLE
     timed = _timed(cfg, first + steps + 3)
     clock, regions = Clock(where, first, steps), Regions.on(where)
-    if where.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(where)
+    reset_peaks(where)
     with tempfile.TemporaryDirectory() as folder:
         timed.logger.log_dir = folder
 
@@ -211,7 +212,14 @@ def benchmark(
             return chosen
 
         with contextlib.closing(regions):
-            report = pretrain(timed, device=where, on_event=on_event, quiet=quiet, implementation=watched)
+            report = pretrain(
+                timed,
+                model_provider=model_provider,
+                device=where,
+                on_event=on_event,
+                quiet=quiet,
+                implementation=watched,
+            )
     times, timeline = clock.result()
     return BenchResult(
         times=times,
@@ -234,14 +242,8 @@ def _timed(cfg: ConfigContainer, iterations: int) -> ConfigContainer:
 
 
 def _memory(device: torch.device, report: RunReport) -> Memory:
-    if device.type != "cuda":
-        return Memory(before_capture=report.memory_before, after_capture=report.memory_after)
-    return Memory(
-        allocated=torch.cuda.max_memory_allocated(device),
-        reserved=torch.cuda.max_memory_reserved(device),
-        before_capture=report.memory_before,
-        after_capture=report.memory_after,
-    )
+    peaks = peaks_of(device)
+    return Memory(peaks.allocated, peaks.reserved, report.memory_before, report.memory_after)
 
 
 def _world_size() -> int:

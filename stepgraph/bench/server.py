@@ -4,10 +4,14 @@ Most of the time of a short job is spent in importing torch and stepgraph. The s
 a job inherits the modules and nothing else, for the server starts neither CUDA nor threads nor processes. So each job
 has its own CUDA context, allocator and compiled code, as a process started anew would have.
 
-The argument names a module with `prepare()`, which imports what jobs need, and `run_forked(request)`, which does one.
-A line of JSON on stdin is a job: `request`, `folder` for its stderr, `timeout_s`. Two lines on stdout answer it: its
-process, and how it ended. A job ends with its whole session. When stdin ends, so do the job and the server: they do not
-outlive who started them, however it ended.
+The argument names a module with `prepare()`, which imports what jobs need, and `run(request)`, which does one and
+returns its record; it is written to the file that the request names, so that nothing that a library prints can damage
+it. A line of JSON on stdin is a job: `request`, `folder` for its stderr, `timeout_s`. Two lines on stdout answer it:
+its process, and how it ended. A job ends with its whole session. When stdin ends, so do the job and the server: they do
+not outlive who started them, however it ended.
+
+A job on a GPU that cannot start CUDA after the fork, because a library started it in the server, becomes a process
+started anew: `python -m stepgraph.bench.server MODULE --one`, which reads one request from stdin.
 """
 
 from __future__ import annotations
@@ -20,6 +24,7 @@ import signal
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType, ModuleType
 from typing import IO, Any, NoReturn
@@ -103,13 +108,44 @@ def _become(jobs: ModuleType, job: dict[str, Any]) -> NoReturn:
             opened = os.open(path, flags, 0o600)
             os.dup2(opened, number)
             os.close(opened)
-        code = jobs.run_forked(job["request"])
+        if str(job["request"].get("device", "")).startswith("cuda") and not _cuda_starts():
+            os.execv(sys.executable, [sys.executable, "-m", "stepgraph.bench.server", jobs.__name__, "--one"])
+        code = run_one(jobs, job["request"], process="forked")
     except BaseException:  # noqa: BLE001 (an exit, too, must not run the server's own code)
         traceback.print_exc()
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
+
+
+def _cuda_starts() -> bool:
+    import torch
+
+    try:
+        torch.cuda.init()
+    except RuntimeError:  # a fork cannot use what the server has started
+        return False
+    return True
+
+
+def run_one(jobs: ModuleType, request: dict[str, Any], process: str) -> int:
+    """Run a job in this process and write its record; `process` says how this one was started."""
+    record = jobs.run(request) | {"process": process}
+    Path(request["file"]).write_text(json.dumps(record, default=str), encoding="utf-8")
+    return 1 if "error" in record else 0
+
+
+def attempted(record: dict[str, Any], measuring: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """Return a record with what was measured, or with the error, and the seconds that it took."""
+    begun = time.perf_counter()
+    try:
+        record = record | measuring()
+    except Exception as error:  # noqa: BLE001 (whatever fails is the result of this job)
+        traceback.print_exc()
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        record = record | {"error": f"{type(error).__name__}: {lines[0] if lines else 'no message'}"[:300]}
+    return record | {"worker_s": time.perf_counter() - begun}
 
 
 def _own_stdout() -> IO[str]:
@@ -124,7 +160,9 @@ def _stop(number: int, frame: FrameType | None) -> NoReturn:
 
 
 def main() -> None:
-    """Serve the jobs of the module that the command line names."""
+    """Serve the jobs of the module that the command line names, or run one."""
+    if sys.argv[2:] == ["--one"]:
+        sys.exit(run_one(importlib.import_module(sys.argv[1]), json.load(sys.stdin), process="new"))
     signal.signal(signal.SIGTERM, _stop)
     serve(importlib.import_module(sys.argv[1]), sys.stdin.buffer, _own_stdout())
 

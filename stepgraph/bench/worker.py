@@ -1,9 +1,8 @@
 """One mechanism of a comparison, measured in a process of its own: `python -m stepgraph.bench.worker`.
 
-The request is one JSON object on stdin, the record one JSON object in the file that the request names, so that nothing
-that torch or a compiler prints can damage it. Each mechanism has its own process: none inherits another's allocator,
-compiled code or CUDA context. A comparison forks these processes from a server that has imported torch (`server`); one
-that finds CUDA started before the fork, where it cannot be used, becomes a process started anew.
+The request is one JSON object on stdin, the record one JSON object in the file that the request names. Each mechanism
+has its own process: none inherits another's allocator, compiled code or CUDA context. A comparison forks these
+processes from a server that has imported torch (`server`).
 """
 
 from __future__ import annotations
@@ -13,10 +12,7 @@ import importlib
 import json
 import os
 import sys
-import time
-import traceback
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,6 +20,7 @@ import torch
 from stepgraph.bench.hardware import gpu_of
 from stepgraph.bench.mechanisms import all_mechanisms, named
 from stepgraph.bench.run import benchmark
+from stepgraph.bench.server import attempted, run_one
 from stepgraph.config.container import ConfigContainer
 from stepgraph.config.environment import Environment
 
@@ -31,17 +28,9 @@ MAX_KERNELS = 4000
 """Kernels of the timeline that a record keeps, for the picture of a report."""
 
 
-def measure(request: dict[str, Any]) -> dict[str, Any]:
+def run(request: dict[str, Any]) -> dict[str, Any]:
     """Return the record of one mechanism: its figures, or the error that it ended with."""
-    begun = time.perf_counter()
-    record: dict[str, Any] = {"mechanism": request["mechanism"], "pass": request["pass"]}
-    try:
-        record |= _figures(request)
-    except Exception as error:  # noqa: BLE001 (whatever fails is this mechanism's result)
-        traceback.print_exc()
-        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        record["error"] = f"{type(error).__name__}: {lines[0] if lines else 'no message'}"[:300]
-    return record | {"worker_s": time.perf_counter() - begun}
+    return attempted({"mechanism": request["mechanism"], "pass": request["pass"]}, lambda: _figures(request))
 
 
 def _figures(request: dict[str, Any]) -> dict[str, Any]:
@@ -55,6 +44,7 @@ def _figures(request: dict[str, Any]) -> dict[str, Any]:
         steps=request["steps"],
         gpu=gpu,
         implementation=mechanism.make,
+        model_provider=mechanism.model_provider,
     )
     kernels = found.timeline.kernels
     first = kernels[0].start_us if kernels else 0.0
@@ -99,26 +89,9 @@ def _environment(**variables: str) -> Iterator[None]:
                 os.environ[name] = value
 
 
-def run_forked(request: dict[str, Any]) -> int:
-    """Run a job in a process that the server forked, or, where CUDA cannot start in it, in a new one."""
-    if torch.device(request["device"]).type == "cuda":
-        try:
-            torch.cuda.init()
-        except RuntimeError:  # it was started in the server, by a library that was imported there
-            os.execv(sys.executable, [sys.executable, "-m", "stepgraph.bench.worker"])  # reads the request from stdin
-    return run(request, process="forked")
-
-
-def run(request: dict[str, Any], process: str) -> int:
-    """Measure what is asked for, and write the record; `process` says how this one was started."""
-    record = measure(request) | {"process": process}
-    Path(request["file"]).write_text(json.dumps(record), encoding="utf-8")
-    return 1 if "error" in record else 0
-
-
 def main() -> int:
-    """Measure what stdin asks for, in a process of its own."""
-    return run(json.load(sys.stdin), process="new")
+    """Measure what stdin asks for, in this process."""
+    return run_one(sys.modules[__name__], json.load(sys.stdin), process="new")
 
 
 if __name__ == "__main__":

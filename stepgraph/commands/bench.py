@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from stepgraph.bench.compare import Comparison, Row
     from stepgraph.bench.hardware import Gpu
-    from stepgraph.bench.predict import Prediction
+    from stepgraph.bench.predict import MachinePrediction
     from stepgraph.bench.run import BenchResult
 
 _FAMILIES = {
@@ -409,7 +409,8 @@ class Reporting:
 
 def _compared(asked: Asked, wanted: Wanted, device: torch.device, steps: int, how: Reporting) -> Result:
     from stepgraph.bench import report_html
-    from stepgraph.bench.compare import Record, compare, plan, run_all, seconds_left
+    from stepgraph.bench.compare import compare, plan, run_all, seconds_left
+    from stepgraph.bench.jobs import Record
     from stepgraph.bench.mechanisms import mechanisms_for, select
     from stepgraph.bench.results import ResultFile, machine_facts, write_whole
     from stepgraph.config.environment import Environment
@@ -419,8 +420,8 @@ def _compared(asked: Asked, wanted: Wanted, device: torch.device, steps: int, ho
     cfg, cuts, parameters = configured(wanted, device)
     known = mechanisms_for(cfg, Environment.read(device.type))
     chosen = select(how.only, known) if how.only is not None else known
-    missing = {m.title: why for m in chosen if (why := m.missing(device)) is not None}
-    chosen = [m for m in chosen if m.missing(device) is None]
+    missing = {m.title: why for m in chosen if (why := m.missing(device, cfg)) is not None}
+    chosen = [m for m in chosen if m.title not in missing]
     request = {"config": cfg.to_dict(), "device": str(device), "steps": steps}
     file = ResultFile(how.json_file(asked.recipe), request, machine_facts(device))
     records: list[Record] = file.load() if how.resumes else []
@@ -436,6 +437,7 @@ def _compared(asked: Asked, wanted: Wanted, device: torch.device, steps: int, ho
     found = compare(chosen, records)
     title = f"{asked.recipe}, {asked.task}, {parameters:,} parameters"
     facts = file.facts | ({"cut": "; ".join(cuts)} if cuts else {})
+    facts |= {"not run": "; ".join(f"{name}: {why}" for name, why in missing.items())} if missing else {}
     if how.html is not None:
         write_whole(how.html, report_html.render(title, facts, found))
     values = {
@@ -536,7 +538,7 @@ def _predicted(asked: Asked, wanted: Wanted) -> Result:
     return Result(values, _shown(asked, gpu, found), next=asked.line("--fit -ng 1"))
 
 
-def _shown(asked: Asked, gpu: Gpu, found: Prediction) -> RenderableType:
+def _shown(asked: Asked, gpu: Gpu, found: MachinePrediction) -> RenderableType:
     from rich.text import Text
 
     share = f"{100 * found.memory_fraction:.0f} % of {gpu.memory_bytes / 1e9:.0f} GB"

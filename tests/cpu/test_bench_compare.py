@@ -12,12 +12,12 @@ from rich.console import Console
 from torch import Tensor, nn
 
 from stepgraph import recipes
-from stepgraph.bench import report_html
-from stepgraph.bench.compare import compare, largest_gap, left_at, plan, seconds_left
-from stepgraph.bench.measure import StepTimes
+from stepgraph.bench import megatron_core, report_html
+from stepgraph.bench.compare import compare, diverges, largest_gap, left_at, plan, seconds_left
 from stepgraph.bench.mechanisms import CopiedResults, Mechanism, mechanisms_for, named, select
 from stepgraph.bench.results import ResultFile, write_whole
 from stepgraph.bench.run import Clock
+from stepgraph.bench.timeline import StepTimes
 from stepgraph.commands.bench import _comparison_table
 from stepgraph.config.environment import Environment
 from stepgraph.errors import InvalidArgument
@@ -74,6 +74,16 @@ def test_winner_may_compile_if_losses_stay_close() -> None:
     assert compare([EAGER, AGAIN, COMPILED], records).winner == "compile"
     records[-1]["losses"]["2"] = 9.0
     assert compare([EAGER, AGAIN, COMPILED], records).winner == "eager"
+
+
+def test_rounding_that_training_amplifies_is_no_divergence() -> None:
+    eager = {str(step): loss for step, loss in enumerate((11.138, 8.054, 6.921, 6.171, 2.0), 1)}
+    compiled = {str(step): loss for step, loss in enumerate((11.138, 8.055, 6.923, 6.5, 1.8), 1)}
+    assert not diverges(eager, compiled)
+    assert not diverges(eager, eager)
+    assert not diverges({}, eager)
+    for step, loss in (("1", 11.3), ("3", 6.8), ("5", 2.3), ("5", float("nan")), ("2", float("nan"))):
+        assert diverges(eager, compiled | {step: loss})
 
 
 def test_winner_is_eager_within_its_own_spread() -> None:
@@ -285,3 +295,49 @@ def test_table_has_errors_and_no_empty_columns() -> None:
     assert "not run: x (needs a GPU)" in text
     assert "GiB" not in text
     assert "audits" not in text
+
+
+NONE, LAYERS = (
+    Mechanism(f"megatron-{graphs}", graphs, "m", reference="megatron-none") for graphs in ("none", "layers")
+)
+
+
+def test_model_of_its_own_is_compared_with_its_own_eager() -> None:
+    records = [record(EAGER, 0, 100.0), record(NONE, 0, 90.0, 5.0, 4.0), record(LAYERS, 0, 10.0, 5.0, 4.5)]
+    found = compare([EAGER, NONE, LAYERS], records)
+    words = {row.mechanism.name: report_html.losses_in_words(row) for row in found.rows}
+    assert words["megatron-none"] == "other weights: loss not comparable"
+    assert words["megatron-layers"] == "megatron-none: diverge from step 2, by 0.5 at most"
+    assert found.winner == "eager", "another model is no rival"
+
+
+def test_losses_without_a_reference_are_not_called_equal() -> None:
+    found = compare([OURS], [record(OURS, 0, 10.0)])
+    assert report_html.losses_in_words(found.rows[0]) == "not compared: eager did not run"
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("gpt2_small", "needs a GPU"),
+        ("qwen3_30b_a3b", "not built for a model of kind moe"),
+        ("nemotron_h", "not built for a model of kind hybrid"),
+    ],
+)
+def test_megatron_rows_say_what_is_not_built(name: str, why: str) -> None:
+    cfg = recipes.recipe(name)
+    rows = select("megatron-*", mechanisms_for(cfg, H200))
+    assert [mechanism.missing(torch.device("cpu"), cfg) for mechanism in rows] == [why] * 3
+
+
+def test_package_within_a_missing_one_is_missing() -> None:
+    mechanism = dataclasses.replace(EAGER, package="no_such_package.core")
+    assert mechanism.missing(torch.device("cpu"), recipes.gpt2_small()) == "no_such_package.core is not installed"
+
+
+def test_megatron_shape_is_that_of_the_recipe() -> None:
+    shape = megatron_core.Shape.of(recipes.gpt2_small().model)
+    assert (shape.num_layers, shape.ffn_hidden_size, shape.activation) == (12, 3072, "gelu")
+    assert (shape.normalization, shape.position_embedding_type) == ("LayerNorm", "learned_absolute")
+    with pytest.raises(InvalidArgument, match="not built here for a model of kind moe"):
+        megatron_core.Shape.of(recipes.qwen3_30b_a3b().model)

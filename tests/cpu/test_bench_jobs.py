@@ -28,7 +28,7 @@ def jobs() -> Iterator[JobServer]:
 
 
 def run(jobs: JobServer, do: str, timeout_s: float = WAIT_S, **more: str) -> dict[str, Any]:
-    return jobs.run({"mechanism": "m", "pass": 1, "do": do, **more}, timeout_s)
+    return jobs.run({"do": do, **more}, timeout_s)
 
 
 def is_alive(pid: int) -> bool:
@@ -59,7 +59,8 @@ def test_jobs_are_processes_of_one_server(jobs: JobServer) -> None:
     assert first["pid"] != second["pid"]
     assert first["parent"] == second["parent"] != os.getpid()
     assert first["session"] == first["pid"], "so that it ends with what it started"
-    assert first["stdin"]["do"] == "write", "a new process could read its request there"
+    assert json.loads(first["stdin"])["do"] == "write", "a new process could read its request there"
+    assert first["process"] == "forked"
     assert is_gone(first["pid"], second["pid"])
 
 
@@ -73,7 +74,18 @@ def test_jobs_are_processes_of_one_server(jobs: JobServer) -> None:
     ],
 )
 def test_job_without_a_record_says_how_it_ended(jobs: JobServer, do: str, error: str) -> None:
-    assert run(jobs, do) == {"mechanism": "m", "pass": 1, "error": error}
+    assert run(jobs, do) == {"error": error}
+
+
+def test_one_job_runs_without_a_server(tmp_path: Path) -> None:
+    request = {"do": "write", "file": str(tmp_path / "record.json")}
+    command = [sys.executable, "-m", "stepgraph.bench.server", JOBS, "--one"]
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    (tmp_path / "request.json").write_text(json.dumps(request))
+    with (tmp_path / "request.json").open() as given:
+        done = subprocess.run(command, stdin=given, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert told(tmp_path / "record.json")["process"] == "new"
 
 
 @pytest.mark.slow

@@ -125,11 +125,25 @@ def test_readme_refusal_is_the_real_message(tmp_path: Path) -> None:
 def test_readme_chart_and_figures_match_the_results() -> None:
     """`python benchmarks/chart.py` would change nothing."""
     chart = runpy.run_path(str(ROOT / "benchmarks" / "chart.py"), run_name="chart")
-    path, result = chart["newest_result"]()
-    for image, text in chart["images"](result).items():
+    figures = chart["read"]()
+    for image, text in chart["images"](figures).items():
         assert image.read_text() == text, f"{image.name}: run python benchmarks/chart.py"
     readme = (ROOT / "README.md").read_text()
-    assert chart["readme_with"](readme, chart["table"](path, result)) == readme
+    assert chart["readme_with"](readme, figures.table) == readme
+
+
+def test_chart_draws_a_comparison_too() -> None:
+    """`stepgraph bench --compare` wrote the file: some rows ran, one failed, others are not there."""
+    chart = runpy.run_path(str(ROOT / "benchmarks" / "chart.py"), run_name="chart")
+    figures = chart["of_comparison"](ROOT / "benchmarks" / "results" / "2026-11-18-h200" / "compare_gpt2_small.json")
+    rows = {line.split(" | ")[0].strip("| "): line for line in figures.table.splitlines() if line.startswith("| ")}
+    assert "1.0x" in rows["eager"]
+    assert rows["eager"].endswith("| the reference |")
+    assert "stepgraph, attention" in rows
+    assert "stepgraph, whole step" not in rows or "x |" in rows["stepgraph, whole step"]
+    for text in chart["images"](figures).values():
+        drawn = [row for row in rows.values() if "x |" in row]
+        assert text.count("<rect") == 2 + 2 * len(drawn), "two bars a row, and the legend"
 
 
 def test_readme_is_short() -> None:
