@@ -32,7 +32,7 @@ from stepgraph.session.session import Session
 from stepgraph.step.full_iteration import FullCudaGraphWrapper
 from stepgraph.train.data import Sample
 from stepgraph.train.gathered import GatheredModel
-from stepgraph.train.iteration import Finish, ForwardStep, Result, forward_backward
+from stepgraph.train.iteration import Finish, ForwardStep, Result, autocasting, forward_backward
 
 
 @dataclass(frozen=True)
@@ -301,7 +301,8 @@ class AheadOfTime(Implementation):
         has_hooks = gathered is not None and gathered.has_hooks  # not before the first iteration
         if gathered is not None and has_hooks:
             gathered.disable_forward_pre_hook(param_sync=False)
-        self._helper.create_cudagraphs()
+        with autocasting(next(self.work.core.parameters()).device, self.work.forward_step.autocast):
+            self._helper.create_cudagraphs()
         if gathered is not None and has_hooks:
             gathered.enable_forward_pre_hook()
         self._helper.cuda_graph_set_manual_hooks()

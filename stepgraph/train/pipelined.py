@@ -16,7 +16,6 @@ The order is read from the schedule itself (`order_from_pipelining`). Losses are
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -34,7 +33,7 @@ from stepgraph.pipeline.stage import graph_stage
 from stepgraph.session.report import GraphReport
 from stepgraph.train.data import Sample
 from stepgraph.train.implementations import Implementation, Work, choose
-from stepgraph.train.iteration import Finish, Result
+from stepgraph.train.iteration import Finish, Result, autocasting
 from stepgraph.train.ranks import Ranks
 
 
@@ -65,8 +64,7 @@ class StageModule(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Run this stage."""
-        kind = x.device.type
-        with torch.autocast(kind, self._autocast) if self._autocast is not None else contextlib.nullcontext():
+        with autocasting(x.device, self._autocast):
             if self.embedding is not None:
                 length = x.shape[-1]
                 x = self.embedding(x)
@@ -175,7 +173,7 @@ class PipelineIteration:
         return torch.stack([loss.detach() for loss in losses]).mean()
 
 
-def _schedule(stages: list[PipelineStage], num_microbatches: int) -> Any:
+def _schedule(stages: list[Any], num_microbatches: int) -> Any:
     """Return the schedule of a rank with one stage, or with several."""
     if len(stages) == 1:
         return Schedule1F1B(stages[0], num_microbatches, loss_fn=token_loss)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import sys
 from collections.abc import Mapping, Sequence
@@ -57,7 +58,7 @@ CHUNKS = [*STAGES, "model.virtual_pipeline_model_parallel_size=2", "model.num_la
 """Four stages of it on two ranks; the last one has two layers, the others one."""
 UNTIED = [
     *("train.global_batch_size=8", "train.train_iters=3", "train.eval_interval=3", "train.eval_iters=1"),
-    *("model.num_layers=4", "optimizer.clip_grad=0"),
+    *("model.num_layers=4", "optimizer.clip_grad=0", "model.share_embeddings_and_output_weights=false"),
 ]
 """Sums that do not depend on how the model is divided."""
 
@@ -89,7 +90,7 @@ def trained(folder: Path) -> dict[str, Result]:
             "chunks": ["eager", *CHUNKS, saving(folder, "chunks")],
             "te chunks": ["te", *CHUNKS, "checkpoint.save_interval=3", saving(folder, "te chunks")],
             "layers resumed": ["layers", *CHUNKS, "model.cuda_graph_warmup_steps=1", *resumed_from_te_chunks(folder)],
-            "untied chunks": ["eager", *CHUNKS, *UNTIED, "model.share_embeddings_and_output_weights=false", "--built"],
+            "untied chunks": ["eager", *CHUNKS, *UNTIED, "--built", saving(folder, "untied chunks")],
         },
     )
 
@@ -175,12 +176,17 @@ def weights(folder: Path, step: int, shard: int = 0) -> dict[str, torch.Tensor]:
     return {name: tensor for name, tensor in found.items() if name.startswith("state.model")}
 
 
-def assert_stages_train_as_in_eager(folder: Path, found: dict[str, Result], run: str) -> None:
+def assert_equal_ends(folder: Path, last_stage: int) -> None:
     """The copies of a tied embedding on the first and the last stage stay equal."""
+    first, last = (weights(folder, 5, rank) for rank in (0, 1))
+    name = f"state.model.stage_{last_stage}.head.weight"
+    assert torch.equal(first["state.model.stage_0.embedding.weight"], last[name])
+
+
+def assert_stages_train_as_in_eager(folder: Path, found: dict[str, Result], run: str) -> None:
     assert losses_of(found[run]) == losses_of(found["stages"]), run
     assert all(rank["replays"] > 0 for rank in found[run]), found[run]
-    first, last = (weights(folder / run, 5, stage) for stage in (0, 1))
-    assert torch.equal(first["state.model.stage_0.embedding.weight"], last["state.model.stage_1.head.weight"])
+    assert_equal_ends(folder / run, 1)
 
 
 def test_parts_of_stages_train_as_in_eager(folder: Path, trained: dict[str, Result]) -> None:
@@ -206,6 +212,7 @@ def assert_chunks_train_as_in_eager(folder: Path, found: dict[str, Result], run:
     assert [rank["evaluations"] for rank in found[run]] == [rank["evaluations"] for rank in found["chunks"]]
     assert all(rank["replays"] > 0 and set(rank["eager"]) == {"warm-up", "evaluation"} for rank in found[run])
     assert_same_weights(folder, run, "chunks", 5)
+    assert_equal_ends(folder / run, 3)
 
 
 def test_parts_of_chunks_train_as_in_eager(folder: Path, trained: dict[str, Result]) -> None:
@@ -226,11 +233,19 @@ def test_whole_chunks_resume_as_an_unbroken_run(folder: Path, trained: dict[str,
     assert_same_weights(folder, "layers resumed", "chunks", 5)
 
 
-def test_chunks_train_as_one_process(tmp_path: Path, trained: dict[str, Result]) -> None:
-    report = pretrain(tiny(tmp_path).override(UNTIED), device="cpu", quiet=True)
+def test_chunks_train_as_one_process(folder: Path, tmp_path: Path, trained: dict[str, Result]) -> None:
+    cfg = tiny(tmp_path).override([*UNTIED, f"checkpoint.save={tmp_path / 'saved'}"])
+    report = pretrain(cfg, device="cpu", quiet=True)
     for rank in trained["untied chunks"]:
         assert rank["losses"] == {str(step): loss for step, loss in report.losses.items()}
         assert rank["evaluations"] == {str(step): loss for step, loss in report.eval_losses.items()}
+    found = weights(folder / "untied chunks", 3, 0) | weights(folder / "untied chunks", 3, 1)
+    for name, expected in weights(tmp_path, 3).items():
+        layer = re.search(r"blocks\.(\d)", name)
+        stage = int(layer[1]) if layer else 0 if "embedding" in name else 3
+        inside = re.sub(r"blocks\.\d", "blocks.0", name.removeprefix("state.model."))
+        assert torch.equal(found.pop(f"state.model.stage_{stage}.{inside}"), expected), name
+    assert not found
 
 
 def assert_gathered_equal_plain(folder: Path, found: dict[str, Result], implementation: str) -> None:
