@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import socket
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,6 +14,7 @@ import pytest
 import torch
 
 from stepgraph.train import pretrain
+from tests.distributed.ranks import meeting_place
 from tests.processes import run_to_end
 from tests.train_harness import tiny
 
@@ -26,10 +26,7 @@ Result = list[dict[str, Any]]
 
 def train(folder: Path, runs: Mapping[str, Sequence[str]], ranks: int = 2) -> dict[str, Result]:
     """Run `torchrun`'s environment without torchrun: a process for each rank, which does one run after another."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    given = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "WORLD_SIZE": str(ranks), "MASTER_PORT": str(port)}
+    given = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "WORLD_SIZE": str(ranks)}
     arguments: list[str] = []
     for name, wanted in runs.items():
         (folder / name).mkdir(parents=True)
@@ -38,7 +35,8 @@ def train(folder: Path, runs: Mapping[str, Sequence[str]], ranks: int = 2) -> di
         ["env", f"RANK={rank}", sys.executable, str(ROOT / "tests" / "train_worker.py"), *arguments]
         for rank in range(ranks)
     ]
-    done = run_to_end(commands, os.environ | given | {"MASTER_ADDR": "127.0.0.1"}, ROOT)
+    with meeting_place() as place:
+        done = run_to_end(commands, os.environ | given | place, ROOT)
     assert [rank.returncode for rank in done] == [0] * ranks, [rank.stderr[-3000:] for rank in done]
     return {
         name: [json.loads((folder / name / f"result_{rank}.json").read_text()) for rank in range(ranks)]
