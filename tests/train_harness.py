@@ -21,7 +21,7 @@ IMPLEMENTATIONS: dict[str, tuple[str, list[str]]] = {
 
 
 def tiny(folder: Path, implementation: str = "eager", **settings: Any) -> ConfigContainer:
-    """Two layers of width 32 and six iterations; settings are `section__field=value`."""
+    """Two layers of width 32 and six iterations; settings are `section__field=value`, or `section=value`."""
     cfg = ConfigContainer()
     cfg.model.cuda_graph_impl, cfg.model.cuda_graph_scope = IMPLEMENTATIONS[implementation]
     cfg.model.cuda_graph_warmup_steps = 2
@@ -33,7 +33,7 @@ def tiny(folder: Path, implementation: str = "eager", **settings: Any) -> Config
     cfg.logger.log_dir = str(folder)
     for name, value in settings.items():
         section, _, field = name.partition("__")
-        setattr(getattr(cfg, section), field, value)
+        setattr(getattr(cfg, section) if field else cfg, field or section, value)
     return cfg
 
 

@@ -1,10 +1,11 @@
 """A training process that is parked at a place, for tests that send it signals or start several ranks.
 
-    python tests/train_worker.py FOLDER IMPLEMENTATION [section.field=value ...] [--park PLACE] [--settings]
+    python tests/train_worker.py FOLDER IMPLEMENTATION [section.field=value ...] [--park PLACE] [--built]
     python tests/train_worker.py FOLDER ... --then FOLDER ... --then FOLDER ...
 
 Parked, it writes `parked_<rank>` to FOLDER and waits for a signal. In the end it writes its losses there, as JSON. One
 process can do several runs, one after another in one process group: to start a process takes longer than a run.
+With `--built` the model is the one that the configuration describes, which has no dropout by default.
 """
 
 from __future__ import annotations
@@ -69,12 +70,13 @@ def main(folder: Path, implementation: str, *arguments: str) -> None:
     parked = Parked(folder, place)
     cfg = tiny(folder / f"log_{RANK}", implementation)
     cfg.override(text for text in arguments if "=" in text)
-    provider = (lambda cfg: watched(cfg, parked)) if place == "recording" else gpt
+    provider = (lambda cfg: watched(cfg, parked)) if place == "recording" else None if "--built" in arguments else gpt
     run = finetune if cfg.dataset.kind == "sft" else pretrain
     is_short = "--short" in arguments and int(arguments[arguments.index("--short") + 1]) == RANK
     with short_of_memory() if is_short else contextlib.nullcontext():
         report = run(cfg, model_provider=provider, device="cpu", on_event=parked, quiet="--loud" not in arguments)
     found = {"losses": report.losses, "replays": report.replays, "eager": dict(report.eager_reasons)}
+    found["evaluations"] = report.eval_losses
     (folder / f"result_{RANK}.json").write_text(json.dumps(found))
 
 

@@ -4,7 +4,7 @@ A checkpoint is a folder, `step_00000100`:
 
 | file | written by | contents |
 |---|---|---|
-| `shard_00000.json`, `shard_00000.pt` | the first rank with this stage of the model | model, optimizer, scheduler |
+| `shard_00000.json`, `shard_00000.pt` | the first rank with these stages of the model | model, optimizer, scheduler |
 | `rank_00000.json`, `rank_00000.pt` | every rank | random states, position in the data |
 | `config.json` | rank 0 | the configuration |
 | `manifest.json` | rank 0, last | step, number of ranks, size and SHA-256 of every file |

@@ -32,7 +32,7 @@ from stepgraph.session.session import Session
 from stepgraph.step.full_iteration import FullCudaGraphWrapper
 from stepgraph.train.data import Sample
 from stepgraph.train.gathered import GatheredModel
-from stepgraph.train.iteration import Finish, ForwardStep, Result, forward_backward
+from stepgraph.train.iteration import Finish, ForwardStep, Result, autocasting, forward_backward
 
 
 @dataclass(frozen=True)
@@ -52,6 +52,10 @@ class Work:
     """Whether NaN checks are flags inside the graph of an iteration."""
     forward_backward: Callable[..., Result] = forward_backward
     """Runs the microbatches of an iteration; a pipeline has its own."""
+    chunks: Sequence[nn.Module] = ()
+    """The stages that this rank of a pipeline runs one by one; none where `core` is run as a whole."""
+    order: Sequence[float] | None = None
+    """The order in which this rank of a pipeline runs its chunks."""
 
 
 class Implementation(ABC):
@@ -281,30 +285,29 @@ class AheadOfTime(Implementation):
 
     name = "transformer_engine"
 
-    def __init__(self, work: Work, cfg: Any, stage: int) -> None:
+    def __init__(self, work: Work, cfg: Any) -> None:
         super().__init__(work)
         ScopeRegistry().resolve(work.core, present(work.core, read_scope(cfg.model.cuda_graph_scope)))  # or refuse
-        self._chunk = work.core if work.gathered is None else work.gathered
+        self._chunks = list(work.chunks) or [work.core if work.gathered is None else work.gathered]
         self._helper = TECudaGraphHelper(
-            [self._chunk],
+            self._chunks,
             cfg,
             cfg.model.seq_length,
             cfg.train.micro_batch_size,
             [work.optimizer],
             num_microbatches=work.num_microbatches,
-            pipeline_parallel_rank=stage,
+            order=work.order,
             sample_arguments=PackedSamples(work.core, cfg) if cfg.dataset.packed_sequence else None,
         )
         self._closed_report: GraphReport | None = None
 
     def warmup_steps(self, wanted: int) -> int:
-        is_pipeline = self.work.forward_backward is not forward_backward
-        return max(1, wanted) if is_pipeline else wanted  # in its first step a schedule tries out shapes
+        return wanted if self.work.order is None else max(1, wanted)  # in its first step a schedule tries out shapes
 
     def _before_microbatch(self) -> Any:
         if not self.is_captured:
             return None
-        return lambda index: set_current_microbatch(self._chunk, index)
+        return lambda index: set_current_microbatch(self._chunks, index)
 
     def capture(self) -> None:
         begun = time.perf_counter()
@@ -312,7 +315,8 @@ class AheadOfTime(Implementation):
         has_hooks = gathered is not None and gathered.has_hooks  # not before the first iteration
         if gathered is not None and has_hooks:
             gathered.disable_forward_pre_hook(param_sync=False)
-        self._helper.create_cudagraphs()
+        with autocasting(next(self.work.core.parameters()).device, self.work.forward_step.autocast):
+            self._helper.create_cudagraphs()
         if gathered is not None and has_hooks:
             gathered.enable_forward_pre_hook()
         self._helper.cuda_graph_set_manual_hooks()
@@ -341,12 +345,12 @@ class AheadOfTime(Implementation):
         self._helper.delete_cuda_graphs()
 
 
-def choose(work: Work, cfg: Any, stage: int = 0) -> Implementation:
-    """Return the implementation that a validated configuration names; `stage` is the rank's place in a pipeline."""
+def choose(work: Work, cfg: Any) -> Implementation:
+    """Return the implementation that a validated configuration names."""
     if cfg.model.cuda_graph_impl == "none":
         return Eager(work)
     if cfg.model.cuda_graph_impl == "transformer_engine":
-        return AheadOfTime(work, cfg, stage)
+        return AheadOfTime(work, cfg)
     if cfg.model.captures_iteration:
         return FullIteration(work, cfg.model.cuda_graph_warmup_steps)
     return LocalScopes(work, cfg.model)

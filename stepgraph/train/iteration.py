@@ -33,6 +33,11 @@ class Result(NamedTuple):
     """The norm of the gradients before clipping; None where they are not clipped."""
 
 
+def autocasting(device: torch.device, dtype: torch.dtype | None) -> AbstractContextManager[Any]:
+    """Compute in a type by autocast, or without autocast if there is none."""
+    return torch.autocast(device.type, dtype) if dtype is not None else contextlib.nullcontext()
+
+
 @dataclass(frozen=True)
 class ForwardStep:
     """Computes the loss of a microbatch, and the load of the experts where there are any."""
@@ -46,8 +51,7 @@ class ForwardStep:
 
     def __call__(self, microbatch: Sample, model: nn.Module) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return the loss to differentiate, the loss to report, and the load."""
-        kind = microbatch["tokens"].device.type
-        with torch.autocast(kind, self.autocast) if self.autocast is not None else contextlib.nullcontext():
+        with autocasting(microbatch["tokens"].device, self.autocast):
             out = model(**microbatch)
         given = out if isinstance(out, Tensor) else getattr(out, "out", None)
         if not isinstance(given, Tensor) or given.numel() != 1:

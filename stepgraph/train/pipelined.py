@@ -1,46 +1,48 @@
-"""Pipeline parallelism: each rank trains a stage of the model, with the schedules of `torch.distributed.pipelining`.
+"""Pipeline parallelism: each rank trains stages of the model, with the schedules of `torch.distributed.pipelining`.
 
 Every rank builds the whole model from one seed and keeps its own part: the first stage the embedding, the last one the
-norm and the head, each a share of the layers. The 1F1B schedule runs the microbatches, and graphs stand in for parts of
-a stage, or for all of it:
+norm and the head, each a share of the layers. A rank has one stage and runs the 1F1B schedule, or, with
+`model.virtual_pipeline_model_parallel_size`, several and runs the interleaved one: of p ranks, rank r has the stages r,
+p + r, 2 p + r and so on. Graphs stand in for parts of the stages, or for all of them:
 
 | `cuda_graph_impl` | scope | captured on each rank |
 |---|---|---|
-| `local` | empty | the stage as a whole (`stepgraph.graph_stage`) |
+| `local` | empty | each stage as a whole (`stepgraph.graph_stage`) |
 | `local` | words | each part, from the calls of the warm-up; microbatches in flight have graphs of their own |
 | `transformer_engine` | words, or empty for layers | each part and microbatch ahead of time, in the rank's order |
 
-Losses are known to the last stage only.
+The order is read from the schedule itself (`order_from_pipelining`). Losses are known to the last stage only.
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
 
 from stepgraph.errors import InvalidArgument
 from stepgraph.models import GPT
+from stepgraph.order import order_from_pipelining
 from stepgraph.pair.module_method import put_in_place
 from stepgraph.pipeline.stage import graph_stage
 from stepgraph.session.report import GraphReport
 from stepgraph.train.data import Sample
 from stepgraph.train.implementations import Implementation, Work, choose
-from stepgraph.train.iteration import Finish, Result
+from stepgraph.train.iteration import Finish, Result, autocasting
 from stepgraph.train.ranks import Ranks
 
 
 class StageModule(nn.Module):
-    """The part of a GPT that one rank of a pipeline trains: tokens or hidden states in, hidden states or logits out."""
+    """One stage of a GPT: tokens or hidden states in, hidden states or logits out."""
 
     def __init__(self, whole: GPT, stage: int, num_stages: int, autocast: torch.dtype | None = None) -> None:
         super().__init__()
+        self.place = (stage, num_stages)
         blocks = list(whole.blocks)
         first, last = (len(blocks) * number // num_stages for number in (stage, stage + 1))
         self.config, self.rotary = whole.config, whole.rotary
@@ -62,8 +64,7 @@ class StageModule(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Run this stage."""
-        kind = x.device.type
-        with torch.autocast(kind, self._autocast) if self._autocast is not None else contextlib.nullcontext():
+        with autocasting(x.device, self._autocast):
             if self.embedding is not None:
                 length = x.shape[-1]
                 x = self.embedding(x)
@@ -73,22 +74,41 @@ class StageModule(nn.Module):
             return self.head(self.norm(x)) if self.head is not None and self.norm is not None else x
 
 
-def stage_of(model: nn.Module, ranks: Ranks, autocast: torch.dtype | None) -> StageModule:
-    """Return this rank's part of a model; refuse models that this file cannot divide."""
+class RankStages(nn.ModuleDict):
+    """The stages of a model that one rank trains, in the order of the model; the schedule calls them one by one."""
+
+    def __init__(self, stages: Iterable[StageModule]) -> None:
+        super().__init__({f"stage_{stage.place[0]}": stage for stage in stages})
+
+    @property
+    def chunks(self) -> list[StageModule]:
+        return [stage for stage in self.values() if isinstance(stage, StageModule)]
+
+    @property
+    def tied(self) -> Any:
+        """This rank's copy of a matrix that the first and the last stage share, if it has one."""
+        return next((stage.tied for stage in self.chunks if stage.tied is not None), None)
+
+
+def stages_of(model: nn.Module, ranks: Ranks, autocast: torch.dtype | None, num_chunks: int = 1) -> RankStages:
+    """Return this rank's stages of a model, `num_chunks` of them; refuse models that this file cannot divide."""
+    num_stages = ranks.pipeline_size * num_chunks
     reason = fix = ""
     if type(model) is not GPT:
         reason = f"a {type(model).__name__} is not divided into stages, only dense GPTs are"
         fix = "model.kind=gpt without experts"
-    elif len(model.blocks) < ranks.pipeline_size:
-        reason = f"{len(model.blocks)} layers are fewer than {ranks.pipeline_size} stages"
-        fix = "a larger model.num_layers"
+    elif len(model.blocks) < num_stages:
+        several = f" ({ranks.pipeline_size} ranks with {num_chunks} chunks each)" if num_chunks > 1 else ""
+        reason = f"{len(model.blocks)} layers are fewer than {num_stages} stages{several}"
+        fix = f"model.num_layers={num_stages} or more"
     elif model.config.recompute_granularity is not None:
         reason = "layers of a stage are not recomputed (model.recompute_granularity)"
         fix = "model.recompute_granularity=none"
     if reason:
         raise _refused(reason, fix)
     assert isinstance(model, GPT)
-    return StageModule(model, ranks.stage, ranks.pipeline_size, autocast)
+    places = range(ranks.stage, num_stages, ranks.pipeline_size)
+    return RankStages(StageModule(model, place, num_stages, autocast) for place in places)
 
 
 def token_loss(logits: Tensor, targets: Tensor) -> Tensor:
@@ -103,18 +123,20 @@ class PipelineIteration:
     that training goes on after an evaluation, and graphs of parts are not made for that.
     """
 
-    def __init__(self, stage_module: StageModule, num_microbatches: int, ranks: Ranks) -> None:
-        self._is_first, self._is_last = stage_module.is_first, stage_module.is_last
-        self._device = next(stage_module.parameters()).device
-        sizes = (ranks.stage, ranks.pipeline_size, self._device)
-        self.stage, evaluated = (PipelineStage(stage_module, *sizes, group=ranks.stage_group) for _ in range(2))
-        self.schedule = Schedule1F1B(self.stage, num_microbatches, loss_fn=token_loss)
-        self._evaluation = Schedule1F1B(evaluated, num_microbatches, loss_fn=token_loss)
+    def __init__(self, chunks: Sequence[StageModule], num_microbatches: int, ranks: Ranks) -> None:
+        self._is_first, self._is_last = (any(getattr(c, name) for c in chunks) for name in ("is_first", "is_last"))
+        self._device = next(chunks[0].parameters()).device
+        self.stages, evaluated = (
+            [PipelineStage(chunk, *chunk.place, self._device, group=ranks.stage_group) for chunk in chunks]
+            for _ in range(2)
+        )
+        self.schedule, self._evaluation = (_schedule(stages, num_microbatches) for stages in (self.stages, evaluated))
         self._before_microbatch: Callable[[int], None] | None = None
 
     def announce(self) -> None:
-        """Call `before_microbatch` before each forward."""
-        put_in_place(self.stage, "forward_one_chunk", self._announcing(self.stage.forward_one_chunk))
+        """Call `before_microbatch` before each forward of a stage."""
+        for stage in self.stages:
+            put_in_place(stage, "forward_one_chunk", self._announcing(stage.forward_one_chunk))
 
     def _announcing(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         """Tell graphs of single microbatches which one the schedule runs next; it has no hook for that."""
@@ -151,15 +173,22 @@ class PipelineIteration:
         return torch.stack([loss.detach() for loss in losses]).mean()
 
 
-class WholeStage(Implementation):
-    """Graphs of a stage as a whole, captured by the schedule's own steps."""
+def _schedule(stages: list[Any], num_microbatches: int) -> Any:
+    """Return the schedule of a rank with one stage, or with several."""
+    if len(stages) == 1:
+        return Schedule1F1B(stages[0], num_microbatches, loss_fn=token_loss)
+    return ScheduleInterleaved1F1B(stages, num_microbatches, loss_fn=token_loss)
+
+
+class WholeStages(Implementation):
+    """Graphs of a rank's stages, each as a whole, captured by the schedule's own steps."""
 
     name = "local"
 
     def __init__(self, work: Work, iteration: PipelineIteration, warmup: int) -> None:
         super().__init__(work)
         steps = self.warmup_steps(warmup)
-        self._handle = graph_stage(iteration.stage, iteration.schedule, warmup=steps, session=work.session)
+        self._handle = graph_stage(iteration.stages, iteration.schedule, warmup=steps, session=work.session)
         self._closed_report: GraphReport | None = None
 
     def warmup_steps(self, wanted: int) -> int:
@@ -188,27 +217,47 @@ class WholeStage(Implementation):
             self._handle.close()
 
 
-def choose_for_stage(work: Work, cfg: Any, ranks: Ranks) -> Implementation:
-    """Return the implementation that a validated configuration names, for this rank's stage."""
-    if cfg.model.captures_iteration:
+def refuse_schedule(cfg: Any, num_microbatches: int) -> None:
+    """Refuse what the schedules cannot run, before anything is built."""
+    size, num_chunks = cfg.model.pipeline_model_parallel_size, num_chunks_of(cfg)
+    if size > 1 and cfg.model.captures_iteration:
         reason = "the graph of an iteration would hold the transfers between stages (scope full_iteration)"
         raise _refused(reason, 'model.cuda_graph_scope=[] or words such as ["attn"]')
-    if work.num_microbatches < ranks.pipeline_size:
-        reason = f"{work.num_microbatches} microbatches are fewer than {ranks.pipeline_size} stages"
+    if num_microbatches < size:
+        reason = f"{num_microbatches} microbatches are fewer than {size} stages"
         raise _refused(reason, "a larger train.global_batch_size")
-    assert isinstance(work.core, StageModule)
-    iteration = PipelineIteration(work.core, work.num_microbatches, ranks)
-    work = replace(work, forward_backward=iteration)
+    if num_chunks > 1 and num_microbatches % size:
+        raise InvalidArgument(
+            f"model.virtual_pipeline_model_parallel_size={num_chunks}: {num_microbatches} microbatches are no multiple "
+            f"of {size} pipeline ranks",
+            rule="not-trained",
+            why="interleaved, a rank runs as many microbatches through one chunk as there are ranks, then the next.",
+            fix=f"a train.global_batch_size that gives a multiple of {size} microbatches to each pipeline, or "
+            "model.virtual_pipeline_model_parallel_size=1.",
+        )
+
+
+def num_chunks_of(cfg: Any) -> int:
+    """Return the number of stages that each rank has."""
+    return int(cfg.model.virtual_pipeline_model_parallel_size or 1)
+
+
+def choose_for_stages(work: Work, cfg: Any, ranks: Ranks) -> Implementation:
+    """Return the implementation that a validated configuration names, for this rank's stages."""
+    assert isinstance(work.core, RankStages)
+    iteration = PipelineIteration(work.core.chunks, work.num_microbatches, ranks)
+    order = order_from_pipelining(iteration.schedule)
+    work = replace(work, forward_backward=iteration, chunks=work.core.chunks, order=order)
     if cfg.model.cuda_graph_impl == "local" and not cfg.model.cuda_graph_scope:
-        return WholeStage(work, iteration, cfg.model.cuda_graph_warmup_steps)
+        return WholeStages(work, iteration, cfg.model.cuda_graph_warmup_steps)
     iteration.announce()
-    return choose(work, cfg, stage=ranks.stage)
+    return choose(work, cfg)
 
 
 def _refused(reason: str, fix: str) -> InvalidArgument:
     return InvalidArgument(
         f"model.pipeline_model_parallel_size: {reason}",
         rule="not-trained",
-        why="the loop runs stages of a dense GPT by the 1F1B schedule.",
+        why="the loop runs stages of a dense GPT by the 1F1B schedule, or by the interleaved one.",
         fix=f"{fix}, or model.pipeline_model_parallel_size=1.",
     )

@@ -28,7 +28,7 @@ from stepgraph.train.implementations import Implementation, Work, choose
 from stepgraph.train.journal import Journal
 from stepgraph.train.loop import Loop, OnEvent, Run
 from stepgraph.train.memory import DeviceMemory
-from stepgraph.train.pipelined import choose_for_stage, stage_of
+from stepgraph.train.pipelined import choose_for_stages, num_chunks_of, refuse_schedule, stages_of
 from stepgraph.train.random_state import set_random_states
 from stepgraph.train.ranks import Ranks, start_processes
 from stepgraph.train.run_report import RunReport
@@ -188,6 +188,7 @@ def _run(
 ) -> tuple[Loop, int]:
     ranks = Ranks(cfg.model.pipeline_model_parallel_size)
     count = num_microbatches(cfg, ranks)
+    refuse_schedule(cfg, count)
     seed_everything(cfg, device, ranks)
     with Session("cuda" if device.type == "cuda" else "tape") as session, contextlib.ExitStack() as stack:
         stack.callback(get_cuda_rng_tracker(device).reset)
@@ -211,7 +212,7 @@ def _run(
             on_event=on_event,
         )
         journal.write("start", start, implementation=cfg.model.cuda_graph_impl, ranks=ranks.size, config=cfg.to_dict())
-        chosen = implementation(work, cfg) if ranks.pipeline_size == 1 else choose_for_stage(work, cfg, ranks)
+        chosen = implementation(work, cfg) if ranks.pipeline_size == 1 else choose_for_stages(work, cfg, ranks)
         loop = Loop(run, chosen, flag, start)
         signal = _run_loop(loop)
         report = loop.report()
@@ -248,7 +249,7 @@ def _make_work(
     if cfg.checkpoint.pretrained_checkpoint is not None and cfg.checkpoint.load is None:
         _load_weights(core, load(Path(cfg.checkpoint.pretrained_checkpoint), ranks))
     if ranks.pipeline_size > 1:
-        core = stage_of(core, ranks, make_forward_step(cfg, checks_of(cfg)).autocast)
+        core = stages_of(core, ranks, make_forward_step(cfg, checks_of(cfg)).autocast, num_chunks_of(cfg))
     adapt(cfg, core)
     refuse_unpacked(cfg, core)
     model = wrap(cfg, core, session, device, ranks)
@@ -295,6 +296,6 @@ def _load_weights(model: torch.nn.Module, saved: Saved) -> None:
             f"the weights of {saved.path} do not fit the model",
             rule="checkpoint",
             details=[line.strip()[:110] for line in str(error).splitlines()[1:6]],
-            why="the checkpoint is of a model with other layers or sizes.",
+            why="the checkpoint is of a model with other layers or sizes, or divided into other stages.",
             fix="resume with the configuration in the checkpoint's config.json.",
         ) from error

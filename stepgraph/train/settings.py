@@ -86,7 +86,9 @@ SOMETIMES: dict[str, Callable[[Any], bool]] = {
     ),
     "model.kind=vision_language": lambda cfg: cfg.model.kind == "vision_language",
     "model.delay_wgrad_compute": lambda cfg: cfg.model.delay_wgrad_compute and not _can_delay(cfg),
-    "model.virtual_pipeline_model_parallel_size": lambda cfg: (cfg.model.virtual_pipeline_model_parallel_size or 1) > 1,
+    "model.virtual_pipeline_model_parallel_size without a pipeline": lambda cfg: (
+        (cfg.model.virtual_pipeline_model_parallel_size or 1) > 1 and cfg.model.pipeline_model_parallel_size == 1
+    ),
     "mixed_precision.bf16 without params_dtype": _has_other_precision,
 }
 """Settings that are refused together with others."""

@@ -26,6 +26,18 @@ def test_program_that_hangs_is_ended_with_its_children(monkeypatch: pytest.Monke
     assert caught.value.cmd[0] == sys.executable
 
 
+def test_error_of_programs_that_hang_says_what_they_did(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "STALL_S", 0.5)
+    programs = ["import sys; sys.exit('the port is taken')", "import time\ndef wait():\n  time.sleep(1000)\nwait()"]
+    with pytest.raises(subprocess.TimeoutExpired) as caught:
+        processes.run_to_end([[sys.executable, "-c", program] for program in programs], os.environ)
+    failed, waiting = caught.value.__notes__
+    assert "ended with 1" in failed
+    assert "the port is taken" in failed
+    assert "was alive" in waiting
+    assert "line 3 in wait" in waiting
+
+
 def test_program_that_runs_in_circles_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processes, "MOST_CPU_S", 0.3)
     with pytest.raises(subprocess.TimeoutExpired):

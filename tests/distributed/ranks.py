@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch.distributed as dist
@@ -13,6 +15,18 @@ import torch.distributed as dist
 from tests.processes import run_to_end
 
 ROOT = Path(__file__).parents[2]
+
+
+@contextlib.contextmanager
+def meeting_place() -> Iterator[dict[str, str]]:
+    """Hold the store over which ranks find each other, as torchrun does, and return the environment that names it.
+
+    A free port that is only looked up may be another program's when rank 0 listens on it, seconds later. Then rank 0
+    fails, and the other ranks wait for it for minutes.
+    """
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    own = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
+    yield {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), **own}
 
 
 def run_ranks(worker: str, world: int, store: Path, *args: str) -> list[subprocess.CompletedProcess[str]]:

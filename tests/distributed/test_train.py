@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import socket
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,7 +13,10 @@ from typing import Any
 import pytest
 import torch
 
+from stepgraph.train import pretrain
+from tests.distributed.ranks import meeting_place
 from tests.processes import run_to_end
+from tests.train_harness import tiny
 
 pytestmark = pytest.mark.xdist_group("training ranks")  # one worker: tests share what two ranks trained
 ROOT = Path(__file__).parents[2]
@@ -23,10 +26,7 @@ Result = list[dict[str, Any]]
 
 def train(folder: Path, runs: Mapping[str, Sequence[str]], ranks: int = 2) -> dict[str, Result]:
     """Run `torchrun`'s environment without torchrun: a process for each rank, which does one run after another."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    given = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "WORLD_SIZE": str(ranks), "MASTER_PORT": str(port)}
+    given = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "WORLD_SIZE": str(ranks)}
     arguments: list[str] = []
     for name, wanted in runs.items():
         (folder / name).mkdir(parents=True)
@@ -35,7 +35,8 @@ def train(folder: Path, runs: Mapping[str, Sequence[str]], ranks: int = 2) -> di
         ["env", f"RANK={rank}", sys.executable, str(ROOT / "tests" / "train_worker.py"), *arguments]
         for rank in range(ranks)
     ]
-    done = run_to_end(commands, os.environ | given | {"MASTER_ADDR": "127.0.0.1"}, ROOT)
+    with meeting_place() as place:
+        done = run_to_end(commands, os.environ | given | place, ROOT)
     assert [rank.returncode for rank in done] == [0] * ranks, [rank.stderr[-3000:] for rank in done]
     return {
         name: [json.loads((folder / name / f"result_{rank}.json").read_text()) for rank in range(ranks)]
@@ -51,6 +52,13 @@ STAGES = [
     *("train.eval_interval=3", "train.eval_iters=1", "model.share_embeddings_and_output_weights=true"),
 ]
 """Two stages of a model with a tied embedding."""
+CHUNKS = [*STAGES, "model.virtual_pipeline_model_parallel_size=2", "model.num_layers=5"]
+"""Four stages of it on two ranks; the last one has two layers, the others one."""
+UNTIED = [
+    *("train.global_batch_size=8", "train.train_iters=3", "train.eval_interval=3", "train.eval_iters=1"),
+    *("model.num_layers=4", "optimizer.clip_grad=0", "model.share_embeddings_and_output_weights=false"),
+]
+"""Sums that do not depend on how the model is divided."""
 
 
 @pytest.fixture(scope="module")
@@ -77,6 +85,10 @@ def trained(folder: Path) -> dict[str, Result]:
             "te resumed": ["te", GATHERED, *short, loading(folder, "te hooks", 4)],
             "stages": ["eager", *STAGES],
             "te stages": ["te", *STAGES, saving(folder, "te stages")],
+            "chunks": ["eager", *CHUNKS, saving(folder, "chunks")],
+            "te chunks": ["te", *CHUNKS, "checkpoint.save_interval=3", saving(folder, "te chunks")],
+            "layers resumed": ["layers", *CHUNKS, "model.cuda_graph_warmup_steps=1", *resumed_from_te_chunks(folder)],
+            "untied chunks": ["eager", *CHUNKS, *UNTIED, "--built", saving(folder, "untied chunks")],
         },
     )
 
@@ -96,6 +108,9 @@ def trained_longer(folder: Path, trained: dict[str, Result]) -> dict[str, Result
             "scopes resumed": ["scopes", GATHERED, *short, loading(folder, "scopes hooks", 4)],
             "scopes stages": ["scopes", *STAGES, saving(folder, "scopes stages")],
             "te layers stages": ["te", *STAGES, "model.cuda_graph_scope=[]", saving(folder, "te layers stages")],
+            "layers chunks": ["layers", *CHUNKS, saving(folder, "layers chunks")],
+            "scopes chunks": ["scopes", *CHUNKS, saving(folder, "scopes chunks")],
+            "te layers chunks": ["te", *CHUNKS, "model.cuda_graph_scope=[]", saving(folder, "te layers chunks")],
         },
     )
 
@@ -106,6 +121,10 @@ def saving(folder: Path, run: str) -> str:
 
 def loading(folder: Path, run: str, step: int) -> str:
     return f"checkpoint.load={folder / run / 'saved' / f'step_{step:08d}'}"
+
+
+def resumed_from_te_chunks(folder: Path) -> list[str]:
+    return [loading(folder, "te chunks", 3), saving(folder, "layers resumed")]
 
 
 def losses_of(result: Result) -> list[dict[str, float]]:
@@ -134,9 +153,13 @@ def test_ddp_losses_of_scopes_equal_eager(trained_longer: dict[str, Result]) -> 
 def test_pipeline_losses_equal_eager(tmp_path: Path, ranks: int) -> None:
     given = ["model.pipeline_model_parallel_size=2", "train.global_batch_size=16", "train.train_iters=6"]
     given += ["train.eval_interval=3", "train.eval_iters=1"]
-    found = train(tmp_path, {"eager": ["eager", *given], "graphed": ["layers", *given]}, ranks)
-    assert losses_of(found["graphed"]) == losses_of(found["eager"])
-    assert all(rank["replays"] > 0 for rank in found["graphed"]), found["graphed"]
+    chunks = [*given, "model.virtual_pipeline_model_parallel_size=2", "model.num_layers=4"]
+    runs = {"eager": ["eager", *given], "graphed": ["layers", *given]}
+    runs |= {"eager chunks": ["eager", *chunks], "graphed chunks": ["layers", *chunks]}
+    found = train(tmp_path, runs, ranks)
+    for suffix in ("", " chunks"):
+        assert losses_of(found[f"graphed{suffix}"]) == losses_of(found[f"eager{suffix}"])
+        assert all(rank["replays"] > 0 for rank in found[f"graphed{suffix}"]), found
 
 
 def test_one_rank_short_of_memory_means_all_are_eager(trained: dict[str, Result]) -> None:
@@ -151,12 +174,17 @@ def weights(folder: Path, step: int, shard: int = 0) -> dict[str, torch.Tensor]:
     return {name: tensor for name, tensor in found.items() if name.startswith("state.model")}
 
 
-def assert_stages_train_as_in_eager(folder: Path, found: dict[str, Result], run: str) -> None:
+def assert_equal_ends(folder: Path, last_stage: int) -> None:
     """The copies of a tied embedding on the first and the last stage stay equal."""
+    first, last = (weights(folder, 5, rank) for rank in (0, 1))
+    name = f"state.model.stage_{last_stage}.head.weight"
+    assert torch.equal(first["state.model.stage_0.embedding.weight"], last[name])
+
+
+def assert_stages_train_as_in_eager(folder: Path, found: dict[str, Result], run: str) -> None:
     assert losses_of(found[run]) == losses_of(found["stages"]), run
     assert all(rank["replays"] > 0 for rank in found[run]), found[run]
-    first, last = (weights(folder / run, 5, stage) for stage in (0, 1))
-    assert torch.equal(first["state.model.embedding.weight"], last["state.model.head.weight"])
+    assert_equal_ends(folder / run, 1)
 
 
 def test_parts_of_stages_train_as_in_eager(folder: Path, trained: dict[str, Result]) -> None:
@@ -167,6 +195,55 @@ def test_parts_of_stages_train_as_in_eager(folder: Path, trained: dict[str, Resu
 @pytest.mark.parametrize("run", ["scopes stages", "te layers stages"])
 def test_other_parts_of_stages_train_as_in_eager(folder: Path, trained_longer: dict[str, Result], run: str) -> None:
     assert_stages_train_as_in_eager(folder, trained_longer, run)
+
+
+def assert_same_weights(folder: Path, run: str, other: str, step: int) -> None:
+    for rank in (0, 1):
+        one, two = (weights(folder / name, step, rank) for name in (run, other))
+        assert one.keys() == two.keys()
+        assert all(torch.equal(one[key], two[key]) for key in one), (run, rank)
+
+
+def assert_chunks_train_as_in_eager(folder: Path, found: dict[str, Result], run: str) -> None:
+    """Losses, evaluations and weights of an interleaved pipeline."""
+    assert losses_of(found[run]) == losses_of(found["chunks"])
+    assert [rank["evaluations"] for rank in found[run]] == [rank["evaluations"] for rank in found["chunks"]]
+    assert all(rank["replays"] > 0 and set(rank["eager"]) == {"warm-up", "evaluation"} for rank in found[run])
+    assert_same_weights(folder, run, "chunks", 5)
+    assert_equal_ends(folder / run, 3)
+
+
+def test_parts_of_chunks_train_as_in_eager(folder: Path, trained: dict[str, Result]) -> None:
+    assert_chunks_train_as_in_eager(folder, trained, "te chunks")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("run", ["layers chunks", "scopes chunks", "te layers chunks"])
+def test_other_parts_of_chunks_train_as_in_eager(folder: Path, trained_longer: dict[str, Result], run: str) -> None:
+    assert_chunks_train_as_in_eager(folder, trained_longer, run)
+
+
+def test_whole_chunks_resume_as_an_unbroken_run(folder: Path, trained: dict[str, Result]) -> None:
+    for rank, unbroken in zip(trained["layers resumed"], trained["chunks"], strict=True):
+        assert rank["losses"] == {step: loss for step, loss in unbroken["losses"].items() if int(step) > 3}
+        assert rank["evaluations"] == {"5": unbroken["evaluations"]["5"]}
+        assert rank["replays"] == 1
+    assert_same_weights(folder, "layers resumed", "chunks", 5)
+
+
+def test_chunks_train_as_one_process(folder: Path, tmp_path: Path, trained: dict[str, Result]) -> None:
+    cfg = tiny(tmp_path).override([*UNTIED, f"checkpoint.save={tmp_path / 'saved'}"])
+    report = pretrain(cfg, device="cpu", quiet=True)
+    for rank in trained["untied chunks"]:
+        assert rank["losses"] == {str(step): loss for step, loss in report.losses.items()}
+        assert rank["evaluations"] == {str(step): loss for step, loss in report.eval_losses.items()}
+    found = weights(folder / "untied chunks", 3, 0) | weights(folder / "untied chunks", 3, 1)
+    for name, expected in weights(tmp_path, 3).items():
+        layer = re.search(r"blocks\.(\d)", name)
+        stage = int(layer[1]) if layer else 0 if "embedding" in name else 3
+        inside = re.sub(r"blocks\.\d", "blocks.0", name.removeprefix("state.model."))
+        assert torch.equal(found.pop(f"state.model.stage_{stage}.{inside}"), expected), name
+    assert not found
 
 
 def assert_gathered_equal_plain(folder: Path, found: dict[str, Result], implementation: str) -> None:

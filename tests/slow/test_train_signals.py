@@ -7,7 +7,6 @@ import functools
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -19,6 +18,7 @@ import pytest
 
 from stepgraph.train import pretrain
 from stepgraph.train.checkpoint import checkpoints_in
+from tests.distributed.ranks import meeting_place
 from tests.train_harness import gpt, tiny
 
 ROOT = Path(__file__).parents[2]
@@ -30,22 +30,20 @@ LIMIT_S = 120
 @contextlib.contextmanager
 def started(folder: Path, *arguments: str, ranks: int = 1) -> Iterator[list[subprocess.Popen[bytes]]]:
     """Start a worker for each rank; those still alive at the end are killed."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     found = []
-    for rank in range(ranks):
-        group = {"RANK": str(rank), "WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)} | (group if ranks > 1 else {})
-        command = [sys.executable, str(ROOT / "tests" / "train_worker.py"), str(folder), *arguments]
-        with (folder / f"err_{rank}").open("wb") as log:
-            found.append(subprocess.Popen(command, env=environment, stdout=log, stderr=log, cwd=ROOT))
-    try:
-        yield found
-    finally:
-        for process in found:
-            process.kill()
-            process.wait()
+    with meeting_place() as place:
+        for rank in range(ranks):
+            group = {"RANK": str(rank), "WORLD_SIZE": str(ranks), **place}
+            environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)} | (group if ranks > 1 else {})
+            command = [sys.executable, str(ROOT / "tests" / "train_worker.py"), str(folder), *arguments]
+            with (folder / f"err_{rank}").open("wb") as log:
+                found.append(subprocess.Popen(command, env=environment, stdout=log, stderr=log, cwd=ROOT))
+        try:
+            yield found
+        finally:
+            for process in found:
+                process.kill()
+                process.wait()
 
 
 def wait_for(path: Path, process: subprocess.Popen[bytes], log: Path) -> None:

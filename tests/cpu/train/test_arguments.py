@@ -12,12 +12,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from stepgraph.errors import InvalidArgument, StepgraphError
-from stepgraph.models import GPT, GPTConfig
 from stepgraph.train import finetune, pretrain
 from stepgraph.train.checkpoint import checkpoints_in
-from stepgraph.train.pipelined import stage_of
-from stepgraph.train.ranks import Ranks
-from tests.train_harness import gpt, moe, tiny
+from tests.train_harness import gpt, tiny
 
 
 class Plain(nn.Module):
@@ -125,23 +122,3 @@ def test_rows_count_the_replays_of_their_step(tmp_path: Path, implementation: st
     counts = [row["replays"] for row in rows if row["kind"] == "train"]
     assert counts == [0, 0, *(of_each * number for number in range(1, 5))]
     assert counts[-1] == report.replays
-
-
-@pytest.mark.parametrize(
-    ("changes", "fix"),
-    [
-        ({"recompute_granularity": "full"}, "model.recompute_granularity=none"),
-        ({"num_layers": 1}, "model.num_layers"),
-        (None, "model.kind=gpt"),
-    ],
-)
-def test_models_without_stages_are_refused_with_a_fix(tmp_path: Path, changes: Any, fix: str) -> None:
-    from dataclasses import replace
-
-    model = moe(tiny(tmp_path)) if changes is None else GPT(replace(GPTConfig.tiny(), **changes))
-    ranks = Ranks()
-    ranks.pipeline_size = 2
-    with pytest.raises(InvalidArgument, match="not-trained") as caught:
-        stage_of(model, ranks, None)
-    assert fix in str(caught.value)
-    assert "cuda_graph_scope" not in str(caught.value)

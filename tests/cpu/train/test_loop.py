@@ -44,6 +44,13 @@ def test_graphed_losses_equal_eager(tmp_path: Path, implementation: str) -> None
     assert {"start", "capture", "eval", "end"} <= {row["kind"] for row in rows}
 
 
+def test_autocast_of_graphs_ahead_of_time_equals_eager(tmp_path: Path) -> None:
+    settings = {"mixed_precision": "bf16_autocast", "train__train_iters": 3, "model__cuda_graph_warmup_steps": 1}
+    graphed = train(tmp_path, "te", **settings)
+    assert graphed.losses == train(tmp_path, **settings).losses
+    assert graphed.replays > 0
+
+
 def test_too_little_memory_means_eager(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(DeviceMemory, "free", lambda self: 1000)
     report = train(tmp_path, "te")

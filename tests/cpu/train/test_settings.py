@@ -99,7 +99,10 @@ def test_other_values_than_the_default_are_refused(name: str) -> None:
         ("dataset.pad_to_max_length", "dataset.pad_to_max_length=false"),
         ("model.kind=vision_language", "model.kind=vision_language"),
         ("model.delay_wgrad_compute", "model.delay_wgrad_compute=true peft.scheme=lora"),
-        ("model.virtual_pipeline_model_parallel_size", "model.virtual_pipeline_model_parallel_size=2"),
+        (
+            "model.virtual_pipeline_model_parallel_size without a pipeline",
+            "model.virtual_pipeline_model_parallel_size=2",
+        ),
         (
             "model.moe_router_load_balancing_type",
             "model.moe_router_load_balancing_type=seq_aux_loss model.moe_aux_loss_coeff=0.1",
