@@ -409,7 +409,8 @@ class Reporting:
 
 def _compared(asked: Asked, wanted: Wanted, device: torch.device, steps: int, how: Reporting) -> Result:
     from stepgraph.bench import report_html
-    from stepgraph.bench.compare import Record, compare, plan, run_all, seconds_left
+    from stepgraph.bench.compare import compare, plan, run_all, seconds_left
+    from stepgraph.bench.jobs import Record
     from stepgraph.bench.mechanisms import mechanisms_for, select
     from stepgraph.bench.results import ResultFile, machine_facts, write_whole
     from stepgraph.config.environment import Environment
