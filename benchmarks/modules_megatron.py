@@ -9,6 +9,7 @@ import importlib
 from typing import Literal
 
 import torch
+import torch.nn.functional as F
 from modules_variants import Setting, Training, model_config
 from torch import Tensor, nn
 from whole_step_report import MICROBATCHES
@@ -22,15 +23,18 @@ from stepgraph.models import GPTConfig
 
 def shape_of(config: GPTConfig) -> Shape:
     """Return Megatron's spelling of the reference GPT's shape."""
-    return Shape(
-        num_layers=config.num_layers,
-        hidden_size=config.hidden_size,
-        ffn_hidden_size=config.ffn_size,
-        num_attention_heads=config.num_heads,
-        kv_channels=config.head_size,
-        vocab_size=config.vocab_size,
-        seq_length=config.max_seq_len,
-    )
+    settings = {
+        "num_layers": config.num_layers,
+        "hidden_size": config.hidden_size,
+        "ffn_hidden_size": config.ffn_size,
+        "num_attention_heads": config.num_heads,
+        "kv_channels": config.head_size,
+        "normalization": "RMSNorm",
+        "activation_func": F.silu,
+        "gated_linear_unit": True,
+        "add_bias_linear": False,
+    }
+    return Shape(settings, vocab_size=config.vocab_size, seq_length=config.max_seq_len)
 
 
 class ScheduledTraining:

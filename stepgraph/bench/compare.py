@@ -81,7 +81,7 @@ def seconds_left(jobs: Sequence[tuple[int, Mechanism]], done: Sequence[Record]) 
         return None
     mean = statistics.fmean(took.values())
     left = [mechanism.name for number, mechanism in jobs if (number, mechanism.name) not in finished]
-    return sum(took.get(name, mean) for name in left)
+    return float(sum(took.get(name, mean) for name in left))
 
 
 def run_all(

@@ -36,25 +36,21 @@ _POSITIONS = ("rope", "learned_absolute")
 _INIT_STD = 0.02
 
 
+_SAME = (
+    *("num_layers", "hidden_size", "num_attention_heads", "num_query_groups", "kv_channels", "normalization"),
+    *("layernorm_epsilon", "gated_linear_unit", "add_bias_linear", "add_qkv_bias", "qk_layernorm"),
+)
+"""Settings of a recipe's model that Megatron's configuration has under the same name."""
+
+
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """The sizes of a dense GPT, by Megatron's names."""
+    """The sizes of a dense GPT."""
 
-    num_layers: int
-    hidden_size: int
-    ffn_hidden_size: int
-    num_attention_heads: int
+    settings: Mapping[str, Any]
+    """Those of Megatron's TransformerConfig, by its names."""
     vocab_size: int
     seq_length: int
-    kv_channels: int | None = None
-    num_query_groups: int | None = None
-    normalization: str = "RMSNorm"
-    layernorm_epsilon: float = 1e-5
-    activation: str = "silu"
-    gated_linear_unit: bool = True
-    add_bias_linear: bool = False
-    add_qkv_bias: bool = False
-    qk_layernorm: bool = False
     position_embedding_type: str = "rope"
     rotary_base: float = 10000.0
     share_embeddings_and_output_weights: bool = False
@@ -69,10 +65,18 @@ class Shape:
                 why="only dense GPTs with plain attention are.",
                 fix="leave this mechanism out: --only.",
             )
-        same = {field.name for field in dataclasses.fields(cls)} - {"activation", "ffn_hidden_size"}
-        ffn_hidden_size = model.ffn_hidden_size or 4 * model.hidden_size
-        named = {name: getattr(model, name) for name in same}
-        return cls(**named, ffn_hidden_size=ffn_hidden_size, activation=model.activation_func)
+        return cls(
+            {name: getattr(model, name) for name in _SAME}
+            | {
+                "ffn_hidden_size": model.ffn_hidden_size or 4 * model.hidden_size,
+                "activation_func": _ACTIVATIONS[model.activation_func],
+            },
+            vocab_size=model.vocab_size,
+            seq_length=model.seq_length,
+            position_embedding_type=model.position_embedding_type,
+            rotary_base=model.rotary_base,
+            share_embeddings_and_output_weights=model.share_embeddings_and_output_weights,
+        )
 
 
 def unbuilt_part(model: Any) -> str | None:
@@ -115,19 +119,6 @@ def make_config(shape: Shape, graphs: Graphs, warmup_steps: int, device: torch.d
         scope = ["full_iteration"] if graphs == "iteration" else []
         settings = {"cuda_graph_impl": "none" if graphs == "none" else "local", "cuda_graph_scope": scope}
     return kind(
-        num_layers=shape.num_layers,
-        hidden_size=shape.hidden_size,
-        num_attention_heads=shape.num_attention_heads,
-        num_query_groups=shape.num_query_groups,
-        kv_channels=shape.kv_channels,
-        ffn_hidden_size=shape.ffn_hidden_size,
-        add_bias_linear=shape.add_bias_linear,
-        add_qkv_bias=shape.add_qkv_bias,
-        qk_layernorm=shape.qk_layernorm,
-        gated_linear_unit=shape.gated_linear_unit,
-        activation_func=_ACTIVATIONS[shape.activation],
-        normalization=shape.normalization,
-        layernorm_epsilon=shape.layernorm_epsilon,
         hidden_dropout=0.0,
         attention_dropout=0.0,
         bf16=True,
@@ -136,6 +127,7 @@ def make_config(shape: Shape, graphs: Graphs, warmup_steps: int, device: torch.d
         gradient_accumulation_fusion=False,
         use_cpu_initialization=device.type == "cpu",
         cuda_graph_warmup_steps=warmup_steps,
+        **shape.settings,
         **settings,
     )
 
@@ -152,7 +144,7 @@ def build_gpt(shape: Shape, graphs: Graphs, *, device: torch.device, warmup_step
     model: nn.Module = kind(
         config=make_config(shape, graphs, warmup_steps, device),
         transformer_layer_spec=specs.get_gpt_layer_local_spec(
-            qk_layernorm=shape.qk_layernorm, normalization=shape.normalization
+            qk_layernorm=shape.settings.get("qk_layernorm", False), normalization=shape.settings["normalization"]
         ),
         vocab_size=shape.vocab_size,
         max_sequence_length=shape.seq_length,

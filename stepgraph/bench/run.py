@@ -140,6 +140,11 @@ class Clock:
         if place == self._steps + 2:
             self._profile.close()
 
+    def watch(self, implementation: Implementation) -> Implementation:
+        """Ask this implementation for its audits; return it."""
+        self.audits = lambda: implementation.audits
+        return implementation
+
     def result(self) -> tuple[StepTimes, Timeline]:
         """Return what was measured, after the run."""
         self._profile.close()
@@ -207,9 +212,7 @@ def benchmark(
             regions(name, step)
 
         def watched(work: Work, config: ConfigContainer) -> Implementation:
-            chosen = made(work, config)
-            clock.audits = lambda: chosen.audits
-            return chosen
+            return clock.watch(made(work, config))
 
         with contextlib.closing(regions):
             report = pretrain(

@@ -337,7 +337,8 @@ def test_package_within_a_missing_one_is_missing() -> None:
 
 def test_megatron_shape_is_that_of_the_recipe() -> None:
     shape = megatron_core.Shape.of(recipes.gpt2_small().model)
-    assert (shape.num_layers, shape.ffn_hidden_size, shape.activation) == (12, 3072, "gelu")
-    assert (shape.normalization, shape.position_embedding_type) == ("LayerNorm", "learned_absolute")
+    found = [shape.settings[name] for name in ("num_layers", "ffn_hidden_size", "activation_func", "normalization")]
+    assert found == [12, 3072, torch.nn.functional.gelu, "LayerNorm"]
+    assert (shape.vocab_size, shape.position_embedding_type) == (50257, "learned_absolute")
     with pytest.raises(InvalidArgument, match="not built here for a model of kind moe"):
         megatron_core.Shape.of(recipes.qwen3_30b_a3b().model)
