@@ -486,7 +486,7 @@ def _comparison_table(title: str, found: Comparison, missing: dict[str, str], fi
 
     rows = [_cells(row) for row in found.rows]
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, show_edge=False)
-    table.add_column("mechanism", overflow="fold", min_width=20)
+    table.add_column("mechanism", overflow="fold")
     shown = [place for place in range(1, len(_COLUMNS)) if any(row[place] for row in rows)]
     for place in shown:
         table.add_column(_COLUMNS[place], justify="right", overflow="fold")

@@ -297,6 +297,23 @@ def test_table_has_errors_and_no_empty_columns() -> None:
     assert "audits" not in text
 
 
+def test_table_fits_a_terminal() -> None:
+    title = "transformer_engine: attn,moe_router,moe_preprocess"
+    ours = dataclasses.replace(OURS, title=title)
+    audits = {"steps": [0, 4, 12], "seconds": 12.5, "in_all": 7}
+    records = [record(EAGER, 0, 1234.56), record(ours, 0, 1111.1, 3.0, 2.5) | {"audits": audits}]
+    shown = Console(width=80, file=io.StringIO())
+    shown.print(_comparison_table("title", compare([EAGER, ours], records), {}, Path("r.json")))
+    assert isinstance(shown.file, io.StringIO)
+    text = shown.file.getvalue()
+    assert max(map(len, text.splitlines())) <= 80
+    whole = "".join(text.split())
+    for word in ("1234.56", "1111.10", "3:12.50s", "1.00"):
+        assert word in whole
+    letters = sorted(title.replace(" ", ""))
+    assert all(whole.count(letter) >= letters.count(letter) for letter in letters), "nothing of a name is cut off"
+
+
 NONE, LAYERS = (
     Mechanism(f"megatron-{graphs}", graphs, "m", reference="megatron-none") for graphs in ("none", "layers")
 )

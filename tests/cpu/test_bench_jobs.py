@@ -127,7 +127,7 @@ with JobServer("tests.bench_jobs") as jobs:
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_job_ends_with_who_started_it(number: int, tmp_path: Path) -> None:
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2]), "TMPDIR": str(tmp_path)}
     with subprocess.Popen(
         [sys.executable, "-c", PROGRAM, str(tmp_path / "told")], env=environment, stderr=subprocess.DEVNULL
     ) as process:
