@@ -18,11 +18,11 @@ import torch
 
 from stepgraph.backends import Backend
 from stepgraph.errors import Location
+from stepgraph.observe.program import Key, Program, Saved
 from stepgraph.observe.step_objects import StepObjects
 from stepgraph.oplog import Difference as OperationDifference
 from stepgraph.oplog import Log, first_difference
 from stepgraph.proof.bits import same_bits
-from stepgraph.proof.program import Key, Program, Saved
 from stepgraph.proof.trace import Difference, Keeper, Trace, call_values, fresh, vary
 from stepgraph.session.proof import StepLogs, num_states
 from stepgraph.tree import flatten

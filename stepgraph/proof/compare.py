@@ -21,10 +21,10 @@ from typing import Any
 
 from stepgraph.backends import backend_for
 from stepgraph.errors import InvalidArgument, StepgraphWarning
+from stepgraph.observe.program import Program
 from stepgraph.proof.causes import Cause, Pair, find_cause, first_module, overwritten_outputs
 from stepgraph.proof.costs import Cost, cost_of
 from stepgraph.proof.probes import first_differing_module
-from stepgraph.proof.program import Program
 from stepgraph.proof.trace import Batches, Difference, Row, Trace, differences, run, table, vary
 
 __all__ = ["Comparison", "compare", "compare_pair"]

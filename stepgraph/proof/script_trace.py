@@ -28,6 +28,7 @@ from stepgraph.callables.graphed import GraphedCallable
 from stepgraph.errors import StepgraphWarning
 from stepgraph.joined.capture import capture
 from stepgraph.modules.manager import ModuleGraphs
+from stepgraph.observe.program import Key, Program, program_of
 from stepgraph.observe.step_objects import numbered
 from stepgraph.observe.steps import StepCalls
 from stepgraph.oplog import Log
@@ -36,7 +37,6 @@ from stepgraph.pipeline.manager import StageManager
 from stepgraph.proof.causes import changed_between, logged
 from stepgraph.proof.costs import Counts, counted, timed
 from stepgraph.proof.plainly import running_plainly
-from stepgraph.proof.program import Key, Program, program_of
 from stepgraph.proof.trace import Keeper, call_values
 from stepgraph.script.probe import RunningScript
 from stepgraph.session.proof import StepLogs

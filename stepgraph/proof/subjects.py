@@ -28,10 +28,10 @@ from stepgraph.joined.capture import capture
 from stepgraph.modules.graph_modules import GraphedModules
 from stepgraph.modules.manager import ModuleGraphs
 from stepgraph.observe.finder import reachable
+from stepgraph.observe.program import Program, program_of
 from stepgraph.pipeline.manager import StageManager
 from stepgraph.pipeline.stage import GraphedStages
 from stepgraph.proof.plainly import running_plainly
-from stepgraph.proof.program import Program, program_of
 from stepgraph.step.full_iteration import FullCudaGraphWrapper
 from stepgraph.step.step import CapturedStep
 from stepgraph.tree import flatten

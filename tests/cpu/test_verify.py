@@ -16,10 +16,10 @@ from torch import nn
 
 import stepgraph
 from stepgraph.backends import Workspace, backend_for
+from stepgraph.observe.program import Program, program_of
 from stepgraph.observe.steps import StepCalls
 from stepgraph.proof.bits import digest, measure, same_bits
 from stepgraph.proof.compare import Comparison, compare
-from stepgraph.proof.program import Program, program_of
 from stepgraph.proof.report import Verdict, VerifyReport
 from stepgraph.proof.script_trace import VerifyProbe
 from stepgraph.proof.trace import Keeper
