@@ -52,7 +52,7 @@ def verify(
             rtol=rtol,
             atol=atol,
             capture=subject.capture,
-            holds_outputs=subject.holds_outputs,
+            holds=subject.holds,
             on_step=on_step,
         )
     found = replace(found, notes=(*taken.notes, *found.notes))
