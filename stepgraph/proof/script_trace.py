@@ -42,7 +42,7 @@ from stepgraph.proof.causes import Earlier, HeldOutputs, Pair, logged
 from stepgraph.proof.compare import compare_pair
 from stepgraph.proof.costs import Counts, counted, timed
 from stepgraph.proof.plainly import running_plainly
-from stepgraph.proof.subjects import Part, subject_of_call
+from stepgraph.proof.subjects import Part, eager_reasons, subject_of_call
 from stepgraph.proof.trace import Keeper, call_values, fresh
 from stepgraph.script.probe import RunningScript
 from stepgraph.session.proof import StepLogs
@@ -53,6 +53,7 @@ __all__ = ["PARTS", "ScriptMoment", "VerifyProbe"]
 
 PARTS = "the training step"
 """The subject that stands for graphed modules, callables and stages."""
+_MAX_NAMED = 6
 _ENOUGH = 4
 """Moments of all subjects, as a multiple of those of one, after which the script is stopped."""
 
@@ -101,7 +102,15 @@ class _Subject:
             "steps": self.steps,
             "replays": self.replays,
             "overwritten": list(dict.fromkeys(self.overwritten)),
+            "notes": self.notes(),
         }
+
+    def notes(self) -> list[str]:
+        """Say what was graphed, and why it was not replayed."""
+        parts = [f"`{_name_of(one)}`" for one in self.graphed if not isinstance(one, CapturedStep)]
+        named = ", ".join(parts[:_MAX_NAMED]) + (f" and {len(parts) - _MAX_NAMED} more" * (len(parts) > _MAX_NAMED))
+        graphed = [f"graphed are {named}, with {self.replays} replays in all"] if parts else []
+        return graphed + ([] if self.replays else eager_reasons(self.graphed))
 
     def hold(self, result: Any) -> None:
         """Check the outputs of the call before, and hold these until the next one."""
@@ -247,7 +256,7 @@ class VerifyProbe:
     # -- graphed parts
 
     def _part(self, below: Callable[..., Any], graphs: Any, *args: Any, **kwargs: Any) -> Any:
-        if self._inside:
+        if self._inside or (isinstance(graphs, StageManager) and not graphs.is_computing):
             return below(graphs, *args, **kwargs)
         parts = self._parts_with(graphs, (args, kwargs))
         name = numbered(_name_of(graphs), {key[1].partition(":")[0] for key in parts.results})

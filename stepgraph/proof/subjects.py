@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -36,7 +36,7 @@ from stepgraph.step.full_iteration import FullCudaGraphWrapper
 from stepgraph.step.step import CapturedStep
 from stepgraph.tree import flatten
 
-__all__ = ["Part", "Subject", "subject_of", "subject_of_call"]
+__all__ = ["Part", "Subject", "eager_reasons", "subject_of", "subject_of_call"]
 
 Part = ModuleGraphs | GraphedCallable[..., Any] | StageManager
 """What stands in the place of a module or function that is graphed by itself."""
@@ -106,6 +106,13 @@ def subject_of_call(graphed: CapturedStep[..., Any] | Part, args: Any, kwargs: A
         raise _part_of_a_schedule(graphed)
     sides = {side: functools.partial(_spread, getattr(found, side)) for side in ("eager", "graphed")}
     return replace(found, **sides), batch
+
+
+def eager_reasons(graphed: Iterable[Any]) -> list[str]:
+    """Say why calls of captured steps ran eagerly; of graphed parts their own reports say so."""
+    steps = [one for one in graphed if isinstance(one, CapturedStep)]
+    found = {reason: count for step in steps for reason, count in step.report().eager_reasons.items()}
+    return [f"{count} calls ran eagerly: {reason}" for reason, count in found.items()]
 
 
 def _spread(call: Callable[..., Any], args: Any, kwargs: Any) -> Any:

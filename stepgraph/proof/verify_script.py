@@ -27,6 +27,7 @@ from stepgraph.proof.script_trace import ScriptMoment
 from stepgraph.proof.trace import Difference, Moment, Trace, differences, table
 from stepgraph.script.ranks import exchanged, rank
 from stepgraph.script.run import Outcome, Script, Status, run_script
+from stepgraph.session.report import render
 
 __all__ = ["ScriptReport", "verify_script"]
 
@@ -160,7 +161,7 @@ def _ranks(reports: Sequence[VerifyReport], everywhere: Callable[[Any], list[Any
     own = {
         "rank": rank(),
         "verdicts": [report.verdict.value for report in reports],
-        "text": "\n".join(map(str, reports)),
+        "text": "\n".join(render(report, width=80) for report in reports if report.verdict is not Verdict.EQUAL),
         "reports": [report.to_dict() for report in reports],
     }
     found = everywhere(own)
@@ -214,7 +215,7 @@ class _Judge:
             module=module or _first_part(found),
             cause=cause,
             costs=tuple(costs),
-            notes=tuple(text.partition("\n")[0] for text in self._warned),
+            notes=(*(text.partition("\n")[0] for text in self._warned), *known.get("notes", ())),
             bounds=self._bounds,
         )
         return VerifyReport(subject, known["kind"], known["backend"], int(known["replays"]), comparison)
