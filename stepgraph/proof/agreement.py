@@ -50,7 +50,7 @@ class Agreement:
 
     def least(self, value: int) -> int:
         """The smallest value of all ranks."""
-        return min(self.gather(value))
+        return int(min(self.gather(value)))
 
     def first(self, value: Any) -> tuple[Any, int | None]:
         """This rank's own value, or the first one that another rank has, with that rank."""

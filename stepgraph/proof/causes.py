@@ -319,9 +319,9 @@ def find_cause(pair: Pair, start: Saved, found: Sequence[Difference], graphed: T
         lambda: aliased_gradient(aliased_gradients(pair, start) if has_gradients else ()),
     )
     for experiment in experiments:
-        cause, rank = pair.agreement.first(experiment())
-        if cause is not None:
-            return cause if rank is None else replace(cause, what=f"on rank {rank}: {cause.what}")
+        seen, rank = pair.agreement.first(experiment())
+        if isinstance(seen, Cause):
+            return seen if rank is None else replace(seen, what=f"on rank {rank}: {seen.what}")
     return unknown_cause(tried.first)
 
 

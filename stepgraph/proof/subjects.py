@@ -104,8 +104,8 @@ def subject_of_call(graphed: CapturedStep[..., Any] | Part, args: Any, kwargs: A
         found = _trained(graphed, graphed.original, graphed.name, "graphed callable", batch)
     else:
         raise _part_of_a_schedule(graphed)
-    sides = {side: functools.partial(_spread, getattr(found, side)) for side in ("eager", "graphed")}
-    return replace(found, **sides), batch
+    eager, with_graphs = functools.partial(_spread, found.eager), functools.partial(_spread, found.graphed)
+    return replace(found, eager=eager, graphed=with_graphs), batch
 
 
 def eager_reasons(graphed: Iterable[Any]) -> list[str]:

@@ -132,7 +132,8 @@ def verify_script(
 
         def run(name: str, mode: str, **more: Any) -> _Run:
             on_run(name)
-            trace = Path(folder, f"{name}.pt")
+            trace = Path(folder, f"{mode}.pt")
+            trace.unlink(missing_ok=True)
             options = {"mode": mode, "seed": seed, "steps": steps, "trace": str(trace), **more}
             outcome = runs(script, _PROBE, options, stdout_to_stderr=stdout_to_stderr)
             saved = torch.load(trace, weights_only=False) if trace.exists() else []  # our own child's file
@@ -241,7 +242,7 @@ class _Judge:
 
     def _experiments(self, step: int, run: Callable[..., _Run]) -> tuple[Cause, str | None] | None:
         """Run the script again, on all ranks, and look for the cause at the step that differs."""
-        outcome = run("experiments", "experiments", subject=self._subject, step=step).outcome
+        outcome = run("again, to find the cause", "experiments", subject=self._subject, step=step).outcome
         cause = outcome.result.get("cause")
         if cause is None:
             return None

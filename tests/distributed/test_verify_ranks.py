@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.processes import run_to_end
-
+pytestmark = [pytest.mark.timeout(900), pytest.mark.xdist_group("verifying ranks")]
 ROOT = Path(__file__).parents[2]
 DDP = """
 import pathlib, torch, torch.distributed as dist, stepgraph
@@ -91,7 +91,8 @@ def verified(folder: Path, script: str, *options: str) -> tuple[str, dict[str, A
     (folder / "rank.py").write_text(RANK)
     start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "rank.py", "train.py"]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    (done,) = run_to_end([[*start, "--json", *options]], environment, folder)
+    command = [*start, "--json", *options]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900, env=environment, cwd=folder)
     codes = {(folder / f"code{rank}").read_text() for rank in range(2)}
     assert len(codes) == 1, done.stderr
     return codes.pop(), json.loads(done.stdout)
@@ -115,7 +116,7 @@ def test_ddp_steps_are_judged_on_both_ranks(tmp_path: Path) -> None:
     assert "config.read_text()" in other["where"]
 
 
-@pytest.mark.parametrize("has_fault", [False, True])
+@pytest.mark.parametrize("has_fault", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_graphed_stages_are_judged_on_both_ranks(tmp_path: Path, has_fault: bool) -> None:
     code, found = verified(tmp_path, PIPELINE, "--steps", "6", "--", *(["fault"] if has_fault else []))
     verdicts = [rank["verdicts"] for rank in found["ranks"]]
