@@ -36,6 +36,7 @@ from stepgraph.observe.program import Key, Program, program_of
 from stepgraph.observe.step_objects import numbered
 from stepgraph.observe.steps import StepCalls
 from stepgraph.optim.steps import at_optimizer_steps
+from stepgraph.pair.proof import AuditTurns
 from stepgraph.pipeline.manager import StageManager
 from stepgraph.proof.agreement import Agreement
 from stepgraph.proof.causes import Earlier, HeldOutputs, Pair, logged
@@ -336,10 +337,12 @@ def _log_of(call: Call, step: int) -> Earlier:
 def _cause_in(call: Call, earlier: Earlier | None, agreement: Agreement) -> dict[str, Any] | None:
     """Compare one call, graphed and eager, from the present state; return the cause of a difference in plain values.
 
-    The call is made on one batch alone: the learning rates stay, so that no graph is recorded again.
+    The call is made on one batch alone, and audits are put off: no graph is recorded again while it is looked at.
     """
     subject, batch = subject_of_call(*call)
-    with subject.during:
+    graphed = call[0]
+    put_off = replaced(AuditTurns, "begin", lambda below, turns: False)
+    with subject.during, graphed.without_audits() if isinstance(graphed, CapturedStep) else put_off:
         backend = backend_for(subject.program.device)
         pair = Pair(
             subject.eager, subject.graphed, subject.program, [batch], backend, agreement=agreement, earlier=earlier

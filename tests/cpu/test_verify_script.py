@@ -66,6 +66,25 @@ def train_step(x):
         model(x).square().mean().backward()
     optimizer.step()
 """
+MANAGER = """
+class Passing(nn.Linear):
+    def __call__(self, x):
+        return manager(self, (x,), {})
+
+model[2] = Passing(8, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+manager = stepgraph.CudaGraphManager(num_warmup_steps=1)
+
+def train_step(x):
+    optimizer.zero_grad()
+    for _ in range(2):
+        model(x).square().mean().backward()
+    optimizer.step()
+"""
+INSTALLED = MANAGER.replace("manager = ", "installed = ").replace(
+    "1)\n\ndef", "1, base_module=model[2], function_name='forward')\n\ndef"
+)
+INSTALLED = INSTALLED.replace("return manager(self, (x,), {})", "return super().__call__(x)")
 KEPT = """
 kept = []
 
@@ -157,14 +176,14 @@ def named(report: ScriptReport) -> str:
     return cause.rule
 
 
-@pytest.mark.parametrize("graphed", [STEP, MODULES, CALLABLE])
+@pytest.mark.parametrize("graphed", [STEP, MODULES, CALLABLE, MANAGER, INSTALLED])
 def test_script_that_is_right_is_equal(judged: Callable[..., ScriptReport], graphed: str) -> None:
     report = judged(NOTHING, graphed, LOOP)
     assert report.verdict is Verdict.EQUAL, report
     assert all(one.replays for one in report.reports)
 
 
-@pytest.mark.parametrize("graphed", [STEP, MODULES, CALLABLE])
+@pytest.mark.parametrize("graphed", [STEP, MODULES, CALLABLE, MANAGER, INSTALLED])
 @pytest.mark.parametrize(
     ("between", "rule", "told"),
     [(SWAP, "stale-parameter", ".weight`"), (HOOK, "skipped-hook", "clip on ")],
