@@ -7,45 +7,31 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from stepgraph.commands.base import AsJson, ExitCode, Result
-from stepgraph.commands.script_options import (
-    Module,
-    NoWrite,
-    ScriptArgs,
-    ScriptPath,
-    ScriptTimeout,
-    StepName,
-    agreed,
-    script_of,
-)
+from stepgraph.commands.script_options import takes_script
+from stepgraph.script.request import Script
 
 if TYPE_CHECKING:
-    from stepgraph.script.request import Outcome, Script
+    from stepgraph.script.request import Outcome
 
 _PROBE = "stepgraph.inspect.frozen_probe:FrozenProbe"
 _NO_STEP = "the script calls no captured step twice; name a function with --step, or capture one (stepgraph.capture)"
 
 
+@takes_script
 def frozen(
-    script: ScriptPath = None,
-    args: ScriptArgs = None,
-    module: Module = None,
-    step: StepName = None,
+    wanted: Script,
     env: Annotated[
         list[str] | None,
         typer.Option(metavar="NAME=VALUE", help="Also set this environment variable, and see what changes."),
     ] = None,
-    no_write: NoWrite = False,
     as_json: AsJson = False,
-    script_timeout: ScriptTimeout = 300.0,
 ) -> Result:
     """Find numbers that a graph has baked in and nobody watches; exit with 1 if there are any."""
-    variables = dict(_variable(pair) for pair in env or ())
-    wanted = script_of(script, args, module, step, script_timeout, no_write)
+    options = {"env": dict(_variable(pair) for pair in env or ()), "step": wanted.step is not None}
 
     from stepgraph.script.run import run_script
 
-    options = {"env": variables, "step": step is not None}
-    return agreed(_result(wanted, run_script(wanted, _PROBE, options, stdout_to_stderr=as_json)), script_timeout)
+    return _result(wanted, run_script(wanted, _PROBE, options, stdout_to_stderr=as_json))
 
 
 def _result(script: Script, outcome: Outcome) -> Result:

@@ -1,19 +1,21 @@
 """What the commands that run a user's script share: `SCRIPT [-- ARGS]` or `-m MODULE`, and how it is run.
 
 Example:
-    >>> def check(script: ScriptPath = None, args: ScriptArgs = None, module: Module = None, ...) -> Result:
-    ...     wanted = script_of(script, args, module, step, script_timeout, no_write)
-    ...     outcome = run_script(wanted, "stepgraph.inspect.check:CheckProbe", stdout_to_stderr=as_json)
+    >>> @takes_script
+    ... def frozen(wanted: Script, env: Env = None, as_json: AsJson = False) -> Result:
+    ...     outcome = run_script(wanted, "stepgraph.inspect.frozen_probe:FrozenProbe", stdout_to_stderr=as_json)
     ...     refuse_unjudged(wanted, outcome)
-    ...     return agreed(Result(...))
+    ...     return Result(...)
 """
 
 from __future__ import annotations
 
+import functools
+import inspect
 import shlex
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Annotated
+from typing import Annotated, Any, get_type_hints
 
 import typer
 
@@ -87,3 +89,35 @@ def agreed(result: Result, timeout: float = 300.0) -> Result:
     if not is_first_rank():
         raise typer.Exit(code)
     return replace(result, exit_code=code)
+
+
+def _shared(
+    script: ScriptPath = None,
+    args: ScriptArgs = None,
+    module: Module = None,
+    step: StepName = None,
+    no_write: NoWrite = False,
+    script_timeout: ScriptTimeout = 300.0,
+) -> Script:
+    """The parameters that `takes_script` adds to a command."""
+    return script_of(script, args, module, step, script_timeout, no_write)
+
+
+def takes_script(command: Callable[..., Result]) -> Callable[..., Result]:
+    """Decorate a command whose first parameter is the script: add the options that say which, and how to run it.
+
+    Under torchrun all ranks exit alike, and the first one prints the result (`agreed`).
+    """
+    own, shared = inspect.signature(command), inspect.signature(_shared)
+    first, last = list(shared.parameters.values())[:4], list(shared.parameters.values())[4:]
+    hints = {**get_type_hints(command, include_extras=True), **get_type_hints(_shared, include_extras=True)}
+    parameters = [p.replace(annotation=hints[p.name]) for p in (*first, *list(own.parameters.values())[1:], *last)]
+
+    @functools.wraps(command)
+    def wrapped(**given: Any) -> Result:
+        wanted = _shared(**{name: given.pop(name) for name in shared.parameters})
+        return agreed(command(wanted, **given), wanted.timeout)
+
+    wrapped.__annotations__ = {p.name: p.annotation for p in parameters} | {"return": Result}
+    vars(wrapped)["__signature__"] = inspect.Signature(parameters, return_annotation=Result)
+    return wrapped

@@ -7,16 +7,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from stepgraph.commands.base import AsJson, ExitCode, Result, Seed
-from stepgraph.commands.script_options import (
-    Module,
-    NoWrite,
-    ScriptArgs,
-    ScriptPath,
-    ScriptTimeout,
-    StepName,
-    agreed,
-    script_of,
-)
+from stepgraph.commands.script_options import takes_script
+from stepgraph.script.ranks import is_first_rank
+from stepgraph.script.request import Script
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -24,40 +17,26 @@ if TYPE_CHECKING:
     from stepgraph.proof.verify_script import ScriptReport
 
 
+@takes_script
 def verify(
-    script: ScriptPath = None,
-    args: ScriptArgs = None,
-    module: Module = None,
-    step: StepName = None,
+    wanted: Script,
     steps: Annotated[int, typer.Option("--steps", min=1, help="Steps to compare; then the script is stopped.")] = 8,
     rtol: Annotated[float, typer.Option(min=0.0, help="Allowed relative difference; 0 asks for equal bits.")] = 0.0,
     atol: Annotated[float, typer.Option(min=0.0, help="Allowed absolute difference; 0 asks for equal bits.")] = 0.0,
     seed: Seed = 0,
-    no_write: NoWrite = False,
     as_json: AsJson = False,
-    script_timeout: ScriptTimeout = 300.0,
 ) -> Result:
     """Run a script eagerly twice and graphed once, and compare bit for bit; exit with 1 if they differ."""
-    wanted = script_of(script, args, module, step, script_timeout, no_write)
-
-    from rich.console import Console
-
     from stepgraph.proof.verify_script import verify_script
 
-    with Console(stderr=True, quiet=as_json).status("") as status:
-        report = verify_script(
-            wanted,
-            steps=steps,
-            seed=seed,
-            rtol=rtol,
-            atol=atol,
-            on_run=lambda name: status.update(f"{wanted}: {name}"),
-            stdout_to_stderr=as_json,
-        )
-    rule = next((one.comparison.cause.rule for one in report.reports if one.comparison.cause is not None), None)
-    following = f"stepgraph frozen {wanted}" if rule is None else f"stepgraph rules {rule}"
-    result = Result(report.to_dict(), _shown(report), next=following, exit_code=_exit_code(report))
-    return agreed(result, script_timeout)
+    def on_run(name: str) -> None:
+        if is_first_rank() and not as_json:  # what the script prints follows, once more
+            typer.echo(f"stepgraph verify: running {wanted}, {name}", err=True)
+
+    report = verify_script(
+        wanted, steps=steps, seed=seed, rtol=rtol, atol=atol, on_run=on_run, stdout_to_stderr=as_json
+    )
+    return Result(report.to_dict(), _shown(report), next=_next(wanted, report), exit_code=_exit_code(report))
 
 
 def _exit_code(report: ScriptReport) -> ExitCode:
@@ -65,6 +44,20 @@ def _exit_code(report: ScriptReport) -> ExitCode:
         return ExitCode.SCRIPT
     is_fine = report.verdict is not None and report.verdict.value in ("equal", "within bounds")
     return ExitCode.OK if is_fine else ExitCode.FINDINGS
+
+
+def _next(script: Script, report: ScriptReport) -> str:
+    """The command that helps on: what the rule means, a longer run, or the next proof."""
+    name = f"{script} --step {script.step}" if script.step is not None else str(script)
+    if report.failed:
+        return f"python {script}"
+    if report.rule is not None:
+        return f"stepgraph rules {report.rule}"
+    if not report.reports or report.graphed_failed:
+        return f"stepgraph check {name}"
+    if any(not one.replays for one in report.reports):
+        return f"stepgraph verify {name} --steps {2 * max(one.comparison.steps for one in report.reports)}"
+    return f"stepgraph frozen {name}"
 
 
 def _shown(report: ScriptReport) -> RenderableType:
@@ -77,7 +70,24 @@ def _shown(report: ScriptReport) -> RenderableType:
     if report.graphed_failed:
         parts += [Text(f"DIFFERENT: {report.script} fails with graphs only", style="bold"), Text(report.graphed_failed)]
     parts += [Text(f"CANNOT JUDGE: {what}", style="bold") for what in report.cannot_judge]
+    parts += [Text(line, style="bold") for line in _summary(report)]
     parts += report.reports
+    for rank in report.ranks:
+        if rank["rank"] and rank["text"]:
+            told = Text(rank["text"], no_wrap=True, overflow="ignore")
+            parts += [Text(f"Rank {rank['rank']}:", style="bold"), told]
     parts += [Text(f"Note: {note}") for note in report.notes]
     parts += [Text(f"Written by the script: {file}") for file in report.files]
     return Group(*parts)
+
+
+def _summary(report: ScriptReport) -> list[str]:
+    """The verdict of the whole script, where there is more than one report."""
+    of_ranks = [(f" on rank {rank['rank']}", one) for rank in report.ranks for one in rank["reports"]]
+    found = of_ranks or [("", one.to_dict()) for one in report.reports]
+    if len(found) < 2 or report.verdict is None:
+        return []
+    worst = [f"{one['subject']}{where}" for where, one in found if one["verdict"] == report.verdict.value]
+    named = "everything graphed" if len(worst) == len(found) else ", ".join(worst)
+    ranks = f" on {len(report.ranks)} ranks" if report.ranks else ""
+    return [f"{report.verdict.value.upper()}: {named}, of {len(found)} compared in {report.script}{ranks}"]

@@ -24,8 +24,8 @@ from stepgraph.frames import error_location
 from stepgraph.guards.protocol import Change, Remedy
 from stepgraph.inspect.frozen_report import Entry, FrozenReport, FrozenValue, State
 from stepgraph.inspect.numbers import Number, host_values
-from stepgraph.inspect.program_state import restored
 from stepgraph.joined.capture import capture
+from stepgraph.observe.program import program_of
 from stepgraph.oplog import Difference, differences
 from stepgraph.session.proof import NotWarm
 from stepgraph.step.rehearsal import Rehearsal, Rehearsed
@@ -91,7 +91,7 @@ def _rehearsing(
         return
     made = step.fresh_copy() if isinstance(step, CapturedStep) else capture(step)
     leaves, _ = flatten((args, kwargs))
-    with restored(step, leaves), made, warnings.catch_warnings(record=True) as seen:
+    with program_of(step, leaves).untouched(), made, warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("ignore")
         warnings.simplefilter("always", StepgraphWarning)
         rehearsal = None

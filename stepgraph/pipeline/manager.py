@@ -88,6 +88,11 @@ class StageManager:
         self._microbatch: int | None = None
         self._flatten = CallFlattener()
 
+    @property
+    def is_computing(self) -> bool:
+        """True during a microbatch of the schedule; torch also calls a stage to learn the shapes of its outputs."""
+        return self._microbatch is not None
+
     # -- what the schedule calls
 
     @contextlib.contextmanager

@@ -1,35 +1,41 @@
 """Names the cause of a difference between an eager and a graphed run, by experiments on the two.
 
-A difference has few known causes, and each of them can be tried: eager logs tell whether a number changed since the
-step before; a parameter that is changed must change the graphed result; a gradient that was taken away must not be
+A difference has few known causes, and each of them can be tried: eager logs tell whether an operation changed since
+the step before; a parameter that is changed must change the graphed result; a gradient that was taken away must not be
 written any more; without its hooks an eager step gives what a graph gives that skips them. So a cause is named because
 an experiment has shown it, not because it is likely. Every experiment begins at the saved state and runs the same
-batches, learning rates and seeds as the comparison.
+batches, learning rates and seeds as the comparison. Several ranks make the same experiments in the same order
+(`agreement`).
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from stepgraph.backends import Backend
 from stepgraph.errors import Location
+from stepgraph.observe.program import Key, Program, Saved
 from stepgraph.observe.step_objects import StepObjects
 from stepgraph.oplog import Difference as OperationDifference
 from stepgraph.oplog import Log, first_difference
+from stepgraph.proof.agreement import Agreement
 from stepgraph.proof.bits import same_bits
-from stepgraph.proof.program import Key, Program, Saved
 from stepgraph.proof.trace import Difference, Keeper, Trace, call_values, fresh, vary
 from stepgraph.session.proof import StepLogs, num_states
 from stepgraph.tree import flatten
 
 __all__ = [
     "Cause",
+    "Earlier",
+    "HeldOutputs",
     "Pair",
+    "aliased_gradient",
+    "aliased_gradients",
     "cause_by_kinds",
     "cause_by_operation",
     "changed_between",
@@ -37,12 +43,24 @@ __all__ = [
     "first_module",
     "logged",
     "overwritten_outputs",
+    "reused_output",
     "unknown_cause",
 ]
 
 _MAX_TRIED = 64
 """Parameters that are changed one by one."""
 _MAX_NAMED = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Earlier:
+    """The operations of an eager step that was made before."""
+
+    logs: StepLogs
+    log: Log | None
+    program: Program
+    step: int
+    """The number that the user knows it by."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +74,9 @@ class Pair:
     backend: Backend
     warnings: tuple[str, ...] = ()
     """What the graphed run warned of."""
+    agreement: Agreement = field(default_factory=Agreement)
+    earlier: Earlier | None = None
+    """The step before the first batch, where a running program has made it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,19 +92,11 @@ class Cause:
 class _Experiments:
     """Runs parts of the comparison again, from the saved state."""
 
-    def __init__(self, pair: Pair, start: Saved, found: Sequence[Difference], graphed: Trace) -> None:
+    def __init__(self, pair: Pair, start: Saved, found: Sequence[Difference], graphed: Trace, step: int) -> None:
         self._pair, self._start, self._graphed = pair, start, graphed
-        self.step = found[0].step
+        self.step = step
         self.first = [difference for difference in found if difference.step == self.step]
         self.kinds = {difference.kind for difference in self.first}
-
-    def _call(self, call: Callable[..., Any], index: int) -> dict[Key, Any]:
-        """One step of the comparison; returns copies of all values after it."""
-        pair = self._pair
-        vary(pair.program, index)
-        given = fresh(pair.batches[index])
-        result = call(*given)
-        return Keeper().keep({**call_values(given, result), **pair.program.values()})
 
     def _go_to(self, step: int) -> None:
         """Run the steps before this one eagerly, from the beginning."""
@@ -96,44 +109,57 @@ class _Experiments:
 
     def changed_operation(self) -> OperationDifference | None:
         """The first operation of the eager step that was another one at the step before."""
-        if self.step == 0:
-            return None
-        self._go_to(self.step - 1)
-        logs = StepLogs()
-        before, now = self._logged(logs, self.step - 1), self._logged(logs, self.step)
-        return changed_between(before, now, self._pair.program, self.kinds)
+        earlier, programs = self._pair.earlier, [self._pair.program]
+        if earlier is None:
+            if self.step == 0:
+                return None
+            self._go_to(self.step - 1)
+            logs = StepLogs()
+            before = self._logged(logs, self.step - 1)
+        else:
+            self._go_to(self.step)
+            logs, before = earlier.logs, earlier.log
+            programs.append(earlier.program)
+        return changed_between(before, self._logged(logs, self.step), programs, self.kinds)
 
     def _logged(self, logs: StepLogs, index: int) -> Log | None:
         vary(self._pair.program, index)
         given = fresh(self._pair.batches[index])
         return logged(logs, self._pair.program, self._pair.backend, self._pair.eager, given, {})[1]
 
-    # -- gradients
-
-    def aliased_gradients(self) -> list[str]:
-        """Parameters whose gradient the next graphed call overwrites, although it was taken away from them."""
-        parameters = self._pair.program.parameters()
-        self._start.restore()
-        self._call(self._pair.graphed, 0)
-        grads = {name: p.grad for name, p in parameters.items() if p.grad is not None}
-        kept = {name: grad.clone() for name, grad in grads.items()}
-        for parameter in parameters.values():
-            parameter.grad = None
-        self._call(self._pair.graphed, min(1, len(self._pair.batches) - 1))
-        return [name for name, grad in grads.items() if not same_bits(grad, kept[name])]
-
     # -- parameters
 
     def stale_parameters(self) -> list[str]:
-        """Parameters that the eager step reads and the graphed one does not."""
+        """Parameters that the eager step reads, or writes, and the graphed one does not.
+
+        A graph that writes into memory that is no longer the parameter's changes its own results from call to call, so
+        that reads show nothing: then it is told by what it does not write.
+        """
+        agreement, plain = self._pair.agreement, {side: self._results(side, None) for side in ("eager", "graphed")}
+        if not agreement.all(same_bits(plain["graphed"], self._results("graphed", None))):
+            return self._unwritten_parameters()
         parameters = list(self._pair.program.parameters().items())
-        plain = {side: self._results(side, None) for side in ("eager", "graphed")}
+        found = []
+        for name, parameter in parameters[: agreement.least(min(len(parameters), _MAX_TRIED))]:
+            changed = parameter if parameter.is_floating_point() else None
+            is_read = not same_bits(plain["eager"], self._results("eager", changed))
+            if agreement.any(is_read) and same_bits(plain["graphed"], self._results("graphed", changed)) and is_read:
+                found.append(name)
+        return found
+
+    def _unwritten_parameters(self) -> list[str]:
+        self._start.restore()
+        before = Keeper().keep(self._pair.program.values())
+        after = {}
+        for side in ("eager", "graphed"):
+            self._start.restore()
+            after[side] = _called(self._pair, side, 0)
         return [
             name
-            for name, parameter in parameters[:_MAX_TRIED]
-            if parameter.is_floating_point()
-            and not same_bits(plain["eager"], self._results("eager", parameter))
-            and same_bits(plain["graphed"], self._results("graphed", parameter))
+            for kind, name in before
+            if kind == "parameters"
+            and not same_bits(after["eager"][kind, name], before[kind, name])
+            and same_bits(after["graphed"][kind, name], before[kind, name])
         ]
 
     def _results(self, side: str, changed: torch.Tensor | None) -> dict[Key, Any]:
@@ -142,25 +168,49 @@ class _Experiments:
         if changed is not None:
             with torch.no_grad():
                 changed.mul_(1.5).add_(0.25)
-        values = self._call(getattr(self._pair, side), 0)
+        values = _called(self._pair, side, 0)
         return {key: value for key, value in values.items() if key[0] in ("outputs", "gradients")}
 
     # -- hooks
 
     def skipped_hooks(self) -> list[str]:
         """Hooks without which the eager step gives what the graphed one gave."""
-        hooks = _hooks_of(self._pair.program)
-        if not hooks or not self._agrees_without([place for _, place in hooks]):
+        hooks, agreement = _hooks_of(self._pair.program), self._pair.agreement
+        if not agreement.all(len(hooks) == agreement.least(len(hooks)) > 0):
             return []
-        alone = [name for name, place in hooks if len(hooks) > 1 and self._agrees_without([place])]
+        if not agreement.all(self._agrees_without([place for _, place in hooks])):
+            return []
+        many = hooks if len(hooks) > 1 else ()
+        alone = [name for name, place in many if agreement.all(self._agrees_without([place]))]
         return alone or [name for name, _ in hooks]
 
     def _agrees_without(self, hooks: Sequence[tuple[Any, Any]]) -> bool:
         self._go_to(self.step)
         with _taken_out(hooks):
-            values = self._call(self._pair.eager, self.step)
+            values = _called(self._pair, "eager", self.step)
         graphed = self._graphed.moments[self.step].values
         return all(same_bits(values.get(key), graphed.get(key)) for key in graphed if key[0] != "random state")
+
+
+def _called(pair: Pair, side: str, index: int) -> dict[Key, Any]:
+    """Make one step of the comparison; return copies of all values after it."""
+    vary(pair.program, index)
+    given = fresh(pair.batches[index])
+    result = getattr(pair, side)(*given)
+    return Keeper().keep({**call_values(given, result), **pair.program.values()})
+
+
+def aliased_gradients(pair: Pair, start: Saved) -> list[str]:
+    """Parameters whose gradient the next graphed call overwrites, although it was taken away from them."""
+    parameters = pair.program.parameters()
+    start.restore()
+    _called(pair, "graphed", 0)
+    grads = {name: p.grad for name, p in parameters.items() if p.grad is not None}
+    kept = {name: grad.clone() for name, grad in grads.items()}
+    for parameter in parameters.values():
+        parameter.grad = None
+    _called(pair, "graphed", min(1, len(pair.batches) - 1))
+    return [name for name, grad in grads.items() if not same_bits(grad, kept[name])]
 
 
 def logged(
@@ -179,7 +229,7 @@ def logged(
 
 
 def changed_between(
-    before: Log | None, now: Log | None, program: Program, kinds: Set[str]
+    before: Log | None, now: Log | None, programs: Sequence[Program], kinds: Set[str]
 ) -> OperationDifference | None:
     """The first operation that differs between two steps.
 
@@ -188,7 +238,7 @@ def changed_between(
     if before is None or now is None:
         return None
     if kinds & {"outputs", "gradients", "arguments", "buffers", "tensors"}:
-        optimizers = [id(optimizer) for optimizer in program.optimizers.values()]
+        optimizers = [id(optimizer) for program in programs for optimizer in program.optimizers.values()]
         before, now = before.without(optimizers), now.without(optimizers)
     return first_difference(before, now)
 
@@ -247,34 +297,57 @@ def cause_by_operation(changed: OperationDifference, step: int) -> Cause:
     return Cause("frozen-number", f"{what}; the graph has the old one", changed.where)
 
 
-def find_cause(pair: Pair, start: Saved, found: Sequence[Difference], graphed: Trace) -> Cause:
-    """Name the cause of the first difference; `wrong-numbers` if no experiment shows one.
+def find_cause(pair: Pair, start: Saved, found: Sequence[Difference], graphed: Trace, step: int) -> Cause:
+    """Name the cause of the first differences, at this step; `wrong-numbers` if no experiment shows one.
 
-    That a gradient is written again is tried last: a graph made by hand may do so by design, and be wrong elsewhere.
+    An operation that changed may come from a new hook or another parameter, so that those are tried before it. That a
+    gradient is written again is tried last: a graph may do so by design, and be wrong elsewhere.
     """
-    tried = _Experiments(pair, start, found, graphed)
-    known = cause_by_kinds(tried.first, pair.warnings)
-    if known is not None:
-        return known
+    tried = _Experiments(pair, start, found, graphed, step)
+    has_gradients = pair.agreement.any("gradients" in tried.kinds)
     changed = tried.changed_operation()
-    if changed is not None:
-        return cause_by_operation(changed, tried.step)
-    for rule, find, what in (
-        ("skipped-hook", tried.skipped_hooks, "eager gives the graphed numbers if these hooks are taken out: {}"),
-        ("stale-parameter", tried.stale_parameters, "a change of these parameters changes the eager step only: {}"),
-        ("aliased-gradient", tried.aliased_gradients, "a replay writes into a gradient that it has handed out: {}"),
-    ):
-        if rule == "aliased-gradient" and "gradients" not in tried.kinds:
-            continue
-        shown = find()
-        if shown:
-            return Cause(rule, what.format(_listed(shown)))
+    number = step if pair.earlier is None else pair.earlier.step + 1
+
+    def shown(rule: str, what: str, names: Sequence[str]) -> Cause | None:
+        return Cause(rule, f"{what}: {_listed(names)}", None if changed is None else changed.where) if names else None
+
+    experiments: tuple[Callable[[], Cause | None], ...] = (
+        lambda: cause_by_kinds(tried.first, pair.warnings),
+        lambda: shown("skipped-hook", "without these hooks eager gives the graphed numbers", tried.skipped_hooks()),
+        lambda: shown("stale-parameter", "eager uses these parameters, the graph does not", tried.stale_parameters()),
+        lambda: None if changed is None else cause_by_operation(changed, number),
+        lambda: aliased_gradient(aliased_gradients(pair, start) if has_gradients else ()),
+    )
+    for experiment in experiments:
+        seen, rank = pair.agreement.first(experiment())
+        if isinstance(seen, Cause):
+            return seen if rank is None else replace(seen, what=f"on rank {rank}: {seen.what}")
     return unknown_cause(tried.first)
+
+
+def aliased_gradient(names: Sequence[str]) -> Cause | None:
+    """Name gradients that were overwritten, if there are any."""
+    what = f"a replay writes into a gradient that it has handed out: {_listed(names)}"
+    return Cause("aliased-gradient", what) if names else None
 
 
 def unknown_cause(first: Sequence[Difference]) -> Cause:
     """Say that nothing was found."""
     return Cause("wrong-numbers", f"no known cause was found for {_listed([one.name for one in first])}")
+
+
+class HeldOutputs:
+    """The outputs of a call, held as a caller may hold them, and copies to see whether they stay as they are."""
+
+    def __init__(self, result: Any) -> None:
+        outputs = call_values((), result)
+        self._outputs = {key: v.detach() if isinstance(v, torch.Tensor) else v for key, v in outputs.items()}
+        self._kept = Keeper().keep(self._outputs)
+
+    def overwritten(self) -> list[str]:
+        """The names of outputs that have changed since."""
+        now = Keeper().keep(self._outputs)
+        return [name for (kind, name), value in now.items() if not same_bits(value, self._kept[(kind, name)])]
 
 
 def overwritten_outputs(pair: Pair, start: Saved) -> list[str]:
@@ -285,13 +358,16 @@ def overwritten_outputs(pair: Pair, start: Saved) -> list[str]:
     for side in ("eager", "graphed"):
         start.restore()
         call = getattr(pair, side)
-        outputs = call_values((), call(*fresh(pair.batches[0])))
-        kept = Keeper().keep(outputs)
+        held = HeldOutputs(call(*fresh(pair.batches[0])))
         for batch in pair.batches[1:3]:
             call(*fresh(batch))
-        now = Keeper().keep(outputs)
-        found[side] = [name for (kind, name), value in now.items() if not same_bits(value, kept[(kind, name)])]
+        found[side] = held.overwritten()
     return [name for name in found["graphed"] if name not in found["eager"]]
+
+
+def reused_output(names: Sequence[str]) -> Cause | None:
+    """Name outputs that were overwritten, if there are any."""
+    return Cause("reused-output", f"the next calls overwrite {_listed(names)}") if names else None
 
 
 def first_module(found: Sequence[Difference], program: Program) -> str | None:

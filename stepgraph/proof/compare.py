@@ -14,20 +14,29 @@ Example:
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
 
 from stepgraph.backends import backend_for
 from stepgraph.errors import InvalidArgument, StepgraphWarning
-from stepgraph.proof.causes import Cause, Pair, find_cause, first_module, overwritten_outputs
+from stepgraph.observe.program import Program
+from stepgraph.proof.causes import (
+    Cause,
+    Pair,
+    aliased_gradient,
+    aliased_gradients,
+    find_cause,
+    first_module,
+    overwritten_outputs,
+    reused_output,
+)
 from stepgraph.proof.costs import Cost, cost_of
 from stepgraph.proof.probes import first_differing_module
-from stepgraph.proof.program import Program
 from stepgraph.proof.trace import Batches, Difference, Row, Trace, differences, run, table, vary
 
-__all__ = ["Comparison", "compare", "compare_pair"]
+__all__ = ["Comparison", "Program", "compare", "compare_pair", "eager_differs"]
 
 Capture = Callable[[Callable[..., Any]], AbstractContextManager[Callable[..., Any]]]
 
@@ -100,13 +109,14 @@ def compare_pair(
     rtol: float = 0.0,
     atol: float = 0.0,
     capture: Capture | None = None,
-    holds_outputs: bool = True,
+    holds: Collection[str] = ("outputs",),
+    has_costs: bool = True,
     on_step: Callable[[], None] = lambda: None,
 ) -> Comparison:
     """Compare the two callables of a pair.
 
-    `capture` captures another function as the graphed one was captured, for probes. `holds_outputs`: outputs must stay
-    as they are while the caller holds them.
+    `capture` captures another function as the graphed one was captured, for probes. `holds` are "outputs" and
+    "gradients" that must stay as they are while the caller holds them. `has_costs`: further steps are timed.
     """
     if not pair.batches:
         raise InvalidArgument("there is no batch to compare on", rule="option", why="", fix="pass one batch or more.")
@@ -114,7 +124,7 @@ def compare_pair(
     before = lambda index: vary(program, index)  # noqa: E731 (the same for three runs)
     with program.untouched() as start:
         eager = run(pair.eager, program, pair.batches, backend, before=before, on_step=on_step)
-        costs = [cost_of("eager", pair.eager, pair.batches[-1], backend, eager.peak_bytes)]
+        costs = [cost_of("eager", pair.eager, pair.batches[-1], backend, eager.peak_bytes)] if has_costs else []
         start.restore()
         again = run(pair.eager, program, pair.batches, backend, before=before, on_step=on_step)
         own = list(differences(eager, again))
@@ -123,13 +133,14 @@ def compare_pair(
         with warnings.catch_warnings(record=True) as seen:
             warnings.simplefilter("always", StepgraphWarning)
             graphed = run(pair.graphed, program, pair.batches, backend, before=before, on_step=on_step)
-            costs.append(cost_of("graphed", pair.graphed, pair.batches[-1], backend, graphed.peak_bytes))
+            if has_costs:
+                costs.append(cost_of("graphed", pair.graphed, pair.batches[-1], backend, graphed.peak_bytes))
         told = tuple(str(one.message) for one in seen if issubclass(one.category, StepgraphWarning))
         pair = replace(pair, warnings=told)
         found = list(differences(eager, graphed, rtol, atol))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", StepgraphWarning)
-            cause, module = _explain(pair, start, own, found, graphed, capture, holds_outputs)
+            cause, module = _explain(pair, start, own, found, graphed, capture, holds)
     return Comparison(
         steps=len(pair.batches),
         rows=tuple(table(eager, found)),
@@ -150,14 +161,25 @@ def _explain(
     found: Sequence[Difference],
     graphed: Trace,
     capture: Capture | None,
-    holds_outputs: bool,
+    holds: Collection[str],
 ) -> tuple[Cause | None, str | None]:
-    if not found:
-        names = overwritten_outputs(pair, start) if holds_outputs else []
-        listed = ", ".join(f"`{name}`" for name in names)
-        return (Cause("reused-output", f"the next calls overwrite {listed}") if names else None), None
-    if own:
-        return Cause("eager-differs", f"two eager runs differ from step {own[0].step} on, first in {own[0]}"), None
-    probed = first_differing_module(pair, start, found[0].step, capture)
-    module = str(probed.name) + f" ({probed.gap})" if probed is not None else first_module(found, pair.program)
-    return find_cause(pair, start, found, graphed), module
+    agreement = pair.agreement
+    if not agreement.any(bool(found)):
+        cause = reused_output(overwritten_outputs(pair, start)) if "outputs" in holds else None
+        if agreement.all(cause is None) and "gradients" in holds:
+            cause = aliased_gradient(aliased_gradients(pair, start))
+        return cause, None
+    if agreement.any(bool(own)):
+        return eager_differs(own), None
+    step = agreement.least(found[0].step if found else len(pair.batches))
+    cause = find_cause(pair, start, found, graphed, step)
+    probed = first_differing_module(pair, start, step, capture)  # last: its hooks may make modules record again
+    if probed is not None:
+        return cause, f"{probed.name} ({probed.gap})"
+    return cause, first_module(found, pair.program) if found else None
+
+
+def eager_differs(own: Sequence[Difference]) -> Cause:
+    """Say that no graph can be equal to two eager runs that differ."""
+    what = f"two eager runs differ from step {own[0].step} on, first in {own[0]}" if own else "on another rank"
+    return Cause("eager-differs", what)

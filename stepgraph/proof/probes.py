@@ -16,9 +16,9 @@ from typing import Any
 import torch
 
 from stepgraph.errors import StepgraphError
+from stepgraph.observe.program import Saved
 from stepgraph.proof.bits import measure, same_bits
 from stepgraph.proof.causes import Pair
-from stepgraph.proof.program import Saved
 from stepgraph.proof.trace import Difference, fresh, vary
 from stepgraph.tree import flatten
 

@@ -168,7 +168,7 @@ def _outcome(row: Row | None) -> str:
     if row is None or not row.num_differing:
         return "equal"
     gap = row.largest.gap if row.largest is not None else None
-    by = f", max abs {gap.max_abs:.3g}" if gap is not None and gap.max_abs is not None else ""
+    by = f", max {gap.max_abs:.3g}" if gap is not None and gap.max_abs is not None else ""
     return f"{row.num_differing} differ{by}"
 
 

@@ -5,6 +5,10 @@ there after a call of a captured step, or, for graphed parts, after the step of 
 that the subject can name, and the results of the calls since the last moment. The script runs several times from one
 seed, with its graphs and without. A run without them is the script as it is, except that everything graphed calls the
 functions that it was made of. So the same moments come in the same order, and two traces can be compared.
+
+One more mode looks for the cause of a difference: `experiments` runs with graphs up to the step that differs, and hands
+that step, with its arguments and the state before it, to the experiments of `stepgraph.verify`; of graphed parts, one
+part after the other. The operations of the step before are logged in passing.
 """
 
 from __future__ import annotations
@@ -15,7 +19,7 @@ import random
 import sys
 import types
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,29 +29,38 @@ from torch.optim.optimizer import Optimizer
 from stepgraph.backends import Backend, backend_for
 from stepgraph.backends.threads import replaced
 from stepgraph.callables.graphed import GraphedCallable
-from stepgraph.errors import StepgraphWarning
+from stepgraph.errors import StepgraphError, StepgraphWarning
 from stepgraph.joined.capture import capture
 from stepgraph.modules.manager import ModuleGraphs
+from stepgraph.observe.program import Key, Program, program_of
 from stepgraph.observe.step_objects import numbered
 from stepgraph.observe.steps import StepCalls
-from stepgraph.oplog import Log
 from stepgraph.optim.steps import at_optimizer_steps
+from stepgraph.pair.proof import AuditTurns
 from stepgraph.pipeline.manager import StageManager
-from stepgraph.proof.causes import changed_between, logged
+from stepgraph.proof.agreement import Agreement
+from stepgraph.proof.causes import Earlier, HeldOutputs, Pair, logged
+from stepgraph.proof.compare import compare_pair
 from stepgraph.proof.costs import Counts, counted, timed
 from stepgraph.proof.plainly import running_plainly
-from stepgraph.proof.program import Key, Program, program_of
-from stepgraph.proof.trace import Keeper, call_values
+from stepgraph.proof.subjects import Part, eager_reasons, subject_of_call
+from stepgraph.proof.trace import Keeper, call_values, fresh
 from stepgraph.script.probe import RunningScript
 from stepgraph.session.proof import StepLogs
 from stepgraph.step.step import CapturedStep
+from stepgraph.tree import flatten
 
 __all__ = ["PARTS", "ScriptMoment", "VerifyProbe"]
 
 PARTS = "the training step"
 """The subject that stands for graphed modules, callables and stages."""
+_MAX_NAMED = 6
 _ENOUGH = 4
 """Moments of all subjects, as a multiple of those of one, after which the script is stopped."""
+
+
+Call = tuple[CapturedStep[..., Any] | Part, Any, Any]
+"""Something graphed, and the arguments and keywords of a call."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,28 +85,56 @@ class _Subject:
     backend: Backend
     steps: int = 0
     replays: int = 0
-    log: Log | None = None
+    held: HeldOutputs | None = None
+    """The outputs of the last call."""
+    overwritten: list[str] = field(default_factory=list)
+    """Outputs that the next call has overwritten."""
+    calls: list[Call] = field(default_factory=list)
+    """The calls of graphed parts in a step that is examined, and copies of their arguments."""
     graphed: list[Any] = field(default_factory=list)
     """The captured step, or all graphed parts; they are kept, so that no other object gets their ids."""
     results: dict[Key, Any] = field(default_factory=dict)
     """The results of graphed parts since the last moment."""
 
     def facts(self) -> dict[str, Any]:
-        return {"kind": self.kind, "backend": self.backend.name, "steps": self.steps, "replays": self.replays}
+        return {
+            "kind": self.kind,
+            "backend": self.backend.name,
+            "steps": self.steps,
+            "replays": self.replays,
+            "overwritten": list(dict.fromkeys(self.overwritten)),
+            "notes": self.notes(),
+        }
+
+    def notes(self) -> list[str]:
+        """Say what was graphed, and why it was not replayed."""
+        parts = [f"`{_name_of(one)}`" for one in self.graphed if not isinstance(one, CapturedStep)]
+        named = ", ".join(parts[:_MAX_NAMED]) + (f" and {len(parts) - _MAX_NAMED} more" * (len(parts) > _MAX_NAMED))
+        graphed = [f"graphed are {named}, with {self.replays} replays in all"] if parts else []
+        return graphed + ([] if self.replays else eager_reasons(self.graphed))
+
+    def hold(self, result: Any) -> None:
+        """Check the outputs of the call before, and hold these until the next one."""
+        if self.held is not None:
+            self.overwritten += self.held.overwritten()
+        self.held = HeldOutputs(result)
 
 
 class VerifyProbe:
-    """Traces one run of the script. Options: mode (eager, graphed, logs), seed, steps, trace, and what to log."""
+    """Traces one run of the script.
+
+    Options: mode (eager, graphed, experiments), seed, steps, trace; for experiments also the subject and the step.
+    """
 
     def __init__(self, script: RunningScript) -> None:
         self._script, self._options = script, script.options
-        self._is_graphed = self._options["mode"] == "graphed"
+        self._mode = str(self._options["mode"])
         self._keeper = Keeper()
         self._moments: list[ScriptMoment] = []
         self._subjects: dict[int, _Subject] = {}
         self._parts: _Subject | None = None
-        self._logs = StepLogs()
-        self._operation: dict[str, Any] | None = None
+        self._earlier: dict[int, Earlier] = {}
+        self._shown: dict[str, Any] = {}
         self._warned: list[str] = []
         self._inside = 0
         self._named = contextlib.ExitStack()
@@ -109,7 +150,7 @@ class VerifyProbe:
         if not torch.cuda.is_available():
             torch.set_num_threads(1)  # a sum that is split over threads differs from run to run
         with contextlib.ExitStack() as stack:
-            if not self._is_graphed:
+            if self._mode == "eager":
                 stack.enter_context(running_plainly())
             stack.enter_context(replaced(CapturedStep, "__call__", self._step))
             for kind in (ModuleGraphs, GraphedCallable, StageManager):
@@ -126,7 +167,7 @@ class VerifyProbe:
         return {
             "subjects": {one.name: one.facts() for one in subjects},
             "warned": self._warned,
-            "operation": self._operation,
+            **self._shown,
             "peak_bytes": next((one.backend.peak_memory_bytes() for one in subjects), None),
         }
 
@@ -145,41 +186,62 @@ class VerifyProbe:
         if self._inside:
             return below(step, *args, **kwargs)
         subject = self._subject_of(step, args)
-        self._inside += 1
-        try:
+        with self._untraced():
+            self._look_at(subject, [(step, args, kwargs)])
             result, step_ms, counts = self._called(subject, functools.partial(below, step), args, kwargs)
-        finally:
-            self._inside -= 1
+        if step.options.outputs != "static":
+            subject.hold(result)
         self._add(subject, {**call_values((args, kwargs), result), **subject.program.values()}, step_ms, counts)
         return result
+
+    @contextlib.contextmanager
+    def _untraced(self) -> Iterator[None]:
+        """Trace nothing of what is called inside."""
+        self._inside += 1
+        try:
+            yield
+        finally:
+            self._inside -= 1
 
     def _called(
         self, subject: _Subject, call: Callable[..., Any], args: Any, kwargs: Any
     ) -> tuple[Any, float | None, Counts | None]:
-        """Make a call of a captured step: the last one is counted, the others are timed, and some are logged."""
-        logged_step = self._options.get("logged_step")
-        if self._options.get("logged_subject") == subject.name and logged_step in (subject.steps, subject.steps + 1):
-            program, backend = subject.program, subject.backend
-            result, log = logged(self._logs, program, backend, call, args, kwargs)
-            if logged_step == subject.steps:
-                kinds = set(self._options.get("kinds", ()))
-                self._note_operation(changed_between(subject.log, log, program, kinds))
-            subject.log = log
-            return result, None, None
+        """Make a call of a captured step: the last one is counted, the others are timed."""
         if subject.steps == int(self._options["steps"]) - 1:
-            result, counts = counted(call, args, kwargs, subject.backend, operations=not self._is_graphed)
+            result, counts = counted(call, args, kwargs, subject.backend, operations=self._mode == "eager")
             return result, None, counts
         result, step_ms = timed(call, args, kwargs, subject.backend)
         return result, step_ms, None
 
-    def _note_operation(self, changed: Any) -> None:
-        if changed is not None:
-            where = changed.where
-            place = None if where is None else [where.file, where.line, where.function]
-            self._operation = {
-                **{name: getattr(changed, name) for name in ("index", "operation", "before", "now")},
-                "where": place,
-            }
+    # -- the step that differs
+
+    def _is_examined(self, subject: _Subject) -> bool:
+        """Check whether this run looks at the present step of a subject, which is the one that differs or the last."""
+        if self._mode != "experiments" or self._options["subject"] != subject.name:
+            return False
+        return int(self._options["step"]) - subject.steps in (0, 1)
+
+    def _look_at(self, subject: _Subject, calls: Sequence[Call]) -> None:
+        """Log the calls of the step before, or look for the cause in those of the step that differs."""
+        if not self._is_examined(subject):
+            return
+        agreement = Agreement.of_process_group()
+        calls = calls[: agreement.least(len(calls))]
+        if subject.steps < int(self._options["step"]):
+            for call in calls:
+                with contextlib.suppress(StepgraphError):  # a part may be called in the order of a schedule only
+                    self._earlier[id(call[0])] = _log_of(call, subject.steps)
+            return
+        for call in calls:
+            found = None
+            with contextlib.suppress(StepgraphError):
+                found = _cause_in(call, self._earlier.get(id(call[0])), agreement)
+            is_known = found is not None and found["rule"] != "wrong-numbers"
+            if is_known or "cause" not in self._shown:
+                self._shown["cause"] = found
+            if agreement.any(is_known):
+                break
+        self._script.stop()
 
     def _subject_of(self, step: CapturedStep[..., Any], args: Any) -> _Subject:
         found = self._subjects.get(id(step))
@@ -195,30 +257,37 @@ class VerifyProbe:
     # -- graphed parts
 
     def _part(self, below: Callable[..., Any], graphs: Any, *args: Any, **kwargs: Any) -> Any:
-        if self._inside:
+        if self._inside or (isinstance(graphs, StageManager) and not graphs.is_computing):
             return below(graphs, *args, **kwargs)
-        self._inside += 1
-        try:
+        parts = self._parts_with(graphs, (args, kwargs))
+        name = numbered(_name_of(graphs), {key[1].partition(":")[0] for key in parts.results})
+        with self._untraced():
+            if self._is_examined(parts) and all(graphs is not known for known, _, _ in parts.calls):
+                parts.calls.append((graphs, *fresh((args, kwargs))))
             result = below(graphs, *args, **kwargs)
-        finally:
-            self._inside -= 1
+        outputs = {("outputs", f"{name}:{key[1]}"): value for key, value in call_values((), result).items()}
+        parts.results |= {key: v.detach().clone() if isinstance(v, torch.Tensor) else v for key, v in outputs.items()}
+        return result
+
+    def _parts_with(self, graphs: Any, given: Any) -> _Subject:
+        """The subject of all graphed parts, to which this one belongs."""
         module = graphs.target.module if isinstance(graphs, StageManager) else _module_of(graphs)
         if self._parts is None:
-            self._parts = _Subject(PARTS, "graphed parts", Program(), backend_for(_device_of(module, result)))
+            self._parts = _Subject(PARTS, "graphed parts", Program(), backend_for(_device_of(module, given)))
         parts = self._parts
         parts.graphed += [] if any(graphs is known for known in parts.graphed) else [graphs]
         if isinstance(module, torch.nn.Module) and all(module is not known for known in parts.program.modules.values()):
             modules = {**parts.program.modules, numbered(_name_of(graphs), parts.program.modules): module}
             parts.program = Program(modules, parts.program.optimizers)
-        name = numbered(_name_of(graphs), {key[1].partition(":")[0] for key in parts.results})
-        outputs = {("outputs", f"{name}:{key[1]}"): value for key, value in call_values((), result).items()}
-        parts.results |= {key: v.detach().clone() if isinstance(v, torch.Tensor) else v for key, v in outputs.items()}
-        return result
+        return parts
 
     def _after_optimizer(self, optimizer: Optimizer, _: Any) -> None:
         parts = self._parts
         if self._inside or parts is None:
             return
+        with self._untraced():
+            self._look_at(parts, parts.calls)
+        parts.calls = []
         if all(optimizer is not known for known in parts.program.optimizers.values()):
             name = numbered(type(optimizer).__name__, parts.program.optimizers)
             parts.program = Program(parts.program.modules, {**parts.program.optimizers, name: optimizer})
@@ -256,6 +325,36 @@ def _captured(below: Callable[..., Any], calls: StepCalls, function: Callable[..
     return below(calls, method)
 
 
+def _log_of(call: Call, step: int) -> Earlier:
+    """Log a call of this step, made eagerly and without effect."""
+    subject, batch = subject_of_call(*call)
+    logs, program = StepLogs(), subject.program
+    with subject.during, program.untouched():
+        _, log = logged(logs, program, backend_for(program.device), subject.eager, fresh(batch), {})
+    return Earlier(logs, log, program, step)
+
+
+def _cause_in(call: Call, earlier: Earlier | None, agreement: Agreement) -> dict[str, Any] | None:
+    """Compare one call, graphed and eager, from the present state; return the cause of a difference in plain values.
+
+    The call is made on one batch alone, and audits are put off: no graph is recorded again while it is looked at.
+    """
+    subject, batch = subject_of_call(*call)
+    graphed = call[0]
+    put_off = replaced(AuditTurns, "begin", lambda below, turns: False)
+    with subject.during, graphed.without_audits() if isinstance(graphed, CapturedStep) else put_off:
+        backend = backend_for(subject.program.device)
+        pair = Pair(
+            subject.eager, subject.graphed, subject.program, [batch], backend, agreement=agreement, earlier=earlier
+        )
+        found = compare_pair(pair, capture=subject.capture, holds=subject.holds, has_costs=False)
+    cause = found.cause
+    if cause is None:
+        return None
+    where = None if cause.where is None else [cause.where.file, cause.where.line, cause.where.function]
+    return {"rule": cause.rule, "what": cause.what, "where": where, "module": found.module}
+
+
 def _replays_of(graphs: Any) -> int:
     """How often a captured step or a graphed part was replayed."""
     if isinstance(graphs, CapturedStep):
@@ -278,9 +377,9 @@ def _name_of(graphs: Any) -> str:
     return str(graphs.target.name if isinstance(graphs, StageManager) else graphs.name)
 
 
-def _device_of(module: Any, result: Any) -> torch.device:
+def _device_of(module: Any, given: Any) -> torch.device:
     parameters = list(module.parameters()) if isinstance(module, torch.nn.Module) else []
-    found = [*parameters, *(value for value in call_values((), result).values() if isinstance(value, torch.Tensor))]
+    found = [*parameters, *(value for value in flatten(given)[0] if isinstance(value, torch.Tensor))]
     return found[0].device if found else torch.device("cpu")
 
 

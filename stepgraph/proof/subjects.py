@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -28,16 +28,18 @@ from stepgraph.joined.capture import capture
 from stepgraph.modules.graph_modules import GraphedModules
 from stepgraph.modules.manager import ModuleGraphs
 from stepgraph.observe.finder import reachable
+from stepgraph.observe.program import Program, program_of
 from stepgraph.pipeline.manager import StageManager
 from stepgraph.pipeline.stage import GraphedStages
 from stepgraph.proof.plainly import running_plainly
-from stepgraph.proof.program import Program, program_of
 from stepgraph.step.full_iteration import FullCudaGraphWrapper
 from stepgraph.step.step import CapturedStep
 from stepgraph.tree import flatten
 
-__all__ = ["Subject", "subject_of"]
+__all__ = ["Part", "Subject", "eager_reasons", "subject_of", "subject_of_call"]
 
+Part = ModuleGraphs | GraphedCallable[..., Any] | StageManager
+"""What stands in the place of a module or function that is graphed by itself."""
 _GRAPHED = (ModuleGraphs, GraphedCallable, StageManager)
 _RATE = 1e-3
 
@@ -56,8 +58,8 @@ class Subject:
     """Captures another function as this one was captured, for probes."""
     during: AbstractContextManager[Any] = field(default_factory=contextlib.nullcontext)
     """Entered for the comparison: ends what was made for it, and what it has taught the step."""
-    holds_outputs: bool = True
-    """False if the user asked for outputs that replays overwrite."""
+    holds: tuple[str, ...] = ("outputs",)
+    """What stays as it is while the caller holds it: outputs, unless the user asked for others, and gradients."""
 
 
 def subject_of(step: Any, batch: tuple[Any, ...]) -> Subject:
@@ -65,19 +67,15 @@ def subject_of(step: Any, batch: tuple[Any, ...]) -> Subject:
     if isinstance(step, CapturedStep):
         return _captured(step, batch)
     if isinstance(step, (GraphedStages, FullCudaGraphWrapper)):
-        raise InvalidArgument(
-            f"verify was given a {type(step).__name__}, which is a part of a training step",
-            rule="option",
-            why="its schedule, and not the part alone, decides what a step is.",
-            fix="pass the function that runs one step: verify(lambda x, y: schedule.step(x, target=y), batches).",
-        )
+        raise _part_of_a_schedule(step)
     model = step.model if isinstance(step, GraphedModules) else step
     if isinstance(model, torch.nn.Module):
         if not _is_graphed(model):
             raise _nothing_graphed(type(model).__name__)
-        return _trained(model, [model], "graphed modules" if step is not model else "graphed module", batch)
+        kind = "graphed modules" if step is not model else "graphed module"
+        return _trained(model, model, type(model).__name__, kind, batch)
     if isinstance(step, GraphedCallable):
-        return _trained(step, [step.original], "graphed callable", batch)
+        return _trained(step, step.original, step.name, "graphed callable", batch)
     if not callable(step):
         raise InvalidArgument(
             f"verify was given {step!r}, a {type(step).__name__}, which is not a step",
@@ -89,6 +87,36 @@ def subject_of(step: Any, batch: tuple[Any, ...]) -> Subject:
         name = str(getattr(step, "__name__", type(step).__name__))
         return Subject(name, "function", functools.partial(_plainly, step), step, program_of(step, batch))
     return _captured(capture(step), batch, is_ours=True)
+
+
+def subject_of_call(graphed: CapturedStep[..., Any] | Part, args: Any, kwargs: Any) -> tuple[Subject, tuple[Any, ...]]:
+    """Return the two callables that a call of a running program stands for, and the batch to call them on.
+
+    The keywords of the call are a part of the batch.
+    """
+    batch = (tuple(args), dict(kwargs))
+    if isinstance(graphed, CapturedStep):
+        found = _captured(graphed, batch)
+    elif isinstance(graphed, ModuleGraphs):
+        call = graphed.module if graphed.function_name == "forward" else graphed
+        found = _trained(call, graphed.module, graphed.name, "graphed module", batch)
+    elif isinstance(graphed, GraphedCallable):
+        found = _trained(graphed, graphed.original, graphed.name, "graphed callable", batch)
+    else:
+        raise _part_of_a_schedule(graphed)
+    eager, with_graphs = functools.partial(_spread, found.eager), functools.partial(_spread, found.graphed)
+    return replace(found, eager=eager, graphed=with_graphs), batch
+
+
+def eager_reasons(graphed: Iterable[Any]) -> list[str]:
+    """Say why calls of captured steps ran eagerly; of graphed parts their own reports say so."""
+    steps = [one for one in graphed if isinstance(one, CapturedStep)]
+    found = {reason: count for step in steps for reason, count in step.report().eager_reasons.items()}
+    return [f"{count} calls ran eagerly: {reason}" for reason, count in found.items()]
+
+
+def _spread(call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    return call(*args, **kwargs)
 
 
 def _nothing(*_: Any) -> None:
@@ -104,6 +132,15 @@ def _is_graphed(value: Any) -> bool:
     if isinstance(value, torch.nn.Module):
         return any(isinstance(own, _GRAPHED) for module in value.modules() for own in vars(module).values())
     return isinstance(value, (CapturedStep, GraphedCallable, GraphedModules, GraphedStages))
+
+
+def _part_of_a_schedule(step: Any) -> InvalidArgument:
+    return InvalidArgument(
+        f"verify was given a {type(step).__name__}, which is a part of a training step",
+        rule="option",
+        why="its schedule, and not the part alone, decides what a step is.",
+        fix="pass the function that runs one step: verify(lambda x, y: schedule.step(x, target=y), batches).",
+    )
 
 
 def _nothing_graphed(name: str) -> InvalidArgument:
@@ -127,20 +164,21 @@ def _captured(step: CapturedStep[..., Any], batch: tuple[Any, ...], *, is_ours: 
         program,
         capture=step.capture_like,
         during=contextlib.closing(step) if is_ours else step.undisturbed(),
-        holds_outputs=options.outputs != "static",
+        holds=("outputs",) if options.outputs != "static" else (),
     )
 
 
-def _trained(call: Callable[..., Any], holders: list[Any], kind: str, batch: tuple[Any, ...]) -> Subject:
-    """A training step around a graphed model or callable."""
-    found = program_of(functools.partial(_nothing, *holders), batch)
+def _trained(call: Callable[..., Any], holder: Any, name: str, kind: str, batch: tuple[Any, ...]) -> Subject:
+    """A training step around a graphed model or callable; `holder` is what the state is found from."""
+    found = program_of(functools.partial(_nothing, holder), batch)
+    named = getattr(holder, "__self__", holder)
+    modules = {name if module is named else key: module for key, module in found.modules.items()}
     parameters = [p for p in found.parameters().values() if p.requires_grad]
     parameters += [t for t in found.own_tensors().values() if t.requires_grad and t.is_leaf]
     optimizers = {"SGD": torch.optim.SGD(parameters, lr=_RATE)} if parameters else {}
-    program = replace(found, optimizers={**found.optimizers, **optimizers})
+    program = replace(found, modules=modules, optimizers={**found.optimizers, **optimizers})
     step = _TrainingStep(call, optimizers.get("SGD"))
-    name = call.name if isinstance(call, GraphedCallable) else type(call).__name__
-    return Subject(name, kind, functools.partial(_plainly, step), step, program)
+    return Subject(name, kind, functools.partial(_plainly, step), step, program, holds=("outputs", "gradients"))
 
 
 class _TrainingStep:
@@ -149,10 +187,12 @@ class _TrainingStep:
     def __init__(self, call: Callable[..., Any], optimizer: torch.optim.Optimizer | None) -> None:
         self._call, self._optimizer = call, optimizer
 
-    def __call__(self, *args: Any) -> Any:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         outputs = []
+        if self._optimizer is not None:
+            self._optimizer.zero_grad()
         for _ in range(2):
-            leaves = [leaf for leaf in flatten(self._call(*args))[0] if isinstance(leaf, torch.Tensor)]
+            leaves = [leaf for leaf in flatten(self._call(*args, **kwargs))[0] if isinstance(leaf, torch.Tensor)]
             weighed = [(leaf * torch.randn_like(leaf)).sum().float() for leaf in leaves if leaf.requires_grad]
             outputs += [leaf.detach().clone() for leaf in leaves]
             del leaves
@@ -160,5 +200,4 @@ class _TrainingStep:
                 torch.stack(weighed).sum().backward()
         if self._optimizer is not None:
             self._optimizer.step()
-            self._optimizer.zero_grad()
         return outputs

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from stepgraph.backends import Backend
+from stepgraph.observe.program import KINDS, Key, Program
 from stepgraph.proof.bits import Digest, Gap, digest, measure, same_bits
-from stepgraph.proof.program import KINDS, Key, Program
 from stepgraph.tree import flatten, paths, tree_map
 
 __all__ = ["Difference", "Keeper", "Moment", "Row", "Trace", "arguments_of", "differences", "run", "table", "vary"]

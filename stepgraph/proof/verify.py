@@ -11,7 +11,7 @@ from stepgraph.errors import InvalidArgument
 from stepgraph.proof.causes import Pair
 from stepgraph.proof.compare import Comparison, compare_pair
 from stepgraph.proof.report import VerifyReport
-from stepgraph.proof.subjects import subject_of
+from stepgraph.proof.subjects import eager_reasons, subject_of
 from stepgraph.proof.trace import Batches
 from stepgraph.tracebacks import entry_point
 
@@ -52,10 +52,11 @@ def verify(
             rtol=rtol,
             atol=atol,
             capture=subject.capture,
-            holds_outputs=subject.holds_outputs,
+            holds=subject.holds,
             on_step=on_step,
         )
-    found = replace(found, notes=(*taken.notes, *found.notes))
+        reasons = () if _replays(found) else eager_reasons([subject.graphed])
+    found = replace(found, notes=(*taken.notes, *found.notes, *reasons))
     return VerifyReport(subject.name, subject.kind, backend.name, _replays(found), found)
 
 

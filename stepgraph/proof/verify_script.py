@@ -1,8 +1,11 @@
 """`verify_script` runs a user's script three times from one seed, eager, eager again and graphed, and compares.
 
 Every captured step, and the training around graphed modules, callables and stages, is traced while the script trains
-(`script_trace`). If the graphed run differs, the eager script runs once more, and the operations of the differing step
-are compared with those of the step before: a number that a graph has frozen is named with its line.
+(`script_trace`). If the graphed run differs, the graphed script runs once more, and the experiments of
+`stepgraph.verify` are made at the differing step.
+
+Under torchrun each rank compares what it has traced. All ranks run the script equally often, because it runs on all of
+them together: where one rank has to look for a cause, all do. The first rank reports for all.
 """
 
 from __future__ import annotations
@@ -11,19 +14,20 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from stepgraph.errors import Location
-from stepgraph.oplog import Difference as OperationDifference
-from stepgraph.proof.causes import Cause, cause_by_kinds, cause_by_operation, unknown_cause
-from stepgraph.proof.compare import Comparison
+from stepgraph.proof.causes import Cause, cause_by_kinds, reused_output, unknown_cause
+from stepgraph.proof.compare import Comparison, eager_differs
 from stepgraph.proof.costs import Cost
 from stepgraph.proof.report import Verdict, VerifyReport
 from stepgraph.proof.script_trace import ScriptMoment
 from stepgraph.proof.trace import Difference, Moment, Trace, differences, table
+from stepgraph.script.ranks import exchanged, rank
 from stepgraph.script.run import Outcome, Script, Status, run_script
+from stepgraph.session.report import render
 
 __all__ = ["ScriptReport", "verify_script"]
 
@@ -66,18 +70,28 @@ class ScriptReport:
     notes: tuple[str, ...] = ()
     files: tuple[str, ...] = ()
     """Files that the script opened for writing."""
+    ranks: tuple[Mapping[str, Any], ...] = ()
+    """Under torchrun: of each rank its number, its verdicts, and the text and the fields of its reports."""
 
     @property
     def verdict(self) -> Verdict | None:
-        """The worst of all verdicts; None if the script itself failed."""
+        """The worst of all verdicts, of all ranks; None if the script itself failed."""
         if self.failed:
             return None
         found = [report.verdict for report in self.reports]
+        found += [Verdict(verdict) for rank in self.ranks for verdict in rank["verdicts"]]
         if self.graphed_failed or Verdict.DIFFERENT in found:
             return Verdict.DIFFERENT
         if self.cannot_judge or not found or Verdict.CANNOT_JUDGE in found:
             return Verdict.CANNOT_JUDGE
         return Verdict.WITHIN if Verdict.WITHIN in found else Verdict.EQUAL
+
+    @property
+    def rule(self) -> str | None:
+        """The rule of the first cause that was found, on any rank."""
+        own = (report.to_dict()["cause"] for report in self.reports)
+        others = (report["cause"] for rank in self.ranks for report in rank["reports"])
+        return next((str(cause["rule"]) for cause in (*own, *others) if cause is not None), None)
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values, ready for JSON."""
@@ -90,7 +104,16 @@ class ScriptReport:
             "graphed_failed": self.graphed_failed or None,
             "notes": list(self.notes),
             "files_written": list(self.files),
+            "ranks": [{key: rank[key] for key in ("rank", "verdicts", "reports")} for rank in self.ranks],
         }
+
+
+class Runs(Protocol):
+    """Runs a script with a probe: `run_script`, or for tests something in this process."""
+
+    def __call__(
+        self, script: Script, probe: str, options: Mapping[str, Any], *, stdout_to_stderr: bool = ...
+    ) -> Outcome: ...
 
 
 def verify_script(
@@ -102,33 +125,48 @@ def verify_script(
     atol: float = 0.0,
     on_run: Callable[[str], None] = lambda name: None,
     stdout_to_stderr: bool = False,
+    runs: Runs = run_script,
 ) -> ScriptReport:
     """Run a script eagerly twice and graphed once, and compare all that it has graphed."""
     with tempfile.TemporaryDirectory(prefix="stepgraph-verify-") as folder:
 
         def run(name: str, mode: str, **more: Any) -> _Run:
             on_run(name)
-            trace = Path(folder, f"{name}.pt")
+            trace = Path(folder, f"{mode}.pt")
+            trace.unlink(missing_ok=True)
             options = {"mode": mode, "seed": seed, "steps": steps, "trace": str(trace), **more}
-            outcome = run_script(script, _PROBE, options, stdout_to_stderr=stdout_to_stderr)
+            outcome = runs(script, _PROBE, options, stdout_to_stderr=stdout_to_stderr)
             saved = torch.load(trace, weights_only=False) if trace.exists() else []  # our own child's file
             return _Run(outcome, tuple(ScriptMoment(*one) for one in saved))
+
+        def everywhere(value: Any) -> list[Any]:
+            return [one["value"] for one in exchanged({"value": value}, script.timeout)]
 
         eager = run("eager", "eager")
         shared = _shared(script, eager)
         if eager.has_failed:
             return ScriptReport(**shared, failed=eager.outcome.exception or str(eager.outcome.status))
-        if not eager.moments:
+        subjects = [name for names in everywhere([s for s in eager.subjects if eager.of(s)]) for name in names]
+        if not subjects:
             return ScriptReport(**{**shared, "cannot_judge": (*shared["cannot_judge"], _nothing_graphed(script))})
         again, graphed = run("eager again", "eager"), run("graphed", "graphed")
         if graphed.has_failed:
             return ScriptReport(**shared, graphed_failed=graphed.outcome.exception or str(graphed.outcome.status))
-        reports = [
-            _judged(subject, (eager, again, graphed), (rtol, atol), run)
-            for subject in eager.subjects
-            if eager.of(subject)
-        ]
-        return ScriptReport(**shared, reports=tuple(reports))
+        judges = [_Judge(name, (eager, again, graphed), (rtol, atol)) for name in dict.fromkeys(subjects)]
+        reports = [report for judge in judges if (report := judge.report(run, everywhere)) is not None]
+        return ScriptReport(**shared, reports=tuple(reports), ranks=_ranks(reports, everywhere))
+
+
+def _ranks(reports: Sequence[VerifyReport], everywhere: Callable[[Any], list[Any]]) -> tuple[Mapping[str, Any], ...]:
+    """What all ranks report; nothing without torchrun."""
+    own = {
+        "rank": rank(),
+        "verdicts": [report.verdict.value for report in reports],
+        "text": "\n".join(render(report, width=80) for report in reports if report.verdict is not Verdict.EQUAL),
+        "reports": [report.to_dict() for report in reports],
+    }
+    found = everywhere(own)
+    return tuple(found) if len(found) > 1 else ()
 
 
 def _shared(script: Script, run: _Run) -> dict[str, Any]:
@@ -150,25 +188,66 @@ def _nothing_graphed(script: Script) -> str:
     )
 
 
-def _judged(subject: str, runs: Sequence[_Run], bounds: tuple[float, float], run: Callable[..., _Run]) -> VerifyReport:
-    eager, _, graphed = runs
-    traces = [_trace(one.of(subject)) for one in runs]
-    found, own = _compared(traces[0], traces[2], *bounds), _compared(traces[0], traces[1])
-    warned = tuple(graphed.outcome.result.get("warned", ()))
-    costs = tuple(_cost(side, one, subject) for side, one in (("eager", eager), ("graphed", graphed)))
-    comparison = Comparison(
-        steps=len(traces[0].moments),
-        rows=tuple(table(traces[0], found)),
-        spread=tuple(table(traces[0], own)),
-        first=found[0] if found else None,
-        module=_first_part(found),
-        cause=_cause(subject, found, own, warned, run) if found else None,
-        costs=costs,
-        notes=tuple(text.partition("\n")[0] for text in warned),
-        bounds=bounds,
-    )
-    known = graphed.subjects.get(subject, eager.subjects[subject])
-    return VerifyReport(subject, known["kind"], known["backend"], int(known["replays"]), comparison)
+class _Judge:
+    """Compares the three runs of one subject, and looks for the cause of a difference."""
+
+    def __init__(self, subject: str, runs: Sequence[_Run], bounds: tuple[float, float]) -> None:
+        self._subject, self._bounds = subject, bounds
+        self._eager, _, self._graphed = runs
+        self._expected, again, received = (_trace(one.of(subject)) for one in runs)
+        self._found, self._own = _compared(self._expected, received, *bounds), _compared(self._expected, again)
+        self._warned = tuple(self._graphed.outcome.result.get("warned", ()))
+        held = [one.subjects.get(subject, {}).get("overwritten", ()) for one in (self._eager, self._graphed)]
+        self._overwritten = [name for name in held[1] if name not in held[0]]
+
+    def report(self, run: Callable[..., _Run], everywhere: Callable[[Any], list[Any]]) -> VerifyReport | None:
+        """Judge the subject; None if this rank has none of that name."""
+        cause, module = self._cause(run, everywhere)
+        subject, found = self._subject, self._found
+        known = self._graphed.subjects.get(subject, self._eager.subjects.get(subject))
+        if known is None:
+            return None
+        costs = (_cost(side, one, subject) for side, one in (("eager", self._eager), ("graphed", self._graphed)))
+        comparison = Comparison(
+            steps=len(self._expected.moments),
+            rows=tuple(table(self._expected, found)),
+            spread=tuple(table(self._expected, self._own)),
+            first=found[0] if found else None,
+            module=module or _first_part(found),
+            cause=cause,
+            costs=tuple(costs),
+            notes=(*(text.partition("\n")[0] for text in self._warned), *known.get("notes", ())),
+            bounds=self._bounds,
+        )
+        return VerifyReport(subject, known["kind"], known["backend"], int(known["replays"]), comparison)
+
+    def _cause(
+        self, run: Callable[..., _Run], everywhere: Callable[[Any], list[Any]]
+    ) -> tuple[Cause | None, str | None]:
+        """The cause of the difference, if there is one, and the first module where an experiment has named it."""
+        found, own = self._found, self._own
+        step = found[0].step if found else None
+        first = [difference for difference in found if difference.step == step]
+        known = cause_by_kinds(first, self._warned) if found else None
+        steps = [one for one in everywhere(step) if one is not None]
+        is_settled = any(everywhere(bool(own) or known is not None))
+        shown = None if is_settled or not steps else self._experiments(min(steps), run)
+        if not found:
+            return reused_output(self._overwritten), None
+        if own:
+            return eager_differs(own), None
+        if known is not None or shown is None:
+            return known or unknown_cause(first), None
+        return shown
+
+    def _experiments(self, step: int, run: Callable[..., _Run]) -> tuple[Cause, str | None] | None:
+        """Run the script again, on all ranks, and look for the cause at the step that differs."""
+        outcome = run("again, to find the cause", "experiments", subject=self._subject, step=step).outcome
+        cause = outcome.result.get("cause")
+        if cause is None:
+            return None
+        where = None if cause["where"] is None else Location(*cause["where"])
+        return Cause(cause["rule"], cause["what"], where), cause["module"]
 
 
 def _trace(moments: Sequence[ScriptMoment]) -> Trace:
@@ -183,30 +262,6 @@ def _compared(one: Trace, two: Trace, rtol: float = 0.0, atol: float = 0.0) -> l
 
 def _filled(trace: Trace, length: int) -> Trace:
     return Trace((*trace.moments, *(Moment({}),) * (length - len(trace.moments))))
-
-
-def _cause(
-    subject: str,
-    found: Sequence[Difference],
-    own: Sequence[Difference],
-    warned: Sequence[str],
-    run: Callable[..., _Run],
-) -> Cause:
-    if own:
-        return Cause("eager-differs", f"two eager runs differ from step {own[0].step} on, first in {own[0]}")
-    step = found[0].step
-    first = [difference for difference in found if difference.step == step]
-    known = cause_by_kinds(first, warned)
-    if known is not None or step == 0:
-        return known or unknown_cause(first)
-    kinds = sorted({difference.kind for difference in first})
-    logs = run("operations", "logs", logged_subject=subject, logged_step=step, kinds=kinds)
-    changed = logs.outcome.result.get("operation")
-    if changed is None:
-        return unknown_cause(first)
-    where = None if changed["where"] is None else Location(*changed["where"])
-    told = {name: changed[name] for name in ("index", "operation", "before", "now")}
-    return cause_by_operation(OperationDifference(where=where, **told), step)
 
 
 def _first_part(found: Sequence[Difference]) -> str | None:

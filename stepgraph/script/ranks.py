@@ -1,24 +1,32 @@
-"""Lets the ranks of a `torchrun` agree on how they exit.
+"""Lets the ranks of a `torchrun` agree on what they run and on how they exit.
 
 Each rank runs the script in a process of its own, under a parent of its own. torchrun ends all ranks as soon as one
 exits with another code than 0, so the parents first exchange what they found, and then exit alike. They talk through
-the store that torchrun's agent keeps; ranks that were started in another way do not agree.
+the store that torchrun's agent keeps; ranks that were started in another way do not agree. The scripts meet elsewhere:
+the agent's store still holds the addresses of an earlier run, so that each run has a store of its own (`meeting`).
 """
 
 from __future__ import annotations
 
 import json
 import os
+import socket
 from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
 
-__all__ = ["exchanged", "is_first_rank", "rank"]
+__all__ = ["exchanged", "is_first_rank", "meeting", "num_ranks", "rank"]
 
 
 def rank() -> int:
     """Return this process's rank; 0 without torchrun."""
     return int(os.environ.get("RANK", "0"))
+
+
+def num_ranks() -> int:
+    """Return the number of ranks that `exchanged` asks; 1 without torchrun."""
+    is_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return int(os.environ.get("WORLD_SIZE", "1")) if is_torchrun else 1
 
 
 def is_first_rank() -> bool:
@@ -31,8 +39,8 @@ def exchanged(value: Mapping[str, Any], timeout: float) -> list[dict[str, Any]]:
 
     A rank that gives nothing in time, since its parent was killed, is left out.
     """
-    size = int(os.environ.get("WORLD_SIZE", "1"))
-    if size < 2 or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+    size = num_ranks()
+    if size < 2:
         return [dict(value)]
     import torch.distributed
 
@@ -52,3 +60,14 @@ def exchanged(value: Mapping[str, Any], timeout: float) -> list[dict[str, Any]]:
             continue
         found.append(json.loads(store.get(key)))
     return found
+
+
+def meeting(timeout: float) -> dict[str, str]:
+    """Return the environment in which the scripts of all ranks meet for one run: the first rank's keeps the store."""
+    if num_ranks() < 2:
+        return {}
+    with socket.socket() as free:
+        free.bind(("", 0))
+        own = {"rank": rank(), "port": free.getsockname()[1]}
+    ports = [one["port"] for one in exchanged(own, timeout) if one["rank"] == 0]
+    return {"MASTER_PORT": str(ports[0]), "TORCHELASTIC_USE_AGENT_STORE": "False"} if ports else {}

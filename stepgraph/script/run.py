@@ -21,7 +21,7 @@ from typing import Any
 
 from stepgraph.errors import InvalidArgument, NoStepError, ScriptError
 from stepgraph.script.processes import GRACE_S, end_group
-from stepgraph.script.ranks import exchanged, rank
+from stepgraph.script.ranks import exchanged, meeting, rank
 from stepgraph.script.request import Answer, Outcome, Request, Script, Status, WrittenFile
 
 __all__ = ["Outcome", "Script", "Status", "WrittenFile", "refuse_unjudged", "run_script"]
@@ -65,7 +65,7 @@ def run_script(
         process = subprocess.Popen(
             [sys.executable, "-m", "stepgraph.script.child", str(file)],
             stdout=2 if stdout_to_stderr else None,
-            env=os.environ | OFFLINE,
+            env=os.environ | OFFLINE | meeting(script.timeout),
             start_new_session=True,
         )
         try:

@@ -99,11 +99,11 @@ class GraphReport(ABC):
         return render(self)
 
 
-def render(report: RenderableType) -> str:
-    """Return a report as the text that `print` writes to this terminal."""
+def render(report: RenderableType, width: int | None = None) -> str:
+    """Return a report as the text that `print` writes to this terminal, or to one of another width."""
     encoding = getattr(sys.stdout, "encoding", None) or "utf-8"  # where this will be printed
     text = io.TextIOWrapper(io.BytesIO(), encoding, errors="backslashreplace", newline="")
-    Console(file=text, width=shutil.get_terminal_size((_WIDTH, 24)).columns).print(report)
+    Console(file=text, width=width or shutil.get_terminal_size((_WIDTH, 24)).columns).print(report)
     text.seek(0)
     return text.read().rstrip()
 

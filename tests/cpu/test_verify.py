@@ -16,10 +16,12 @@ from torch import nn
 
 import stepgraph
 from stepgraph.backends import Workspace, backend_for
+from stepgraph.grads.param_grads import GradSlot
+from stepgraph.guards.protocol import GuardSet
+from stepgraph.observe.program import Program, program_of
 from stepgraph.observe.steps import StepCalls
 from stepgraph.proof.bits import digest, measure, same_bits
 from stepgraph.proof.compare import Comparison, compare
-from stepgraph.proof.program import Program, program_of
 from stepgraph.proof.report import Verdict, VerifyReport
 from stepgraph.proof.script_trace import VerifyProbe
 from stepgraph.proof.trace import Keeper
@@ -492,6 +494,34 @@ def test_probes_look_into_a_captured_step() -> None:
     assert "[other-path]" in text
 
 
+def test_stale_parameter_of_a_graphed_callable_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = nn.Linear(4, 3)
+    graphed = stepgraph.make_graphed_callables(layer, (torch.randn(6, 4),), backend="tape", audit=False)
+    layer.weight.data = layer.weight.data * 2
+    monkeypatch.setattr(GuardSet, "changed", lambda guards: ())
+    report = stepgraph.verify(graphed, [torch.randn(6, 4) for _ in range(2)], steps=2)
+    assert named(report.comparison) == "stale-parameter"
+    assert report.comparison.cause is not None
+    assert ".weight`" in report.comparison.cause.what
+    assert ".bias`" not in report.comparison.cause.what
+
+
+def test_aliased_gradient_of_a_graphed_module_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No number differs while nobody keeps a gradient; that a replay writes into one shows it."""
+
+    def is_free(slot: GradSlot) -> bool:
+        slot.given = None
+        return True
+
+    monkeypatch.setattr(GradSlot, "is_free", is_free)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
+    with stepgraph.graph_modules(model, ["0"], warmup=1) as handle:
+        report = stepgraph.verify(handle, [x for x, _ in batches()], steps=4)
+    assert (named(report.comparison), report.comparison.first) == ("aliased-gradient", None)
+    assert report.comparison.cause is not None
+    assert "`Sequential.0.weight`" in report.comparison.cause.what
+
+
 # -- reports and refusals
 
 
@@ -619,7 +649,8 @@ def test_probe_captures_the_function_that_is_named(tmp_path: Path, is_method: bo
         for x, y in batches(8):
             step(*((training,) if is_method else ()), x, y)
     result = probe.result()
-    assert result["subjects"]["step"] == {"kind": "captured step", "backend": "tape", "steps": 6, "replays": 3}
+    facts = {"kind": "captured step", "backend": "tape", "steps": 6, "replays": 3}
+    assert result["subjects"]["step"] == {**facts, "overwritten": [], "notes": []}
     saved = torch.load(tmp_path / "trace.pt", weights_only=False)
     assert [moment[:2] for moment in saved] == [("step", index) for index in range(6)]
     assert not hasattr(StepCalls.wrapped, "layers"), "nothing stays replaced"

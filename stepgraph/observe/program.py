@@ -1,11 +1,12 @@
 """A `Program` is the state that a training step shares with the rest of the process, by name.
 
-Two runs can be compared only if they begin at the same state, and a user's program must not notice that it was
-compared. So the state is found, read and restored in one place. It is found as the watch finds it (`observe.finder`):
-models, optimizers, schedulers, scalers, tensors and generators that the step can name. It is restored in place, in the
-same tensors, because graphs use their addresses; what was made meanwhile (gradients, optimizer state) is taken away
-again. Python's and numpy's random generators are restored too. Plain Python values are not: a step that changes one
-cannot be captured.
+Two runs can be compared only if they begin at the same state, and a user's program must not notice that its step was
+called to be looked at. So the state is found, read and restored in one place. It is found as the watch finds it
+(`finder`): models, optimizers, schedulers, scalers, tensors and generators that the step can name, and the arguments of
+a call. It is restored in place, in the same tensors, because graphs use their addresses; what was made meanwhile
+(gradients, optimizer state) is taken away again. Python's and numpy's random generators are restored too. This takes as
+much memory as the model and the optimizers' state. Plain Python values are not restored: a step that changes one cannot
+be captured.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from torch.optim.optimizer import Optimizer
 from stepgraph.backends import backend_for
 from stepgraph.collector import state_of
 from stepgraph.observe.finder import devices, named_reachable
+from stepgraph.observe.own_changes import ModelState
 from stepgraph.observe.step_objects import numbered
 from stepgraph.rng.tracker import CudaRNGStatesTracker, tracker_for
 from stepgraph.tree import flatten
@@ -36,6 +38,7 @@ Key = tuple[str, str]
 """The kind and the name of a value."""
 KINDS = ("outputs", "arguments", "gradients", "parameters", "optimizer state", "buffers", "tensors", "random state")
 """All kinds of values, in the order of the table."""
+_STATEFUL = (LRScheduler, torch.amp.GradScaler)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +52,7 @@ class Program:
     others: Mapping[str, Any] = field(default_factory=dict)
     """Schedulers and scalers: objects with `state_dict` and `load_state_dict`."""
     arguments: tuple[torch.Tensor, ...] = ()
-    """Tensors of a call, which say where a program without state runs."""
+    """Tensors of a call: a step may change them, and they say where a program without state runs."""
 
     @property
     def device(self) -> torch.device:
@@ -146,58 +149,74 @@ class Saved:
 
     def __init__(self, program: Program) -> None:
         self._program = program
-        parameters = program.parameters()
-        tensors = [*parameters.values(), *program.own_tensors().values()]
-        self._grads = [(tensor, tensor.grad) for tensor in tensors if tensor.is_leaf]
-        self._modules = [
-            (module, dict(module._buffers), module.training)
-            for root in program.modules.values()
-            for module in root.modules()
-        ]
+        roots = program.modules.values()
+        modules = list({id(module): module for root in roots for module in root.modules()}.values())
         self._optimizers = [_SavedOptimizer(optimizer) for optimizer in program.optimizers.values()]
-        self._others = [(other, copy.deepcopy(other.state_dict())) for other in program.others.values()]
+        others = {id(one): one for other in program.others.values() for one in _with_nested(other)}.values()
+        self._others = [(other, _copied(vars(other))) for other in others]
+        tensors = [*program.parameters().values(), *program.own_tensors().values(), *program.arguments]
+        self._grads = [(tensor, tensor.grad) for tensor in tensors if tensor.is_leaf]
+        self._model = ModelState(modules, [tensor for tensor, _ in self._grads])
         tensors += [grad for _, grad in self._grads if grad is not None]
         tensors += program.buffers().values()
         tensors += [value for one in self._optimizers for value in one.tensors()]
+        tensors += [value for other in others for value in vars(other).values() if isinstance(value, torch.Tensor)]
         with torch.no_grad():
             self._contents = [
                 (t, t.detach().clone()) for t in {id(t): t for t in tensors}.values() if _can_be_written(t)
             ]
-        self._random = program._random_states()
-        self._host = random.getstate(), _numpy_state()
+        self._random = _random_states(program)
 
     def restore(self) -> None:
         """Bring the program back."""
-        program = self._program
-        for module, buffers, training in self._modules:
-            module._buffers.clear()
-            module._buffers.update(buffers)
-            module.training = training
+        self._model.restore()
         for optimizer in self._optimizers:
             optimizer.restore()
-        for other, state in self._others:
-            other.load_state_dict(copy.deepcopy(state))
+        for other, attributes in self._others:
+            vars(other).clear()
+            vars(other).update(_copied(attributes))
         for tensor, grad in self._grads:
             tensor.grad = grad
         with torch.no_grad():
             for tensor, content in self._contents:
-                tensor.copy_(content)
-        self._restore_random(program)
+                tensor.data.copy_(content)
+        for restore in self._random:
+            restore()
 
-    def _restore_random(self, program: Program) -> None:
-        torch.set_rng_state(self._random["torch, cpu"])
-        if program.device.type == "cuda":
-            torch.cuda.set_rng_state(self._random["torch, cuda"], program.device)
-        for name, generator in program.generators.items():
-            generator.set_state(self._random[name])
-        named = {
-            key.removeprefix("tracker "): value for key, value in self._random.items() if key.startswith("tracker ")
-        }
-        if named:
-            program.tracker.set_states(named)
-        random.setstate(self._host[0])
-        if self._host[1] is not None:
-            sys.modules["numpy"].random.set_state(self._host[1])
+
+def _with_nested(other: Any) -> Iterator[Any]:
+    """A scheduler or scaler, and the schedulers that it chains."""
+    yield other
+    for value in vars(other).values():
+        for nested in value if isinstance(value, (list, tuple)) else ():
+            if isinstance(nested, _STATEFUL):
+                yield from _with_nested(nested)
+
+
+def _copied(value: Any) -> Any:
+    """Copy dicts and lists, which are changed in place, at any depth; all else is kept as it is."""
+    if isinstance(value, dict):
+        made = copy.copy(value)
+        made.update({key: _copied(item) for key, item in value.items()})
+        return made
+    return [_copied(item) for item in value] if type(value) is list else value
+
+
+def _random_states(program: Program) -> list[Callable[[], Any]]:
+    """Functions that restore all random generators: torch's, the program's own, Python's and numpy's."""
+    host, python, named = torch.get_rng_state(), random.getstate(), program.tracker.get_states()
+    found: list[Callable[[], Any]] = [lambda: torch.set_rng_state(host), lambda: random.setstate(python)]
+    if torch.cuda.is_initialized():
+        on_devices = torch.cuda.get_rng_state_all()
+        found.append(lambda: torch.cuda.set_rng_state_all(on_devices))
+    found += [functools.partial(generator.set_state, state_of(generator)) for generator in program.generators.values()]
+    if named:
+        found.append(lambda: program.tracker.set_states(named))
+    numpy: Any = sys.modules.get("numpy")
+    if numpy is not None:
+        drawn = numpy.random.get_state()
+        found.append(lambda: numpy.random.set_state(drawn))
+    return found
 
 
 class _SavedOptimizer:
@@ -235,13 +254,10 @@ class _SavedOptimizer:
 
 
 def _can_be_written(tensor: torch.Tensor) -> bool:
-    """Check that no two elements share memory: such a tensor is a view of another one."""
+    """Check that a tensor has memory, and that no two of its elements share it: such a one is a view of another."""
+    if tensor.is_meta or tensor.layout is not torch.strided:
+        return False
     return not any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-
-
-def _numpy_state() -> Any:
-    numpy = sys.modules.get("numpy")
-    return numpy.random.get_state() if numpy is not None else None
 
 
 def program_of(
@@ -249,23 +265,24 @@ def program_of(
 ) -> Program:
     """Find the state of a step: what it can name, and what the arguments of a call hold."""
     found, leaves = [*named_reachable(step)], flatten(tuple(batch))[0]
-    objects = [value for value in leaves if isinstance(value, (torch.nn.Module, Optimizer))]
+    objects = [value for value in leaves if isinstance(value, (torch.nn.Module, Optimizer, *_STATEFUL))]
     found += [pair for value in objects for pair in named_reachable(functools.partial(_nothing, value))]
-    found += [("generator", generator) for generator in generators]
+    given = [value for value in leaves if isinstance(value, torch.Generator)]
+    found += [("generator", generator) for generator in (*generators, *given)]
     kinds: dict[type, dict[str, Any]] = {torch.nn.Module: {}, Optimizer: {}, torch.Tensor: {}, torch.Generator: {}}
     others: dict[str, Any] = {}
     seen: set[int] = set()
     for label, value in found:
         key = _address(value)
         place = next((place for kind, place in kinds.items() if isinstance(value, kind)), None)
-        if place is None and isinstance(value, (LRScheduler, torch.amp.GradScaler)):
+        if place is None and isinstance(value, _STATEFUL):
             place = others
         if place is not None and key not in seen and not _is_default(value):
             seen.add(key)
             place[numbered(label, place)] = value
     modules, optimizers, tensors, made = kinds.values()
-    given = tuple(value for value in leaves if isinstance(value, torch.Tensor))
-    return Program(modules, optimizers, tensors, made, others, given)
+    arguments = tuple(value for value in leaves if isinstance(value, torch.Tensor))
+    return Program(modules, optimizers, tensors, made, others, arguments)
 
 
 def _address(value: Any) -> int:
