@@ -416,6 +416,10 @@ class GraphedCallable(Generic[P, R]):
 
     # -- the split weight gradient
 
+    def need_backward_dw(self) -> bool:
+        """Whether a call was replayed whose weight gradient is split off and was not replayed yet."""
+        return self._sample.has_split_weights and self._runner.forwards > self._sample.weight_runs
+
     def backward_dw(self) -> None:
         """Replay the weight gradient that was split off from the backward (`-c.5` in the order)."""
         try:

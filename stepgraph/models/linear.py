@@ -11,6 +11,9 @@ of its weight is awaited by nobody until the optimizer runs. Two settings use th
 
 With either setting the layer makes two nodes in autograd's graph where torch makes one: the product, which knows the
 weight as a constant, and beside it the weight's own node. So each of the two can be run without the other.
+
+What takes the place of a module's method may have `need_backward_dw()` and `backward_dw()` too. Where a backward ran
+there in place of the layers' own, it has left the weight gradients of the layers inside to that `backward_dw()`.
 """
 
 from __future__ import annotations
@@ -29,7 +32,7 @@ class Linear(nn.Linear):
         super().__init__(in_features, out_features, bias)
         self.delay_wgrad_compute = False
         self.gradient_accumulation_fusion = False
-        self._delayed: list[tuple[_WeightNode, Tensor, Tensor]] = []
+        self._delayed: tuple[tuple[_WeightNode, Tensor, Tensor], ...] = ()  # whoever restores attributes restores it
 
     def forward(self, x: Tensor) -> Tensor:
         """Multiply the last dimension of `x` by the weight and add the bias."""
@@ -53,12 +56,11 @@ class Linear(nn.Linear):
                 "Linear.backward_dw: no weight gradient waits here; call it once after each backward of a model with "
                 "`delay_wgrad_compute=True`, and not where the backward was split or replayed by others"
             )
-        node, x, grad = self._delayed.pop(0)
+        (node, x, grad), self._delayed = self._delayed[0], self._delayed[1:]
         if node.weight is not self.weight:
             raise RuntimeError(
-                "Linear.backward_dw: the weight is not the one that the backward saw, which was recorded for a replay "
-                "or run on a copy of the weights; graph the whole step with its `backward_dw()`, or split the backward "
-                "by an order of callables, and graph no single modules with `delay_wgrad_compute=True`"
+                "Linear.backward_dw: the weight is not the one that the backward saw, which ran on a copy of the "
+                "weights; call `backward_dw()` while that copy is in place"
             )
         node.add_later(x, grad)
 
@@ -66,12 +68,25 @@ class Linear(nn.Linear):
 def backward_dw(model: nn.Module) -> None:
     """Compute the weight gradients that the oldest backward through `model` left to be computed.
 
+    Every layer must have one, or stand inside a part whose graphs have it.
+
     Example:
         `loss.backward(); backward_dw(model); optimizer.step()`
     """
-    delayed = [module for module in model.modules() if isinstance(module, Linear) and module.delay_wgrad_compute]
-    for module in delayed:
-        module.backward_dw()
+    covered: set[nn.Module] = set()
+    for module in model.modules():
+        for part in _in_place_of_methods(module):
+            if part.need_backward_dw():
+                part.backward_dw()
+                covered.update(module.modules())
+        if isinstance(module, Linear) and module.delay_wgrad_compute:
+            if module.need_backward_dw() or module not in covered:
+                module.backward_dw()
+
+
+def _in_place_of_methods(module: nn.Module) -> list[Any]:
+    """What stands in the place of a module's methods and has weight gradients of its own to compute."""
+    return [each for each in vars(module).values() if hasattr(each, "need_backward_dw")]
 
 
 class _WeightNode:
@@ -79,12 +94,19 @@ class _WeightNode:
 
     def __init__(self, layer: Linear) -> None:
         weight = layer.weight
-        self.delayed = layer._delayed if layer.delay_wgrad_compute else None
+        self._layer = layer if layer.delay_wgrad_compute else None
         self.weight = weight
         self.main_grad: Tensor | None = None
         if layer.gradient_accumulation_fusion:
             self.main_grad = getattr(weight, "main_grad", None)
         self.backward_id = -1
+
+    def is_left_for_later(self, x: Tensor, grad: Tensor) -> bool:
+        """Whether the gradient waits for `backward_dw()`, since the running backward has come by the product."""
+        if self._layer is None or self.backward_id != _backward_id():
+            return False
+        self._layer._delayed = (*self._layer._delayed, (self, x, grad))
+        return True
 
     def gradient(self, x: Tensor, grad: Tensor) -> Tensor | None:
         """The weight's gradient, or None where it was added to `main_grad`."""
@@ -122,8 +144,7 @@ class _WeightGradient(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (x,), node, grad = ctx.saved_tensors, ctx.node, grads[0]
-        if node.delayed is not None and node.backward_id == _backward_id():
-            node.delayed.append((node, x, grad))
+        if node.is_left_for_later(x, grad):
             return None, None, None, None
         return None, node.gradient(x, grad), None, None
 

@@ -279,6 +279,7 @@ class AheadOfTime(Implementation):
             [work.optimizer],
             num_microbatches=work.num_microbatches,
             pipeline_parallel_rank=stage,
+            order=[1, -1, -1.5] if work.forward_step.delays_weight_gradients else None,
             sample_arguments=PackedSamples(work.core, cfg) if cfg.dataset.packed_sequence else None,
         )
         self._closed_report: GraphReport | None = None
