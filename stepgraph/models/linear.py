@@ -4,8 +4,8 @@ A linear layer's backward has two products. The gradient of its input is awaited
 of its weight is awaited by nobody until the optimizer runs. Two settings use this:
 
 - `delay_wgrad_compute`: the backward computes the gradients of inputs only, and `backward_dw()` computes those of the
-  weights when there is time. Whoever splits the backward in two himself, as a pipeline schedule does, gets the weight
-  gradients in his second part, and nothing is left for `backward_dw()`.
+  weights when there is time. Whoever asks for a weight's gradient (`torch.autograd.grad`), as a schedule does that
+  splits the backward in two, gets it at once, and nothing is left for `backward_dw()`.
 - `gradient_accumulation_fusion`: where the weight has a tensor `main_grad`, the gradient is added to it in place, and
   `weight.grad` stays as it was.
 
@@ -42,7 +42,7 @@ class Linear(nn.Linear):
         product = F.linear(x, self.weight.detach(), self.bias)
         node = _WeightNode(self)
         token: Tensor = _WeightGradient.apply(x.detach(), self.weight, node, product.detach())  # type: ignore[no-untyped-call]
-        out: Tensor = _Join.apply(product, token, node)  # type: ignore[no-untyped-call]
+        out: Tensor = _Join.apply(product, token)  # type: ignore[no-untyped-call]
         return out
 
     def need_backward_dw(self) -> bool:
@@ -79,9 +79,9 @@ def backward_dw(model: nn.Module) -> None:
             if part.need_backward_dw():
                 part.backward_dw()
                 covered.update(module.modules())
-        if isinstance(module, Linear) and module.delay_wgrad_compute:
-            if module.need_backward_dw() or module not in covered:
-                module.backward_dw()
+        is_delayed = isinstance(module, Linear) and module.delay_wgrad_compute
+        if is_delayed and (module.need_backward_dw() or module not in covered):
+            module.backward_dw()
 
 
 def _in_place_of_methods(module: nn.Module) -> list[Any]:
@@ -90,7 +90,7 @@ def _in_place_of_methods(module: nn.Module) -> list[Any]:
 
 
 class _WeightNode:
-    """What the two nodes of one call share: the layer, where its gradient goes, and which backward came by."""
+    """What the weight's node of one call knows: the layer, and where its gradient goes."""
 
     def __init__(self, layer: Linear) -> None:
         weight = layer.weight
@@ -99,11 +99,10 @@ class _WeightNode:
         self.main_grad: Tensor | None = None
         if layer.gradient_accumulation_fusion:
             self.main_grad = getattr(weight, "main_grad", None)
-        self.backward_id = -1
 
-    def is_left_for_later(self, x: Tensor, grad: Tensor) -> bool:
-        """Whether the gradient waits for `backward_dw()`, since the running backward has come by the product."""
-        if self._layer is None or self.backward_id != _backward_id():
+    def is_left_for_later(self, x: Tensor, grad: Tensor, accumulator: Any) -> bool:
+        """Whether the gradient waits for `backward_dw()`: not if the running backward returns it to its caller."""
+        if self._layer is None or not _is_accumulated(accumulator):
             return False
         self._layer._delayed = (*self._layer._delayed, (self, x, grad))
         return True
@@ -113,7 +112,7 @@ class _WeightNode:
         x, grad = x.flatten(0, -2).to(grad.dtype), grad.flatten(0, -2)
         if self.main_grad is None:
             # the product as torch's own backward writes it, so that its bits are the same
-            return (x.mT @ grad).mT.to(self.weight.dtype)
+            return (grad.mT @ x).to(self.weight.dtype)
         if self.main_grad.dtype is grad.dtype:
             self.main_grad.addmm_(grad.mT, x)
         else:
@@ -144,7 +143,7 @@ class _WeightGradient(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (x,), node, grad = ctx.saved_tensors, ctx.node, grads[0]
-        if node.is_left_for_later(x, grad):
+        if node.is_left_for_later(x, grad, ctx.next_functions[1][0]):
             return None, None, None, None
         return None, node.gradient(x, grad), None, None
 
@@ -153,17 +152,17 @@ class _Join(torch.autograd.Function):
     """The product, unchanged; its gradient goes to the product's node and to the weight's."""
 
     @staticmethod
-    def forward(ctx: Any, product: Tensor, token: Tensor, node: _WeightNode) -> Tensor:
-        ctx.node = node
+    def forward(ctx: Any, product: Tensor, token: Tensor) -> Tensor:
         return product.view_as(product)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        ctx.node.backward_id = _backward_id()
-        return grads[0], grads[0], None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
+        return grads[0], grads[0]
 
 
-def _backward_id() -> int:
-    """The number of the call of autograd that is running: the two parts of a split backward have different ones."""
-    found: int = torch._C._current_graph_task_id()
-    return found
+def _is_accumulated(accumulator: Any) -> bool:
+    """Whether the running backward adds a gradient to its leaf."""
+    try:
+        return bool(torch._C._will_engine_execute_node(accumulator))
+    except RuntimeError:  # so torch says that this leaf's gradient is returned
+        return False

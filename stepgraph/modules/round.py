@@ -17,7 +17,7 @@ import torch
 
 from stepgraph.buffers.borrowed import BorrowedTensor
 from stepgraph.buffers.inputs import ArgMetadata, SharedBuffer
-from stepgraph.modules.delayed import never_asked, record_inputs, record_weights
+from stepgraph.modules.delayed import leaves_weights, never_asked, record_inputs, record_weights
 from stepgraph.modules.memory_plan import FixedOrder, MemoryPlan
 from stepgraph.modules.recorder import Event
 from stepgraph.modules.site import ModuleCall, ModuleSite
@@ -126,7 +126,7 @@ class RoundCapture:
         given |= self._memory_plan.buffers(call, {i: m for i, m in present.items() if i not in given})
         lent = {i: lent for i, (_, lent) in chained.items()}
         site, eager, part = call.site, call.eager, None
-        if site.manager.leaves_weights:
+        if leaves_weights(site, runner, eager):
             part = record_inputs(site, runner, eager, given, lent)
             self._parts[key], recorded = (call, part), part.backward
         else:

@@ -11,7 +11,7 @@ import torch
 from stepgraph.backends import is_capturing
 from stepgraph.frames import warn_user
 from stepgraph.guards.hooks import is_hooked
-from stepgraph.modules.delayed import record_inputs, record_weights
+from stepgraph.modules.delayed import leaves_weights, record_inputs, record_weights
 from stepgraph.modules.memory_plan import AnyOrder, FixedOrder, MemoryPlan
 from stepgraph.modules.recorder import Event, Recorder
 from stepgraph.modules.round import FixedRound, RoundCapture
@@ -204,7 +204,7 @@ class ModuleSession(PairSession):
         return runner
 
     def _capture_backward(self, site: ModuleSite, runner: Runner, call: EagerCall) -> None:
-        if site.manager.leaves_weights:
+        if leaves_weights(site, runner, call):
             part = record_inputs(site, runner, call, {})
             record_weights(site, runner, call, part, may_repeat=True)
         else:

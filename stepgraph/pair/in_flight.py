@@ -7,8 +7,8 @@ Gradients are returned as copies, with two exceptions: the gradient of an argume
 one that autograd adds to an existing gradient of a leaf. If a caller keeps such a gradient (a hook on that tensor may),
 the backward is recorded again in other memory, and returns copies from then on.
 
-Where the backward is split, it computes the gradients of the inputs only. The call then keeps its memory and waits, until
-its weight gradients are asked for (`weight_gradients`).
+Where the backward is split, it computes the gradients of the inputs only. The call then keeps its memory and waits,
+until its weight gradients are asked for (`weight_gradients`).
 
 In autograd's graph a node stands for the call (`ReplayNode`). Its inputs are the tensors through which gradients flow
 back to the caller, and an anchor. The anchor is an empty leaf. With it autograd builds the node even if no argument
@@ -128,10 +128,11 @@ class InFlightCall:
         self._check_memory()
         weights = self._split.weights
         assert weights is not None
-        if not weights.run(self._origin):
-            if weights.again is None:
+        tries = 2  # somebody may hold gradients also in the memory that it is recorded with again
+        while not weights.run(self._origin):
+            if weights.again is None or not tries:
                 raise held_gradient("a graphed module")
-            weights.again().run(self._origin)
+            weights, tries = weights.again(), tries - 1
         self._release()
 
     def _recorded(self, grads: Grads) -> BackwardGraph | None:

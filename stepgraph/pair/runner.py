@@ -247,11 +247,6 @@ class WeightGraph:
     again: Callable[[], WeightGraph] | None = None
     """Records it for other memory of gradients, if that is possible."""
 
-    @property
-    def is_empty(self) -> bool:
-        """True if no parameter gets a gradient from it."""
-        return not self.parameters and not self.recorded.accumulated.memory
-
     def run(self, origin: Any = None) -> bool:
         """Replay it. Return False if the memory of a gradient has changed since the recording.
 
