@@ -79,9 +79,9 @@ def backward_dw(model: nn.Module) -> None:
             if part.need_backward_dw():
                 part.backward_dw()
                 covered.update(module.modules())
-        is_delayed = isinstance(module, Linear) and module.delay_wgrad_compute
-        if is_delayed and (module.need_backward_dw() or module not in covered):
-            module.backward_dw()
+        layer = module if isinstance(module, Linear) and module.delay_wgrad_compute else None
+        if layer is not None and (layer.need_backward_dw() or layer not in covered):
+            layer.backward_dw()
 
 
 def _in_place_of_methods(module: nn.Module) -> list[Any]:

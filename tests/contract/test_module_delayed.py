@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -141,6 +142,29 @@ def test_delayed_weights_with_held_gradients(device: torch.device) -> None:
             model.zero_grad()
         assert all(all(map(torch.equal, *pair)) for pair in zip(kept, copies, strict=True))
         assert len({grads[0].data_ptr() for grads in kept}) == 4
+
+
+def test_delayed_weights_are_added_to_main_grad(device: torch.device) -> None:
+    """With `gradient_accumulation_fusion` the third graph adds to `main_grad`, and `.grad` stays None."""
+    torch.manual_seed(0)
+    models = [Stack().to(device).eval()]
+    models.append(copy.deepcopy(models[0]))
+    for model in models:
+        for layer in model.layers:
+            for linear in (layer.up, layer.down):
+                linear.gradient_accumulation_fusion = True
+                linear.weight.main_grad = torch.zeros_like(linear.weight)
+    x = torch.randn(4, WIDTH, device=device)
+    with stepgraph.graph_modules(models[0], "layers.*", warmup=1) as handle:
+        for _ in range(4):
+            for model in models:
+                loss_of(model, x).backward()
+                backward_dw(model)
+        assert handle.replays == 6
+    for ours, expected in zip(models[0].layers, models[1].layers, strict=True):
+        assert ours.up.weight.grad is None
+        assert torch.equal(ours.up.weight.main_grad, expected.up.weight.main_grad)
+        assert torch.equal(ours.down.weight.main_grad, expected.down.weight.main_grad)
 
 
 def test_delayed_weights_that_nobody_asks_for(device: torch.device) -> None:
