@@ -61,5 +61,7 @@ def _sized(config: Any, cfg: Any, **changes: Any) -> Any:
         num_kv_heads=model.num_attention_heads,
         vocab_size=model.vocab_size,
         max_seq_len=model.seq_length,
+        delay_wgrad_compute=model.delay_wgrad_compute,
+        gradient_accumulation_fusion=model.gradient_accumulation_fusion,
         **changes,
     )

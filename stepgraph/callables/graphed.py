@@ -22,7 +22,7 @@ from stepgraph.observe.ddp import decides_buckets, in_ddp
 from stepgraph.oplog import is_logged
 from stepgraph.order import Kind
 from stepgraph.order.cursor import Cursor
-from stepgraph.pair.in_flight import run_forward
+from stepgraph.pair.in_flight import held_gradient, run_forward
 from stepgraph.pair.module_method import put_in_place
 from stepgraph.pair.runner import Grads, Runner, RunnerState
 from stepgraph.pair.shared import PairSession
@@ -426,6 +426,10 @@ class GraphedCallable(Generic[P, R]):
 
     # -- the split weight gradient
 
+    def need_backward_dw(self) -> bool:
+        """Whether a call was replayed whose weight gradient is split off and was not replayed yet."""
+        return self._sample.has_split_weights and self._runner.forwards > self._sample.weight_runs
+
     def backward_dw(self) -> None:
         """Replay the weight gradient that was split off from the backward (`-c.5` in the order)."""
         try:
@@ -507,18 +511,6 @@ def refuse_another_backward(name: str, runner: Runner, metas: Sequence[Any]) -> 
         ],
         why="the graphs share memory by their order, so no graph can be added.",
         fix="call backward() outside autocast, with gradients of the results' own dtypes.",
-    )
-
-
-def held_gradient(name: str) -> CaptureError:
-    """Make the error for a parameter's gradient that cannot be stored where the graph adds to it."""
-    return CaptureError(
-        f"{name}: your program still holds a parameter's gradient of an earlier backward, or has set .grad to its own "
-        "memory",
-        rule="held-gradient",
-        why="the graph writes to fixed memory, which the held gradient uses, and no graph can be added.",
-        fix="clone gradients that you keep after zero_grad(); capture again after you set .grad to other memory; leave "
-        "clone_param_grads=True unless a hook consumes each gradient at once.",
     )
 
 

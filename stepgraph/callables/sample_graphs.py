@@ -39,11 +39,10 @@ from stepgraph.pair.ordered import (
     NO_AUTOCAST,
     InputPart,
     OrderedMemory,
-    WeightGraph,
     record_input_part,
     record_weight_part,
 )
-from stepgraph.pair.runner import Runner
+from stepgraph.pair.runner import Runner, WeightGraph
 from stepgraph.pair.target import PairTarget
 from stepgraph.signature.ambient import changed_flags
 
@@ -99,9 +98,7 @@ class SampleGraphs:
         """Free its graphs."""
         runner = self.captured
         if runner is not None and not runner.is_freed:
-            if self.weights is not None:
-                self.target.shared.session.release(self.weights.recorded.graph)
-                self.weights = None
+            self.weights = None
             runner.free()
 
     def lend_outside_grads(self) -> list[BorrowedTensor]:

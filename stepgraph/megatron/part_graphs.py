@@ -69,10 +69,15 @@ class PartGraphs:
         """A copy of the module, by copy.deepcopy or by pickle, is a plain module."""
         return getattr, (self.part.module, self.part.method)
 
-    def backward_dw(self, microbatch: int) -> None:
-        """Replay the weight gradients of a microbatch, where they are split off."""
+    def need_backward_dw(self) -> bool:
+        """Whether weight gradients of the current microbatch are split off and wait to be replayed."""
+        index = 0 if self._one_for_all or self.microbatch is None else self.microbatch
+        return index < len(self.graphs) and bool(self.graphs[index].need_backward_dw())
+
+    def backward_dw(self, microbatch: int | None = None) -> None:
+        """Replay the weight gradients of a microbatch, the current one if none is named, where they are split off."""
         try:
-            self._of(microbatch).backward_dw()
+            self._of(self.microbatch if microbatch is None else microbatch).backward_dw()
         except StepgraphError as error:
             trim(error)
             raise

@@ -56,7 +56,8 @@ class VisionGraph:
 
     def __init__(self, graph: Any) -> None:
         self._graph = graph
-        self.reset, self.backward_dw, self.report = graph.reset, graph.backward_dw, graph.report
+        self.reset, self.report = graph.reset, graph.report
+        self.need_backward_dw, self.backward_dw = graph.need_backward_dw, graph.backward_dw
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return without_none(self._graph(*args, **kwargs))

@@ -256,6 +256,37 @@ class ModuleGraphs:
             self._count_eager(obstacle)
         return obstacle is not None
 
+    # -- weight gradients that backwards have left
+
+    def need_backward_dw(self) -> bool:
+        """Whether weight gradients of a call wait to be computed: replayed, or noted in the warm-up."""
+        managed = self._managed
+        if not managed.leaves_weights:
+            return False
+        return bool(managed.delayed) or self.session.recorder.left_by(managed) is not None
+
+    def backward_dw(self) -> None:
+        """Replay the weight gradients that the oldest backward has left; in the warm-up, note that layers do so now."""
+        managed, recorder = self._managed, self.session.recorder
+        try:
+            if managed.delayed:
+                if self.session.order is not None:
+                    self.session.order.take_weights(managed.delayed[0].runner)
+                managed.delayed.pop(0).weight_gradients()
+            elif (left := recorder.left_by(managed)) is not None:
+                recorder.note_weights(left)
+            else:
+                raise InvalidArgument(
+                    f"{self.name}: no weight gradients wait to be computed",
+                    rule="delayed-weights",
+                    why="no backward has left any since the last backward_dw().",
+                    fix="call model.backward_dw() once after each backward().",
+                )
+        except StepgraphError as error:
+            managed.refused[error.rule] += 1
+            trim(error)
+            raise
+
     def _count_eager(self, reason: str) -> None:
         """Count a call that runs eagerly; raise under strict."""
         if self.options.strict:

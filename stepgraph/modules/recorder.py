@@ -20,6 +20,7 @@ import torch
 
 from stepgraph.modules.site import ManagedModule, ModuleCall, ModuleSite
 from stepgraph.oplog import Log, first_difference
+from stepgraph.order import Kind
 from stepgraph.pair.cached_casts import keeps_casts
 from stepgraph.pair.call import NotedArguments
 from stepgraph.pair.eager import note_call, run_call
@@ -31,10 +32,10 @@ from stepgraph.tree import Structure
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """A forward or a backward of a recorded call."""
+    """A forward or a backward of a recorded call, or the weight gradients that its backward has left."""
 
     call: ModuleCall
-    backward: bool
+    kind: Kind
 
 
 class Recorder:
@@ -58,6 +59,8 @@ class Recorder:
         """The sites that the last backward reached, by the id of their module."""
         self._task = -1
         self._openers: set[ModuleSite] = set()
+        self._left: list[ModuleCall] = []
+        """Calls of the present round whose weight gradients were left, by the order of their backwards."""
         self._notes = _RoundNotes()
 
     @property
@@ -77,7 +80,7 @@ class Recorder:
         if site not in self._openers:
             self._openers.add(site)
             return False
-        self._before, self.round, self.events = self.round, self.events, []
+        self._before, self.round, self.events, self._left = self.round, self.events, [], []
         self._notes = _RoundNotes()
         for kind in {id(event.call.site) for event in self.round}:
             self.rounds[kind] += 1
@@ -100,7 +103,7 @@ class Recorder:
 
     def forget(self) -> None:
         """Start over: the next call begins a round."""
-        self.events, self.round, self._before, self._openers = [], [], [], set()
+        self.events, self.round, self._before, self._openers, self._left = [], [], [], set(), []
         self._outstanding.clear()
         self._session.waiting.clear()
         self._notes = _RoundNotes()
@@ -116,7 +119,7 @@ class Recorder:
         eager = note_call(manager.target, site.kind, arguments, structure)
         call = ModuleCall(eager, site, slot, self._num_backwards)
         self._notes.trace(call, arguments.tensors)
-        self.events.append(Event(call, backward=False))
+        self.events.append(Event(call, Kind.FORWARD))
         site.note_kept(slot)
         made = run_call(manager.target, site.kind, eager, leaves, arguments.tensors, run)
         self._notes.compare(call)
@@ -145,7 +148,18 @@ class Recorder:
         self._in_task[id(site)] = site
         if keeps_casts(call.eager.ambient):
             site.manager.look_for_replays()
-        self.events.append(Event(call, backward=True))
+        is_split = site.manager.leaves_weights
+        self.events.append(Event(call, Kind.INPUT_GRAD if is_split else Kind.BACKWARD))
+        self._left += [call] if is_split else []
+
+    def left_by(self, manager: ManagedModule) -> ModuleCall | None:
+        """The module's oldest call whose weight gradients were left."""
+        return next((call for call in self._left if call.site.manager is manager), None)
+
+    def note_weights(self, call: ModuleCall) -> None:
+        """Note that the weight gradients of a call are computed now."""
+        self._left.remove(call)
+        self.events.append(Event(call, Kind.WEIGHT_GRAD))
 
 
 class _RoundNotes:
@@ -185,8 +199,8 @@ class _RoundNotes:
             site.kind.proof.wavers = wavers
 
 
-def _sequence(events: Sequence[Event]) -> list[tuple[ModuleSite, int, bool]]:
+def _sequence(events: Sequence[Event]) -> list[tuple[ModuleSite, int, Kind]]:
     """The order of events: which kind of call, which one of the round, forward or backward."""
     calls: dict[int, int] = {}
     training = [event for event in events if event.call.eager.is_differentiable]
-    return [(e.call.site, calls.setdefault(id(e.call), len(calls)), e.backward) for e in training]
+    return [(e.call.site, calls.setdefault(id(e.call), len(calls)), e.kind) for e in training]

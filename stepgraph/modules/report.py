@@ -88,8 +88,7 @@ def report_on(shared: ModuleSession) -> ModuleReport:
     rows = []
     for manager in shared.managers:
         runners = [runner for site in manager.sites.values() for runner in site.runners]
-        graphs = [runner.forward.recording.graph for runner in runners]
-        graphs += [backward.graph for runner in runners for backward in runner.backwards.values()]
+        graphs = [graph for runner in runners for graph in runner.graphs()]
         rows.append(
             ModuleRow(
                 path=manager.name,

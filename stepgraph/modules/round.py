@@ -17,12 +17,15 @@ import torch
 
 from stepgraph.buffers.borrowed import BorrowedTensor
 from stepgraph.buffers.inputs import ArgMetadata, SharedBuffer
-from stepgraph.modules.memory_plan import MemoryPlan
+from stepgraph.modules.delayed import leaves_weights, never_asked, record_inputs, record_weights
+from stepgraph.modules.memory_plan import FixedOrder, MemoryPlan
 from stepgraph.modules.recorder import Event
 from stepgraph.modules.site import ModuleCall, ModuleSite
+from stepgraph.order import Kind
 from stepgraph.order.cursor import Cursor, Turn
 from stepgraph.pair.call import CallBuffers
 from stepgraph.pair.lanes import PoolLane
+from stepgraph.pair.ordered import InputPart
 from stepgraph.pair.runner import Grads, Runner
 from stepgraph.session.proof import NotWarm
 
@@ -35,6 +38,8 @@ class RoundCapture:
         self.runners: dict[Hashable, Runner] = {}
         self._grads: dict[Hashable, dict[int, tuple[torch.Tensor, BorrowedTensor]]] = {}
         self._shared = _shared_tensors(events)
+        self._parts: dict[Hashable, tuple[ModuleCall, InputPart]] = {}
+        """Backwards whose weight gradients come later in the round."""
         self._buffers: dict[tuple[int, int], SharedBuffer] = {}
         self._cold: set[ModuleSite] = set()
         """Kinds of calls that run eagerly once more in this round, and are captured at the next."""
@@ -46,21 +51,33 @@ class RoundCapture:
             if call.site.kind.obstacle is not None or call.site in self._cold:
                 continue
             try:
-                if not event.backward and key not in self.runners and self._memory_plan.has_room(call):
-                    self.runners[key] = self._forward(call)
-                elif event.backward and key in self.runners and not self.runners[key].backwards:
-                    self._backward(call, key)
+                self._capture(event, key)
             except NotWarm:
                 self._drop(call)
                 self._cold.add(call.site)
             except Exception as error:  # noqa: BLE001 (whatever broke it, the module stays eager)
                 self._drop(call)
                 call.site.manager.target.failed(call.site.kind, error)
+        for call, _ in list(self._parts.values()):
+            self._drop(call)
+            call.site.manager.target.failed(call.site.kind, never_asked(call.site.manager.name))
+
+    def _capture(self, event: Event, key: Hashable) -> None:
+        call = event.call
+        if event.kind is Kind.FORWARD:
+            if key not in self.runners and self._memory_plan.has_room(call):
+                self.runners[key] = self._forward(call)
+        elif event.kind is Kind.WEIGHT_GRAD:
+            if key in self._parts:
+                self._weights(call, key)
+        elif key in self.runners and not self.runners[key].backwards:
+            self._backward(call, key)
 
     def _drop(self, call: ModuleCall) -> None:
         for runner in call.site.runners:
             runner.free()
         self.runners = {k: r for k, r in self.runners.items() if r not in call.site.runners}
+        self._parts = {k: part for k, part in self._parts.items() if part[0].site is not call.site}
         call.site.runners = []
 
     def _forward(self, call: ModuleCall) -> Runner:
@@ -108,13 +125,26 @@ class RoundCapture:
         given = {i: grad for i, (grad, _) in chained.items()}
         given |= self._memory_plan.buffers(call, {i: m for i, m in present.items() if i not in given})
         lent = {i: lent for i, (_, lent) in chained.items()}
-        recorded = call.site.manager.target.pair().backward(runner, metas, given, call.eager.backward_autocast, lent)
+        site, eager, part = call.site, call.eager, None
+        if leaves_weights(site, runner, eager):
+            part = record_inputs(site, runner, eager, given, lent)
+            self._parts[key], recorded = (call, part), part.backward
+        else:
+            recorded = site.manager.target.pair().backward(runner, metas, given, eager.backward_autocast, lent)
         for index, grad, lent_grad in zip(runner.edges.flows, recorded.grads_out, recorded.lent, strict=False):
             if grad is not None and lent_grad is not None and index in call.made_by:
                 producer, result = call.made_by[index]
                 if self._memory_plan.lane(producer) is self._memory_plan.lane(call):
                     self._grads.setdefault(self._memory_plan.key(producer), {})[result] = (grad, lent_grad)
-        self._memory_plan.captured(call, runner, recorded)
+        if part is None:
+            self._memory_plan.captured(call, runner, recorded)
+
+    def _weights(self, call: ModuleCall, key: Hashable) -> None:
+        """Capture the weight gradients that a backward has left."""
+        runner, (_, part) = self.runners[key], self._parts.pop(key)
+        is_free = not isinstance(self._memory_plan, FixedOrder)
+        record_weights(call.site, runner, call.eager, part, may_repeat=is_free)
+        self._memory_plan.captured(call, runner, part.backward)
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,13 +171,16 @@ class FixedRound:
         """The runner of each turn."""
         for event in events:
             runner, site = runners.get(id(event.call)), event.call.site
-            if runner is None or (event.backward and not runner.backwards):
+            if runner is None or not _has_graph(runner, event.kind):
                 continue
             name, number = site.manager.name, calls.setdefault(runner, len(calls))
-            if event.backward:
-                turns.append(Turn(number, f"backward of `{name}` (call {number})", len(turns)))
-            else:
+            if event.kind is Kind.FORWARD:
                 turns.append(Turn(site, f"forward of `{name}`", len(turns)))
+            elif event.kind is Kind.WEIGHT_GRAD:
+                key = (Kind.WEIGHT_GRAD, id(runner))
+                turns.append(Turn(key, f"weight gradients of `{name}` (call {number})", len(turns)))
+            else:
+                turns.append(Turn(number, f"backward of `{name}` (call {number})", len(turns)))
             self._runners.append(runner)
         self.kinds = {turn.key for turn in turns}
         """The kinds of calls that have a turn; others are free."""
@@ -167,10 +200,22 @@ class FixedRound:
         """Return the runner whose turn it is; raise if it is another module's turn."""
         return self._runners[self._cursor.take(site)]
 
+    def take_weights(self, runner: Runner) -> None:
+        """Raise if it is not the turn of a runner's weight gradients."""
+        if runner.order is not None:
+            self._cursor.take((Kind.WEIGHT_GRAD, id(runner)))
+
     def end(self) -> None:
         """End the order after the graphs were dropped; backwards of calls in flight still run."""
         for runner in self._runners:
             runner.order = None
+
+
+def _has_graph(runner: Runner, kind: Kind) -> bool:
+    """True if a runner has a graph for such an event."""
+    if kind is Kind.WEIGHT_GRAD:
+        return any(backward.weights is not None for backward in runner.backwards.values())
+    return kind is Kind.FORWARD or bool(runner.backwards)
 
 
 def _fits(tensor: torch.Tensor, meta: ArgMetadata) -> bool:

@@ -11,11 +11,13 @@ import torch
 from stepgraph.backends import is_capturing
 from stepgraph.frames import warn_user
 from stepgraph.guards.hooks import is_hooked
+from stepgraph.modules.delayed import leaves_weights, record_inputs, record_weights
 from stepgraph.modules.memory_plan import AnyOrder, FixedOrder, MemoryPlan
 from stepgraph.modules.recorder import Event, Recorder
 from stepgraph.modules.round import FixedRound, RoundCapture
 from stepgraph.modules.site import ManagedModule, ModuleCall, ModuleSite
 from stepgraph.oplog import Difference, first_difference
+from stepgraph.order import Kind
 from stepgraph.pair.audit import differs
 from stepgraph.pair.call import EagerCall
 from stepgraph.pair.lanes import Tenant
@@ -155,7 +157,7 @@ class ModuleSession(PairSession):
         """Capture these forwards and backwards in their order. `fixed`: the order may be used to share memory."""
         begun = time.perf_counter()
         in_order = [event for event in events if fixed and self._is_fixed(event.call)]
-        if any(event.backward for event in in_order):
+        if any(event.kind is not Kind.FORWARD for event in in_order):
             lane = self.lanes.exclusive()
             runners = self._capture(in_order, FixedOrder(lane, self.session.backend.device))
             self.order = FixedRound(in_order, runners, lane)
@@ -193,13 +195,20 @@ class ModuleSession(PairSession):
                     warn_user(f"{site.manager.name}: {site.again}\nIts calls warm up again.")
                     return None
                 if any(meta is not None for meta in call.metas) and call.backward_ambient is not None:
-                    pair.backward(runner, call.metas, {}, call.backward_autocast)
+                    self._capture_backward(site, runner, call)
         except Exception as error:  # noqa: BLE001 (the call goes on eagerly)
             site.manager.target.failed(site.kind, error)
             return None
         site.add(runner)
         self.capture_seconds += time.perf_counter() - begun
         return runner
+
+    def _capture_backward(self, site: ModuleSite, runner: Runner, call: EagerCall) -> None:
+        if leaves_weights(site, runner, call):
+            part = record_inputs(site, runner, call, {})
+            record_weights(site, runner, call, part, may_repeat=True)
+        else:
+            site.manager.target.pair().backward(runner, call.metas, {}, call.backward_autocast)
 
     def copy_results(self, held: Collection[Tenant]) -> None:
         """From now on return copies of the results and gradients that callers hold."""

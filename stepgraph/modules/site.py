@@ -21,7 +21,7 @@ from stepgraph.pair.cached_casts import CastWatch, shared_cast
 from stepgraph.pair.call import EagerCall
 from stepgraph.pair.kind import CallKind
 from stepgraph.pair.lanes import Tenant
-from stepgraph.pair.runner import Runner
+from stepgraph.pair.runner import DelayedWeights, Runner
 from stepgraph.pair.target import PairTarget
 from stepgraph.signature.fast_match import FastMatch
 from stepgraph.tree import Structure
@@ -44,6 +44,10 @@ class ManagedModule:
         """Replays of freed graphs."""
         self.changes: Counter[str] = Counter()
         """Values that changed soon after a capture, so that the capture did not pay."""
+        self.delayed: list[DelayedWeights] = []
+        """Replayed calls whose weight gradients wait for `backward_dw()`, the oldest first."""
+        self.leaves_weights = _leaves_weights(self.module)
+        """True if a layer inside leaves its weight gradient for later, so that the graphs must do the same."""
 
     def tally(self) -> tuple[int, int, int]:
         """The numbers of calls, replayed forwards and runners."""
@@ -67,6 +71,7 @@ class ManagedModule:
                 runner.retire()
             site.runners, site.recorded = [], None
         self.target.drop_pair()
+        self.leaves_weights = _leaves_weights(self.module)
 
     def forget(self) -> None:
         """Free this module's graphs, and forget all obstacles to a capture."""
@@ -150,6 +155,7 @@ class ModuleSite:
         """Add a runner."""
         runner.result.copy(self._copied)
         runner.backwards.are_copied = self._copies_grads
+        runner.backwards.delayed = self.manager.delayed if self.manager.leaves_weights else None
         if not self.knows_several:
             runner.tell_several = self.tell_several
         self.runners.append(runner)
@@ -179,3 +185,7 @@ class ModuleSite:
     def note_handed_out(self, result: StaticOutputs, slot: int) -> None:
         """Note the results of an eager call."""
         self._handed_out[slot] = [weakref.ref(tensor.untyped_storage()) for tensor in result.tensors]
+
+
+def _leaves_weights(module: torch.nn.Module) -> bool:
+    return any(vars(inner).get("delay_wgrad_compute") is True for inner in module.modules())

@@ -56,5 +56,5 @@ def _backward_differs(
         return first_difference(backward.log, pair.backward(again, metas, given, autocast).log)
     part = record_input_part(pair, again, metas, given, "the module", autocast)
     weights = record_weight_part(pair, again, part, autocast, knows_origin=True).recorded
-    pair.session.release(weights.graph)
-    return first_difference(backward.log, part.backward.log) or first_difference(backward.weights.log, weights.log)
+    before = backward.weights.recorded
+    return first_difference(backward.log, part.backward.log) or first_difference(before.log, weights.log)

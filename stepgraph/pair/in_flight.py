@@ -7,6 +7,9 @@ Gradients are returned as copies, with two exceptions: the gradient of an argume
 one that autograd adds to an existing gradient of a leaf. If a caller keeps such a gradient (a hook on that tensor may),
 the backward is recorded again in other memory, and returns copies from then on.
 
+Where the backward is split, it computes the gradients of the inputs only. The call then keeps its memory and waits,
+until its weight gradients are asked for (`weight_gradients`).
+
 In autograd's graph a node stands for the call (`ReplayNode`). Its inputs are the tensors through which gradients flow
 back to the caller, and an anchor. The anchor is an empty leaf. With it autograd builds the node even if no argument
 needs a gradient, and a full backward, which reaches every leaf, can be distinguished from one for certain tensors only.
@@ -31,7 +34,7 @@ from stepgraph.tracebacks import trim
 class InFlightCall:
     """One call of a runner."""
 
-    __slots__ = ("__weakref__", "_edges", "_freed", "_origin", "_probes", "_ran_in", "node", "runner")
+    __slots__ = ("__weakref__", "_edges", "_freed", "_origin", "_probes", "_ran_in", "_split", "node", "runner")
 
     def __init__(self, runner: Runner) -> None:
         self.runner = runner
@@ -43,6 +46,8 @@ class InFlightCall:
         self._edges: Sequence[torch.Tensor | bool] = ()
         """The destination of each argument's gradient: see `BackwardGraph.hand_out`."""
         self._probes: list[tuple[torch.Tensor, int]] = []
+        self._split: BackwardGraph | None = None
+        """The backward that ran, if its weight gradients wait."""
 
     def forward(self, leaves: Sequence[Any]) -> tuple[torch.Tensor, ...]:
         """Replay the forward for these arguments, and return the results without autograd history."""
@@ -108,8 +113,27 @@ class InFlightCall:
         # not where somebody keeps them, nor where a backward that runs before they are read might overwrite them
         lends = not backwards.are_copied and (order is not None or runner.lane.is_first_backward(recorded.captured_at))
         handed = recorded.hand_out(self._edges, lends=lends)
-        self._end()
+        if recorded.weights is not None and backwards.delayed is not None:
+            self._split, self._edges = recorded, ()
+            runner.in_flight.discard(self)
+            runner.lane.wait(runner)
+            backwards.delayed.append(self)
+        else:
+            self._end()
         return handed
+
+    def weight_gradients(self) -> None:
+        """Replay the weight gradients that the backward has left, and end the call."""
+        assert self._split is not None
+        self._check_memory()
+        weights = self._split.weights
+        assert weights is not None
+        tries = 2  # somebody may hold gradients also in the memory that it is recorded with again
+        while not weights.run(self._origin):
+            if weights.again is None or not tries:
+                raise held_gradient("a graphed module")
+            weights, tries = weights.again(), tries - 1
+        self._release()
 
     def _recorded(self, grads: Grads) -> BackwardGraph | None:
         """The backward for these gradients, ready to be replayed; None if all gradients are None."""
@@ -128,7 +152,7 @@ class InFlightCall:
                 return recorded
         metas = [None if grad is None else ArgMetadata(grad) for grad in grads]
         if backwards.record is None:
-            raise _out_of_order(metas, is_known=recorded is not None)
+            raise _out_of_order(metas, is_known=recorded is not None, is_split=backwards.delayed is not None)
         recorded = backwards.record(self.runner, metas)
         if not recorded.accumulated.attach():  # somebody holds gradients in the memory that it was recorded with
             recorded = backwards.record(self.runner, metas)
@@ -153,11 +177,21 @@ class InFlightCall:
                 "its activations in the first backward. Call backward() without retain_graph, or set "
                 "torch._functorch.config.donated_buffer=False before the module is compiled."
             )
-        if self._freed:
+        if self.runner.backwards.delayed is not None and torch._C._autograd._get_current_graph_task_keep_graph():
+            raise RuntimeError(
+                "A backward with retain_graph=True reached a graphed module whose weight gradients are delayed "
+                "(`delay_wgrad_compute=True`). They are computed once for each forward. Call backward() without "
+                "retain_graph, or leave the module out of the scope."
+            )
+        if self._freed or self._split is not None:
             raise RuntimeError(
                 "Trying to backward through a graphed module a second time. Specify retain_graph=True at the first "
                 "backward if there is to be another one."
             )
+        self._check_memory()
+
+    def _check_memory(self) -> None:
+        """Raise if the activations are gone or were changed."""
         if self.runner.state is RunnerState.FREED:
             raise StaleMemoryError(
                 "a backward reached a graphed module whose graphs were freed",
@@ -191,7 +225,19 @@ class InFlightCall:
         self._release()  # the results were dropped without a backward
 
 
-def _out_of_order(metas: Sequence[ArgMetadata | None], *, is_known: bool) -> CaptureError:
+def held_gradient(name: str) -> CaptureError:
+    """Make the error for a parameter's gradient that cannot be stored where the graph adds to it."""
+    return CaptureError(
+        f"{name}: your program still holds a parameter's gradient of an earlier backward, or has set .grad to its own "
+        "memory",
+        rule="held-gradient",
+        why="the graph writes to fixed memory, which the held gradient uses, and no graph can be added.",
+        fix="clone gradients that you keep after zero_grad(); capture again after you set .grad to other memory; leave "
+        "clone_param_grads=True unless a hook consumes each gradient at once.",
+    )
+
+
+def _out_of_order(metas: Sequence[ArgMetadata | None], *, is_known: bool, is_split: bool) -> CaptureError:
     what = "the gradients of a graphed module's results differ from those of the recorded order"
     if is_known:
         what = "a gradient of an earlier step is still held, and a graphed module's backward would overwrite it"
@@ -199,9 +245,11 @@ def _out_of_order(metas: Sequence[ArgMetadata | None], *, is_known: bool) -> Cap
         what,
         rule="replay-order",
         details=[f"received  {[None if m is None else list(m.shape) for m in metas]}"],
-        why="with a single pool later graphs use the memory of its activations, so no graph can be added.",
+        why="its weight gradients are delayed, and those of other calls may lie where a graph would be added."
+        if is_split
+        else "with a single pool later graphs use the memory of its activations, so no graph can be added.",
         fix="run the recorded program, clone gradients that you keep, call handle.reset() if the program changes for "
-        "good, or leave cuda_graph_use_single_mempool=False.",
+        f"good, or leave {'delay_wgrad_compute' if is_split else 'cuda_graph_use_single_mempool'}=False.",
     )
 
 

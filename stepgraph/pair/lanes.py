@@ -7,6 +7,9 @@ and before their backwards. That is a comparison of two numbers. A call in anoth
 which has its own memory. The calls of one microbatch usually come in the recorded order, so a lane serves a microbatch,
 and microbatches may come in any order.
 
+Where weight gradients come later than the backward, the call keeps its memory until then. In the meantime no other call
+of its lane may begin: its graphs were captured between forward and weight gradients, or reuse the memory of either.
+
 A caller may hold a result after its call is over, or a gradient that it got without a copy. So each forward checks,
 before its replay, those that it could overwrite.
 """
@@ -75,13 +78,14 @@ class PoolLane:
         self._captured = 0
         self._under_way: list[Tenant] = []  # by the order of the capture, since no other order is admitted
         self._first_backward: float = math.inf
+        self._waiting: list[Tenant] = []
         self._ended: dict[Tenant, None] = {}
         self._runners: weakref.WeakSet[Tenant] = weakref.WeakSet()
 
     @property
     def is_busy(self) -> bool:
         """True if a call is in flight."""
-        return bool(self._under_way)
+        return bool(self._under_way or self._waiting)
 
     @property
     def is_empty(self) -> bool:
@@ -99,6 +103,8 @@ class PoolLane:
 
     def admits(self, runner: Tenant) -> bool:
         """True if a runner's forward overwrites nothing of the calls in flight, and their backwards nothing of it."""
+        if self._waiting:
+            return False
         if not self._under_way:
             return True
         forward_at = runner.span.forward_at
@@ -116,13 +122,18 @@ class PoolLane:
         self._calls.begun += 1
         self._first_backward = min(self._first_backward, runner.span.backward_at)
 
+    def wait(self, runner: Tenant) -> None:
+        """Note that the backward of a call is over, and its weight gradients wait."""
+        self._under_way.remove(runner)
+        self._waiting.append(runner)
+
     def end(self, runner: Tenant) -> None:
         """Note that a call is over; its results may still be held."""
         if self._under_way and self._under_way[-1] is runner:
             self._under_way.pop()
             self._calls.num -= 1
-        elif runner in self._under_way:
-            self._under_way.remove(runner)
+        elif runner in self._under_way or runner in self._waiting:
+            (self._under_way if runner in self._under_way else self._waiting).remove(runner)
             self._calls.num -= 1
         self._ended[runner] = None
 

@@ -8,6 +8,7 @@ whose gradients must pass through autograd get them at that time.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 
 from stepgraph.backends import Graph
+from stepgraph.buffers.borrowed import BorrowedTensor
 from stepgraph.buffers.inputs import ArgMetadata, StaticInputs
 from stepgraph.buffers.reuse_pool import TensorReusePool
 from stepgraph.errors import CaptureError
@@ -22,7 +24,7 @@ from stepgraph.oplog import OpLog, left_out
 from stepgraph.pair.call import EagerCall
 from stepgraph.pair.differentiate import is_reentrant, without_aliases
 from stepgraph.pair.record import PairCapture
-from stepgraph.pair.runner import BackwardGraph, Grads, Runner
+from stepgraph.pair.runner import BackwardGraph, Grads, Runner, WeightGraph
 from stepgraph.pair.split_backward import WeightPart, input_gradients
 
 NO_AUTOCAST = (False, False)
@@ -81,34 +83,6 @@ class InputPart:
     """Parameters that get the gradients of the W part from autograd."""
 
 
-@dataclass(frozen=True, slots=True)
-class WeightGraph:
-    """A recorded W part."""
-
-    recorded: BackwardGraph
-    parameters: tuple[torch.Tensor, ...]
-    """Parameters that get the gradients of the graph from autograd."""
-
-    def run(self, origin: Any = None) -> bool:
-        """Replay it. Return False if the memory of a gradient has changed since the recording.
-
-        `origin` is the random state before the forward, if the W part starts from it.
-        """
-        recorded = self.recorded
-        if recorded.graph.follow is not None:
-            recorded.graph.follow()
-        if not recorded.accumulated.attach():
-            return False
-        if recorded.rewinds:
-            recorded.graph.replay_from(origin)
-        else:
-            recorded.launch()
-        recorded.accumulated.finish(last=True)
-        if self.parameters:
-            torch.autograd.backward(self.parameters, recorded.hand_out((), lends=False))
-        return True
-
-
 def record_input_part(
     pair: PairCapture,
     runner: Runner,
@@ -117,10 +91,12 @@ def record_input_part(
     name: str,
     autocast: tuple[Any, Any] = NO_AUTOCAST,
     then: Callable[[Grads], None] | None = None,
+    lent: Mapping[int, BorrowedTensor] | None = None,
 ) -> InputPart:
     """Record the I part as the runner's backward.
 
-    `then` is called with the gradients of the inputs, to add further work to the graph.
+    `given` are buffers for the gradients; those that another graph returns are `lent`. `then` is called with the
+    gradients of the inputs, to add further work to the graph.
     """
     results = [runner.result.tensors[i] for i in given]
     if is_reentrant(results):
@@ -148,7 +124,8 @@ def record_input_part(
 
     notes, around = pair.backward_notes(runner, given), pair.around_backward(runner, autocast)
     recording = pair.record(runner.lane, notes, run, around, runner.forward)
-    backward = pair.keep(runner, metas, autocast, recording, StaticInputs(given))
+    boundary = StaticInputs(given, in_use={i: other.is_held for i, other in (lent or {}).items()})
+    backward = pair.keep(runner, metas, autocast, recording, boundary)
     runner.edges = dataclasses.replace(runner.edges, outside=())  # not even None comes to them in this part
     return InputPart(backward, notes, weights[0], tuple(inside), late)
 
@@ -161,11 +138,13 @@ def record_weight_part(
     *,
     knows_origin: bool = False,
     keeps_saved: bool = False,
+    may_repeat: bool = False,
 ) -> WeightGraph:
     """Record the W part of an I part.
 
     `knows_origin`: the caller of a replay knows the random state before the forward. `keeps_saved`: keep the tensors
-    that autograd has saved as long as the runner's results.
+    that autograd has saved as long as the runner's results. `may_repeat`: keep also those that it starts from, so that
+    it can be recorded again, and no later graph uses their memory.
     """
     memory = pair.grads.part(part.inside).memory  # it must not be born in the graph
 
@@ -196,5 +175,17 @@ def record_weight_part(
     accumulated, number = pair.grads.part(reached, id(pair.module)), runner.lane.next_number()
     made = BackwardGraph(recording, StaticInputs({}), grads, accumulated, number, rewinds)
     runner.span.last_at = max(runner.span.last_at, made.captured_at)
-    part.backward.weights = made
-    return WeightGraph(made, tuple([p for p, _ in through]))
+    again = functools.partial(_record_again, pair, runner, part, autocast) if may_repeat else None
+    part.backward.weights = WeightGraph(made, tuple([p for p, _ in through]), again)
+    return part.backward.weights
+
+
+def _record_again(pair: PairCapture, runner: Runner, part: InputPart, autocast: tuple[Any, Any]) -> WeightGraph:
+    """Record a W part for the memory that gradients have now, and free the one before."""
+    before = part.backward.weights
+    options = {"knows_origin": True, "keeps_saved": True, "may_repeat": True}
+    with torch.inference_mode(False), pair.session.workspace.capturing():
+        made = record_weight_part(pair, runner, part, autocast, **options)
+    if before is not None:
+        pair.session.release(before.recorded.graph)
+    return made

@@ -89,6 +89,15 @@ class InFlightSet:
         return any(other.will_run() for other in others)
 
 
+class DelayedWeights(Protocol):
+    """A call whose backward was replayed, and whose weight gradients wait."""
+
+    runner: Runner
+
+    def weight_gradients(self) -> None:
+        """Replay the weight gradients, and end the call."""
+
+
 class ReplayOrder(Protocol):
     """The turns of a runner's backward in a fixed order of replays."""
 
@@ -190,7 +199,7 @@ class BackwardGraph:
         """True if it recomputes a part of the forward with the forward's random numbers."""
         self.geometry: Callable[..., bool] | None = None
         self.fork: str | None = None
-        self.weights: BackwardGraph | None = None
+        self.weights: WeightGraph | None = None
         """The W part, if this is the I part of a split backward (`pair.ordered`)."""
 
     def is_ready_for(self, grads: Grads, fork: str | None) -> bool:
@@ -228,6 +237,36 @@ class BackwardGraph:
         return found
 
 
+@dataclass(frozen=True, slots=True)
+class WeightGraph:
+    """A recorded W part."""
+
+    recorded: BackwardGraph
+    parameters: tuple[torch.Tensor, ...]
+    """Parameters that get the gradients of the graph from autograd."""
+    again: Callable[[], WeightGraph] | None = None
+    """Records it for other memory of gradients, if that is possible."""
+
+    def run(self, origin: Any = None) -> bool:
+        """Replay it. Return False if the memory of a gradient has changed since the recording.
+
+        `origin` is the random state before the forward, if the W part starts from it.
+        """
+        recorded = self.recorded
+        if recorded.graph.follow is not None:
+            recorded.graph.follow()
+        if not recorded.accumulated.attach():
+            return False
+        if recorded.rewinds:
+            recorded.graph.replay_from(origin)
+        else:
+            recorded.launch()
+        recorded.accumulated.finish(last=True)
+        if self.parameters:
+            torch.autograd.backward(self.parameters, recorded.hand_out((), lends=False))
+        return True
+
+
 class Backwards(dict[tuple[Any, ...], BackwardGraph]):
     """The recorded backwards of a runner, by the geometry of the gradients, autocast and random state.
 
@@ -249,6 +288,8 @@ class Backwards(dict[tuple[Any, ...], BackwardGraph]):
         """True if callers get copies of all gradients, since one of them held a gradient."""
         self.lent: list[BorrowedTensor] = []
         """Gradients of all backwards, also of freed ones."""
+        self.delayed: list[DelayedWeights] | None = None
+        """Calls of the module whose weight gradients wait; None if an order says when those come, or none are split."""
 
     def make_usual(self, backward: BackwardGraph, grads: Grads, around: tuple[Hashable, ...]) -> None:
         """Let the next backward, if it looks like this one, be found without a look-up."""
@@ -343,6 +384,12 @@ class Runner:
         """Memory at the graphs' edges."""
         return self.boundary.num_bytes + sum(b.grads_in.num_bytes for b in self.backwards.values())
 
+    def graphs(self) -> list[Graph]:
+        """Its graphs: forward, backwards and split weight gradients."""
+        backwards = list(self.backwards.values())
+        weights = [backward.weights.recorded for backward in backwards if backward.weights is not None]
+        return [self.forward.recording.graph, *(each.graph for each in (*backwards, *weights))]
+
     # -- its states
 
     @property
@@ -382,7 +429,7 @@ class Runner:
         if self.state is RunnerState.FREED:
             return
         self.state = RunnerState.FREED
-        for graph in (self.forward.recording.graph, *(backward.graph for backward in self.backwards.values())):
+        for graph in self.graphs():
             self.backwards.release(graph)
         self.backwards.clear()
         self.backwards.usual = None

@@ -83,10 +83,13 @@ class WeightPart:
     def gradients(self, *, retain_graph: bool = False) -> Grads:
         """Compute the gradients of the weights, one for each parameter, and drop the kept tensors.
 
-        `retain_graph` keeps the tensors that autograd has saved, for another backward from the same results.
+        `retain_graph` keeps them, and the tensors that autograd has saved, so that it can be called again.
         """
         leaves, known, beside, starts = self._leaves, self._known, self._beside, self._starts
-        self._leaves, self._known, self._beside, self._starts = [], {}, [], []
+        if retain_graph:
+            known, starts = dict(known), list(starts)
+        else:
+            self._leaves, self._known, self._beside, self._starts = [], {}, [], []
         while starts:
             grads, targets = starts.pop()
             known |= _grad(grads, targets, retain_graph=retain_graph)

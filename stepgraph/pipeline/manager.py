@@ -30,8 +30,7 @@ from stepgraph.pair.eager import note_call, run_call
 from stepgraph.pair.guard import Finding
 from stepgraph.pair.in_flight import run_forward
 from stepgraph.pair.kind import CallKind
-from stepgraph.pair.ordered import WeightGraph
-from stepgraph.pair.runner import Runner
+from stepgraph.pair.runner import Runner, WeightGraph
 from stepgraph.pair.target import PairTarget
 from stepgraph.rng.tracker import tracker_for
 from stepgraph.session.backend_choice import refuse_elsewhere

@@ -296,7 +296,7 @@ class AheadOfTime(Implementation):
             cfg.train.micro_batch_size,
             [work.optimizer],
             num_microbatches=work.num_microbatches,
-            order=work.order,
+            order=[1, -1, -1.5] if work.forward_step.delays_weight_gradients else work.order,
             sample_arguments=PackedSamples(work.core, cfg) if cfg.dataset.packed_sequence else None,
         )
         self._closed_report: GraphReport | None = None

@@ -64,9 +64,8 @@ def _has_other_precision(cfg: Any) -> bool:
 
 
 def _can_delay(cfg: Any) -> bool:
-    """Return whether weight gradients can be computed after the backward: not where parts of a model have graphs."""
-    is_whole = cfg.model.cuda_graph_impl == "none" or cfg.model.captures_iteration
-    return is_whole and cfg.model.pipeline_model_parallel_size == 1 and cfg.peft.scheme is None
+    """Return whether weight gradients can be computed after the backward: not in a pipeline, nor for LoRA's weights."""
+    return cfg.model.pipeline_model_parallel_size == 1 and cfg.peft.scheme is None
 
 
 def _can_gather(cfg: Any) -> bool:

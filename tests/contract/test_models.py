@@ -336,15 +336,38 @@ def test_callables_split_delayed_weight_gradients(fused: bool, device: torch.dev
             assert one.any()
 
 
-def test_graphed_modules_with_delayed_weight_gradients_are_loud(device: torch.device) -> None:
-    """A replay leaves nothing for `backward_dw()`, and a recording leaves what belongs to no weight."""
-    model = GPT(replace(GPTConfig.tiny(), delay_wgrad_compute=True)).to(device)
-    tokens = torch.randint(256, (2, 16), device=device)
-    with stepgraph.graph_modules(model, ["attn"]):
-        for _ in range(3):
-            model(tokens, tokens).backward()
-            model.backward_dw()
+@pytest.mark.parametrize("order", [[1, -1, -1.5], None])
+def test_callables_with_delayed_weights_of_constant_inputs(order: list[float] | None, device: torch.device) -> None:
+    """Without a gradient of the input all is in the W part; without a W part, all is in the backward."""
+    torch.manual_seed(0)
+    layer = torch.nn.Sequential(Linear(8, 8), torch.nn.Tanh()).to(device)
+    layer[0].delay_wgrad_compute = True
+    eager, x = copy.deepcopy(layer), torch.randn(4, 8, device=device)
+    (graphed,) = stepgraph.make_graphed_callables((layer,), ((x.clone(),),), order=order, num_warmup_iters=1)
+    for _ in range(2):
+        graphed(x).square().sum().backward()
+        assert (layer[0].weight.grad is None) == (order is not None)
+        if order is not None:
+            graphed.backward_dw()
+        with pytest.raises(RuntimeError, match="no weight gradient waits"):
+            backward_dw(layer)
+        eager(x).square().sum().backward()
+        backward_dw(eager)
+        assert torch.equal(layer[0].weight.grad, eager[0].weight.grad)
+        layer.zero_grad()
+        eager.zero_grad()
+
+
+def test_graphed_modules_with_delayed_weights_equal_eager(device: torch.device) -> None:
+    torch.manual_seed(0)
+    model = GPT(replace(GPTConfig.tiny(), num_layers=1, delay_wgrad_compute=True)).to(device)
+    eager, tokens = copy.deepcopy(model), torch.randint(256, (2, 16), device=device)
+    with stepgraph.graph_modules(model, ["attn"], warmup=1) as handle:
         for _ in range(4):
-            model(tokens, tokens).backward()
-            with pytest.raises(RuntimeError, match="backward_dw"):
-                model.backward_dw()
+            for each in (model, eager):
+                each.zero_grad()
+                each(tokens, tokens).backward()
+                each.backward_dw()
+            for ours, expected in zip(model.parameters(), eager.parameters(), strict=True):
+                assert torch.equal(ours.grad, expected.grad)
+        assert handle.replays == 3

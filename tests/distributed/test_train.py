@@ -47,6 +47,7 @@ def train(folder: Path, runs: Mapping[str, Sequence[str]], ranks: int = 2) -> di
 LONGER = ["train.train_iters=14", "train.global_batch_size=8"]
 """DDP warms up for 11 iterations before the graph of an iteration is captured."""
 GATHERED = "ddp.overlap_param_gather=true"
+DELAYED = ["model.delay_wgrad_compute=true", "model.gradient_accumulation_fusion=true"]
 STAGES = [
     *("model.pipeline_model_parallel_size=2", "train.global_batch_size=8", "train.train_iters=5"),
     *("train.eval_interval=3", "train.eval_iters=1", "model.share_embeddings_and_output_weights=true"),
@@ -89,6 +90,16 @@ def trained(folder: Path) -> dict[str, Result]:
             "te chunks": ["te", *CHUNKS, "checkpoint.save_interval=3", saving(folder, "te chunks")],
             "layers resumed": ["layers", *CHUNKS, "model.cuda_graph_warmup_steps=1", *resumed_from_te_chunks(folder)],
             "untied chunks": ["eager", *CHUNKS, *UNTIED, "--built", saving(folder, "untied chunks")],
+            **{
+                f"{name} delayed": [
+                    name,
+                    *DELAYED,
+                    *short,
+                    "checkpoint.save_interval=6",
+                    saving(folder, f"{name} delayed"),
+                ]
+                for name in ("eager", "scopes", "te")
+            },
         },
     )
 
@@ -107,6 +118,8 @@ def trained_longer(folder: Path, trained: dict[str, Result]) -> dict[str, Result
             "scopes hooks": ["scopes", GATHERED, *short, "checkpoint.save_interval=4", saving(folder, "scopes hooks")],
             "scopes resumed": ["scopes", GATHERED, *short, loading(folder, "scopes hooks", 4)],
             "scopes stages": ["scopes", *STAGES, saving(folder, "scopes stages")],
+            "scopes delayed gathered": ["scopes", GATHERED, *DELAYED, *short],
+            "te delayed gathered": ["te", GATHERED, *DELAYED, *short],
             "te layers stages": ["te", *STAGES, "model.cuda_graph_scope=[]", saving(folder, "te layers stages")],
             "layers chunks": ["layers", *CHUNKS, saving(folder, "layers chunks")],
             "scopes chunks": ["scopes", *CHUNKS, saving(folder, "scopes chunks")],
@@ -267,6 +280,28 @@ def test_other_gathered_parameters_equal_plain_ones(
     folder: Path, trained_longer: dict[str, Result], implementation: str
 ) -> None:
     assert_gathered_equal_plain(folder, trained_longer, implementation)
+
+
+@pytest.mark.parametrize("implementation", ["scopes", "te"])
+def test_delayed_weight_gradients_train_as_in_eager(
+    folder: Path, trained: dict[str, Result], implementation: str
+) -> None:
+    """They are averaged after the backward; two ranks get the sums of DDP in a run without delayed gradients."""
+    graphed = trained[f"{implementation} delayed"]
+    assert losses_of(graphed) == losses_of(trained["eager delayed"]) == losses_of(trained["plain"])
+    assert all(rank["replays"] > 0 for rank in graphed), graphed
+    runs = [weights(folder / name, 6) for name in (f"{implementation} delayed", "eager delayed", "plain")]
+    assert all(torch.equal(runs[0][key], other[key]) for other in runs[1:] for key in runs[0])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("implementation", ["scopes", "te"])
+def test_delayed_weight_gradients_of_gathered_parameters(
+    trained_longer: dict[str, Result], implementation: str
+) -> None:
+    graphed = trained_longer[f"{implementation} delayed gathered"]
+    assert losses_of(graphed) == losses_of(trained_longer["plain"])
+    assert all(rank["replays"] > 0 for rank in graphed), graphed
 
 
 def assert_hooks_gather(found: dict[str, Result], implementation: str) -> None:

@@ -43,6 +43,18 @@ def test_gpt2_trains_as_in_eager_on_the_gpu(tmp_path: Path, impl: str, scope: li
     assert runs[1].memory_after is not None
 
 
+@pytest.mark.parametrize("implementation", ["scopes", "layers", "iteration", "te"])
+def test_delayed_weight_gradients_train_on_the_gpu(tmp_path: Path, implementation: str) -> None:
+    settings: dict[str, Any] = {"train__train_iters": 20, "model__delay_wgrad_compute": True}
+    settings["model__gradient_accumulation_fusion"] = True
+    eager, graphed = (
+        pretrain(tiny(tmp_path, name, **settings), model_provider=gpt, quiet=True) for name in ("eager", implementation)
+    )
+    assert graphed.losses == eager.losses
+    assert graphed.replays > 0
+    assert graphed.eager_reasons == {"warm-up": 2}
+
+
 def test_moe_router_scopes_train_on_the_gpu(tmp_path: Path) -> None:
     scope = ["attn", "moe_router", "moe_preprocess"]
     runs = [

@@ -14,6 +14,7 @@ from stepgraph.config.container import ConfigContainer
 from stepgraph.errors import NonFinite
 from stepgraph.models import GPT
 from stepgraph.recipes import recipe
+from stepgraph.recipes.build import build_model
 from stepgraph.recipes.fit import for_cpu
 from stepgraph.train import finetune, pretrain
 from stepgraph.train.checkpoint import checkpoints_in
@@ -162,6 +163,68 @@ def test_recipes_train_as_in_eager(tmp_path: Path, name: str, impl: str, scope: 
     assert report.losses == EAGER[name]
     assert report.replays > 0
     assert report.eager_reasons == {"warm-up": 3}
+
+
+MOE_SCOPE = ["attn", "moe_router", "moe_preprocess"]
+DELAYED = [
+    *((None, "local", scope) for scope in (["attn"], ["attn", "mlp"], [])),
+    *((None, "transformer_engine", scope) for scope in (["attn", "mlp"], [])),
+    *((4, impl, MOE_SCOPE) for impl in ("local", "transformer_engine")),
+]
+TRAINED: dict[tuple[int | None, bool], tuple[dict[int, float], dict[str, torch.Tensor]]] = {}
+"""The losses and weights of eager runs, by the number of experts, with delayed weight gradients and without."""
+
+
+def train_delayed(
+    folder: Path, experts: int | None, impl: str, scope: list[str], *, delay: bool = True, **changes: Any
+) -> tuple[Any, dict[str, torch.Tensor]]:
+    """Train 20 iterations, and return the report and the weights."""
+    models: list[nn.Module] = []
+
+    def provider(cfg: Any) -> nn.Module:
+        models.append(build_model(cfg.model))
+        return models[0]
+
+    settings = {"model__num_moe_experts": experts, "model__hidden_dropout": 0.1, "train__train_iters": 20, **changes}
+    cfg = tiny(folder, **settings, model__delay_wgrad_compute=delay, model__gradient_accumulation_fusion=delay)
+    cfg.model.cuda_graph_impl, cfg.model.cuda_graph_scope = impl, scope
+    report = pretrain(cfg, model_provider=provider, device="cpu", quiet=True)
+    return report, {name: p.detach().clone() for name, p in models[0].named_parameters()}
+
+
+@pytest.mark.parametrize(("experts", "impl", "scope"), DELAYED, ids=str)
+def test_delayed_gradients_with_scopes_train_as_in_eager(
+    tmp_path: Path, experts: int | None, impl: str, scope: list[str]
+) -> None:
+    """Each weight has one use here, so that the sums are also those of a run without delayed gradients."""
+    graphed, weights = train_delayed(tmp_path, experts, impl, scope)
+    for delay in (True, False):
+        if (experts, delay) not in TRAINED:
+            eager, expected = train_delayed(tmp_path, experts, "none", [], delay=delay)
+            TRAINED[experts, delay] = eager.losses, expected
+        losses, expected = TRAINED[experts, delay]
+        assert graphed.losses == losses, delay
+        assert [name for name in expected if not torch.equal(weights[name], expected[name])] == [], delay
+    assert graphed.eager_reasons == {"warm-up": 2}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"model__share_embeddings_and_output_weights": True},
+        {"model__cuda_graph_use_single_mempool": True},
+        {"model__recompute_granularity": "selective", "model__recompute_modules": ["core_attn", "mlp"]},
+    ],
+    ids=["tied", "single pool", "recompute"],
+)
+@pytest.mark.parametrize("impl", ["local", "transformer_engine"])
+def test_delayed_gradients_with_other_settings(tmp_path: Path, impl: str, changes: dict[str, Any]) -> None:
+    changes = {**changes, "train__train_iters": 6}
+    graphed, weights = train_delayed(tmp_path, None, impl, ["attn", "mlp"], **changes)
+    eager, expected = train_delayed(tmp_path, None, "none", [], **changes)
+    assert graphed.losses == eager.losses
+    assert all(torch.equal(weights[name], expected[name]) for name in expected)
+    assert graphed.eager_reasons == {"warm-up": 2}
 
 
 @pytest.mark.parametrize(

@@ -9,13 +9,15 @@ import torch
 from torch import nn
 
 from stepgraph.models import GPT, GPTConfig, Hybrid, HybridConfig
-from stepgraph.models.linear import Linear
+from stepgraph.models.linear import Linear, backward_dw
 from stepgraph.pair.split_backward import input_gradients
 
 
-def pair(*, bias: bool = False, delay: bool = False, fused: bool = False) -> tuple[nn.Linear, Linear]:
+def pair(
+    *, bias: bool = False, delay: bool = False, fused: bool = False, sizes: tuple[int, int] = (8, 6)
+) -> tuple[nn.Linear, Linear]:
     """A torch layer and ours with equal weights."""
-    plain, ours = nn.Linear(8, 6, bias), Linear(8, 6, bias)
+    plain, ours = nn.Linear(*sizes, bias), Linear(*sizes, bias)
     ours.load_state_dict(plain.state_dict())
     ours.delay_wgrad_compute, ours.gradient_accumulation_fusion = delay, fused
     if fused:
@@ -44,6 +46,53 @@ def test_linear_gradients_are_those_of_torch(bias: bool, delay: bool, fused: boo
     else:
         assert torch.equal(ours.weight.grad, plain.weight.grad)
     assert not bias or torch.equal(ours.bias.grad, plain.bias.grad)
+
+
+@pytest.mark.parametrize("shape", [(4, 6), (2, 4, 6), (64, 6)])
+def test_linear_delay_multiplies_in_the_order_of_torch(shape: tuple[int, ...]) -> None:
+    """For some sizes the transposed product has other bits."""
+    torch.manual_seed(0)
+    plain, ours = pair(delay=True, sizes=(6, 12))
+    x = torch.randn(shape)
+    for layer in (plain, ours):
+        torch.nn.functional.gelu(layer(x)).square().mean().backward()
+    ours.backward_dw()
+    assert torch.equal(ours.weight.grad, plain.weight.grad)
+
+
+def test_linear_delay_gives_autograd_grad_the_gradient() -> None:
+    """Who asks for a weight's gradient gets it, and nothing waits."""
+    plain, ours = pair(delay=True)
+    x = torch.randn(3, 8)
+    (found,) = torch.autograd.grad(ours(x).sum(), [ours.weight])
+    plain(x).sum().backward()
+    assert torch.equal(found, plain.weight.grad)
+    assert not ours.need_backward_dw()
+
+
+class InPlace:
+    """What takes the place of a forward, and computes the weight gradients of the layers inside by itself."""
+
+    def __init__(self, *waiting: bool) -> None:
+        self.waiting, self.runs = list(waiting), 0
+
+    def need_backward_dw(self) -> bool:
+        return self.waiting.pop(0)
+
+    def backward_dw(self) -> None:
+        self.runs += 1
+
+
+def test_backward_dw_reaches_what_stands_for_a_module() -> None:
+    outer = nn.Sequential(pair(delay=True)[1])
+    vars(outer)["forward"] = part = InPlace(True, False, False)
+    backward_dw(outer)
+    assert part.runs == 1
+    with pytest.raises(RuntimeError, match="no weight gradient waits"):
+        backward_dw(outer)  # neither the part nor the layer has one
+    outer[0](torch.randn(3, 8)).sum().backward()
+    backward_dw(outer)
+    assert outer[0].weight.grad is not None
 
 
 def test_linear_delay_leaves_the_weight_until_asked() -> None:

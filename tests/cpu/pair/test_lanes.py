@@ -51,6 +51,21 @@ def test_lane_admits_the_order_of_the_capture() -> None:
     assert lane.admits(first)
 
 
+def test_lane_admits_nothing_while_weight_gradients_wait() -> None:
+    lane, (first, second, third) = lane_of((1, 4), (2, 3), (9, 10))
+    for pair in (first, second):
+        lane.begin(pair)
+    lane.wait(second)
+    assert lane.is_first_backward(4), "no other backward comes before that of the first"
+    lane.wait(first)
+    assert lane.is_busy
+    assert not lane.admits(third)
+    lane.end(first)
+    lane.end(second)
+    assert not lane.is_busy
+    assert lane.admits(third)
+
+
 def test_lane_refuses_an_earlier_forward_during_a_later_call() -> None:
     lane, (first, second) = lane_of((1, 4), (2, 3))
     lane.begin(second)

@@ -118,6 +118,12 @@ def test_settings_refused_together_with_others(name: str, overrides: str) -> Non
     assert name in str(caught.value)
 
 
+def test_delayed_gradients_are_refused_in_pipelines() -> None:
+    cfg = ConfigContainer().override(["model.delay_wgrad_compute=true", "model.pipeline_model_parallel_size=2"])
+    with pytest.raises(StepgraphError, match=r"model\.delay_wgrad_compute.*\[not-trained\]"):
+        refuse_untrained(cfg)
+
+
 @pytest.mark.parametrize("mix", ["fp32", "bf16_mixed", "bf16_autocast"])
 def test_known_mixes_of_formats_are_trained(mix: str) -> None:
     cfg = ConfigContainer()
