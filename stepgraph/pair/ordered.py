@@ -149,7 +149,7 @@ def record_input_part(
     notes, around = pair.backward_notes(runner, given), pair.around_backward(runner, autocast)
     recording = pair.record(runner.lane, notes, run, around, runner.forward)
     backward = pair.keep(runner, metas, autocast, recording, StaticInputs(given))
-    runner.edges = dataclasses.replace(runner.edges, outside=())  # not even None comes to them in this part
+    runner.edges = dataclasses.replace(runner.edges, outside=(), inside={})  # not even None comes to them in this part
     return InputPart(backward, notes, weights[0], tuple(inside), late)
 
 
