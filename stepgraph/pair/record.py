@@ -249,8 +249,13 @@ class PairCapture:
         )
 
     def _names_inside(self, outside: Sequence[torch.Tensor], result: StaticOutputs) -> dict[str, torch.Tensor]:
-        """The parameters that the forward uses and whose gradients its graphs accumulate, by name."""
-        used = set(map(id, self.proxies.parameters if is_reentrant(result.tensors) else self._known))
+        """The parameters that the forward uses and whose gradients its graphs accumulate, by name.
+
+        None with reentrant checkpointing: its inner backwards add each share to `.grad` at once, in eager too.
+        """
+        if is_reentrant(result.tensors):
+            return {}
+        used = set(map(id, self._known))
         names = {id(parameter): name for name, parameter in self.module.named_parameters()}
         own = type(self.module).__name__
         found = [p for p in self.accumulated_inside(outside) if id(p) in used]
