@@ -173,7 +173,7 @@ class GraphedSet:
 
     def begin_round(self) -> None:
         """Begin a round. Raise `StateChanged` if it is audited and the operations of a callable have changed."""
-        if self.shared.turns.begin():
+        if self.shared.begins_audit():
             for sample in {id(s.kind): s for s in reversed(self.samples) if not s.runner.is_freed}.values():
                 self.check(sample, audited=True)
             self.shared.turns.end()

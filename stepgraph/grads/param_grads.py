@@ -16,12 +16,13 @@ gradient is put aside until the last of them, and added then.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Hashable, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from stepgraph.buffers.borrowed import BorrowedTensor, lend_out
+from stepgraph.grads.other_uses import OtherUses
 from stepgraph.grads.step_grads import is_same_memory
 
 
@@ -96,6 +97,7 @@ class ParamGrads:
         self._task = -1
         self.aside: dict[Hashable, dict[int, _Aside]] = {}
         """Old gradients that wait for a sum, by group."""
+        self.other_uses = OtherUses()
 
     def part(self, parameters: Sequence[torch.Tensor], group: Hashable = None) -> GradPart:
         """The parameters that get gradients from one backward graph. Graphs of one group may share parameters."""
@@ -191,9 +193,13 @@ class GradPart:
         if empty:
             _fill_with_nothing(empty)
 
-    def begin_sum(self) -> None:
-        """Begin a sum: further graphs add in this backward."""
-        self._grads.put_aside(self._group, self._slots)
+    def begin_sum(self, without: Collection[int] = ()) -> None:
+        """Begin a sum: further graphs add in this backward. `without` are parameters that autograd sums up, by id."""
+        self._grads.put_aside(self._group, [slot for slot in self._slots if id(slot.parameter) not in without])
+
+    def separate(self, parameters: Collection[int]) -> SeparateShare:
+        """Before a replay, let the graph add the shares of some parameters, given by id, to nothing."""
+        return SeparateShare([slot for slot in self._slots if id(slot.parameter) in parameters])
 
     def finish(self, *, last: bool) -> None:
         """Finish after a replay. `last`: no further graph adds in this backward."""
@@ -206,6 +212,23 @@ class GradPart:
                     slot.parameter.grad = slot.memory.clone()
                 else:
                     slot.parameter.grad.copy_(slot.memory)
+
+
+class SeparateShare:
+    """The memory of some gradients while it holds the share of one replay only."""
+
+    def __init__(self, slots: Sequence[GradSlot]) -> None:
+        self._slots = slots
+        self._old = [slot.memory.clone() for slot in slots]
+        if slots:
+            _fill_with_nothing([slot.memory for slot in slots])
+
+    def take(self) -> dict[int, torch.Tensor]:
+        """After the replay, return the shares by the ids of the parameters, and restore the memory."""
+        shares = {id(slot.parameter): slot.memory.clone() for slot in self._slots}
+        if self._slots:
+            torch._foreach_copy_([slot.memory for slot in self._slots], self._old)
+        return shares
 
 
 def _held_elsewhere(parameter: torch.Tensor) -> torch.Tensor | None:

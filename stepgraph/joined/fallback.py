@@ -17,23 +17,27 @@ The calls after the failure go through four stages:
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import enum
 import time
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from types import MappingProxyType
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from stepgraph.frames import warn_user
-from stepgraph.joined.observed import ObservedSession, ObservedStep
-from stepgraph.joined.search import Partition, matches, patterns, search
+from stepgraph.joined import ranks
+from stepgraph.joined.observed import ObservedStep
+from stepgraph.joined.ranks import Group
+from stepgraph.joined.search import Partition, Refusal, matches, patterns, search
 from stepgraph.joined.trial import Trials
 from stepgraph.modules.manager import ModuleGraphs
 from stepgraph.modules.options import ModuleOptions
 from stepgraph.modules.report import ModuleReport, ModuleRow, report_on
+from stepgraph.modules.session import ModuleSession
 from stepgraph.observe.step_objects import StepObjects
 from stepgraph.pair.module_method import called_method, put_in_place
 from stepgraph.session.report import quantities, with_counts
@@ -82,7 +86,7 @@ class ModuleFallback:
         self._observation: _Observation | None = None
         self._partition = Partition()
         self._paths: frozenset[str] = frozenset()
-        self._shared: ObservedSession | None = None
+        self._shared: ModuleSession | None = None
         self._graphs: list[ModuleGraphs] = []
 
     def begin(self) -> str:
@@ -119,9 +123,12 @@ class ModuleFallback:
         with step.observing(second=True):
             result = call()
         begun = time.perf_counter()
-        # ranks that run out of time at different modules would record different collectives
-        budget = None if dist.is_available() and dist.is_initialized() else BUDGET
-        self._partition = search(step.tree(), Trials(step, self._options.max_runners).can_capture, budget)
+        trials = Trials(step, self._options.max_runners)
+        group = Group.of((module.target.module for module in step.modules.values()), step.logs())
+        # ranks that run out of time at different modules would choose different ones
+        self._partition = search(step.tree(), trials.can_capture, BUDGET if group is None else None)
+        if group is not None:
+            self._decide_together(group, step, trials, time.perf_counter() - begun)
         self._paths = frozenset(step.modules)
         self._graph(step, time.perf_counter() - begun)
         self._observation = None
@@ -129,10 +136,22 @@ class ModuleFallback:
         self._tell()
         return result
 
+    def _decide_together(self, group: Group, step: ObservedStep, trials: Trials, seconds: float) -> None:
+        """Choose the modules that no rank refuses."""
+        refused = {path: refusal for path, refusal in trials.found.items() if refusal is not None}
+        refused |= {path: Refusal("it is not called", spreads=False) for path in step.uncalled()}
+        seconds += ranks.PATIENCE
+        together = group.exchange(self._name, refused, seconds)
+        if together is None:
+            why = MappingProxyType({"all modules": ranks.ended(group, seconds)})
+            self._partition = Partition(refused=why, trials=self._partition.trials)
+        else:
+            found = search(step.tree(), together.get, None)
+            self._partition = dataclasses.replace(found, trials=self._partition.trials)
+
     def _graph(self, step: ObservedStep, seconds: float) -> None:
         """Make the graphs of the chosen modules; they warm up from the next call on."""
-        self._shared = ObservedSession(self._session, step.model)
-        self._shared.uses = step.session.uses
+        self._shared = ModuleSession(self._session, step.model)
         self._shared.capture_seconds = seconds  # not zero: names in `ignore` are the step's, and were looked up
         for path in self._partition.chosen:
             module = step.modules[path].target.module

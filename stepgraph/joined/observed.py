@@ -26,12 +26,13 @@ from stepgraph.errors import InvalidArgument
 from stepgraph.frames import untraced
 from stepgraph.joined.alike import look_of
 from stepgraph.joined.search import Node, Refusal
-from stepgraph.joined.uses import GradientSums, ParameterUses, edges_of
+from stepgraph.joined.uses import GradientSums, edges_of
 from stepgraph.modules.manager import ModuleGraphs
 from stepgraph.modules.options import ModuleOptions
 from stepgraph.modules.session import ModuleSession
 from stepgraph.observe.ddp import in_ddp
 from stepgraph.observe.finder import compilers
+from stepgraph.oplog import Log
 from stepgraph.pair.call import EagerCall, NotedArguments
 from stepgraph.pair.eager import note_call, run_call
 from stepgraph.pair.kind import CallKind
@@ -80,20 +81,15 @@ class ObservedModule:
         run = functools.partial(self.target.original, *args, **kwargs)
         if self.refusal is not None or torch.compiler.is_compiling() or torch._C._current_graph_task_id() != -1:
             return run()
-        step = self._step
-        step.active.append(id(self.target.module))
-        try:
-            leaves, structure = flatten((args, kwargs))
-            signature = self._sign(leaves, structure)
-            if signature is None:
-                return run()
-            key = (signature.structure, signature.leaves, signature.ambient, signature.training, self._around())
-            if not step.is_second:
-                self.before[key] = signature
-                return run()
-            return self._noted(key, signature, leaves, run)
-        finally:
-            step.active.pop()
+        leaves, structure = flatten((args, kwargs))
+        signature = self._sign(leaves, structure)
+        if signature is None:
+            return run()
+        key = (signature.structure, signature.leaves, signature.ambient, signature.training, self._around())
+        if not self._step.is_second:
+            self.before[key] = signature
+            return run()
+        return self._noted(key, signature, leaves, run)
 
     def _around(self) -> tuple[Hashable, ...]:
         return in_ddp(), self.target.fork
@@ -175,20 +171,6 @@ def _refused_unseen(target: PairTarget) -> Refusal | None:
     return None
 
 
-class ObservedSession(ModuleSession):
-    """The session of a step's modules. It knows which parameters were used outside of their module."""
-
-    def __init__(self, session: Session, model: torch.nn.Module) -> None:
-        super().__init__(session, model)
-        self.uses: Mapping[int, set[tuple[int, ...]]] = {}
-        """The modules that were active at each use of a parameter, by ids."""
-
-    def outside_parameters(self, graphed: torch.nn.Module) -> set[int]:
-        own = {id(p) for p in graphed.parameters()}
-        used = {p for p, stacks in self.uses.items() if any(id(graphed) not in stack for stack in stacks)}
-        return super().outside_parameters(graphed) | (own & used)
-
-
 class ObservedStep:
     """The modules in reach of a step, each with an observer."""
 
@@ -196,11 +178,9 @@ class ObservedStep:
         """`roots` are the outermost modules, by the names that their paths begin with."""
         models = list(roots.values())
         self.model = models[0] if len(models) == 1 else torch.nn.ModuleList(models)
-        self.session = ObservedSession(session, self.model)
+        self.session = ModuleSession(session, self.model)
         self.session.backend_for(self.model)
         self.modules: dict[str, ObservedModule] = {}
-        self.active: list[int] = []
-        """The modules whose forward runs now, the innermost last, by id."""
         self.is_second = False
         self.sums = GradientSums()
         self.seen: dict[Hashable, SeenCall] = {}
@@ -228,26 +208,31 @@ class ObservedStep:
         """The modules, marked by whether the observed calls have called them."""
         return [self._marked(node) for node in self._trees]
 
+    def uncalled(self) -> list[str]:
+        """The modules that the observed calls have not called."""
+        return [path for node in self.tree() for path in node.paths() if not self._is_called(path)]
+
+    def logs(self) -> Iterator[Log]:
+        """The operations of the observed calls of modules."""
+        return (seen.eager.log for seen in self.seen.values() if seen.eager.log is not None)
+
+    def _is_called(self, path: str) -> bool:
+        module = self.modules[path]
+        return bool(module.refusal or module.seen or module.before)
+
     def _marked(self, node: Node) -> Node:
-        module = self.modules[node.path]
-        is_called = bool(module.refusal or module.seen or module.before)
-        return Node(node.path, tuple(map(self._marked, node.parts)), is_called=is_called)
+        return Node(node.path, tuple(map(self._marked, node.parts)), is_called=self._is_called(node.path))
 
     @contextlib.contextmanager
     def observing(self, *, second: bool) -> Iterator[None]:
         """Observe the eager call of the step in this block."""
         self.is_second = second
-        parameters = {id(p): p for p in self.model.parameters()}
-        uses = ParameterUses(parameters, self.active)
         with contextlib.ExitStack() as stack:
             for module in self.modules.values():
                 stack.callback(put_in_place(module.target.module, module.target.method, module))
             if second:
                 stack.enter_context(self.sums.watching())
-                stack.enter_context(uses)
             yield
-        if second:
-            self.session.uses = uses.uses
 
     def close(self) -> None:
         """Forget the calls; the memory of their arguments is freed."""

@@ -34,11 +34,17 @@ class Trials:
     def __init__(self, step: ObservedStep, max_runners: int) -> None:
         self._step, self._max_runners = step, max_runners
         self._judged: dict[Hashable, Refusal | None] = {}
+        self.found: dict[str, Refusal | None] = {}
+        """The answers so far, by path."""
         self.recordings = 0
         """The trials that were not answered by a module that looks alike."""
 
     def can_capture(self, path: str) -> Refusal | None:
         """Try one module; None means that it can be captured."""
+        self.found[path] = self._try(path)
+        return self.found[path]
+
+    def _try(self, path: str) -> Refusal | None:
         module = self._step.modules[path]
         refusal = module.refusal or self._refused_unrecorded(module)
         if refusal is not None:

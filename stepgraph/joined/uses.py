@@ -1,10 +1,9 @@
 """Where an observed step uses tensors, as far as the bits of gradients depend on it.
 
 Autograd adds up the gradients of all uses of a tensor, one after the other, and adds the sum to an old gradient. A
-graphed module is one use. Three facts about a step decide whether a module can be graphed with eager's bits:
+graphed module is one use (`grads.other_uses`). Two facts about a step decide whether a module can be graphed with
+eager's bits:
 
-- A parameter is used outside of its module (`F.linear(x, embedding.weight)`). Then the graph must not add to `.grad` by
-  itself: it returns the gradient, and autograd adds up. `ParameterUses` finds these parameters.
 - An argument or parameter is used several times inside a module, and also outside it: a residual around a norm that is
   made of several operations. The graph would add up its own uses first. `GradientSums` finds these modules.
 - The step calls `torch.autograd.grad`, or a backward with `create_graph=True` or `inputs=`. A recorded backward
@@ -20,39 +19,14 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
-from torch.utils import _python_dispatch as dispatch
 from torch.utils import _pytree
 
 from stepgraph.backends.threads import replaced
-from stepgraph.signature.ambient import OwnMode
 
 Edge: TypeAlias = tuple[Any, int]
 """A node of autograd's graph, and the number of its output."""
 _ARGUMENTS = ("grad_tensors", "retain_graph", "create_graph", "grad_variables", "inputs")
 """The arguments of `torch.autograd.backward` after the tensors."""
-
-
-class ParameterUses(dispatch.TorchDispatchMode, OwnMode):
-    """Notes, for each parameter, the modules that were active when an operation of a forward used it."""
-
-    supports_higher_order_operators = True
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Compiled code stays compiled."""
-        return True
-
-    def __init__(self, parameters: Mapping[int, torch.Tensor], active: Sequence[int]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._parameters, self._active = parameters, active
-        self.uses: dict[int, set[tuple[int, ...]]] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
-            for leaf in _pytree.tree_leaves((args, kwargs)):
-                if id(leaf) in self._parameters:
-                    self.uses.setdefault(id(leaf), set()).add(tuple(self._active))
-        return func(*args, **(kwargs or {}))
 
 
 @dataclass(frozen=True, slots=True)

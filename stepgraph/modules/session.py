@@ -65,7 +65,7 @@ class ModuleSession(PairSession):
     def begin_round(self) -> None:
         """Begin a round of replays. If an audit is due, compare all kinds of calls first."""
         self.lanes.calls.begun = 0
-        if self.turns.begin():
+        if self.begins_audit():
             for site in self._sites:
                 if site.runners:
                     self.holds(site, audited=True)
@@ -219,6 +219,7 @@ class ModuleSession(PairSession):
         """Parameters whose gradients must pass through autograd: hooks, `main_grad`, or a use outside the module."""
         own = {id(m) for m in graphed.modules()}
         found = {id(p) for p in graphed.parameters() if is_hooked(p)}
+        found |= self.grads.other_uses.found(list(graphed.parameters()))
         for outer in [self.model] if self.model is not None else [manager.module for manager in self.managers]:
             for module in outer.modules():
                 if id(module) not in own:

@@ -19,13 +19,14 @@ Parameters whose gradients the graph itself accumulates are not inputs, because 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from stepgraph.buffers.inputs import ArgMetadata
 from stepgraph.errors import CaptureError, StaleMemoryError, StepgraphError
+from stepgraph.grads.param_grads import SeparateShare
 from stepgraph.pair.runner import BackwardGraph, Grads, Runner, RunnerState
 from stepgraph.signature.ambient import autocast_now
 from stepgraph.tracebacks import trim
@@ -34,10 +35,24 @@ from stepgraph.tracebacks import trim
 class InFlightCall:
     """One call of a runner."""
 
-    __slots__ = ("__weakref__", "_edges", "_freed", "_origin", "_probes", "_ran_in", "_split", "node", "runner")
+    __slots__ = (
+        "__weakref__",
+        "_edges",
+        "_freed",
+        "_origin",
+        "_passed",
+        "_probes",
+        "_ran_in",
+        "_split",
+        "node",
+        "runner",
+    )
 
-    def __init__(self, runner: Runner) -> None:
-        self.runner = runner
+    def __init__(self, runner: Runner, passed: Mapping[str, torch.Tensor]) -> None:
+        """`passed` are parameters of the graph's own whose gradients autograd adds up."""
+        self.runner, self._passed = runner, passed
+        if passed:
+            runner.backwards.other_uses.begin()
         self.node: weakref.ref[Any] | None = None
         self._origin: Any = None
         self._freed = False
@@ -90,23 +105,25 @@ class InFlightCall:
             recorded = self._recorded(grads)
             if recorded is None:
                 self._end()
-                return [None] * (len(runner.edges.flows) + len(runner.edges.outside))
+                return [None] * (len(runner.edges.flows) + len(runner.edges.outside) + len(self._passed))
         if order is not None:
             order.take_turn(grads)
-        several = False
+        several, passed = False, set(map(id, self._passed.values())) if self._passed else ()
         if len(runner.in_flight) > 1:
             self._ran_in = torch._C._current_graph_task_id()
             several = runner.in_flight.has_more_to_come(self)
             if several:
-                recorded.accumulated.begin_sum()
+                recorded.accumulated.begin_sum(without=passed)
                 if runner.edges.keeps_casts and runner.tell_several is not None:
                     runner.tell_several()
         recorded.grads_in.load(grads)
+        share = recorded.accumulated.separate(passed) if passed else None
         if recorded.rewinds:
             recorded.graph.replay_from(self._origin)
         else:
             recorded.launch()
         runner.backward_runs += 1
+        shares = self._shares(share) if share is not None else []
         recorded.accumulated.finish(last=not several)
         for parameter, marks in recorded.marks:
             parameter.__dict__.update(marks)
@@ -120,7 +137,15 @@ class InFlightCall:
             backwards.delayed.append(self)
         else:
             self._end()
-        return handed
+        return handed + shares
+
+    def _shares(self, share: SeparateShare) -> list[torch.Tensor | None]:
+        """The shares of this call in the gradients that autograd adds up."""
+        found, uses, shares = share.take(), self.runner.backwards.other_uses, []
+        for name, parameter in self._passed.items():
+            shares.append(found.get(id(parameter)))
+            uses.hand_over(name, parameter, shares[-1])
+        return shares
 
     def weight_gradients(self) -> None:
         """Replay the weight gradients that the backward has left, and end the call."""
@@ -219,6 +244,8 @@ class InFlightCall:
             self._freed = True
             self._probes, self._edges = [], ()  # the node may live on with a loss that is kept, and must hold no memory
             self.runner.in_flight.discard(self)
+            if self._passed:
+                self.runner.backwards.other_uses.end()
             self.runner.release()
 
     def __del__(self) -> None:
@@ -307,7 +334,9 @@ def run_forward(runner: Runner, leaves: Sequence[Any], *, one_by_one: bool = Fal
     # what torch's own wrapper looks for costs the host as much as the node
     apply = ReplayNode.apply if _is_transforming() else _apply
     outside = edges.one_by_one() if one_by_one else edges.outside
-    return result.build(apply(InFlightCall(runner), leaves, edges.anchor, *inputs, *outside), leaves)
+    passed = runner.backwards.passed(edges.inside)
+    call = InFlightCall(runner, passed)
+    return result.build(apply(call, leaves, edges.anchor, *inputs, *outside, *passed.values()), leaves)
 
 
 def is_replayed(tensor: torch.Tensor) -> bool:

@@ -126,7 +126,7 @@ def record_input_part(
     recording = pair.record(runner.lane, notes, run, around, runner.forward)
     boundary = StaticInputs(given, in_use={i: other.is_held for i, other in (lent or {}).items()})
     backward = pair.keep(runner, metas, autocast, recording, boundary)
-    runner.edges = dataclasses.replace(runner.edges, outside=())  # not even None comes to them in this part
+    runner.edges = dataclasses.replace(runner.edges, outside=(), inside={})  # not even None comes to them in this part
     return InputPart(backward, notes, weights[0], tuple(inside), late)
 
 

@@ -181,7 +181,7 @@ class PairCapture:
         in_use = {i: producer.is_live for i, (producer, _) in buffers.given.items()}
         boundary = StaticInputs(tensors, buffers.shared, in_use)
         forward = ForwardGraph(recording, boundary, result, mutated, call.training, names.if_needed())
-        backwards = Backwards(self._backward_now, self.random, self.session.release)
+        backwards = Backwards(self._backward_now, self.random, self.session.release, self.grads.other_uses)
         edges = self._edges(call, result, tensors)
         return Runner(forward, edges, lane, self._shared.in_flight_of(self.module), backwards)
 
@@ -239,6 +239,7 @@ class PairCapture:
         return AutogradEdges(
             flows=tuple(flows),
             outside=tuple(outside),
+            inside=self._names_inside(outside, result) if differentiable else {},
             saved_inputs=tuple([i for i in flows if _storage(tensors[i]) in saved]),
             saved_results=tuple([i for i, (t, known) in enumerate(pairs) if known and _storage(t) in saved]),
             anchor=anchor,
@@ -246,6 +247,19 @@ class PairCapture:
             uses_up_saved=uses_up_saved(result.tensors),
             keeps_casts=keeps_casts(call.ambient) and bool(casts_behind(result.tensors)),
         )
+
+    def _names_inside(self, outside: Sequence[torch.Tensor], result: StaticOutputs) -> dict[str, torch.Tensor]:
+        """The parameters that the forward uses and whose gradients its graphs accumulate, by name.
+
+        None with reentrant checkpointing: its inner backwards add each share to `.grad` at once, in eager too.
+        """
+        if is_reentrant(result.tensors):
+            return {}
+        used = set(map(id, self._known))
+        names = {id(parameter): name for name, parameter in self.module.named_parameters()}
+        own = type(self.module).__name__
+        found = [p for p in self.accumulated_inside(outside) if id(p) in used]
+        return {f"{own}.{names.get(id(p), f'parameter {index}')}": p for index, p in enumerate(found)}
 
     def _through_autograd(self, call: EagerCall, result: StaticOutputs) -> list[torch.Tensor]:
         """The module's parameters whose gradients autograd accumulates: chosen ones, and returned ones, if used.

@@ -13,6 +13,7 @@ import enum
 import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
@@ -21,6 +22,7 @@ from stepgraph.backends import Graph
 from stepgraph.buffers.borrowed import BorrowedTensor, any_held, lend_by_address, lend_out
 from stepgraph.buffers.inputs import ArgMetadata, StaticInputs
 from stepgraph.buffers.outputs import StaticOutputs
+from stepgraph.grads.other_uses import OtherUses
 from stepgraph.grads.param_grads import GradPart
 from stepgraph.guards.random_names import NamesGuard
 from stepgraph.oplog import Log, OpLog
@@ -29,6 +31,7 @@ from stepgraph.rng.tracker import CudaRNGStatesTracker, Segment
 from stepgraph.signature.fast_match import geometry_check
 
 Grads: TypeAlias = Sequence[torch.Tensor | None]
+_NONE: Mapping[str, torch.Tensor] = MappingProxyType({})
 
 
 class RunnerState(enum.IntEnum):
@@ -149,6 +152,8 @@ class AutogradEdges:
     """The arguments that gradients flow back to, by leaf index."""
     outside: tuple[torch.Tensor, ...]
     """Parameters whose gradients autograd accumulates."""
+    inside: Mapping[str, torch.Tensor]
+    """Parameters whose gradients the graphs accumulate, unless other code uses them too."""
     saved_inputs: tuple[int, ...]
     """Those of `flows` whose memory the backward reads."""
     saved_results: tuple[int, ...]
@@ -278,10 +283,12 @@ class Backwards(dict[tuple[Any, ...], BackwardGraph]):
         record: Callable[[Runner, Sequence[ArgMetadata | None]], BackwardGraph],
         random: CudaRNGStatesTracker,
         release: Callable[[Graph], None],
+        other_uses: OtherUses,
     ) -> None:
         super().__init__()
         self.record: Callable[[Runner, Sequence[ArgMetadata | None]], BackwardGraph] | None = record
-        self.random, self.release = random, release
+        self.random, self.release, self.other_uses = random, release, other_uses
+        self._asked, self._passed = -1, _NONE
         self.usual: BackwardGraph | None = None
         """The one that was replayed last, if a fast check recognises it."""
         self.are_copied = False
@@ -290,6 +297,12 @@ class Backwards(dict[tuple[Any, ...], BackwardGraph]):
         """Gradients of all backwards, also of freed ones."""
         self.delayed: list[DelayedWeights] | None = None
         """Calls of the module whose weight gradients wait; None if an order says when those come, or none are split."""
+
+    def passed(self, inside: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+        """Those of the parameters inside whose gradients autograd adds up at present."""
+        if self._asked != self.other_uses.version:
+            self._asked, self._passed = self.other_uses.version, self.other_uses.through_autograd(inside)
+        return self._passed
 
     def make_usual(self, backward: BackwardGraph, grads: Grads, around: tuple[Hashable, ...]) -> None:
         """Let the next backward, if it looks like this one, be found without a look-up."""

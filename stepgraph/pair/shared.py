@@ -75,6 +75,13 @@ class PairSession:
             self.returned[tensor] = None
         return any(self.grads.knows(tensor) for tensor in new)
 
+    def begins_audit(self) -> bool:
+        """Begin a round. Return True if it is audited first; other uses of parameters are looked for in it, too."""
+        is_due = self.turns.begin()
+        if is_due:
+            self.grads.other_uses.ask_again()
+        return is_due
+
     def facts(self, kinds: Collection[CallKind], static_bytes: int) -> dict[str, Any]:
         """Return the part of a report that all engines share; `kinds` of calls have graphs."""
         return {
@@ -104,6 +111,7 @@ class PairSession:
         if self._delete_graphs is not None:
             self._delete_graphs()
             self.returned = WeakTensorKeyDictionary()
+            self.grads.other_uses.forget()
 
     def close(self) -> None:
         """Free all graphs; calls run eagerly from now on."""

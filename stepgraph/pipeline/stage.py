@@ -178,7 +178,7 @@ class GraphedStages:
     def _look(self) -> None:
         """Before a replay, free the graphs of a stage that has changed. In an audited step all are recorded again."""
         turns = self._shared.turns
-        audited = turns.begin()
+        audited = self._shared.begins_audit()
         found = {m: changed for m in self.managers if (changed := m.changed(audited=audited)) is not None}
         if audited:
             turns.end()

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import gc
 import itertools
 import sys
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +19,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 import stepgraph
+from stepgraph.joined import ranks
 from tests.distributed.ranks import end_together
 from tests.harness import Program, assert_captured_equals_eager, assert_same_history, run
 
@@ -297,6 +300,120 @@ def broken() -> None:
     assert report.replays >= 4
 
 
+class Experts(nn.Module):
+    """Rows are sent to the expert that their router chooses: the host reads how many, and shapes follow from data."""
+
+    def __init__(self, uneven: bool) -> None:
+        super().__init__()
+        self.router, self.experts = nn.Linear(8, 2), nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)])
+        self.shared = nn.Linear(8, 8)
+        self.calls = itertools.count() if uneven and dist.get_rank() == 1 else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weights = self.router(x).softmax(-1)
+        out = torch.zeros_like(x)
+        for index, expert in enumerate(self.experts):
+            rows = (weights.argmax(-1) == index).nonzero()[:, 0]
+            out = out.index_add(0, rows, expert(x[rows]) * weights[rows, index, None])
+        cut = 0 if self.calls is None else next(self.calls) % 2  # other rows at each call, on one rank only
+        return x + out + self.shared(x[cut:]).sum(0)
+
+
+class Routed(nn.Module):
+    def __init__(self, uneven: bool = False) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Linear(8, 8), nn.Linear(8, 4)
+        self.attn = nn.ModuleList([nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Dropout(0.2)) for _ in range(2)])
+        self.moe = nn.ModuleList([Experts(uneven), Experts(uneven)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.embed(x)
+        for attn, moe in zip(self.attn, self.moe, strict=True):
+            x = moe(x + attn(x))
+        return self.head(x)
+
+
+def routed(microbatches: int = 1, uneven: bool = False, reads: bool = True, **options: Any) -> Program:
+    """Dropless experts under DDP; the step before the last microbatch is not synchronized."""
+    model = DistributedDataParallel(Routed(uneven) if reads else make_model().module, **options)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad()
+        losses = []
+        for index in range(microbatches):
+            with model.no_sync() if index + 1 < microbatches else contextlib.nullcontext():
+                loss = model(x + index).pow(2).mean()
+                loss.backward()
+            losses.append(loss.detach())
+        optimizer.step()
+        return torch.stack(losses)
+
+    return Program(step, batches(20), [model], [optimizer])
+
+
+ROUTED: dict[str, Callable[[], Program]] = {
+    "plain": lambda: routed(find_unused_parameters=False),
+    "accumulation": lambda: routed(3, bucket_cap_mb=1e-4),
+    "unused parameters": lambda: routed(find_unused_parameters=True),
+    "ranks that differ": lambda: routed(uneven=True),
+}
+
+
+def fallback() -> None:
+    """Graphs for the modules of a DDP whose step cannot be captured: the same modules on all ranks, eager's bits."""
+    warnings.simplefilter("ignore", stepgraph.StepgraphWarning)
+    for name, build in ROUTED.items():
+        eager = seeded(build)
+        expected = run(eager, eager.step, CPU)
+        program = seeded(build)
+        with stepgraph.capture(program.step, on_error="modules", warmup=1) as step:
+            received = run(program, step, CPU)
+            report = step.report().modules
+        assert_same_history(expected, received, f"{name}: graphs for modules differ from eager DDP")
+        assert report.replays > 0, f"{name}: {report}"
+        paths = sorted(row.path for row in report.rows)
+        everywhere: list[list[str]] = [[] for _ in range(dist.get_world_size())]
+        dist.all_gather_object(everywhere, paths)
+        assert everywhere[0] == everywhere[1], f"{name}: ranks graph different modules: {everywhere}"
+        shared = [path for path in paths if path.endswith("shared")]
+        assert len(shared) == (0 if name == "ranks that differ" else 2), f"{name}: {paths}"
+        reasons = " ".join(report.left_out.values())
+        assert ("(on rank 1)" in reasons) == (name == "ranks that differ" and dist.get_rank() == 0), (
+            f"{name}: {reasons}"
+        )
+
+
+def fallback_alone() -> None:
+    """The capture of one rank fails, and that of the other does not: nobody waits for ever, and nothing differs."""
+    warnings.simplefilter("ignore", stepgraph.StepgraphWarning)
+    ranks.PATIENCE = 1.0
+
+    def build() -> Program:
+        program = routed(reads=False)
+        plain = program.step
+        is_reading = dist.get_rank() == 1
+
+        def step(x: torch.Tensor) -> torch.Tensor:
+            loss = plain(x)
+            return loss * 1.0 if is_reading and loss.sum().item() > 0 else loss
+
+        return dataclasses.replace(program, step=step)
+
+    eager = seeded(build)
+    expected = run(eager, eager.step, CPU)
+    program = seeded(build)
+    with stepgraph.capture(program.step, on_error="modules", warmup=1) as step:
+        received = run(program, step, CPU)
+        report = step.report()
+    assert_same_history(expected, received, "graphs differ from eager DDP")
+    if dist.get_rank() == 0:
+        assert report.replays > 0
+    else:
+        assert report.modules.rows == ()
+        assert "decide together" in report.modules.left_out["all modules"]
+
+
 def left_open() -> stepgraph.CapturedStep[..., Any]:
     """A step that is replayed and never closed."""
     program = plain()
@@ -319,6 +436,8 @@ def one_dies() -> None:
 SCENARIOS: dict[str, Callable[[], Any]] = {
     "equality": equality,
     "broken": broken,
+    "fallback": fallback,
+    "fallback, alone": fallback_alone,
     "workflow": workflow,
     "workflow, cold": functools.partial(workflow, "deep", "many buckets", num_warmup_iters=0),
     "layers inside": layers_inside,

@@ -16,6 +16,16 @@ def test_capture_failure_in_ddp_backward_leaves_a_working_ddp(tmp_path: Path) ->
     assert last_lines(run_ranks("ddp_worker", 2, tmp_path / "store", "broken")) == ["done"] * 2
 
 
+def test_ddp_step_that_falls_back_to_modules(tmp_path: Path) -> None:
+    """Dropless experts: all ranks graph the same modules, also where one rank alone could graph more."""
+    assert last_lines(run_ranks("ddp_worker", 2, tmp_path / "store", "fallback")) == ["done"] * 2
+
+
+def test_ddp_fallback_of_one_rank_waits_for_none(tmp_path: Path) -> None:
+    """Only one rank's capture fails; it goes on in eager after a while."""
+    assert last_lines(run_ranks("ddp_worker", 2, tmp_path / "store", "fallback, alone")) == ["done"] * 2
+
+
 def test_graphed_ddp_equals_eager_ddp(tmp_path: Path) -> None:
     """DDP on two ranks, 11 warm-up iterations, make_graphed_callables, the loop."""
     assert last_lines(run_ranks("ddp_worker", 2, tmp_path / "store", "workflow")) == ["done"] * 2
