@@ -95,11 +95,14 @@ class GradCapture:
         recorded_anything: Callable[[], bool],
         *,
         hold: bool,
+        has_addresses: bool = False,
     ) -> None:
+        """`has_addresses`: the call has a graph already, which does not use the old gradients."""
         self._parameters = list(parameters)
         self._buffers = buffers
         self._recorded_anything = recorded_anything
         self._hold = hold
+        self._has_addresses = has_addresses
         self._entries: list[_Entry] = []
         self._empty = [p for p in parameters if p.grad is None]
         self._watches: list[weakref.ref[torch.UntypedStorage]] = []
@@ -150,7 +153,7 @@ class GradCapture:
         for parameter, grad in found:
             if self._buffers.get(parameter) is grad or _is_part(grad):  # memory that others know outlives the recording
                 self._entries.append(_Entry(parameter, grad, None, None))
-                parameter.grad = _stand_in(grad)
+                parameter.grad = _stand_in(grad, without_memory=self._has_addresses)
             else:
                 own.append((parameter, grad))
         for (parameter, grad), copy in zip(own, copies_on_host([grad for _, grad in own]), strict=True):
@@ -195,8 +198,9 @@ class GradCapture:
 
     @contextlib.contextmanager
     def moving_at_once(self) -> Iterator[None]:
-        """While recording, bring each new gradient to the session's address, if it has one, when it is made."""
-        parameters = [p for p in self._parameters if p.requires_grad and self._buffers.get(p) is not None]
+        """While a call that has addresses is recorded again, bring each new gradient there when it is made."""
+        known = self._parameters if self._has_addresses else ()
+        parameters = [p for p in known if p.requires_grad and self._buffers.get(p) is not None]
         untouched = [p for p in parameters if p._post_accumulate_grad_hooks is None]
         handles = [parameter.register_post_accumulate_grad_hook(self._move) for parameter in untouched]
         try:
@@ -246,10 +250,13 @@ class GradCapture:
         self._last.clear()
 
 
-def _stand_in(grad: torch.Tensor) -> torch.Tensor:
-    """A gradient of the same form for a recording that is not to use it; nothing runs, so a GPU's has no memory."""
+def _stand_in(grad: torch.Tensor, *, without_memory: bool) -> torch.Tensor:
+    """A gradient of the same form, in place of one that others know; nothing runs, so its contents do not matter.
+
+    One that a recording may use needs memory on a GPU: CUDA refuses to record a copy from address 0.
+    """
     found = torch.empty_like(grad)
-    if grad.is_cuda:
+    if without_memory and grad.is_cuda:
         found.untyped_storage().resize_(0)
     return found
 

@@ -277,12 +277,14 @@ class StepEvents:
 
 
 class StepCalls:
-    """Each outermost call of a function is a step."""
+    """Each outermost call of a function is a step. It ends when the next one begins, as other steps do."""
 
     def __init__(self, listener: StepListener) -> None:
         self._listener = listener
         self.index = 0
         self._is_running = False
+        self._returned: int | None = None
+        """The step whose call has returned, and which has not ended."""
         self._process = os.getpid()
 
     def wrapped(self, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -293,19 +295,27 @@ class StepCalls:
             if self._is_running or os.getpid() != self._process:
                 return function(*args, **kwargs)
             self._is_running = True
-            reached, index = False, self.index
             try:
-                self._listener.step_begins(index)
+                self.finish()
+                self._listener.step_begins(self.index)
                 result = function(*args, **kwargs)
-                reached = True
-                self._listener.step_reaches(index)
+                self._returned = self.index
+                self._listener.step_reaches(self.index)
             finally:
                 self._is_running = False
-                self.index += reached
-                self._listener.step_ends(index)
+                if self._returned is None:  # it raised an error, and was no step
+                    self._listener.step_ends(self.index)
+                else:
+                    self.index = self._returned + 1
             return result
 
         return called
+
+    def finish(self) -> None:
+        """The next step begins, or the script has ended."""
+        ended, self._returned = self._returned, None
+        if ended is not None:
+            self._listener.step_ends(ended)
 
 
 def _subclasses(kind: type[Any]) -> list[type]:

@@ -145,6 +145,8 @@ def run_watched(request: Request, running: RunningChild, probe: Any) -> None:
     steps = watched_steps(running) if step is None else contextlib.nullcontext()
     with surroundings(request, running), probe.running(), steps:
         main_module.run()
+        if not running.is_stopping:
+            calls.finish()
     if step is not None and not step.is_found:
         raise step.not_found(f"the script never imports {step.module}; it")
 

@@ -402,7 +402,9 @@ class StepCapture:
     ) -> _Recording:
         recorder = ChainRecorder(self._session, self._options.generators)
         grads = GradCapture(
-            site.touched.parameters, self._session.grads, recorder.recorded_anything, hold=site.learnt.hold_grads
+            *(site.touched.parameters, self._session.grads, recorder.recorded_anything),
+            hold=site.learnt.hold_grads,
+            has_addresses=moves_gradients,
         )
         found = scalers_among(objects)
         imitate = site.effects.imitate
@@ -419,7 +421,7 @@ class StepCapture:
             stack.enter_context(read.noting([*outside, *objects], running=inside))
             stack.enter_context(refusing_writes(inside))
             stack.enter_context(setting_apart())
-            stack.enter_context(grads.moving_at_once() if moves_gradients else contextlib.nullcontext())
+            stack.enter_context(grads.moving_at_once())
             late = functools.partial(self._late, site)
             stack.enter_context(_seeing_optimizers(known, site.touched.ended_kinds, late))
             model = ModelState(site.touched.all_modules, site.touched.all_parameters)

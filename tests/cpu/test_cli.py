@@ -29,7 +29,7 @@ PLAIN = {"NO_COLOR": "1", "COLUMNS": "80"}
 runner = CliRunner()
 
 RUNS: dict[str, list[str]] = {
-    "advise": [str(ROOT / "examples" / "plain_loop.py")],
+    "advise": [str(ROOT / "tests" / "scripts" / "plain_loop.py")],
     "bench": ["--dry-run"],
     "check": [str(ROOT / "tests" / "scripts" / "plain_loop.py")],
     "demo": ["--device", "cpu", "--steps", "2", "--plot", "none"],

@@ -650,16 +650,23 @@ def test_calls_of_a_named_function_are_steps() -> None:
         diary.words.append("in")
         return train_step_seen(depth - 1) if depth else 7
 
-    train_step_seen = StepCalls(diary).wrapped(train_step)
+    calls = StepCalls(diary)
+    train_step_seen = calls.wrapped(train_step)
     assert train_step_seen(1) == 7
+    diary.words.append("between")
     assert train_step_seen(0) == 7
-    assert diary.words == ["b0", "in", "in", "r0", "e0", "b1", "in", "r1", "e1"]
+    assert diary.words == ["b0", "in", "in", "r0", "between", "e0", "b1", "in", "r1"]
+    calls.finish()
+    calls.finish()
+    assert diary.words[-2:] == ["r1", "e1"]
     assert train_step_seen.__name__ == "train_step"
 
 
 def test_named_function_that_raises_has_no_step() -> None:
     diary = Diary()
-    called = StepCalls(diary).wrapped(lambda: 1 / 0)
+    calls = StepCalls(diary)
+    called = calls.wrapped(lambda: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         called()
+    calls.finish()
     assert diary.words == ["b0", "e0"]
