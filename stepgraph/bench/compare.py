@@ -33,6 +33,8 @@ class Row:
     """The step whose loss is the first that differs from eager's; None if all are equal."""
     largest_gap: float
     """The largest difference of a loss from eager's."""
+    last_gap: float
+    """The difference of the last loss from eager's, as a part of eager's."""
     diverges: bool
     """Whether its losses are further from eager's than the rounding of other kernels explains."""
     is_compared: bool
@@ -128,7 +130,7 @@ def _row(mechanism: Mechanism, records: Sequence[Record], reference: Mapping[str
     good = [record for record in records if "error" not in record]
     errors = [record["error"] for record in records if "error" in record]
     if not good:
-        return Row(mechanism, None, None, errors[0], None, 0.0, False, False, {})
+        return Row(mechanism, None, None, errors[0], None, 0.0, 0.0, False, False, {})
     times = [record["step_ms"] for record in good]
     best = min(good, key=lambda record: record["step_ms"])
     left = [at for record in good if (at := left_at(reference, record["losses"])) is not None]
@@ -139,6 +141,7 @@ def _row(mechanism: Mechanism, records: Sequence[Record], reference: Mapping[str
         error=errors[0] if errors else None,
         left_eager_at=min(left) if left else None,
         largest_gap=max(largest_gap(reference, record["losses"]) for record in good),
+        last_gap=max(last_gap(reference, record["losses"]) for record in good),
         diverges=any(diverges(reference, record["losses"]) for record in good),
         is_compared=bool(reference),
         figures=best,
@@ -159,6 +162,17 @@ def left_at(reference: Mapping[str, float], losses: Mapping[str, float]) -> int 
 def largest_gap(reference: Mapping[str, float], losses: Mapping[str, float]) -> float:
     """Return the largest difference between two runs' losses."""
     return max((abs(reference[step] - losses[step]) for step in reference.keys() & losses.keys()), default=0.0)
+
+
+def last_gap(reference: Mapping[str, float], losses: Mapping[str, float]) -> float:
+    """Return the difference of the last loss that both runs have, as a part of the reference's.
+
+    Example:
+        >>> last_gap({"1": 3.0, "2": 2.0}, {"1": 3.0, "2": 2.5})
+        0.25
+    """
+    last = max(reference.keys() & losses.keys(), key=int, default=None)
+    return abs(reference[last] - losses[last]) / abs(reference[last]) if last is not None and reference[last] else 0.0
 
 
 _EARLY, _CLOSE, _WORSE = 3, 0.01, 1.1

@@ -244,5 +244,6 @@ def losses_in_words(row: Row) -> str:
     whose = "" if reference == "eager" else f" {reference}:"
     if row.left_eager_at is None:
         return f"{whose} equal".strip()
-    verb = "diverge" if row.diverges or not row.mechanism.changes_kernels else "differ by rounding"
-    return f"{whose} {verb} from step {row.left_eager_at}, by {row.largest_gap:.2g} at most".strip()
+    if row.diverges or not row.mechanism.changes_kernels:
+        return f"{whose} diverge from step {row.left_eager_at}, by {row.largest_gap:.2g} at most".strip()
+    return f"{whose} other rounding from step {row.left_eager_at}, the last {100 * row.last_gap:.2f} % off".strip()

@@ -142,7 +142,7 @@ SCOPES_MEASURED = (
     ("2026-11-16-h200-g/te_layers.json", "bf16/first", "eager", "ours-modules"),
     *(
         ("2026-11-18-h200/compare_gpt2_small.json", None, "eager", f"ours-te-{scope}")
-        for scope in ("attn", "mlp", "attn,mlp", "layers")
+        for scope in ("attn", "mlp", "attn+mlp", "layers")
     ),
 )
 
