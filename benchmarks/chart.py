@@ -21,8 +21,8 @@ ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 README = ROOT / "README.md"
 IMAGES = ROOT / "docs" / "images"
-COMPARISON: str | None = "2026-11-18-h200/compare_gpt2_small.json"
-"""The comparison to draw, a file in `results` such as "2026-11-18-h200/compare_gpt2_small.json"."""
+COMPARISON: str | None = "2026-11-18-h200-b/compare_gpt2_small.json"
+"""The comparison to draw, a file in `results` such as "2026-11-18-h200-b/compare_gpt2_small.json"."""
 MECHANISMS = {
     "eager": "eager",
     "compile": "torch.compile",

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-SLOW_S = 0.3
+SLOW_S = 0.2
 """A test that takes longer is slow."""
 FILE = Path(__file__).with_suffix(".txt")
 
