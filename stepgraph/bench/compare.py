@@ -37,6 +37,8 @@ class Row:
     """The difference of the last loss from eager's, as a part of eager's."""
     diverges: bool
     """Whether its losses are further from eager's than the rounding of other kernels explains."""
+    is_as_compiled: bool
+    """Whether its losses are those of torch.compile alone, bit for bit: the same kernels, and nothing else changed."""
     is_compared: bool
     """Whether there are losses to compare with: those of eager, or of the model of its own that it trains."""
     figures: Mapping[str, Any]
@@ -108,8 +110,9 @@ def compare(mechanisms: Sequence[Mechanism], records: Sequence[Record]) -> Compa
     eager = [record for record in by_name.get("eager", []) if "error" not in record]
     again = [record for record in by_name.get("eager-again", []) if "error" not in record]
     reference = eager[0]["losses"] if eager else {}
+    compiled = _losses(by_name.get("compile", ()))
     rows = [
-        _row(mechanism, by_name[mechanism.name], _losses(by_name.get(mechanism.reference, ())))
+        _row(mechanism, by_name[mechanism.name], _losses(by_name.get(mechanism.reference, ())), compiled)
         for mechanism in mechanisms
         if mechanism.name in by_name
     ]
@@ -126,11 +129,13 @@ def _losses(records: Sequence[Record]) -> Mapping[str, float]:
     return next((record["losses"] for record in records if "error" not in record), {})
 
 
-def _row(mechanism: Mechanism, records: Sequence[Record], reference: Mapping[str, float]) -> Row:
+def _row(
+    mechanism: Mechanism, records: Sequence[Record], reference: Mapping[str, float], compiled: Mapping[str, float]
+) -> Row:
     good = [record for record in records if "error" not in record]
     errors = [record["error"] for record in records if "error" in record]
     if not good:
-        return Row(mechanism, None, None, errors[0], None, 0.0, 0.0, False, False, {})
+        return Row(mechanism, None, None, errors[0], None, 0.0, 0.0, False, False, False, {})
     times = [record["step_ms"] for record in good]
     best = min(good, key=lambda record: record["step_ms"])
     left = [at for record in good if (at := left_at(reference, record["losses"])) is not None]
@@ -143,6 +148,10 @@ def _row(mechanism: Mechanism, records: Sequence[Record], reference: Mapping[str
         largest_gap=max(largest_gap(reference, record["losses"]) for record in good),
         last_gap=max(last_gap(reference, record["losses"]) for record in good),
         diverges=any(diverges(reference, record["losses"]) for record in good),
+        is_as_compiled=mechanism.changes_kernels
+        and mechanism.name != "compile"
+        and bool(compiled)
+        and all(left_at(compiled, record["losses"]) is None for record in good),
         is_compared=bool(reference),
         figures=best,
     )
@@ -213,7 +222,9 @@ def choose_winner(rows: Sequence[Row], noise: float, eager_equals_eager: bool) -
     gain = eager.step_ms / best.step_ms
     if best.mechanism.whose == "eager" or gain - 1 <= noise:
         return "eager", f"nothing is faster than eager beyond its own spread of {100 * noise:.1f} %"
-    losses = "other kernels, which round differently" if best.mechanism.changes_kernels else "the losses of eager"
+    losses = "the losses of eager"
+    if best.mechanism.changes_kernels:
+        losses = "the losses of torch.compile" if best.is_as_compiled else "other kernels, which round differently"
     return best.mechanism.name, f"{gain:.2f} times as fast as eager, with {losses}"
 
 

@@ -246,4 +246,6 @@ def losses_in_words(row: Row) -> str:
         return f"{whose} equal".strip()
     if row.diverges or not row.mechanism.changes_kernels:
         return f"{whose} diverge from step {row.left_eager_at}, by {row.largest_gap:.2g} at most".strip()
+    if row.is_as_compiled:
+        return "those of torch.compile, bit for bit"
     return f"{whose} other rounding from step {row.left_eager_at}, the last {100 * row.last_gap:.2f} % off".strip()

@@ -76,6 +76,23 @@ def test_winner_may_compile_if_losses_stay_close() -> None:
     assert compare([EAGER, AGAIN, COMPILED], records).winner == "eager"
 
 
+def test_graphs_of_compiled_kernels_are_held_against_them() -> None:
+    inside = Mechanism("ours-whole-compile", "compiled inside", "stepgraph", changes_kernels=True)
+    records = [record(EAGER, 0, 100.0), record(COMPILED, 0, 50.0, 3.001, 2.001), record(inside, 0, 20.0, 3.001, 2.001)]
+    found = compare([EAGER, COMPILED, inside], records)
+    assert (found.winner, found.reason) == (
+        inside.name,
+        "5.00 times as fast as eager, with the losses of torch.compile",
+    )
+    words = {row.mechanism.name: report_html.losses_in_words(row) for row in found.rows}
+    assert words["ours-whole-compile"] == "those of torch.compile, bit for bit"
+    assert words["compile"] == "other rounding from step 1, the last 0.05 % off"
+    records[-1]["losses"]["2"] = 2.002
+    row = compare([EAGER, COMPILED, inside], records).row(inside.name)
+    assert row is not None
+    assert not row.is_as_compiled
+
+
 def test_rounding_that_training_amplifies_is_no_divergence() -> None:
     eager = {str(step): loss for step, loss in enumerate((11.138, 8.054, 6.921, 6.171, 2.0), 1)}
     compiled = {str(step): loss for step, loss in enumerate((11.138, 8.055, 6.923, 6.5, 1.8), 1)}
