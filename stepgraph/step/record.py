@@ -401,11 +401,7 @@ class StepCapture:
         moves_gradients: bool,
     ) -> _Recording:
         recorder = ChainRecorder(self._session, self._options.generators)
-        grads = GradCapture(
-            *(site.touched.parameters, self._session.grads, recorder.recorded_anything),
-            hold=site.learnt.hold_grads,
-            has_addresses=moves_gradients,
-        )
+        grads = self._grads(site, recorder, moves_gradients)
         found = scalers_among(objects)
         imitate = site.effects.imitate
         scalers = ScalerCapture(found, inside, recorder.cut, imitate, whole=not site.learnt.cut_scalers)
@@ -450,6 +446,10 @@ class StepCapture:
                 grads.rollback()
                 raise
         return _Recording(chain, outputs, grads, scalers, found_flags, read, kept, modes, log)
+
+    def _grads(self, site: Site, recorder: ChainRecorder, moves: bool) -> GradCapture:
+        known = (site.touched.parameters, self._session.grads, recorder.recorded_anything)
+        return GradCapture(*known, hold=site.learnt.hold_grads, has_addresses=moves)
 
     def _logged(
         self, site: Site, leaves: Sequence[Any], args: Any, kwargs: Any, *, looks_on: bool
