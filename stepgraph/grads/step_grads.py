@@ -253,7 +253,7 @@ class GradCapture:
 def _stand_in(grad: torch.Tensor, *, without_memory: bool) -> torch.Tensor:
     """A gradient of the same form, in place of one that others know; nothing runs, so its contents do not matter.
 
-    One that a recording may use needs memory on a GPU: CUDA refuses to record a copy from address 0.
+    One that a recording may use keeps its memory: a copy from address 0 may break a capture.
     """
     found = torch.empty_like(grad)
     if without_memory and grad.is_cuda:
