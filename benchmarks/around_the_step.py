@@ -15,20 +15,16 @@ takes the optimizer out of the graph when it changes; as a tensor it stays insid
 captured train from one seed under deterministic algorithms. At the end losses, evaluations, parameters, gradients,
 optimizer state, the scale and the random state are compared bit for bit: the target is no difference at all. Where
 there is one, eager is run again, to show how far it differs from itself.
+
+The memory and each way to train have a process of their own. Times are of the whole loop, until the device is done.
 """
 
 from __future__ import annotations
 
 import argparse
-import datetime
-import gc
-import json
 import math
 import os
-import platform
-import shlex
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -38,8 +34,13 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 import torch
 from torch import Tensor
+from whole_step import Job, begin, command_line, count, run_all, run_alone, run_and_report
+from whole_step_report import Record, Rows, as_page, number
 
 import stepgraph
+from stepgraph.bench import worker as bench_worker
+from stepgraph.bench.measure import peaks_of, reset_peaks, wall_ms
+from stepgraph.bench.server import attempted
 from stepgraph.models import GPT, GPTConfig
 
 TARGET_RATIO = 1.3
@@ -49,8 +50,7 @@ ROUNDS = 6
 MICROBATCHES = 4
 EVALUATE_EVERY = 100
 MODES = ("bf16", "fp16", "fp16, one graph")
-
-Record = dict[str, Any]
+PASSED_ON = ("device", "steps")
 
 
 # -- memory of many signatures
@@ -59,18 +59,14 @@ Record = dict[str, Any]
 def memory_config(device: torch.device) -> tuple[GPTConfig, int, list[int]]:
     """The model, the batch size and the sequence lengths, longest first."""
     if device.type == "cpu":
-        return replace(GPTConfig.tiny(), num_layers=1, max_seq_len=64), 2, list(range(64, 0, -8))
+        return replace(GPTConfig.tiny(), num_layers=1, max_seq_len=32), 2, list(range(32, 0, -8))
     return replace(GPTConfig.gpt_162m(), num_layers=2), 8, list(range(1024, 0, -128))
 
 
 def signatures_memory(device: torch.device, lengths: Sequence[int], *, captured: bool = True) -> Record:
     """Train at these lengths in turn, in one session, until each has a graph that has replayed."""
     config, batch, _ = memory_config(device)
-    backend = stepgraph.Session(backend="cuda" if device.type == "cuda" else "tape").backend
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-    backend.reset_peak_memory()
+    reset_peaks(device)
     before = torch.cuda.memory_reserved(device) if device.type == "cuda" else 0
     torch.manual_seed(0)
     with torch.device(device):
@@ -87,7 +83,6 @@ def signatures_memory(device: torch.device, lengths: Sequence[int], *, captured:
     def train(step: Callable[[Tensor], Tensor]) -> None:
         for length in [n for _ in range(ROUNDS) for n in lengths]:
             step(torch.randint(config.vocab_size, (batch, length), device=device))
-        backend.synchronize()
 
     found: Record = {"lengths": list(lengths)}
     if captured:
@@ -106,14 +101,13 @@ def signatures_memory(device: torch.device, lengths: Sequence[int], *, captured:
         }
     else:
         train(train_step)
-    peak = backend.peak_memory_bytes()
+    peak = peaks_of(device).reserved
     return {**found, "reserved_bytes": None if peak is None else peak - before}
 
 
 def measure_memory(device: torch.device) -> Record:
-    """Eight lengths in both orders against the longest alone."""
+    """Several lengths in both orders against the longest alone."""
     *_, lengths = memory_config(device)
-    print(f"memory of {len(lengths)} sequence lengths", file=sys.stderr, flush=True)
     alone = signatures_memory(device, lengths[:1])
     orders = {
         "largest_first": signatures_memory(device, lengths),
@@ -186,7 +180,11 @@ class Training:
     def run(self, train_step: Callable[[Tensor], Tensor], evaluate: Callable[[Tensor], Tensor]) -> None:
         """The loop, as anyone writes it."""
         held_out = list(self.batches(5))
-        started = time.perf_counter()
+        self.seconds = wall_ms(lambda: self._run(train_step, evaluate, held_out), self.device) / 1e3
+
+    def _run(
+        self, train_step: Callable[[Tensor], Tensor], evaluate: Callable[[Tensor], Tensor], held_out: list[Tensor]
+    ) -> None:
         for index, tokens in enumerate(self.batches(self.steps, MICROBATCHES)):
             self.losses.append(train_step(tokens).detach())
             self.scheduler.step()
@@ -194,8 +192,6 @@ class Training:
                 self.model.eval()
                 self.evaluations += [evaluate(tokens).detach() for tokens in held_out]
                 self.model.train()
-        float(self.losses[-1])  # waits for the device
-        self.seconds = time.perf_counter() - started
 
     def state(self) -> dict[str, list[Any]]:
         """All that must be equal, by kind."""
@@ -241,14 +237,12 @@ def measure_training(device: torch.device, mode: str, steps: int) -> Record:
     """Train eager and captured, and compare."""
     eager = Training(device, mode, steps)
     eager.run(eager.train_step, eager.evaluate)
-    print(f"{mode}: {steps} eager steps in {eager.seconds:.1f} s", file=sys.stderr, flush=True)
     expected = eager.state()
     captured = Training(device, mode, steps)
     with stepgraph.Session() as session:
         train_step = stepgraph.capture(captured.train_step, session=session)
         evaluate = stepgraph.capture(captured.evaluate, session=session)
         captured.run(train_step, evaluate)
-        print(f"{mode}: {steps} captured steps in {captured.seconds:.1f} s", file=sys.stderr, flush=True)
         reports = {"train_step": train_step.report(), "evaluate": evaluate.report()}
         differences = differing(expected, captured.state())
     record: Record = {
@@ -278,61 +272,129 @@ def _steps_taken(optimizer: torch.optim.Optimizer) -> float:
     return max(float(state["step"]) for state in optimizer.state.values())
 
 
-def main(options: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cuda", help="cuda, or cpu for the tape: does it run at all?")
-    parser.add_argument("--steps", type=int, default=1000)
-    parser.add_argument("--only", choices=["memory", "training"])
-    parser.add_argument("--modes", type=lambda text: text.split("/"), default=list(MODES), help=" / ".join(MODES))
-    parser.add_argument("--out", type=Path)
-    args = parser.parse_args(options)
-    device = torch.device(args.device)
+# -- jobs and the report
+
+
+def prepare() -> None:
+    """Import what the workers need, in the server that they are forked from."""
+    bench_worker.prepare()
+
+
+def run(request: Record) -> Record:
+    """Measure the memory, or one way to train; return its record."""
+    what, mode, args = request["workload"], request["variant"], argparse.Namespace(**request["options"])
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False
+    device = torch.device(args.device)
     if device.type == "cpu":
         torch.set_num_threads(1)
-    record: Record = {
-        "date": datetime.date.today().isoformat(),
-        "gpu": torch.cuda.get_device_name() if device.type == "cuda" else "none: the tape, on the CPU",
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "command": command_line(options),
-        "targets": {},
-    }
-    if args.only != "training":
-        record["memory"] = measure_memory(device)
-        ratios = {order: record["memory"][order]["pool_ratio"] for order in ("largest_first", "smallest_first")}
-        record["targets"]["pool_ratio"] = {
-            "target": TARGET_RATIO,
-            **ratios,
-            "reached": max(ratios.values()) < TARGET_RATIO,
-        }
-        write(record, args.out)
-    record["training"] = []
-    for mode in args.modes if args.only != "memory" else ():
-        record["training"].append(measure_training(device, mode, args.steps))
-        equal = [run["bit_equal"] for run in record["training"]]
-        record["targets"]["bit_equal_after_training"] = {"target": True, "reached": all(equal)}
-        write(record, args.out)
-    print(json.dumps(record, indent=2))
-    return 0 if all(target["reached"] for target in record["targets"].values()) else 1
+    measuring = (
+        (lambda: measure_memory(device)) if what == "memory" else lambda: measure_training(device, mode, args.steps)
+    )
+    return attempted({"workload": what, "variant": mode}, measuring)
 
 
-def write(record: Record, folder: Path | None) -> None:
-    """Keep what is measured so far."""
-    if folder is not None:
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "around_the_step.json").write_text(json.dumps(record, indent=2) + "\n")
+def targets_of(records: Sequence[Record]) -> dict[str, Record]:
+    """What is to be reached, and whether it was; a run that failed has reached nothing."""
+    found: dict[str, Record] = {}
+    for record in [r for r in records if r["workload"] == "memory"]:
+        orders = ("largest_first", "smallest_first")
+        ratios = {order: record[order]["pool_ratio"] for order in orders if order in record}
+        is_reached = len(ratios) == len(orders) and max(ratios.values()) < TARGET_RATIO
+        found["pool_ratio"] = {"target": TARGET_RATIO, **ratios, "reached": is_reached}
+    equal = [bool(record.get("bit_equal")) for record in records if record["workload"] == "training"]
+    if equal:
+        found["bit_equal_after_training"] = {"target": True, "reached": all(equal)}
+    return found
 
 
-def command_line(options: Sequence[str]) -> str:
-    """The command as typed, but for the output folder, which only says where this report was put first."""
-    words = ["python", "benchmarks/around_the_step.py", *options]
-    if "--out" in words:
-        at = words.index("--out")
-        del words[at : at + 2]
-    return shlex.join(words)
+def sections(summary: Record) -> list[tuple[str, Rows]]:
+    """Return the report's tables; those without rows are left out."""
+    memory = [["signatures", "graphs", "pool MiB", "pool / longest alone", "reserved / longest alone"]]
+    training = [["training", "steps", "eager ms", "captured ms", "skipped", "differing from eager"]]
+    targets = [["target", "wanted", "reached"]]
+    for r in summary["records"]:
+        if "error" in r:
+            (memory if r["workload"] == "memory" else training).append([r["variant"], f"failed: {r['error']}"])
+        elif r["workload"] == "memory":
+            memory += [memory_row(order, found) for order, found in r.items() if isinstance(found, dict)]
+        else:
+            times = [number(r["eager_ms"], 2), number(r["captured_ms"], 2)]
+            compared = f"{sum(r['differing'].values())} of {sum(r['compared'].values())}"
+            training.append([r["mode"], str(r["steps"]), *times, str(r["skipped_steps"]), compared])
+    for name, target in summary["targets"].items():
+        targets.append([name, str(target["target"]), "yes" if target["reached"] else "no"])
+    tables = [("Memory of many signatures", memory), ("Training", training), ("Targets", targets)]
+    return [(title, filled(rows)) for title, rows in tables if len(rows) > 1]
+
+
+def memory_row(order: str, found: Record) -> list[str]:
+    pool = number(found["pool_bytes"] / 2**20, 1) if "pool_bytes" in found else ""
+    ratios = [number(found[name], 4) if name in found else "" for name in ("pool_ratio", "reserved_ratio")]
+    return [order.replace("_", " "), str(found.get("graphs", "")), pool, *ratios]
+
+
+def filled(rows: Rows) -> Rows:
+    """Give every row as many cells as the first."""
+    return [[*row, *[""] * (len(rows[0]) - len(row))] for row in rows]
+
+
+def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Return the command's options."""
+    here = "cuda" if torch.cuda.is_available() else "cpu"
+    parser = argparse.ArgumentParser(description="Memory of many signatures, and a long run with all that loops have.")
+    parser.add_argument(
+        "--device", choices=("cuda", "cpu"), default=here, help="cpu, for the tape: does it run at all?"
+    )
+    parser.add_argument("--steps", type=count, default=1000, help="steps of a training (1000)")
+    parser.add_argument("--only", choices=["memory", "training"])
+    parser.add_argument("--modes", type=lambda text: text.split("/"), default=list(MODES), help=" / ".join(MODES))
+    parser.add_argument("--timeout", type=float, default=400.0, help="seconds a part may take (400)")
+    parser.add_argument("--out", type=Path, help="folder for the report; without it nothing is written on a CPU")
+    parser.add_argument("--worker", nargs=2, metavar=("PART", "MODE"), help="measure one part, print JSON")
+    args = parser.parse_args(argv)
+    if wrong := sorted(set(args.modes) - set(MODES)):
+        parser.error(f"{', '.join(wrong)}: not among {' / '.join(MODES)}")
+    return args
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the benchmark; return 1 if a part failed or a target was missed."""
+    args = parse_arguments(argv)
+    if args.worker:
+        return run_alone(run, args, PASSED_ON)
+    begun = begin(args, "a tiny GPT")
+    if begun is None:
+        return 2
+    facts, folder = begun
+    command = command_line("around_the_step.py", sys.argv[1:] if argv is None else argv)
+    jobs: list[Job] = [] if args.only == "training" else [("memory", "eight lengths")]
+    jobs += [] if args.only == "memory" else [("training", mode) for mode in args.modes]
+    missed: list[str] = []
+
+    def summarise(records: list[Record], facts: Record) -> Record:
+        targets = targets_of(records)
+        missed[:] = [name for name, target in targets.items() if not target["reached"]]
+        return {"environment": facts, "command": command, "targets": targets, "records": records}
+
+    code = run_and_report(
+        "around_the_step",
+        lambda publish: run_all("around_the_step", jobs, args, PASSED_ON, publish, outcome),
+        summarise,
+        sections,
+        lambda summary: as_page("Around the step", summary, sections(summary), "benchmarks/around_the_step.py"),
+        facts,
+        folder,
+    )
+    return 1 if missed else code
+
+
+def outcome(record: Record) -> str:
+    """How a part went, in a few words."""
+    if record["workload"] == "memory":
+        return f"{record['largest_first']['pool_ratio']:.3f} of the pool of the longest"
+    return f"{record['captured_ms']:.2f} ms, eager {record['eager_ms']:.2f} ms, equal: {record['bit_equal']}"
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

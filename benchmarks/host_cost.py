@@ -19,22 +19,36 @@ That is done with several pairs of processes, because where a process finds its 
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from whole_step import (
+    Job,
+    command_line,
+    count,
+    machine_facts,
+    run_all,
+    run_alone,
+    run_and_report,
+    show,
+    write_report,
+)
+from whole_step_report import Record, Rows, as_page, number
 
 import stepgraph
+from stepgraph.bench import worker as bench_worker
+from stepgraph.bench.measure import host_ms
+from stepgraph.bench.server import attempted
 
+PARAMETERS = ("150", "1000")
+PASSED_ON = ("calls",)
 TARGET_US = 60.0
 """The most that stepgraph may add at 150 parameters."""
 REFERENCE_US = 14.0
@@ -48,18 +62,12 @@ PAIR_TURNS = 100
 
 def median_us(call: Callable[[], Any], calls: int, *, drained: bool = False) -> float:
     """Median host time of a call in microseconds."""
-    times = []
-    for index in range(calls + 20):
-        if drained and torch.cuda.is_available():
-            torch.cuda.synchronize()
-        start = time.perf_counter()
-        call()
-        if index >= 20:
-            times.append(time.perf_counter() - start)
-    return statistics.median(times) * 1e6
+    device = torch.device("cuda" if drained and torch.cuda.is_available() else "cpu")
+    times = [host_ms(call, device) for _ in range(calls + 20)][20:]
+    return statistics.median(times) * 1e3
 
 
-def rows_of(call: Any) -> dict[str, Callable[[], bool]]:
+def guard_rows(call: Any) -> dict[str, Callable[[], bool]]:
     """What is asked before a replay, in each way there is."""
     from stepgraph.native import library, row
 
@@ -73,7 +81,7 @@ def rows_of(call: Any) -> dict[str, Callable[[], bool]]:
     return rows
 
 
-def measure(num_parameters: int, calls: int) -> dict[str, Any]:
+def measure(num_parameters: int, calls: int) -> Record:
     """Time one model's captured step, its bare graph, and the parts of the difference."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(*(torch.nn.Linear(16, 16) for _ in range(num_parameters // 2))).cuda()
@@ -101,7 +109,7 @@ def measure(num_parameters: int, calls: int) -> dict[str, Any]:
             static.copy_(x)
             graph.replay()
 
-        rows = rows_of(call)
+        rows = guard_rows(call)
         turns: dict[str, list[float]] = {"bare": [], **{way: [] for way in rows}}
         for _ in range(TURNS):  # in turn, so that all see the machine in the same mood
             turns["bare"].append(median_us(bare, calls, drained=True))
@@ -127,55 +135,7 @@ def measure(num_parameters: int, calls: int) -> dict[str, Any]:
         }
 
 
-def small_layers(count: int, device: str) -> torch.nn.Sequential:
-    """A chain of linear layers, two parameters each."""
-    torch.manual_seed(0)
-    return torch.nn.Sequential(*(torch.nn.Linear(16, 16) for _ in range(count))).to(device)
-
-
-def replay_ways(device: str) -> dict[str, Callable[[], Any]]:
-    """One replay through each engine, by public names only, warmed up."""
-    x = torch.randn(4, 16, device=device)
-    model = small_layers(75, device)
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-
-    @stepgraph.capture
-    def whole_step(x: torch.Tensor) -> torch.Tensor:
-        optimizer.zero_grad()
-        loss = model(x).mean()
-        loss.backward()
-        optimizer.step()
-        return loss
-
-    part = small_layers(4, device)
-    handle = stepgraph.graph_modules(torch.nn.Sequential(part), scope=["0"])
-    callable_ = stepgraph.make_graphed_callables(small_layers(4, device), (x.clone().requires_grad_(),))
-    argument = x.clone().requires_grad_()
-    ways: dict[str, Callable[[], Any]] = {
-        "whole step": lambda: whole_step(x),
-        "module pair": lambda: part(argument).sum().backward(),
-        "callable pair": lambda: callable_(argument).sum().backward(),
-    }
-    for call in ways.values():
-        for _ in range(8):
-            call()
-    counts = (whole_step.report().replays, handle.report().replays)
-    assert all(counts), "nothing was replayed"
-    ways["handle"] = handle.report  # keeps it alive
-    return ways
-
-
-def take_turns() -> None:
-    """In a process of `--against`: one turn for each line that comes in, its times as a line that goes out."""
-    ways = replay_ways("cuda" if torch.cuda.is_available() else "cpu")
-    ways.pop("handle")
-    print(stepgraph.__file__, flush=True)
-    for line in sys.stdin:
-        calls = int(line)
-        print(json.dumps({name: median_us(call, calls, drained=True) for name, call in ways.items()}), flush=True)
-
-
-def against(other: Path, args: argparse.Namespace) -> dict[str, Any]:
+def against(other: Path, args: argparse.Namespace) -> Record:
     """Let two checkouts take turns; the median ratio of their host times in each pair of processes."""
     trees = {"before": other.resolve(), "now": Path(__file__).resolve().parents[1]}
     pairs = []
@@ -208,7 +168,7 @@ def against(other: Path, args: argparse.Namespace) -> dict[str, Any]:
 
 def _worker(tree: Path) -> subprocess.Popen[str]:
     worker = subprocess.Popen(
-        [sys.executable, __file__, "--replays"],
+        [sys.executable, str(Path(__file__).with_name("host_cost_replays.py"))],
         env={**os.environ, "PYTHONPATH": str(tree)},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
@@ -228,52 +188,118 @@ def _turn(worker: subprocess.Popen[str], calls: int) -> dict[str, float]:
     return times
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--calls", type=int, default=60, help="calls a turn")
+def prepare() -> None:
+    """Import what the workers need, in the server that they are forked from."""
+    bench_worker.prepare()
+
+
+def run(request: Record) -> Record:
+    """Measure one model; return its record."""
+    count, options = int(request["variant"]), request["options"]
+    known = {"workload": request["workload"], "variant": request["variant"], "gpu": torch.cuda.get_device_name()}
+    return attempted(known, lambda: measure(count, options["calls"]))
+
+
+def target_of(records: Sequence[Record]) -> Record:
+    """What stepgraph adds to a bare copy and replay at 150 parameters, beside the target."""
+    first = next((r for r in records if r["variant"] == PARAMETERS[0] and "error" not in r), None)
+    wanted = {"added_us_at_150": TARGET_US, "where_bare_us": REFERENCE_US}
+    if first is None:
+        return wanted | {"added_us_scaled": {}, "reached": {}}
+    scaled = {way: us * REFERENCE_US / first["bare_us"] for way, us in first["added_us"].items()}
+    reached = {way: us < TARGET_US and scaled[way] < TARGET_US for way, us in first["added_us"].items()}
+    return wanted | {"added_us_scaled": scaled, "reached": reached}
+
+
+def rows_of(records: Sequence[Record]) -> Rows:
+    """Return the table; a failed model's row is its error."""
+    rows = [["parameters", "guards", "bare us", "added us", "median turn us", "watched values"]]
+    for r in records:
+        if "error" in r:
+            rows.append([r["variant"], f"failed: {r['error']}", *[""] * 4])
+            continue
+        for way, added in r["added_us"].items():
+            figures = [number(us, 1) for us in (r["bare_us"], added, r["median_turn_us"][way])]
+            rows.append([r["variant"], way, *figures, str(r["watched_values"])])
+    return rows
+
+
+def sections(summary: Record) -> list[tuple[str, Rows]]:
+    """The figures, and the target for each way to ask the guards."""
+    target = summary["target"]
+    rows = [["guards", "added us, scaled", "reached"]]
+    rows += [[way, number(us, 1), str(target["reached"][way])] for way, us in target["added_us_scaled"].items()]
+    title = f"Target: under {TARGET_US:.0f} us at 150 parameters where the bare replay takes {REFERENCE_US:.0f} us"
+    return [("One replay", rows_of(summary["records"])), (title, rows)]
+
+
+def sections_against(summary: Record) -> list[tuple[str, Rows]]:
+    """One row for each engine."""
+    rows = [["engine", "now / before", "of each pair of processes", "before us", "now us"]]
+    for name, ratio in summary["ratios"].items():
+        pairs = ", ".join(f"{one:.3f}" for one in summary["ratios_of_pairs"][name])
+        medians = [number(summary["median_us"][tree][name], 1) for tree in ("before", "now")]
+        rows.append([name, f"{ratio:.3f}", pairs, *medians])
+    return [("Host time of one replay", rows)]
+
+
+def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Return the command's options."""
+    parser = argparse.ArgumentParser(description="What a replay costs the host.")
+    parser.add_argument("--calls", type=count, default=60, help="calls a turn (60)")
     parser.add_argument("--build", action="store_true", help="build the part in C++ first")
     parser.add_argument("--against", type=Path, metavar="CHECKOUT", help="compare with another checkout, in turn")
-    parser.add_argument("--rounds", type=int, default=ROUNDS, help="pairs of processes, of `--against`")
-    parser.add_argument("--turns", type=int, default=PAIR_TURNS, help="turns a process, of `--against`")
-    parser.add_argument("--replays", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--out", type=Path)
-    args = parser.parse_args()
-    if args.replays:
-        take_turns()
-        return
-    record = against(args.against, args) if args.against is not None else compare_with_bare(args)
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
-    versions = {"gpu": device, "torch": torch.__version__, "python": platform.python_version()}
-    command = "python benchmarks/host_cost.py" + " --build" * args.build
-    command += " --against CHECKOUT" * (args.against is not None)
-    record = {"date": datetime.date.today().isoformat(), **versions, "command": command, **record}
-    text = json.dumps(record, indent=2)
-    print(text)
-    if args.out is not None:
-        args.out.mkdir(parents=True, exist_ok=True)
-        name = "host_cost.json" if args.against is None else "host_cost_against.json"
-        (args.out / name).write_text(text + "\n")
+    parser.add_argument("--rounds", type=count, default=ROUNDS, help=f"pairs of processes, of `--against` ({ROUNDS})")
+    parser.add_argument("--turns", type=count, default=PAIR_TURNS, help=f"turns a process, of it ({PAIR_TURNS})")
+    parser.add_argument("--timeout", type=float, default=300.0, help="seconds a model may take (300)")
+    parser.add_argument("--out", type=Path, help="folder for the report; without it nothing is written")
+    parser.add_argument("--worker", nargs=2, metavar=("MODEL", "PARAMETERS"), help="measure one model, print JSON")
+    return parser.parse_args(argv)
 
 
-def compare_with_bare(args: argparse.Namespace) -> dict[str, Any]:
-    """What stepgraph adds to a bare copy and replay, beside the target."""
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the benchmark; return 1 if a model failed."""
+    args = parse_arguments(argv)
+    if args.worker:
+        return run_alone(run, args, PASSED_ON)
+    command = command_line("host_cost.py", sys.argv[1:] if argv is None else argv, ("--out", "--against"))
+    facts = machine_facts()
+    if args.against is not None:
+        summary = {"environment": facts, "command": command, **against(args.against, args)}
+        tables = sections_against(summary)
+        page = as_page("Host cost, against another checkout", summary, tables, "benchmarks/host_cost.py")
+        if args.out is not None:
+            write_report(args.out, "host_cost_against", summary, page)
+        show(tables, page)
+        return 0
+    if not torch.cuda.is_available():
+        print("This benchmark needs a CUDA GPU, and torch finds none here. --against runs on a CPU.", file=sys.stderr)
+        return 2
     if args.build:
         from stepgraph.native import library
 
         library.build()
-    results = [measure(count, args.calls) for count in (150, 1000)]
-    added = results[0]["added_us"]
-    scaled = {way: us * REFERENCE_US / results[0]["bare_us"] for way, us in added.items()}
-    return {
-        "results": results,
-        "target": {
-            "added_us_at_150": TARGET_US,
-            "where_bare_us": REFERENCE_US,
-            "added_us_scaled": scaled,
-            "reached": {way: us < TARGET_US and scaled[way] < TARGET_US for way, us in added.items()},
+    jobs: list[Job] = [("linear layers", count) for count in PARAMETERS]
+    return run_and_report(
+        "host_cost",
+        lambda publish: run_all("host_cost", jobs, args, PASSED_ON, publish, outcome),
+        lambda records, facts: {
+            "environment": facts,
+            "command": command,
+            "target": target_of(records),
+            "records": records,
         },
-    }
+        sections,
+        lambda summary: as_page("Host cost", summary, sections(summary), "benchmarks/host_cost.py"),
+        facts,
+        args.out,
+    )
+
+
+def outcome(record: Record) -> str:
+    """How it went, in a few words."""
+    return ", ".join(f"{way} {us:.0f} us" for way, us in record["added_us"].items())
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -39,7 +39,6 @@ import argparse
 import importlib
 import os
 import sys
-import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -47,6 +46,7 @@ import torch
 from pipeline_report import EQUALITY, LAYERS, VARIANTS, WORKLOADS, markdown, sections, summarise
 from whole_step import (
     Job,
+    attempted_with_warnings,
     begin,
     checked,
     command_line,
@@ -58,11 +58,9 @@ from whole_step import (
     run_here,
     told_outcome,
 )
-from whole_step_report import Record, error_line
+from whole_step_report import Record
 
-from stepgraph import StepgraphWarning
 from stepgraph.bench import worker as bench_worker
-from stepgraph.bench.server import attempted
 
 PASSED_ON = ("device", "steps", "equality_steps", "layers")
 
@@ -85,11 +83,7 @@ def measure(job: Job, args: argparse.Namespace) -> Record:
         return found | ({"gpu": torch.cuda.get_device_name()} if setting.is_on_gpu else {})
 
     record: Record = {"workload": workload, "variant": variant, "layers": args.layers}
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always", StepgraphWarning)
-        record = attempted(record, measuring)
-    said = [error_line(str(w.message)) for w in caught if issubclass(w.category, StepgraphWarning)]
-    return record | {"warnings": list(dict.fromkeys(said))[:8]}
+    return attempted_with_warnings(record, measuring)
 
 
 def prepare() -> None:

@@ -35,6 +35,7 @@ import shlex
 import subprocess
 import sys
 import time
+import warnings
 from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 
@@ -52,6 +53,7 @@ from whole_step_report import (
 )
 from whole_step_variants import measure_job
 
+from stepgraph import StepgraphWarning
 from stepgraph.bench import worker as bench_worker
 from stepgraph.bench.jobs import JobServer
 from stepgraph.bench.server import attempted
@@ -82,6 +84,15 @@ def run(request: Record) -> Record:
     workload, variant, args = request["workload"], request["variant"], argparse.Namespace(**request["options"])
     known = {"workload": workload, "variant": variant, "layers": args.layers}
     return attempted(known, lambda: measure_job(workload, variant, args))
+
+
+def attempted_with_warnings(record: Record, measuring: Callable[[], Record]) -> Record:
+    """Return a record with what was measured, or with the error, and with what stepgraph warned of, each text once."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", StepgraphWarning)
+        record = attempted(record, measuring)
+    said = [error_line(str(w.message)) for w in caught if issubclass(w.category, StepgraphWarning)]
+    return record | {"warnings": list(dict.fromkeys(said))[:8]}
 
 
 def request_of(job: Job, args: argparse.Namespace, names: Sequence[str]) -> Record:

@@ -61,6 +61,11 @@ def is_users(kind: type) -> bool:
     return any(is_users_module(str(base.__module__)) for base in kind.__mro__)
 
 
+def is_standard(kind: type) -> bool:
+    """Whether a class is of Python's standard library."""
+    return kind is not object and str(kind.__module__).partition(".")[0] in sys.stdlib_module_names
+
+
 def is_own(kind: type) -> bool:
     """Whether a class is the user's own, not an installed library's."""
     names = [str(base.__module__) for base in kind.__mro__]

@@ -14,6 +14,7 @@ import functools
 import gc
 import sys
 import types
+import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator
 from typing import Any, Final
@@ -112,12 +113,21 @@ def is_numpy(kind: type, name: str) -> bool:
 
 
 def attributes_of(value: Any) -> dict[str, Any] | None:
-    """An object's own `__dict__`, if it has one; its class's attribute access is not used."""
+    """An object's own `__dict__`, if it has one; attribute access that its class defines in Python is not used."""
+    kind = type(value)
     try:
-        found = object.__getattribute__(value, "__dict__")
+        is_usual = type.__getattribute__(kind, "__getattribute__") is object.__getattribute__
+        found = (object.__getattribute__ if is_usual else _reader_in_c(kind))(value, "__dict__")
     except (AttributeError, TypeError):
         return None
     return found if type(found) is dict else None
+
+
+def _reader_in_c(kind: type) -> Any:
+    """What reads attributes in C: `threading.local` keeps those of each thread apart. A proxy would ask its object."""
+    bases = (object,) if kind in weakref.ProxyTypes else kind.__mro__
+    found = (vars(base).get("__getattribute__") for base in bases)
+    return next(read for read in found if type(read) is types.WrapperDescriptorType)
 
 
 # -- in messages

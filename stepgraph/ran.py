@@ -13,6 +13,7 @@ import copy
 import functools
 import opcode
 import sys
+import time
 import types
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -28,8 +29,11 @@ _AT_LARGE = frozenset(
     )
 )
 """Names of functions that read attributes which the code does not spell."""
+MAKING = frozenset(("__init__", "__post_init__", "__repr__", "__str__"))
+"""Methods that name every attribute, but that a step seldom calls."""
 _MAX_UNSEEN = 512
 """The limit of functions that count only for a name in code that may run unseen."""
+_TRIES = 1000
 _MAX_STRING = 64
 """Longer strings are texts, not names."""
 
@@ -204,7 +208,7 @@ class ExecutedCode:
             self.give_up()
             yield
             return
-        sys.setprofile(self.note)
+        _profile_by(self.note)
         try:
             if backwards_on is not None:
                 _in_a_backward(backwards_on, self._begin)
@@ -213,7 +217,7 @@ class ExecutedCode:
             if backwards_on is not None:
                 _in_a_backward(backwards_on, self._end)
             if sys.getprofile() == self.note:
-                sys.setprofile(found)
+                _profile_by(found)
             else:  # the block has used a profiler, or ended one that it found
                 self.give_up()
             if type(outer) is ExecutedCode:
@@ -241,11 +245,11 @@ class ExecutedCode:
     def _begin(self) -> None:
         self._is_elsewhere = sys.getprofile() is None  # else autograd uses this very thread, or has a profiler
         if self._is_elsewhere:
-            sys.setprofile(self.note)
+            _profile_by(self.note)
 
     def _end(self) -> None:
         if self._is_elsewhere and sys.getprofile() == self.note:
-            sys.setprofile(None)
+            _profile_by(None)
 
     def note(self, frame: types.FrameType, event: str, _: Any) -> None:
         """Note a call, as Python's profile function."""
@@ -283,6 +287,17 @@ class Running:
     def runs(self, functions: Iterable[types.FunctionType]) -> bool:
         """Whether one of these functions is known to count."""
         return any(self.has(f.__code__) or f.__code__ in self._unseen for f in functions)
+
+    def names_in(self, classes: Iterable[type]) -> frozenset[str]:
+        """The names in and of those methods of classes that ran; or that may run, if that is not known."""
+        found: set[str] = set()
+        for kind in classes:
+            for name, item in vars(kind).items():
+                is_asked = name in self.names.spelled or (name.startswith("__") and name not in MAKING)
+                functions = functions_behind(item)
+                if functions and (self.runs(functions) if self.is_known else is_asked):
+                    found.update((name, *(string for one in functions for string in strings_in(one.__code__))))
+        return frozenset(found)
 
     def counts(self, function: types.FunctionType, is_near: bool) -> bool:
         """Whether a function counts; `is_near`: it is the user's, or the user's code names it."""
@@ -327,11 +342,22 @@ class Unnoted:
         found = sys.getprofile()
         if type(getattr(found, "__self__", None)) is ExecutedCode:
             self._found = found
-            sys.setprofile(None)
+            _profile_by(None)
 
     def __exit__(self, *error: object) -> None:
         if self._found is not None:
-            sys.setprofile(self._found)
+            _profile_by(self._found)
+
+
+def _profile_by(function: Any) -> None:
+    """Set the profile function of this thread. Python 3.11 refuses while another thread sets its own."""
+    for _ in range(_TRIES):
+        try:
+            sys.setprofile(function)
+            return
+        except RuntimeError:
+            time.sleep(0)
+    sys.setprofile(function)
 
 
 def _in_a_backward(device: torch.device, call: Callable[[], None]) -> None:

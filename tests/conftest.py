@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import importlib
 import os
@@ -10,8 +11,10 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from tests.forked import NONE, ForkServer
+from tests.pairwise import covering
 from tests.seeding import seed
-from tests.slow_tests import SlowTests
+from tests.slow_tests import CpuTimes, SlowTests
 
 _SLOW_SUITES = frozenset(("slow", "distributed"))
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -22,22 +25,28 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--require-gpu", action="store_true", help="fail, instead of leaving tests out, where there is no GPU"
     )
+    parser.addoption("--cpu-times", action="store_true", help="list the processor time of each file in the end")
     parser.addoption(
         "--note-slow-tests", action="store_true", help="write the names of tests that took long to tests/slow_tests.txt"
     )
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if config.getoption("--note-slow-tests") and not hasattr(config, "workerinput"):
-        config.pluginmanager.register(SlowTests(), "slow-tests")
+    writes = config.getoption("--note-slow-tests")
+    if writes or config.getoption("--cpu-times"):
+        config.pluginmanager.register(CpuTimes(), "cpu-times")
+        if not hasattr(config, "workerinput"):
+            config.pluginmanager.register(SlowTests(writes), "slow-tests")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     slow = SlowTests.read()
+    _mark_others_of_pairs(items)
     for item in items:
-        if item.nodeid in slow or _SLOW_SUITES.intersection(item.path.parts):
+        folders = item.path.relative_to(config.rootpath).parts  # the checkout may be in a folder of any name
+        if item.nodeid in slow or _SLOW_SUITES.intersection(folders):
             item.add_marker(pytest.mark.slow)
-        if "distributed" in item.path.parts:  # `run_to_end` sees whether processes get on
+        if "distributed" in folders:  # `run_to_end` sees whether processes get on
             item.add_marker(pytest.mark.timeout(1200))
     if torch.cuda.is_available() or config.getoption("--require-gpu"):
         return
@@ -46,6 +55,21 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.hook.pytest_deselected(items=absent)
         gone = set(absent)
         items[:] = [item for item in items if item not in gone]
+
+
+def _mark_others_of_pairs(items: list[pytest.Item]) -> None:
+    """Mark as long what a test marked `pairwise` has beyond each pair of values."""
+    products: dict[tuple[str, str], list[pytest.Function]] = {}
+    for item in items:
+        if isinstance(item, pytest.Function) and item.get_closest_marker("pairwise") is not None:
+            test = item.nodeid.partition("[")[0], str(item.callspec.params.get("device"))
+            products.setdefault(test, []).append(item)
+    for product in products.values():
+        rows = [{name: repr(value) for name, value in item.callspec.params.items()} for item in product]
+        chosen = set(covering(rows))
+        for place, item in enumerate(product):
+            if place not in chosen:
+                item.add_marker(pytest.mark.long)
 
 
 def pytest_report_header(config: pytest.Config) -> str | None:
@@ -84,3 +108,17 @@ def small_heap() -> None:
     importlib.import_module("torch._dynamo")  # most of these objects; the first capture would bring them
     gc.collect()
     gc.freeze()  # for good: to look through all of them again for each file would take longer than many a file
+
+
+@pytest.fixture(scope="session", autouse=True)
+def forked_programs() -> Iterator[None]:
+    """Python programs that tests start are forks of a process that has imported torch (`tests/forked.py`)."""
+    with contextlib.nullcontext() if torch.cuda.is_available() else ForkServer().installed():
+        yield
+
+
+@pytest.fixture
+def new_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python programs that the test starts are no forks: it is about what they import, or how they start and end."""
+    for name, value in NONE.items():
+        monkeypatch.setenv(name, value)

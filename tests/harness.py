@@ -178,9 +178,10 @@ def assert_captured_equals_eager(
 ) -> stepgraph.Report:
     """Build the program twice from one seed, run it eager and captured, and compare after every call.
 
-    An audit records the call again, which is half of the time of a short run. So one comes at each second replay.
+    An audit records the call again, which is half of the time of a short run. So one comes at each fourth replay;
+    `test_audit` audits every call.
     """
-    options = {"audit": 2, **options}
+    options = {"audit": 4, **options}
     seed(7)
     eager = build(device)
     seed(11)

@@ -6,6 +6,7 @@ import contextvars
 import os
 import tempfile
 import types
+from collections import UserDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -111,16 +112,42 @@ def in_module(depth: int, w: float) -> Held:
     return _attributes(Scaled(None, w), lambda inner: Scaled(inner, 0.0), depth)
 
 
-def in_dict(depth: int, w: float) -> Held:
-    leaf = {"w": w}
-    root = _nested(leaf, lambda inner: {"inner": inner}, depth)
+def _item_reader(root: Any, depth: int) -> Callable[[], float]:
+    """Code that spells the way to a number, as steps do."""
     reads: dict[int, Callable[[], float]] = {
         1: lambda: root["w"],
         2: lambda: root["inner"]["w"],
         3: lambda: root["inner"]["inner"]["w"],
         4: lambda: root["inner"]["inner"]["inner"]["w"],
     }
-    return Held(reads[depth], lambda value: leaf.update(w=value))
+    return reads[depth]
+
+
+def in_dict(depth: int, w: float) -> Held:
+    leaf = {"w": w}
+    root = _nested(leaf, lambda inner: {"inner": inner}, depth)
+    return Held(_item_reader(root, depth), lambda value: leaf.update(w=value))
+
+
+def in_user_dict(depth: int, w: float) -> Held:
+    """A dict of the standard library that is written in Python."""
+    leaf: Any = UserDict(w=w)
+    root = _nested(leaf, lambda inner: UserDict(inner=inner), depth)
+    return Held(_item_reader(root, depth), lambda value: leaf.update(w=value))
+
+
+def in_method_of_a_dict(depth: int, w: float) -> Held:
+    """Dicts of which the step has only a method."""
+    leaf: Any = {"w": w}
+    get = _nested(leaf.get, lambda inner: {"w": inner}.get, depth)
+
+    def read() -> float:
+        found = get("w")
+        while callable(found):
+            found = found("w")
+        return float(found)
+
+    return Held(read, lambda value: leaf.update(w=value))
 
 
 def in_list(depth: int, w: float) -> Held:
@@ -198,6 +225,8 @@ HOLDERS: dict[str, Callable[[int, float], Held]] = {
     "attributes over a dict": in_conf,
     "property": in_property,
     "context variable": in_context_variable,
+    "user dict": in_user_dict,
+    "method of a dict": in_method_of_a_dict,
     "environment": in_environment,
     "file": in_file,
     "closure over self": in_closure_over_self,

@@ -19,7 +19,7 @@ from tests.harness import Program, State, assert_same_history, snapshot
 from tests.seeding import seed
 
 SEQUENCE, BATCH = 8, 2
-STEPS, WARM = 8, 2
+STEPS, WARM = 5, 2
 """Steps that are compared, and those of them before the capture."""
 
 

@@ -28,15 +28,24 @@ MOST_CPU_S = 400.0
 
 
 def run_to_end(
-    commands: Sequence[Sequence[str]], env: Mapping[str, str], cwd: Path | None = None
+    commands: Sequence[Sequence[str]],
+    env: Mapping[str, str] | Sequence[Mapping[str, str]],
+    cwd: Path | None = None,
 ) -> list[subprocess.CompletedProcess[str]]:
-    """Start all programs at once and wait for as long as they get on; raises `TimeoutExpired` if they do not."""
-    env = {**env, "PYTHONFAULTHANDLER": "1"}
+    """Start all programs at once and wait for as long as they get on; raises `TimeoutExpired` if they do not.
+
+    Args:
+        commands: The words of each program.
+        env: The environment of all, or one for each.
+        cwd: The folder of all; this one if not given.
+    """
+    environments = [env] * len(commands) if isinstance(env, Mapping) else env
     with contextlib.ExitStack() as stack:
         files = [[stack.enter_context(tempfile.TemporaryFile("w+")) for _ in range(2)] for _ in commands]
         running = []
-        for command, (out, err) in zip(commands, files, strict=True):
-            process = subprocess.Popen(command, stdout=out, stderr=err, env=env, cwd=cwd, start_new_session=True)
+        for command, one, (out, err) in zip(commands, environments, files, strict=True):
+            given = {**one, "PYTHONFAULTHANDLER": "1"}
+            process = subprocess.Popen(command, stdout=out, stderr=err, env=given, cwd=cwd, start_new_session=True)
             stack.callback(_end, process)
             running.append(process)
         try:

@@ -465,10 +465,11 @@ LADDER = (
     ("Fix the sequence length and the microbatch size.", "stepgraph check {script}"),
     ("Capture the narrowest useful scope.", "{narrow}"),
     ("Confirm that replays happen and that memory suffices.", "print({graphs}.report())"),
-    ("Compare eager with replays, without warm-up and capture.", "stepgraph verify {script}"),
+    ("Compare eager with replays, without warm-up and capture.", "{verify}"),
     ("Only then widen the scope.", "{wide}"),
 )
 """The order in which graphs are brought up, each step with its command."""
+_WHOLE = "Capture the whole step."
 
 
 @dataclass(frozen=True, slots=True)
@@ -485,7 +486,10 @@ class Names:
 
 
 def ladder(names: Names, words: Sequence[str] = ()) -> tuple[tuple[str, str], ...]:
-    """Return the six steps, with the user's names in their commands; `words` is the narrowest scope.
+    """Return the steps, with the user's names in their commands; `words` is the narrowest scope.
+
+    Without one the whole step is captured at once, and nothing is left to widen. A step that is not captured in the
+    script yet is named to `verify`.
 
     Example:
         >>> ladder(Names("train.py", "python train.py"), ["attn"])[2][1]
@@ -494,10 +498,14 @@ def ladder(names: Names, words: Sequence[str] = ()) -> tuple[tuple[str, str], ..
     wide = _capture_line(names) or "step = stepgraph.capture(train_step)"
     narrow = wide if not words else "graphs = " + _modules_line(names, words)
     graphs = wide.partition(" = ")[0] if not words else "graphs"
-    return tuple(
-        (what, how.format(run=names.run, script=names.script, narrow=narrow, wide=wide, graphs=graphs))
+    target, dashes, args = names.script.partition(" -- ")
+    named = f" --step {names.step}" if names.step and not words else ""
+    verify = f"stepgraph verify {target}{named}{dashes}{args}"
+    filled = tuple(
+        (what, how.format(run=names.run, script=names.script, narrow=narrow, wide=wide, graphs=graphs, verify=verify))
         for what, how in LADDER
     )
+    return filled if words else (*filled[:2], (_WHOLE, narrow), *filled[3:-1])
 
 
 def snippet(choice: str, names: Names, words: Sequence[str] = ()) -> tuple[str, ...]:

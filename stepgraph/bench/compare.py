@@ -41,6 +41,8 @@ class Row:
     """Whether its losses are those of torch.compile alone, bit for bit: the same kernels, and nothing else changed."""
     is_compared: bool
     """Whether there are losses to compare with: those of eager, or of the model of its own that it trains."""
+    reference_varies: bool
+    """Whether those losses differ from run to run, so that no mechanism can have them."""
     figures: Mapping[str, Any]
     """The record of the faster pass."""
 
@@ -55,6 +57,8 @@ class Comparison:
     noise: float
     """Relative difference of eager's own step times."""
     eager_equals_eager: bool
+    compiled_equals_compiled: bool
+    """Whether torch.compile has the same losses in both passes: graphs of its kernels must have them then."""
 
     def row(self, name: str) -> Row | None:
         """The row of a mechanism."""
@@ -89,17 +93,17 @@ def seconds_left(jobs: Sequence[tuple[int, Mechanism]], done: Sequence[Record]) 
 
 
 def run_all(
+    server: JobServer,
     jobs: Sequence[tuple[int, Mechanism]],
     request: Mapping[str, Any],
     timeout_s: float,
     on_record: Callable[[Record], None],
 ) -> None:
     """Run all jobs one after the other; `on_record` gets each record when it is there."""
-    with JobServer() as server:
-        for number, mechanism in jobs:
-            begun, which = time.perf_counter(), {"mechanism": mechanism.name, "pass": number}
-            record = server.run({**request, **which}, timeout_s)
-            on_record(which | record | {"job_s": time.perf_counter() - begun})
+    for number, mechanism in jobs:
+        begun, which = time.perf_counter(), {"mechanism": mechanism.name, "pass": number}
+        record = server.run({**request, **which}, timeout_s)
+        on_record(which | record | {"job_s": time.perf_counter() - begun})
 
 
 def compare(mechanisms: Sequence[Mechanism], records: Sequence[Record]) -> Comparison:
@@ -111,17 +115,19 @@ def compare(mechanisms: Sequence[Mechanism], records: Sequence[Record]) -> Compa
     again = [record for record in by_name.get("eager-again", []) if "error" not in record]
     reference = eager[0]["losses"] if eager else {}
     compiled = _losses(by_name.get("compile", ()))
+    equal = all(left_at(reference, record["losses"]) is None for record in (*eager, *again))
     rows = [
-        _row(mechanism, by_name[mechanism.name], _losses(by_name.get(mechanism.reference, ())), compiled)
+        _row(mechanism, by_name[mechanism.name], _losses(by_name.get(mechanism.reference, ())), compiled, equal)
         for mechanism in mechanisms
         if mechanism.name in by_name
     ]
     rows.sort(key=lambda row: (row.step_ms is None, row.step_ms))
     times = [record["step_ms"] for record in (*eager, *again)]
     noise = max(times) / min(times) - 1 if times else 0.0
-    equal = all(left_at(reference, record["losses"]) is None for record in (*eager, *again))
-    winner, reason = choose_winner(rows, noise, equal)
-    return Comparison(tuple(rows), winner, reason, noise, equal)
+    passes = [record for record in by_name.get("compile", []) if "error" not in record]
+    same = len(passes) > 1 and all(left_at(compiled, record["losses"]) is None for record in passes)
+    winner, reason = choose_winner(rows, noise, equal, same)
+    return Comparison(tuple(rows), winner, reason, noise, equal, same)
 
 
 def _losses(records: Sequence[Record]) -> Mapping[str, float]:
@@ -130,12 +136,16 @@ def _losses(records: Sequence[Record]) -> Mapping[str, float]:
 
 
 def _row(
-    mechanism: Mechanism, records: Sequence[Record], reference: Mapping[str, float], compiled: Mapping[str, float]
+    mechanism: Mechanism,
+    records: Sequence[Record],
+    reference: Mapping[str, float],
+    compiled: Mapping[str, float],
+    eager_equals_eager: bool,
 ) -> Row:
     good = [record for record in records if "error" not in record]
     errors = [record["error"] for record in records if "error" in record]
     if not good:
-        return Row(mechanism, None, None, errors[0], None, 0.0, 0.0, False, False, False, {})
+        return Row(mechanism, None, None, errors[0], None, 0.0, 0.0, False, False, False, False, {})
     times = [record["step_ms"] for record in good]
     best = min(good, key=lambda record: record["step_ms"])
     left = [at for record in good if (at := left_at(reference, record["losses"])) is not None]
@@ -153,6 +163,7 @@ def _row(
         and bool(compiled)
         and all(left_at(compiled, record["losses"]) is None for record in good),
         is_compared=bool(reference),
+        reference_varies=mechanism.reference == "eager" and not eager_equals_eager,
         figures=best,
     )
 
@@ -205,16 +216,19 @@ def diverges(reference: Mapping[str, float], losses: Mapping[str, float]) -> boo
     return bool(pairs) and not pairs[-1][1] <= _WORSE * pairs[-1][0]
 
 
-def choose_winner(rows: Sequence[Row], noise: float, eager_equals_eager: bool) -> tuple[str | None, str]:
+def choose_winner(
+    rows: Sequence[Row], noise: float, eager_equals_eager: bool, compiled_equals_compiled: bool = False
+) -> tuple[str | None, str]:
     """Choose the fastest mechanism that trains what eager trains, and say why.
 
-    A mechanism whose kernels are eager's own must have eager's losses, bit for bit, wherever eager equals itself.
-    Compiled kernels round differently, and are trusted unless they diverge. A mechanism that trains a model of its
-    own is not eager's rival.
+    A mechanism whose kernels are eager's own must have eager's losses, bit for bit, wherever eager equals itself. Our
+    graphs of compiled kernels must have the losses of torch.compile, wherever it equals itself. Other compiled kernels
+    round differently, and are trusted unless they diverge. A mechanism that trains a model of its own is not eager's
+    rival.
     """
     eager = next((row for row in rows if row.mechanism.name == "eager"), None)
     sound = [row for row in rows if row.step_ms is not None and row.error is None]
-    sound = [row for row in sound if _is_sound(row, eager_equals_eager)]
+    sound = [row for row in sound if _is_sound(row, eager_equals_eager, compiled_equals_compiled)]
     if eager is None or eager.step_ms is None or not sound:
         return None, "eager did not run, so there is nothing to compare with"
     best = min(sound, key=lambda row: row.step_ms or 0.0)
@@ -228,9 +242,11 @@ def choose_winner(rows: Sequence[Row], noise: float, eager_equals_eager: bool) -
     return best.mechanism.name, f"{gain:.2f} times as fast as eager, with {losses}"
 
 
-def _is_sound(row: Row, eager_equals_eager: bool) -> bool:
+def _is_sound(row: Row, eager_equals_eager: bool, compiled_equals_compiled: bool) -> bool:
     if row.mechanism.reference != "eager":
         return False
+    if row.mechanism.changes_kernels and row.mechanism.whose == "stepgraph" and compiled_equals_compiled:
+        return row.is_as_compiled
     if row.mechanism.changes_kernels or not eager_equals_eager:
         return not row.diverges
     return row.left_eager_at is None

@@ -244,6 +244,8 @@ def losses_in_words(row: Row) -> str:
     whose = "" if reference == "eager" else f" {reference}:"
     if row.left_eager_at is None:
         return f"{whose} equal".strip()
+    if row.reference_varies and not row.diverges and not row.mechanism.changes_kernels:
+        return f"differ from step {row.left_eager_at}, by {row.largest_gap:.2g} at most, as eager's do from its own"
     if row.diverges or not row.mechanism.changes_kernels:
         return f"{whose} diverge from step {row.left_eager_at}, by {row.largest_gap:.2g} at most".strip()
     if row.is_as_compiled:

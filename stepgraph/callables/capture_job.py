@@ -17,7 +17,7 @@ from stepgraph.callables.request import Request
 from stepgraph.callables.sample_graphs import GraphCapture, SampleGraphs
 from stepgraph.callables.target import refuse_ddp, target_of
 from stepgraph.callables.warm_up import CaptureTimeHooks, WarmUpCall, warm_up
-from stepgraph.errors import InvalidArgument
+from stepgraph.errors import CaptureError, InvalidArgument
 from stepgraph.frames import warn_user
 from stepgraph.guards.hooks import is_hooked
 from stepgraph.observe.ddp import reduced_parameters
@@ -123,6 +123,7 @@ class CaptureJob:
 
     def capture(self, *, reuse: bool, retain: bool, allow_unused: bool) -> None:
         session, with_order = self._shared.session, self._request.order is not None
+        _refuse_rebuilt(self._targets)
         shares = reuse and not retain
         self._capture = GraphCapture(self._request, self.samples, self._lane, session.backend.device, self._hooks)
         self._capture.allow_unused = allow_unused
@@ -239,6 +240,18 @@ def _warn_of_several(runners: Sequence[Runner], name: str) -> None:
     for runner in runners:
         runner.tell_several = None
     warn_user(str(shared_cast(f"{name}, called several times in one backward,")))
+
+
+def _refuse_rebuilt(targets: Sequence[PairTarget]) -> None:
+    """Refuse callables whose modules have changed in the warm-up, which noted the calls of others."""
+    for target in targets:
+        if (rebuilt := target.rebuilt()) is not None:
+            raise CaptureError(
+                f"{target.name}: {rebuilt} while it warmed up",
+                rule="own-change",
+                why="graphs are captured with the modules that the callable had before: their parameters and modes.",
+                fix="make all modules before make_graphed_callables; call the callable once if it makes them itself.",
+            )
 
 
 def _refuse_graphed(target: PairTarget) -> None:

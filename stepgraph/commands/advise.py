@@ -8,18 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from stepgraph.commands.base import AsJson, ExitCode, Result
-from stepgraph.commands.script_options import (
-    Module,
-    NoWrite,
-    ScriptArgs,
-    ScriptPath,
-    ScriptTimeout,
-    StepName,
-    agreed,
-    command_on,
-    script_of,
-)
+from stepgraph.commands.base import AsJson, ExitCode, Result, code_line
+from stepgraph.commands.script_options import command_on, takes_script
+from stepgraph.script.request import Script
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -32,26 +23,21 @@ _GIB = 2**30
 _MAX_LINES = 6
 
 
+@takes_script
 def advise(
-    script: ScriptPath = None,
-    args: ScriptArgs = None,
-    module: Module = None,
-    step: StepName = None,
+    wanted: Script,
     steps: Annotated[int, typer.Option("--steps", min=3, help="Timed steps. Ten more run before and after them.")] = 20,
     tries: Annotated[
         bool, typer.Option("--try", help="Capture the step for real in two more runs, and measure it.")
     ] = False,
-    script_timeout: ScriptTimeout = 300.0,
-    no_write: NoWrite = False,
     as_json: AsJson = False,
 ) -> Result:
     """Measure a script's training step and say whether graphs pay, of what, and how to begin."""
-    wanted = script_of(script, args, module, step, script_timeout, no_write)
     from stepgraph.advice.advise import advise_script
 
     report = advise_script(wanted, steps=steps, tries=tries, stdout_to_stderr=as_json)
     code = ExitCode.FINDINGS if report.advice is None else ExitCode.OK
-    return agreed(Result(report.to_dict(), render(report), next=_next(report), exit_code=code))
+    return Result(report.to_dict(), render(report), next=_next(report), exit_code=code)
 
 
 def _next(report: AdviceReport) -> str:
@@ -62,7 +48,8 @@ def _next(report: AdviceReport) -> str:
         return "stepgraph bench --fit --compare"
     if report.step and report.checked is not None and report.checked.fits:
         return command_on("verify", report.script, "--step", report.step)
-    return command_on("check", report.script)
+    named = ("--step", report.script.step) if report.script.step is not None else ()
+    return command_on("check", report.script, *named)
 
 
 def render(report: AdviceReport) -> RenderableType:
@@ -82,11 +69,11 @@ def render(report: AdviceReport) -> RenderableType:
     parts += [Text(f"note: {note}") for note in report.outcome.notes]
     parts += [Text(), Text("To bring graphs up, one step at a time:", style="bold"), *_ladder(report)]
     if report.paste:
-        parts += [Text(), Text("To paste:", style="bold"), *(Text(f"    {line}") for line in report.paste)]
+        parts += [Text(), Text("To paste:", style="bold"), *(code_line(f"    {line}") for line in report.paste)]
     parts += [
         Text(),
         Text("To see the step itself:", style="bold"),
-        Text(f"    {report.nsys}", no_wrap=True, overflow="ignore"),
+        code_line(f"    {report.nsys}"),
     ]
     return Group(*parts)
 
@@ -215,7 +202,7 @@ def _ladder(report: AdviceReport) -> Iterator[RenderableType]:
 
     for number, (what, how) in enumerate(report.ladder, 1):
         yield Text(f"  {number}. {what}")
-        yield Text(f"     {how}", no_wrap=True, overflow="ignore")
+        yield code_line(f"     {how}")
 
 
 def _without_a_gpu(report: AdviceReport) -> list[str]:
@@ -225,7 +212,10 @@ def _without_a_gpu(report: AdviceReport) -> list[str]:
     if model:
         found.append(f"Seen: {report.outcome.steps} steps of {model['class']}, {model['parameters']:,} parameters.")
     if scopes:
-        found.append("It has these scopes: " + ", ".join(one["scope"] for one in scopes) + ", and the whole step.")
+        children = [f'"{one["scope"]}"' for one in scopes if one.get("is_child")]
+        named = [one["scope"] for one in scopes if not one.get("is_child")]
+        named += [f"its children {', '.join(children)}"] if children else []
+        found.append(f"It has these scopes: {', '.join(named)}, and the whole step.")
     for one in report.facts.get("optimizers", ()):
         if not one["inside"]:
             found.append(f"{one['name']} would run between graphs ({one['reason']}): docs/optimizers.md.")

@@ -115,7 +115,8 @@ class _StrictOptions:
         except _UsageError as error:
             hint = _hint(self, getattr(error, "option_name", ""), args)
             if hint:
-                error.message, error.possibilities = f"No such option: {error.option_name}. {hint}", None
+                error.message = f"No such option: {error.option_name}. {hint}"
+                error.possibilities = error.possibilities if _takes_script(self) else None
             _report_usage(ctx, error, as_json)
             raise
 
@@ -241,8 +242,15 @@ def _print_for_people(result: Result) -> None:
     from rich.text import Text
 
     console = Console(highlight=False)
-    console.print(result.text)
+    console.print(result.text, crop=False)  # lines of code are longer than the screen rather than cut
     console.print(Text.assemble("Next: ", (result.next, "bold")), soft_wrap=True)
+
+
+def code_line(line: str) -> RenderableType:
+    """Return a line of code, or a command, for people: it is never wrapped, so that it can be pasted."""
+    from rich.text import Text
+
+    return Text(line, no_wrap=True, overflow="ignore")
 
 
 def _code_of(error: StepgraphError) -> ExitCode:
@@ -293,14 +301,19 @@ def _no_such_option(command: Any, name: str) -> str:
     options = _options(command)
     near = f"-{name}" if f"-{name}" in options else nearest(name, [*options, "--help"])
     known = ", ".join(option for option in (*options, "--help") if not option.startswith("--no-"))
-    hint = _hint(command, name, ()) or (
-        f"Did you mean {near}?" if near else f"Options of several letters have two dashes: {known}."
-    )
-    return f"No such option: {name}. {hint}"
+    guess = f"Did you mean {near}?" if near else f"Options of several letters have two dashes: {known}."
+    hint = _hint(command, name, ())
+    if hint and near and _takes_script(command):  # its own option, or one of the script's
+        hint = f"{guess} {hint}"
+    return f"No such option: {name}. {hint or guess}"
 
 
 def _hint(command: Any, option: str, args: Sequence[str]) -> str:
-    """What to type for an unknown option of a command that takes settings: a setting, or an option of its own."""
+    """What to type for an unknown option of a command that takes settings, or a script with arguments of its own."""
+    if option and _takes_script(command):
+        value = _value_of(option, args)
+        words = option if value == "VALUE" else f"{option} {value}"
+        return f"The script's own arguments go after --: stepgraph {command.name} SCRIPT -- {words}."
     if not option or all(parameter.name != "overrides" for parameter in command.params):
         return ""
     if option in _OTHER_OPTIONS:
@@ -313,6 +326,10 @@ def _hint(command: Any, option: str, args: Sequence[str]) -> str:
     if not homes or (dot and section not in homes):
         return ""
     return f"Did you mean {section or homes[0]}.{field}={_value_of(option, args)}?"
+
+
+def _takes_script(command: Any) -> bool:
+    return any(parameter.name == "script" for parameter in command.params)
 
 
 def _value_of(option: str, args: Sequence[str]) -> str:

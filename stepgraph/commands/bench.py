@@ -410,7 +410,7 @@ class Reporting:
 def _compared(asked: Asked, wanted: Wanted, device: torch.device, steps: int, how: Reporting) -> Result:
     from stepgraph.bench import report_html
     from stepgraph.bench.compare import compare, plan, run_all, seconds_left
-    from stepgraph.bench.jobs import Record
+    from stepgraph.bench.jobs import JobServer, Record
     from stepgraph.bench.mechanisms import mechanisms_for, select
     from stepgraph.bench.results import ResultFile, machine_facts, write_whole
     from stepgraph.config.environment import Environment
@@ -426,14 +426,14 @@ def _compared(asked: Asked, wanted: Wanted, device: torch.device, steps: int, ho
     file = ResultFile(how.json_file(asked.recipe), request, machine_facts(device))
     records: list[Record] = file.load() if how.resumes else []
     jobs = plan(chosen, records)
-    with _progress(len(jobs), how.as_json) as on_job:
+    with _progress(len(jobs), how.as_json) as on_job, JobServer() as server:
 
         def keep(record: Record) -> None:
             records.append(record)
             file.save(records)
             on_job(record, seconds_left(jobs, records))
 
-        run_all(jobs, request, how.job_timeout, keep)
+        run_all(server, jobs, request, how.job_timeout, keep)
     found = compare(chosen, records)
     title = f"{asked.recipe}, {asked.task}, {parameters:,} parameters"
     facts = file.facts | ({"cut": "; ".join(cuts)} if cuts else {})

@@ -8,17 +8,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from stepgraph.commands.base import AsJson, ExitCode, Result
-from stepgraph.commands.script_options import (
-    Module,
-    NoWrite,
-    ScriptArgs,
-    ScriptPath,
-    ScriptTimeout,
-    StepName,
-    agreed,
-    script_of,
-)
+from stepgraph.commands.base import AsJson, ExitCode, Result, code_line
+from stepgraph.commands.script_options import command_on, takes_script
+from stepgraph.script.request import Script
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -31,19 +23,13 @@ WatchedSteps = Annotated[
 ]
 
 
+@takes_script
 def check(
-    script: ScriptPath = None,
-    args: ScriptArgs = None,
-    module: Module = None,
-    step: StepName = None,
+    wanted: Script,
     steps: WatchedSteps = 10,
-    script_timeout: ScriptTimeout = 300.0,
-    no_write: NoWrite = False,
     as_json: AsJson = False,
 ) -> Result:
     """Run a script for some steps and say, by line, what keeps its step from being captured; exit with 1 if any."""
-    wanted = script_of(script, args, module, step, script_timeout, no_write)
-
     from stepgraph.inspect.check import check as run_check
     from stepgraph.script.run import refuse_unjudged
 
@@ -51,28 +37,27 @@ def check(
         wanted.target,
         wanted.args,
         steps=steps,
-        step=step,
-        timeout=script_timeout,
+        step=wanted.step,
+        timeout=wanted.timeout,
         is_module=wanted.is_module,
         writes=wanted.writes,
         stdout_to_stderr=as_json,
     )
     refuse_unjudged(wanted, report.outcome)
     code = ExitCode.OK if report.fits else ExitCode.FINDINGS
-    return agreed(Result(report.to_dict(), render(report), _next(report), code))
+    return Result(report.to_dict(), render(report), _next(wanted, report), code)
 
 
-def _next(report: CheckReport) -> str:
+def _next(wanted: Script, report: CheckReport) -> str:
     if report.findings:
         return f"stepgraph rules {report.findings[0].rule}"
     if not report.shape.steps and not report.is_graphed:
         return "stepgraph rules no-step"
-    script = f"-m {report.script}" if report.is_module else report.script
     if report.is_graphed:
-        return f"stepgraph verify {script}"
+        return command_on("verify", wanted)
     if report.fits and report.shape.function:
-        return f"stepgraph verify {script} --step {report.shape.function}"
-    return f"stepgraph advise {script}"
+        return command_on("verify", wanted, "--step", wanted.step or report.shape.function)
+    return command_on("advise", wanted)
 
 
 def render(report: CheckReport) -> RenderableType:
@@ -93,7 +78,7 @@ def render(report: CheckReport) -> RenderableType:
     if notes:
         parts += [Text(), *(Text(f"Note: {note}") for note in notes)]
     if verdict.paste:
-        parts += [Text(), Text("To paste:", style="bold"), *(Text(f"    {line}") for line in verdict.paste)]
+        parts += [Text(), Text("To paste:", style="bold"), *(code_line(f"    {line}") for line in verdict.paste)]
     return Group(*parts)
 
 
@@ -113,7 +98,7 @@ def _findings(findings: Iterable[Finding]) -> RenderableType:
         source = place.source if place is not None else ""
         where = f"{os.path.relpath(file)}:{line}" if file else "no line of the script"
         parts.append(Text(where, style="bold cyan"))
-        parts += [Padding(Text(source), (0, 0, 0, 4))] if source else []
+        parts += [code_line(f"    {source}")] if source else []
         for finding in group:
             inside = f", in {finding.inside}" if finding.inside else ""
             often = f"in {finding.steps} step{'s' * (finding.steps > 1)}"

@@ -1,4 +1,4 @@
-"""`stepgraph frozen SCRIPT`: the numbers that the graphs of a script's steps have baked in."""
+"""`stepgraph frozen SCRIPT`: the values that the graphs of a script's steps have baked in."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from stepgraph.commands.base import AsJson, ExitCode, Result
-from stepgraph.commands.script_options import takes_script
+from stepgraph.commands.script_options import command_on, takes_script
 from stepgraph.script.request import Script
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ def frozen(
     ] = None,
     as_json: AsJson = False,
 ) -> Result:
-    """Find numbers that a graph has baked in and nobody watches; exit with 1 if there are any."""
+    """Find values that a graph has baked in and nobody watches; exit with 1 if there are any."""
     options = {"env": dict(_variable(pair) for pair in env or ()), "step": wanted.step is not None}
 
     from stepgraph.script.run import run_script
@@ -60,7 +60,8 @@ def _result(script: Script, outcome: Outcome) -> Result:
         "files": [file.path for file in outcome.files],
     }
     exit_code = ExitCode.FINDINGS if unjudged or values["findings"] else ExitCode.OK
-    following = "stepgraph rules host-value" if exit_code else f"stepgraph verify {script}"
+    step = ("--step", script.step) if script.step is not None else ()
+    following = "stepgraph rules host-value" if exit_code else command_on("verify", script, *step)
     return Result(values, Group(*parts), next=following, exit_code=exit_code)
 
 

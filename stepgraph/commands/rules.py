@@ -9,7 +9,7 @@ import typer
 
 from stepgraph import catalogue
 from stepgraph.catalogue import KINDS, Entry
-from stepgraph.commands.base import AsJson, Result
+from stepgraph.commands.base import AsJson, Result, code_line
 from stepgraph.errors import nearest
 
 if TYPE_CHECKING:
@@ -79,7 +79,6 @@ def _table(listed: tuple[Entry, ...]) -> RenderableType:
 
 def _details(entry: Entry) -> RenderableType:
     from rich.console import Group
-    from rich.padding import Padding
     from rich.text import Text
 
     parts: list[RenderableType] = [
@@ -96,6 +95,6 @@ def _details(entry: Entry) -> RenderableType:
         helper = " (rule_of returns the id of the error that a capture raises)" if "rule_of" in entry.example else ""
         parts += [
             Text.assemble(("Example", "bold"), f"{helper}:"),
-            Padding(Text(entry.example.strip()), (0, 0, 0, 2), expand=False),
+            *(code_line(f"  {line}") for line in entry.example.strip().splitlines()),
         ]
     return Group(*parts)

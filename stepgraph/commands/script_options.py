@@ -20,6 +20,7 @@ from typing import Annotated, Any, get_type_hints
 import typer
 
 from stepgraph.commands.base import ExitCode, Result
+from stepgraph.script.main_module import refuse_unknown_step
 from stepgraph.script.ranks import exchanged, is_first_rank
 from stepgraph.script.request import Script
 
@@ -116,6 +117,7 @@ def takes_script(command: Callable[..., Result]) -> Callable[..., Result]:
     @functools.wraps(command)
     def wrapped(**given: Any) -> Result:
         wanted = _shared(**{name: given.pop(name) for name in shared.parameters})
+        refuse_unknown_step(wanted)
         return agreed(command(wanted, **given), wanted.timeout)
 
     wrapped.__annotations__ = {p.name: p.annotation for p in parameters} | {"return": Result}

@@ -167,9 +167,10 @@ def read(recipe: str | None, task: str, words: list[str], fit: bool | None) -> W
         cfg.update(read_toml(file))
     before = cfg.to_dict()["model"]
     apply_overrides(cfg, line.overrides)
+    names_precision = any(text.removeprefix("--").startswith("mixed_precision") for text in line.overrides)
     names = {text.partition("=")[0].strip().removeprefix("--").removeprefix("model.") for text in line.overrides}
     kept = frozenset(name for name, value in cfg.to_dict()["model"].items() if name in names or value != before[name])
-    return Wanted(cfg, is_plain if fit is None else fit, kept)
+    return Wanted(cfg, is_plain if fit is None else fit, kept | ({"mixed_precision"} if names_precision else set()))
 
 
 def configured(wanted: Wanted, device: torch.device) -> tuple[ConfigContainer, list[str], int]:

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from stepgraph.commands.base import AsJson, ExitCode, Result, Seed
-from stepgraph.commands.script_options import takes_script
+from stepgraph.commands.base import AsJson, ExitCode, Result, Seed, code_line
+from stepgraph.commands.script_options import command_on, takes_script
 from stepgraph.script.ranks import is_first_rank
 from stepgraph.script.request import Script
 
@@ -48,16 +48,17 @@ def _exit_code(report: ScriptReport) -> ExitCode:
 
 def _next(script: Script, report: ScriptReport) -> str:
     """The command that helps on: what the rule means, a longer run, or the next proof."""
-    name = f"{script} --step {script.step}" if script.step is not None else str(script)
+    step = ("--step", script.step) if script.step is not None else ()
     if report.failed:
         return f"python {script}"
     if report.rule is not None:
         return f"stepgraph rules {report.rule}"
     if not report.reports or report.graphed_failed:
-        return f"stepgraph check {name}"
+        return command_on("check", script, *step)
     if any(not one.replays for one in report.reports):
-        return f"stepgraph verify {name} --steps {2 * max(one.comparison.steps for one in report.reports)}"
-    return f"stepgraph frozen {name}"
+        steps = 2 * max(one.comparison.steps for one in report.reports)
+        return command_on("verify", script, *step, "--steps", str(steps))
+    return command_on("frozen", script, *step)
 
 
 def _shown(report: ScriptReport) -> RenderableType:
@@ -74,8 +75,7 @@ def _shown(report: ScriptReport) -> RenderableType:
     parts += report.reports
     for rank in report.ranks:
         if rank["rank"] and rank["text"]:
-            told = Text(rank["text"], no_wrap=True, overflow="ignore")
-            parts += [Text(f"Rank {rank['rank']}:", style="bold"), told]
+            parts += [Text(f"Rank {rank['rank']}:", style="bold"), code_line(rank["text"])]
     parts += [Text(f"Note: {note}") for note in report.notes]
     parts += [Text(f"Written by the script: {file}") for file in report.files]
     return Group(*parts)

@@ -9,7 +9,8 @@ So a parameter is in question at first. While it is, the graph's share is handed
 case, and autograd shows whether there are others: it gives a single share to the parameter as that very tensor, and
 several as another tensor with the sum. A parameter whose only shares are those of graphs is accumulated inside the
 graphs from then on, without a node of autograd. The others go on through autograd. Each audit asks again, so that a use
-that begins later is found and told.
+that begins later is found and told. Only a backward shows it. So under strict the error comes out of `backward()`, when
+other parameters may have their gradients already, and not before anything has run.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from typing import Any
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from stepgraph.errors import StateChanged
 from stepgraph.frames import warn_user
 
 
@@ -56,6 +58,8 @@ class OtherUses:
         self._open: dict[int, _Shares] = {}
         """By the id of the parameter."""
         self._under_way = 0
+        self.is_strict = False
+        """True if a use that begins later is an error, in each backward until the answers are forgotten."""
         self.version = 0
         """Counts the changes of the answers of `through_autograd`."""
 
@@ -119,7 +123,12 @@ class OtherUses:
         shares.handle.remove()
         others = received[0] is not None and not shares.is_all(received[0])
         if others and self._shown.get(parameter) is False:
-            warn_user(_began_later(shares.name))
+            error = _began_later(shares.name, is_strict=self.is_strict)
+            if self.is_strict:
+                self._settled.pop(parameter, None)  # it stays in question
+                self.version += 1
+                raise error
+            warn_user(str(error))
         self._shown[parameter] = others
         self._settle()
 
@@ -130,10 +139,16 @@ def _same_bits(one: torch.Tensor, two: torch.Tensor) -> bool:
         return torch.equal(one, two)
 
 
-def _began_later(name: str) -> str:
-    return (
-        f"`{name}` of a graphed module is now used by other code too, in one backward   [gradient-order]\n"
-        "Why: autograd adds up all uses before it adds them to an old gradient. Between the last two audits the graph "
-        "has added its own share by itself, so the last bits of this gradient may differ from eager's.\n"
-        "From now on autograd adds up. Fix: call reset() when the step changes."
+def _began_later(name: str, *, is_strict: bool) -> StateChanged:
+    goes_on = (
+        "the gradients of this backward are incomplete: call zero_grad(), and reset() when the step changes."
+        if is_strict
+        else "call reset() when the step changes. From now on autograd adds up."
+    )
+    return StateChanged(
+        f"`{name}` of a graphed module is now used by other code too, in one backward",
+        rule="gradient-order",
+        why="autograd adds up all uses before it adds them to an old gradient. Between the last two audits the graph "
+        "has added its own share by itself, so the last bits of this gradient may differ from eager's.",
+        fix=goes_on,
     )

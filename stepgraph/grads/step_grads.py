@@ -16,6 +16,11 @@ gradients and notes when they die, with a copy in host memory in case the captur
 the recording is dropped (nothing has run). It is made again with the old gradients at the session's addresses, to which
 each later call's `.grad` is copied.
 
+A gradient at the session's address, or in the user's memory, outlives the recording, whatever the step does with it. So
+another tensor is put in its place (`_stand_in`), whose end can be noted. On CUDA it is at the same address, since
+nothing runs while a graph is recorded. It takes no memory, and a step that begins to use its old gradients after the
+capture (`zero_grad()` is no longer called) is recorded with good addresses, noticed, and recorded again as above.
+
 An audit records a call whose gradients have their addresses already. A second set of them would be a large part of all
 memory, so each new gradient moves to its address as soon as it is made (`moving_at_once`), and its own memory is free.
 """
@@ -29,6 +34,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
+from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defined]
 
 from stepgraph.errors import CaptureError
 from stepgraph.oplog import current_log, left_out
@@ -153,7 +159,7 @@ class GradCapture:
         for parameter, grad in found:
             if self._buffers.get(parameter) is grad or _is_part(grad):  # memory that others know outlives the recording
                 self._entries.append(_Entry(parameter, grad, None, None))
-                parameter.grad = _stand_in(grad, without_memory=self._has_addresses)
+                parameter.grad = _stand_in(grad)
             else:
                 own.append((parameter, grad))
         for (parameter, grad), copy in zip(own, copies_on_host([grad for _, grad in own]), strict=True):
@@ -250,15 +256,35 @@ class GradCapture:
         self._last.clear()
 
 
-def _stand_in(grad: torch.Tensor, *, without_memory: bool) -> torch.Tensor:
-    """A gradient of the same form, in place of one that others know; nothing runs, so its contents do not matter.
+def _stand_in(grad: torch.Tensor) -> torch.Tensor:
+    """A gradient of the same form, in place of one that others know, and that ends when the step drops it.
 
-    One that a recording may use keeps its memory: a copy from address 0 may break a capture.
+    On CUDA it needs no memory of its own: while a graph is recorded, nothing is written. It must not be without memory
+    either: a step may have begun to use its old gradients, and a copy from address 0 is an error of the driver. Then
+    the recording would fail, in place of showing the use. The tape runs what it records, so it gets other memory.
     """
-    found = torch.empty_like(grad)
-    if without_memory and grad.is_cuda:
-        found.untyped_storage().resize_(0)
-    return found
+    return at_same_address(grad) if grad.is_cuda and grad.numel() else torch.empty_like(grad)
+
+
+def at_same_address(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor of the same form at the same address, in a storage of its own, which ends with its last tensor.
+
+    The new storage keeps the memory alive, not the other way round. DLPack makes one without a copy; it is given plain
+    bytes, since it does not know all dtypes and changes the strides of dimensions of size one.
+    """
+    num_bytes = tensor.element_size()
+    begin, last = tensor.storage_offset() * num_bytes, map(_last_element, tensor.shape, tensor.stride())
+    form = ((sum(last) + 1) * num_bytes,), (1,)
+    with torch.no_grad():
+        raw = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+        raw.set_(tensor.untyped_storage(), begin, *form)
+        storage = from_dlpack(to_dlpack(raw)).untyped_storage()
+        found = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        return found.set_(storage, 0, tensor.shape, tensor.stride())
+
+
+def _last_element(size: int, stride: int) -> int:
+    return (size - 1) * stride
 
 
 def copies_on_host(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -102,7 +102,12 @@ def report_of(script: str, outcome: Outcome, *, is_module: bool = False) -> Chec
     """Make the report of a run."""
     result = outcome.result
     findings = collect(map(_seen_of, result.get("inside", ())))
-    outside = collect(map(_seen_of, result.get("outside", ())))
+    lines = {(one.where.file, one.where.line) for one in findings if one.where is not None}
+    outside = [
+        one
+        for one in collect(map(_seen_of, result.get("outside", ())))
+        if one.where is None or (one.where.file, one.where.line) not in lines
+    ]
     shape = _shape_of(result)
     unknown = list(outcome.cannot_judge)
     if result.get("is_hidden"):
@@ -118,6 +123,19 @@ def _seen_of(plain: Mapping[str, Any]) -> Seen:
     return Seen(**{**plain, "where": where})
 
 
+def _unfit(models: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """The outermost modules that no replay can serve: a model by the user's name, a part by its path."""
+    found: dict[str, str] = {}
+    for model in models:
+        if "" in model["unfit"]:
+            found[model["name"] or model["class"]] = model["unfit"][""]
+            continue
+        for path, rule in sorted(model["unfit"].items()):
+            if not any(path.startswith(f"{other}.") for other in model["unfit"]):
+                found[path] = rule
+    return found
+
+
 def _shape_of(result: Mapping[str, Any]) -> StepShape:
     step = result.get("step", {})
     models = result.get("models", ())
@@ -129,6 +147,7 @@ def _shape_of(result: Mapping[str, Any]) -> StepShape:
         loop=Location(*loop) if loop is not None else None,
         models=tuple(model["name"] for model in models if model["name"]),
         clean_modules=tuple(models[0]["clean"]) if models else (),
+        unfit=_unfit(models),
         library=step.get("library", ""),
         replays=result.get("replays", 0),
     )

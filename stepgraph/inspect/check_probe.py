@@ -24,6 +24,7 @@ from stepgraph.errors import Location
 from stepgraph.frames import is_engine
 from stepgraph.inspect.findings import Ledger, Seen, collect
 from stepgraph.inspect.host_work import HostWork
+from stepgraph.inspect.module_calls import BACKWARD, GRAD, ModuleCalls
 from stepgraph.inspect.places import is_own_code, location_of, own_frames, package_of, place_of, stack_of
 from stepgraph.inspect.real_capture import RealCapture
 from stepgraph.inspect.script_objects import ScriptObjects
@@ -65,8 +66,7 @@ class CheckProbe:
         self._state: StepState | None = None
         self._step: int | None = None
         """The step that is watched now."""
-        self._forwards: set[tuple[types.CodeType, int]] = set()
-        """Where modules were called in this step."""
+        self._calls = ModuleCalls()
         self._trial: ScriptSearch | RealCapture | None = None
         self._changed: list[Seen] = []
         """The host values that this step has changed by now."""
@@ -83,10 +83,15 @@ class CheckProbe:
             stack.enter_context(self._work.watching())
             stack.enter_context(self._operations.watching())
             stack.enter_context(replaced(torch.autograd, "backward", self._backward))
+            stack.enter_context(replaced(torch.autograd, "grad", self._grad))
             stack.enter_context(self._sync_warnings())
             stack.enter_context(at_optimizer_steps(self._optimizer_begins, self._optimizer_done))
-            handle = torch_module.register_module_forward_pre_hook(self._forward)
-            stack.callback(handle.remove)
+            stack.callback(torch_module.register_module_forward_pre_hook(self._forward).remove)
+            done = torch_module.register_module_forward_hook(self._forward_done, with_kwargs=True)
+            stack.callback(
+                torch_module._global_forward_hooks_with_kwargs.pop, done.id, None
+            )  # `remove` leaves it there
+            stack.callback(done.remove)
             try:
                 yield
             finally:
@@ -96,7 +101,7 @@ class CheckProbe:
     def result(self) -> Mapping[str, Any]:
         """Return what was seen."""
         inside, trial = self._inside(), self._trial
-        models = self._objects.models(inside, self._functions)
+        models = self._models(inside)
         if isinstance(trial, ScriptSearch) and trial.scope is not None:
             next(model for model in models if "" not in model["clean"])["clean"] = trial.scope
         if isinstance(trial, RealCapture) and trial.error is not None:
@@ -113,6 +118,7 @@ class CheckProbe:
             "is_hidden": self._work.is_hidden,
             "is_graphed": self._objects.is_graphed,
         }
+        self._calls = ModuleCalls()
         # let the script's objects go: the runner keeps its probe for as long as the process lives
         self._objects, self._history, self._trial = ScriptObjects(), StepHistory(), None
         self._numbers = OwnNumbers((), lambda optimizer: False)
@@ -120,8 +126,18 @@ class CheckProbe:
 
     def _inside(self) -> list[Seen]:
         """What was seen inside of steps by now, with what changes from step to step."""
-        first = 2 if replicas(self._objects.touched.all_modules) else 1  # DDP makes its buckets again in the second
-        return [*self._seen.inside, *self._history.varying(first, self._objects.module_at)]
+        return [*self._seen.inside, *self._history.varying(self._first, self._objects.module_at)]
+
+    @property
+    def _first(self) -> int:
+        """The first step that is compared: DDP makes its buckets again in the second."""
+        return 2 if replicas(self._objects.touched.all_modules) else 1
+
+    def _models(self, inside: Sequence[Seen]) -> list[dict[str, Any]]:
+        """The models that ran; those come first of which something can be captured."""
+        changed = {one.module: one.rule for one in inside if one.rule == "own-change" and one.module}
+        models = self._objects.models(inside, self._functions, changed | self._calls.unfit(self._first))
+        return sorted(models, key=lambda model: "" in model["unfit"])
 
     @contextlib.contextmanager
     def _sync_warnings(self) -> Iterator[None]:
@@ -166,7 +182,8 @@ class CheckProbe:
         self._numbers = OwnNumbers(touched.all_optimizers, lambda optimizer: False)
         self._state = self._watched_values(frames)
         self._lines = Ledger()
-        self._changed, self._forwards = [], set()
+        self._changed = []
+        self._calls.begin()
         self._operations.begin(index, touched, device)
         self._work.start(device)
 
@@ -180,9 +197,9 @@ class CheckProbe:
 
     def _new_trial(self) -> ScriptSearch | RealCapture | None:
         inside, code = self._inside(), self._functions.code
-        models = [one for one in self._objects.models(inside, self._functions) if "" not in one["clean"]]
-        if models:
-            return ScriptSearch(self._objects.called[models[0]["class"]])
+        models = [one for one in self._models(inside) if "" not in one["clean"]]
+        if models and (models[0]["clean"] or "" not in models[0]["unfit"]):
+            return ScriptSearch(self._objects.called[models[0]["class"]], models[0]["unfit"])
         if not self._script.options.get("captures", not self._script.is_cuda_mapped) or collect(inside) or code is None:
             return None
         functions = self._objects.functions_of([code])
@@ -205,15 +222,17 @@ class CheckProbe:
             self._work.settle()
             self._seen.reach()
             self._lines.reach()
+            self._calls.ledger.reach()
             self._operations.reach()
             self._functions.reach(sys._getframe(1))
             self._note_changes()
 
-    def _note_changes(self) -> None:
+    def _note_changes(self, *, is_over: bool = False) -> None:
         """Note the host values that the step has changed by now."""
         self._changed = []
         if self._state is not None:
-            self._state.note_changes(self._value_changed, self._lines.inside)
+            sets = self._operations.guard.sets
+            self._state.note_changes(self._value_changed, self._lines.inside, sets, is_over=is_over)
 
     def step_ends(self, index: int) -> None:
         """The step is over."""
@@ -227,10 +246,13 @@ class CheckProbe:
         self._seen.end()
         self._lines.end()
         if was_reached and self._functions.code is not None:
-            self._note_changes()  # in the rest of the function
+            self._note_changes(is_over=True)  # in the rest of the function
+            if not self._functions.is_running(sys._getframe(1)):  # the next call may undo it before its first forward
+                self._changed = [one for one in self._changed if one.rule != "own-change"]
         if was_reached:
             self._history.add(logs, self._lines.inside)
             self._seen.inside += self._changed
+        self._calls.end(is_step=was_reached)
         self._state = self._step = None
 
     # -- what happens
@@ -254,8 +276,10 @@ class CheckProbe:
             where = Location(code.co_filename, line, code.co_name)
             self._seen.note(Seen("legacy-stream", "uses the default stream", where, "", "", self._step or 0))
 
-    def _value_changed(self, rule: str, what: str, where: Location | None) -> None:
-        self._changed.append(Seen(rule, what, where, "", "", self._step or 0))
+    def _value_changed(self, rule: str, what: str, where: Location | None, module: str) -> None:
+        if where is None:
+            where, what = self._functions.place, f"{what}, at a line of the step that is not known"
+        self._changed.append(Seen(rule, what, where, "", module, self._step or 0))
 
     def _moved(self, made: Made, tensor: torch.Tensor) -> None:
         shape = "x".join(map(str, tensor.shape)) or "scalar"
@@ -282,19 +306,29 @@ class CheckProbe:
         if frame is None or not torch.is_grad_enabled():
             return
         site = (frame.f_code, frame.f_lasti)
-        if site in self._forwards and self._operations.has_backward:
-            self._seen.microbatch_begins()
-            self._lines.microbatch_begins()
+        if site in self._calls.sites and self._operations.has_backward:
+            for ledger in (self._seen, self._lines, self._calls.ledger):
+                ledger.microbatch_begins()
             self._operations.microbatch_begins(self._objects.touched)
-            self._forwards.clear()
-        self._forwards.add(site)
+            self._calls.sites.clear()
+        self._calls.sites.add(site)
+
+    def _forward_done(self, module: torch.nn.Module, args: Any, kwargs: Any, result: Any) -> None:
+        """A module has run. The step's first forward has begun the step."""
+        if self._step is not None and self._operations.home.is_here() and not torch.compiler.is_compiling():
+            self._calls.add(self._objects.name_of(module), (args, kwargs), result)
 
     def _backward(self, backward: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        self._calls.differentiate(BACKWARD, args, kwargs)
         backward(*args, **kwargs)
         if self._step is not None:
-            self._seen.backward_done()
-            self._lines.backward_done()
+            for ledger in (self._seen, self._lines, self._calls.ledger):
+                ledger.backward_done()
             self._operations.backward_done()
+
+    def _grad(self, grad: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._calls.differentiate(GRAD, args, kwargs)
+        return grad(*args, **kwargs)
 
     def _optimizer_begins(self, optimizer: Optimizer) -> None:
         self._numbers.begin(optimizer)

@@ -9,7 +9,7 @@ too, and does not count.
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
@@ -33,6 +33,8 @@ GROUPS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     }
 )
 """The rules that `check` applies, by the demand that they belong to."""
+MAX_NAMED = 6
+"""Modules that a reason names under one rule."""
 MIN_STEPS = 3
 """Steps that must be seen: the first may do what only a first one does, and two are compared."""
 
@@ -187,6 +189,8 @@ class StepShape:
     """The user's names of the models."""
     clean_modules: tuple[str, ...] = ()
     """Paths of modules that ran in the step without a finding, outermost only."""
+    unfit: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+    """Modules that `graph_modules` cannot take, outermost only, by the user's names; each with the rule."""
     library: str = ""
     """The library whose loop runs the step, such as `lightning`."""
     replays: int = 0
@@ -234,9 +238,19 @@ def judge(findings: Sequence[Finding], shape: StepShape, unknown: Sequence[str] 
 
 
 def _modules(findings: Sequence[Finding], shape: StepShape, reason: str) -> Verdict:
+    if shape.unfit:
+        reason += f" graph_modules cannot take {'; '.join(_named(shape.unfit))}."
     if not shape.clean_modules:
         return Verdict(Api.NOTHING, reason if findings else f"{reason} No module ran in the step.")
     return Verdict(Api.MODULES, reason, _paste_modules(shape))
+
+
+def _named(unfit: Mapping[str, str]) -> Iterator[str]:
+    """Modules by the rule that is against them."""
+    for rule in dict.fromkeys(unfit.values()):
+        names = [name for name, other in unfit.items() if other == rule]
+        more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
+        yield f"{', '.join(names[:MAX_NAMED])}{more} [{rule}]"
 
 
 def _paste_capture(shape: StepShape) -> tuple[str, ...]:

@@ -1,17 +1,20 @@
-"""`stepgraph.frozen` lists the numbers that a graph has baked in, and says which of them somebody watches.
+"""`stepgraph.frozen` lists the host values that a graph has baked in, and says which of them somebody watches.
 
 Python runs when a step is recorded, and not when it is replayed. A number that the step reads is then a constant of the
-graph. Whether it is can be tried: move the number, record the step again, which has no effect, and compare the two
-recordings, operation by operation, and on CUDA node by node. What differs is where the number enters. Then the graph
-in use is asked whether its guards notice the move. A number in the graph that nobody watches is a finding.
+graph, and a flag has chosen which operations are in it. Whether it is so can be tried: move the value, record the step
+again, which has no effect, and compare the two recordings, operation by operation, and on CUDA node by node. What
+differs is where the value enters. Then the graph in use is asked whether its guards notice the move. A value in the
+graph that nobody watches is a finding.
 
 One number is moved at a time where there are few. Where there are many, groups are moved together and halved while
-something differs. All numbers are put back, also when the step raises.
+something differs. Flags are always moved one by one: of two that are flipped together, one may hide the other (`if
+enabled and verbose`). All values are put back, also when the step raises.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,7 +26,8 @@ from stepgraph.errors import CaptureError, CaptureRefused, Location, StepgraphWa
 from stepgraph.frames import error_location
 from stepgraph.guards.protocol import Change, Remedy
 from stepgraph.inspect.frozen_report import Entry, FrozenReport, FrozenValue, State
-from stepgraph.inspect.numbers import Number, host_values
+from stepgraph.inspect.host_values import HostValue, host_values
+from stepgraph.inspect.number_origins import unexplained_numbers
 from stepgraph.joined.capture import capture
 from stepgraph.observe.program import program_of
 from stepgraph.oplog import Difference, differences
@@ -40,6 +44,8 @@ _FEW = 16
 MAX_RECORDINGS = 256
 MAX_SECONDS = 120.0
 """Limits of one examination. What they leave open is watched, or `unknown`."""
+_MAX_NUMBERS = 5
+_UNEXPLAINED = "Computed from constants, or out of reach of the watch (docs/limits.md):"
 _MAX_CALLS = 12
 """Calls after which a step without a graph is given up."""
 _OWN_COPY = "No graph of the captured step serves this call yet: a copy with the same options was captured."
@@ -55,7 +61,7 @@ _REMEDIES = {
 
 @entry_point
 def frozen(step: Callable[..., Any], /, *args: Any, **kwargs: Any) -> FrozenReport:
-    """Return a report of the numbers that a graph of this step has baked in, and whether they are watched.
+    """Return a report of the host values that a graph of this step has baked in, and whether they are watched.
 
     Example:
         >>> print(stepgraph.frozen(train_step, batch))    # a function, or a captured step
@@ -75,7 +81,7 @@ def examine(
     env: Mapping[str, str] | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> FrozenReport:
-    """Do what `frozen` does, and also set these environment variables. `progress` is told of numbers done, of all."""
+    """Do what `frozen` does, and also set these environment variables. `progress` is told of values done, of all."""
     with _rehearsing(step, args, kwargs) as (rehearsal, notes):
         return _Examination(rehearsal, env or {}, progress).report(notes)
 
@@ -112,7 +118,7 @@ def _rehearsing(
 
 @dataclass(frozen=True, slots=True)
 class _Effect:
-    """The effect of moving a number."""
+    """The effect of moving a value."""
 
     moved_to: Any
     operations: tuple[Difference, ...] = ()
@@ -126,13 +132,13 @@ class _Effect:
 
 
 class _Examination:
-    """Moves the numbers of one step and records it."""
+    """Moves the values of one step and records it."""
 
     def __init__(self, rehearsal: Rehearsal, env: Mapping[str, str], progress: Callable[[int, int], None]) -> None:
         self._rehearsal, self._progress = rehearsal, progress
         self._recordings, self._until = 0, time.monotonic() + MAX_SECONDS
         self._host = host_values(rehearsal, env)
-        self._numbers = self._host.numbers
+        self._items = self._host.values
         with self._moved():
             self._base = self._record()
         with self._moved():
@@ -145,17 +151,19 @@ class _Examination:
 
     def report(self, notes: Sequence[str]) -> FrozenReport:
         noticed, obstacles = self._ask()
-        movable = [n for n in self._numbers if n.near and (n.put or n.argument is not None) and n.name not in obstacles]
-        movable.sort(key=lambda number: number.name in noticed)  # those that may be findings come first
-        self._resolve(movable, self._near)
+        movable = [n for n in self._items if n.near and (n.put or n.argument is not None) and n.name not in obstacles]
+        movable.sort(key=lambda item: (item.name in noticed, item.is_flag))  # those that may be findings come first
+        for _, batch in itertools.groupby(movable, lambda item: (item.name in noticed, item.is_flag)):
+            self._resolve(list(batch), self._near)
         idle = [n for n in movable if n.far and (e := self._effects.get(n.name)) is not None and e.is_none]
         self._resolve(idle, self._far)
-        values = [self._value(n, noticed.get(n.name), obstacles.get(n.name, n.obstacle)) for n in self._numbers]
+        values = [self._value(n, noticed.get(n.name), obstacles.get(n.name, n.obstacle)) for n in self._items]
         order = list(State)
         values = [*self._out_of_reach(), *sorted(values, key=lambda value: order.index(value.state))]
         has_nodes = bool(self._base.nodes) and all(nodes is not None for nodes in self._base.nodes)
+        notes = [*notes, *self._unexplained()]
         if self._host.is_cut_short:
-            notes = [*notes, "The step can name too many objects: not all were searched for numbers."]
+            notes = [*notes, "The step can name too many objects: not all were searched for values."]
         compared = "operations and nodes" if has_nodes else "operations"
         rehearsal = self._rehearsal
         return FrozenReport(
@@ -163,13 +171,13 @@ class _Examination:
         )
 
     @contextlib.contextmanager
-    def _moved(self, moves: Sequence[tuple[Number, Any]] = ()) -> Iterator[None]:
-        """Move numbers during the block. They are put back, the last one first, however it ends."""
+    def _moved(self, moves: Sequence[tuple[HostValue, Any]] = ()) -> Iterator[None]:
+        """Move values during the block. They are put back, the last one first, however it ends."""
         with contextlib.ExitStack() as stack:
             stack.callback(self._host.restore)
-            for number, value in moves:
-                assert number.put is not None
-                stack.callback(number.put(value))
+            for item, value in moves:
+                assert item.put is not None
+                stack.callback(item.put(value))
             yield
 
     def _record(self, leaves: Sequence[Any] | None = None) -> Rehearsed:
@@ -179,74 +187,76 @@ class _Examination:
     # -- asking the engine
 
     def _ask(self) -> tuple[dict[str, str], dict[str, str]]:
-        """Move each number alone. Return how the engine notices it, and why others cannot be moved, by name."""
+        """Move each value alone. Return how the engine notices it, and why others cannot be moved, by name."""
         noticed: dict[str, str] = {}
         obstacles: dict[str, str] = {}
-        for number in self._numbers:
-            if number.argument is not None:
-                if self._rehearsal.has_other_graph(self._leaves_with(number, number.near[0])):
-                    noticed[number.name] = "an argument: a graph for each value"
-            elif number.put is not None and number.near:
+        for item in self._items:
+            if item.argument is not None:
+                if item.others and self._rehearsal.has_other_graph(self._leaves_with(item, item.others[0])):
+                    noticed[item.name] = "an argument: a graph for each value"
+            elif item.is_compared and not self._rehearsal.is_ignored(item.name):
+                noticed[item.name] = _REMEDIES[Remedy.AUDIT]
+            elif item.put is not None and item.others:
                 try:
-                    with self._moved([(number, number.near[0])]):
+                    with self._moved([(item, item.others[0])]):
                         changes = self._rehearsal.changes()
                 except (AttributeError, TypeError, ValueError) as error:
-                    obstacles[number.name] = f"it cannot be written: {error}"
+                    obstacles[item.name] = f"it cannot be written: {error}"
                     continue
                 if changes:
-                    noticed[number.name] = _noticed(changes)
+                    noticed[item.name] = _noticed(changes)
         return noticed, obstacles
 
-    def _leaves_with(self, number: Number, value: Any) -> list[Any]:
+    def _leaves_with(self, item: HostValue, value: Any) -> list[Any]:
         leaves = [leaf for _, leaf in self._rehearsal.arguments]
-        assert number.argument is not None
-        leaves[number.argument] = value
+        assert item.argument is not None
+        leaves[item.argument] = value
         return leaves
 
     # -- recording
 
-    def _resolve(self, numbers: Sequence[Number], pick: Callable[[Number], Sequence[Any]]) -> None:
-        """Find the effect of each number: alone, or in groups that are halved while they have an effect."""
-        arguments = [number for number in numbers if number.argument is not None]
-        others = [number for number in numbers if number.argument is None]
-        groups = [others] if len(others) > _FEW else [[number] for number in others]
-        groups += [[number] for number in arguments]
+    def _resolve(self, items: Sequence[HostValue], pick: Callable[[HostValue], Sequence[Any]]) -> None:
+        """Find the effect of each value: alone, or in groups that are halved while they have an effect."""
+        alone = [item for item in items if item.argument is not None or item.is_flag]
+        others = [item for item in items if item.argument is None and not item.is_flag]
+        groups = [others] if len(others) > _FEW else [[item] for item in others]
+        groups += [[item] for item in alone]
         while groups:
             group = groups.pop(0)
             if self._is_spent():
-                self._effects |= {number.name: self._effects.get(number.name) for number in group}
+                self._effects |= {item.name: self._effects.get(item.name) for item in group}
             elif len(group) == 1:
                 self._settle(group[0], self._alone(group[0], pick(group[0])), pick)
-            elif self._try([(number, pick(number)[0]) for number in group]).is_none:
-                for number in group:
-                    self._settle(number, _Effect(pick(number)[0]), pick)
+            elif self._try([(item, pick(item)[0]) for item in group]).is_none:
+                for item in group:
+                    self._settle(item, _Effect(pick(item)[0]), pick)
             else:
                 groups[:0] = [group[: len(group) // 2], group[len(group) // 2 :]]
-            self._progress(len(self._effects), len(self._numbers))
+            self._progress(len(self._effects), len(self._items))
 
     def _is_spent(self) -> bool:
         return self._recordings >= MAX_RECORDINGS or time.monotonic() > self._until
 
-    def _settle(self, number: Number, effect: _Effect, pick: Callable[[Number], Sequence[Any]]) -> None:
+    def _settle(self, item: HostValue, effect: _Effect, pick: Callable[[HostValue], Sequence[Any]]) -> None:
         """Keep an effect. That a step fails far away from its numbers proves nothing."""
         if pick == self._near or not effect.failure:
-            self._effects[number.name] = effect
+            self._effects[item.name] = effect
 
-    def _near(self, number: Number) -> Sequence[Any]:
-        return number.near
+    def _near(self, item: HostValue) -> Sequence[Any]:
+        return item.near
 
-    def _far(self, number: Number) -> Sequence[Any]:
-        return number.far
+    def _far(self, item: HostValue) -> Sequence[Any]:
+        return item.far
 
-    def _alone(self, number: Number, values: Sequence[Any]) -> _Effect:
-        """Move one number: to the first value with which the step does not fail."""
-        tried = [self._try([(number, values[0])])]
+    def _alone(self, item: HostValue, values: Sequence[Any]) -> _Effect:
+        """Move one value: to the first value with which the step does not fail."""
+        tried = [self._try([(item, values[0])])]
         while tried[-1].failure and len(tried) < len(values) and not self._is_spent():
-            tried.append(self._try([(number, values[len(tried)])]))
+            tried.append(self._try([(item, values[len(tried)])]))
         return tried[-1] if tried[-1].operations or tried[-1].nodes else tried[0]
 
-    def _try(self, moves: Sequence[tuple[Number, Any]]) -> _Effect:
-        """Record with these numbers moved, and compare."""
+    def _try(self, moves: Sequence[tuple[HostValue, Any]]) -> _Effect:
+        """Record with these values moved, and compare."""
         _, value = moves[0]
         argument = next((self._leaves_with(*move) for move in moves if move[0].argument is not None), None)
         with self._moved([move for move in moves if move[0].argument is None]):
@@ -258,10 +268,10 @@ class _Examination:
                     nodes = lasting(nodes, again, self._noise)
             except NotWarm:
                 return _Effect(value, failure="the step then does something that no eager call did")
-            except Exception as error:  # noqa: BLE001 (a step fails in any way when its numbers are moved)
+            except (Exception, SystemExit) as error:  # noqa: BLE001 (a step fails in any way when its values are moved)
                 where = error.where if isinstance(error, CaptureRefused | CaptureError) else error_location(error)
                 text = str(error).partition("\n")[0]
-                return _Effect(value, failure=f"the step fails: {type(error).__name__}: {text}", where=where)
+                return _Effect(value, failure=f"another value raises: {type(error).__name__}: {text}", where=where)
         if nodes:  # bytes that nobody wrote differ from the first recording when all is moved back, too
             nodes = self._with_cause(nodes)
         known = {(one.index, one.operation) for one in self._varying}
@@ -271,22 +281,33 @@ class _Examination:
         return _Effect(value, tuple(found), tuple(nodes))
 
     def _with_cause(self, nodes: list[NodeDifference]) -> list[NodeDifference]:
-        """Keep the differences that go away when every number is where it was."""
+        """Keep the differences that go away when every value is where it was."""
         with self._moved():
             back = _node_differences(self._base, self._record())
         return lasting(nodes, nodes, back)
 
     # -- judging
 
-    def _value(self, number: Number, noticed: str | None, obstacle: str) -> FrozenValue:
-        effect = self._effects.get(number.name, _Effect(""))
+    def _value(self, item: HostValue, noticed: str | None, obstacle: str) -> FrozenValue:
+        effect = self._effects.get(item.name, _Effect(""))
         outside = {id(optimizer) for optimizer, is_outside in self._rehearsal.optimizers if is_outside}
-        unwatched = _HOST_TENSOR if number.is_tensor else self._rehearsal.why_not_watched(number.name)
-        state, reason = judge(number, effect, noticed, obstacle, unwatched, is_outside=id(number.optimizer) in outside)
+        unwatched = _HOST_TENSOR if item.is_tensor else self._rehearsal.why_not_watched(item.name)
+        state, reason = judge(item, effect, noticed, obstacle, unwatched, is_outside=id(item.optimizer) in outside)
         entries = () if effect is None else _entries_of(effect)
         moved = "" if effect is None or (effect.is_none and obstacle) else _told(effect.moved_to)
         nodes = () if effect is None else tuple(map(str, effect.nodes))
-        return FrozenValue(number.name, _told(number.value), moved, state, reason, entries, nodes)
+        return FrozenValue(item.name, _told(item.value), moved, state, reason, entries, nodes)
+
+    def _unexplained(self) -> Iterator[str]:
+        """Say which numbers of the recording come from no value that was moved."""
+        ran = self._rehearsal.ran
+        if not ran.is_known:  # so are the constants of the code
+            return
+        moved = {one.index for effect in self._effects.values() if effect is not None for one in effect.operations}
+        told = [str(entry) for entry in unexplained_numbers(self._base.log, moved, ran.codes())]
+        if told:
+            more = f", and {len(told) - _MAX_NUMBERS} more" if len(told) > _MAX_NUMBERS else ""
+            yield f"{_UNEXPLAINED} {', '.join(told[:_MAX_NUMBERS])}{more}."
 
     def _out_of_reach(self) -> Iterator[FrozenValue]:
         """Values that no name was found for: the operations differ although nothing was moved."""
@@ -298,23 +319,25 @@ class _Examination:
 
 
 def judge(
-    number: Number, effect: _Effect | None, noticed: str | None, obstacle: str, unwatched: str, *, is_outside: bool
+    item: HostValue, effect: _Effect | None, noticed: str | None, obstacle: str, unwatched: str, *, is_outside: bool
 ) -> tuple[State, str]:
     """Decide what a graph does with a value, and say why. `noticed` says how the engine reacts to a change."""
-    if number.is_on_device:
+    if item.is_on_device:
         return State.TENSOR, "each replay reads it; change it in place"
-    is_live = number.optimizer is not None and is_outside
+    is_live = item.optimizer is not None and is_outside
     if effect is None and not is_live:
         told = "where it enters was not found out in time"
         return (State.WATCHED, f"{noticed}; {told}") if noticed else (State.UNKNOWN, told)
+    if obstacle and item.asked:  # the guards were asked, although the step was not recorded
+        return (State.FIXED, f"{obstacle}; {noticed}") if noticed else (State.UNKNOWN, f"{obstacle}; {unwatched}")
     if obstacle:
         return State.FIXED, obstacle
     if effect is not None and not effect.is_none:
         if effect.failure:
             unwatched, noticed = f"{effect.failure}; {unwatched}", noticed and f"{effect.failure}; {noticed}"
         return (State.WATCHED, noticed) if noticed else (State.BAKED, unwatched)
-    if effect is None or is_live:  # a number that the step reads, too, would be noticed
-        return State.LIVE, f"{type(number.optimizer).__name__} runs between graphs and reads it at each step"
+    if effect is None or is_live:  # a value that the step reads, too, would be noticed
+        return State.LIVE, f"{type(item.optimizer).__name__} runs between graphs and reads it at each step"
     return State.NO_EFFECT, f"the same operations with {_told(effect.moved_to)}"
 
 

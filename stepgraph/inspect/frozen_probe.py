@@ -118,7 +118,7 @@ def _bound(
 def _progress() -> Iterator[Callable[[int, int], None]]:
     """Show a bar on stderr, if that is a terminal."""
     console = Console(file=sys.stderr)
-    columns = (TextColumn("moving numbers"), BarColumn(), MofNCompleteColumn())
+    columns = (TextColumn("moving values"), BarColumn(), MofNCompleteColumn())
     with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as bar:
         task = bar.add_task("", total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)

@@ -16,8 +16,10 @@ __all__ = ["Entry", "FrozenReport", "FrozenValue", "State"]
 
 _SHOWN = 3
 """Most entries of a value in the table."""
-_MAX_IDLE = 5
-"""Rows of values without effect."""
+_NOTHING = "no values in reach"
+_LIMIT = "What the watch does not reach (docs/limits.md) was not moved."
+_MAX_ROWS = 5
+"""Rows of values that were not moved, and of those without effect."""
 
 
 class State(enum.Enum):
@@ -102,7 +104,7 @@ class FrozenReport:
             return f"{self.step}: not judged: {', '.join(unknown)}"
         counts = [f"{sum(v.state is state for v in self.values)} {state.value}" for state in State]
         found = ", ".join(count for count in counts if not count.startswith("0 "))
-        return f"{self.step}: no value is baked in unwatched" + (f" ({found})" if found else "; no numbers in reach")
+        return f"{self.step}: " + (f"no value in reach is baked in unwatched ({found})" if found else _NOTHING)
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values, ready for JSON."""
@@ -131,19 +133,21 @@ class FrozenReport:
         table.add_column("value", overflow="fold", ratio=2)
         table.add_column("state", no_wrap=True)
         table.add_column("where it enters, and what a change does", overflow="fold", ratio=3)
-        shown = [value for value in self.values if value.state is not State.NO_EFFECT]
+        fixed = [value for value in self.values if value.state is State.FIXED]
         idle = [value for value in self.values if value.state is State.NO_EFFECT]
-        for value in (*shown, *idle[:_MAX_IDLE]):
+        left = [*fixed[_MAX_ROWS:], *idle[_MAX_ROWS:]]
+        for value in (value for value in self.values if value not in left):
             color = "red" if value.is_finding else "green" if value.state is State.WATCHED else ""
             named = f"{value.name} = {value.value}" if value.value else value.name
             lines = [*_shown_entries(value), value.reason]
             table.add_row(Text(named), Text(value.state.value, style=color), Text("\n".join(lines)))
         if table.row_count:
             yield table
-        if len(idle) > _MAX_IDLE:
-            yield Text(f"Without effect, too: {', '.join(value.name for value in idle[_MAX_IDLE:])}")
+        for what, values in (("Not moved", fixed), ("Without effect", idle)):
+            if len(values) > _MAX_ROWS:
+                yield Text(f"{what}, too: {', '.join(value.name for value in values[_MAX_ROWS:])}")
         times = "once" if self.recordings == 1 else f"{self.recordings} times"
-        yield Text(f"Recorded {times}; {self.compared} were compared.")
+        yield Text(f"Recorded {times}; {self.compared} were compared. {_LIMIT}")
         for note in self.notes:
             yield Text(note)
 

@@ -15,13 +15,14 @@ itself), a `ModuleSearch` is told when a step begins and ends.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
 
 from stepgraph.joined.observed import ObservedStep
-from stepgraph.joined.search import Partition, search
+from stepgraph.joined.search import Partition, Refusal, search
 from stepgraph.joined.trial import Trials
 from stepgraph.modules.options import ModuleOptions
 from stepgraph.session.options import Hook
@@ -86,9 +87,17 @@ class ModuleSearch:
             self._observing.close()
             self._num_steps += 1
 
-    def finish(self, budget: float = BUDGET) -> Partition:
-        """Try the modules, and return the largest set that can be captured."""
-        return search(self._step.tree(), Trials(self._step, self._options.max_runners).can_capture, budget)
+    def finish(self, budget: float = BUDGET, unfit: Mapping[str, str] = MappingProxyType({})) -> Partition:
+        """Try the modules, and return the largest set that can be captured.
+
+        Modules in `unfit` are not tried: by path, each with the reason.
+        """
+        trials = Trials(self._step, self._options.max_runners)
+
+        def can_capture(path: str) -> Refusal | None:
+            return Refusal(unfit[path]) if path in unfit else trials.can_capture(path)
+
+        return search(self._step.tree(), can_capture, budget)
 
     def close(self) -> None:
         """Take the observers out, and free all memory."""

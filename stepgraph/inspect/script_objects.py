@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import types
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -94,15 +94,22 @@ class ScriptObjects:
                     return name
         return ""
 
-    def models(self, inside: Sequence[Seen], functions: StepFunctions) -> list[dict[str, Any]]:
-        """The models that ran, each with the parts that ran without a finding."""
-        dirty = {one.module for one in inside if one.module}
+    def models(
+        self, inside: Sequence[Seen], functions: StepFunctions, unfit: Mapping[str, str]
+    ) -> list[dict[str, Any]]:
+        """The models that ran, each with the parts that ran without a finding, and those that no replay can serve."""
+        dirty = {one.module for one in inside if one.module} | unfit.keys()
         roots = [name for name in self.called if not any(name.startswith(f"{other}.") for other in self.called)]
         return [
             {
                 "name": functions.name_of(self.called[root]),
                 "class": root,
                 "clean": clean_parts(root, self.called, dirty),
+                "unfit": {
+                    name.removeprefix(root).removeprefix("."): rule
+                    for name, rule in unfit.items()
+                    if name == root or name.startswith(f"{root}.")
+                },
             }
             for root in roots
             if next(self.called[root].parameters(), None) is not None

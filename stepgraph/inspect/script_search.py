@@ -6,6 +6,8 @@ A model in whose forward something was found is not captured whole. Which of its
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 
 from stepgraph.errors import StepgraphError
@@ -18,8 +20,10 @@ BUDGET_S = 30.0
 class ScriptSearch:
     """One search, which is told of the script's steps."""
 
-    def __init__(self, model: torch.nn.Module) -> None:
+    def __init__(self, model: torch.nn.Module, unfit: Mapping[str, str]) -> None:
+        """`unfit` are the modules that no replay can serve, by path, each with the reason: they are not tried."""
         self._search: ModuleSearch | None = ModuleSearch(model)
+        self._unfit = unfit
         self.scope: list[str] | None = None
         """What `graph_modules` takes, once it is known."""
         self.failure = ""
@@ -45,7 +49,7 @@ class ScriptSearch:
             return
         try:
             if self._search.is_ready:
-                self.scope = self._search.finish(BUDGET_S).scope()
+                self.scope = self._search.finish(BUDGET_S, self._unfit).scope()
         except StepgraphError as error:
             self.failure = error.what
         finally:

@@ -42,6 +42,8 @@ Note = Callable[[str, str, types.FrameType, Location | None], None]
 
 _RANDOM = frozenset(("rand", "randn", "randint", "randperm", "normal", "rand_like", "randn_like", "bernoulli"))
 """Functions of torch that draw random numbers into a new tensor."""
+_WATCHED = (torch.Tensor.data, torch.Tensor.requires_grad)
+"""What a step may set of a tensor, and a graph does not record."""
 _OPTIMIZERS = "optimizers"
 """The owner of the sections of all optimizers."""
 
@@ -151,6 +153,7 @@ class StepOperations(StandingMode):
     def begin(self, step: int, touched: StepObjects, device: torch.device) -> None:
         """A step begins."""
         self._step, self._device, self._logs = step, device, []
+        self.guard.sets.clear()
         modes = _get_current_function_mode_stack()
         mapped = next((mode for mode in modes if isinstance(mode, DeviceMode)), None)
         if mapped is not None and any(map(mapped.is_on_device, touched.all_parameters)):
@@ -272,11 +275,15 @@ class NotingGuard(HostReadGuard):
         self._operations = operations
         self.is_reading = False
         """Whether a read that was noted is running: its operators are not noted again."""
+        self.sets: dict[int, Location | None] = {}
+        """The lines that have set `.data` or `.requires_grad` of a tensor in this step, by the tensor's id."""
 
     def __torch_function__(self, func: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self._operations.log is None or not self._operations.home.is_here():
             return func(*args, **(kwargs or {}))
         name = getattr(func, "__name__", "")
+        if name == "requires_grad_" or (name == "__set__" and func.__self__ in _WATCHED):
+            self.sets[id(args[0])] = place_of(sys._getframe(1)).where
         if name in _RANDOM:
             result = func(*args, **(kwargs or {}))
             self._operations.drawn(func, result)

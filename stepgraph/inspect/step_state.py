@@ -5,7 +5,8 @@ function. So the walk begins at the variables that the body reads before it sets
 the step before, and at the functions that ran. Of the body's own variables only those carry a value from one step to
 the next.
 
-A change counts if a line inside the step makes it: the counting of a loop, between its microbatches, does not.
+A change of a host value counts if a line inside the step makes it: the counting of a loop, between its microbatches,
+does not. A change of the model counts also if no line is known to make it: a capture would refuse it.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from __future__ import annotations
 import dis
 import functools
 import types
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,15 +22,15 @@ from torch.utils import _python_dispatch as dispatch
 
 from stepgraph.errors import Location
 from stepgraph.observe.lines import line_of_change
-from stepgraph.observe.own_changes import ModelState, OwnNumbers
+from stepgraph.observe.own_changes import ModelState, OwnChange, OwnNumbers
 from stepgraph.observe.step_objects import StepObjects
 from stepgraph.plain import is_plain
 from stepgraph.ran import ExecutedCode
 from stepgraph.values.watch import Watch
 
 Line = tuple[types.CodeType, int]
-Note = Callable[[str, str, Location | None], None]
-"""Takes a rule, what happened, and the line."""
+Note = Callable[[str, str, Location | None, str], None]
+"""Takes a rule, what happened, the line, and the module that was changed."""
 _LOADS = frozenset(("LOAD_NAME", "LOAD_FAST", "LOAD_GLOBAL", "LOAD_DEREF", "LOAD_FAST_CHECK"))
 _STORES = frozenset(("STORE_NAME", "STORE_FAST", "STORE_GLOBAL", "STORE_DEREF"))
 
@@ -48,22 +49,37 @@ class StepState:
     ) -> None:
         """`frames` are the user's, innermost first; `lines` and `functions` ran in the step before, inside it."""
         self._touched, self._numbers = touched, numbers
+        self._without_line: set[OwnChange] = set()
+        """Changes of the model, at a line that is not known, between the first forward and the last optimizer."""
         values, read = _variables(frames, lines)
         with dispatch._disable_current_modes(), torch._C.DisableTorchFunction():
             root = functools.partial(_root, *functions, **values)
             self._values = Watch(root, (), touched.named_modules, read, touched.all_optimizers, ran)
             self._model = ModelState(touched.all_modules, touched.all_parameters)
 
-    def note_changes(self, note: Note, lines: Sequence[Line]) -> None:
-        """Note what the step has changed by now; `lines` ran inside it."""
+    def note_changes(
+        self, note: Note, lines: Sequence[Line], sets: Mapping[int, Location | None], *, is_over: bool = False
+    ) -> None:
+        """Note what the step has changed by now; `is_over` if the next step begins.
+
+        `lines` ran inside it; `sets` are the lines of the script that have set `.data` or `.requires_grad` of a tensor,
+        by its id.
+        """
         with dispatch._disable_current_modes(), torch._C.DisableTorchFunction():
-            found = list(self._changes())
+            found, own = list(self._changes()), list(self._model.changes(self._touched.name))
         codes = {code for code, _ in lines}
         ran = {(code.co_filename, line) for code, line in lines}
         for rule, what, name in found:
             where = line_of_use(name, lines) if rule == "iterator" else line_of_change(name, codes, ran)
             if where is not None:
-                note(rule, what, where)
+                note(rule, what, where, "")
+        for change in own:
+            where = sets.get(change.key) if change.key is not None else line_of_change(change.name, codes, ran)
+            if where is None and not is_over:
+                self._without_line.add(change)
+            is_inside = change in self._without_line if where is None else (where.file, where.line) in ran
+            if is_inside:  # not between two steps, or two microbatches
+                note("own-change", change.what, where, change.name.rpartition(".")[0])
 
     def _changes(self) -> Iterator[tuple[str, str, str]]:
         for change in self._values.changed():
@@ -73,9 +89,6 @@ class StepState:
             yield "iterator", f"draws from {source}", source.name
         for told in self._numbers.changes().values():
             yield "host-value", f"changes {told}", told.partition(":")[0]
-        changed = self._model.changed(self._touched.name)
-        if changed is not None:
-            yield "own-change", changed, changed.partition("`")[2].partition("`")[0]
 
 
 def _root(*args: Any, **kwargs: Any) -> None:

@@ -215,6 +215,7 @@ class ModuleGraphs:
     ) -> ModuleSite:
         call = Signature(structure, keys, ambient_key(), self._target.modes(), arguments=self._target.arguments)
         kind = CallKind(call, leaves)
+        kind.obstacle = self._managed.obstacle
         site = ModuleSite(self._managed, kind)
         try:
             refuse_arguments(leaves, call.names())
@@ -240,13 +241,18 @@ class ModuleGraphs:
             return run()  # counted where it was decided
         if self._is_blocked(site):
             return run()
+        if (rebuilt := self._target.rebuilt()) is not None:
+            self.session.warm_up_again(self._managed, rebuilt)
+        if site.is_forgotten:
+            return self._look_up(*given)  # its flags are those of other modules
         if self.session.recorder.comes_round(site):
             self.session.create_warm()
             if site.runners:
                 return self._look_up(*given)
             if self._is_blocked(site):
                 return run()
-        self.eager_reasons["warm-up"] += 1
+        changed, self._managed.rebuilt = self._managed.rebuilt, None
+        self.eager_reasons["warm-up" if changed is None else f"changed: {changed}"] += 1
         return self.session.recorder.run(site, leaves, structure, run)
 
     def _is_blocked(self, site: ModuleSite) -> bool:

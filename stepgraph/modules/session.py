@@ -48,6 +48,7 @@ class ModuleSession(PairSession):
         """Add a module."""
         if not self.managers:
             self.turns = AuditTurns(manager.options.audit)
+        self.grads.other_uses.is_strict |= manager.options.strict
         self.managers.append(manager)
 
     @property
@@ -125,9 +126,48 @@ class ModuleSession(PairSession):
             self.recorder.forget()
         self.recorder.credit.update(warm)
         if often:
+            manager.obstacle = f"it keeps changing: {', '.join(often)}"
             for other in manager.sites.values():
-                other.kind.obstacle = f"it keeps changing: {', '.join(often)}"
+                other.kind.obstacle = manager.obstacle
         return often
+
+    def warm_up_again(self, manager: ManagedModule, why: str) -> None:
+        """Forget the noted calls of a module that was rebuilt since; `why` says how. It warms up again.
+
+        Other modules that warm up need one more whole round.
+        """
+        if any(site.runners for site in manager.sites.values()):
+            manager.target.raise_if_strict(why)
+            manager.recapture_reasons[why] += 1
+        if self.order is not None:
+            self.drop_graphs()
+        others = [site for site in self._sites if site.manager is not manager]
+        credit = {id(site): self._rounds_of(site) for site in others}
+        most = {id(site): site.manager.options.warmup - 1 for site in others}
+        manager.forget()
+        manager.rebuilt = why
+        self.recorder.forget()
+        self.recorder.credit = {key: min(rounds, most[key]) for key, rounds in credit.items()}
+
+    def _rounds_of(self, site: ModuleSite) -> int:
+        return self.recorder.rounds[id(site)] + self.recorder.credit.get(id(site), 0)
+
+    def _is_as_noted(self, managers: Collection[ManagedModule]) -> bool:
+        """Before a capture, look for changes of these modules since their calls; those that changed warm up again."""
+        is_noted = True
+        for manager in managers:
+            graphed = [site for site in manager.sites.values() if site.runners]
+            guards = [site.kind.guard for site in graphed if site.kind.guard is not None]
+            if (rebuilt := manager.target.rebuilt()) is not None:
+                self.warm_up_again(manager, rebuilt)
+                is_noted = False
+            elif not graphed:
+                manager.target.renew_pair()
+            elif (changed := next((why for g in guards if (why := g.changed_model()) is not None), None)) is not None:
+                manager.target.raise_if_strict(changed)
+                self._recapture(graphed[0], changed, (changed,))
+                is_noted = False
+        return is_noted
 
     # -- capturing
 
@@ -145,7 +185,7 @@ class ModuleSession(PairSession):
             if site.kind.obstacle is None and rounds >= max(2, site.manager.options.warmup):
                 site.manager.target.failed(site.kind, site.finding)
             return False
-        warm = rounds + self.recorder.credit.get(id(site), 0)
+        warm = self._rounds_of(site)
         return not site.runners and site.kind.obstacle is None and warm >= site.manager.options.warmup
 
     def create_cudagraphs(self) -> None:
@@ -155,6 +195,8 @@ class ModuleSession(PairSession):
 
     def create(self, events: Sequence[Event], *, fixed: bool = True) -> None:
         """Capture these forwards and backwards in their order. `fixed`: the order may be used to share memory."""
+        if not self._is_as_noted({id(m): m for m in (event.call.site.manager for event in events)}.values()):
+            return  # the next round is captured
         begun = time.perf_counter()
         in_order = [event for event in events if fixed and self._is_fixed(event.call)]
         if any(event.kind is not Kind.FORWARD for event in in_order):

@@ -32,7 +32,6 @@ class ManagedModule:
 
     def __init__(self, target: PairTarget, options: ModuleOptions) -> None:
         self.target, self.options = target, options
-        self.name, self.module = target.name, target.module
         self.sites: dict[Hashable, ModuleSite] = {}
         self.last: LastModuleCall | None = None
         """The last call of a known kind, for a fast comparison."""
@@ -48,6 +47,18 @@ class ManagedModule:
         """Replayed calls whose weight gradients wait for `backward_dw()`, the oldest first."""
         self.leaves_weights = _leaves_weights(self.module)
         """True if a layer inside leaves its weight gradient for later, so that the graphs must do the same."""
+        self.rebuilt: str | None = None
+        """How the modules inside have changed, if no call has run since."""
+        self.obstacle: str | None = None
+        """The reason why all calls stay eager, also of kinds that come later."""
+
+    @property
+    def name(self) -> str:
+        return self.target.name
+
+    @property
+    def module(self) -> torch.nn.Module:
+        return self.target.module
 
     def tally(self) -> tuple[int, int, int]:
         """The numbers of calls, replayed forwards and runners."""
@@ -63,7 +74,8 @@ class ManagedModule:
                     site.tell_several()
 
     def drop(self) -> None:
-        """Free this module's graphs; its calls warm up again."""
+        """Free this module's graphs; its calls warm up again. If it was rebuilt, they are of new kinds."""
+        rebuilt = self.target.rebuilt()
         for site in self.sites.values():
             for runner in site.runners:
                 self.forwards += runner.forwards
@@ -72,13 +84,21 @@ class ManagedModule:
             site.runners, site.recorded = [], None
         self.target.drop_pair()
         self.leaves_weights = _leaves_weights(self.module)
+        if rebuilt is not None:
+            self._forget_sites()
 
     def forget(self) -> None:
         """Free this module's graphs, and forget all obstacles to a capture."""
         self.drop()
-        self.last = None
-        self.sites.clear()
+        self._forget_sites()
         self.changes.clear()
+        self.obstacle = None
+
+    def _forget_sites(self) -> None:
+        self.last = None
+        for site in self.sites.values():
+            site.is_forgotten = True
+        self.sites.clear()
 
 
 @dataclass(eq=False, slots=True)
@@ -124,6 +144,8 @@ class ModuleSite:
         """True if a backward of the warm-up reached several calls of the module."""
         self.again: str | None = None
         """The reason why calls must warm up again."""
+        self.is_forgotten = False
+        """True if the module was rebuilt since, so that no call is of this kind."""
         self._copied: set[int] = set()
         """Results that callers held, so that they get copies."""
         self._copies_grads = False

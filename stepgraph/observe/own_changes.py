@@ -9,6 +9,7 @@ the model so, whatever its mode was.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,6 +19,18 @@ from stepgraph.guards.layout import change_of, layouts_of
 from stepgraph.guards.optimizer import NumbersGuard
 from stepgraph.observe.module_attributes import Slots
 from stepgraph.plain import MISSING
+
+
+@dataclass(frozen=True, slots=True)
+class OwnChange:
+    """A change of a model."""
+
+    what: str
+    """The change in words."""
+    name: str
+    """The parameter, buffer or module, by its path."""
+    key: int | None = None
+    """The id of the tensor that was changed itself; None if something else is in its place now."""
 
 
 class ModelState:
@@ -38,19 +51,25 @@ class ModelState:
 
     def changed(self, name: Callable[[Any], str]) -> str | None:
         """The first change since then, in words."""
-        return next(self._changes(name), None)
+        found = next(self.changes(name), None)
+        return found.what if found is not None else None
 
-    def _changes(self, name: Callable[[Any], str]) -> Iterator[str]:
+    def changes(self, name: Callable[[Any], str]) -> Iterator[OwnChange]:
+        """All changes since then."""
         for module, where, before in self._slots.kept:
             for key in {**before, **where}:
                 if where.get(key, MISSING) is not before.get(key, MISSING):
-                    yield f"puts something else in the place of `{name(module)}.{key}`"
+                    path = f"{name(module)}.{key}"
+                    yield OwnChange(f"puts something else in the place of `{path}`", path)
         for layout, _ in self._data:
             if change_of(layout) is not None:
-                yield f"gives `{self._name(layout[0], name)}` other data (`.data = ...`)"
+                path = self._name(layout[0], name)
+                yield OwnChange(f"gives `{path}` other data (`.data = ...`)", path, id(layout[0]))
         for parameter, flag in self._flags:
             if parameter.requires_grad != flag:
-                yield f"leaves requires_grad of `{self._name(parameter, name)}` {not flag}, and found it {flag}"
+                path = self._name(parameter, name)
+                what = f"leaves requires_grad of `{path}` {not flag}, and found it {flag}"
+                yield OwnChange(what, path, id(parameter))
 
     def _name(self, tensor: torch.Tensor, name: Callable[[Any], str]) -> str:
         for module, _, before in self._slots.kept:

@@ -76,6 +76,10 @@ class SiteGuard:
             return Finding(str(found), (str(found.where or found.operation),), (), found)
         return Finding(told(changes), tuple(change.name for change in changes), changes, found)
 
+    def changed_model(self) -> str | None:
+        """Describe what changed in the model since the capture, or return None."""
+        return told(changes) if (changes := self._model.changed()) else None
+
     def admit_hooks(self, names: Sequence[str]) -> None:
         """Ignore hooks of functions with these names on modules inside: the engine that replays runs them."""
         self._model.admit_hooks(names)

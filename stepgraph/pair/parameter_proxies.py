@@ -23,13 +23,17 @@ class ParameterProxies:
     def __init__(self, module: torch.nn.Module) -> None:
         self._places: list[tuple[dict[str, Any], str, torch.Tensor, torch.Tensor]] = []
         self._made: dict[int, torch.Tensor] = {}
+        self._module = module
         self.parameters: list[torch.Tensor] = []
         """The trainable parameters, each once."""
-        for owner in module.modules():
-            for where in (owner._parameters, owner._buffers):
-                for name, tensor in where.items():
-                    if tensor is not None:
-                        self._places.append((where, name, tensor, self._stand_in(tensor)))
+        for where, name, tensor in _places_in(module):
+            self._places.append((where, name, tensor, self._stand_in(tensor)))
+
+    @property
+    def are_current(self) -> bool:
+        """True if the module has the same tensors in the same places as when the proxies were made."""
+        known = [(id(where), name, id(tensor)) for where, name, tensor, _ in self._places]
+        return known == [(id(where), name, id(tensor)) for where, name, tensor in _places_in(self._module)]
 
     def _stand_in(self, tensor: torch.Tensor) -> torch.Tensor:
         found = self._made.get(id(tensor))
@@ -63,14 +67,25 @@ class ParameterProxies:
 
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
-        """Put the proxies into the module within a block."""
+        """Put the proxies into the module within a block. Afterwards every place holds what it held before."""
+        held = [(where, name, where[name]) for where, name, _, _ in self._places if name in where]
         for where, name, _, stand_in in self._places:
-            where[name] = stand_in
+            if name in where:  # a backward may be recorded after the program has taken a tensor away
+                where[name] = stand_in
         try:
             yield
         finally:
-            for where, name, tensor, _ in self._places:
+            for where, name, tensor in held:
                 where[name] = tensor
+
+
+def _places_in(module: torch.nn.Module) -> Iterator[tuple[dict[str, Any], str, torch.Tensor]]:
+    """The places of a module's tensors: a dict, a name, and the tensor."""
+    for owner in module.modules():
+        for where in (owner._parameters, owner._buffers):
+            for name, tensor in where.items():
+                if tensor is not None:
+                    yield where, name, tensor
 
 
 @contextlib.contextmanager

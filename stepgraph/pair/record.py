@@ -80,6 +80,7 @@ class PairCapture:
         self.random = tracker_for(shared.session.backend)
         self._generators, self._need_backward = tuple(generators), need_backward
         self.proxies = ParameterProxies(module)
+        self._with_modes = with_modes(module)
         self._accumulates = False
         self._known: list[torch.Tensor] = []
         self._outside = frozenset(outside)
@@ -122,7 +123,7 @@ class PairCapture:
     def _surroundings(self, training: Sequence[bool]) -> Iterator[None]:
         """Put the module in the state of the call, with proxies for its parameters."""
         before = ModuleAttributes(dict(self.module.named_modules()))
-        for module, flag in zip(with_modes(self.module), training, strict=True):
+        for module, flag in zip(self._with_modes, training, strict=True):
             module.training = flag  # an evaluation is captured while the model trains, and the other way round
         try:
             with self.proxies.in_place(), without_saved_tensor_hooks(), recording_compiled_backwards():

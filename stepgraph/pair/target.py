@@ -68,8 +68,13 @@ class PairTarget:
 
     def _look_at_modules(self) -> None:
         self.arguments = argument_names(self.original)
-        self._modules = list(self.module.modules())
+        self._named = self.named_modules()
         self._modes = [vars(module) for module in with_modes(self.module)]
+
+    @property
+    def _modules(self) -> list[torch.nn.Module]:
+        """The modules as they were last looked at."""
+        return list(self._named.values())
 
     @property
     def original(self) -> Callable[..., Any]:
@@ -97,6 +102,18 @@ class PairTarget:
         """The modules whose hooks run inside the recorded code; hooks of this one usually run around its forward."""
         return self._modules[1:] if self._is_whole and self._runs_own_hooks else self._modules
 
+    def rebuilt(self) -> str | None:
+        """Describe how the modules inside have changed since they were last looked at, or return None.
+
+        Calls noted until then have flags of other modules: no graph may be made of them.
+        """
+        before, now = self._named, self.named_modules()
+        for path in {**before, **now}:
+            if before.get(path) is not now.get(path):
+                how = "was added" if path not in before else "was removed" if path not in now else "was replaced"
+                return f"`{path}` {how}"
+        return None if list(before) == list(now) else f"`{self.name}` has a new order of its parts"
+
     # -- capturing
 
     def pair(self) -> PairCapture:
@@ -114,6 +131,11 @@ class PairTarget:
         if self._pair is not None:
             self.shared.grads.forget(self._pair.proxies.parameters)
         self._pair = None
+
+    def renew_pair(self) -> None:
+        """Before a capture without other graphs in use, drop a recorder that has proxies for tensors of earlier."""
+        if self._pair is not None and not self._pair.proxies.are_current:
+            self.drop_pair()
 
     def check_capturable(self, ambient: tuple[Hashable, ...]) -> None:
         """Raise for hooks on modules inside, since replays would not run them, and for flags that have changed."""

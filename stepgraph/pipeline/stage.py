@@ -92,6 +92,7 @@ class GraphedStages:
         self._schedule, self._options = schedule, options
         self._shared = PairSession(session, self._drop_graphs)
         self._shared.turns = AuditTurns(options.audit)
+        self._shared.grads.other_uses.is_strict = options.strict
         self._shared.session.when_dropped(self._dropped)
         self._order = order_from_pipelining(schedule)
         chunks = chunks_of(schedule)
@@ -169,6 +170,9 @@ class GraphedStages:
             return Mode.EAGER, self._obstacle
         if self.captured is not None:
             self._look()
+        elif rebuilt := next((why for m in self.managers if (why := m.target.rebuilt()) is not None), None):
+            self._drop_graphs()
+            return Mode.RECORD, f"changed: {rebuilt}"
         elif self._warm >= self._options.warmup:
             self._capture()
         if self.captured is not None:
@@ -207,6 +211,8 @@ class GraphedStages:
     def _capture(self) -> None:
         begun = time.perf_counter()
         self.captured = None
+        for manager in self.managers:
+            manager.target.renew_pair()
         captured = StageCapture(self.managers, self._order)
         try:
             with self._shared.session.workspace.capturing():

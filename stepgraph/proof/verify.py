@@ -42,6 +42,13 @@ def verify(
     each step. `rtol` and `atol` allow for a difference, as in `torch.allclose`.
     """
     _check(steps, rtol, atol)
+    if not isinstance(batches, Iterable):
+        raise InvalidArgument(
+            f"verify, argument `batches`: {batches!r} is not iterable",
+            rule="option",
+            why="each step is called with a batch of its own.",
+            fix="pass the batches, verify(step, [(x, y), (other_x, other_y)]), and their number as steps=N.",
+        )
     taken = Batches.read(batches, steps)
     subject = subject_of(step, taken.calls[0] if taken.calls else ())
     with subject.during:

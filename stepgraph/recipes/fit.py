@@ -2,7 +2,8 @@
 
 Layers go first, because a model with fewer of them is captured, replayed and measured as the whole one is. If one layer
 of each kind is still too much, experts go, by halves. A CPU is slow, too: there the widths, the vocabulary, the
-sequence and the depth are brought down to what trains in a fraction of a second, whatever the memory.
+sequence and the depth are brought down to what trains in a fraction of a second, whatever the memory. It computes in
+float32: most CPUs take ten times as long for a product in bfloat16.
 
 60% of what is free is planned with. The rest is for what no estimate knows: the allocator's fragments, workspaces of
 libraries, and the static buffers of graphs.
@@ -16,6 +17,7 @@ from types import MappingProxyType
 from typing import Any
 
 from stepgraph.config.container import ConfigContainer
+from stepgraph.config.sections import MixedPrecisionSection
 from stepgraph.errors import InvalidArgument
 from stepgraph.recipes.layers import fewest_layers, with_layers
 from stepgraph.recipes.memory import MemoryEstimate, estimate_memory, state_memory
@@ -36,6 +38,7 @@ _CPU_MOST: Mapping[str, Mapping[str, int]] = MappingProxyType(
 )
 """The largest values on a CPU, of all models, and of those of a kind or with a setting."""
 _CPU_LAYERS = 4
+_PRECISION = "mixed_precision"
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,14 +73,16 @@ class Fit:
 def fit(cfg: ConfigContainer, free_bytes: int, device: str = "cuda", *, kept: Collection[str] = ()) -> Fit:
     """Return a copy of a configuration that trains within 60% of `free_bytes` on a device, and what was cut.
 
-    `kept` names settings of the model that stay as they are, such as `num_layers`.
+    `kept` names settings that stay as they are: those of the model, such as `num_layers`, and `mixed_precision`.
 
     Example:
         >>> found = fit(recipes.llama3_8b(), torch.cuda.mem_get_info()[0])
         >>> print(found)
     """
-    budget = int(SHARE * free_bytes)
-    fitted = for_cpu(cfg, kept) if device.partition(":")[0] == "cpu" else cfg.copy()
+    budget, is_cpu = int(SHARE * free_bytes), device.partition(":")[0] == "cpu"
+    fitted = for_cpu(cfg, frozenset(kept) - {_PRECISION}) if is_cpu else cfg.copy()
+    if is_cpu and _PRECISION not in kept:
+        fitted.mixed_precision = MixedPrecisionSection.named("fp32")
     fitted, estimate = _fewer_layers(fitted, budget, kept)
     while estimate.total > budget:
         fewer = None if "num_moe_experts" in kept else _fewer_experts(fitted)
@@ -215,8 +220,13 @@ def _scale(model: Any, name: str, factor: float) -> None:
 
 
 def _cuts(before: ConfigContainer, after: ConfigContainer) -> tuple[Cut, ...]:
-    old, new = before.to_dict()["model"], after.to_dict()["model"]
-    return tuple(Cut(f"model.{name}", old[name], new[name]) for name in old if old[name] != new[name])
+    old, new = before.to_dict(), after.to_dict()
+    return tuple(
+        Cut(f"{section}.{name}", value, new[section][name])
+        for section in ("model", _PRECISION)
+        for name, value in old[section].items()
+        if value != new[section][name]
+    )
 
 
 def _too_large(cfg: ConfigContainer, estimate: MemoryEstimate, budget: int) -> InvalidArgument:

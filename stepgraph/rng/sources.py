@@ -78,7 +78,10 @@ def position_of(value: Any, depth: int = _DEPTH) -> Any:
     if isinstance(yielded, int):
         return yielded
     if hasattr(kind, "__length_hint__"):
-        return value.__length_hint__()
+        try:
+            return value.__length_hint__()
+        except TypeError:  # `itertools.repeat(x)`: drawing does not move it
+            return "endless"
     if kind in _MADE_OF_OTHERS and depth:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)

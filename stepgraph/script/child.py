@@ -17,8 +17,9 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import FrameType
 from typing import Any, NoReturn
 
 from stepgraph.errors import StepgraphError
@@ -29,6 +30,13 @@ __all__ = ["EarlyStop", "RunningChild", "main"]
 _PR_SET_PDEATHSIG = 1
 _PASSES_ON = "__torch_function__"
 """The name of a function of ours that only passes calls of torch on, where `cuda` stands for the CPU."""
+
+
+_PLUMBING = tuple(
+    os.path.join("torch", *name)
+    for name in (("_compile.py",), ("_dynamo", "eval_frame.py"), ("_ops.py",), ("overrides.py",))
+)
+"""Files of torch that hand calls on to modes, and from them to operators."""
 
 
 class EarlyStop(BaseException):
@@ -119,6 +127,7 @@ def surroundings(request: Request, running: RunningChild) -> Iterator[None]:
 
     warnings.filterwarnings("ignore", message=".*there are global hooks on modules")  # ours, which begin steps
     with contextlib.ExitStack() as stack:
+        stack.enter_context(warnings_at_own_lines())
         if running.is_cuda_mapped:
             from stepgraph.script.cuda_on_cpu import CudaOnCpu
 
@@ -131,6 +140,33 @@ def surroundings(request: Request, running: RunningChild) -> Iterator[None]:
             sys.dont_write_bytecode = True
         stack.enter_context(files.watching())
         yield
+
+
+@contextlib.contextmanager
+def warnings_at_own_lines() -> Iterator[None]:
+    """Show a warning at the script's line where it would name ours, which only hands calls of torch on."""
+    from stepgraph.frames import is_engine, is_installed, is_users_code
+
+    show = warnings.showwarning
+
+    def shown(
+        message: Any, category: Any, filename: str, lineno: int, file: Any = None, line: str | None = None
+    ) -> None:
+        frame: FrameType | None = sys._getframe(1) if is_engine(filename) else None
+        while frame is not None:
+            code = frame.f_code
+            if is_users_code(code) and not is_installed(code.co_filename):
+                filename, lineno, line = code.co_filename, frame.f_lineno, None
+                break
+            frame = frame.f_back
+        show(message, category, filename, lineno, file, line)
+
+    warnings.showwarning = shown
+    try:
+        yield
+    finally:
+        if warnings.showwarning is shown:
+            warnings.showwarning = show
 
 
 def run_watched(request: Request, running: RunningChild, probe: Any) -> None:
@@ -200,9 +236,24 @@ def script_traceback(error: BaseException) -> str:
         one = todo.pop()
         if id(one) not in seen:
             seen.add(id(one))
-            one.stack = traceback.StackSummary.from_list([f for f in one.stack if not is_engine(f.filename)])
+            one.stack = traceback.StackSummary.from_list(_own_frames(one.stack))
             todo += [other for other in (one.__cause__, one.__context__) if other is not None]
     return "".join(found.format()).rstrip()
+
+
+def _own_frames(stack: Sequence[traceback.FrameSummary]) -> Iterator[traceback.FrameSummary]:
+    """The frames of a stack without ours, and without those of torch that lead to ours and on from them."""
+    from stepgraph.frames import is_engine
+
+    hidden: list[traceback.FrameSummary] = []
+    for frame in stack:
+        if is_engine(frame.filename) or frame.filename.endswith(_PLUMBING):
+            hidden.append(frame)
+            continue
+        yield from () if any(is_engine(one.filename) for one in hidden) else hidden
+        hidden = []
+        yield frame
+    yield from () if any(is_engine(one.filename) for one in hidden) else hidden
 
 
 def make_probe(name: str, running: RunningChild) -> Any:

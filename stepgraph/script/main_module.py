@@ -22,10 +22,26 @@ from typing import Any
 from stepgraph.errors import InvalidArgument
 from stepgraph.script.request import Script
 
-__all__ = ["MainModule", "NamedStep"]
+__all__ = ["MainModule", "NamedStep", "refuse_unknown_step"]
 
 _MARK = "__stepgraph_step__"
 _KINDS_OF_METHODS = ("staticmethod", "classmethod", "property")
+
+
+def refuse_unknown_step(script: Script) -> None:
+    """Raise if `--step` names a function that the script's file does not define: before anything runs.
+
+    Names in other modules, and files that cannot be read, are left to the run.
+    """
+    if script.step is None or ":" in script.step or script.is_module:
+        return
+    try:
+        tree = ast.parse(Path(script.target).read_bytes(), script.target)
+    except (OSError, SyntaxError, ValueError):
+        return
+    step = NamedStep(script.step, lambda function: function)
+    if not any(_definitions(tree.body, step.parts)):
+        raise step.not_found(script.target)
 
 
 class NamedStep:

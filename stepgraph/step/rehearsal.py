@@ -43,6 +43,7 @@ class Rehearsal:
     def __init__(self, capture: StepCapture, site: Site, call: CapturedCall, given: CallArgs, backend: Backend) -> None:
         self._capture, self._site, self._call, self._given = capture, site, call, given
         self.backend = backend
+        self._outside = {id(optimizer) for optimizer, is_outside in self.optimizers if is_outside}
 
     # -- what the step is
 
@@ -86,6 +87,11 @@ class Rehearsal:
         """Ask the guards of the graph in use what has changed since its capture."""
         return self._call.guards.changed()
 
+    def is_ignored(self, name: str) -> bool:
+        """Check whether the guards leave out this value although they reach it."""
+        ignored, harmless, _ = self._capture.unwatched
+        return name in ignored or name in harmless
+
     def why_not_watched(self, name: str) -> str:
         """Say why the guards do not report a change of this value, and when it is found instead."""
         ignored, harmless, audit = self._capture.unwatched
@@ -102,7 +108,10 @@ class Rehearsal:
         return leaf_keys(leaves, gradients=True) != leaf_keys(self._given.leaves, gradients=True)
 
     def record(self, leaves: Sequence[Any] | None = None) -> Rehearsed:
-        """Record the call, or one with other leaves, and drop the recording. Raises what the step raises."""
+        """Record the call, or one with other leaves, and drop the recording. Raises what the step raises.
+
+        Optimizers that run between graphs stay there, whatever their numbers and flags are now, and read them.
+        """
         site, given = self._site, self._given
         if leaves is not None:
             site, given = (
@@ -110,6 +119,8 @@ class Rehearsal:
                 CallArgs(leaves, given.structure, None),
             )
         learnt, results = copy.deepcopy(site.learnt), dict(site.eager.results)
+        moved = self._capture.moved
+        self._capture.moved = dict.fromkeys(self._outside, "as in the graph in use") | moved
         try:
             with interrupts_held() as raise_held:
                 recorded, _ = self._capture.record_again(site, given, raise_held, looks_on=False)
@@ -120,4 +131,4 @@ class Rehearsal:
                     recorded.made.drop()
             return Rehearsed(recorded.made.log, nodes)
         finally:
-            site.learnt, site.eager.results = learnt, results
+            site.learnt, site.eager.results, self._capture.moved = learnt, results, moved

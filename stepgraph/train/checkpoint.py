@@ -4,7 +4,8 @@ A checkpoint is a folder, `step_00000100`:
 
 | file | written by | contents |
 |---|---|---|
-| `shard_00000.json`, `shard_00000.pt` | the first rank with these stages of the model | model, optimizer, scheduler |
+| `shard_00000.json`, `shard_00000.pt` | the first rank with these stages of the model | model, optimizer, scheduler; \
+of a pipeline, the names that the stages' tensors have in the whole model |
 | `rank_00000.json`, `rank_00000.pt` | every rank | random states, position in the data |
 | `config.json` | rank 0 | the configuration |
 | `manifest.json` | rank 0, last | step, number of ranks, size and SHA-256 of every file |
@@ -57,6 +58,14 @@ class Saved:
     shard: dict[str, Any]
     rank: dict[str, Any]
     config: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """The weights of a loaded checkpoint, by the names that they have in the whole model."""
+
+    path: Path
+    tensors: dict[str, torch.Tensor]
 
 
 def checkpoints_in(folder: Path) -> list[tuple[int, Path]]:
@@ -225,6 +234,42 @@ def load(path: Path, ranks: Ranks) -> Saved:
 
     Unfinished `.partial` folders are ignored.
     """
+    path, manifest = _open(path)
+    _check_ranks(path, manifest, ranks)
+    files = manifest["files"]
+    shard, rank = (_state(path, name, files) for name in (f"shard_{ranks.stage:05d}", f"rank_{ranks.rank:05d}"))
+    return Saved(path, manifest["step"], shard, rank, _read_json(path, _CONFIG, files))
+
+
+def load_weights(path: Path) -> Weights:
+    """Load the weights of a checkpoint, or of the latest one of a folder, whatever number of ranks has saved it.
+
+    Files are mapped into memory: what a rank does not use of them takes none.
+    """
+    path, manifest = _open(path)
+    found: dict[str, torch.Tensor] = {}
+    for stage in range(manifest["pipeline_size"]):
+        name = f"shard_{stage:05d}"
+        shard = _state(path, name, manifest["files"], mapped=True)
+        model, names = shard.get("model"), shard.get("names")
+        if not isinstance(model, dict):
+            raise _damaged(path, f"{name}.json", "it has no weights")
+        if names is None and manifest["pipeline_size"] > 1:
+            raise CheckpointError(
+                f"{path} does not say which part of the model its {manifest['pipeline_size']} pipeline ranks had",
+                rule="checkpoint",
+                why="an older version of stepgraph saved it, and the names of stages are not those of a whole model.",
+                fix=f"resume it once with checkpoint.load={path} on as many ranks, and save it again.",
+            )
+        if names is not None and not (isinstance(names, dict) and names.keys() == model.keys()):
+            raise _damaged(path, f"{name}.json", "it does not name all weights")
+        for own, tensor in model.items():
+            found |= dict.fromkeys(names[own] if names is not None else (own,), tensor)
+    return Weights(path, found)
+
+
+def _open(path: Path) -> tuple[Path, dict[str, Any]]:
+    """Return a checkpoint, or the latest one of a folder, with its manifest; refuse files that it does not list."""
     if not (path / _MANIFEST).is_file() and _NAME.fullmatch(path.name) is None:
         found = checkpoints_in(path)
         if not found:
@@ -236,19 +281,18 @@ def load(path: Path, ranks: Ranks) -> Saved:
             )
         path = found[-1][1]
     manifest = _read_manifest(path)
-    _check_ranks(path, manifest, ranks)
-    files = manifest["files"]
-    unknown = sorted({file.name for file in path.iterdir()} - {*files, _MANIFEST})
+    unknown = sorted({file.name for file in path.iterdir()} - {*manifest["files"], _MANIFEST})
     if unknown:
         raise _damaged(path, unknown[0], "the manifest does not list it")
-    states = []
-    for name in (f"shard_{ranks.stage:05d}", f"rank_{ranks.rank:05d}"):
-        listed = [file for file in files if file.startswith(f"{name}.") and not file.endswith(".json")]
-        if f"{name}.json" not in files or len(listed) != 1:
-            raise _damaged(path, f"{name}.json", "the manifest does not list it with its tensors")
-        tensors = _read_tensors(path, listed[0], files)
-        states.append(_joined(path, f"{name}.json", files, tensors))
-    return Saved(path, manifest["step"], states[0], states[1], _read_json(path, _CONFIG, files))
+    return path, manifest
+
+
+def _state(path: Path, name: str, files: Mapping[str, Any], *, mapped: bool = False) -> dict[str, Any]:
+    """Return the state in a file of JSON and one of tensors."""
+    listed = [file for file in files if file.startswith(f"{name}.") and not file.endswith(".json")]
+    if f"{name}.json" not in files or len(listed) != 1:
+        raise _damaged(path, f"{name}.json", "the manifest does not list it with its tensors")
+    return _joined(path, f"{name}.json", files, _read_tensors(path, listed[0], files, mapped))
 
 
 def _read_manifest(path: Path) -> dict[str, Any]:
@@ -309,12 +353,12 @@ def _joined(path: Path, name: str, files: Mapping[str, Any], tensors: Mapping[st
     return state
 
 
-def _read_tensors(path: Path, name: str, files: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+def _read_tensors(path: Path, name: str, files: Mapping[str, Any], mapped: bool) -> dict[str, torch.Tensor]:
     _check_digest(path, name, files)
     try:
         if name.endswith(".safetensors"):
             return dict(importlib.import_module("safetensors.torch").load_file(path / name))
-        found = torch.load(path / name, map_location="cpu", weights_only=True)
+        found = torch.load(path / name, map_location="cpu", weights_only=True, mmap=mapped)
     except ImportError as error:
         raise CheckpointError(
             f"{path / name} needs safetensors, which is not installed here",

@@ -331,6 +331,7 @@ class Loop:
         state = work.optimizer.state_dict() if settings.save_optim else None
         shard = {
             "model": work.core.state_dict(),
+            "names": getattr(work.core, "whole_names", None),
             "optimizer": state if work.gathered is None else None,
             "schedule": asdict(run.schedule),
         }

@@ -34,6 +34,7 @@ from stepgraph.session.report import GraphReport
 from stepgraph.train.data import Sample
 from stepgraph.train.implementations import Implementation, Work, choose
 from stepgraph.train.iteration import Finish, Result, autocasting
+from stepgraph.train.lora import LoRALinear
 from stepgraph.train.ranks import Ranks
 
 
@@ -53,14 +54,14 @@ class StageModule(nn.Module):
         self.dropout = whole.dropout
         self.norm: nn.Module | None = whole.norm if self.is_last else None
         self.head: nn.Module | None = whole.head if self.is_last else None
-        self._is_tied = whole.head.weight is whole.embedding.weight
+        self._is_tied = _weight(whole.head) is whole.embedding.weight
         self._autocast = autocast
 
     @property
     def tied(self) -> Any:
         """The matrix of which the first and the last stage have a copy each, on these two; else None."""
         owner = self.embedding if self.embedding is not None else self.head
-        return owner.weight if self._is_tied and owner is not None else None
+        return _weight(owner) if self._is_tied and owner is not None else None
 
     def forward(self, x: Tensor) -> Tensor:
         """Run this stage."""
@@ -77,8 +78,13 @@ class StageModule(nn.Module):
 class RankStages(nn.ModuleDict):
     """The stages of a model that one rank trains, in the order of the model; the schedule calls them one by one."""
 
-    def __init__(self, stages: Iterable[StageModule]) -> None:
+    def __init__(self, stages: Iterable[StageModule], whole: nn.Module) -> None:
         super().__init__({f"stage_{stage.place[0]}": stage for stage in stages})
+        names: dict[int, list[str]] = {}
+        for name, tensor in whole.state_dict(keep_vars=True).items():
+            names.setdefault(id(tensor), []).append(name)
+        self.whole_names = {name: names[id(tensor)] for name, tensor in self.state_dict(keep_vars=True).items()}
+        """The names that each tensor has in the whole model: two, if the embedding is the head's matrix too."""
 
     @property
     def chunks(self) -> list[StageModule]:
@@ -108,7 +114,11 @@ def stages_of(model: nn.Module, ranks: Ranks, autocast: torch.dtype | None, num_
         raise _refused(reason, fix)
     assert isinstance(model, GPT)
     places = range(ranks.stage, num_stages, ranks.pipeline_size)
-    return RankStages(StageModule(model, place, num_stages, autocast) for place in places)
+    return RankStages((StageModule(model, place, num_stages, autocast) for place in places), model)
+
+
+def _weight(layer: nn.Module) -> Any:
+    return layer.base.weight if isinstance(layer, LoRALinear) else layer.weight
 
 
 def token_loss(logits: Tensor, targets: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,14 @@ from stepgraph.errors import InvalidArgument, NonFinite
 from stepgraph.rng.tracker import get_cuda_rng_tracker
 from stepgraph.session.session import Session
 from stepgraph.tracebacks import entry_point
-from stepgraph.train.checkpoint import CheckpointError, Saved, load, refuse_later_checkpoints, refuse_unwritable
+from stepgraph.train.checkpoint import (
+    CheckpointError,
+    Weights,
+    load,
+    load_weights,
+    refuse_later_checkpoints,
+    refuse_unwritable,
+)
 from stepgraph.train.data import Batches
 from stepgraph.train.implementations import Implementation, Work, choose
 from stepgraph.train.journal import Journal
@@ -245,12 +252,7 @@ def _make_work(
     ranks: Ranks,
     num_microbatches: int,
 ) -> Work:
-    core = make_core(cfg, device, provider)
-    if cfg.checkpoint.pretrained_checkpoint is not None and cfg.checkpoint.load is None:
-        _load_weights(core, load(Path(cfg.checkpoint.pretrained_checkpoint), ranks))
-    if ranks.pipeline_size > 1:
-        core = stages_of(core, ranks, make_forward_step(cfg, checks_of(cfg)).autocast, num_chunks_of(cfg))
-    adapt(cfg, core)
+    core = _make_core(cfg, device, provider, ranks)
     refuse_unpacked(cfg, core)
     model = wrap(cfg, core, session, device, ranks)
     checks = checks_of(cfg)
@@ -268,13 +270,46 @@ def _make_work(
     )
 
 
+def _make_core(
+    cfg: ConfigContainer, device: torch.device, provider: ModelProvider | None, ranks: Ranks
+) -> torch.nn.Module:
+    """Build the model with the weights that it starts from, and with LoRA; of a pipeline, return this rank's stages.
+
+    LoRA is added before the model is divided, so that its matrices are those of a run in one process.
+    """
+    whole = make_core(cfg, device, provider)
+    start = cfg.checkpoint.pretrained_checkpoint if cfg.checkpoint.load is None else None
+    weights = load_weights(Path(start)) if start is not None else None
+    if weights is not None and ranks.pipeline_size == 1:
+        _load_state(whole, weights.tensors, weights.path)
+    named = whole.state_dict(keep_vars=True)
+    adapt(cfg, whole)
+    if ranks.pipeline_size == 1:
+        return whole
+    stages = stages_of(whole, ranks, make_forward_step(cfg, checks_of(cfg)).autocast, num_chunks_of(cfg))
+    if weights is not None:
+        _load_own(stages, named, weights)
+    return stages
+
+
+def _load_own(stages: torch.nn.Module, named: Mapping[str, torch.Tensor], weights: Weights) -> None:
+    """Load what these stages have of a whole model, whose tensors were `named` so before LoRA was added to it."""
+    if named.keys() != weights.tensors.keys():
+        only = [f"only in the checkpoint: {name}" for name in weights.tensors.keys() - named.keys()]
+        only += [f"only in the model: {name}" for name in named.keys() - weights.tensors.keys()]
+        raise _unfit(weights.path, sorted(only))
+    names = {id(tensor): name for name, tensor in named.items()}
+    own = {name: names[id(t)] for name, t in stages.state_dict(keep_vars=True).items() if id(t) in names}
+    _load_state(stages, {name: weights.tensors[whole] for name, whole in own.items()}, weights.path, strict=False)
+
+
 def _resume(cfg: ConfigContainer, work: Work, batches: Batches, device: torch.device, ranks: Ranks) -> int:
     """Load the checkpoint that the configuration names; return the number of iterations done before."""
     settings = cfg.checkpoint
     start = 0
     if settings.load is not None:
         saved = load(Path(settings.load), ranks)
-        _load_weights(work.core, saved)
+        _load_state(work.core, saved.shard.get("model", {}), saved.path)
         state = saved.rank.get("optimizer") or saved.shard.get("optimizer")
         if settings.load_optim and state is not None:
             work.optimizer.load_state_dict(state)
@@ -288,14 +323,18 @@ def _resume(cfg: ConfigContainer, work: Work, batches: Batches, device: torch.de
     return start
 
 
-def _load_weights(model: torch.nn.Module, saved: Saved) -> None:
+def _load_state(model: torch.nn.Module, state: Mapping[str, torch.Tensor], path: Path, *, strict: bool = True) -> None:
     try:
-        model.load_state_dict(saved.shard["model"])
-    except (RuntimeError, KeyError) as error:  # other names or shapes
-        raise CheckpointError(
-            f"the weights of {saved.path} do not fit the model",
-            rule="checkpoint",
-            details=[line.strip()[:110] for line in str(error).splitlines()[1:6]],
-            why="the checkpoint is of a model with other layers or sizes, or divided into other stages.",
-            fix="resume with the configuration in the checkpoint's config.json.",
-        ) from error
+        model.load_state_dict(state, strict=strict)
+    except RuntimeError as error:  # other names or shapes
+        raise _unfit(path, [line.strip() for line in str(error).splitlines()[1:]]) from error
+
+
+def _unfit(path: Path, details: Sequence[str]) -> CheckpointError:
+    return CheckpointError(
+        f"the weights of {path} do not fit the model",
+        rule="checkpoint",
+        details=[line[:110] for line in details[:5]],
+        why="the checkpoint is of a model with other layers or sizes, or divided into other stages.",
+        fix="use the model's configuration in the checkpoint's config.json.",
+    )

@@ -63,11 +63,6 @@ def _has_other_precision(cfg: Any) -> bool:
     return precision.bf16 and precision.params_dtype != "bf16" and not precision.autocast_enabled
 
 
-def _can_delay(cfg: Any) -> bool:
-    """Return whether weight gradients can be computed after the backward: not in a pipeline, nor for LoRA's weights."""
-    return cfg.model.pipeline_model_parallel_size == 1 and cfg.peft.scheme is None
-
-
 def _can_gather(cfg: Any) -> bool:
     """Return whether hooks before each forward can run: not inside the graph of an iteration, or of a method."""
     model = cfg.model
@@ -84,13 +79,29 @@ SOMETIMES: dict[str, Callable[[Any], bool]] = {
         cfg.model.moe_router_load_balancing_type != "aux_loss" and cfg.model.moe_aux_loss_coeff != 0
     ),
     "model.kind=vision_language": lambda cfg: cfg.model.kind == "vision_language",
-    "model.delay_wgrad_compute": lambda cfg: cfg.model.delay_wgrad_compute and not _can_delay(cfg),
+    "model.delay_wgrad_compute in a pipeline": lambda cfg: (
+        cfg.model.delay_wgrad_compute and cfg.model.pipeline_model_parallel_size > 1
+    ),
+    "model.delay_wgrad_compute with LoRA": lambda cfg: cfg.model.delay_wgrad_compute and cfg.peft.scheme is not None,
     "model.virtual_pipeline_model_parallel_size without a pipeline": lambda cfg: (
         (cfg.model.virtual_pipeline_model_parallel_size or 1) > 1 and cfg.model.pipeline_model_parallel_size == 1
     ),
     "mixed_precision.bf16 without params_dtype": _has_other_precision,
 }
 """Settings that are refused together with others."""
+
+_REASONS = {
+    "model.delay_wgrad_compute in a pipeline": "torch's schedules run the whole backward of a microbatch at once, "
+    "and the loop has no moment for what it left.",
+    "model.delay_wgrad_compute with LoRA": "LoRA freezes the weights whose gradients could be delayed; those of its "
+    "own small matrices are computed in the backward.",
+}
+"""Reasons of single refusals, beside the one of all."""
+_FIXES = {
+    "mixed_precision": 'leave it at its default; for number formats, cfg.mixed_precision = "bf16_mixed".',
+    "model.delay_wgrad_compute": "model.delay_wgrad_compute=false.",
+}
+"""Fixes of settings that begin so."""
 
 
 def refuse_untrained(cfg: Any) -> None:
@@ -99,13 +110,13 @@ def refuse_untrained(cfg: Any) -> None:
     found = [name for name in NOT_CARRIED_OUT if _value(cfg, name) != _value(default, name)]
     found += [name for name, is_refused in SOMETIMES.items() if is_refused(cfg)]
     if found:
+        reasons = [_REASONS[name] for name in found if name in _REASONS]
+        fixes = [fix for start, fix in _FIXES.items() if any(name.startswith(start) for name in found)]
         raise InvalidArgument(
             f"the training loop does not carry out {', '.join(found)}",
             rule="not-trained",
-            why="a setting that is ignored would make a run look like one that it is not.",
-            fix='leave it at its default; for number formats, cfg.mixed_precision = "bf16_mixed".'
-            if any(name.startswith("mixed_precision") for name in found)
-            else "leave it at its default.",
+            why=" ".join(["a setting that is ignored would make a run look like one that it is not.", *reasons]),
+            fix=" ".join(fixes) or "leave it at its default.",
         )
 
 

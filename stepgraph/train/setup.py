@@ -101,7 +101,11 @@ def num_microbatches(cfg: Any, ranks: Ranks) -> int:
 
 
 def make_core(cfg: Any, device: torch.device, provider: ModelProvider | None) -> nn.Module:
-    """Build the model on the device, in the type of its parameters."""
+    """Build the model on the device, in the type of its parameters.
+
+    Its weights are drawn there: a CPU takes minutes for billions of random numbers. A model that is divided into stages
+    may be too large for one device, so that it is built in host memory.
+    """
     precision = cfg.mixed_precision
     if precision.fp16 or precision.fp8 is not None:
         raise InvalidArgument(
@@ -110,8 +114,15 @@ def make_core(cfg: Any, device: torch.device, provider: ModelProvider | None) ->
             why="the loop has no loss scaling, and models here have no FP8 layers.",
             fix='cfg.mixed_precision = "bf16_mixed", "bf16_autocast" or "fp32".',
         )
-    model = build_model(cfg.model) if provider is None else _provided(cfg, provider)
-    return model.to(device, _DTYPES[precision.params_dtype])
+    if provider is not None:
+        model = _provided(cfg, provider)
+    else:
+        with torch.device("cpu" if cfg.model.pipeline_model_parallel_size > 1 else device):
+            model = build_model(cfg.model)
+    model = model.to(device, _DTYPES[precision.params_dtype])
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # the weights in float32, which are larger than those that are trained
+    return model
 
 
 def _provided(cfg: Any, provider: Any) -> nn.Module:

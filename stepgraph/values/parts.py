@@ -23,7 +23,18 @@ from stepgraph.guards.layout import Layouts, change_of, layout_of
 from stepgraph.guards.protocol import Change
 from stepgraph.native.library import native_row
 from stepgraph.native.row import GuardRow
-from stepgraph.plain import MISSING, attributes_of, items_of, kept_by, results_of, same, token, told
+from stepgraph.plain import (
+    MISSING,
+    attributes_of,
+    is_numpy,
+    is_plain,
+    items_of,
+    kept_by,
+    results_of,
+    same,
+    token,
+    told,
+)
 from stepgraph.values.naming import Label, describe_change
 
 _MAX_SINGLE = 16
@@ -114,9 +125,31 @@ def members_of(where: Any, _: Any) -> Any:
     return frozenset(items_of(where))
 
 
+def is_bytes(value: Any, most: int) -> bool:
+    """Check for an object whose value is memory, with at most so many numbers: an array, a number of ctypes.
+
+    The garbage collector does not see what it holds. Constants do not count.
+    """
+    if is_numpy(type(value), "ndarray"):
+        return bool(value.size <= most)
+    if is_plain(value) or any(type(vars(b).get("__buffer__")) is types.FunctionType for b in type(value).__mro__):
+        return False  # the user's own `__buffer__` is code that must not run here
+    try:
+        with memoryview(value) as view:
+            return view.nbytes <= most * max(view.itemsize, 1)
+    except (TypeError, ValueError, BufferError):
+        return False
+
+
 def bytes_of(array: Any, _: Any) -> Any:
-    """Return the contents of an array or a bytearray."""
-    return bytes(array) if type(array) is bytearray else (array.dtype.str, array.shape, array.tobytes())
+    """Return the contents of an object whose value is memory."""
+    if is_numpy(type(array), "ndarray"):
+        return array.dtype.str, array.shape, array.tobytes()
+    try:
+        with memoryview(array) as view:
+            return view.format, view.shape, view.tobytes()
+    except (ValueError, BufferError):  # it is closed
+        return MISSING
 
 
 def layout_at(tensor: torch.Tensor, _: Any) -> Any:
@@ -158,7 +191,9 @@ class Place:
                 return describe_change(f"{name}.requires_grad", self.value[1], now[1], self.is_users)
             return Change(name, "a tensor", f"the same tensor, which {moved}", is_users=self.is_users)
         if self.read is bytes_of:
-            return Change(name, "an array", "the same array with other contents", is_users=self.is_users)
+            kind = "array" if is_numpy(type(self.where), "ndarray") else type(self.where).__name__
+            article = "an" if kind[0] in "aeio" else "a"
+            return Change(name, f"{article} {kind}", f"the same {kind} with other contents", is_users=self.is_users)
         return describe_change(name, self.value, now, is_users=self.is_users)
 
     def _is_reported_elsewhere(self, now: Any) -> bool:

@@ -5,6 +5,11 @@ From there it follows attributes, slots, items, classes and functions. One filte
 its name occurs in code that ran, a function if it ran. If that is not known (before the first call, or for compiled
 code), all functions of the user count, with the names in them. The walk enters each object once, and at most
 `MAX_OBJECTS` of them, so it is linear. It runs no user code. A visitor decides what to do with each find.
+
+Code that is not the user's reads values, too: an object hands out what it holds when it is called, indexed or iterated
+over. Of an object of the standard library those attributes count which a method of its own class names, if that method
+ran (`UserDict.__getitem__` names `data`). Code in C has no names: what an object of C holds is what it refers to, which
+the garbage collector knows. Other objects of the standard library (a logger, a lock) are not searched.
 """
 
 from __future__ import annotations
@@ -14,6 +19,7 @@ import contextvars
 import functools
 import gc
 import operator
+import os
 import sys
 import types
 import weakref
@@ -24,10 +30,10 @@ from typing import Any, Protocol
 
 import torch
 
-from stepgraph.frames import is_engines, is_installed, is_installed_module, is_own, is_users, is_users_code
+from stepgraph.frames import is_engines, is_installed, is_installed_module, is_own, is_standard, is_users, is_users_code
 from stepgraph.frames import is_users_module as is_users_name
 from stepgraph.plain import attributes_of, cached_by, is_plain, items_of
-from stepgraph.ran import ExecutedCode, Running, functions_behind, globals_in
+from stepgraph.ran import MAKING, ExecutedCode, Running, functions_behind, globals_in
 from stepgraph.values.naming import Label, Labels
 from stepgraph.values.parts import Place, attribute_of, by_identity, default_of, defaults_of, in_slot, result_of
 
@@ -42,14 +48,15 @@ _OPTIMIZERS = frozenset(("param_groups", "state", "defaults"))
 """Attributes of optimizers; other guards compare them."""
 _SKIPPED = frozenset(("__dict__", "__weakref__", "__doc__", "__module__", "__init_subclass__", "__class_getitem__"))
 _READING = ("forward", "__call__", "__getattr__", "__getitem__")
-_MAKING = frozenset(("__init__", "__post_init__", "__repr__", "__str__"))
-"""Methods that name every attribute, but that a step seldom calls."""
 _LISTS = (torch.nn.ParameterList, torch.nn.ParameterDict)
 """Modules of torch whose attributes are the user's."""
-_LAYERS = ("torch.nn.modules.", "torch.nn.utils.", "collections")
+_LAYERS = ("torch.nn.modules.", "torch.nn.utils.")
 """Python modules with classes whose own code reads attributes of the user's objects."""
 _CONTAINERS = (list, tuple, deque, set, frozenset)
-_VIEWS: tuple[type, ...] = (types.MappingProxyType, type({}.keys()), type({}.values()), type({}.items()))
+_HANDING_OUT = ("__call__", "__getitem__", "__iter__")
+"""Methods by which an object hands out what it holds."""
+_IN_C = (types.WrapperDescriptorType, types.MethodDescriptorType)
+_BOUND = (types.BuiltinMethodType, types.MethodWrapperType)
 _CODE = (types.FunctionType, types.MethodType, functools.partial, functools._lru_cache_wrapper)
 _LOOKS: tuple[tuple[Any, str], ...] = (
     (types.FunctionType, "_function"),
@@ -63,7 +70,6 @@ _LOOKS: tuple[tuple[Any, str], ...] = (
     (types.ModuleType, "_python_module"),
     (dict, "_dict"),
     (_CONTAINERS, "_items"),
-    (_VIEWS, "_view"),
     (weakref.ref, "_reference"),
     (contextvars.ContextVar, "_context"),
     (torch.Tensor, "_tensor"),
@@ -94,10 +100,19 @@ class Visitor(Protocol):
 class Kind:
     """Facts about a class: how to look into its objects, and which of their attributes count."""
 
-    __slots__ = ("is_layer", "is_list", "is_module", "is_open", "is_own", "is_users", "look", "skipped", "slots")
+    __slots__ = (
+        *("holds", "is_layer", "is_list", "is_module", "is_open", "is_own", "is_users"),
+        *("look", "read", "skipped", "slots"),
+    )
 
-    def __init__(self, kind: type) -> None:
+    def __init__(self, kind: type, running: Running) -> None:
         self.look = next((look for base, look in _LOOKS if issubclass(kind, base)), None)
+        handing = [body[name] for name in _HANDING_OUT for body in map(vars, kind.__mro__) if name in body]
+        is_iterator = any("__next__" in vars(base) for base in kind.__mro__)  # it hands out what is drawn, once
+        self.holds = self.look is None and not is_iterator and any(type(method) in _IN_C for method in handing)
+        """True if code in C hands out what its objects hold."""
+        self.read = running.names_in(filter(is_standard, kind.__mro__)) if handing else frozenset()
+        """Names in those methods of the standard library that count."""
         self.is_users, self.is_own = is_users(kind), is_own(kind)
         self.is_module, self.is_list = issubclass(kind, torch.nn.Module), issubclass(kind, _LISTS)
         users = [vars(base) for base in kind.__mro__ if is_users_name(str(base.__module__))]
@@ -122,7 +137,8 @@ class Walk:
         self.names = self._running.names
         self._labels = Labels()
         self._queue: deque[tuple[Label, Any, Any, bool]] = deque()
-        self._seen: dict[Any, Any] = {}
+        self._seen: dict[Any, Any] = {id(os.environ): os.environ}
+        """Objects that were entered, by id. The environment has places of its own."""
         self._kinds: dict[type, Kind] = {}
         self._paths: dict[int, Label] = {}
         self._inner: set[int] = set()
@@ -173,8 +189,10 @@ class Walk:
         self._visitor.enter(label, value, owner, users, wants)
         if facts.look is not None:
             getattr(self, facts.look)(label, value, users)
+        if facts.holds:
+            self._referents(label, value, users)
         if facts.look is None or facts.is_users:
-            self._object(label, value, facts)
+            self._object(label, value, facts, users)
 
     def _eager(self, label: Label, optimizer: Any, owner: Any, users: bool) -> None:
         """Take those numbers of an optimizer that runs at each replay which code other than its own step reads."""
@@ -185,7 +203,7 @@ class Walk:
 
     def _kind(self, kind: type) -> Kind:
         if kind not in self._kinds:
-            self._kinds[kind] = Kind(kind)
+            self._kinds[kind] = Kind(kind, self._running)
         return self._kinds[kind]
 
     # -- which names count
@@ -325,15 +343,20 @@ class Walk:
 
     # -- objects
 
-    def _object(self, label: Label, value: Any, facts: Kind) -> None:
-        """Offer attributes, slots and class of an object; of torch's and Python's objects only names in user code."""
+    def _object(self, label: Label, value: Any, facts: Kind, users: bool) -> None:
+        """Offer attributes, slots and class of an object; of torch's and Python's objects only names that are read.
+
+        What a container of Python's holds belongs to the code that holds the container.
+        """
         own = attributes_of(value) or {}
         is_theirs = facts.is_users or facts.is_list
+        is_whole = is_theirs or is_standard(type(value))
+        is_own = facts.is_own or (users and not facts.is_users and "__getitem__" in facts.read)
         for name, item in list(own.items()):
             if type(name) is not str or name in facts.skipped or name.startswith("__"):
                 continue
-            if is_theirs or is_plain(item) or issubclass(type(item), _CODE) or self._visitor.takes(item):
-                self._offer(facts, label, Place(label, own, name, item, facts.is_own), name)
+            if is_whole or is_plain(item) or issubclass(type(item), _CODE) or self._visitor.takes(item):
+                self._offer(facts, label, Place(label, own, name, item, is_own), name)
         for name, member in facts.slots.items():
             self._offer(facts, label, Place(label, value, member, in_slot(value, member), facts.is_own, in_slot), name)
         if facts.is_module:
@@ -377,7 +400,7 @@ class Walk:
     def _runs(self, functions: list[types.FunctionType], name: str, own: bool) -> bool:
         """Check whether a method counts, also one that no code names."""
         if not self._running.is_known:
-            return name in _READING or (own and name.startswith("__") and name not in _MAKING)
+            return name in _READING or (own and name.startswith("__") and name not in MAKING)
         return self._running.runs(functions) or (own and name in self.names.spelled)
 
     def _python_module(self, label: Label, module: types.ModuleType, users: bool) -> None:
@@ -411,10 +434,12 @@ class Walk:
             else:
                 self._add(inner, value, users, items)
 
-    def _view(self, label: Label, view: Any, users: bool) -> None:
-        """Follow the dict behind a read-only mapping or a view; only the garbage collector can name it."""
-        for behind in gc.get_referents(view):
-            self._add(label, behind, users)
+    def _referents(self, label: Label, value: Any, users: bool) -> None:
+        """Follow what an object refers to: the dict behind a view, the object of a bound method of C."""
+        label, own = label.attribute("__self__") if type(value) in _BOUND else label, attributes_of(value)
+        for behind in gc.get_referents(value):
+            if behind is not own and not issubclass(type(behind), (type, types.ModuleType)):
+                self._add(label, behind, users)
 
     def _reference(self, label: Label, reference: Any, users: bool) -> None:
         is_method = type(reference) is weakref.WeakMethod
@@ -428,6 +453,8 @@ def _wants(running: Running, kind: Kind | None, name: Any) -> bool:
         return True
     if kind is None or type(name) is not str:
         return False
+    if name in kind.read:
+        return True
     if kind.is_layer and (name in running.names.platforms or (not running.is_known and not kind.is_users)):
         return True
     is_asked = kind.is_own and running.names.is_at_large and not name.startswith("__")

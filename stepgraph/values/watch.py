@@ -23,7 +23,7 @@ import torch
 
 from stepgraph.guards.protocol import Change
 from stepgraph.native.row import GuardRow
-from stepgraph.plain import attributes_of, cached_by, is_numpy
+from stepgraph.plain import attributes_of, cached_by
 from stepgraph.ran import ExecutedCode
 from stepgraph.rng.sources import Source, source_of
 from stepgraph.values import parts
@@ -161,7 +161,7 @@ class _Notes:
                 note(label.order, parts.order_of)
         elif issubclass(kind, set) and set.__len__(value) <= MAX_ITEMS:
             note(label, parts.members_of)
-        elif kind is bytearray or (is_numpy(kind, "ndarray") and value.size <= MAX_ITEMS):
+        elif parts.is_bytes(value, MAX_ITEMS):
             note(label, parts.bytes_of)
         elif kind is functools._lru_cache_wrapper:
             if results := frozenset(map(id, cached_by(value))):

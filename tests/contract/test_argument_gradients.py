@@ -84,6 +84,7 @@ def new_leaf(device: torch.device, size: int = 3) -> torch.Tensor:
     return torch.arange(1.0, size + 1, device=device).requires_grad_()
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("function", STEPS, ids=lambda f: f.__name__)
 @pytest.mark.parametrize("between", ["kept", "none", "zeroed", "held"])
 @pytest.mark.parametrize("buckets", [None, {"d": {0: [3]}}, {"d": {0: [4, 8]}}], ids=["", "full bucket", "buckets"])

@@ -130,6 +130,124 @@ def test_audit_under_strict_raises_before_anything_runs(hidden: Reading, device:
         assert step.report().replays == 3
 
 
+# -- a step that begins to use its old gradients after the capture, which its graph does not know
+
+Use = Callable[[nn.Module, torch.optim.Optimizer, torch.Tensor], None]
+
+
+def leaves_them(model: nn.Module, optimizer: torch.optim.Optimizer, kept: torch.Tensor) -> None:
+    """The backward adds to them."""
+
+
+def sets_to_zero(model: nn.Module, optimizer: torch.optim.Optimizer, kept: torch.Tensor) -> None:
+    optimizer.zero_grad(set_to_none=False)
+
+
+def copies_one(model: nn.Module, optimizer: torch.optim.Optimizer, kept: torch.Tensor) -> None:
+    kept.copy_(model[0].weight.grad)  # type: ignore[arg-type, union-attr]
+    optimizer.zero_grad()
+
+
+def reads_them(model: nn.Module, optimizer: torch.optim.Optimizer, kept: torch.Tensor) -> None:
+    for parameter in model.parameters():
+        kept.add_(parameter.grad.sum())  # type: ignore[union-attr]
+    optimizer.zero_grad()
+
+
+def reads_a_part(model: nn.Module, optimizer: torch.optim.Optimizer, kept: torch.Tensor) -> None:
+    kept[0].copy_(model[0].weight.grad.as_strided((4,), (1,), 4))  # type: ignore[union-attr]
+    optimizer.zero_grad()
+
+
+def keeps_them(model: nn.Module, optimizer: torch.optim.Optimizer, kept: torch.Tensor) -> None:
+    before = [parameter.grad for parameter in model.parameters()]
+    optimizer.zero_grad()
+    kept.mul_(0.5)
+    del before
+
+
+USES = (leaves_them, sets_to_zero, copies_one, reads_them, reads_a_part, keeps_them)
+
+
+def with_old_gradients(device: torch.device, use: Use, begins: Callable[[], bool], *, flat: bool) -> Program:
+    """A training that drops its old gradients, or uses them. `flat`: they are in memory of the user's."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2)).to(device)
+    kept = torch.zeros(4, 4, device=device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        if begins():
+            use(model, optimizer, kept)
+        else:
+            optimizer.zero_grad()
+        loss = model(x).square().mean() + kept.sum() * 0.25
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    def in_one_piece(index: int) -> None:
+        parameters = list(model.parameters())
+        memory = torch.zeros(sum(p.numel() for p in parameters), device=device)
+        pieces = memory.split([p.numel() for p in parameters])
+        for parameter, piece in zip(parameters, pieces, strict=True):
+            parameter.grad = piece.view_as(parameter).fill_(index)
+
+    batches = [(torch.randn(3, 4, device=device),) for _ in range(12)]
+    program = Program(step, batches, [model], [optimizer], tensors=[kept])
+    if flat:
+        program.before_call = in_one_piece
+    return program
+
+
+@pytest.mark.parametrize("flat", [False, True], ids=["own", "flat"])
+@pytest.mark.parametrize("use", USES, ids=lambda use: use.__name__)
+def test_audit_finds_use_of_old_gradients_that_begins_later(use: Use, flat: bool, device: torch.device) -> None:
+    """Trap on CUDA: an audit had no memory for them, and failed with an invalid argument."""
+    hidden = in_an_object_of_c(pathlib.Path(), pytest.MonkeyPatch())
+
+    def build(device: torch.device) -> Program:
+        program = with_old_gradients(device, use, lambda: hidden.read() > 1, flat=flat)
+        prepare = program.before_call
+
+        def before_call(index: int) -> None:
+            hidden.put(2.0 if index >= 6 else 1.0)
+            prepare(index)
+
+        program.before_call = before_call
+        return program
+
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        report = assert_captured_equals_eager(build, device, audit=1, on_error="eager")
+    told = [str(each.message) for each in seen if issubclass(each.category, stepgraph.StepgraphWarning)]
+    assert len(told) == 1, told
+    assert "changed-operations" in told[0]
+    assert (report.captures, report.recaptures) == (2, 1)
+    assert not any("capture failed" in reason for reason in report.eager_reasons)
+
+
+@pytest.mark.parametrize("flat", [False, True], ids=["own", "flat"])
+@pytest.mark.parametrize("use", USES, ids=lambda use: use.__name__)
+def test_audit_under_strict_names_use_of_old_gradients(use: Use, flat: bool, device: torch.device) -> None:
+    config = types.SimpleNamespace(begins=False)
+    program = with_old_gradients(device, use, lambda: config.begins, flat=flat)
+    with stepgraph.capture(program.step, strict=True) as step:
+        for index, batch in enumerate(program.batches[:6]):
+            program.before_call(index)
+            step(*batch)
+        config.begins = True
+        program.before_call(6)
+        before = snapshot(program, device)
+        for _ in range(2):
+            with pytest.raises(stepgraph.StateChanged, match=r"config\.begins: False -> True") as caught:
+                step(*program.batches[6])
+            assert caught.value.rule == "state-changed"
+            assert different(before, snapshot(program, device)) == []
+        config.begins = False
+        step(*program.batches[6])
+        assert step.report().captures == 1
+
+
 SLOW = ("small_gpt", "transformer_dropout", "changing_batch_size")
 
 

@@ -236,6 +236,21 @@ def test_changes_after_the_capture_are_named(device: torch.device) -> None:
         layer(x_on(device))
 
 
+def test_module_made_in_the_warm_up_is_refused(device: torch.device) -> None:
+    class Lazy(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if not hasattr(self, "part"):
+                self.part = nn.Linear(WIDTH, WIDTH, device=x.device)
+            return self.part(x)
+
+    lazy = Lazy()
+    error = refusal(make(lazy, (x_on(device),)), "own-change")
+    assert ".part` was added while it warmed up" in error.what
+    graphed = stepgraph.make_graphed_callables(lazy, (x_on(device),))
+    x = x_on(device)
+    assert torch.equal(graphed(x), lazy.part(x))
+
+
 def test_hooks_inside_are_refused(device: torch.device) -> None:
     """Trap: hooks of submodules, accepted and never run."""
     layer = Layer().to(device)

@@ -774,6 +774,7 @@ def test_capture_failure_keeps_random_sequences_of_other_graphs(device: torch.de
     assert all(torch.equal(a, b) for a, b in zip(expected, received, strict=True))
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("shared", [True, False], ids=["one session", "two sessions"])
 @pytest.mark.parametrize("to_none", [True, False], ids=["to none", "in place"])
 @pytest.mark.parametrize("fused", [True, False], ids=["fused", "plain"])

@@ -186,6 +186,7 @@ def compiled_programs(
     }
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("before", [False, True], ids=["compiled meanwhile", "compiled before"])
 @pytest.mark.parametrize("how", ["function", "module", "in itself", "with a break", "whole"])
 @pytest.mark.parametrize("hooked", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["plain", "hooked"])

@@ -49,6 +49,7 @@ def graph(way: str, part: nn.Module, x: torch.Tensor) -> Any:
     return stepgraph.make_graphed_callables(part, (x,))
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("where", ["class", "instance"])
 @pytest.mark.parametrize("inside", [False, True], ids=["itself", "inside"])
 @pytest.mark.parametrize("way", WAYS)

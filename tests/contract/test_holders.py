@@ -67,6 +67,7 @@ def wrong_calls(one: list[list[torch.Tensor]], other: list[list[torch.Tensor]]) 
     return [index for index in range(CALLS) if not all(map(torch.equal, one[index], other[index]))]
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("api", ["capture", "graph_modules"])
 @pytest.mark.parametrize(("holder", "depth"), HELD)
 def test_changed_number_is_right_in_the_same_call(holder: str, depth: int, api: str, device: torch.device) -> None:

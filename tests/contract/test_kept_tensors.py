@@ -120,7 +120,7 @@ PLACES: dict[str, tuple[Callable[[Log, torch.Tensor], Any], str]] = {
     "a queue": (lambda log, x: log.queue.append(x), "self.inner['log'].queue"),
     "a row of a table": (lambda log, x: log.rows.append({"x": x}), "self.inner['log'].rows"),
     "an attribute": (lambda log, x: setattr(log, "last", x), "self.inner['log'].last"),
-    "a weak dictionary": (lambda log, x: log.weak.__setitem__(log, x), "Log.weak[ReferenceType]"),
+    "a weak dictionary": (lambda log, x: log.weak.__setitem__(log, x), "self.inner['log'].weak.data"),
     "a variable of a function": (lambda log, x: log.remember(x), "last"),
 }
 

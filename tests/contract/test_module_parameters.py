@@ -48,6 +48,7 @@ def post_accumulate_hooks(model: nn.Module, seen: list[Any]) -> None:
         layer.down.weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.clone()))
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("late", [None, 5], ids=["from the start", "later"])
 @pytest.mark.parametrize("hook_up", [tensor_hooks, post_accumulate_hooks])
 @pytest.mark.parametrize("zero", ["none", "never"])

@@ -214,6 +214,7 @@ class Checkpointed(nn.Module):
         return self.after(x)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("zero", ["none", "never"])
 @pytest.mark.parametrize("twice", [False, True], ids=["one block", "three blocks, one twice"])
 @pytest.mark.parametrize("reentrant", [False, True], ids=["not reentrant", "reentrant"])

@@ -137,6 +137,7 @@ def test_results_of_another_tensor_class_stay_eager(device: torch.device) -> Non
 # -- kept by the caller
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("what", ["the result", "a view", "detached", "in a graph"])
 @pytest.mark.parametrize("since", [0, 7])
 @pytest.mark.parametrize("where", [pytest.param(0, marks=pytest.mark.slow), 1])

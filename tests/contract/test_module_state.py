@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -184,6 +185,87 @@ def test_state_that_moves_is_an_error_under_strict(change: Callable[[nn.Module],
         with pytest.raises(stepgraph.StateChanged, match=CHANGES[change]) as raised:
             model(torch.randn(4, 8, device=device))
         assert raised.value.rule == "state-changed"
+
+
+class Growing(Layer):
+    """A layer that may get a part, or makes one itself."""
+
+    def __init__(self, *, makes_part: bool = False) -> None:
+        super().__init__()
+        self.makes_part = makes_part
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.makes_part and not hasattr(self, "part"):
+            self.part = nn.Linear(8, 8, device=x.device)
+            nn.init.ones_(self.part.weight)
+        hidden = super().forward(x)
+        return self.part(hidden) if hasattr(self, "part") else hidden
+
+
+@pytest.mark.parametrize("index", [1, 2, 3, 4])
+@pytest.mark.parametrize("layer", [0, 1])
+def test_state_module_added_in_warm_up_is_named(index: int, layer: int, device: torch.device) -> None:
+    """Trap: the noted calls have the flags of fewer modules; the capture failed, and the layer stayed eager."""
+
+    def build(device: torch.device) -> Training:
+        training = training_of(lambda: Net(Growing(), Growing()), device, steps=14, optimizer=lambda p: NoState(p))
+
+        def before_step(step: int) -> None:
+            if step == index:
+                part = nn.Linear(8, 8, device=device)
+                nn.init.ones_(part.weight)
+                training.model.layers[layer].part = part  # type: ignore[union-attr, operator]
+                training.optimizers[0].param_groups[0]["params"] = list(training.model.parameters())
+
+        training.before_step = before_step
+        return training
+
+    report = assert_graphed_equals_eager(build, device)
+    row, name = only_row(report, f"layers.{layer}"), f"`layers.{layer}.part` was added"
+    assert any(name in reason for reason in (*row.eager_reasons, *row.recapture_reasons)), row
+    assert not any("capture failed" in reason for reason in row.eager_reasons)
+    assert all(each.forwards > 4 for each in report.rows), "both replay"
+
+
+def test_state_module_made_by_first_call_is_captured(device: torch.device) -> None:
+    model = Net(Growing(makes_part=True)).to(device)
+    with stepgraph.graph_modules(model, "layers.*", strict=True) as handle:
+        for _ in range(8):
+            model(torch.randn(4, 8, device=device)).sum().backward()
+        row = only_row(handle.report(), "layers.0")
+    assert row.eager_reasons["changed: `layers.0.part` was added"] == 1
+    assert row.forwards > 2
+
+
+@pytest.mark.parametrize("kind", ["parameter", "buffer"])
+def test_state_replaced_before_another_capture_is_kept(kind: str, device: torch.device) -> None:
+    """Trap: the capture of a second shape put the old tensor back into the module, and computed with it."""
+    torch.manual_seed(0)
+    model = Net(Norms()).to(device).eval()
+    layer: Any = model.layers[0]
+    with stepgraph.graph_modules(model, "layers.*", warmup=2) as handle:
+        for rows in (4, 4, 4, 4, 6, 6):
+            model(torch.ones(rows, 8, device=device)).sum().backward()
+        if kind == "parameter":
+            new = layer.inner.weight = nn.Parameter(torch.full((8, 8), 9.0, device=device))
+        else:
+            new = layer.norm.running_mean = torch.full((8,), 9.0, device=device)
+        for _ in range(6):
+            total = layer.total.clone()
+            found = model(torch.ones(6, 8, device=device))
+            assert (layer.inner.weight if kind == "parameter" else layer.norm.running_mean) is new
+            layer.total.copy_(total)
+            assert same_bits(found, eager_result(model, device))
+            layer.total.copy_(total)
+            found.sum().backward()
+        row = only_row(handle.report(), "layers.0")
+    assert len(row.recapture_reasons) == 1
+    assert row.forwards > 3
+
+
+def eager_result(model: nn.Module, device: torch.device) -> torch.Tensor:
+    """The result of the eager model."""
+    return copy.deepcopy(model)(torch.ones(6, 8, device=device))
 
 
 def test_state_model_moved_to_another_dtype_and_back(device: torch.device) -> None:

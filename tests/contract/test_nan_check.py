@@ -44,6 +44,7 @@ def test_nan_check_changes_nothing_while_all_is_finite(fused: bool, device: torc
     assert report.segments == (1 if fused else 3)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("bad_at", [0, 2, 3, 7])
 @pytest.mark.parametrize("fused", [False, True])

@@ -68,6 +68,7 @@ def built(device: torch.device, make: Make, change: str, use: str) -> Program:
     return Program(step, batches, [model], [optimizer], before_call=before_call)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("use", USES)
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("placed", OPTIMIZERS)

@@ -126,6 +126,35 @@ def test_use_that_begins_after_capture_is_told(device: torch.device) -> None:
     assert "Layer.up.weight" in "".join(found)
 
 
+def test_use_that_begins_after_capture_raises_under_strict(device: torch.device) -> None:
+    """The audit raises it out of the backward, again at each one, until the graphs are dropped or the use ends."""
+    torch.manual_seed(0)
+    eager = Tied().to(device)
+    graphed = copy.deepcopy(eager)
+    x = torch.randn(8, 4, WIDTH, device=device)
+    handle = stepgraph.graph_modules(graphed, ["layers.*"], warmup=1, audit=1, strict=True)
+    with handle, quiet() as told:
+        for one in x[:4]:
+            graphed(one).pow(2).mean().backward()
+        for one in x[4:6]:
+            loss = with_penalty(graphed, one).pow(2).mean()
+            with pytest.raises(stepgraph.StateChanged, match=r"Layer\..* is now used by other code too") as caught:
+                loss.backward()
+            assert caught.value.rule == "gradient-order"
+            assert "zero_grad()" in caught.value.fix
+            del loss
+        handle.reset()
+        for step, use in enumerate([with_penalty] * 5 + [nn.Module.__call__] * 3):
+            for model in (eager, graphed):
+                model.zero_grad()
+                torch.manual_seed(step)
+                use(model, x[step]).pow(2).mean().backward()
+            assert all(map(same_bits, [p.grad for p in eager.parameters()], [p.grad for p in graphed.parameters()]))
+        rows = handle.report().rows
+    assert all(row.forwards > 5 for row in rows)
+    assert not [w for w in told if "gradient-order" in str(w.message)]
+
+
 # -- the other engines
 
 

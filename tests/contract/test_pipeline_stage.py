@@ -266,6 +266,31 @@ def test_loaded_checkpoint_replays_and_new_parameter_recaptures(device: torch.de
     assert handle.report().steps == {"warm-up": 2, "replay": 6}
 
 
+def test_module_added_while_a_stage_warms_up_is_named(device: torch.device) -> None:
+    """Trap: the noted calls had the flags of fewer modules, and the stages stayed eager."""
+
+    def add(pipeline: Pipeline) -> None:
+        part = nn.Linear(WIDTH, WIDTH, device=device)
+        nn.init.eye_(part.weight)
+        pipeline.blocks[0].up = nn.Sequential(part, pipeline.blocks[0].up)
+
+    def history(pipeline: Pipeline) -> list[Any]:
+        before = run(pipeline, 2)
+        add(pipeline)
+        return [*before, *run(pipeline, 5)]
+
+    expected = history(Pipeline("Schedule1F1B", 4, device))
+    pipeline = Pipeline("Schedule1F1B", 4, device)
+    handle = stepgraph.graph_stage(pipeline.stages, pipeline.schedule, warmup=2, strict=True)
+    received = history(pipeline)
+    assert_equal_histories(expected, received)
+    assert handle.report().steps == {
+        "warm-up": 3,
+        "changed: `stage 0.up` was replaced": 1,
+        "replay": 3,
+    }
+
+
 def test_stage_that_keeps_changing_stays_eager_until_it_is_reset(device: torch.device) -> None:
     pipeline, handle = graphed("Schedule1F1B", device)
     block = pipeline.blocks[0]

@@ -135,6 +135,7 @@ def assert_replayed(step: Any) -> None:
         assert step.report().replays > 0
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("resumed", ["captured", "eager"])
 @CAPTURED
 @pytest.mark.parametrize("kind", KINDS)

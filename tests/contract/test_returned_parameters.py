@@ -100,6 +100,7 @@ def graph_part(way: str, training: Training, device: torch.device) -> Callable[[
     return lambda: stepgraph.callables.report(part).forwards
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("zero", ["none", "never"])
 @pytest.mark.parametrize("way", ["graph_modules", "manager", "callables"])
 @pytest.mark.parametrize("kind", RETURNED)

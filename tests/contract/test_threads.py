@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from torch.nn.modules import module as torch_module
 from torch.optim import optimizer as torch_optimizer
+from torch.utils import _python_dispatch
 
 import stepgraph
 from stepgraph.backends.threads import compiled_code_runs_eagerly, for_this_thread, replaced
@@ -325,6 +326,19 @@ def small(inputs: int, outputs: int) -> nn.Linear:
     for parameter in layer.parameters():
         parameter.data.fill_(0.1)
     return layer
+
+
+@pytest.fixture(autouse=True)
+def torch_flags() -> Iterator[None]:
+    """Set torch's flags for dispatch modes back.
+
+    A mode notes in variables of its module that it is entered, for all threads together, and sets them back to what it
+    found. Where the modes of two threads overlap, the one that ends last finds them set, and leaves them so for good.
+    Code that is compiled later in the process takes itself for being inside of a mode, and is compiled again.
+    """
+    flags = {name: value for name, value in vars(_python_dispatch).items() if name.startswith("_is_in_")}
+    yield
+    vars(_python_dispatch).update(flags)
 
 
 @pytest.fixture

@@ -286,7 +286,6 @@ def test_report_captures_a_launch_bound_step() -> None:
         "Use stepgraph.capture",
         "whole step + compile not predicted --try measures it",
         "The host never waits for the GPU.",
-        "stepgraph verify train.py -- --epochs 1",
         report.nsys,
     ):
         assert part in text, part
@@ -475,6 +474,21 @@ def test_ladder_is_filled_with_the_users_names() -> None:
         "trainer.fit_batch = stepgraph.capture(trainer.fit_batch)",
     ]
     assert ladder(names)[3][1] == "print(trainer.fit_batch.report())"
+
+
+def test_ladder_of_a_whole_step_names_it_and_captures_it_once() -> None:
+    lines = [how for _, how in ladder(Names("train.py -- --lr 1", "python train.py --lr 1", "net", "kd_step"))]
+    assert lines[2:] == [
+        "kd_step = stepgraph.capture(kd_step)",
+        "print(kd_step.report())",
+        "stepgraph verify train.py --step kd_step -- --lr 1",
+    ]
+
+
+def test_report_spells_scopes_that_are_children() -> None:
+    scope = {"words": ["0"], "paths": ["0"], "calls": 0, "host_fraction": 0.0, "kernels": 0, "is_child": True}
+    report = reported(checked(), 3, gpu=None, scopes=[scope | {"scope": "0"}, scope | {"scope": "2"}])
+    assert 'It has these scopes: its children "0", "2", and the whole step.' in text_of(report)
 
 
 @pytest.mark.parametrize(

@@ -263,6 +263,7 @@ def test_catalogue_stands_alone() -> None:
         assert names <= {"__future__", *sys.stdlib_module_names}, name_of(path)
 
 
+@pytest.mark.usefixtures("new_processes")
 def test_import_starts_no_cuda_and_no_optional_framework() -> None:
     program = (
         "import sys, torch\n"
@@ -339,6 +340,7 @@ def test_public_names_are_what_the_package_imports() -> None:
         "import stepgraph.inspect.check, stepgraph.advice.advise",  # torch is the script's process's
     ],
 )
+@pytest.mark.usefixtures("new_processes")
 def test_import_and_help_load_no_torch(program: str) -> None:
     check = "import atexit, sys\natexit.register(lambda: print('torch loaded:', 'torch' in sys.modules))\n"
     done = subprocess.run([sys.executable, "-c", check + program], cwd=ROOT, capture_output=True, text=True, check=True)

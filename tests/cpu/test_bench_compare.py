@@ -91,6 +91,11 @@ def test_graphs_of_compiled_kernels_are_held_against_them() -> None:
     row = compare([EAGER, COMPILED, inside], records).row(inside.name)
     assert row is not None
     assert not row.is_as_compiled
+    records.append(record(COMPILED, 1, 51.0, 3.001, 2.001))  # it equals itself, so that a graph of it must equal it
+    found = compare([EAGER, COMPILED, inside], records)
+    assert (found.compiled_equals_compiled, found.winner) == (True, "compile")
+    records[-1]["losses"]["2"] = 2.0011
+    assert compare([EAGER, COMPILED, inside], records).winner == inside.name
 
 
 def test_rounding_that_training_amplifies_is_no_divergence() -> None:
@@ -101,6 +106,18 @@ def test_rounding_that_training_amplifies_is_no_divergence() -> None:
     assert not diverges({}, eager)
     for step, loss in (("1", 11.3), ("3", 6.8), ("5", 2.3), ("5", float("nan")), ("2", float("nan"))):
         assert diverges(eager, compiled | {step: loss})
+
+
+def test_losses_are_not_held_against_an_eager_that_varies() -> None:
+    records = [record(EAGER, 0, 100.0), record(AGAIN, 0, 100.0, 3.0, 2.01), record(OURS, 0, 50.0, 3.0, 2.015)]
+    found = compare([EAGER, AGAIN, OURS], records)
+    assert (found.eager_equals_eager, found.winner) == (False, "ours-whole")
+    words = {row.mechanism.name: report_html.losses_in_words(row) for row in found.rows}
+    assert words["ours-whole"] == "differ from step 2, by 0.015 at most, as eager's do from its own"
+    records[-1]["losses"]["2"] = 9.0
+    row = compare([EAGER, AGAIN, OURS], records).row("ours-whole")
+    assert row is not None
+    assert report_html.losses_in_words(row).startswith("diverge")
 
 
 def test_winner_is_eager_within_its_own_spread() -> None:

@@ -17,6 +17,7 @@ import pytest
 
 from stepgraph.bench.jobs import JobServer
 
+pytestmark = pytest.mark.usefixtures("new_processes")
 JOBS = "tests.bench_jobs"
 WAIT_S = 20.0
 

@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import re
+import sys
 import types
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 
 from stepgraph.catalogue import entry
+from stepgraph.commands.base import Result, _print_for_people
+from stepgraph.commands.check import render
 from stepgraph.errors import Location
+from stepgraph.inspect.check import CheckReport, report_of
+from stepgraph.inspect.check_probe import plain_seen
 from stepgraph.inspect.findings import GROUPS, Api, Ledger, Seen, StepShape, collect, judge
 from stepgraph.inspect.places import is_own_code, package_of
 from stepgraph.inspect.script_objects import clean_parts
-from stepgraph.inspect.step_functions import StepFunctions
+from stepgraph.inspect.step_functions import StepFunctions, first_statement
 from stepgraph.inspect.step_history import branch_of, changes
 from stepgraph.inspect.step_state import line_of_use, read_first
 from stepgraph.oplog import Log, OpLog, StandingMode, Vocabulary, current_log, differences
+from stepgraph.script.request import Outcome, Status
 
 HERE = Location("train.py", 7, "train_step")
 
@@ -89,6 +97,12 @@ def test_findings_of_memory_need_two_that_were_made() -> None:
     assert len(collect([seen("moving-address", step=1), seen("moving-address", step=2)])) == 1
 
 
+def test_report_lists_no_line_outside_that_is_a_finding() -> None:
+    inside, outside = plain_seen(seen(line=12)), [plain_seen(seen(line=12, step=0)), plain_seen(seen(line=20))]
+    report = report_of("train.py", Outcome(Status.STOPPED, {"inside": [inside], "outside": outside, "steps": 5}, 5))
+    assert [one.where.line for one in report.outside if one.where is not None] == [20]
+
+
 def test_groups_name_rules_of_the_catalogue() -> None:
     rules = [rule for group in GROUPS.values() for rule in group]
     assert len(set(rules)) == len(rules)
@@ -126,6 +140,14 @@ def test_judge_pastes_with_the_users_names() -> None:
     assert "from line 7 to the last call" in "\n".join(loop.paste)
     parts = judge(collect([seen()]), StepShape(steps=5, models=("net",), clean_modules=("layers.*", "head")))
     assert parts.paste[1] == 'stepgraph.graph_modules(net, ["layers.*", "head"])  # before the loop'
+
+
+def test_command_never_wraps_lines_of_code(capsys: pytest.CaptureFixture[str]) -> None:
+    shape = StepShape(steps=5, models=("net",), clean_modules=("a_long_name.of_a_module",) * 9)
+    findings = collect([seen()])
+    report = CheckReport("train.py", judge(findings, shape), tuple(findings), (), shape, Outcome(Status.STOPPED, {}, 5))
+    _print_for_people(Result({}, render(report), "stepgraph rules"))
+    assert f"    {report.verdict.paste[1]}" in [line.rstrip() for line in capsys.readouterr().out.splitlines()]
 
 
 def test_clean_parts_are_the_outermost_without_a_finding() -> None:
@@ -219,6 +241,38 @@ def test_own_code_is_neither_torch_nor_an_installed_library() -> None:
     assert not is_own_code(re.compile.__code__)
     assert package_of(str(pytest.__file__)) == "pytest"
     assert package_of(__file__) == ""
+
+
+BODY = """\
+for batch in loader:
+    optimizer.zero_grad()
+    with autocast():
+        if batch:
+            loss = model(batch)
+    for _ in range(2):
+        loss.backward()
+        optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(("first", "last", "expected"), [(5, 8, 3), (5, 5, 5), (5, 1, 1), (7, 8, 7), (99, 1, 99)])
+def test_statement_of_a_line_is_in_the_block_of_the_last(first: int, last: int, expected: int, tmp_path: Path) -> None:
+    path = tmp_path / "train.py"
+    path.write_text(BODY)
+    assert first_statement(str(path), first, last) == expected
+
+
+def test_step_of_a_loop_begins_at_a_whole_statement(tmp_path: Path) -> None:
+    path = tmp_path / "train.py"
+    path.write_text("for _ in range(3):\n    with block():\n        begin()\n    reach()\n")
+    found = StepFunctions()
+    names = {
+        "block": contextlib.nullcontext,
+        "begin": lambda: found.begin([sys._getframe(1)]),
+        "reach": lambda: found.reach(sys._getframe(1)),
+    }
+    exec(compile(path.read_text(), str(path), "exec"), names)
+    assert found.result()["loop"] == [str(path), 2, "<module>"]
 
 
 def test_step_function_is_the_one_that_each_step_calls() -> None:

@@ -171,6 +171,7 @@ def test_doctor_text_fits_a_terminal_and_json_is_complete() -> None:
         ("", "AttributeError"),
     ],
 )
+@pytest.mark.usefixtures("new_processes")
 def test_doctor_reports_a_torch_that_is_broken(tmp_path: Path, source: str, told: str) -> None:
     (tmp_path / "torch").mkdir()
     (tmp_path / "torch" / "__init__.py").write_text(source)

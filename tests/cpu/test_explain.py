@@ -206,6 +206,7 @@ TEXTS: tuple[tuple[str, str], ...] = (
     ),
 )
 SYMPTOMS = {
+    "out of memory during capture": "out-of-memory",
     "loss is nan": "nan-loss",
     "The gradients become NaN after the capture": "nan-loss",
     "hangs at exit": "hang-at-exit",
@@ -480,6 +481,7 @@ def test_explain_command_names_the_way_to_read_a_file(tmp_path: Path, monkeypatc
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("new_processes")
 def test_explain_command_in_a_terminal_shows_its_help() -> None:
     program = "import os, pty, sys\nsys.exit(os.waitstatus_to_exitcode(pty.spawn([sys.executable, *sys.argv[1:]])))"
     command = [sys.executable, "-c", program, "-m", "stepgraph", "explain"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import array
 import contextvars
 import dataclasses
 import enum
@@ -9,12 +10,14 @@ import json
 import os
 import random
 import struct
+import sys
 from collections import namedtuple
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -272,7 +275,7 @@ def test_frozen_names_line_that_fails_when_moved() -> None:
     report = stepgraph.frozen(step, torch.ones(2, 5))
     found = value_of(report, "columns")
     assert found.state is State.WATCHED
-    assert "the step fails: RuntimeError" in found.reason
+    assert "another value raises: RuntimeError" in found.reason
     assert found.entries[0].line == step.__code__.co_firstlineno + 1
     assert columns == 5
 
@@ -311,6 +314,288 @@ def test_frozen_reports_plain_argument_as_graph_of_its_own() -> None:
     assert found.state is State.WATCHED
     assert "graph for each value" in found.reason
     assert found.entries[0].operation == "aten.mul.Tensor"
+
+
+# -- flags, arrays, strings
+
+
+def branch(x: torch.Tensor, flag: Any) -> torch.Tensor:
+    return torch.relu(x) if flag else torch.tanh(x)
+
+
+@pytest.mark.parametrize("holder", HOLDERS)
+@pytest.mark.parametrize("value", [True, False, np.True_, np.False_])
+def test_frozen_flips_flag_that_selects_operations(holder: Any, value: Any) -> None:
+    step, name = holder(branch, value)
+    report = stepgraph.frozen(step, torch.ones(2, 3))
+    found = value_of(report, name)
+    assert (found.state, found.value, found.moved_to) == (State.WATCHED, repr(value), repr(type(value)(not value)))
+    assert {found.entries[0].before, found.entries[0].now} == {"aten.relu.default", "aten.tanh.default"}
+    assert (found.entries[0].file, found.entries[0].line) == (__file__, branch.__code__.co_firstlineno + 1)
+    assert report.findings == ()
+
+
+@pytest.mark.parametrize("holder", HOLDERS)
+def test_frozen_finds_unwatched_flag(holder: Any) -> None:
+    step, name = holder(branch, True)
+    with stepgraph.capture(step, ignore=[name]) as captured:
+        for _ in range(5):
+            captured(torch.ones(2, 3))
+        report = stepgraph.frozen(captured, torch.ones(2, 3))
+        assert torch.equal(captured(torch.ones(2, 3)), torch.ones(2, 3)), "the flag is where it was"
+    found = value_of(report, name)
+    assert (report.findings, found.state) == ((found,), State.BAKED)
+    assert found.entries[0].line == branch.__code__.co_firstlineno + 1
+    assert "ignore=" in found.reason
+
+
+class Norm(enum.Enum):
+    """Names without numbers."""
+
+    LAYER = "layer"
+    NONE = "none"
+
+
+def test_frozen_moves_enumeration_to_another_member() -> None:
+    config = SimpleNamespace(norm=Norm.LAYER)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        return F.layer_norm(x, (3,)) if config.norm is Norm.LAYER else x * 2
+
+    found = value_of(stepgraph.frozen(step, torch.ones(2, 3)), "config.norm")
+    assert (found.state, found.moved_to) == (State.WATCHED, repr(Norm.NONE))
+    assert config.norm is Norm.LAYER
+
+
+def test_frozen_flips_flags_one_by_one() -> None:
+    config = SimpleNamespace(**{f"f{i}": False for i in range(20)}, enabled=True, verbose=False)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        _ = [getattr(config, name) for name in vars(config)]
+        return x * 3 if config.enabled and config.verbose else x * 2
+
+    found = states(stepgraph.frozen(step, torch.ones(2)))
+    assert found.pop("config.verbose") == "watched", "flipped with `enabled` it has no effect"
+    assert set(found.values()) == {"no effect"}
+
+
+def test_frozen_reports_flag_whose_other_value_raises() -> None:
+    config = SimpleNamespace(fused=False, calls=[])
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        if config.fused:
+            config.calls.append(1)
+            config.cache = x
+            raise NotImplementedError("no kernel for this device")
+        return x * 2
+
+    report = stepgraph.frozen(step, torch.ones(2))
+    found = value_of(report, "config.fused")
+    assert found.state is State.WATCHED
+    assert "another value raises: NotImplementedError: no kernel for this device" in found.reason
+    assert found.entries[0].line == step.__code__.co_firstlineno + 4
+    assert vars(config) == {"fused": False, "calls": []}
+
+
+def test_frozen_survives_flag_that_ends_the_script() -> None:
+    config = SimpleNamespace(is_last=False)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        if config.is_last:
+            sys.exit(3)
+        return x * 2
+
+    found = value_of(stepgraph.frozen(step, torch.ones(2)), "config.is_last")
+    assert "another value raises: SystemExit: 3" in found.reason
+    assert config.is_last is False
+
+
+class Debugged:
+    """A step with a branch that no call has taken."""
+
+    def __init__(self) -> None:
+        self.debug, self.seen, self.total = False, 0, 5
+
+    def note(self, x: torch.Tensor) -> None:
+        self.seen, self.total = self.seen + 1, -1
+        self.largest = x.max()
+
+    def step(self, x: torch.Tensor) -> torch.Tensor:
+        if self.debug:
+            self.note(x)
+        return x * 2
+
+
+def test_frozen_restores_what_a_branch_not_taken_changes() -> None:
+    debugged = Debugged()
+    with stepgraph.capture(debugged.step) as captured:
+        for _ in range(4):
+            captured(torch.ones(2))
+        found = value_of(stepgraph.frozen(captured, torch.ones(2)), "self.debug")
+        assert found.state is State.WATCHED
+        assert vars(debugged) == {"debug": False, "seen": 0, "total": 5}
+        captures = captured.report().captures
+        captured(torch.ones(2))
+        assert captured.report().captures == captures
+
+
+def test_frozen_leaves_flags_with_guards_of_their_own() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Dropout(0.5))
+    scale = torch.ones((), requires_grad=True)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        x = model(x) * 2 if model.training else model(x)
+        return x * scale if scale.requires_grad else x
+
+    report = stepgraph.frozen(step, torch.ones(2, 3))
+    assert report.findings == ()
+    assert all(value.state is State.WATCHED for value in report.values if "inplace" in value.name)
+    assert not [value for value in report.values if value.name.endswith((".training", ".requires_grad"))]
+    assert all(module.training for module in model.modules())
+    assert scale.requires_grad
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.RMSprop])
+def test_frozen_judges_flags_of_optimizers(kind: Any) -> None:
+    step, optimizer, _ = training(kind, lr=0.1)
+    before = {key: value for key, value in optimizer.param_groups[0].items() if key != "params"}
+    report = stepgraph.frozen(step, torch.ones(2, 3))
+    assert report.findings == ()
+    assert value_of(report, "optimizer.param_groups[0]['maximize']").state in (State.WATCHED, State.LIVE)
+    assert {key: value for key, value in optimizer.param_groups[0].items() if key != "params"} == before
+
+
+def test_frozen_reports_flag_argument_as_graph_of_its_own() -> None:
+    report = stepgraph.frozen(lambda x, flag, mode: branch(x, flag), torch.ones(2), flag=True, mode="fast")
+    assert states(report) == {"flag": "watched", "mode": "not moved"}
+    assert all("graph for each value" in value.reason for value in report.values)
+
+
+ARRAYS: dict[str, Any] = {
+    "floats": np.array([0.5, 2.0]),
+    "halves": np.array([0.5, 2.0], dtype=np.float16),
+    "zeros": np.zeros(2, dtype=np.float32),
+    "integers": np.array([3, 2]),
+    "bytes": np.array([3, 255], dtype=np.uint8),
+    "complex": np.array([3, 2j]),
+    "flags": np.array([False, True]),
+    "empty shape": np.array(2.0),
+    "a part": np.arange(8.0)[2:4],
+}
+
+
+@pytest.mark.parametrize("holder", HOLDERS)
+@pytest.mark.parametrize("name", ARRAYS)
+def test_frozen_moves_numbers_of_array(name: str, holder: Any) -> None:
+    array = ARRAYS[name]
+    before = array.copy()
+
+    def use(x: torch.Tensor, array: Any) -> torch.Tensor:
+        return x * abs(array.reshape(-1)[-1].item())
+
+    step, spelled = holder(use, array)
+    report = stepgraph.frozen(step, torch.ones(2, 3))
+    found = value_of(report, spelled)
+    assert found.state is State.WATCHED
+    assert found.entries[0].line == use.__code__.co_firstlineno + 1
+    assert report.findings == ()
+    assert array.tobytes() == before.tobytes()
+
+
+def test_frozen_finds_array_too_large_to_be_watched() -> None:
+    table = np.ones(5000)
+    report = stepgraph.frozen(lambda x: x * float(table[4000]), torch.ones(2))
+    (found,) = report.findings
+    assert (found.name, found.state) == ("table", State.BAKED)
+    assert found.entries[0].operation == "aten.mul.Tensor"
+    assert (table == 1).all()
+
+
+def test_frozen_finds_array_in_a_tuple() -> None:
+    pair = (np.array([2.0]), 3)
+    report = stepgraph.frozen(lambda x: x * float(pair[0][0]), torch.ones(2))
+    assert states(report) == {"pair[0]": "watched", "pair[1]": "no effect"}
+
+
+def test_frozen_does_not_write_to_memory_of_others(tmp_path: Path) -> None:
+    file = tmp_path / "table"
+    np.full(2, 2.0).tofile(file)
+    mapped, weight = np.memmap(file, mode="r+", dtype=np.float64), torch.full((2,), 2.0)
+    shared, fixed, words = weight.numpy(), np.full(2, 2.0), np.array(["a", "b"])
+    fixed.flags.writeable = False
+    stamp = file.stat().st_mtime_ns
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        return x * float(mapped[0]) * float(shared[0]) * float(fixed[0]) * len(words)
+
+    report = stepgraph.frozen(step, torch.ones(2))
+    reasons = {value.name: value.reason for value in report.values}
+    assert set(states(report).values()) == {"not moved"}
+    assert "read-only" in reasons["fixed"]
+    assert "memory of" in reasons["mapped"]
+    assert "memory of" in reasons["shared"]
+    assert "<U1" in reasons["words"]
+    assert file.stat().st_mtime_ns == stamp
+
+
+@pytest.mark.parametrize("value", [np.float32(2.0), np.float64(2.0), np.int64(2), np.int8(127), np.complex64(2.0), 2j])
+def test_frozen_moves_scalars_of_numpy(value: Any) -> None:
+    config = SimpleNamespace(number=value)
+    report = stepgraph.frozen(lambda x: x * abs(complex(config.number)), torch.ones(2))
+    assert states(report) == {"config.number": "watched"}
+    assert config.number is value
+
+
+ACTIVATIONS = {"gelu": F.gelu, "relu": F.relu}
+
+
+def test_frozen_lists_strings_without_moving_them() -> None:
+    config, seen = SimpleNamespace(activation="gelu", names=("a", 2.0)), set()
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        seen.add(config.activation)
+        return ACTIVATIONS[config.activation](x) * config.names[1]
+
+    report = stepgraph.frozen(step, torch.ones(2))
+    found = value_of(report, "config.activation")
+    assert (found.state, found.value, found.moved_to) == (State.FIXED, "'gelu'", "")
+    assert "cannot be moved: another string would be a guess" in found.reason
+    assert "a change: recorded again" in found.reason
+    assert value_of(report, "config.names[0]").state is State.FIXED
+    assert value_of(report, "config.names[1]").state is State.WATCHED
+    assert report.findings == ()
+    assert seen == {"gelu"}
+    assert config == SimpleNamespace(activation="gelu", names=("a", 2.0))
+
+
+def test_frozen_does_not_judge_unwatched_string() -> None:
+    activation = "gelu"
+    with stepgraph.capture(lambda x: ACTIVATIONS[activation](x), ignore=["activation"]) as captured:
+        report = stepgraph.frozen(captured, torch.ones(2))
+    (found,) = report.findings
+    assert (found.name, found.state) == ("activation", State.UNKNOWN)
+    assert "ignore=" in found.reason
+    assert "another string would be a guess" in found.reason
+
+
+def test_frozen_lists_environment_that_is_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FROZEN_MODE", "fast")
+    report = stepgraph.frozen(lambda x: x * len(os.environ["FROZEN_MODE"]), torch.ones(2))
+    assert states(report) == {"os.environ['FROZEN_MODE']": "not moved"}
+    assert os.environ["FROZEN_MODE"] == "fast"
+
+
+def test_report_shortens_rows_that_say_little() -> None:
+    config = SimpleNamespace(**{f"s{i}": "text" * 40 for i in range(9)})
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        _ = [getattr(config, name) for name in vars(config)]
+        return x * 2
+
+    report = stepgraph.frozen(step, torch.ones(2))
+    assert len(report.values) == 9
+    assert all(len(value.value) < 80 for value in report.values)
+    assert "Not moved, too: config.s5, config.s6, config.s7, config.s8" in " ".join(str(report).split())
 
 
 # -- the environment, and what is out of reach
@@ -461,6 +746,68 @@ def test_frozen_does_not_guess_past_its_limit(monkeypatch: pytest.MonkeyPatch) -
     assert len(report.findings) == 6
 
 
+# -- numbers that no value in reach explains
+
+
+def unexplained(report: FrozenReport) -> list[str]:
+    return [note for note in report.notes if "out of reach of the watch" in note]
+
+
+def test_number_of_a_file_is_noted_with_its_line(tmp_path: Path) -> None:
+    file, weight = tmp_path / "w", 0.3
+    file.write_text("3.7")
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        return x * weight * 0.7 + float(file.read_text())
+
+    report = stepgraph.frozen(step, torch.ones(2))
+    (note,) = unexplained(report)
+    assert f"3.7 in aten.add.Tensor at {os.path.relpath(__file__)}:{step.__code__.co_firstlineno + 1}." in note
+    assert ("0.3" in note, "0.7" in note) == (False, False)
+    assert report.findings == ()
+
+
+def test_many_unexplained_numbers_are_counted(tmp_path: Path) -> None:
+    (tmp_path / "w").write_text(" ".join(str(3.7 + i) for i in range(8)))
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        for number in (tmp_path / "w").read_text().split():
+            x = x + float(number)
+        return x
+
+    (note,) = unexplained(stepgraph.frozen(step, torch.ones(2)))
+    assert note.endswith(", and 3 more.")
+
+
+def test_numbers_of_torch_and_of_shapes_are_explained() -> None:
+    """Scales of attention, defaults of functions, constants of torch's code, an optimizer's numbers."""
+    layer = torch.nn.TransformerEncoderLayer(24, 2, 32, batch_first=True)
+    optimizer = torch.optim.AdamW(layer.parameters())
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = F.normalize(layer(x)).square().mean() / 24**0.5
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(layer.parameters(), 0.7)
+        optimizer.step()
+        return loss
+
+    assert unexplained(stepgraph.frozen(step, torch.randn(2, 3, 24))) == []
+
+
+def test_memory_past_the_watch_is_a_finding() -> None:
+    small, large = array.array("d", [1.0]), array.array("d", [1.0] * 5000)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        return x * small[0] * large[0]
+
+    report = stepgraph.frozen(step, torch.ones(2))
+    assert states(report) == {"large": "unknown", "small": "not moved"}
+    assert "a change: recorded again" in value_of(report, "small").reason
+    with stepgraph.capture(step, ignore=["small"]) as captured:
+        assert states(stepgraph.frozen(captured, torch.ones(2)))["small"] == "unknown"
+
+
 # -- the report
 
 
@@ -471,7 +818,7 @@ def test_report_survives_json() -> None:
     assert again == report
     assert str(again) == str(report)
     assert "scale = 2.0" in str(report)
-    assert "no value is baked in unwatched" in report.verdict
+    assert "no value in reach is baked in unwatched" in report.verdict
 
 
 def test_frozen_refuses_a_module() -> None:
@@ -607,3 +954,12 @@ def test_nodes_leave_out_what_does_not_come_back() -> None:
     assert [each.now for each in lasting(moved, again, [])] == ["0.25", "0.25"]
     noise = node_differences(base, kernel(0, 0.75))
     assert lasting(moved, moved, noise) == [each for each in moved if each.now == "9"]
+
+
+def test_sizes_of_torchs_own_layers_are_not_moved() -> None:
+    """An LSTM that is told of one more layer reads memory behind its weights."""
+    net = torch.nn.LSTM(2, 4)
+    report = stepgraph.frozen(lambda x: net(x)[0].square().mean(), torch.randn(3, 1, 2))
+    assert states(report)["net.num_layers"] == "not moved"
+    assert "torch's own layers" in str(report)
+    assert states(report)["net.dropout"] != "not moved"

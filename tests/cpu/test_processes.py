@@ -11,6 +11,8 @@ import pytest
 
 from tests import processes
 
+pytestmark = pytest.mark.usefixtures("new_processes")
+
 
 def test_programs_that_end_give_their_output() -> None:
     programs = ["print('out')", "import sys; sys.exit('err')"]

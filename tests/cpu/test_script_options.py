@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import ast
+import contextlib
+import functools
+import inspect
 import json
 import os
 import sys
+import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,21 +19,17 @@ import torch
 import typer
 from typer.testing import CliRunner
 
+from stepgraph.commands.advise import advise
 from stepgraph.commands.base import CONTEXT_SETTINGS, AsJson, Command, ExitCode, Result
-from stepgraph.commands.script_options import (
-    Module,
-    NoWrite,
-    ScriptArgs,
-    ScriptPath,
-    ScriptTimeout,
-    StepName,
-    agreed,
-    command_on,
-    script_of,
-)
+from stepgraph.commands.check import check
+from stepgraph.commands.frozen import _result, frozen
+from stepgraph.commands.script_options import command_on, takes_script
+from stepgraph.commands.verify import verify
 from stepgraph.errors import InvalidArgument, NoStepError, ScriptError
+from stepgraph.inspect.frozen_report import FrozenReport
+from stepgraph.inspect.step_operations import StepOperations
 from stepgraph.observe.steps import StepCalls, goes_back
-from stepgraph.script.child import script_traceback
+from stepgraph.script.child import script_traceback, warnings_at_own_lines
 from stepgraph.script.cuda_on_cpu import DeviceMode
 from stepgraph.script.files import FileWatch, WriteRefused
 from stepgraph.script.main_module import NamedStep
@@ -40,22 +41,14 @@ app = typer.Typer(context_settings=CONTEXT_SETTINGS, pretty_exceptions_enable=Fa
 
 
 @app.command(cls=Command)
-def look(
-    script: ScriptPath = None,
-    args: ScriptArgs = None,
-    module: Module = None,
-    step: StepName = None,
-    script_timeout: ScriptTimeout = 300.0,
-    no_write: NoWrite = False,
-    as_json: AsJson = False,
-) -> Result:
+@takes_script
+def look(wanted: Script, as_json: AsJson = False) -> Result:
     """Say what would be run."""
-    wanted = script_of(script, args, module, step, script_timeout, no_write)
     if wanted.target == "fails.py":
         refuse_unjudged(wanted, Outcome(Status.FAILED, {}, 0, exception="Traceback:\n  ...\nValueError: mine"))
     if wanted.target == "none.py":
         refuse_unjudged(wanted, Outcome(Status.COMPLETED, {}, 0))
-    return agreed(Result({"script": json.loads(Request(wanted, "", {}, "").to_json())["script"]}, str(wanted), "next"))
+    return Result({"script": json.loads(Request(wanted, "", {}, "").to_json())["script"]}, str(wanted), "next")
 
 
 @app.command()
@@ -83,6 +76,14 @@ def test_options_say_what_to_run(words: list[str], expected: Script) -> None:
     assert result.exit_code == 0, result.output
     shown = json.loads(result.stdout)["script"]
     assert Script(**{**shown, "args": tuple(shown["args"])}) == expected
+
+
+@pytest.mark.parametrize("command", [check, advise, verify, frozen])
+def test_commands_on_scripts_have_the_same_options(command: Callable[..., Result]) -> None:
+    shared = [p for p in inspect.signature(look).parameters.values() if p.name != "as_json"]
+    names = [p.name for p in shared]
+    assert names == ["script", "args", "module", "step", "no_write", "script_timeout"]
+    assert [p for p in inspect.signature(command).parameters.values() if p.name in names] == shared
 
 
 @pytest.mark.parametrize(
@@ -133,6 +134,54 @@ def test_traceback_has_the_scripts_frames_only() -> None:
     with DeviceMode(lambda name: None):
         text = failing(lambda: torch.ones(2) @ torch.ones(3))
     assert "cuda_on_cpu.py" not in text, "it only passes calls on"
+    with StepOperations(lambda *_: None, lambda *_: None, contextlib.nullcontext).watching():
+        text = failing(lambda: torch.nn.functional.linear(torch.ones(2, 5), torch.ones(4, 4)))
+    assert "mat1 and mat2 shapes cannot be multiplied" in text
+    for name in ("step_operations.py", "_compile.py", "eval_frame.py", "_ops.py"):
+        assert name not in text
+
+
+def test_traceback_keeps_torch_frames_that_lead_to_none_of_ours() -> None:
+    def failing() -> None:
+        raise ValueError("mine")
+
+    with pytest.raises(ValueError, match="mine") as caught:
+        torch._dynamo.disable(failing)()
+    assert "eval_frame.py" in script_traceback(caught.value)
+
+
+def test_warning_names_the_line_of_the_script() -> None:
+    code = compile("warn()", "train.py", "exec")
+    shown: list[tuple[str, int]] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(warnings, "showwarning", lambda message, category, file, line, *_: shown.append((file, line)))
+        with warnings_at_own_lines():
+            for file in (inspect.getfile(StepOperations), "other.py"):
+                exec(code, {"warn": functools.partial(warnings.showwarning, "text", UserWarning, file, 9)})
+    assert shown == [("train.py", 1), ("other.py", 9)]
+
+
+def test_options_of_the_script_go_after_two_dashes() -> None:
+    result = runner.invoke(app, ["look", "train.py", "--epochs", "3"], env={"COLUMNS": "200", "TERM": "dumb"})
+    assert result.exit_code == ExitCode.USAGE
+    assert "go after --: stepgraph look SCRIPT -- --epochs 3." in " ".join(result.output.split())
+
+
+def test_step_that_the_script_does_not_define_is_refused_first(tmp_path: Path) -> None:
+    path = tmp_path / "train.py"
+    path.write_text("class Trainer:\n    def step(self): ...\n")
+    for name in ("Trainer.step", "other:step"):
+        assert runner.invoke(app, ["look", str(path), "--step", name]).exit_code == ExitCode.OK
+    result = runner.invoke(app, ["look", str(path), "--step", "nothing"])
+    assert result.exit_code == ExitCode.USAGE
+    assert "has no function nothing   [step-name]" in result.output
+
+
+def test_next_command_of_frozen_keeps_the_step() -> None:
+    report = FrozenReport("kd_step", "tape", (), 1, "operations")
+    outcome = Outcome(Status.STOPPED, {"reports": [report.to_dict()]}, 5)
+    found = _result(Script("train.py", ("--lr", "1"), step="kd_step"), outcome)
+    assert found.next == "stepgraph verify train.py --step kd_step -- --lr 1"
 
 
 def test_command_on_a_script_keeps_arguments_last() -> None:

@@ -563,6 +563,8 @@ def test_verify_refuses_numbers_out_of_range() -> None:
     for name, value in {"steps": 0, "rtol": -1.0, "atol": math.nan}.items():
         with pytest.raises(stepgraph.InvalidArgument, match=name):
             stepgraph.verify(Training().step, batches(), **{name: value})
+    with pytest.raises(stepgraph.InvalidArgument, match="`batches`: 5 is not iterable"):
+        stepgraph.verify(Training().step, 5)  # type: ignore[arg-type]
     with pytest.raises(stepgraph.InvalidArgument, match="no batch"):
         stepgraph.verify(Training().step, [])
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests.distributed.ranks import last_lines, run_ranks
 
 
-def test_captured_ddp_equals_eager_ddp(tmp_path: Path) -> None:
+@pytest.mark.parametrize("which", ["equality", pytest.param("equality of others", marks=pytest.mark.long)])
+def test_captured_ddp_equals_eager_ddp(tmp_path: Path, which: str) -> None:
     """Three ranks: with two, a division and a multiplication by one half have the same bits."""
-    assert last_lines(run_ranks("ddp_worker", 3, tmp_path / "store", "equality")) == ["done"] * 3
+    assert last_lines(run_ranks("ddp_worker", 3, tmp_path / "store", which)) == ["done"] * 3
 
 
 def test_capture_failure_in_ddp_backward_leaves_a_working_ddp(tmp_path: Path) -> None:

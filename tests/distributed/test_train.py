@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from stepgraph.train import pretrain
+from stepgraph.train import finetune, pretrain
 from tests.distributed.ranks import meeting_place
 from tests.processes import run_to_end
 from tests.train_harness import tiny
@@ -31,12 +31,10 @@ def train(folder: Path, runs: Mapping[str, Sequence[str]], ranks: int = 2) -> di
     for name, wanted in runs.items():
         (folder / name).mkdir(parents=True)
         arguments += [*(["--then"] if arguments else []), str(folder / name), *wanted]
-    commands = [
-        ["env", f"RANK={rank}", sys.executable, str(ROOT / "tests" / "train_worker.py"), *arguments]
-        for rank in range(ranks)
-    ]
+    command = [sys.executable, str(ROOT / "tests" / "train_worker.py"), *arguments]
     with meeting_place() as place:
-        done = run_to_end(commands, os.environ | given | place, ROOT)
+        environments = [os.environ | given | place | {"RANK": str(rank)} for rank in range(ranks)]
+        done = run_to_end([command] * ranks, environments, ROOT)
     assert [rank.returncode for rank in done] == [0] * ranks, [rank.stderr[-3000:] for rank in done]
     return {
         name: [json.loads((folder / name / f"result_{rank}.json").read_text()) for rank in range(ranks)]
@@ -164,8 +162,8 @@ def test_ddp_losses_of_scopes_equal_eager(trained_longer: dict[str, Result]) -> 
     "ranks", [pytest.param(2, id="pipeline", marks=pytest.mark.long), pytest.param(4, id="pipeline and data parallel")]
 )
 def test_pipeline_losses_equal_eager(tmp_path: Path, ranks: int) -> None:
-    given = ["model.pipeline_model_parallel_size=2", "train.global_batch_size=16", "train.train_iters=6"]
-    given += ["train.eval_interval=3", "train.eval_iters=1"]
+    given = ["model.pipeline_model_parallel_size=2", "train.global_batch_size=16", "train.train_iters=4"]
+    given += ["train.eval_interval=2", "train.eval_iters=1"]
     chunks = [*given, "model.virtual_pipeline_model_parallel_size=2", "model.num_layers=4"]
     runs = {"eager": ["eager", *given], "graphed": ["layers", *given]}
     runs |= {"eager chunks": ["eager", *chunks], "graphed chunks": ["layers", *chunks]}
@@ -318,3 +316,67 @@ def test_hooks_gather_before_each_use(trained: dict[str, Result]) -> None:
 @pytest.mark.long
 def test_hooks_of_scopes_gather_before_each_use(trained_longer: dict[str, Result]) -> None:
     assert_hooks_gather(trained_longer, "scopes")
+
+
+TUNED = [*UNTIED, "dataset.kind=sft"]
+LORA = ["peft.scheme=lora", "peft.dim=4"]
+DIVIDED = {
+    "tuned stages": ["te", *TUNED, "model.pipeline_model_parallel_size=2"],
+    "tuned chunks": ["eager", *CHUNKS, *TUNED],
+    "lora stages": ["eager", *TUNED, *LORA, "model.pipeline_model_parallel_size=2"],
+    "tuned data parallel": ["eager", *TUNED],
+}
+"""Fine-tuning on two ranks, of weights that one process has saved."""
+
+
+def pretrained_by_one(folder: Path) -> str:
+    """Pretrain in this process; return the setting that names the checkpoint."""
+    saved = folder / "one" / "saved"
+    if not saved.exists():
+        pretrain(tiny(folder / "one").override([*UNTIED, f"checkpoint.save={saved}"]), device="cpu", quiet=True)
+    return f"checkpoint.pretrained_checkpoint={saved}"
+
+
+def tuned_by_one(folder: Path, *settings: str) -> dict[str, dict[str, float]]:
+    """Fine-tune in this process; return the losses as a rank writes them."""
+    report = finetune(tiny(folder).override([*TUNED, *settings]), device="cpu", quiet=True)
+    found = {"losses": report.losses, "evaluations": report.eval_losses}
+    return {name: {str(step): loss for step, loss in values.items()} for name, values in found.items()}
+
+
+@pytest.fixture(scope="module")
+def tuned(folder: Path) -> dict[str, Result]:
+    """Runs of two ranks that begin with weights of one process."""
+    start = pretrained_by_one(folder)
+    return train(folder, {run: [*given, start, "--built", saving(folder, run)] for run, given in DIVIDED.items()})
+
+
+@pytest.mark.parametrize("run", ["tuned stages", "tuned chunks", "lora stages"])
+def test_stages_start_from_weights_of_one_process(
+    folder: Path, tmp_path: Path, tuned: dict[str, Result], run: str
+) -> None:
+    settings = LORA if run == "lora stages" else []
+    expected = tuned_by_one(tmp_path, *settings, pretrained_by_one(folder))
+    for rank in tuned[run]:
+        assert {name: rank[name] for name in expected} == expected
+    anew = tuned_by_one(tmp_path, *settings)
+    assert anew["losses"]["1"] != expected["losses"]["1"], "the weights are those of the checkpoint"
+
+
+def test_data_parallel_ranks_start_from_weights_of_one(tuned: dict[str, Result]) -> None:
+    """The means of two microbatches each, averaged, differ from the mean of four in their last bits."""
+    assert losses_of(tuned["tuned data parallel"])[0]["1"] == pytest.approx(tuned["tuned stages"][0]["losses"]["1"])
+
+
+@pytest.mark.parametrize("run", ["tuned stages", "tuned chunks"])
+def test_one_process_starts_from_weights_of_stages(
+    folder: Path, tmp_path: Path, tuned: dict[str, Result], run: str
+) -> None:
+    assert tuned[run]
+    one = tmp_path / "saved"
+    tuned_by_one(tmp_path, pretrained_by_one(folder), f"checkpoint.save={one}")
+    losses = [
+        tuned_by_one(tmp_path, f"checkpoint.pretrained_checkpoint={saved}")["losses"]
+        for saved in (one, folder / run / "saved")
+    ]
+    assert losses[0] == losses[1]

@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from tests.forked import NESTED
+
 pytestmark = [pytest.mark.timeout(900), pytest.mark.xdist_group("verifying ranks")]
 ROOT = Path(__file__).parents[2]
 DDP = """
@@ -90,7 +92,7 @@ def verified(folder: Path, script: str, *options: str) -> tuple[str, dict[str, A
     (folder / "train.py").write_text(script)
     (folder / "rank.py").write_text(RANK)
     start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "rank.py", "train.py"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)} | NESTED
     command = [*start, "--json", *options]
     done = subprocess.run(command, capture_output=True, text=True, timeout=900, env=environment, cwd=folder)
     codes = {(folder / f"code{rank}").read_text() for rank in range(2)}

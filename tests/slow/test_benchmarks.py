@@ -2,26 +2,18 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib
-import importlib.util
 import json
 from dataclasses import asdict
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-
-
-def load(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, BENCHMARKS / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def imported(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
@@ -30,35 +22,171 @@ def imported(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return importlib.import_module(name)
 
 
-def test_around_the_step_trains_bit_equal_to_eager(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    options = ["--device", "cpu", "--steps", "6", "--only", "training", "--out", str(tmp_path / "results")]
-    assert load("around_the_step").main(options) == 0
-    record = json.loads((tmp_path / "results" / "around_the_step.json").read_text())
-    assert record == json.loads(capsys.readouterr().out)
-    assert record["command"] == "python benchmarks/around_the_step.py --device cpu --steps 6 --only training"
-    plain, scaled, whole = record["training"]
-    for run in record["training"]:
+def test_around_the_step_trains_bit_equal_to_eager(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = ["--device", "cpu", "--steps", "6", "--only", "training", "--out", str(tmp_path)]
+    assert imported("around_the_step", monkeypatch).main(options) == 0
+    summary = json.loads((tmp_path / "around_the_step.json").read_text())
+    assert summary["command"] == "python benchmarks/around_the_step.py --device cpu --steps 6 --only training --out DIR"
+    assert summary["targets"] == {"bit_equal_after_training": {"target": True, "reached": True}}
+    plain, scaled, whole = summary["records"]
+    for run in summary["records"]:
+        assert run["process"] == "forked", "each has a process of its own"
         assert sum(run["differing"].values()) == 0
         assert run["train_step"]["replays"] == 3
         assert run["evaluate"]["replays"] == 2
+        assert min(run["eager_ms"], run["captured_ms"]) > 0
     assert plain["skipped_steps"] == 0
     assert scaled["skipped_steps"] == whole["skipped_steps"] > 0
-    assert [run["train_step"]["recaptures"] for run in record["training"]] == [0, 0, 0]
+    assert [run["train_step"]["recaptures"] for run in summary["records"]] == [0, 0, 0]
     assert whole["train_step"]["segments"] == 1
+    assert (tmp_path / "around_the_step.md").read_text().count(" 0 of ") == 3
 
 
-def test_around_the_step_counts_what_differs() -> None:
-    module = load("around_the_step")
+def test_around_the_step_counts_what_differs(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = imported("around_the_step", monkeypatch)
     one = {"losses": [torch.ones(2), torch.zeros(2)], "numbers": [{"lr": 0.1}]}
     two = {"losses": [torch.ones(2), -torch.zeros(2)], "numbers": [{"lr": 0.2}]}
     assert module.differing(one, one) == {"losses": 0, "numbers": 0}
     assert module.differing(one, two) == {"losses": 1, "numbers": 1}
 
 
-def test_around_the_step_measures_the_memory_of_signatures() -> None:
-    record = load("around_the_step").measure_memory(torch.device("cpu"))
-    assert record["largest_first"]["graphs"] == record["smallest_first"]["graphs"] == 8
+def test_around_the_step_measures_the_memory_of_signatures(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = imported("around_the_step", monkeypatch)
+    record = module.measure_memory(torch.device("cpu"))
+    assert record["largest_first"]["graphs"] == record["smallest_first"]["graphs"] == 4
     assert 1.0 <= record["largest_first"]["pool_ratio"] <= 1.3
+    known = {"workload": "memory", "variant": "eight lengths"}
+    assert module.targets_of([record | known])["pool_ratio"]["reached"]
+    failed = known | {"error": "E"}
+    assert not module.targets_of([failed])["pool_ratio"]["reached"]
+    assert module.sections({"records": [failed], "targets": {}})[0][1][1][:2] == ["eight lengths", "failed: E"]
+
+
+def signal_options(**changes: Any) -> argparse.Namespace:
+    sizes = ["model.num_layers=1", "model.hidden_size=32", "model.num_attention_heads=2", "model.ffn_hidden_size=32"]
+    sizes += ["model.vocab_size=128", "model.seq_length=16"]
+    return argparse.Namespace(**{"device": "cpu", "timeout": 120.0, "settings": sizes} | changes)
+
+
+@pytest.mark.parametrize(
+    ("place", "case"),
+    [
+        ("replay", "transformer_engine, SIGTERM, 1 rank"),
+        pytest.param("checkpoint", "full_iteration, SIGINT, 2 ranks", marks=pytest.mark.long),
+    ],
+)
+def test_signal_exit_sees_trainings_end(place: str, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = imported("signal_exit", monkeypatch)
+    monkeypatch.setenv("PYTHONPATH", str(BENCHMARKS.parent))
+    record = script.measure(place, case, signal_options())
+    code = 143 if "SIGTERM" in case else 130
+    assert record["codes"] == [code] * int(case[-6:].split()[0])
+    assert (record["parked_at_step"], record["saved"]) == (
+        (4, "step_00000005") if place == "replay" else (5, "step_00000005")
+    )
+    assert record["seconds"] > 0
+
+
+def test_signal_exit_reports_a_rank_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    script = imported("signal_exit", monkeypatch)
+    monkeypatch.setenv("PYTHONPATH", str(BENCHMARKS.parent))
+    options = vars(signal_options(settings=["model.num_layers=0"]))
+    request = {"workload": "warmup", "variant": "none, SIGTERM, 1 rank", "options": options}
+    record = script.run(request)
+    assert record["error"].startswith("RuntimeError: a rank ended with 1 before it was parked: ")
+    summary = script.summary_of([record], {}, "")
+    assert not summary["target"]["reached"]
+    assert script.tables_of(summary)[1][1][1][2].startswith("failed: ")
+
+
+def test_signal_exit_plans_a_bounded_number_of_cases(monkeypatch: pytest.MonkeyPatch) -> None:
+    script = imported("signal_exit", monkeypatch)
+    jobs = script.plan(script.parse_arguments(["--device", "cpu"]))
+    assert len(jobs) == len(set(jobs)) == 22
+    assert {place for place, case in jobs if case == "transformer_engine, SIGINT, 2 ranks"} == set(script.PLACES)
+    few = script.parse_arguments(["--device", "cpu", "--ranks", "2", "--places", "replay", "--signals", "SIGTERM"])
+    assert [case for _, case in script.plan(few)] == [f"{name}, SIGTERM, 2 ranks" for name in script.IMPLEMENTATIONS]
+
+
+@pytest.mark.parametrize(("seconds", "reached"), [([1.0, 29.0], True), ([1.0, 31.0], False)])
+def test_signal_exit_holds_cases_against_the_target(
+    seconds: list[float], *, reached: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    records = [{"workload": "replay", "variant": "x", "seconds": one} for one in seconds]
+    summary = imported("signal_exit", monkeypatch).summary_of(records, {}, "")
+    assert summary["target"] == {"limit_s": 30.0, "longest_s": seconds[1], "reached": reached}
+
+
+def test_on_error_modules_measures_a_model_of_experts(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("transformers")
+    script = imported("on_error_modules", monkeypatch)
+    sizes = {"layers": 1, "hidden": 32, "sequence": 16, "batch": 2, "steps": 2, "blocks": 2}
+    request = {"workload": "mixtral", "variant": script.WAY, "options": {"device": "cpu", **sizes}}
+    record = script.run(request)
+    assert record["equal"], record
+    assert record["replays"] > 0
+    assert record["graphed"]
+    assert any("experts" in path for path in record["left_out"]), record["left_out"]
+    assert len(record["steps_ms"]["eager"]) == len(record["steps_ms"]["modules"]) + record["audited_steps"] == 4
+    assert script.rows_of([record, record | {"error": "E"}])[1][-1] == "yes"
+
+
+def test_host_cost_scales_to_the_machine_of_the_target(monkeypatch: pytest.MonkeyPatch) -> None:
+    script = imported("host_cost", monkeypatch)
+    turn = {"bare": 30.0, "cpp": 80.0, "python": 140.0}
+    figures = {"bare_us": 28.0, "added_us": {"cpp": 50.0, "python": 130.0}, "median_turn_us": turn, "watched_values": 3}
+    record = {"workload": "linear layers", "variant": "150", **figures}
+    target = script.target_of([record])
+    assert target["added_us_scaled"] == {"cpp": 25.0, "python": 65.0}
+    assert target["reached"] == {"cpp": True, "python": False}
+    assert script.target_of([record | {"error": "E"}])["reached"] == {}
+    tables = script.sections({"records": [record], "target": target})
+    assert [row[:4] for row in tables[0][1][1:]] == [["150", "cpp", "28.0", "50.0"], ["150", "python", "28.0", "130.0"]]
+
+
+def test_compare_writes_the_rows_of_a_workload(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = imported("compare", monkeypatch)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setitem(
+        script.WORKLOADS,
+        "small",
+        script.Workload(
+            "gpt2_small", ("model.num_layers=1", "model.seq_length=16"), "eager,eager-again,compile,ours-te-attn"
+        ),
+    )
+    options = ["--device", "cpu", "--only", "small", "--steps", "1", "--out", str(tmp_path)]
+    assert script.main(options) == 0
+    rows = json.loads((tmp_path / "compare_small.json").read_text())["records"]
+    assert [row["mechanism"] for row in rows] == [
+        *("eager", "eager-again", "ours-te-attn"),
+        *("ours-te-attn", "eager-again", "eager"),
+    ]
+    page = (tmp_path / "compare.md").read_text()
+    assert "it has the same losses in all" in page
+    assert "Not run: compile." in page
+    assert script.main([*options, "--resume"]) == 0
+    assert json.loads((tmp_path / "compare_small.json").read_text())["records"] == rows
+
+
+@pytest.mark.long
+def test_host_cost_lets_two_checkouts_take_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = imported("host_cost", monkeypatch)
+    options = [
+        "--against",
+        str(BENCHMARKS.parent),
+        "--rounds",
+        "1",
+        "--turns",
+        "2",
+        "--calls",
+        "1",
+        "--out",
+        str(tmp_path),
+    ]
+    assert script.main(options) == 0
+    summary = json.loads((tmp_path / "host_cost_against.json").read_text())
+    assert summary["ratios"].keys() == {"whole step", "module pair", "callable pair"}
+    assert "--against DIR" in summary["command"]
 
 
 def test_modules_trains_every_way_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -102,6 +102,18 @@ BAD = {
             "out = out + gate.weight.sum()\ngate.weight = nn.Parameter(torch.ones(2))  # finds: own-change",
             before="gate = nn.Linear(2, 1)",
         ),
+        loop(
+            "for old, new in zip(average.parameters(), model.parameters()):\n"
+            "    old.data = old.data * 0.9 + new.data * 0.1  # finds: own-change\nout = out + average.weight.sum()",
+            before="average = nn.Linear(8, 16)",
+        ).replace("model.parameters()):", "model[0].parameters()):"),
+        loop(
+            "for gate in gates:\n    set_gate(gate)  # finds: own-change\n    out = out + gate.weight.sum()",
+            before="gates = [nn.Linear(2, 1)]\nset_gate = eval('lambda gate: setattr(gate, "
+            "\\'weight\\', nn.Parameter(gate.weight + 1))')",
+        )
+        .replace("  # finds: own-change", "")
+        .replace("out = model(x)", "out = model(x)  # finds: own-change"),
     ],
     "host-read": [
         loop("scale = out.abs().max().item()  # finds: host-read, varying-number\nout = out / scale")
@@ -198,6 +210,16 @@ GOOD = {
     "own-change": [
         loop("out = nn.functional.dropout(out, 0.1)"),
         loop("mean.mul_(0.9).add_(out.detach().mean(), alpha=0.1)", before="mean = torch.zeros(())"),
+        loop(
+            "kept = gate.weight.data\ngate.weight.data = kept * 2\nout = out + gate.weight.sum()\n"
+            "gate.weight.data = kept",
+            before="gate = nn.Linear(2, 1)",
+        ),
+        loop(outside="gate.weight.data = gate.weight.data * 2", before="gate = nn.Linear(2, 1)"),
+        HEAD + "gate = nn.Linear(2, 1)\noptimizer = torch.optim.SGD(gate.parameters(), lr=0.1)\ndef step(x):\n"
+        "    gate.weight.requires_grad = True\n    loss = gate(x).square().mean()\n    loss.backward()\n"
+        "    optimizer.step()\n    gate.weight.requires_grad = False\n"
+        "for _ in range(6):\n    step(torch.randn(4, 2))\n",
     ],
     "host-read": [
         loop("out = torch.where(out > 0, out, 0.1 * out)"),

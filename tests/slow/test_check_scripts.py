@@ -20,6 +20,7 @@ from stepgraph.inspect.check import check
 from stepgraph.inspect.findings import Api
 from stepgraph.script.request import Status
 from tests.check_harness import check_here, expected_in, found_by
+from tests.forked import NESTED, NONE
 from tests.processes import run_to_end
 
 ROOT = Path(__file__).parents[2]
@@ -33,7 +34,7 @@ FITS = {
     "clipping": Api.CAPTURE,
     "compiled": Api.CAPTURE,
     "contrastive": Api.CAPTURE,
-    "curriculum": Api.MODULES,
+    "curriculum": Api.NOTHING,
     "distillation": Api.CAPTURE,
     "ema": Api.CAPTURE,
     "function_whole": Api.MODULES,
@@ -80,7 +81,7 @@ def assert_as_marked(report: Any, name: str) -> None:
 
 def command(*words: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
     """Run the command line to its end."""
-    settings = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "COLUMNS": "100"} | (env or {})
+    settings = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "COLUMNS": "100"} | (env or NESTED)
     return run_to_end([[sys.executable, "-m", *words]], settings)[0]
 
 
@@ -101,7 +102,7 @@ def test_check_of_a_whole_script_in_its_process(name: str) -> None:
 
 @pytest.mark.timeout(300)
 def test_check_command_prints_findings_and_exits_with_one() -> None:
-    done = command("stepgraph", "check", str(SCRIPTS / "masked.py"), "--steps", "4", "--json")
+    done = command("stepgraph", "check", str(SCRIPTS / "masked.py"), "--steps", "4", "--json", env=NONE)
     assert done.returncode == 1, done.stderr
     values = json.loads(done.stdout)
     assert values["verdict"] == "graph_modules"
@@ -130,9 +131,10 @@ def test_check_command_of_a_failing_script_exits_with_three(tmp_path: Path) -> N
 
 
 @pytest.mark.timeout(300)
-def test_check_under_torchrun_prints_once() -> None:
+@pytest.mark.parametrize("forks", [NESTED, pytest.param(NONE, marks=pytest.mark.long)], ids=["forks", "new processes"])
+def test_check_under_torchrun_prints_once(forks: dict[str, str]) -> None:
     words = ("torch.distributed.run", "--nproc-per-node", "2", "-m", "stepgraph", "check", str(SCRIPTS / "ddp.py"))
-    done = command(*words, "--steps", "5")
+    done = command(*words, "--steps", "5", env=forks)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("The whole step can be captured") == 1
 

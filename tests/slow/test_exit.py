@@ -7,6 +7,7 @@ import pytest
 from tests.exiting import code_of_an_interrupt, end_of
 
 
+@pytest.mark.usefixtures("new_processes")
 def test_plain_end_without_close_is_clean() -> None:
     done = end_of("cpu", "plain")
     assert (done.returncode, done.stdout.split(), done.stderr) == (0, ["trained", "ended"], "")

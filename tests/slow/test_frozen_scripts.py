@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from tests.forked import NESTED
+
 ROOT = Path(__file__).parents[2]
 
 HEAD = """
@@ -52,7 +54,7 @@ def run(tmp_path: Path, text: str, *options: str) -> tuple[int, dict[str, Any], 
     script = tmp_path / "train.py"
     script.write_text(text)
     command = [sys.executable, "-m", "stepgraph", "frozen", "--json", *options, str(script)]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | NESTED
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=240)
     return done.returncode, json.loads(done.stdout), done.stderr
 

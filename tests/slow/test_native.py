@@ -22,6 +22,7 @@ from stepgraph.errors import BuildError, StepgraphWarning
 from stepgraph.guards.layout import layout_of
 from stepgraph.native import library
 from stepgraph.native.row import GuardRow
+from tests.forked import NONE
 
 ROOT = Path(__file__).parents[2]
 SUITES = [
@@ -235,10 +236,11 @@ def test_row_refuses_what_it_cannot_be_made_of(arguments: tuple[Any, ...]) -> No
 
 
 @pytest.mark.timeout(300)
-def test_suites_pass_with_the_library(folder: Path) -> None:
+@pytest.mark.parametrize("which", ["not slow and not long", pytest.param("slow", marks=pytest.mark.long)])
+def test_suites_pass_with_the_library(folder: Path, which: str) -> None:
     """The tests that are about what is noticed, in processes that find the library."""
-    environment = os.environ | {"TORCH_EXTENSIONS_DIR": str(folder)}
-    command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", *SUITES]
+    environment = os.environ | NONE | {"TORCH_EXTENSIONS_DIR": str(folder)}
+    command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", "-m", which, *SUITES]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout[-3000:]
     assert " passed" in done.stdout

@@ -1,9 +1,12 @@
 """A program may end in any way with graphs alive: no message, its own exit code."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
+
+from tests.forked import NONE
 
 ROOT = Path(__file__).parents[2]
 TRAINING = """
@@ -55,7 +58,7 @@ print(json.dumps(found))
 
 def test_exit_with_graphs_alive_is_quiet() -> None:
     arguments = [sys.executable, "-c", DRIVER, json.dumps([TRAINING, EXITS])]
-    done = subprocess.run(arguments, cwd=ROOT, capture_output=True, text=True, check=True)
+    done = subprocess.run(arguments, cwd=ROOT, capture_output=True, text=True, check=True, env=os.environ | NONE)
     assert done.stderr == ""
     found = json.loads(done.stdout)
     code, text = found.pop("by an exception")

@@ -6,7 +6,7 @@ from hypothesis import HealthCheck, given, settings
 from tests.random_changes import Plan, check, plans
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
 @given(plans)
 def test_random_program_is_right_at_every_audit(plan: Plan) -> None:
     check(plan)

@@ -1,4 +1,4 @@
-"""Scripts run in real processes: how they are started, watched, stopped and ended."""
+"""Scripts run in processes of their own: how they are started, watched, stopped and ended."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import pytest
 
 from stepgraph.errors import InvalidArgument, NoStepError, ScriptError
 from stepgraph.script.run import Outcome, Script, Status, refuse_unjudged, run_script
+from tests.forked import NESTED, NONE
 
 ROOT = Path(__file__).parents[2]
 PROBE = "tests.probes:Recorder"
@@ -72,7 +73,8 @@ def test_main_is_as_python_sets_it(target: str, is_module: bool) -> None:
     Path("link.py").symlink_to("folder/deep/train.py")
     args = ("--lr", "3", "-m", "--", "a_b")
     run_script(Script(target, (*args, "ours"), is_module), PROBE)
-    subprocess.run([sys.executable, *(["-m"] if is_module else []), target, *args, "pythons"], check=True)
+    command = [sys.executable, *(["-m"] if is_module else []), target, *args, "pythons"]
+    subprocess.run(command, check=True, env=os.environ | NONE)
     ours, pythons = (json.loads(Path(name).read_text()) for name in ("ours", "pythons"))
     assert ours["argv"].pop() == "ours"
     assert pythons["argv"].pop() == "pythons"
@@ -132,8 +134,8 @@ def test_stop_that_is_caught_comes_again() -> None:
 
 
 def test_script_that_swallows_the_stop_is_ended() -> None:
-    program = LOOP + "while True:\n    try:\n        train_step()\n    except BaseException:\n        pass\n"
-    outcome = ran(program, steps=1, timeout=30.0)
+    swallowing = "    try:\n        train_step()\n    except BaseException:\n        time.sleep(0.1)\n"
+    outcome = ran(LOOP + "import time\nwhile True:\n" + swallowing, steps=1, timeout=15.0)
     assert outcome.status is Status.TIMED_OUT
     with pytest.raises(ScriptError, match="caught the exception"):
         refuse_unjudged(Script("train.py"), outcome)
@@ -313,7 +315,7 @@ def wait_until_gone(pids: list[int]) -> None:
 
 
 def test_timeout_ends_workers_and_sessions_of_others() -> None:
-    outcome = ran(WORKERS, timeout=25.0)
+    outcome = ran(WORKERS, timeout=15.0)
     assert outcome.status is Status.TIMED_OUT
     assert outcome.steps == 1
     pids = [int(word) for word in Path("pids").read_text().split()]
@@ -340,7 +342,7 @@ with stops.watched():
 )
 def test_signals_end_the_whole_group(number: int, code: int) -> None:
     written("train.py", WORKERS)
-    with subprocess.Popen([sys.executable, "-c", PARENT]) as parent:
+    with subprocess.Popen([sys.executable, "-c", PARENT], env=os.environ | NESTED) as parent:
         until = time.monotonic() + 120
         while not Path("pids").exists() and time.monotonic() < until:
             time.sleep(0.1)
@@ -398,7 +400,7 @@ def test_ranks_of_torchrun_exit_alike(word: str, code: str) -> None:
     written("train.py", DDP)
     written("rank.py", RANK)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "rank.py", word]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=os.environ | NESTED)
     assert Path("code0").read_text() == Path("code1").read_text() == code, done.stderr
     printed = [line for line in done.stdout.splitlines() if line.startswith("printed")]
     assert printed == ([] if word == "fail" else [f"printed by 0 stopped {code}"])

@@ -110,6 +110,7 @@ def test_signal_saves_and_resumes_exactly(
     assert resumed == {at: loss for at, loss in whole.items() if int(at) > step}
 
 
+@pytest.mark.usefixtures("new_processes")
 @pytest.mark.parametrize("number", CODES)
 def test_second_signal_leaves_at_once(tmp_path: Path, number: signal.Signals) -> None:
     with started(tmp_path, "te", "--park", "replay") as (process,):

@@ -36,6 +36,7 @@ def test_versions_are_compared_by_number(version: str, numbers: tuple[int, ...])
     assert numbers_of(version) == numbers
 
 
+@pytest.mark.usefixtures("new_processes")
 def test_configurations_need_no_torch() -> None:
     program = (
         "import sys, stepgraph\n"

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from stepgraph.errors import StepgraphWarning
+from stepgraph.errors import StateChanged, StepgraphWarning
 from stepgraph.grads.other_uses import OtherUses
 from tests.module_harness import quiet
 
@@ -86,6 +86,23 @@ def test_use_that_begins_later_is_told_once(parameter: torch.nn.Parameter) -> No
             (Share.apply(uses, parameter, 1.0) + parameter.sum()).backward()
     assert [warning.category for warning in told] == [StepgraphWarning]
     assert "`Layer.weight` of a graphed module is now used by other code too" in str(told[0].message)
+
+
+def test_use_that_begins_later_raises_under_strict(parameter: torch.nn.Parameter) -> None:
+    uses = OtherUses()
+    uses.is_strict = True
+    Share.apply(uses, parameter, 1.0).backward()
+    uses.ask_again()
+    for _ in range(2):
+        with pytest.raises(StateChanged, match=r"`Layer\.weight` of a graphed module is now used") as caught:
+            (Share.apply(uses, parameter, 1.0) + parameter.sum()).backward()
+        assert caught.value.rule == "gradient-order"
+        assert passed(uses, parameter)
+    Share.apply(uses, parameter, 1.0).backward()
+    assert not passed(uses, parameter), "the use has ended"
+    uses.forget()
+    (Share.apply(uses, parameter, 1.0) + parameter.sum()).backward()
+    assert passed(uses, parameter)
 
 
 def test_aborted_backward_leaves_the_question_open(parameter: torch.nn.Parameter) -> None:

@@ -1,12 +1,15 @@
-"""Copies in one piece of host memory have the bits, the shapes and the strides of what was copied."""
+"""Copies of gradients in host memory, and stand-ins for gradients at their own addresses."""
 
 from __future__ import annotations
+
+import gc
+import weakref
 
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stepgraph.grads.step_grads import copies_on_host
+from stepgraph.grads.step_grads import at_same_address, copies_on_host
 
 _DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex128, torch.int8, torch.bool]
 
@@ -46,3 +49,40 @@ def test_copies_know_no_autograd_and_no_default_device() -> None:
     assert not copy.requires_grad
     assert copy.device.type == "cpu"
     assert torch.equal(copy, weight.detach() * 2)
+
+
+@settings(max_examples=60, deadline=None)
+@given(_dense(), st.integers(0, 3))
+def test_at_same_address_has_form_and_memory_of_a_tensor(tensor: torch.Tensor, offset: int) -> None:
+    if not tensor.numel():
+        return
+    flat = torch.zeros(tensor.numel() + offset, dtype=tensor.dtype)
+    part = flat.as_strided(tensor.shape, tensor.stride(), offset).copy_(tensor)  # as in a flat buffer
+    for original in (tensor, part):
+        found = at_same_address(original)
+        assert found.data_ptr() == original.data_ptr()
+        assert (found.shape, found.stride(), found.dtype) == (original.shape, original.stride(), original.dtype)
+        assert torch.equal(found, original)
+        assert found.untyped_storage()._cdata != original.untyped_storage()._cdata
+
+
+def test_at_same_address_ends_by_itself_and_keeps_memory() -> None:
+    grad = torch.arange(64.0)
+    stand_in = at_same_address(grad)
+    ended: list[object] = []
+    watch = weakref.ref(stand_in.untyped_storage(), ended.append)
+    view = stand_in[8:]
+    del grad
+    gc.collect()
+    assert torch.equal(view, torch.arange(64.0)[8:]), "the memory is kept"
+    del stand_in
+    assert not ended, "a view of it is in use"
+    del view
+    assert ended == [watch]
+
+
+def test_at_same_address_knows_no_autograd() -> None:
+    grad = torch.ones(3, requires_grad=True)
+    stand_in = at_same_address(grad)
+    assert not stand_in.requires_grad
+    assert not stand_in._is_view()

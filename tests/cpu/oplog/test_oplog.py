@@ -262,7 +262,7 @@ def test_operations_of_the_engine_are_left_out() -> None:
     assert [str(log[index][0]) for index in range(len(log))] == ["aten.add.Tensor", "aten.sub.Tensor"]
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.long)])
 def test_compiled_code_stays_compiled_under_a_log(backend: str) -> None:
     compiles = []
 

@@ -84,3 +84,11 @@ def test_with_layers_keeps_one_of_each_kind(name: str, layers: int, kept: str | 
 
 def test_fewest_layers_include_one_without_a_window() -> None:
     assert fewest_layers(recipe("gpt_oss_20b")) == 2
+
+
+def test_fit_on_a_cpu_computes_in_float32_unless_told_otherwise() -> None:
+    cut = fit(gpt2_small(), 1 << 34, "cpu")
+    assert cut.config.mixed_precision.params_dtype == "fp32"
+    assert "mixed_precision.params_dtype: bf16 -> fp32" in str(cut)
+    assert fit(gpt2_small(), 1 << 34, "cpu", kept=["mixed_precision"]).config.mixed_precision.bf16
+    assert fit(gpt2_small(), 1 << 40, "cuda").config.mixed_precision.bf16

@@ -77,7 +77,10 @@ def test_estimate_is_what_is_allocated(name: str, settings: dict[str, object]) -
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["llama3_8b", "deepseek_v3", "gpt_oss_20b", "nemotron_h"])
+@pytest.mark.parametrize(
+    "name",
+    ["llama3_8b", "nemotron_h", *(pytest.param(n, marks=pytest.mark.long) for n in ("deepseek_v3", "gpt_oss_20b"))],
+)
 def test_estimate_of_a_deep_stack_is_that_of_its_run(name: str) -> None:
     """Only shallow stacks are run for the estimate; here the deep one is run, too.
 

@@ -159,6 +159,7 @@ def test_build_hands_compute_settings_to_the_model() -> None:
     assert (config.core_dropout, config.dropout, config.vocab_size) == (0.2, 0.1, 50304)
 
 
+@pytest.mark.usefixtures("new_processes")
 def test_recipes_import_no_torch() -> None:
     program = (
         "import sys, stepgraph.recipes as r; [x.make() for x in r.RECIPES.values()]; print('torch' in sys.modules)"

@@ -18,7 +18,14 @@ import pytest
 import torch
 
 from stepgraph.rng.tracker import get_cuda_rng_tracker
-from stepgraph.train.checkpoint import CheckpointError, checkpoints_in, load, refuse_later_checkpoints, save
+from stepgraph.train.checkpoint import (
+    CheckpointError,
+    checkpoints_in,
+    load,
+    load_weights,
+    refuse_later_checkpoints,
+    save,
+)
 from stepgraph.train.plain_state import join, split
 from stepgraph.train.random_state import get_random_states, set_random_states
 from stepgraph.train.ranks import Ranks
@@ -212,3 +219,49 @@ def test_full_device_gives_a_clear_error(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.undo()
     assert [step for step, _ in checkpoints_in(tmp_path)] == [1]
     shutil.rmtree(tmp_path)
+
+
+def write_stages(folder: Path, **second: Any) -> Path:
+    """Write what two ranks of a pipeline save, with other entries for the second."""
+    shards = [
+        {"model": {"stage_0.a": torch.zeros(2)}, "names": {"stage_0.a": ["blocks.0.a", "head.a"]}},
+        {"model": {"stage_1.a": torch.ones(2)}, "names": {"stage_1.a": ["blocks.1.a"]}, **second},
+    ]
+    parts = []
+    for stage, shard in enumerate(shards):
+        part = save(folder / str(stage), 5, shard=shard, rank={}, config={}, ranks=Ranks())
+        for file in list(part.glob("shard_*")):
+            file.rename(part / file.name.replace("00000", f"{stage:05d}"))
+        parts.append(part)
+    manifest = json.loads((parts[0] / "manifest.json").read_text())
+    for file in parts[1].glob("shard_*"):
+        shutil.move(file, parts[0])
+    (parts[0] / "manifest.json").write_text(json.dumps(manifest | {"world_size": 2, "pipeline_size": 2}))
+    for file in list(parts[0].glob("shard_00001*")):
+        relist(parts[0], file.name)
+    return parts[0]
+
+
+def test_weights_have_the_names_of_the_whole_model(tmp_path: Path) -> None:
+    found = load_weights(write_stages(tmp_path)).tensors
+    assert {name: tensor.tolist() for name, tensor in found.items()} == {
+        "blocks.0.a": [0, 0],
+        "head.a": [0, 0],
+        "blocks.1.a": [1, 1],
+    }
+    plain = load_weights(write(tmp_path / "plain", 3).parent).tensors
+    assert {name: tensor.tolist() for name, tensor in plain.items()} == {"weight": [3.0] * 4}
+
+
+@pytest.mark.parametrize(
+    ("second", "text"),
+    [
+        ({"names": None}, r"does not say which part of the model its 2 pipeline ranks had.*\[checkpoint\]"),
+        ({"names": {"stage_1.b": ["b"]}}, r"shard_00001.json cannot be used: it does not name all weights"),
+        ({"model": None}, r"shard_00001.json cannot be used: it has no weights"),
+    ],
+)
+def test_weights_of_stages_without_names_are_refused(tmp_path: Path, second: dict[str, Any], text: str) -> None:
+    with pytest.raises(CheckpointError, match=text) as caught:
+        load_weights(write_stages(tmp_path, **second))
+    assert "Fix: " in str(caught.value)

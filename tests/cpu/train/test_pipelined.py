@@ -11,8 +11,12 @@ import torch
 
 from stepgraph.errors import InvalidArgument
 from stepgraph.models import GPT, GPTConfig
+from stepgraph.train import pretrain
+from stepgraph.train.checkpoint import CheckpointError
+from stepgraph.train.lora import add_lora
 from stepgraph.train.pipelined import RankStages, refuse_schedule, stages_of
 from stepgraph.train.ranks import Ranks
+from stepgraph.train.run import _make_core
 from tests.train_harness import moe, tiny
 
 
@@ -63,6 +67,19 @@ def test_ends_of_a_pipeline_know_the_tied_matrix() -> None:
     assert last.tied is model.head.weight
 
 
+def test_stages_know_their_names_in_the_whole_model() -> None:
+    model = GPT(replace(GPTConfig.tiny(), num_layers=5, tie_embeddings=True))
+    add_lora(model, ["q_proj", "head"])
+    state, seen = model.state_dict(), set()
+    for rank in divided(model, 2, 2):
+        own = rank.state_dict()
+        assert own.keys() == rank.whole_names.keys()
+        for name, names in rank.whole_names.items():
+            assert all(torch.equal(own[name], state[whole]) for whole in names), name
+            seen.update(names)
+    assert seen == state.keys()
+
+
 @pytest.mark.parametrize(
     ("changes", "chunks", "fix"),
     [
@@ -78,6 +95,18 @@ def test_models_without_stages_are_refused_with_a_fix(tmp_path: Path, changes: A
         stages_of(model, rank_of(2), None, chunks)
     assert fix in str(caught.value)
     assert "cuda_graph_scope" not in str(caught.value)
+
+
+def test_weights_of_another_model_do_not_fit_stages(tmp_path: Path) -> None:
+    saved = str(tmp_path / "saved")
+    pretrain(tiny(tmp_path, train__train_iters=1, checkpoint__save=saved), device="cpu", quiet=True)
+    for changes, named in (
+        ({"model__num_layers": 3}, r"only in the model: blocks\.2\."),
+        ({"model__ffn_hidden_size": 32}, r"size mismatch for stage_1\.blocks\.0\.mlp"),
+    ):
+        cfg = tiny(tmp_path, checkpoint__pretrained_checkpoint=saved, **changes)
+        with pytest.raises(CheckpointError, match=named):
+            _make_core(cfg, torch.device("cpu"), None, rank_of(2, 1))
 
 
 @pytest.mark.parametrize(

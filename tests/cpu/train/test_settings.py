@@ -98,7 +98,7 @@ def test_other_values_than_the_default_are_refused(name: str) -> None:
         ("peft.dropout_position", "peft.scheme=lora peft.dropout_position=post"),
         ("dataset.pad_to_max_length", "dataset.pad_to_max_length=false"),
         ("model.kind=vision_language", "model.kind=vision_language"),
-        ("model.delay_wgrad_compute", "model.delay_wgrad_compute=true peft.scheme=lora"),
+        ("model.delay_wgrad_compute with LoRA", "model.delay_wgrad_compute=true peft.scheme=lora"),
         (
             "model.virtual_pipeline_model_parallel_size without a pipeline",
             "model.virtual_pipeline_model_parallel_size=2",
@@ -118,10 +118,19 @@ def test_settings_refused_together_with_others(name: str, overrides: str) -> Non
     assert name in str(caught.value)
 
 
-def test_delayed_gradients_are_refused_in_pipelines() -> None:
-    cfg = ConfigContainer().override(["model.delay_wgrad_compute=true", "model.pipeline_model_parallel_size=2"])
-    with pytest.raises(StepgraphError, match=r"model\.delay_wgrad_compute.*\[not-trained\]"):
+@pytest.mark.parametrize(
+    ("overrides", "what", "why"),
+    [
+        ("model.pipeline_model_parallel_size=2", "in a pipeline", "schedules run the whole backward of a microbatch"),
+        ("peft.scheme=lora", "with LoRA", "LoRA freezes the weights whose gradients could be delayed"),
+    ],
+)
+def test_delayed_gradients_are_refused_with_the_reason(overrides: str, what: str, why: str) -> None:
+    cfg = ConfigContainer().override(["model.delay_wgrad_compute=true", *overrides.split()])
+    with pytest.raises(StepgraphError, match=rf"model\.delay_wgrad_compute {what}.*\[not-trained\]") as caught:
         refuse_untrained(cfg)
+    assert why in str(caught.value)
+    assert "Fix: model.delay_wgrad_compute=false" in str(caught.value)
 
 
 @pytest.mark.parametrize("mix", ["fp32", "bf16_mixed", "bf16_autocast"])

@@ -135,9 +135,10 @@ def test_cuts_leave_typed_settings_and_all_hold(words: list[str]) -> None:
     assert {name: str(model[name]) for name in typed} == typed
     assert cuts
     for cut in cuts:
-        name, _, change = cut.removeprefix("model.").partition(": ")
+        setting, _, change = cut.partition(": ")
+        section, _, name = setting.partition(".")
         assert name not in typed
-        assert change.partition(" -> ")[2] == str(model[name])
+        assert change.partition(" -> ")[2] == str(cfg.to_dict()[section][name])
 
 
 def test_a_model_too_large_is_refused_before_it_is_built() -> None:
