@@ -74,8 +74,9 @@ class ForkServer:
     def _started(self) -> socket.socket:
         """Start a server in a process of its own."""
         ours, theirs = socket.socketpair()
-        path = os.pathsep.join((str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])))
-        environment = os.environ | NONE | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+        # Without PYTHONPATH: Python leaves out what site-packages adds to the path if PYTHONPATH names it, too.
+        environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+        environment |= NONE | {"OMP_NUM_THREADS": "1"}
         command = [sys.executable, "-m", "tests.forked", str(theirs.fileno())]
         with theirs:
             self._process = subprocess.Popen(command, env=environment, cwd=ROOT, pass_fds=[theirs.fileno()])

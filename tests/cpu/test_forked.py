@@ -24,7 +24,7 @@ FACTS = """
 import json, os, sys
 names = ("__name__", "__file__", "__package__", "__doc__")
 facts = {name: globals().get(name) for name in names} | {"argv": sys.argv, "folder": os.getcwd()}
-facts["path"], facts["parent"] = [part for part in sys.path if "stepgraph" not in part], os.getppid()
+facts["path"], facts["parent"] = sys.path, os.getppid()
 facts["is_main"], facts["leads"] = sys.modules["__main__"].__dict__ is globals(), os.getsid(0) == os.getpid()
 print(json.dumps(facts | {"mine": os.environ.get("MINE"), "stdin": sys.stdin.read()}))
 print("forked", "torch" in sys.modules, file=sys.stderr)
