@@ -3,16 +3,18 @@
     python benchmarks/compare.py                                   # all workloads, on the GPU
     python benchmarks/compare.py --only llama3_8b,nemotron_h       # some of them
     python benchmarks/compare.py --out DIR --resume                # go on from the rows that are in DIR
+    python benchmarks/compare.py --out DIR --page-only             # write the page of the rows in DIR; no GPU needed
     python benchmarks/compare.py --device cpu --only gpt2_small --steps 2    # does it run at all? No GPU needed
 
 Each workload is a recipe with fewer layers, a sequence length and a number of microbatches; the commands that run one
 of them alone are in `compare.md`, beside the table. Rows are those of `bench --compare`: each mechanism in a process of
 its own, in two passes, the second one in reverse order. All processes are forked from one server that has imported
-torch. The rows of a workload are in its JSON file as soon as they are measured; timelines of kernels are left out.
+torch. The rows of a workload are in its JSON file as soon as they are measured; timelines of kernels are left out. The
+page has all workloads whose files are in the folder, also those of an earlier run.
 
 What the columns mean:
 
-- step ms: mean of the medians of both passes. passes: the larger by the smaller, less 1.
+- step ms: mean of the medians of both passes. passes: the larger by the smaller, less 1; empty after one pass.
 - against eager: eager's step by this one's. eager's own spread, over its four runs, is below the table's title.
 - GiB, of eager: the peak of torch's reserved memory, and its ratio to eager's.
 - losses: how they compare with eager's over all iterations, warm-up and capture among them.
@@ -21,6 +23,7 @@ What the columns mean:
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -28,12 +31,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from whole_step import begin, command_line, count, machine_facts, name_list
+from whole_step import begin, count, machine_facts, name_list
 from whole_step_report import markdown_table
 
-from stepgraph.bench.compare import Comparison, Row, compare, plan, run_all
+from stepgraph.bench.compare import Row, compare, plan, run_all
 from stepgraph.bench.jobs import JobServer
-from stepgraph.bench.mechanisms import Mechanism, mechanisms_for, select
+from stepgraph.bench.mechanisms import all_mechanisms, mechanisms_for, select
 from stepgraph.bench.report_html import losses_in_words
 from stepgraph.bench.results import ResultFile, write_whole
 from stepgraph.config.container import ConfigContainer
@@ -90,18 +93,17 @@ def configuration(workload: Workload, device: torch.device) -> ConfigContainer:
     return cfg if device.type == "cuda" else fit(cfg, 1 << 34, "cpu").config
 
 
-def run_workload(
-    workload: Workload, file: Path, args: argparse.Namespace, server: JobServer
-) -> tuple[Comparison, list[Mechanism]]:
-    """Run what the file does not have yet; return the comparison, and the mechanisms that are not to be had here."""
-    device = torch.device(args.device)
+def run_workload(name: str, args: argparse.Namespace, server: JobServer) -> None:
+    """Run what the workload's file does not have yet."""
+    workload, file, device = WORKLOADS[name], _file(args.out, name), torch.device(args.device)
     cfg = configuration(workload, device)
     known = mechanisms_for(cfg, Environment.read(device.type))
     chosen = known if workload.only is None else select(workload.only, known)
     missing = [mechanism for mechanism in chosen if mechanism.missing(device, cfg) is not None]
     chosen = [mechanism for mechanism in chosen if mechanism not in missing]
     request = {"config": cfg.to_dict(), "device": str(device), "steps": args.steps}
-    results = ResultFile(file, request, machine_facts() | {"command": workload.command(args.steps)})
+    facts = {"command": workload.command(args.steps), "not run": [mechanism.name for mechanism in missing]}
+    results = ResultFile(file, request, machine_facts() | facts)
     records = results.load() if args.resume else []
 
     def keep(record: dict[str, Any]) -> None:
@@ -112,7 +114,10 @@ def run_workload(
         print(f"{file.stem} {record['mechanism']}: {told} ({record['job_s']:.0f} s)", flush=True)
 
     run_all(server, plan(chosen, records), request, args.job_timeout, keep)
-    return compare(chosen, records), missing
+
+
+def _file(folder: Path, name: str) -> Path:
+    return folder / f"compare_{name}.json"
 
 
 def cells(row: Row, eager: Row | None) -> list[str]:
@@ -125,7 +130,7 @@ def cells(row: Row, eager: Row | None) -> list[str]:
     return [
         row.mechanism.name,
         f"{row.step_ms:.2f}",
-        f"{100 * (row.spread or 0):.1f} %",
+        "" if row.spread is None else f"{100 * row.spread:.1f} %",
         f"{eager.step_ms / row.step_ms:.2f}" if eager is not None and eager.step_ms else "",
         "" if busy is None else f"{100 * busy:.0f} %",
         "" if reserved is None else f"{reserved / GIB:.2f}",
@@ -134,21 +139,41 @@ def cells(row: Row, eager: Row | None) -> list[str]:
     ]
 
 
+_TITLE = """# Comparisons
+
+By `python benchmarks/compare.py`. The command above each table runs that workload alone.
+"""
 HEAD = ["mechanism", "step ms", "passes", "against eager", "busy", "GiB", "of eager", "losses against eager"]
 
 
-def section(name: str, workload: Workload, found: Comparison, missing: Sequence[Mechanism], steps: int) -> str:
-    """What was measured of one workload, as a part of a page."""
+def page(folder: Path) -> tuple[str, bool]:
+    """What the files in a folder say, and whether a mechanism failed."""
+    files = {name: _file(folder, name) for name in WORKLOADS}
+    results = {name: json.loads(file.read_text(encoding="utf-8")) for name, file in files.items() if file.exists()}
+    parts = [section(name, found) for name, found in results.items()]
+    failed = any("error" in record for found in results.values() for record in found["records"])
+    return "\n".join([_TITLE, *parts]), failed
+
+
+def section(name: str, results: dict[str, Any]) -> str:
+    """What was measured of one workload, as a part of the page."""
+    facts, records = results["facts"], results["records"]
+    device = torch.device(results["request"]["device"])
+    cfg, environment = configuration(WORKLOADS[name], device), Environment.read(device.type)
+    measured = {record["mechanism"] for record in records}
+    found = compare([known for known in all_mechanisms(cfg, environment) if known.name in measured], records)
     eager = found.row("eager")
+    runs = sum(record["mechanism"] in ("eager", "eager-again") for record in records)
     equal = "has the same losses in all" if found.eager_equals_eager else "has not the same losses in all"
     lines = [
         f"## {name}",
-        f"`{workload.command(steps)}`",
-        f"Best: {found.winner}, {found.reason}. Eager's four runs differ by {100 * found.noise:.1f} %; it {equal}.",
+        f"`{facts['command']}`",
+        ", ".join(f"{fact} {facts[fact]}" for fact in ("date", "GPU", "driver", "CPU", "torch", "CUDA", "Python")),
+        f"Best: {found.winner}, {found.reason}. Eager's {runs} runs differ by {100 * found.noise:.1f} %; it {equal}.",
         markdown_table([HEAD, *(cells(row, eager) for row in found.rows)]),
     ]
-    if missing:
-        lines.append(f"Not run: {', '.join(mechanism.name for mechanism in missing)}.")
+    if facts.get("not run"):
+        lines.append(f"Not run: {', '.join(facts['not run'])}.")
     return "\n\n".join(lines) + "\n"
 
 
@@ -160,6 +185,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--steps", type=count, default=12, help="timed steps a run (12)")
     parser.add_argument("--job-timeout", type=float, default=300.0, help="seconds for one mechanism (300)")
     parser.add_argument("--resume", action="store_true", help="go on from the rows that are there")
+    parser.add_argument("--page-only", action="store_true", help="write the page of the rows that are there")
     parser.add_argument("--out", type=Path, help="folder of the results")
     return parser.parse_args(argv)
 
@@ -167,23 +193,19 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run all workloads, write their files and one page of tables; return 1 if a mechanism failed."""
     args = parse_arguments(argv)
-    begun = begin(args, "small models")
+    begun = begin(args, "small models") if not args.page_only else ({}, args.out)
     if begun is None:
         return 2
-    facts, folder = begun
-    folder = folder or Path.cwd()
-    folder.mkdir(parents=True, exist_ok=True)
-    command = command_line("compare.py", sys.argv[1:] if argv is None else argv)
-    head = "\n".join(f"- {key}: {value}" for key, value in facts.items())
-    page, failed = [f"# Comparisons\n\n{head}\n\n`{command}`\n"], False
-    with JobServer() as server:
-        for name in args.only:
-            file = folder / f"compare_{name}.json"
-            found, missing = run_workload(WORKLOADS[name], file, args, server)
-            failed = failed or any(row.error is not None for row in found.rows)
-            page.append(section(name, WORKLOADS[name], found, missing, args.steps))
-            write_whole(folder / "compare.md", "\n".join(page))
-    print("\n".join(page[1:]))
+    args.out = begun[1] or Path.cwd()
+    args.out.mkdir(parents=True, exist_ok=True)
+    if not args.page_only:
+        with JobServer() as server:
+            for name in args.only:
+                run_workload(name, args, server)
+                write_whole(args.out / "compare.md", page(args.out)[0])
+    text, failed = page(args.out)
+    write_whole(args.out / "compare.md", text)
+    print(text)
     return int(failed)
 
 

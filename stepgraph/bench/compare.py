@@ -27,7 +27,7 @@ class Row:
     mechanism: Mechanism
     step_ms: float | None
     spread: float | None
-    """Largest over smallest median of the passes, less 1."""
+    """Largest over smallest median of the passes, less 1; None after a single pass."""
     error: str | None
     left_eager_at: int | None
     """The step whose loss is the first that differs from eager's; None if all are equal."""
@@ -152,7 +152,7 @@ def _row(
     return Row(
         mechanism=mechanism,
         step_ms=statistics.fmean(times),
-        spread=max(times) / min(times) - 1,
+        spread=max(times) / min(times) - 1 if len(times) > 1 else None,
         error=errors[0] if errors else None,
         left_eager_at=min(left) if left else None,
         largest_gap=max(largest_gap(reference, record["losses"]) for record in good),
@@ -221,7 +221,8 @@ def choose_winner(
 ) -> tuple[str | None, str]:
     """Choose the fastest mechanism that trains what eager trains, and say why.
 
-    A mechanism whose kernels are eager's own must have eager's losses, bit for bit, wherever eager equals itself. Our
+    Mechanisms that the passes cannot tell apart are equally fast; of those the one with the least memory is chosen. A
+    mechanism whose kernels are eager's own must have eager's losses, bit for bit, wherever eager equals itself. Our
     graphs of compiled kernels must have the losses of torch.compile, wherever it equals itself. Other compiled kernels
     round differently, and are trusted unless they diverge. A mechanism that trains a model of its own is not eager's
     rival.
@@ -231,15 +232,32 @@ def choose_winner(
     sound = [row for row in sound if _is_sound(row, eager_equals_eager, compiled_equals_compiled)]
     if eager is None or eager.step_ms is None or not sound:
         return None, "eager did not run, so there is nothing to compare with"
-    best = min(sound, key=lambda row: row.step_ms or 0.0)
-    assert best.step_ms is not None
-    gain = eager.step_ms / best.step_ms
-    if best.mechanism.whose == "eager" or gain - 1 <= noise:
+    fastest = min(sound, key=lambda row: row.step_ms or 0.0)
+    assert fastest.step_ms is not None
+    if fastest.mechanism.whose == "eager" or eager.step_ms / fastest.step_ms - 1 <= noise:
         return "eager", f"nothing is faster than eager beyond its own spread of {100 * noise:.1f} %"
+    best = min((row for row in sound if _is_as_fast(row, fastest, noise)), key=lambda row: _reserved(row) or 0)
+    assert best.step_ms is not None
     losses = "the losses of eager"
     if best.mechanism.changes_kernels:
         losses = "the losses of torch.compile" if best.is_as_compiled else "other kernels, which round differently"
-    return best.mechanism.name, f"{gain:.2f} times as fast as eager, with {losses}"
+    reason = f"{eager.step_ms / best.step_ms:.2f} times as fast as eager, with {losses}"
+    if best is not fastest:
+        reason += f'; "{fastest.mechanism.title}" is as fast, within the spread of the passes, and takes more memory'
+    return best.mechanism.name, reason
+
+
+def _is_as_fast(row: Row, fastest: Row, noise: float) -> bool:
+    """Whether the passes cannot tell a row's time from the fastest; without figures of memory only that one is."""
+    if row is fastest or _reserved(row) is None or _reserved(fastest) is None:
+        return row is fastest
+    spread = max(noise, row.spread or 0.0, fastest.spread or 0.0)
+    return (row.step_ms or 0.0) <= (fastest.step_ms or 0.0) * (1 + spread)
+
+
+def _reserved(row: Row) -> int | None:
+    found: int | None = row.figures.get("memory", {}).get("reserved")
+    return found
 
 
 def _is_sound(row: Row, eager_equals_eager: bool, compiled_equals_compiled: bool) -> bool:

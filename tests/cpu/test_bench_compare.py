@@ -127,6 +127,30 @@ def test_winner_is_eager_within_its_own_spread() -> None:
     assert "3.0 %" in found.reason
 
 
+def with_memory(row: dict[str, Any], size: int | None) -> dict[str, Any]:
+    return row | {"memory": {"reserved": size}}
+
+
+@pytest.mark.parametrize(
+    ("ours_ms", "ours_bytes", "winner"),
+    [
+        ((40.0, 40.4), 2 << 30, "compile"),  # as fast, within its own spread
+        ((40.0, 40.4), 1 << 29, "ours-whole"),
+        ((40.0, 40.1), 2 << 30, "ours-whole"),  # faster, beyond all spreads
+        ((40.0, 40.4), None, "ours-whole"),  # memory is not counted here
+    ],
+)
+def test_winner_of_equally_fast_has_the_least_memory(
+    ours_ms: tuple[float, float], ours_bytes: int | None, winner: str
+) -> None:
+    records = [record(EAGER, 0, 100.0), record(EAGER, 1, 100.1)]
+    records += [record(COMPILED, number, 40.3, 3.0, 2.0001) for number in (0, 1)]
+    records += [with_memory(record(OURS, number, ours_ms[number]), ours_bytes) for number in (0, 1)]
+    found = compare([EAGER, COMPILED, OURS], records)
+    assert found.winner == winner
+    assert ('"local: full_iteration" is as fast' in found.reason) == (winner == "compile")
+
+
 def test_failed_mechanism_is_a_row_that_says_so() -> None:
     failed = {"mechanism": "ours-whole", "pass": 0, "error": "CaptureError: no"}
     found = compare([EAGER, OURS], [record(EAGER, 0, 100.0), failed])

@@ -62,10 +62,12 @@ def test_around_the_step_measures_the_memory_of_signatures(monkeypatch: pytest.M
     assert module.sections({"records": [failed], "targets": {}})[0][1][1][:2] == ["eight lengths", "failed: E"]
 
 
+SMALL_MODEL = ["model.num_layers=1", "model.hidden_size=32", "model.num_attention_heads=2", "model.ffn_hidden_size=32"]
+SMALL_MODEL += ["model.vocab_size=128", "model.seq_length=16"]
+
+
 def signal_options(**changes: Any) -> argparse.Namespace:
-    sizes = ["model.num_layers=1", "model.hidden_size=32", "model.num_attention_heads=2", "model.ffn_hidden_size=32"]
-    sizes += ["model.vocab_size=128", "model.seq_length=16"]
-    return argparse.Namespace(**{"device": "cpu", "timeout": 120.0, "settings": sizes} | changes)
+    return argparse.Namespace(**{"device": "cpu", "timeout": 120.0, "settings": SMALL_MODEL} | changes)
 
 
 @pytest.mark.parametrize(
@@ -147,13 +149,8 @@ def test_host_cost_scales_to_the_machine_of_the_target(monkeypatch: pytest.Monke
 def test_compare_writes_the_rows_of_a_workload(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     script = imported("compare", monkeypatch)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    monkeypatch.setitem(
-        script.WORKLOADS,
-        "small",
-        script.Workload(
-            "gpt2_small", ("model.num_layers=1", "model.seq_length=16"), "eager,eager-again,compile,ours-te-attn"
-        ),
-    )
+    small = script.Workload("gpt2_small", tuple(SMALL_MODEL), "eager,eager-again,compile,ours-te-attn")
+    monkeypatch.setitem(script.WORKLOADS, "small", small)
     options = ["--device", "cpu", "--only", "small", "--steps", "1", "--out", str(tmp_path)]
     assert script.main(options) == 0
     rows = json.loads((tmp_path / "compare_small.json").read_text())["records"]
@@ -166,6 +163,15 @@ def test_compare_writes_the_rows_of_a_workload(tmp_path: Path, monkeypatch: pyte
     assert "Not run: compile." in page
     assert script.main([*options, "--resume"]) == 0
     assert json.loads((tmp_path / "compare_small.json").read_text())["records"] == rows
+    assert (tmp_path / "compare.md").read_text() == page
+
+
+def test_compare_page_is_that_of_its_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    script = imported("compare", monkeypatch)
+    pages = list((BENCHMARKS / "results").glob("*/compare.md"))
+    assert pages
+    for path in pages:
+        assert script.page(path.parent) == (path.read_text(), False)
 
 
 @pytest.mark.long
