@@ -74,7 +74,7 @@ class ForkServer:
     def _started(self) -> socket.socket:
         """Start a server in a process of its own."""
         ours, theirs = socket.socketpair()
-        # Without PYTHONPATH: Python leaves out what site-packages adds to the path if PYTHONPATH names it, too.
+        # Without PYTHONPATH: what site-packages adds to the path is left out if PYTHONPATH names it, too.
         environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
         environment |= NONE | {"OMP_NUM_THREADS": "1"}
         command = [sys.executable, "-m", "tests.forked", str(theirs.fileno())]
@@ -223,7 +223,7 @@ def become(program: dict[str, Any]) -> Callable[[], object]:
     sys.argv = [first, *(rest[1:] if named else rest)]
     folder = {"-m": os.getcwd(), "-c": ""}.get(first, os.path.dirname(os.path.realpath(first)))
     own = [part for part in environment.get("PYTHONPATH", "").split(os.pathsep) if part]
-    sys.path[:] = [folder, *own, *_without_own_path()]
+    sys.path[:] = [folder, *own, *(part for part in _without_own_path() if part not in own)]
     main = types.ModuleType("__main__")
     vars(main).update(__builtins__=__builtins__, __annotations__={})
     sys.modules["__main__"] = main
