@@ -44,7 +44,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     _mark_others_of_pairs(items)
     for item in items:
         folders = item.path.relative_to(config.rootpath).parts  # the checkout may be in a folder of any name
-        if item.nodeid in slow or _SLOW_SUITES.intersection(folders):
+        if item.nodeid.split("@")[0] in slow or _SLOW_SUITES.intersection(folders):
             item.add_marker(pytest.mark.slow)
         if "distributed" in folders:  # `run_to_end` sees whether processes get on
             item.add_marker(pytest.mark.timeout(1200))
@@ -55,6 +55,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.hook.pytest_deselected(items=absent)
         gone = set(absent)
         items[:] = [item for item in items if item not in gone]
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Fail, instead of running a shared fixture in every worker, if xdist does not see groups."""
+    if hasattr(session.config, "workerinput") and session.config.getoption("loadgroup", False):
+        lost = [
+            item.nodeid for item in session.items if item.get_closest_marker("xdist_group") and "@" not in item.nodeid
+        ]
+        assert not lost, f"pytest-xdist does not group {lost[0]}: see constraints.txt"
 
 
 def _mark_others_of_pairs(items: list[pytest.Item]) -> None:

@@ -37,6 +37,7 @@ SUITES = [
     "tests/contract/test_model_changes.py",
 ]
 SUITES += ["tests/contract/test_watched_values.py", "tests/contract/test_module_state.py"]
+pytestmark = pytest.mark.xdist_group("library")  # one worker: the library is built once
 runner = CliRunner()
 
 
