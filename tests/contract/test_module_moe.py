@@ -69,7 +69,7 @@ def assert_equal(
         training_of(make_model),
         [order(text)] * 7,
         device,
-        lambda training: stepgraph.graph_modules(training.model, scope, audit=3, **options),
+        lambda training: stepgraph.graph_modules(training.model, scope, audit=9, **options),
     )
     for row in report.rows:
         # what `preprocess` gives is needed until the experts' backward, though none of its own holds its runner

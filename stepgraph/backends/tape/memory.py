@@ -240,13 +240,14 @@ class TapePool:
 
     def reap(self) -> None:
         """Find survivors that only graphs hold by now, and free their addresses."""
-        kept = []
-        for key, place in self._survivors:
-            if _use_count(key) - self._idle_count > place.aliases:
-                kept.append((key, place))
-            else:
-                self._death(key, place)
-        self._survivors = kept
+        idle = self._idle_count
+        gone = [one for one in self._survivors if _use_count(one[0]) - idle <= one[1].aliases]
+        if not gone:  # almost always
+            return
+        for key, place in gone:
+            self._death(key, place)
+        dead = {id(place) for _, place in gone}
+        self._survivors = [one for one in self._survivors if id(one[1]) not in dead]
 
 
 def poison(place: PoolPlace) -> None:
