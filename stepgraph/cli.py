@@ -27,9 +27,9 @@ __all__ = ["COMMANDS", "app", "main"]
 COMMANDS: dict[str, tuple[Callable[..., Result], ...]] = {
     "Decide": (advise, bench),
     "Check": (check, verify, frozen),
-    "Understand": (explain, rules),
+    "Understand": (explain, rules, doctor),
     "Train": (train, recipes),
-    "Set-up": (demo, doctor, native),
+    "Set-up": (demo, native),
 }
 """The functions of all commands, by the panel of `stepgraph --help` that lists them. A new command is added here."""
 

@@ -22,7 +22,7 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import FrameType, MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -32,7 +32,7 @@ import typer.core
 import stepgraph
 from stepgraph import catalogue
 from stepgraph.errors import InvalidArgument, NoStepError, ScriptError, StepgraphError, nearest
-from stepgraph.script.ranks import is_first_rank
+from stepgraph.script.ranks import is_first_rank, rank
 
 if TYPE_CHECKING:
     import torch
@@ -135,6 +135,10 @@ class Command(_StrictOptions, typer.core.TyperCommand):
         try:
             with stops.watched(), contextlib.redirect_stdout(sys.stderr if as_json else sys.stdout):
                 result = super().invoke(ctx)
+        except StoppedWith as stopped:
+            result = replace(stopped.result, exit_code=stops.exit_code)
+            result = replace(result, values={**result.values, "error": {"what": stops.reason}})
+            typer.echo(stops.reason, err=True)
         except KeyboardInterrupt:
             _fail(ctx, as_json, stops.exit_code, {"what": stops.reason}, stops.reason)
         except StepgraphError as error:
@@ -160,6 +164,14 @@ class Stopped(KeyboardInterrupt):
     A class of its own: after a plain KeyboardInterrupt inside `exec` Python ends with SIGINT's status, even if the
     exception was caught.
     """
+
+
+class StoppedWith(Stopped):
+    """A command was stopped in order, and has a result of what it did until then."""
+
+    def __init__(self, result: Result) -> None:
+        super().__init__()
+        self.result = result
 
 
 class Stops:
@@ -260,16 +272,16 @@ def _code_of(error: StepgraphError) -> ExitCode:
 
 
 def _fail(ctx: Any, as_json: bool, exit_code: ExitCode, error: Mapping[str, Any], message: str) -> None:
-    """Say on stderr what went wrong, and exit."""
-    if as_json:
+    """Say on stderr what went wrong, and exit; of several ranks, the first alone prints JSON."""
+    if as_json and is_first_rank():
         typer.echo(envelope(ctx.info_name, exit_code, {"error": error}))
-    typer.echo(message, err=True)
+    typer.echo(message if is_first_rank() else f"rank {rank()}: {message}", err=True)
     raise typer.Exit(exit_code) from None
 
 
 def _report_usage(ctx: Any, error: Any, as_json: bool) -> None:
     """With `--json`, wrong usage is reported as JSON too; typer prints it on stderr."""
-    if as_json:
+    if as_json and is_first_rank():
         typer.echo(envelope(ctx.info_name, ExitCode.USAGE, {"error": {"what": error.format_message()}}))
 
 

@@ -12,7 +12,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from stepgraph.commands.base import AsJson, Device, ExitCode, Result, Timeout, torch_device
+from stepgraph.commands.base import (
+    AsJson,
+    Device,
+    ExitCode,
+    Result,
+    Stopped,
+    StoppedWith,
+    Timeout,
+    torch_device,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -85,7 +94,10 @@ def train(
         wanted = read(recipe, task, words, fit)  # before torch, which takes seconds to import
     where = torch_device(device)
     typed = _typed(recipe, task, device, fit) + words
-    return _train(*configured(wanted, where), task, where, as_json, typed)
+    following = (
+        "stepgraph recipes" if config and recipe is None else f"stepgraph bench -mr {recipe or 'gpt2_small'} --fit"
+    )
+    return _train(*configured(wanted, where), task, where, as_json, typed, following)
 
 
 def _typed(recipe: str | None, task: str, device: str, fit: bool | None) -> list[str]:
@@ -167,6 +179,8 @@ def read(recipe: str | None, task: str, words: list[str], fit: bool | None) -> W
         cfg.update(read_toml(file))
     before = cfg.to_dict()["model"]
     apply_overrides(cfg, line.overrides)
+    if task != "pretrain" and cfg.dataset.kind == "text":
+        cfg.dataset.kind = "sft"  # as `finetune` does
     names_precision = any(text.removeprefix("--").startswith("mixed_precision") for text in line.overrides)
     names = {text.partition("=")[0].strip().removeprefix("--").removeprefix("model.") for text in line.overrides}
     kept = frozenset(name for name, value in cfg.to_dict()["model"].items() if name in names or value != before[name])
@@ -213,18 +227,20 @@ def _train(
     device: torch.device,
     as_json: bool,
     words: Sequence[str],
+    following: str,
 ) -> Result:
+    """Run, and report also of a run that a signal or a time limit has ended."""
     from stepgraph.train import TrainingStopped, finetune, pretrain
 
     is_first = int(os.environ.get("RANK", "0")) == 0
     if is_first and not as_json:
         if cuts:
-            typer.echo("cut to fit this machine: " + "; ".join(cuts), err=True)
+            typer.echo("\n  ".join(["cut to fit this machine:", *cuts]), err=True)
         layers = cfg.model.num_layers
         shape = f"{layers} layer{'s' if layers > 1 else ''}, width {cfg.model.hidden_size}"
         typer.echo(f"model: {cfg.model.kind}, {shape}, {parameters:,} parameters", err=True)
     run = pretrain if task == "pretrain" else finetune
-    exit_code, following = ExitCode.OK, "stepgraph rules --kind run"
+    stopped_by = None
     try:
         report = run(cfg, device=device, quiet=as_json, prints_report=False)
     except TrainingStopped as stopped:
@@ -235,10 +251,14 @@ def _train(
             told = f"nothing was saved of {stopped.report.step} steps; checkpoint.save=FOLDER saves at a signal"
         if is_first:
             typer.echo(told, err=True)
-        if stopped.code == ExitCode.INTERRUPTED:
-            raise KeyboardInterrupt from stopped  # Ctrl-C, or --timeout, which `Command` tells apart
-        report, exit_code = stopped.report, ExitCode.TERMINATED
+        report, stopped_by = stopped.report, ExitCode(int(stopped.code or 0))
     if not is_first:
-        raise typer.Exit(exit_code)
+        if stopped_by is ExitCode.INTERRUPTED:
+            raise Stopped  # Ctrl-C, or --timeout, which `Command` tells apart
+        raise typer.Exit(stopped_by or ExitCode.OK)
     values = report.to_dict() | {"task": task, "cuts": cuts, "parameters": parameters}
-    return Result(values, report, next=following, exit_code=exit_code)
+    if stopped_by is ExitCode.INTERRUPTED:
+        raise StoppedWith(Result(values, report, next=following))
+    if stopped_by is ExitCode.TERMINATED:
+        return Result(values | {"error": {"what": "terminated"}}, report, next=following, exit_code=stopped_by)
+    return Result(values, report, next=following)

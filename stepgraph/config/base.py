@@ -68,7 +68,7 @@ class ConfigSections:
                 f"{name} = {value!r} is not a {kind.__name__}",
                 rule="config-value",
                 why="each section has its own settings.",
-                fix=f"cfg.{name} = {kind.__name__}(...), or assign its fields: cfg.{name}.name = value.",
+                fix=f"name one of its fields: {name}.FIELD=VALUE; in Python also cfg.{name} = {kind.__name__}(...).",
             )
         object.__setattr__(self, name, value.copy() if is_frozen(value) else value)
 

@@ -133,7 +133,10 @@ def _switched(word: str, flag: str) -> list[str]:
 
 
 def apply_overrides(config: ConfigSections, overrides: Iterable[str]) -> None:
-    """Apply `section.field=value` texts to a configuration, in their order."""
+    """Apply `section.field=value` texts to a configuration, in their order.
+
+    Whole sections, such as `peft=lora`, come first: after a field of theirs they would undo it.
+    """
     if isinstance(overrides, str):
         raise InvalidArgument(
             f"the overrides are one string, {overrides!r}",
@@ -141,7 +144,7 @@ def apply_overrides(config: ConfigSections, overrides: Iterable[str]) -> None:
             why="its letters would be read as settings.",
             fix=f"pass a list: [{', '.join(map(repr, overrides.split()))}].",
         )
-    for text in overrides:
+    for text in sorted(overrides, key=lambda each: "." in each.partition("=")[0]):
         name, separator, value = text.partition("=")
         section_name, dot, field = name.strip().removeprefix("--").partition(".")
         if not separator:

@@ -118,13 +118,13 @@ def with_counts(reasons: Mapping[str, int]) -> str:
 
 def outline(what: str, calls: int, replays: int, graphs: int, *, is_closed: bool) -> str:
     """Make the `repr` of something graphed."""
-    counts = ", ".join((_named(calls, "calls"), _named(replays, "replays"), _named(graphs, "graphs")))
+    counts = ", ".join((counted(calls, "calls"), counted(replays, "replays"), counted(graphs, "graphs")))
     return f"<{what}: {counts}{', closed' if is_closed else ''}>"
 
 
 def quantities(**counts: int | None) -> str:
     """Join counts with their names, given in the plural; counts that are zero or unknown are left out."""
-    return ", ".join(_named(count, name.replace("_", " ")) for name, count in counts.items() if count)
+    return ", ".join(counted(count, name.replace("_", " ")) for name, count in counts.items() if count)
 
 
 def sum_known(counts: Sequence[int | None]) -> int | None:
@@ -133,7 +133,8 @@ def sum_known(counts: Sequence[int | None]) -> int | None:
     return sum(known) if len(known) == len(counts) else None
 
 
-def _named(count: int, name: str) -> str:
+def counted(count: int, name: str) -> str:
+    """Return a count with its name, which is given in the plural."""
     return f"{count} {name.removesuffix('s') if count == 1 else name}"
 
 

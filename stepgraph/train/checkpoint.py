@@ -277,7 +277,7 @@ def _open(path: Path) -> tuple[Path, dict[str, Any]]:
                 f"{path} has no checkpoint",
                 rule="checkpoint",
                 why="a checkpoint is a folder step_00000100 with a manifest.json; unfinished ones are ignored.",
-                fix="pass the folder that checkpoint.save named, or leave checkpoint.load out to start anew.",
+                fix="pass the folder that checkpoint.save named, or leave the setting out to start anew.",
             )
         path = found[-1][1]
     manifest = _read_manifest(path)

@@ -150,6 +150,17 @@ def non_finite(what: str, value: float) -> NonFinite:
     )
 
 
+def in_iteration(error: NonFinite, iteration: int) -> NonFinite:
+    """The same error with the number of the iteration, counted from 1, and a fix that can be typed."""
+    return NonFinite(
+        f"iteration {iteration}: {error.what}",
+        rule=error.rule,
+        details=error.details,
+        why=error.why,
+        fix=f"lower optimizer.lr, or resume from a checkpoint with train.iterations_to_skip={iteration}.",
+    )
+
+
 def forward_backward(
     *,
     forward_step_func: ForwardStep,

@@ -10,6 +10,7 @@ A run appends to the file, whatever is there: nothing of an earlier run is lost.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
 import json
@@ -22,6 +23,10 @@ from typing import Any, TextIO
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from stepgraph.errors import InvalidArgument
+from stepgraph.session.report import counted
+from stepgraph.train.ranks import Ranks
 
 FILE_NAME = "stepgraph-train.jsonl"
 
@@ -38,9 +43,7 @@ class Journal:
         self._task: Any = None
         if rank != 0:
             return
-        folder = Path(logger.log_dir or ".")
-        folder.mkdir(parents=True, exist_ok=True)
-        self.path = folder / FILE_NAME
+        self.path = _file_in(logger)
         self._run = f"{time.strftime('%Y%m%dT%H%M%S')}-{os.getpid()}-{time.monotonic_ns() % 1000:03d}"
         self._file = self.path.open("a", encoding="utf-8")
         if logger.tensorboard_dir and importlib.util.find_spec("tensorboard") is not None:
@@ -70,12 +73,23 @@ class Journal:
             row = {"kind": kind, "step": step, "run": self._run} | {
                 name: _finite(value) for name, value in values.items()
             }
-            self._file.write(json.dumps(row) + "\n")
-            self._file.flush()
+            self._append(json.dumps(row) + "\n")
         if self._board is not None:
             for name, value in values.items():
                 if isinstance(value, (int, float)) and not isinstance(value, bool):
                     self._board.add_scalar(f"{kind}/{name}", value, step)
+
+    def _append(self, line: str) -> None:
+        """Write a line. A full device ends the file, and not the run, whose checkpoints may be elsewhere."""
+        assert self._file is not None
+        try:
+            self._file.write(line)
+            self._file.flush()
+        except OSError as error:
+            file, self._file = self._file, None
+            with contextlib.suppress(OSError):  # what could not be written is tried again
+                file.close()
+            self.say(f"{self.path} ends here, training goes on: {error}")
 
     def train_row(
         self, step: int, *, loss: float, lr: float, step_ms: float, tokens_per_s: float, replays: int
@@ -90,7 +104,7 @@ class Journal:
             tokens_per_s=round(tokens_per_s),
             replays=replays,
         )
-        text = f"loss {loss:.4f}  {step_ms:.1f} ms  {tokens_per_s:,.0f} tokens/s  {replays} replays"
+        text = f"loss {loss:.4f}  {step_ms:.1f} ms  {tokens_per_s:,.0f} tokens/s  {counted(replays, 'replays')}"
         if self._progress is not None:
             self._progress.update(self._task, completed=step, description=text)
         elif self._rank == 0 and step % self._interval == 0:
@@ -106,6 +120,29 @@ class Journal:
         if self._file is not None:
             self._file.close()
             self._file = None
+
+
+def refuse_unwritable_log(logger: Any, ranks: Ranks) -> None:
+    """Try the folders of the rows, on the first rank, before the run; every rank must call it, and all raise."""
+    error: OSError | None = None
+    if ranks.is_first:
+        try:
+            _file_in(logger).open("a", encoding="utf-8").close()
+            if logger.tensorboard_dir:
+                Path(logger.tensorboard_dir).mkdir(parents=True, exist_ok=True)
+        except OSError as found:
+            error = found
+    if ranks.largest(int(error is not None)):
+        raise InvalidArgument(
+            f"the rows of the run cannot be written: {error or 'the first rank failed'}",
+            rule="log-file",
+        ) from error
+
+
+def _file_in(logger: Any) -> Path:
+    folder = Path(logger.log_dir or ".")
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder / FILE_NAME
 
 
 def _finite(value: Any) -> Any:

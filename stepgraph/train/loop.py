@@ -19,11 +19,13 @@ from typing import Any
 import torch
 
 from stepgraph.backends import Reading
+from stepgraph.errors import NonFinite
 from stepgraph.observe.nonfinite import FlagReader, flags_over
+from stepgraph.session.report import counted
 from stepgraph.train.checkpoint import checkpoints_in, save
 from stepgraph.train.data import Batches
 from stepgraph.train.implementations import Implementation
-from stepgraph.train.iteration import Result, non_finite
+from stepgraph.train.iteration import Result, in_iteration, non_finite
 from stepgraph.train.journal import Journal
 from stepgraph.train.memory import DeviceMemory, in_mib
 from stepgraph.train.optimizer import Schedule
@@ -155,7 +157,7 @@ class Loop:
         microbatches = run.batches.next_iteration(run.device)
         self._flags.check()
         with contextlib.nullcontext() if progress.was_decided else run.memory.measured():
-            result = implementation.train(microbatches)
+            result = self._trained(microbatches)
         progress.step += 1
         if not implementation.is_captured:
             reason = "warm-up" if run.cfg.model.cuda_graph_impl != "none" else "cuda_graph_impl is none"
@@ -167,6 +169,17 @@ class Loop:
         now = time.perf_counter()
         self._pending = Pending(progress.step, lr, loss, now - self._since, replays)
         self._since = now
+
+    def _trained(self, microbatches: Any) -> Result:
+        """Train an iteration; a value that the host found not to be finite is reported with the iteration's number."""
+        try:
+            return self.implementation.train(microbatches)
+        except NonFinite as error:
+            if self._run.ranks.size == 1:  # other ranks may be elsewhere, and a loss is the mean of all
+                self._read_pending()
+            if self.implementation.name.endswith("full_iteration"):
+                raise  # its flag tells the iteration
+            raise in_iteration(error, self.progress.step + 1) from error
 
     def _after_iteration(self, last: int) -> bool:
         """Evaluate and save where it is time; return True if the run ends here."""
@@ -247,8 +260,9 @@ class Loop:
         progress.graphed = implementation.num_graphed
         before, after = in_mib(progress.memory_before), in_mib(progress.memory_after)
         count, seconds = progress.graphed, implementation.capture_seconds
-        what = "graphed iteration" if implementation.name.endswith("full_iteration") else "graphable layers"
-        text = f"{count} {what}, captured in {seconds:.2f} s, memory {before} before and {after} after"
+        is_whole = implementation.name.endswith("full_iteration")
+        what = counted(count, "graphed iterations" if is_whole else "graphable layers")
+        text = f"{what}, captured in {seconds:.2f} s, memory {before} before and {after} after"
         self._run.journal.say(text)
         self._run.journal.write(
             *("capture", progress.step),
@@ -323,7 +337,7 @@ class Loop:
         self._read_pending()
         loss = progress.losses.get(progress.step, 0.0)
         if run.checks.loss != "off" and not loss - loss == 0.0:
-            raise non_finite("loss", loss)  # do not save parameters that are lost
+            raise in_iteration(non_finite("loss", loss), progress.step)  # do not save parameters that are lost
         run.on_event("checkpoint", progress.step)
         settings = run.cfg.checkpoint
         if work.gathered is not None:

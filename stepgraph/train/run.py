@@ -32,7 +32,7 @@ from stepgraph.train.checkpoint import (
 )
 from stepgraph.train.data import Batches
 from stepgraph.train.implementations import Implementation, Work, choose
-from stepgraph.train.journal import Journal
+from stepgraph.train.journal import Journal, refuse_unwritable_log
 from stepgraph.train.loop import Loop, OnEvent, Run
 from stepgraph.train.memory import DeviceMemory
 from stepgraph.train.pipelined import choose_for_stages, num_chunks_of, refuse_schedule, stages_of
@@ -204,6 +204,7 @@ def _run(
         seed_dropout(cfg, ranks)
         start = _resume(cfg, work, batches, device, ranks)
         last = cfg.train.train_iters
+        refuse_unwritable_log(cfg.logger, ranks)
         journal = Journal(cfg.logger, rank=ranks.rank, size=ranks.size, start=start, last=last, quiet=quiet)
         stack.callback(journal.close)
         run = Run(
@@ -312,7 +313,7 @@ def _resume(cfg: ConfigContainer, work: Work, batches: Batches, device: torch.de
         _load_state(work.core, saved.shard.get("model", {}), saved.path)
         state = saved.rank.get("optimizer") or saved.shard.get("optimizer")
         if settings.load_optim and state is not None:
-            work.optimizer.load_state_dict(state)
+            _load_optimizer(work.optimizer, state, saved.path)
         batches.load_state_dict(saved.rank["data"])
         if settings.load_rng and saved.rank.get("random") is not None:
             set_random_states(saved.rank["random"], device)
@@ -321,6 +322,29 @@ def _resume(cfg: ConfigContainer, work: Work, batches: Batches, device: torch.de
         refuse_later_checkpoints(Path(settings.save), start)
         refuse_unwritable(Path(settings.save), ranks)
     return start
+
+
+_OF_THE_RUN = ("lr", "betas", "eps", "weight_decay", "momentum", "dampening", "nesterov")
+"""Numbers of an optimizer that a resumed run takes from its own configuration."""
+
+
+def _load_optimizer(optimizer: Any, state: Mapping[str, Any], path: Path) -> None:
+    """Load the state of an optimizer; the settings stay those of this run, also if the checkpoint had others."""
+    own, saved = optimizer.state_dict()["param_groups"], state["param_groups"]
+    if [_kind(group) for group in own] != [_kind(group) for group in saved]:
+        raise CheckpointError(
+            f"the optimizer of {path} is not the one of this run",
+            rule="checkpoint",
+            why="the state of one optimizer means nothing to another one, or to other parameters.",
+            fix="use the optimizer section in the checkpoint's config.json, or checkpoint.load_optim=false.",
+        )
+    optimizer.load_state_dict(state)
+    for group, before in zip(optimizer.param_groups, own, strict=True):
+        group.update({name: before[name] for name in _OF_THE_RUN if name in before})
+
+
+def _kind(group: Mapping[str, Any]) -> tuple[frozenset[str], int]:
+    return frozenset(group) & {*_OF_THE_RUN}, len(group["params"])
 
 
 def _load_state(model: torch.nn.Module, state: Mapping[str, torch.Tensor], path: Path, *, strict: bool = True) -> None:

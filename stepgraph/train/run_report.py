@@ -9,7 +9,7 @@ from typing import Any
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
-from stepgraph.session.report import GraphReport
+from stepgraph.session.report import GraphReport, counted
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,9 +50,10 @@ class RunReport:
     def verdict(self) -> str:
         """One line on whether graphs were used."""
         if self.start == self.step and self.is_done:
-            return f"nothing was left to train: the checkpoint is at iteration {self.step}, train.train_iters or later"
+            return f"nothing was left to train after iteration {self.step}; a larger train.train_iters trains on"
         if self.replays:
-            return f"{self.replays} replays of {self.graphed} graphed parts ({self.implementation})"
+            replays, parts = counted(self.replays, "replays"), counted(self.graphed, "graphed parts")
+            return f"{replays} of {parts} ({self.implementation})"
         why = max(self.eager_reasons.items(), key=lambda item: (item[0] != "warm-up", item[1]), default=("no steps", 0))
         return f"NOTHING WAS REPLAYED: all iterations ran eagerly ({why[0]})"
 
@@ -67,7 +68,7 @@ class RunReport:
     @property
     def summary(self) -> str:
         """A few lines on the run, without the table of its graphs."""
-        lines = [f"{len(self.losses)} iterations trained, {self.start} to {self.step}; {self.verdict}"]
+        lines = [f"{counted(len(self.losses), 'iterations')} trained, {self.start} to {self.step}; {self.verdict}"]
         if self.final_loss is not None:
             lines.append(f"last loss {self.final_loss:.4f}, {self.tokens_per_s:,.0f} tokens/s")
         if self.eager_reasons:

@@ -75,6 +75,7 @@ SOMETIMES: dict[str, Callable[[Any], bool]] = {
     "ddp.overlap_param_gather": lambda cfg: cfg.ddp.overlap_param_gather and not _can_gather(cfg),
     "peft.dropout_position": lambda cfg: cfg.peft.scheme is not None and cfg.peft.dropout_position != "pre",
     "dataset.pad_to_max_length": lambda cfg: not (cfg.dataset.pad_to_max_length or cfg.dataset.packed_sequence),
+    "dataset.packed_sequence without examples": lambda cfg: cfg.dataset.packed_sequence and cfg.dataset.kind != "sft",
     "model.moe_router_load_balancing_type": lambda cfg: (
         cfg.model.moe_router_load_balancing_type != "aux_loss" and cfg.model.moe_aux_loss_coeff != 0
     ),
@@ -91,6 +92,8 @@ SOMETIMES: dict[str, Callable[[Any], bool]] = {
 """Settings that are refused together with others."""
 
 _REASONS = {
+    "dataset.packed_sequence without examples": "only pairs of prompt and answer (dataset.kind=sft) are "
+    "packed; text and tokens fill every sequence already.",
     "model.delay_wgrad_compute in a pipeline": "torch's schedules run the whole backward of a microbatch at once, "
     "and the loop has no moment for what it left.",
     "model.delay_wgrad_compute with LoRA": "LoRA freezes the weights whose gradients could be delayed; those of its "
@@ -99,6 +102,7 @@ _REASONS = {
 """Reasons of single refusals, beside the one of all."""
 _FIXES = {
     "mixed_precision": 'leave it at its default; for number formats, cfg.mixed_precision = "bf16_mixed".',
+    "dataset.packed_sequence": "dataset.packed_sequence=false, or --task sft.",
     "model.delay_wgrad_compute": "model.delay_wgrad_compute=false.",
 }
 """Fixes of settings that begin so."""

@@ -204,6 +204,7 @@ TEXTS: tuple[tuple[str, str], ...] = (
         "NVTE_DEBUG=1",
         "te-attention-backend",
     ),
+    ("ValueError: No dot product attention support for the provided inputs!", "te-attention-backend"),
 )
 SYMPTOMS = {
     "out of memory during capture": "out-of-memory",

@@ -111,7 +111,7 @@ def test_resume_at_the_end_says_so(tmp_path: Path) -> None:
     pretrain(tiny(tmp_path, checkpoint__save=saved), model_provider=gpt, device="cpu", quiet=True)
     cfg = tiny(tmp_path, "te", checkpoint__load=saved, checkpoint__save=saved)
     report = pretrain(cfg, model_provider=gpt, device="cpu", quiet=True)
-    assert "nothing was left to train" in report.verdict
+    assert "nothing was left to train after iteration" in report.verdict
     assert "NOTHING WAS REPLAYED" not in str(report)
     assert [step for step, _ in checkpoints_in(Path(saved))] == [6]
 

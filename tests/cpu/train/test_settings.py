@@ -97,6 +97,7 @@ def test_other_values_than_the_default_are_refused(name: str) -> None:
         ("ddp.overlap_param_gather", "ddp.overlap_param_gather=true optimizer.optimizer=sgd"),
         ("peft.dropout_position", "peft.scheme=lora peft.dropout_position=post"),
         ("dataset.pad_to_max_length", "dataset.pad_to_max_length=false"),
+        ("dataset.packed_sequence without examples", "dataset.packed_sequence=true dataset.pad_cu_seqlens=true"),
         ("model.kind=vision_language", "model.kind=vision_language"),
         ("model.delay_wgrad_compute with LoRA", "model.delay_wgrad_compute=true peft.scheme=lora"),
         (
