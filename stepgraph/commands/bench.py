@@ -42,6 +42,7 @@ _JOB_S = 300.0
 _LONG_S = 60.0
 """The time left is shown if it is longer."""
 _STEPS, _SEED = 20, 1234
+_ON_CPU = "A CPU's times say nothing about a GPU's: this run shows that everything works."
 _FP8 = ("fp8_cs", "fp8_ds", "fp8_mx", "fp8_sc")
 
 
@@ -403,7 +404,7 @@ def render(found: BenchResult, title: str, cuts: list[str]) -> RenderableType:
     if cuts:
         parts.insert(0, Text("cut to fit this machine: " + "; ".join(cuts)))
     if not found.timeline.kernels:
-        parts.append(Text("A CPU's times say nothing about a GPU's: this run shows that everything works."))
+        parts.append(Text(_ON_CPU))
     return Group(*parts)
 
 
@@ -468,6 +469,7 @@ def _compared(asked: Asked, wanted: Wanted, device: torch.device, steps: int, ho
     title = f"{asked.recipe}, {asked.task}, {parameters:,} parameters"
     facts = file.facts | ({"cut": "; ".join(cuts)} if cuts else {})
     facts |= {"not run": "; ".join(f"{name}: {why}" for name, why in missing.items())} if missing else {}
+    facts |= {"note": _ON_CPU} if device.type == "cpu" else {}
     if how.html is not None:
         write_whole(how.html, report_html.render(title, facts, found))
     values = {
@@ -485,7 +487,8 @@ def _compared(asked: Asked, wanted: Wanted, device: torch.device, steps: int, ho
     failed = any("error" in record for record in records)
     following = f"open {how.html}" if how.html is not None else asked.same(*_reported(how, file.path))
     code = ExitCode.FINDINGS if failed else ExitCode.OK
-    return Result(values, _comparison_table(title, found, missing, file.path), next=following, exit_code=code)
+    text = _comparison_table(title, found, missing, file.path, facts.get("note"))
+    return Result(values, text, next=following, exit_code=code)
 
 
 def _reported(how: Reporting, file: Path) -> list[str]:
@@ -512,7 +515,9 @@ def _progress(total: int, quiet: bool) -> Iterator[Callable[[Any, float | None],
         yield on_job
 
 
-def _comparison_table(title: str, found: Comparison, missing: dict[str, str], file: Path) -> RenderableType:
+def _comparison_table(
+    title: str, found: Comparison, missing: dict[str, str], file: Path, note: str | None = None
+) -> RenderableType:
     from rich import box
     from rich.console import Group
     from rich.table import Table
@@ -532,6 +537,7 @@ def _comparison_table(title: str, found: Comparison, missing: dict[str, str], fi
     verdict = f"{winner.mechanism.title}: {found.reason}" if winner is not None else found.reason
     lines = [Text(verdict, "bold"), *(Text(f"not run: {name} ({why})") for name, why in missing.items())]
     remarks = [Text(AUDITS)] if any(map(audits_in_words, found.rows)) else []
+    remarks += [Text(note)] if note is not None else []
     return Group(*lines, table, *remarks, Text(f"All figures: {file}"))
 
 
