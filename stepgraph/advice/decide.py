@@ -495,7 +495,7 @@ def ladder(names: Names, words: Sequence[str] = ()) -> tuple[tuple[str, str], ..
         >>> ladder(Names("train.py", "python train.py"), ["attn"])[2][1]
         'graphs = stepgraph.graph_modules(model, scope=["attn"])'
     """
-    wide = _capture_line(names) or "step = stepgraph.capture(train_step)"
+    wide = _capture_line(names) or "step = stepgraph.capture(train_step)  # your loop's body, as a function"
     narrow = wide if not words else "graphs = " + _modules_line(names, words)
     graphs = wide.partition(" = ")[0] if not words else "graphs"
     target, dashes, args = names.script.partition(" -- ")

@@ -27,9 +27,9 @@ body { font: 16px/1.5 system-ui, sans-serif; color: var(--ink); background: var(
 h1 { font-size: 1.4rem; } h2 { font-size: 1.1rem; margin-top: 2rem; }
 .dim { color: var(--dim); } .bad { color: var(--bad); }
 .scroll { overflow-x: auto; } table { border-collapse: collapse; width: 100%; font-size: .9rem; }
-th, td { text-align: right; padding: .3rem .6rem; border-bottom: 1px solid var(--line); white-space: nowrap; }
+th, td { text-align: right; padding: .3rem .4rem; border-bottom: 1px solid var(--line); white-space: nowrap; }
 th { white-space: normal; vertical-align: bottom; }
-th:first-child, td:first-child, td.bad { text-align: left; white-space: normal; }
+th:first-child, td:first-child, td.bad, th:last-child, td:last-child { text-align: left; white-space: normal; }
 .row { display: grid; grid-template-columns: minmax(8rem, 16rem) 1fr 6rem; gap: .6rem; align-items: center;
   margin: .2rem 0; font-size: .9rem; }
 .track { background: var(--line); height: .9rem; border-radius: .2rem; }
@@ -107,7 +107,7 @@ def _gib(size: int | None) -> float | None:
 
 
 def _facts(facts: Mapping[str, Any]) -> str:
-    shown = " &middot; ".join(f"{_text(name)}: {_text(value)}" for name, value in facts.items())
+    shown = " &middot; ".join(f"{_text(name)}: {_text(value)}" for name, value in facts.items() if value is not None)
     return f'<p class="dim">{shown}</p>'
 
 
@@ -130,7 +130,7 @@ def _bars(rows: Sequence[Row], figure: Any, form: str, most: float | None = None
 
 
 def _curves(rows: Sequence[Row]) -> str:
-    """Losses of eager and the fastest mechanisms, over the steps."""
+    """Losses of eager and the fastest mechanisms, over the steps; each is thinner, so that equal ones show as rims."""
     eager = [row for row in rows if row.mechanism.name == "eager"]
     chosen = (eager + [row for row in rows if row.mechanism.whose != "eager"])[:_MAX_CURVES]
     losses = [{int(step): loss for step, loss in row.figures["losses"].items() if loss is not None} for row in chosen]
@@ -147,7 +147,7 @@ def _curves(rows: Sequence[Row]) -> str:
             f"{190 - 170 * (loss - low) / ((high - low) or 1.0):.1f}"
             for step, loss in sorted(found.items())
         )
-        style = f'fill="none" stroke="var(--c{number % _COLOURS})" stroke-width="{6 - number}"'
+        style = f'fill="none" stroke="var(--c{number % _COLOURS})" stroke-width="{2 * (_MAX_CURVES - number)}"'
         lines.append(f'<polyline {style} points="{points}"/>')
     axes = (
         f'<text x="0" y="24">{high:.3f}</text><text x="0" y="194">{low:.3f}</text>'
@@ -188,13 +188,16 @@ def _table(found: Comparison) -> str:
         *("mechanism", "step ms", "between passes", "p90", "audits", "TFLOP/s/GPU", "busy", "kernels", "reserved GiB"),
         *("capture s", "losses against eager"),
     )
-    lines = ["<tr>" + "".join(f"<th>{_text(name)}</th>" for name in head) + "</tr>"]
+    cells = {row.mechanism.name: cells_of(row) for row in found.rows if row.step_ms is not None}
+    shown = [place for place in range(len(head)) if not cells or any(row[place] for row in cells.values())]
+    lines = ["<tr>" + "".join(f"<th>{_text(head[place])}</th>" for place in shown) + "</tr>"]
     for row in found.rows:
         if row.step_ms is None:
-            error = f'<td colspan="{len(head) - 1}" class="bad">{_text(row.error)}</td>'
+            error = f'<td colspan="{len(shown) - 1}" class="bad">{_text(row.error)}</td>'
             lines.append(f"<tr><td>{_text(row.mechanism.title)}</td>{error}</tr>")
             continue
-        lines.append("<tr>" + "".join(f"<td>{_text(cell)}</td>" for cell in cells_of(row)) + "</tr>")
+        known = cells[row.mechanism.name]
+        lines.append("<tr>" + "".join(f"<td>{_text(known[place])}</td>" for place in shown) + "</tr>")
     remark = f'<p class="dim">{_text(AUDITS)}</p>' if any(map(audits_in_words, found.rows)) else ""
     return f'<div class="scroll"><table>{"".join(lines)}</table></div>{remark}'
 

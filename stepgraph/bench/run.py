@@ -221,6 +221,7 @@ def benchmark(
                 device=where,
                 on_event=on_event,
                 quiet=quiet,
+                prints_report=False,  # its figures are in the result
                 implementation=watched,
             )
     times, timeline = clock.result()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -210,15 +211,18 @@ def _without_a_gpu(report: AdviceReport) -> list[str]:
     model, scopes = report.facts.get("model", {}), report.facts.get("scopes", ())
     found = []
     if model:
-        found.append(f"Seen: {report.outcome.steps} steps of {model['class']}, {model['parameters']:,} parameters.")
+        others = f", the largest of {model['count']} models" if model.get("count", 1) > 1 else ""
+        size = f"{model['parameters']:,} parameters"
+        found.append(f"Seen: {report.outcome.steps} steps of {model['class']}, {size}{others}.")
     if scopes:
         children = [f'"{one["scope"]}"' for one in scopes if one.get("is_child")]
         named = [one["scope"] for one in scopes if not one.get("is_child")]
         named += [f"its children {', '.join(children)}"] if children else []
         found.append(f"It has these scopes: {', '.join(named)}, and the whole step.")
-    for one in report.facts.get("optimizers", ()):
-        if not one["inside"]:
-            found.append(f"{one['name']} would run between graphs ({one['reason']}): docs/optimizers.md.")
+    between = Counter((one["name"], one["reason"]) for one in report.facts.get("optimizers", ()) if not one["inside"])
+    for (name, reason), count in between.items():
+        whose = name if count == 1 else f"Each of {count} {name}"
+        found.append(f"{whose} would run between graphs ({reason}): docs/optimizers.md.")
     if report.checked is not None:
         verdict = report.checked.verdict
         found.append(f"stepgraph check: {verdict.sentence} {verdict.reason[0].upper()}{verdict.reason[1:]}")

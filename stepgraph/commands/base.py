@@ -141,6 +141,9 @@ class Command(_StrictOptions, typer.core.TyperCommand):
             typer.echo(stops.reason, err=True)
         except KeyboardInterrupt:
             _fail(ctx, as_json, stops.exit_code, {"what": stops.reason}, stops.reason)
+        except SystemExit as ended:  # a training run that a signal ended in order
+            code, reason = stops.ending(ended)
+            _fail(ctx, as_json, code, {"what": reason}, reason)
         except StepgraphError as error:
             if isinstance(error, ScriptError) and not is_first_rank():  # all ranks raise it, and the first prints it
                 raise typer.Exit(_code_of(error)) from None
@@ -180,6 +183,17 @@ class Stops:
     def __init__(self, timeout: float | None) -> None:
         self._timeout = timeout
         self.exit_code, self.reason = ExitCode.INTERRUPTED, "interrupted"
+
+    def ending(self, ended: SystemExit) -> tuple[ExitCode, str]:
+        """The exit code and the reason of a run that took the signals itself, and ended with their code.
+
+        Raises `ended` again if no signal ended it.
+        """
+        if ended.code == ExitCode.TERMINATED:
+            return ExitCode.TERMINATED, "terminated"
+        if ended.code == ExitCode.INTERRUPTED:  # Ctrl-C, or the time limit
+            return self.exit_code, self.reason
+        raise ended
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:

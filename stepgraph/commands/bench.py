@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shlex
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,6 +41,8 @@ _JOB_S = 300.0
 """Time for one mechanism in one pass."""
 _LONG_S = 60.0
 """The time left is shown if it is longer."""
+_STEPS, _SEED = 20, 1234
+_ON_CPU = "A CPU's times say nothing about a GPU's: this run shows that everything works."
 _FP8 = ("fp8_cs", "fp8_ds", "fp8_mx", "fp8_sc")
 
 
@@ -157,8 +160,8 @@ def bench(
     resume: Resume = False,
     report: ReportFile = None,
     job_timeout: JobTimeout = _JOB_S,
-    steps: Steps = 20,
-    seed: Seed = 1234,
+    steps: Steps = _STEPS,
+    seed: Seed = _SEED,
     as_json: AsJson = False,
     timeout: Timeout = None,
 ) -> Result:
@@ -169,8 +172,10 @@ def bench(
     _refuse_dispatcher(dispatcher)
     words = [f"{setting}={given[key]}" for key, setting in _SETTINGS.items() if given[key] is not None]
     wanted = read(name, task, [*words, *(overrides or [])], fit)
-    asked = Asked(name, task, gpu, num_gpus, dispatcher, _typed(given, _PARALLEL), _typed(given, _ON_ONE))
+    sizes = (*_typed(given, _ON_ONE), *_run_options(steps, seed), *map(shlex.quote, overrides or ()))
+    asked = Asked(name, task, gpu, num_gpus, dispatcher, _typed(given, _PARALLEL), sizes, fit)
     if dry_run:
+        _refuse_with_dry_run({"--compare": compares, "--only": only, "--resume": resume, "--report": report})
         return _predicted(asked, wanted)
     if compares:
         return _compared(asked, wanted, _device_of(asked), steps, Reporting(only, resume, report, job_timeout, as_json))
@@ -191,13 +196,20 @@ class Asked:
     parallel: tuple[str, ...] = ()
     """The parallel sizes, as they were typed."""
     sizes: tuple[str, ...] = ()
-    """The other sizes and the scope, which hold on one GPU too."""
+    """The other sizes, the scope and settings, which hold on one GPU too."""
+    fits: bool = False
 
     @property
     def machine(self) -> tuple[str, ...]:
         """The GPUs, and how the model is divided among them, as typed."""
         gpu = (f"-g {self.gpu}",) if self.gpu else ()
         return (*gpu, f"-ng {self.num_gpus}", *self.parallel)
+
+    def same(self, *words: str) -> str:
+        """The command for the same model on the same device, with these words."""
+        cut = ("--fit",) if self.fits else ()
+        device = (f"-g {self.gpu}",) if self.gpu else ()
+        return self.line(*device, *cut, *self.sizes, *words)
 
     def line(self, *words: str) -> str:
         """The command for the same recipe with these words."""
@@ -211,11 +223,24 @@ def _typed(given: Mapping[str, object], options: Mapping[str, str]) -> tuple[str
     return tuple(f"{option} {given[name]}" for name, option in options.items() if given[name] is not None)
 
 
+def _run_options(steps: int, seed: int) -> tuple[str, ...]:
+    """The number of steps and the seed, as they are typed, where they are not the defaults."""
+    asked = {"--steps": (steps, _STEPS), "--seed": (seed, _SEED)}
+    return tuple(f"{option} {value}" for option, (value, default) in asked.items() if value != default)
+
+
 def _recipe(family: str | None, recipe: str | None) -> str:
     """The recipe that both names mean, or the refusal of names that do not fit together."""
     from stepgraph.recipes import RECIPES, find_recipe
 
     if family is not None and family not in _FAMILIES:
+        if family in RECIPES:
+            raise InvalidArgument(
+                f"`{family}` is a recipe, and -m names a family of models",
+                rule="recipe",
+                why="-m is the family, such as qwen; -mr is the recipe, and is enough alone.",
+                fix=f"-mr {family}",
+            )
         near = nearest(family, _FAMILIES)
         listed = ", ".join(_FAMILIES)
         raise InvalidArgument(
@@ -266,6 +291,13 @@ def _refuse_dispatcher(name: str) -> None:
             why="without expert parallelism no tokens are sent between GPUs, so dispatchers do not differ.",
             fix="use alltoall, which is recorded in the result.",
         )
+
+
+def _refuse_with_dry_run(given: Mapping[str, object]) -> None:
+    """Refuse options of a run beside `--dry-run`, which would do nothing."""
+    names = [name for name, value in given.items() if value]
+    if names:
+        raise typer.BadParameter("runs nothing: leave it out, or leave out " + ", ".join(names), param_hint="--dry-run")
 
 
 def _device_of(asked: Asked) -> torch.device:
@@ -335,8 +367,7 @@ def _measured(asked: Asked, wanted: Wanted, device: torch.device, steps: int, as
         "moe_token_dispatcher_type": asked.dispatcher,
     }
     text = render(found, f"{asked.recipe}, {cfg.model.cuda_graph_impl}: {', '.join(scope) or 'no scope'}", cuts)
-    following = asked.line("--fit --cuda_graph_impl none" if cfg.model.cuda_graph_impl != "none" else "--fit")
-    return Result(values, text, next=following)
+    return Result(values, text, next=asked.same("--compare"))
 
 
 def render(found: BenchResult, title: str, cuts: list[str]) -> RenderableType:
@@ -373,7 +404,7 @@ def render(found: BenchResult, title: str, cuts: list[str]) -> RenderableType:
     if cuts:
         parts.insert(0, Text("cut to fit this machine: " + "; ".join(cuts)))
     if not found.timeline.kernels:
-        parts.append(Text("A CPU's times say nothing about a GPU's: this run shows that everything works."))
+        parts.append(Text(_ON_CPU))
     return Group(*parts)
 
 
@@ -438,6 +469,7 @@ def _compared(asked: Asked, wanted: Wanted, device: torch.device, steps: int, ho
     title = f"{asked.recipe}, {asked.task}, {parameters:,} parameters"
     facts = file.facts | ({"cut": "; ".join(cuts)} if cuts else {})
     facts |= {"not run": "; ".join(f"{name}: {why}" for name, why in missing.items())} if missing else {}
+    facts |= {"note": _ON_CPU} if device.type == "cpu" else {}
     if how.html is not None:
         write_whole(how.html, report_html.render(title, facts, found))
     values = {
@@ -453,9 +485,16 @@ def _compared(asked: Asked, wanted: Wanted, device: torch.device, steps: int, ho
         "report": None if how.html is None else str(how.html),
     }
     failed = any("error" in record for record in records)
-    following = asked.line("--compare --report report.html") if how.html is None else f"open {how.html}"
+    following = f"open {how.html}" if how.html is not None else asked.same(*_reported(how, file.path))
     code = ExitCode.FINDINGS if failed else ExitCode.OK
-    return Result(values, _comparison_table(title, found, missing, file.path), next=following, exit_code=code)
+    text = _comparison_table(title, found, missing, file.path, facts.get("note"))
+    return Result(values, text, next=following, exit_code=code)
+
+
+def _reported(how: Reporting, file: Path) -> list[str]:
+    """The words that make the report of a comparison which is done: its rows are taken from its file."""
+    only = ["--only", shlex.quote(how.only)] if how.only is not None else []
+    return ["--compare", *only, "--resume", "--report", str(file.with_suffix(".html"))]
 
 
 @contextlib.contextmanager
@@ -476,7 +515,9 @@ def _progress(total: int, quiet: bool) -> Iterator[Callable[[Any, float | None],
         yield on_job
 
 
-def _comparison_table(title: str, found: Comparison, missing: dict[str, str], file: Path) -> RenderableType:
+def _comparison_table(
+    title: str, found: Comparison, missing: dict[str, str], file: Path, note: str | None = None
+) -> RenderableType:
     from rich import box
     from rich.console import Group
     from rich.table import Table
@@ -496,6 +537,7 @@ def _comparison_table(title: str, found: Comparison, missing: dict[str, str], fi
     verdict = f"{winner.mechanism.title}: {found.reason}" if winner is not None else found.reason
     lines = [Text(verdict, "bold"), *(Text(f"not run: {name} ({why})") for name, why in missing.items())]
     remarks = [Text(AUDITS)] if any(map(audits_in_words, found.rows)) else []
+    remarks += [Text(note)] if note is not None else []
     return Group(*lines, table, *remarks, Text(f"All figures: {file}"))
 
 
@@ -528,27 +570,56 @@ def _cells(row: Row) -> list[str]:
 def _predicted(asked: Asked, wanted: Wanted) -> Result:
     import torch
 
-    from stepgraph.bench.hardware import find_gpu, gpu_of
+    from stepgraph.bench.hardware import CPU, find_gpu, gpu_of
     from stepgraph.bench.predict import predict
+    from stepgraph.recipes.fit import fit
 
+    if asked.gpu == CPU:
+        raise InvalidArgument(
+            "-g cpu has no prediction",
+            rule="option",
+            why="--dry-run predicts memory and time from the figures of a GPU.",
+            fix=f"`{asked.line('-g h100', *asked.sizes, '--dry-run')}`, or leave --dry-run out.",
+        )
+    if wanted.fits and (asked.num_gpus > 1 or asked.parallel):
+        raise typer.BadParameter("cuts a model to one GPU: add -ng 1 without parallel sizes", param_hint="--fit")
     present = gpu_of(torch.cuda.get_device_name()) if torch.cuda.is_available() else None
     gpu = find_gpu(asked.gpu) if asked.gpu is not None else present or find_gpu("h100")
-    found = predict(wanted.config, gpu, asked.num_gpus)
-    values = found.to_dict() | {"recipe": asked.recipe, "task": asked.task, "dry_run": True}
-    return Result(values, _shown(asked, gpu, found), next=asked.line("--fit -ng 1"))
+    cfg, cuts = wanted.config, []
+    if wanted.fits:
+        fitted = fit(cfg, gpu.memory_bytes, kept=wanted.kept)
+        cfg, cuts = fitted.config, [str(change) for change in fitted.cuts]
+    found = predict(cfg, gpu, asked.num_gpus)
+    values = found.to_dict() | {"recipe": asked.recipe, "task": asked.task, "cuts": cuts, "dry_run": True}
+    return Result(values, _shown(asked, gpu, found, cuts), next=asked.line("--fit -ng 1", *asked.sizes))
 
 
-def _shown(asked: Asked, gpu: Gpu, found: MachinePrediction) -> RenderableType:
+def _shown(asked: Asked, gpu: Gpu, found: MachinePrediction, cuts: list[str]) -> RenderableType:
+    from rich.console import Group
+    from rich.table import Table
     from rich.text import Text
 
     share = f"{100 * found.memory_fraction:.0f} % of {gpu.memory_bytes / 1e9:.0f} GB"
-    lines = [
-        f"{asked.recipe} on {found.num_gpus} {gpu.name}: a valid configuration; nothing was run",
-        f"memory      about {found.bytes_per_gpu / 1e9:.1f} GB on each GPU, {share}",
-        f"operations  {found.flops / 1e12:,.0f} TFLOP an iteration: {found.fastest_ms:.1f} ms at the GPUs' peak, the "
-        "shortest time that is possible",
+    does_not_fit = ". It does not fit: more stages, a smaller microbatch, or recomputation."
+    rows = [
+        (
+            "memory",
+            f"about {found.bytes_per_gpu / 1e9:,.1f} GB on each GPU, {share}"
+            + (does_not_fit if found.memory_fraction > 1 else ""),
+        ),
+        (
+            "operations",
+            f"{found.flops / 1e12:,.0f} TFLOP an iteration: {found.fastest_ms:,.1f} ms at the GPUs' peak, the "
+            "shortest time that is possible",
+        ),
     ]
-    if found.memory_fraction > 1:
-        lines.append("            It does not fit: more stages, a smaller microbatch, or recomputation.")
-    lines += [f"not run by stepgraph  {violation.what}   [{violation.rule}]" for violation in found.not_run_here]
-    return Text("\n".join(lines))
+    for violation in found.not_run_here:
+        details = f" ({'; '.join(violation.details)})" if violation.details else ""
+        rows.append(("not run here", f"{violation.what}{details}   [{violation.rule}]"))
+    table = Table.grid(padding=(0, 2))
+    table.add_column(no_wrap=True)
+    for name, text in rows:
+        table.add_row(name, Text(text))
+    title = f"{asked.recipe} on {found.num_gpus} {gpu.name}: a valid configuration; nothing was run"
+    cut = [Text(f"cut to fit a {gpu.name}: " + "; ".join(cuts))] if cuts else []
+    return Group(*cut, Text(title), table)

@@ -324,6 +324,17 @@ def test_ladder_without_a_gpu_begins_with_no_single_child() -> None:
     layers = scope | {"scope": "layers", "words": ["*"], "is_child": False}
     assert reported(checked(), 3, gpu=None, scopes=[child]).ladder[2][1] == "train_step = stepgraph.capture(train_step)"
     assert "graph_modules" in reported(checked(), 3, gpu=None, scopes=[layers]).ladder[2][1]
+    loop = reported(checked(function=""), 3, gpu=None, scopes=[child]).ladder
+    assert loop[2][1] == "step = stepgraph.capture(train_step)  # your loop's body, as a function"
+
+
+def test_report_without_a_gpu_counts_models_and_optimizers() -> None:
+    adam = {"name": "Adam", "inside": False, "reason": "its step count is on the host"}
+    model = {"class": "Sequential", "name": "D", "parameters": 212, "count": 2}
+    text = text_of(reported(checked(), 3, gpu=None, optimizers=[adam, adam], model=model))
+    assert "3 steps of Sequential, 212 parameters, the largest of 2 models." in text
+    assert text.count("would run between graphs") == 1
+    assert "Each of 2 Adam would run between graphs" in text
 
 
 def test_graphed_scripts_are_refused_by_name() -> None:

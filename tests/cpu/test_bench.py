@@ -46,6 +46,8 @@ def bench(line: str, **environment: str) -> tuple[int, dict[str, Any], str]:
         ("-c fp8_ds", "not-trained", "use -c bf16."),
         ("-c int4", "option", "use -c bf16."),
         ("--moe_token_dispatcher_type flex", "option", "use alltoall"),
+        ("-m gpt_oss_20b", "recipe", "-mr gpt_oss_20b"),
+        ("-g cpu --dry-run -mb 2", "option", "`stepgraph bench -mr gpt2_small -g h100 -mb 2 --dry-run`"),
         ("-g h1000", "option", "did you mean h100?"),
         ("-g cpu -ng 2", "world-size", "torchrun --nproc-per-node 2 -m stepgraph bench -mr gpt2_small -g cpu -ng 2"),
     ],
@@ -86,7 +88,46 @@ def test_bench_predicts_the_line_of_the_guide() -> None:
     assert 0 < values["memory_fraction"] < 1
     assert values["fastest_ms"] == pytest.approx(values["flops"] / 16 / 989e9)
     assert values["not_run_here"] == ["not-run-here"]
-    assert values["next"] == "stepgraph bench -mr qwen3_30b_a3b --fit -ng 1"
+    scope = "--cuda_graph_impl transformer_engine --cuda_graph_scope attn,moe_router,moe_preprocess"
+    assert values["next"] == f"stepgraph bench -mr qwen3_30b_a3b --fit -ng 1 {scope}"
+
+
+@pytest.mark.slow
+def test_bench_prediction_fits_and_names_what_is_not_run() -> None:
+    done = CliRunner().invoke(app, ["bench", *GUIDE.split(), "--dry-run"], env=PLAIN)
+    *lines, following = done.stdout.splitlines()
+    assert [line for line in lines if len(line.rstrip()) > 80] == []
+    assert all(line.startswith(("memory ", "operations ", "not run here ", " ")) for line in lines[1:])
+    assert "model.tensor_model_parallel_size=2; model.expert_model_parallel_size=4" in " ".join(done.stdout.split())
+    assert following.startswith("Next: stepgraph bench -mr qwen3_30b_a3b")
+
+
+@pytest.mark.slow
+def test_bench_prediction_cuts_a_model_to_the_gpu() -> None:
+    code, values, _ = bench("-mr llama3_8b -g l40s --dry-run --fit")
+    assert (code, values["num_gpus"]) == (0, 1)
+    assert values["cuts"][0].startswith("model.num_layers: 32 -> ")
+    assert values["memory_fraction"] <= 0.6
+    code, values, _ = bench("-mr llama3_8b -g l40s --dry-run --fit -ng 2")
+    assert (code, "one GPU" in values["error"]["what"]) == (2, True)
+
+
+@pytest.mark.parametrize("option", ["--compare", "--only eager", "--resume", "--report r.html"])
+def test_bench_prediction_refuses_options_of_a_run(option: str) -> None:
+    code, values, _ = bench(f"-mr gpt2_small --dry-run {option}")
+    assert code == 2
+    assert "runs nothing" in values["error"]["what"]
+    assert option.split()[0] in values["error"]["what"]
+
+
+@no_gpu
+@pytest.mark.slow
+def test_bench_fixes_keep_the_settings_that_were_typed() -> None:
+    code, values, _ = bench("-mr llama3_8b -g h100 -mb 2 --steps 5 --seed 7 optimizer.lr=3e-4")
+    assert (code, values["error"]["rule"]) == (2, "gpu-missing")
+    kept = "-mb 2 --steps 5 --seed 7 optimizer.lr=3e-4"
+    assert f"-g h100 -ng 1 {kept} --dry-run`" in values["error"]["fix"]
+    assert f"--fit -ng 1 {kept}`" in values["error"]["fix"]
 
 
 def test_bench_prediction_refuses_a_broken_rule() -> None:
@@ -139,6 +180,9 @@ def test_bench_measures_a_small_run_on_the_cpu() -> None:
     assert values["step_ms_p10"] <= values["step_ms"] <= values["step_ms_p90"]
     assert (values["gpu"], values["mfu"], values["busy_fraction"], values["kernels"]) == ("cpu", None, None, None)
     assert values["replays"] >= 2
+    model = "model.num_layers=1 model.hidden_size=32 model.num_attention_heads=2 model.vocab_size=128"
+    same = f"stepgraph bench -mr gpt2_small -g cpu --fit -gb 1 -mb 1 -sl 16 --steps 2 {model}"
+    assert values["next"] == f"{same} --compare", "the same model, not the recipe's"
     assert values["loss"] > 0
     assert values["tokens_per_s"] > 0
 
@@ -148,7 +192,9 @@ def test_bench_text_says_what_a_cpu_time_means() -> None:
     done = CliRunner().invoke(app, ["bench", *TINY.split(), "--cuda_graph_impl", "none"], env=PLAIN)
     assert done.exit_code == 0, done.output
     assert "A CPU's times say nothing about a GPU's" in " ".join(done.stdout.split())
-    assert [line for line in done.stdout.splitlines() if len(line.rstrip()) > 80] == []
+    *lines, _ = done.stdout.splitlines()
+    assert [line for line in lines if len(line.rstrip()) > 80] == []
+    assert "iterations trained" not in done.output, "the loop's own report would say all of it twice"
 
 
 @pytest.mark.slow
@@ -175,6 +221,9 @@ def test_bench_compares_on_the_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert [row["mechanism"] for row in values["rows"]] == ["eager", "ours-whole", "ours-whole", "eager"]
     losses = [row["losses"] for row in values["rows"]]
     assert all(each == losses[0] for each in losses), "bit for bit, on one thread"
-    assert "<html" in (tmp_path / "r.html").read_text()
+    page = (tmp_path / "r.html").read_text()
+    assert "A CPU&#x27;s times say nothing about a GPU&#x27;s" in page
+    assert "CUDA: None" not in page
+    assert "<th>busy</th>" not in page, "a column without figures is left out"
     again, values, _ = bench(f"{TINY} --compare --only eager,ours-whole --report {tmp_path}/r.html --resume")
     assert (again, len(values["rows"])) == (0, 4), "all rows were there"

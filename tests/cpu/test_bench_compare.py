@@ -315,6 +315,16 @@ def test_report_is_whole_escaped_and_alone() -> None:
     assert "prefers-color-scheme: dark" in text
 
 
+def test_report_leaves_out_what_is_not_known() -> None:
+    records = [record(EAGER, 0, 10.0), record(OURS, 0, 5.0)]
+    for each in records:
+        each |= {"busy_fraction": None, "kernels": None, "memory": {"reserved": None}, "tflops_per_gpu": 1.0}
+    page = report_html.render("t", {"CUDA": None, "torch": "2"}, compare([EAGER, OURS], records))
+    assert "CUDA" not in page
+    assert "<th>step ms</th>" in page
+    assert not any(f"<th>{name}</th>" in page for name in ("busy", "kernels", "reserved GiB"))
+
+
 def test_report_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
     path = tmp_path / "report.html"
     report_html.check_place(path)

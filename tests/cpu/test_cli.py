@@ -203,6 +203,8 @@ def outcome(
         raise typer.BadParameter("not this one")
     if which == "stop":
         raise KeyboardInterrupt
+    if which == "ended":
+        raise SystemExit(143)  # as a training run after SIGTERM
     code = ExitCode.FINDINGS if which == "findings" else ExitCode.OK
     values = {"scope": graph_scope, "group": group, "flag": flag, "numbers": [1.0, math.nan, (math.inf,)]}
     return Result(values, f"scope {graph_scope}", next="stepgraph demo", exit_code=code)
@@ -268,7 +270,12 @@ def test_train_answers_other_options_with_its_own(line: str, hint: str) -> None:
 
 @pytest.mark.parametrize(
     ("which", "code", "what"),
-    [("error", 2, "it broke"), ("usage", 2, "Invalid value: not this one"), ("stop", 130, "interrupted")],
+    [
+        ("error", 2, "it broke"),
+        ("usage", 2, "Invalid value: not this one"),
+        ("stop", 130, "interrupted"),
+        ("ended", 143, "terminated"),
+    ],
 )
 def test_failures_have_their_code_and_no_traceback(which: str, code: int, what: str) -> None:
     result = runner.invoke(small, [which, "--json"])
@@ -336,6 +343,31 @@ def test_timeout_stops_a_command(is_ignored: bool) -> None:
     assert stops.exit_code == ExitCode.SCRIPT
     assert stops.reason == "stopped after 0.01 s, as --timeout says"
     assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("timeout", "ended", "code", "reason"),
+    [
+        (None, 130, ExitCode.INTERRUPTED, "interrupted"),
+        (None, 143, ExitCode.TERMINATED, "terminated"),
+        (0.01, 130, ExitCode.SCRIPT, "stopped after 0.01 s, as --timeout says"),
+    ],
+)
+def test_run_that_takes_signals_itself_ends_with_their_code(
+    timeout: float | None, ended: int, code: ExitCode, reason: str
+) -> None:
+    """A training run notes signals, and leaves with `SystemExit` at the end of its step."""
+    inherited = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        stops = Stops(timeout)
+        if timeout is not None:
+            with pytest.raises(Stopped), stops.watched():
+                time.sleep(10)
+        assert stops.ending(SystemExit(ended)) == (code, reason)
+        with pytest.raises(SystemExit):
+            stops.ending(SystemExit(5))
+    finally:
+        signal.signal(signal.SIGINT, inherited)
 
 
 # -- rules

@@ -52,6 +52,7 @@ frame.addEventListener("load", () => {
     background: colour("backgroundColor"), ink: colour("color"),
     curves: [...page.querySelectorAll("polyline")].map(box),
     kernels: [...page.querySelectorAll("rect")].map(box),
+    hidden: [...page.querySelectorAll(".scroll")].map((part) => part.scrollWidth - part.clientWidth),
     font: parseFloat(view.getComputedStyle(page.querySelector("p")).fontSize), scripts: page.scripts.length,
   };
   document.body.textContent = "RESULT " + JSON.stringify(found) + " END";
@@ -119,6 +120,7 @@ def test_report_shows_its_verdict_and_every_row(wide: dict[str, Any]) -> None:
     assert "GPU: NVIDIA H200" in text
     assert FAILED in text
     assert wide["scripts"] == 0
+    assert wide["hidden"] == [0], "the whole table is seen without scrolling"
 
 
 def test_report_draws_bars_as_long_as_their_figures(wide: dict[str, Any]) -> None:
