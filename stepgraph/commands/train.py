@@ -94,10 +94,14 @@ def train(
         wanted = read(recipe, task, words, fit)  # before torch, which takes seconds to import
     where = torch_device(device)
     typed = _typed(recipe, task, device, fit) + words
-    following = (
-        "stepgraph recipes" if config and recipe is None else f"stepgraph bench -mr {recipe or 'gpt2_small'} --fit"
+    return _train(*configured(wanted, where), task, where, as_json, typed, _following(recipe, bool(config)))
+
+
+def _following(recipe: str | None, has_files: bool) -> str:
+    """The command to type next: what graphs win on this recipe; the recipes, if there was none."""
+    return (
+        "stepgraph recipes" if has_files and recipe is None else f"stepgraph bench -mr {recipe or 'gpt2_small'} --fit"
     )
-    return _train(*configured(wanted, where), task, where, as_json, typed, following)
 
 
 def _typed(recipe: str | None, task: str, device: str, fit: bool | None) -> list[str]:
@@ -151,7 +155,7 @@ class Wanted:
     fits: bool
     """Whether the model is cut to the machine."""
     kept: frozenset[str]
-    """Settings of the model that were typed, which no cut changes."""
+    """Settings that were typed, which no cut changes: those of the model, `mixed_precision`, `global_batch_size`."""
 
 
 def read(recipe: str | None, task: str, words: list[str], fit: bool | None) -> Wanted:
@@ -184,7 +188,8 @@ def read(recipe: str | None, task: str, words: list[str], fit: bool | None) -> W
     names_precision = any(text.removeprefix("--").startswith("mixed_precision") for text in line.overrides)
     names = {text.partition("=")[0].strip().removeprefix("--").removeprefix("model.") for text in line.overrides}
     kept = frozenset(name for name, value in cfg.to_dict()["model"].items() if name in names or value != before[name])
-    return Wanted(cfg, is_plain if fit is None else fit, kept | ({"mixed_precision"} if names_precision else set()))
+    others = {"mixed_precision": names_precision, "global_batch_size": "train.global_batch_size" in names}
+    return Wanted(cfg, is_plain if fit is None else fit, kept | {name for name, typed in others.items() if typed})
 
 
 def configured(wanted: Wanted, device: torch.device) -> tuple[ConfigContainer, list[str], int]:
@@ -214,7 +219,7 @@ def configured(wanted: Wanted, device: torch.device) -> tuple[ConfigContainer, l
     if "num_attention_heads" not in wanted.kept:
         checked.model.kv_channels = checked.model.kv_channels or 1  # the cut chooses heads that fit the width
     refuse_untrained(checked.validate(environment, run=True))
-    found = fit(cfg, free or 2**33, device.type, kept=wanted.kept)
+    found = fit(cfg, free or 2**33, device.type, kept=wanted.kept, num_ranks=environment.world_size)
     found.config.validate(environment, run=True)
     return found.config, [str(change) for change in found.cuts], found.estimate.parameters
 

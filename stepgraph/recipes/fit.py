@@ -2,8 +2,8 @@
 
 Layers go first, because a model with fewer of them is captured, replayed and measured as the whole one is. If one layer
 of each kind is still too much, experts go, by halves. A CPU is slow, too: there the widths, the vocabulary, the
-sequence and the depth are brought down to what trains in a fraction of a second, whatever the memory. It computes in
-float32: most CPUs take ten times as long for a product in bfloat16.
+sequence, the depth and the number of microbatches are brought down to what trains in a fraction of a second, whatever
+the memory. It computes in float32: most CPUs take ten times as long for a product in bfloat16.
 
 60% of what is free is planned with. The rest is for what no estimate knows: the allocator's fragments, workspaces of
 libraries, and the static buffers of graphs.
@@ -37,8 +37,8 @@ _CPU_MOST: Mapping[str, Mapping[str, int]] = MappingProxyType(
     }
 )
 """The largest values on a CPU, of all models, and of those of a kind or with a setting."""
-_CPU_LAYERS = 4
-_PRECISION = "mixed_precision"
+_CPU_LAYERS, _CPU_MICROBATCHES = 4, 2
+_PRECISION, _BATCH = "mixed_precision", "global_batch_size"
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,19 +70,25 @@ class Fit:
         return "\n".join([f"cut to {self.estimate.parameters:,} parameters, {need}:", *lines])
 
 
-def fit(cfg: ConfigContainer, free_bytes: int, device: str = "cuda", *, kept: Collection[str] = ()) -> Fit:
+def fit(
+    cfg: ConfigContainer, free_bytes: int, device: str = "cuda", *, kept: Collection[str] = (), num_ranks: int = 1
+) -> Fit:
     """Return a copy of a configuration that trains within 60% of `free_bytes` on a device, and what was cut.
 
-    `kept` names settings that stay as they are: those of the model, such as `num_layers`, and `mixed_precision`.
+    `kept` names settings that stay as they are: those of the model, such as `num_layers`, `mixed_precision` and
+    `global_batch_size`. `num_ranks` processes train together.
 
     Example:
         >>> found = fit(recipes.llama3_8b(), torch.cuda.mem_get_info()[0])
         >>> print(found)
     """
     budget, is_cpu = int(SHARE * free_bytes), device.partition(":")[0] == "cpu"
-    fitted = for_cpu(cfg, frozenset(kept) - {_PRECISION}) if is_cpu else cfg.copy()
+    fitted = for_cpu(cfg, frozenset(kept) - {_PRECISION, _BATCH}) if is_cpu else cfg.copy()
     if is_cpu and _PRECISION not in kept:
         fitted.mixed_precision = MixedPrecisionSection.named("fp32")
+    if is_cpu and _BATCH not in kept:
+        few = _CPU_MICROBATCHES * fitted.train.micro_batch_size * num_ranks
+        fitted.train.global_batch_size = min(fitted.train.global_batch_size, few)
     fitted, estimate = _fewer_layers(fitted, budget, kept)
     while estimate.total > budget:
         fewer = None if "num_moe_experts" in kept else _fewer_experts(fitted)
@@ -223,7 +229,7 @@ def _cuts(before: ConfigContainer, after: ConfigContainer) -> tuple[Cut, ...]:
     old, new = before.to_dict(), after.to_dict()
     return tuple(
         Cut(f"{section}.{name}", value, new[section][name])
-        for section in ("model", _PRECISION)
+        for section in ("model", "train", _PRECISION)
         for name, value in old[section].items()
         if value != new[section][name]
     )

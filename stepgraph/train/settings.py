@@ -92,8 +92,9 @@ SOMETIMES: dict[str, Callable[[Any], bool]] = {
 """Settings that are refused together with others."""
 
 _REASONS = {
-    "dataset.packed_sequence without examples": "only pairs of prompt and answer (dataset.kind=sft) are "
+    "dataset.packed_sequence without examples": "Only pairs of prompt and answer (dataset.kind=sft) are "
     "packed; text and tokens fill every sequence already.",
+    "model.kind=vision_language": "Its batches have images beside tokens, and the loop has no such data yet.",
     "model.delay_wgrad_compute in a pipeline": "torch's schedules run the whole backward of a microbatch at once, "
     "and the loop has no moment for what it left.",
     "model.delay_wgrad_compute with LoRA": "LoRA freezes the weights whose gradients could be delayed; those of its "
@@ -104,6 +105,8 @@ _FIXES = {
     "mixed_precision": 'leave it at its default; for number formats, cfg.mixed_precision = "bf16_mixed".',
     "dataset.packed_sequence": "dataset.packed_sequence=false, or --task sft.",
     "model.delay_wgrad_compute": "model.delay_wgrad_compute=false.",
+    "model.kind=": "take a recipe of text, such as qwen3_30b_a3b, or train the model in your own loop with "
+    "stepgraph.graph_modules or stepgraph.capture: docs/models.md.",
 }
 """Fixes of settings that begin so."""
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -92,3 +94,13 @@ def test_fit_on_a_cpu_computes_in_float32_unless_told_otherwise() -> None:
     assert "mixed_precision.params_dtype: bf16 -> fp32" in str(cut)
     assert fit(gpt2_small(), 1 << 34, "cpu", kept=["mixed_precision"]).config.mixed_precision.bf16
     assert fit(gpt2_small(), 1 << 40, "cuda").config.mixed_precision.bf16
+
+
+def test_fit_on_a_cpu_trains_few_microbatches() -> None:
+    def batch(**options: Any) -> int:
+        return fit(gpt2_small(), 1 << 34, **({"device": "cpu"} | options)).config.train.global_batch_size
+
+    assert batch() == 2
+    assert batch(num_ranks=2) == 4
+    assert batch(kept=["global_batch_size"]) == batch(device="cuda") == gpt2_small().train.global_batch_size == 8
+    assert "train.global_batch_size: 8 -> 2" in str(fit(gpt2_small(), 1 << 34, "cpu"))

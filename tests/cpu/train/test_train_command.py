@@ -141,6 +141,11 @@ def test_cuts_leave_typed_settings_and_all_hold(words: list[str]) -> None:
         assert change.partition(" -> ")[2] == str(cfg.to_dict()[section][name])
 
 
+def test_cuts_leave_a_typed_batch() -> None:
+    assert described("train.global_batch_size=6")[0].train.global_batch_size == 6
+    assert described()[0].train.global_batch_size == 2
+
+
 def test_a_model_too_large_is_refused_before_it_is_built() -> None:
     with pytest.raises(InvalidArgument, match=r"add --fit") as caught:
         described(recipe="deepseek_v3")
