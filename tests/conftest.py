@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 
 from tests.forked import NONE, ForkServer
 from tests.pairwise import covering
@@ -17,6 +18,8 @@ from tests.seeding import seed
 from tests.slow_tests import CpuTimes, SlowTests
 
 _SLOW_SUITES = frozenset(("slow", "distributed"))
+settings.register_profile("no times", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("no times")  # a busy machine is no reason to fail
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 os.environ.pop("COLUMNS", None)  # reports are as wide as they are by default
 

@@ -41,6 +41,13 @@ class Memory:
     reserved: int | None = None
     before_capture: int | None = None
     after_capture: int | None = None
+    eager_reserved: int | None = None
+    """Reserved at the peak of the eager iterations before the capture; None if there was none."""
+
+    @property
+    def over_eager(self) -> float | None:
+        """Reserved memory with graphs, as a multiple of that of the eager iterations before them."""
+        return self.reserved / self.eager_reserved if self.reserved and self.eager_reserved else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +110,7 @@ class BenchResult:
             "graph_launches": self.timeline.graph_launches,
             "graphable_layers": report.graphed,
             "capture_seconds": report.capture_seconds,
-            "memory": asdict(self.memory),
+            "memory": asdict(self.memory) | {"over_eager": self.memory.over_eager},
             "replays": report.replays,
             "eager_reasons": dict(report.eager_reasons),
             "implementation": report.implementation,
@@ -203,11 +210,14 @@ def benchmark(
     first = max(cfg.model.cuda_graph_warmup_steps, _DDP_WARMUP if _is_distributed() else 1) + 1 + SETTLE
     timed = _timed(cfg, first + steps + 3)
     clock, regions = Clock(where, first, steps), Regions.on(where)
+    eager: list[int | None] = []
     reset_peaks(where)
     with tempfile.TemporaryDirectory() as folder:
         timed.logger.log_dir = folder
 
         def on_event(name: str, step: int) -> None:
+            if name == "capture" and step > 0:
+                eager.append(peaks_of(where).reserved)
             clock(name, step)
             regions(name, step)
 
@@ -228,7 +238,7 @@ def benchmark(
     return BenchResult(
         times=times,
         timeline=timeline,
-        memory=_memory(where, report),
+        memory=_memory(where, report, eager[0] if eager else None),
         report=report,
         flops=flops_per_step(timed),
         tokens=timed.train.global_batch_size * timed.model.seq_length,
@@ -245,9 +255,9 @@ def _timed(cfg: ConfigContainer, iterations: int) -> ConfigContainer:
     return found
 
 
-def _memory(device: torch.device, report: RunReport) -> Memory:
+def _memory(device: torch.device, report: RunReport, eager_reserved: int | None) -> Memory:
     peaks = peaks_of(device)
-    return Memory(peaks.allocated, peaks.reserved, report.memory_before, report.memory_after)
+    return Memory(peaks.allocated, peaks.reserved, report.memory_before, report.memory_after, eager_reserved)
 
 
 def _world_size() -> int:

@@ -377,6 +377,8 @@ def render(found: BenchResult, title: str, cuts: list[str]) -> RenderableType:
     from rich.table import Table
     from rich.text import Text
 
+    from stepgraph.session.report import counted
+
     values, report = found.to_dict(), found.report
     table = Table(title=title, title_justify="left", box=box.SIMPLE, show_header=False, show_edge=False)
     table.add_column(style="bold", no_wrap=True)
@@ -393,7 +395,7 @@ def render(found: BenchResult, title: str, cuts: list[str]) -> RenderableType:
         rows.append(("GPU busy", f"{100 * found.busy_fraction:.1f} %"))
         rows.append(("kernels", f"{len(found.timeline.kernels)}, {under}; {values['graph_launches']} graph launches"))
     if report.replays:
-        rows.append(("captured", f"{report.graphed} graphable layers in {report.capture_seconds:.2f} s"))
+        rows.append(("captured", f"{counted(report.graphed, 'graphable layers')} in {report.capture_seconds:.2f} s"))
     rows.append(("memory", _memory(found)))
     reasons = ", ".join(f"{reason}: {count}" for reason, count in report.eager_reasons.items())
     rows.append(("replays", f"{report.replays}" + (f"; eager: {reasons}" if reasons else "")))
@@ -417,6 +419,8 @@ def _memory(found: BenchResult) -> str:
         (memory.after_capture, "after it"),
     ]
     shown = [f"{size / 2**30:.2f} GiB {what}" for size, what in parts if size is not None]
+    if memory.over_eager is not None:
+        shown.append(f"{memory.over_eager:.2f} of what the eager warm-up reserved")
     return ", ".join(shown) or "not counted on a CPU"
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import io
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,11 +12,13 @@ from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from typer.testing import CliRunner
 
 import stepgraph
-from stepgraph.bench.run import Regions
+from stepgraph.bench.run import Memory, Regions
 from stepgraph.cli import app
+from stepgraph.commands.bench import render
 
 PLAIN = {"NO_COLOR": "1", "COLUMNS": "80"}
 GUIDE = (
@@ -209,6 +213,12 @@ def test_benchmark_is_public() -> None:
     found = stepgraph.benchmark(cfg, steps=2)
     assert isinstance(found, stepgraph.BenchResult)
     assert len(found.times.each) == 2
+    assert found.to_dict()["memory"]["over_eager"] is None, "not counted on a CPU"
+    counted = dataclasses.replace(found, memory=Memory(reserved=5 << 30, eager_reserved=4 << 30))
+    assert counted.to_dict()["memory"]["over_eager"] == 1.25
+    shown = io.StringIO()
+    Console(file=shown, width=100).print(render(counted, "title", []))
+    assert "5.00 GiB reserved, 1.25 of what the eager warm-up reserved" in shown.getvalue()
 
 
 @pytest.mark.long
