@@ -134,8 +134,12 @@ class Clock:
         self.audits: Callable[[], int] = lambda: 0
         self._profile = contextlib.ExitStack()
         self._timeline: list[Timeline] = []
+        self.eager_reserved: int | None = None
+        """The peak of the memory before the capture, if there was an iteration."""
 
     def __call__(self, name: str, step: int) -> None:
+        if name == "capture" and step > 0:
+            self.eager_reserved = peaks_of(self._device).reserved
         if name not in ("warmup", "replay") or step < self._first:
             return
         place = step - self._first
@@ -210,14 +214,11 @@ def benchmark(
     first = max(cfg.model.cuda_graph_warmup_steps, _DDP_WARMUP if _is_distributed() else 1) + 1 + SETTLE
     timed = _timed(cfg, first + steps + 3)
     clock, regions = Clock(where, first, steps), Regions.on(where)
-    eager: list[int | None] = []
     reset_peaks(where)
     with tempfile.TemporaryDirectory() as folder:
         timed.logger.log_dir = folder
 
         def on_event(name: str, step: int) -> None:
-            if name == "capture" and step > 0:
-                eager.append(peaks_of(where).reserved)
             clock(name, step)
             regions(name, step)
 
@@ -238,7 +239,7 @@ def benchmark(
     return BenchResult(
         times=times,
         timeline=timeline,
-        memory=_memory(where, report, eager[0] if eager else None),
+        memory=_memory(where, report, clock.eager_reserved),
         report=report,
         flops=flops_per_step(timed),
         tokens=timed.train.global_batch_size * timed.model.seq_length,
