@@ -6,7 +6,8 @@ places. To look at its steps on a laptop, those names must mean something. Two m
 - `DeviceMode`, a TorchFunctionMode, sees every call of torch that the script makes. It takes `cuda` out of the
   arguments and remembers which memory would be on the GPU. To the script, such tensors say `cuda:0`; to torch and to
   stepgraph they say the truth. Moving them between host and "GPU" makes a copy, as it does there.
-- `mapped` replaces names of `torch.cuda`, and those few elsewhere that take a device in another way.
+- `mapped` replaces names of `torch.cuda` and of `torch.accelerator`, and those few elsewhere that take a device in
+  another way.
 
 A wait for the device (`synchronize`, `.cpu()`) is reported. A name of torch.cuda that has no meaning here, and any
 failure that says that a GPU is missing, ends the script: nothing can be judged.
@@ -31,7 +32,7 @@ import sys
 import time
 import types
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NoReturn, TypeVar
 
 import torch
@@ -49,6 +50,7 @@ _GPU_ERRORS = (
     "Torch not compiled with CUDA",
     "Found no NVIDIA driver",
     "No CUDA GPUs are available",
+    "CUDA driver version is insufficient",
     "from the 'CUDA' backend",
     "has no attribute '_cuda",
     "has no attribute '_nccl",
@@ -410,6 +412,7 @@ class CudaOnCpu:
             for name, value in names.items():
                 self._replace(stack, name, value)
             self._refuse_others(stack, names)
+            self._map_accelerator(stack, names)
             self._map_autocast(stack)
             self._map_elsewhere(stack)
             stack.enter_context(self._mode)
@@ -582,6 +585,9 @@ class CudaOnCpu:
 
         return refused
 
+    def _refusing(self, name: str) -> Callable[..., NoReturn]:
+        return lambda *args, **kwargs: self._refuse(name)
+
     def _refused_class(self, name: str, original: type) -> type:
         refuse = self._refuse
 
@@ -595,6 +601,22 @@ class CudaOnCpu:
                 return isinstance(value, original)
 
         return Refused(name, (), {"__module__": "torch.cuda"})
+
+    def _map_accelerator(self, stack: contextlib.ExitStack, names: Mapping[str, Any]) -> None:
+        """Let the script find its GPU through torch.accelerator. Torch itself finds none: it would use its streams."""
+        own = {
+            "current_accelerator": lambda check_available=False: torch.device("cuda"),
+            "synchronize": lambda device=None: self._synchronizes("torch.accelerator.synchronize"),
+            "empty_host_cache": _nothing,
+            "get_device_capability": None,  # not the one of torch.cuda
+        }
+        truth = {"current_accelerator": _nothing, "is_available": lambda: False, "device_count": lambda: 0}
+        for name in torch.accelerator.__all__:
+            mapped = own[name] if name in own else names.get(_OF_ACCELERATORS.get(name, name))
+            if mapped is None:
+                mapped = self._refusing(f"torch.accelerator.{name}")
+            original = getattr(torch.accelerator, name)
+            _set(stack, torch.accelerator, name, _for_user(mapped, truth.get(name, original)))
 
     def _map_autocast(self, stack: contextlib.ExitStack) -> None:
         """Autocast for `cuda` is the CPU's, with CUDA's default type."""
@@ -692,6 +714,28 @@ def _for_scripts(original: Any, mapped: Callable[..., Any]) -> Callable[..., Any
         if is_engine(sys._getframe(1).f_code.co_filename):
             return original(*args, **kwargs)
         return mapped(*args, **kwargs)
+
+    return call
+
+
+_OF_ACCELERATORS = {
+    "current_device_index": "current_device",
+    "current_device_idx": "current_device",
+    "set_device_index": "set_device",
+    "set_device_idx": "set_device",
+    "device_index": "device",
+    "get_memory_info": "mem_get_info",
+}
+"""Names of torch.accelerator by their names in torch.cuda, where these differ."""
+
+
+def _for_user(mapped: Callable[..., Any], truth: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that is mapped for the script and its libraries, and tells torch and stepgraph the truth."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if is_user(sys._getframe(1).f_code.co_filename):
+            return mapped(*args, *kwargs.values())  # of one argument at most, which torch.cuda calls `device`
+        return truth(*args, **kwargs)
 
     return call
 
