@@ -18,6 +18,7 @@ that has such a server, too, for the programs that it starts.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import faulthandler
@@ -256,6 +257,7 @@ def _serve_below() -> None:
 def _run(program: dict[str, Any]) -> None:
     """Run a program to its end; what it raises is reported without the frames of this file."""
     sys.excepthook = _own_frames_only
+    atexit.register(gc.unfreeze)  # Triton counts what is left at the end
     become(program)()
     sys.exit(0)
 
