@@ -135,15 +135,16 @@ class Command(_StrictOptions, typer.core.TyperCommand):
         try:
             with stops.watched(), contextlib.redirect_stdout(sys.stderr if as_json else sys.stdout):
                 result = super().invoke(ctx)
-        except StoppedWith as stopped:
-            result = replace(stopped.result, exit_code=stops.exit_code)
-            result = replace(result, values={**result.values, "error": {"what": stops.reason}})
-            typer.echo(stops.reason, err=True)
         except KeyboardInterrupt:
             _fail(ctx, as_json, stops.exit_code, {"what": stops.reason}, stops.reason)
         except SystemExit as ended:  # a training run that a signal ended in order
             code, reason = stops.ending(ended)
-            _fail(ctx, as_json, code, {"what": reason}, reason)
+            if not isinstance(ended, StoppedWith):
+                _fail(ctx, as_json, code, {"what": reason}, reason)
+            else:
+                values = {**ended.result.values, "error": {"what": reason}}
+                result = replace(ended.result, values=values, exit_code=code)
+                typer.echo(reason, err=True)
         except StepgraphError as error:
             if isinstance(error, ScriptError) and not is_first_rank():  # all ranks raise it, and the first prints it
                 raise typer.Exit(_code_of(error)) from None
@@ -169,11 +170,11 @@ class Stopped(KeyboardInterrupt):
     """
 
 
-class StoppedWith(Stopped):
-    """A command was stopped in order, and has a result of what it did until then."""
+class StoppedWith(SystemExit):
+    """A run was ended by a signal, in order, with its exit code, and has a result of what it did until then."""
 
-    def __init__(self, result: Result) -> None:
-        super().__init__()
+    def __init__(self, code: Any, result: Result) -> None:
+        super().__init__(code)
         self.result = result
 
 

@@ -12,16 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from stepgraph.commands.base import (
-    AsJson,
-    Device,
-    ExitCode,
-    Result,
-    Stopped,
-    StoppedWith,
-    Timeout,
-    torch_device,
-)
+from stepgraph.commands.base import AsJson, Device, Result, StoppedWith, Timeout, torch_device
 
 if TYPE_CHECKING:
     import torch
@@ -245,7 +236,7 @@ def _train(
         shape = f"{layers} layer{'s' if layers > 1 else ''}, width {cfg.model.hidden_size}"
         typer.echo(f"model: {cfg.model.kind}, {shape}, {parameters:,} parameters", err=True)
     run = pretrain if task == "pretrain" else finetune
-    stopped_by = None
+    ended: TrainingStopped | None = None
     try:
         report = run(cfg, device=device, quiet=as_json, prints_report=False)
     except TrainingStopped as stopped:
@@ -256,14 +247,11 @@ def _train(
             told = f"nothing was saved of {stopped.report.step} steps; checkpoint.save=FOLDER saves at a signal"
         if is_first:
             typer.echo(told, err=True)
-        report, stopped_by = stopped.report, ExitCode(int(stopped.code or 0))
+        report, ended = stopped.report, stopped
     if not is_first:
-        if stopped_by is ExitCode.INTERRUPTED:
-            raise Stopped  # Ctrl-C, or --timeout, which `Command` tells apart
-        raise typer.Exit(stopped_by or ExitCode.OK)
+        raise ended or typer.Exit()
     values = report.to_dict() | {"task": task, "cuts": cuts, "parameters": parameters}
-    if stopped_by is ExitCode.INTERRUPTED:
-        raise StoppedWith(Result(values, report, next=following))
-    if stopped_by is ExitCode.TERMINATED:
-        return Result(values | {"error": {"what": "terminated"}}, report, next=following, exit_code=stopped_by)
-    return Result(values, report, next=following)
+    result = Result(values, report, next=following)
+    if ended is not None:
+        raise StoppedWith(ended.code, result)
+    return result
