@@ -21,13 +21,14 @@ ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 README = ROOT / "README.md"
 IMAGES = ROOT / "docs" / "images"
-COMPARISON: str | None = "2026-11-18-h200-b/compare_gpt2_small.json"
-"""The comparison to draw, a file in `results` such as "2026-11-18-h200-b/compare_gpt2_small.json"."""
+COMPARISON: str | None = "2026-11-18-h200-d/compare_gpt2_small.json"
+"""The comparison to draw, a file in `results` such as "2026-11-18-h200-d/compare_gpt2_small.json"."""
 MECHANISMS = {
     "eager": "eager",
     "compile": "torch.compile",
     "reduce-overhead": "torch.compile, reduce-overhead",
     "torch-callables": "torch make_graphed_callables",
+    "te-callables": "Transformer Engine make_graphed_callables",
     "ours-te-attn": "stepgraph, attention",
     "ours-te-layers": "stepgraph, layers",
     "ours-whole": "stepgraph, whole step",

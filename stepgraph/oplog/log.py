@@ -318,16 +318,20 @@ class OpLog(dispatch.TorchDispatchMode):
             self._births.rename(old, new)
 
     def note_call(self, name: Hashable, leaves: Sequence[Any], call: Callable[[], Any] = lambda: None) -> Any:
-        """Note a call that the dispatcher does not see, by its arguments; what runs within is not noted."""
+        """Note a call that the dispatcher does not see, by its arguments; what runs within is not noted.
+
+        No argument is kept alive: compiled code empties the list it is given, and frees what it has used.
+        """
         line, _ = self._line()
-        known: set[int] = set()
-        self._note(self._vocabulary.number(name), leaves, {}, line, known)
+        self._note(self._vocabulary.number(name), leaves, {}, line, set())
+        given = [weakref.ref(storage) for storage in map(storage_of, _tensors(leaves)) if storage is not None]
         self._hidden += 1
         try:
             out = call()
         finally:
             self._hidden -= 1
-        self._bear(known, out, self._scope)
+        alive = (storage() for storage in given)
+        self._bear({storage._cdata for storage in alive if storage is not None}, out, self._scope)
         return out
 
     @property

@@ -48,7 +48,7 @@ def _compiled(call: Callable[..., Any], graph: Any, inputs: Any) -> Any:
     if log is None or log.is_hiding:
         return call(graph, inputs)
     name = f"compiled code {getattr(graph, '_fx_graph_cache_key', None) or id(graph)}"
-    return log.note_call(name, tuple(inputs), lambda: call(graph, inputs))  # compiled code empties the list
+    return log.note_call(name, inputs, lambda: call(graph, inputs))
 
 
 def _launched(call: Callable[..., Any], kernel: Any, *args: Any, **kwargs: Any) -> Any:

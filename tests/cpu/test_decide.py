@@ -141,7 +141,7 @@ SCOPES_MEASURED = (
     ("2026-11-15-h200-c/modules.json", "megatron-gpt2-small", "eager", "ours-layers"),
     ("2026-11-16-h200-g/te_layers.json", "bf16/first", "eager", "ours-modules"),
     *(
-        ("2026-11-18-h200-b/compare_gpt2_small.json", None, "eager", f"ours-te-{scope}")
+        ("2026-11-18-h200-d/compare_gpt2_small.json", None, "eager", f"ours-te-{scope}")
         for scope in ("attn", "mlp", "attn+mlp", "layers")
     ),
 )

@@ -135,7 +135,7 @@ def test_readme_chart_and_figures_match_the_results() -> None:
 def test_chart_draws_a_comparison_too() -> None:
     """`stepgraph bench --compare` wrote the file: some rows ran, one failed, others are not there."""
     chart = runpy.run_path(str(ROOT / "benchmarks" / "chart.py"), run_name="chart")
-    figures = chart["of_comparison"](ROOT / "benchmarks" / "results" / "2026-11-18-h200-b" / "compare_gpt2_small.json")
+    figures = chart["of_comparison"](ROOT / "benchmarks" / "results" / "2026-11-18-h200-d" / "compare_gpt2_small.json")
     rows = {line.split(" | ")[0].strip("| "): line for line in figures.table.splitlines() if line.startswith("| ")}
     assert "1.0x" in rows["eager"]
     assert rows["eager"].endswith("| the reference |")

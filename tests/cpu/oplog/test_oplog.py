@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import types
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -12,9 +13,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch._inductor.output_code import CompiledFxGraph
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.checkpoint import checkpoint
 
-from stepgraph.oplog import Difference, Log, OpLog, Roles, Vocabulary, first_difference, left_out
+from stepgraph.backends.threads import replaced
+from stepgraph.oplog import Difference, Log, OpLog, Roles, Vocabulary, first_difference, left_out, noting_unseen
 
 
 def logged(call: Callable[..., Any], vocabulary: Vocabulary, *args: torch.Tensor, **options: Any) -> Log:
@@ -278,6 +282,44 @@ def test_compiled_code_stays_compiled_under_a_log(backend: str) -> None:
     assert first_difference(first, second) is None
     assert torch.equal(function(x), expected)
     assert len(compiles) == 1
+
+
+@pytest.mark.slow
+def test_compiled_code_frees_its_arguments_under_a_log() -> None:
+    freed: list[int] = []
+
+    def counted(call: Callable[..., Any], graph: Any, inputs: list[Any]) -> Any:
+        given = [weakref.ref(value) for value in inputs if isinstance(value, torch.Tensor)]
+        out = call(graph, inputs)
+        freed.append(sum(value() is None for value in given))
+        return out
+
+    layer, x = nn.Linear(8, 8), torch.ones(2, 8)
+    function = torch.compile(lambda x: layer(x).sin().exp().sum())
+    function(x).backward()
+    with replaced(CompiledFxGraph, "__call__", counted):
+        function(x).backward()
+        alone = freed.copy()
+        with noting_unseen(), OpLog(Vocabulary(), [x]):
+            function(x).backward()
+    assert alone == [0, 1], "the backward frees what the forward has saved"
+    assert freed == [*alone, *alone]
+
+
+def test_result_in_the_place_of_a_freed_argument_is_new() -> None:
+    inputs = [torch.ones(4)]
+
+    def reuses_memory() -> torch.Tensor:
+        place = inputs[0].untyped_storage()._cdata
+        inputs.clear()
+        with _disable_current_modes():  # as compiled code allocates
+            made = [torch.ones(4) for _ in range(1000)]
+        return next(tensor for tensor in made if tensor.untyped_storage()._cdata == place)
+
+    with OpLog(Vocabulary()) as log:
+        log.note_call("compiled code", inputs, reuses_memory).add_(1)
+    _, _, (tensor,), _ = log.finish()[1]
+    assert tensor[0][0] == "made"
 
 
 @given(st.lists(st.sampled_from(["add", "mul", "sin", "view", "fresh", "outside"]), max_size=12), st.integers(0, 11))
