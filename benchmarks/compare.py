@@ -34,7 +34,7 @@ import torch
 from whole_step import begin, count, machine_facts, name_list
 from whole_step_report import markdown_table
 
-from stepgraph.bench.compare import Row, compare, plan, run_all
+from stepgraph.bench.compare import Comparison, Row, compare, plan, run_all
 from stepgraph.bench.jobs import JobServer
 from stepgraph.bench.mechanisms import all_mechanisms, mechanisms_for, select
 from stepgraph.bench.report_html import losses_in_words
@@ -155,21 +155,28 @@ def page(folder: Path) -> tuple[str, bool]:
     return "\n".join([_TITLE, *parts]), failed
 
 
+def compared(name: str, results: dict[str, Any]) -> Comparison:
+    """Put the rows of a workload's file together."""
+    device = torch.device(results["request"]["device"])
+    cfg, environment = configuration(WORKLOADS[name], device), Environment.read(device.type)
+    measured = {record["mechanism"] for record in results["records"]}
+    known = [mechanism for mechanism in all_mechanisms(cfg, environment) if mechanism.name in measured]
+    return compare(known, results["records"])
+
+
 def section(name: str, results: dict[str, Any]) -> str:
     """What was measured of one workload, as a part of the page."""
     facts, records = results["facts"], results["records"]
-    device = torch.device(results["request"]["device"])
-    cfg, environment = configuration(WORKLOADS[name], device), Environment.read(device.type)
-    measured = {record["mechanism"] for record in records}
-    found = compare([known for known in all_mechanisms(cfg, environment) if known.name in measured], records)
+    found = compared(name, results)
     eager = found.row("eager")
     runs = sum(record["mechanism"] in ("eager", "eager-again") for record in records)
     equal = "has the same losses in all" if found.eager_equals_eager else "has not the same losses in all"
+    noise = f"Eager's {runs} runs differ by {100 * found.noise:.1f} %; it {equal}."
     lines = [
         f"## {name}",
         f"`{facts['command']}`",
         ", ".join(f"{fact} {facts[fact]}" for fact in ("date", "GPU", "driver", "CPU", "torch", "CUDA", "Python")),
-        f"Best: {found.winner}, {found.reason}. Eager's {runs} runs differ by {100 * found.noise:.1f} %; it {equal}.",
+        f"Recommended: {found.winner}, {found.reason}. {noise}",
         markdown_table([HEAD, *(cells(row, eager) for row in found.rows)]),
     ]
     if facts.get("not run"):

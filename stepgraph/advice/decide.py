@@ -1,6 +1,6 @@
 """Decide from measurements whether graphs pay, and from the kind of program which interface to use.
 
-Everything here is pure: measurements in, (choice, reason) out. Nothing is run, imported or measured.
+Everything here is pure: measurements in, (choice, reason) out. Nothing is run or measured.
 
 A graph removes the time in which the GPU waits for the host, and nothing else. So a step is judged by its *busy*
 fraction: the time in which at least one kernel runs, divided by the time of the step. What is predicted:
@@ -27,14 +27,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from stepgraph.bench.timeline import WORTHWHILE
+
 LAUNCH_BOUND = 0.80
 """Below this busy fraction a step waits for launches."""
 GPU_BOUND = 0.95
 """Above this busy fraction there is next to nothing to win."""
-SMALL_KERNEL_US = 50
-"""A kernel shorter than this takes about as long to launch as to run."""
-WORTHWHILE = 0.05
-"""The smallest predicted gain, as a fraction of the step, for which graphs are recommended."""
 MEMORY_WARNING = 0.88
 """The used fraction of the device's memory, before capture, from which a capture may not fit."""
 GIB = 2**30

@@ -8,6 +8,7 @@ the noise that every other row is held against.
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -16,6 +17,7 @@ from typing import Any
 
 from stepgraph.bench.jobs import JobServer, Record
 from stepgraph.bench.mechanisms import Mechanism
+from stepgraph.bench.timeline import WORTHWHILE
 
 PASSES = 2
 
@@ -33,6 +35,8 @@ class Row:
     """The step whose loss is the first that differs from eager's; None if all are equal."""
     largest_gap: float
     """The largest difference of a loss from eager's."""
+    early_gap: float
+    """The largest difference of one of the first losses from eager's, as a part of eager's."""
     last_gap: float
     """The difference of the last loss from eager's, as a part of eager's."""
     diverges: bool
@@ -145,7 +149,7 @@ def _row(
     good = [record for record in records if "error" not in record]
     errors = [record["error"] for record in records if "error" in record]
     if not good:
-        return Row(mechanism, None, None, errors[0], None, 0.0, 0.0, False, False, False, False, {})
+        return Row(mechanism, None, None, errors[0], None, 0.0, 0.0, 0.0, False, False, False, False, {})
     times = [record["step_ms"] for record in good]
     best = min(good, key=lambda record: record["step_ms"])
     left = [at for record in good if (at := left_at(reference, record["losses"])) is not None]
@@ -156,6 +160,7 @@ def _row(
         error=errors[0] if errors else None,
         left_eager_at=min(left) if left else None,
         largest_gap=max(largest_gap(reference, record["losses"]) for record in good),
+        early_gap=max(early_gap(reference, record["losses"]) for record in good),
         last_gap=max(last_gap(reference, record["losses"]) for record in good),
         diverges=any(diverges(reference, record["losses"]) for record in good),
         is_as_compiled=mechanism.changes_kernels
@@ -184,6 +189,21 @@ def largest_gap(reference: Mapping[str, float], losses: Mapping[str, float]) -> 
     return max((abs(reference[step] - losses[step]) for step in reference.keys() & losses.keys()), default=0.0)
 
 
+EARLY = 3
+"""The steps whose losses show what one forward, one backward and one optimizer step do to rounding."""
+_CLOSE, _WORSE = 0.01, 1.1
+
+
+def early_gap(reference: Mapping[str, float], losses: Mapping[str, float]) -> float:
+    """Return the largest difference of the first three losses, as a part of the reference's; NaN is infinitely far.
+
+    Example:
+        >>> early_gap({"1": 10.0, "2": 8.0}, {"1": 10.0, "2": 9.0})
+        0.125
+    """
+    return max((_gap(*pair) for pair in _pairs(reference, losses)[:EARLY]), default=0.0)
+
+
 def last_gap(reference: Mapping[str, float], losses: Mapping[str, float]) -> float:
     """Return the difference of the last loss that both runs have, as a part of the reference's.
 
@@ -191,11 +211,7 @@ def last_gap(reference: Mapping[str, float], losses: Mapping[str, float]) -> flo
         >>> last_gap({"1": 3.0, "2": 2.0}, {"1": 3.0, "2": 2.5})
         0.25
     """
-    last = max(reference.keys() & losses.keys(), key=int, default=None)
-    return abs(reference[last] - losses[last]) / abs(reference[last]) if last is not None and reference[last] else 0.0
-
-
-_EARLY, _CLOSE, _WORSE = 3, 0.01, 1.1
+    return max((_gap(*pair) for pair in _pairs(reference, losses)[-1:]), default=0.0)
 
 
 def diverges(reference: Mapping[str, float], losses: Mapping[str, float]) -> bool:
@@ -209,20 +225,33 @@ def diverges(reference: Mapping[str, float], losses: Mapping[str, float]) -> boo
         >>> diverges({"1": 10.0, "2": 8.0}, {"1": 10.0, "2": 9.0})
         True
     """
-    shared = sorted(int(step) for step in reference.keys() & losses.keys())
-    pairs = [(reference[str(step)], losses[str(step)]) for step in shared]
-    if any(abs(found - known) > _CLOSE * abs(known) or found != found for known, found in pairs[:_EARLY]):
+    if early_gap(reference, losses) > _CLOSE:
         return True
-    return bool(pairs) and not pairs[-1][1] <= _WORSE * pairs[-1][0]
+    return any(not found <= _WORSE * known for known, found in _pairs(reference, losses)[-1:])
+
+
+def _pairs(reference: Mapping[str, float], losses: Mapping[str, float]) -> list[tuple[float, float]]:
+    """The losses of the steps that both runs have, in order."""
+    return [(reference[step], losses[step]) for step in sorted(reference.keys() & losses.keys(), key=int)]
+
+
+def _gap(known: float, found: float) -> float:
+    if known == found:
+        return 0.0
+    gap = abs(found - known) / abs(known) if known else math.inf
+    return math.inf if math.isnan(gap) else gap
 
 
 def choose_winner(
     rows: Sequence[Row], noise: float, eager_equals_eager: bool, compiled_equals_compiled: bool = False
 ) -> tuple[str | None, str]:
-    """Choose the fastest mechanism that trains what eager trains, and say why.
+    """Choose the mechanism to use, of those that train what eager trains, and say why.
 
-    Mechanisms that the passes cannot tell apart are equally fast; of those the one with the least memory is chosen. A
-    mechanism whose kernels are eager's own must have eager's losses, bit for bit, wherever eager equals itself. Our
+    That is the fastest one, unless a simpler one is nearly as fast: eager is simpler than torch.compile, and both are
+    simpler than graphs. Nearly as fast is a mechanism whose step the fastest would cut by less than 5 %, the threshold
+    of `advise`, or by less than the passes differ. Of equally simple ones the one with the least memory is chosen.
+
+    A mechanism whose kernels are eager's own must have eager's losses, bit for bit, wherever eager equals itself. Our
     graphs of compiled kernels must have the losses of torch.compile, wherever it equals itself. Other compiled kernels
     round differently, and are trusted unless they diverge. A mechanism that trains a model of its own is not eager's
     rival.
@@ -232,27 +261,40 @@ def choose_winner(
     sound = [row for row in sound if _is_sound(row, eager_equals_eager, compiled_equals_compiled)]
     if eager is None or eager.step_ms is None or not sound:
         return None, "eager did not run, so there is nothing to compare with"
-    fastest = min(sound, key=lambda row: row.step_ms or 0.0)
-    assert fastest.step_ms is not None
-    if fastest.mechanism.whose == "eager" or eager.step_ms / fastest.step_ms - 1 <= noise:
-        return "eager", f"nothing is faster than eager beyond its own spread of {100 * noise:.1f} %"
-    best = min((row for row in sound if _is_as_fast(row, fastest, noise)), key=lambda row: _reserved(row) or 0)
-    assert best.step_ms is not None
+    fastest = min(sound, key=_ms)
+    near = [row for row in sound if _saving(row, fastest) < _margin(row, fastest, noise)]
+    best = min(near, key=lambda row: (row.mechanism.demands, _reserved(row) or 0, _ms(row)))
+    saved, title = f"{100 * _saving(best, fastest):.1f} %", fastest.mechanism.title
+    if best.mechanism.whose == "eager":
+        margin = f"{100 * _margin(eager, fastest, noise):.0f} % of its step"
+        spread = ", by which its own runs differ" if noise > WORTHWHILE else ""
+        rival = "" if fastest.mechanism.whose == "eager" else f'; "{title}" saves {saved}'
+        return "eager", f"nothing saves {margin}{spread}{rival}"
     losses = "the losses of eager"
     if best.mechanism.changes_kernels:
         losses = "the losses of torch.compile" if best.is_as_compiled else "other kernels, which round differently"
-    reason = f"{eager.step_ms / best.step_ms:.2f} times as fast as eager, with {losses}"
+    reason = f"{eager.step_ms / _ms(best):.2f} times as fast as eager, with {losses}"
     if best is not fastest:
-        reason += f'; "{fastest.mechanism.title}" is as fast, within the spread of the passes, and takes more memory'
+        is_simpler = best.mechanism.demands < fastest.mechanism.demands
+        price = "too little for what it asks of a program" if is_simpler else "and takes more memory"
+        reason += f'; "{title}" saves {saved} more, {price}'
     return best.mechanism.name, reason
 
 
-def _is_as_fast(row: Row, fastest: Row, noise: float) -> bool:
-    """Whether the passes cannot tell a row's time from the fastest; without figures of memory only that one is."""
-    if row is fastest or _reserved(row) is None or _reserved(fastest) is None:
-        return row is fastest
-    spread = max(noise, row.spread or 0.0, fastest.spread or 0.0)
-    return (row.step_ms or 0.0) <= (fastest.step_ms or 0.0) * (1 + spread)
+def _ms(row: Row) -> float:
+    assert row.step_ms is not None
+    return row.step_ms
+
+
+def _saving(row: Row, fastest: Row) -> float:
+    """The part of a row's step that the fastest mechanism saves."""
+    return 1 - _ms(fastest) / _ms(row)
+
+
+def _margin(row: Row, fastest: Row, noise: float) -> float:
+    """The saving up to which a row is nearly as fast as the fastest one."""
+    spread = noise if row.mechanism.whose == "eager" else row.spread or 0.0
+    return max(WORTHWHILE, spread, fastest.spread or 0.0)
 
 
 def _reserved(row: Row) -> int | None:

@@ -60,6 +60,11 @@ class Mechanism:
     unbuilt: Callable[[ConfigContainer], str | None] = lambda cfg: None
     """Names what of a configuration it does not build, or returns None."""
 
+    @property
+    def demands(self) -> int:
+        """What it asks of a program: 0, nothing; 1, code that compiles; 2, also all that graphs ask."""
+        return {"eager": 0, "eager-again": 0, "compile": 1}.get(self.name, 2)
+
     def configured(self, cfg: ConfigContainer) -> ConfigContainer:
         """Return a copy of a configuration that this mechanism runs."""
         found = cfg.copy()

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from stepgraph.bench.compare import Comparison, Row
+from stepgraph.bench.compare import EARLY, Comparison, Row
 from stepgraph.errors import InvalidArgument
 
 _STYLE = """
@@ -253,4 +253,9 @@ def losses_in_words(row: Row) -> str:
         return f"{whose} diverge from step {row.left_eager_at}, by {row.largest_gap:.2g} at most".strip()
     if row.is_as_compiled:
         return "those of torch.compile, bit for bit"
-    return f"{whose} other rounding from step {row.left_eager_at}, the last {100 * row.last_gap:.2f} % off".strip()
+    rounding = f"other rounding: {_percents(row.early_gap)} off by step {EARLY}, {_percents(row.last_gap)} at the last"
+    return f"{whose} {rounding}".strip()
+
+
+def _percents(part: float) -> str:
+    return f"{100 * part:.2g} %"

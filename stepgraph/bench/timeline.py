@@ -12,6 +12,8 @@ from typing import Any
 
 SMALL_US = 50.0
 """A kernel shorter than this takes about as long to launch as to run."""
+WORTHWHILE = 0.05
+"""The smallest saving, as a fraction of the step, for which a program should be changed, predicted or measured."""
 _ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset")
 _GRAPH_LAUNCH = "cudaGraphLaunch"
 _LAUNCHES = ("cudaLaunchKernel", "cudaLaunchKernelExC", "cuLaunchKernel", "cuLaunchKernelEx")

@@ -174,6 +174,26 @@ def test_compare_page_is_that_of_its_rows(monkeypatch: pytest.MonkeyPatch) -> No
         assert script.page(path.parent) == (path.read_text(), False)
 
 
+def test_recommended_mechanisms_reach_their_targets(monkeypatch: pytest.MonkeyPatch) -> None:
+    script = imported("compare", monkeypatch)
+    seen = set()
+    for name in script.WORKLOADS:
+        for path in (BENCHMARKS / "results").glob(f"*/compare_{name}.json"):
+            found = script.compared(name, json.loads(path.read_text()))
+            eager, best = found.row("eager"), found.row(found.winner)
+            assert best.step_ms <= eager.step_ms * (1 + found.noise)
+            assert best.figures["memory"]["reserved"] <= 1.10 * eager.figures["memory"]["reserved"]
+            ours = [row for row in found.rows if row.mechanism.whose == "stepgraph"]
+            if found.eager_equals_eager:
+                same = [row for row in ours if not row.mechanism.changes_kernels]
+                assert all(row.left_eager_at is None for row in same)
+                assert len(eager.figures["losses"]) >= 20
+            if name == "gpt2_small":
+                assert found.rows[0] in ours
+            seen.add(name)
+    assert seen == script.WORKLOADS.keys()
+
+
 @pytest.mark.long
 def test_host_cost_lets_two_checkouts_take_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     script = imported("host_cost", monkeypatch)
