@@ -37,7 +37,7 @@ from whole_step_report import markdown_table
 from stepgraph.bench.compare import Comparison, Row, compare, plan, run_all
 from stepgraph.bench.jobs import JobServer
 from stepgraph.bench.mechanisms import all_mechanisms, mechanisms_for, select
-from stepgraph.bench.report_html import losses_in_words
+from stepgraph.bench.report_html import losses_in_words, remarks
 from stepgraph.bench.results import ResultFile, write_whole
 from stepgraph.config.container import ConfigContainer
 from stepgraph.config.environment import Environment
@@ -179,6 +179,11 @@ def section(name: str, results: dict[str, Any]) -> str:
         f"Recommended: {found.winner}, {found.reason}. {noise}",
         markdown_table([HEAD, *(cells(row, eager) for row in found.rows)]),
     ]
+    said = [
+        f"- {row.mechanism.name}: {words}" for row in found.rows if row.step_ms is not None and (words := remarks(row))
+    ]
+    if said:
+        lines.append("\n".join(said))
     if facts.get("not run"):
         lines.append(f"Not run: {', '.join(facts['not run'])}.")
     return "\n\n".join(lines) + "\n"

@@ -20,6 +20,8 @@ from stepgraph.bench.mechanisms import Mechanism
 from stepgraph.bench.timeline import WORTHWHILE
 
 PASSES = 2
+Losses = Mapping[str, float | None]
+"""The loss of each step; None where it was not finite."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +33,7 @@ class Row:
     spread: float | None
     """Largest over smallest median of the passes, less 1; None after a single pass."""
     error: str | None
+    """The error of a pass that failed."""
     left_eager_at: int | None
     """The step whose loss is the first that differs from eager's; None if all are equal."""
     largest_gap: float
@@ -134,7 +137,7 @@ def compare(mechanisms: Sequence[Mechanism], records: Sequence[Record]) -> Compa
     return Comparison(tuple(rows), winner, reason, noise, equal, same)
 
 
-def _losses(records: Sequence[Record]) -> Mapping[str, float]:
+def _losses(records: Sequence[Record]) -> Losses:
     """The losses of the first of these runs that has some."""
     return next((record["losses"] for record in records if "error" not in record), {})
 
@@ -142,14 +145,15 @@ def _losses(records: Sequence[Record]) -> Mapping[str, float]:
 def _row(
     mechanism: Mechanism,
     records: Sequence[Record],
-    reference: Mapping[str, float],
-    compiled: Mapping[str, float],
+    reference: Losses,
+    compiled: Losses,
     eager_equals_eager: bool,
 ) -> Row:
     good = [record for record in records if "error" not in record]
-    errors = [record["error"] for record in records if "error" in record]
+    failed = next((record for record in records if "error" in record), None)
     if not good:
-        return Row(mechanism, None, None, errors[0], None, 0.0, 0.0, 0.0, False, False, False, False, {})
+        assert failed is not None
+        return Row(mechanism, None, None, failed["error"], None, 0.0, 0.0, 0.0, False, False, False, False, {})
     times = [record["step_ms"] for record in good]
     best = min(good, key=lambda record: record["step_ms"])
     left = [at for record in good if (at := left_at(reference, record["losses"])) is not None]
@@ -157,7 +161,7 @@ def _row(
         mechanism=mechanism,
         step_ms=statistics.fmean(times),
         spread=max(times) / min(times) - 1 if len(times) > 1 else None,
-        error=errors[0] if errors else None,
+        error=None if failed is None else f"pass {failed['pass'] + 1} failed: {failed['error']}",
         left_eager_at=min(left) if left else None,
         largest_gap=max(largest_gap(reference, record["losses"]) for record in good),
         early_gap=max(early_gap(reference, record["losses"]) for record in good),
@@ -173,7 +177,7 @@ def _row(
     )
 
 
-def left_at(reference: Mapping[str, float], losses: Mapping[str, float]) -> int | None:
+def left_at(reference: Losses, losses: Losses) -> int | None:
     """Return the first step whose loss differs from the reference, of those that both have.
 
     Example:
@@ -184,9 +188,9 @@ def left_at(reference: Mapping[str, float], losses: Mapping[str, float]) -> int 
     return next((step for step in shared if reference[str(step)] != losses[str(step)]), None)
 
 
-def largest_gap(reference: Mapping[str, float], losses: Mapping[str, float]) -> float:
-    """Return the largest difference between two runs' losses."""
-    return max((abs(reference[step] - losses[step]) for step in reference.keys() & losses.keys()), default=0.0)
+def largest_gap(reference: Losses, losses: Losses) -> float:
+    """Return the largest difference between two runs' losses; infinite if one of them has lost its numbers."""
+    return max((_distance(*pair) for pair in _pairs(reference, losses)), default=0.0)
 
 
 EARLY = 3
@@ -194,8 +198,8 @@ EARLY = 3
 _CLOSE, _WORSE = 0.01, 1.1
 
 
-def early_gap(reference: Mapping[str, float], losses: Mapping[str, float]) -> float:
-    """Return the largest difference of the first three losses, as a part of the reference's; NaN is infinitely far.
+def early_gap(reference: Losses, losses: Losses) -> float:
+    """Return the largest difference of the first three losses, as a part of the reference's.
 
     Example:
         >>> early_gap({"1": 10.0, "2": 8.0}, {"1": 10.0, "2": 9.0})
@@ -204,7 +208,7 @@ def early_gap(reference: Mapping[str, float], losses: Mapping[str, float]) -> fl
     return max((_gap(*pair) for pair in _pairs(reference, losses)[:EARLY]), default=0.0)
 
 
-def last_gap(reference: Mapping[str, float], losses: Mapping[str, float]) -> float:
+def last_gap(reference: Losses, losses: Losses) -> float:
     """Return the difference of the last loss that both runs have, as a part of the reference's.
 
     Example:
@@ -214,7 +218,7 @@ def last_gap(reference: Mapping[str, float], losses: Mapping[str, float]) -> flo
     return max((_gap(*pair) for pair in _pairs(reference, losses)[-1:]), default=0.0)
 
 
-def diverges(reference: Mapping[str, float], losses: Mapping[str, float]) -> bool:
+def diverges(reference: Losses, losses: Losses) -> bool:
     """Tell training that goes wrong from other rounding.
 
     Training amplifies rounding, at a high learning rate within a few steps. So the first three losses are compared,
@@ -227,19 +231,25 @@ def diverges(reference: Mapping[str, float], losses: Mapping[str, float]) -> boo
     """
     if early_gap(reference, losses) > _CLOSE:
         return True
-    return any(not found <= _WORSE * known for known, found in _pairs(reference, losses)[-1:])
+    last = _pairs(reference, losses)[-1:]
+    return any(found is None or found > _WORSE * known for known, found in last if known is not None)
 
 
-def _pairs(reference: Mapping[str, float], losses: Mapping[str, float]) -> list[tuple[float, float]]:
+def _pairs(reference: Losses, losses: Losses) -> list[tuple[float | None, float | None]]:
     """The losses of the steps that both runs have, in order."""
     return [(reference[step], losses[step]) for step in sorted(reference.keys() & losses.keys(), key=int)]
 
 
-def _gap(known: float, found: float) -> float:
+def _distance(known: float | None, found: float | None) -> float:
     if known == found:
         return 0.0
-    gap = abs(found - known) / abs(known) if known else math.inf
-    return math.inf if math.isnan(gap) else gap
+    return math.inf if known is None or found is None else abs(found - known)
+
+
+def _gap(known: float | None, found: float | None) -> float:
+    """The distance as a part of the known loss."""
+    distance = _distance(known, found)
+    return distance / abs(known) if known and distance else distance
 
 
 def choose_winner(
@@ -257,17 +267,17 @@ def choose_winner(
     rival.
     """
     eager = next((row for row in rows if row.mechanism.name == "eager"), None)
-    sound = [row for row in rows if row.step_ms is not None and row.error is None]
-    sound = [row for row in sound if _is_sound(row, eager_equals_eager, compiled_equals_compiled)]
-    if eager is None or eager.step_ms is None or not sound:
-        return None, "eager did not run, so there is nothing to compare with"
-    fastest = min(sound, key=_ms)
-    near = [row for row in sound if _saving(row, fastest) < _margin(row, fastest, noise)]
+    if eager is None or eager.step_ms is None:
+        return None, f"eager {'was not asked for' if eager is None else 'failed'}, so there is nothing to compare with"
+    whole = [row for row in rows if row.step_ms is not None and row.error is None]
+    sound = [row for row in whole if _is_sound(row, eager_equals_eager, compiled_equals_compiled)]
+    fastest = min([eager, *sound], key=_ms)
+    near = [row for row in (eager, *sound) if _saving(row, fastest) < _margin(row, fastest, noise)]
     best = min(near, key=lambda row: (row.mechanism.demands, _reserved(row) or 0, _ms(row)))
     saved, title = f"{100 * _saving(best, fastest):.1f} %", fastest.mechanism.title
     if best.mechanism.whose == "eager":
         margin = f"{100 * _margin(eager, fastest, noise):.0f} % of its step"
-        spread = ", by which its own runs differ" if noise > WORTHWHILE else ""
+        spread = ", by which runs of one mechanism differ" if _margin(eager, fastest, noise) > WORTHWHILE else ""
         rival = "" if fastest.mechanism.whose == "eager" else f'; "{title}" saves {saved}'
         return "eager", f"nothing saves {margin}{spread}{rival}"
     losses = "the losses of eager"
@@ -293,8 +303,8 @@ def _saving(row: Row, fastest: Row) -> float:
 
 def _margin(row: Row, fastest: Row, noise: float) -> float:
     """The saving up to which a row is nearly as fast as the fastest one."""
-    spread = noise if row.mechanism.whose == "eager" else row.spread or 0.0
-    return max(WORTHWHILE, spread, fastest.spread or 0.0)
+    spreads = noise if row.mechanism.whose == "eager" else row.spread or 0.0, fastest.spread or 0.0
+    return max(WORTHWHILE, *(1 - 1 / (1 + spread) for spread in spreads))
 
 
 def _reserved(row: Row) -> int | None:

@@ -7,13 +7,15 @@ are SVG; their colours come from the style sheet, so that both schemes work. `re
 from __future__ import annotations
 
 import html
-import os
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from stepgraph.bench.compare import EARLY, Comparison, Row
+from stepgraph.bench.results import check_writable
 from stepgraph.errors import InvalidArgument
+from stepgraph.session.report import counted
 
 _STYLE = """
 :root { color-scheme: light dark; --ink: #1d2330; --dim: #667; --page: #fff; --line: #d8dce4; --bar: #9aa4b5;
@@ -43,21 +45,14 @@ _MAX_CURVES = 5
 
 def check_place(path: Path) -> None:
     """Refuse a report that could not be written, before anything is run."""
-    folder = path.parent
     if path.suffix.lower() not in (".html", ".htm"):
         raise InvalidArgument(
             f"--report {path} is no HTML file",
             rule="report-file",
-            why="the report is one HTML file.",
-            fix=f"--report {path.with_suffix('.html')}",
+            why="the report is one HTML file, written beside its place and renamed.",
+            fix=f"--report {path.with_suffix('.html').name}",
         )
-    if path.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
-        raise InvalidArgument(
-            f"--report {path} cannot be written",
-            rule="report-file",
-            why=f"{folder} is not a folder that can be written to." if not path.is_dir() else "it is a folder.",
-            fix="name a file in an existing folder.",
-        )
+    check_writable(path)
 
 
 def render(title: str, facts: Mapping[str, Any], found: Comparison) -> str:
@@ -179,14 +174,20 @@ def _timelines(found: Comparison) -> str:
     label = f"Kernels of one step; the whole width is {longest / 1e3:.1f} ms"
     return (
         f'<svg viewBox="0 0 700 {height}" role="img" aria-label="{label}">{"".join(parts)}</svg>'
-        f'<p class="dim">{label}. Gaps are times in which the GPU waits.</p>'
+        f'<p class="dim">{label}. Gaps are times in which the GPU waits.{"".join(map(_cut, rows))}</p>'
     )
+
+
+def _cut(row: Row) -> str:
+    """Say that a picture is not whole."""
+    shown, kernels = len(row.figures["timeline_us"]), row.figures.get("kernels") or 0
+    return f" {_text(row.mechanism.title)}: the first {shown} of {kernels} kernels." if shown < kernels else ""
 
 
 def _table(found: Comparison) -> str:
     head = (
         *("mechanism", "step ms", "between passes", "p90", "audits", "TFLOP/s/GPU", "busy", "kernels", "reserved GiB"),
-        *("capture s", "losses against eager"),
+        *("capture s", "losses against eager", "remarks"),
     )
     cells = {row.mechanism.name: cells_of(row) for row in found.rows if row.step_ms is not None}
     shown = [place for place in range(len(head)) if not cells or any(row[place] for row in cells.values())]
@@ -217,6 +218,7 @@ def cells_of(row: Row) -> list[str]:
         _or_nothing(_gib(figures.get("memory", {}).get("reserved")), "{:.2f}"),
         _or_nothing(figures.get("capture_seconds") or None, "{:.2f}"),
         losses_in_words(row),
+        remarks(row),
     ]
 
 
@@ -248,13 +250,31 @@ def losses_in_words(row: Row) -> str:
     if row.left_eager_at is None:
         return f"{whose} equal".strip()
     if row.reference_varies and not row.diverges and not row.mechanism.changes_kernels:
-        return f"differ from step {row.left_eager_at}, by {row.largest_gap:.2g} at most, as eager's do from its own"
+        return f"differ from step {row.left_eager_at}{_by(row.largest_gap)}, as eager's do from its own"
     if row.diverges or not row.mechanism.changes_kernels:
-        return f"{whose} diverge from step {row.left_eager_at}, by {row.largest_gap:.2g} at most".strip()
+        return f"{whose} diverge from step {row.left_eager_at}{_by(row.largest_gap)}".strip()
     if row.is_as_compiled:
         return "those of torch.compile, bit for bit"
     rounding = f"other rounding: {_percents(row.early_gap)} off by step {EARLY}, {_percents(row.last_gap)} at the last"
     return f"{whose} {rounding}".strip()
+
+
+def remarks(row: Row) -> str:
+    """What else is to be said of a row: a pass that failed, losses without numbers, what torch compiled."""
+    parts = [row.error] if row.error else []
+    lost = [int(step) for step, loss in row.figures.get("losses", {}).items() if loss is None]
+    if lost:
+        parts.append(f"the loss is not finite from step {min(lost)}")
+    compiler = row.figures.get("compiler")
+    if compiler:
+        skipped = compiler.get("cuda_graphs_skipped")
+        words = [f"compiled as {counted(compiler['graphs'], 'graphs')}", counted(compiler["breaks"], "breaks")]
+        parts.append(", ".join(words + ([f"{counted(skipped, 'CUDA graphs')} skipped"] if skipped else [])))
+    return "; ".join(parts)
+
+
+def _by(gap: float) -> str:
+    return f", by {gap:.2g} at most" if math.isfinite(gap) else ""
 
 
 def _percents(part: float) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import errno
 import json
 import os
 import platform
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 
 from stepgraph.errors import InvalidArgument
+from stepgraph.strict_json import as_json
 
 
 def machine_facts(device: torch.device) -> dict[str, Any]:
@@ -28,6 +30,22 @@ def machine_facts(device: torch.device) -> dict[str, Any]:
         "Python": platform.python_version(),
         "CPU cores": os.cpu_count(),
     }
+
+
+def check_writable(path: Path) -> None:
+    """Refuse a file that could not be written: no folder, no permission, a folder of its name."""
+    try:
+        if path.is_dir():
+            raise IsADirectoryError(errno.EISDIR, "it is a folder")
+        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}."):
+            pass
+    except OSError as error:
+        raise InvalidArgument(
+            f"{path} cannot be written",
+            rule="report-file",
+            why=f"{path.parent}: {error.strerror}." if not path.is_dir() else "it is a folder.",
+            fix="name a file in an existing folder that can be written to.",
+        ) from error
 
 
 def write_whole(path: Path, text: str) -> None:
@@ -63,26 +81,37 @@ class ResultFile:
 
     def save(self, records: list[dict[str, Any]]) -> None:
         """Write all records, under another name first."""
-        text = json.dumps({"facts": self.facts, "request": self.request, "records": records}, indent=1)
+        text = as_json({"facts": self.facts, "request": self.request, "records": records}, indent=1)
         write_whole(self.path, text + "\n")
 
     def load(self) -> list[dict[str, Any]]:
         """Return the records of an earlier run of the same comparison; none if there is no file."""
         if not self.path.exists():
             return []
-        try:
-            found = json.loads(self.path.read_text(encoding="utf-8"))
-            records, request = list(found["records"]), found["request"]
-        except (ValueError, KeyError, TypeError) as error:
-            raise self._unusable("is no result of a comparison", "move it away, or leave --resume out.") from error
-        if request != json.loads(json.dumps(self.request)):
-            raise self._unusable("is of another comparison", "leave --resume out, or use the same settings.")
+        records, request = self._read()
+        if request != json.loads(as_json(self.request)):
+            raise InvalidArgument(
+                f"--resume: {self.path} is of another comparison",
+                rule="report-file",
+                why="rows of different configurations cannot be compared with each other.",
+                fix="leave --resume out, or use the same settings.",
+            )
         return [record for record in records if "error" not in record]
 
-    def _unusable(self, what: str, fix: str) -> InvalidArgument:
-        return InvalidArgument(
-            f"--resume: {self.path} {what}",
-            rule="report-file",
-            why="rows of different configurations cannot be compared with each other.",
-            fix=fix,
-        )
+    def refuse_foreign(self) -> None:
+        """Refuse to write over a file that is no result of a comparison."""
+        if self.path.exists():
+            self._read()
+
+    def _read(self) -> tuple[list[dict[str, Any]], Any]:
+        """The records and the request of the file."""
+        try:
+            found = json.loads(self.path.read_text(encoding="utf-8"))
+            return list(found["records"]), found["request"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise InvalidArgument(
+                f"{self.path} is no result of a comparison",
+                rule="report-file",
+                why="the rows are written to that file, which belongs to something else.",
+                fix="move it away, or give the report another name: --report FILE.html.",
+            ) from error

@@ -30,6 +30,7 @@ from types import FrameType, ModuleType
 from typing import IO, Any, NoReturn
 
 from stepgraph.script.processes import end_group
+from stepgraph.strict_json import as_json
 
 _POLL_S = 0.02
 REQUEST, STDERR = "request.json", "stderr.txt"
@@ -132,7 +133,7 @@ def _cuda_starts() -> bool:
 def run_one(jobs: ModuleType, request: dict[str, Any], process: str) -> int:
     """Run a job in this process and write its record; `process` says how this one was started."""
     record = jobs.run(request) | {"process": process}
-    Path(request["file"]).write_text(json.dumps(record, default=str), encoding="utf-8")
+    Path(request["file"]).write_text(as_json(record, default=str), encoding="utf-8")
     return 1 if "error" in record else 0
 
 

@@ -24,8 +24,8 @@ from stepgraph.bench.server import attempted, run_one
 from stepgraph.config.container import ConfigContainer
 from stepgraph.config.environment import Environment
 
-MAX_KERNELS = 4000
-"""Kernels of the timeline that a record keeps, for the picture of a report."""
+MAX_KERNELS = 20_000
+"""Kernels of the timeline that a record keeps, for the picture of a report, which says where there were more."""
 
 
 def run(request: dict[str, Any]) -> dict[str, Any]:

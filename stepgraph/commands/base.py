@@ -15,8 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import enum
-import json
-import math
 import re
 import signal
 import sys
@@ -33,6 +31,7 @@ import stepgraph
 from stepgraph import catalogue
 from stepgraph.errors import InvalidArgument, NoStepError, ScriptError, StepgraphError, nearest
 from stepgraph.script.ranks import is_first_rank, rank
+from stepgraph.strict_json import as_json
 
 if TYPE_CHECKING:
     import torch
@@ -231,18 +230,7 @@ class Stops:
 def envelope(command: str, exit_code: int, values: Mapping[str, Any], schema: int = 1) -> str:
     """Return the JSON text of a command's values, with what every command adds to them."""
     head = {"schema": schema, "command": command, "version": stepgraph.__version__, "exit_code": int(exit_code)}
-    return json.dumps(head | finite(values), indent=2, allow_nan=False)
-
-
-def finite(value: Any) -> Any:
-    """Return a copy of plain values in which None stands for numbers that JSON cannot hold."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {str(key): finite(part) for key, part in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [finite(part) for part in value]
-    return value
+    return as_json({**head, **values}, indent=2)
 
 
 def torch_device(name: str) -> torch.device:

@@ -6,7 +6,7 @@ import contextlib
 import os
 import shlex
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any
@@ -93,7 +93,9 @@ GpuName = Annotated[
     str | None, typer.Option("-g", "--gpu", metavar="NAME", help="h100, h200, b200, ... or cpu; default: this one.")
 ]
 ComputeDtype = Annotated[str, typer.Option("-c", "--compute-dtype", metavar="NAME", help="bf16.")]
-NumGpus = Annotated[int, typer.Option("-ng", "--num-gpus", min=1, help="Number of GPUs.")]
+NumGpus = Annotated[
+    int | None, typer.Option("-ng", "--num-gpus", min=1, help="Number of GPUs; default: 1, or torchrun's processes.")
+]
 Tensor = Annotated[int | None, _size("-tp", "--tensor-model-parallel-size", help="Tensor parallelism.")]
 Pipeline = Annotated[int | None, _size("-pp", "--pipeline-model-parallel-size", help="Pipeline stages.")]
 Expert = Annotated[int | None, _size("-ep", "--expert-model-parallel-size", help="Expert parallelism.")]
@@ -113,7 +115,9 @@ Dispatcher = Annotated[
     str,
     typer.Option("--moe-token-dispatcher-type", help="alltoall; recorded only.", rich_help_panel=_GRAPHS),
 ]
-FitHere = Annotated[bool, typer.Option("--fit", help="Cut the model to this machine.")]
+FitHere = Annotated[
+    bool | None, typer.Option("--fit/--no-fit", help="Cut the model to this machine; on for a CPU.", show_default=False)
+]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Validate and predict; run nothing.")]
 Compares = Annotated[
     bool, typer.Option("--compare", help="Run every mechanism, in two passes.", rich_help_panel=_COMPARE)
@@ -141,7 +145,7 @@ def bench(
     task: Task = "pretrain",
     gpu: GpuName = None,
     compute_dtype: ComputeDtype = "bf16",
-    num_gpus: NumGpus = 1,
+    num_gpus: NumGpus = None,
     tensor: Tensor = None,
     pipeline: Pipeline = None,
     expert: Expert = None,
@@ -153,7 +157,7 @@ def bench(
     cuda_graph_impl: GraphImpl = None,
     cuda_graph_scope: GraphScope = None,
     dispatcher: Dispatcher = "alltoall",
-    fit: FitHere = False,
+    fit: FitHere = None,
     dry_run: DryRun = False,
     compares: Compares = False,
     only: Only = None,
@@ -171,17 +175,26 @@ def bench(
     _refuse_dtype(compute_dtype)
     _refuse_dispatcher(dispatcher)
     words = [f"{setting}={given[key]}" for key, setting in _SETTINGS.items() if given[key] is not None]
-    wanted = read(name, task, [*words, *(overrides or [])], fit)
+    wanted = read(name, task, [*words, *(overrides or [])], bool(fit))
     sizes = (*_typed(given, _ON_ONE), *_run_options(steps, seed), *map(shlex.quote, overrides or ()))
-    asked = Asked(name, task, gpu, num_gpus, dispatcher, _typed(given, _PARALLEL), sizes, fit)
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    named = gpu.lower() if gpu is not None else None
+    asked = Asked(
+        name, task, named, num_gpus or (1 if dry_run else world), dispatcher, _typed(given, _PARALLEL), sizes, fit
+    )
     if dry_run:
         _refuse_with_dry_run({"--compare": compares, "--only": only, "--resume": resume, "--report": report})
         return _predicted(asked, wanted)
-    if compares:
-        return _compared(asked, wanted, _device_of(asked), steps, Reporting(only, resume, report, job_timeout, as_json))
-    if only is not None or resume or report is not None:
+    if not compares and (only is not None or resume or report is not None):
         raise typer.BadParameter("are for --compare", param_hint="--only, --resume and --report")
-    return _measured(asked, wanted, _device_of(asked), steps, as_json)
+    if compares and world > 1:
+        raise _one_at_a_time(asked, world)
+    device = _device_of(asked, world)
+    if fit is None and device.type == "cpu":  # whole models take minutes a step there
+        asked, wanted = replace(asked, fits=True), replace(wanted, fits=True)
+    if compares:
+        return _compared(asked, wanted, device, steps, Reporting(only, resume, report, job_timeout, as_json))
+    return _measured(asked, wanted, device, steps, as_json)
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,7 +210,8 @@ class Asked:
     """The parallel sizes, as they were typed."""
     sizes: tuple[str, ...] = ()
     """The other sizes, the scope and settings, which hold on one GPU too."""
-    fits: bool = False
+    fits: bool | None = False
+    """As typed; None if it was not."""
 
     @property
     def machine(self) -> tuple[str, ...]:
@@ -207,9 +221,13 @@ class Asked:
 
     def same(self, *words: str) -> str:
         """The command for the same model on the same device, with these words."""
-        cut = ("--fit",) if self.fits else ()
         device = (f"-g {self.gpu}",) if self.gpu else ()
-        return self.line(*device, *cut, *self.sizes, *words)
+        return self.line(*device, *self.cut, *self.sizes, *words)
+
+    @property
+    def cut(self) -> tuple[str, ...]:
+        """Whether the model is cut, as typed."""
+        return () if self.fits is None else ("--fit",) if self.fits else ("--no-fit",)
 
     def line(self, *words: str) -> str:
         """The command for the same recipe with these words."""
@@ -300,33 +318,39 @@ def _refuse_with_dry_run(given: Mapping[str, object]) -> None:
         raise typer.BadParameter("runs nothing: leave it out, or leave out " + ", ".join(names), param_hint="--dry-run")
 
 
-def _device_of(asked: Asked) -> torch.device:
+def _one_at_a_time(asked: Asked, world: int) -> InvalidArgument:
+    return InvalidArgument(
+        f"--compare, and {world} processes were started",
+        rule="world-size",
+        why="mechanisms are compared in one process at a time.",
+        fix=f"without torchrun: {asked.same('--compare')}",
+    )
+
+
+def _device_of(asked: Asked, world: int) -> torch.device:
     """The device of a run, or the refusal of a machine that is not here."""
     import torch
 
-    from stepgraph.bench.hardware import find_gpu, gpu_of
+    from stepgraph.bench.hardware import CPU, find_gpu, gpu_of
 
-    world = int(os.environ.get("WORLD_SIZE", "1"))
-    if asked.gpu == "cpu":
-        here, name = asked.num_gpus, "cpu"  # which may have any number of processes
-    else:
-        name = asked.gpu or "auto"
-        here = torch.cuda.device_count()
-    wants = None if asked.gpu in (None, "cpu") else find_gpu(asked.gpu or "")
-    present = gpu_of(torch.cuda.get_device_name()) if torch.cuda.is_available() else None
-    if wants is not None and wants is not present:
-        found = "no GPU" if present is None else f"a {present.name}"
-        raise _not_here(asked, f"-g {asked.gpu}, and this machine has {found}")
-    if asked.num_gpus > max(here, 1 if asked.gpu is None else 0):
+    if asked.gpu not in (None, CPU):
+        wants = find_gpu(asked.gpu)
+        name = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+        if name is None or gpu_of(name) is not wants:
+            raise _not_here(asked, f"-g {asked.gpu}, and this machine has {'no GPU' if name is None else f'an {name}'}")
+    here = torch.cuda.device_count()
+    if asked.gpu != CPU and asked.num_gpus > (here or world):  # a CPU may have any number of processes
         raise _not_here(asked, f"-ng {asked.num_gpus}, and this machine has {here}")
     if asked.num_gpus != world:
+        started = f"{world} processes were started" if world > 1 else "1 process was started"
         raise InvalidArgument(
-            f"-ng {asked.num_gpus}, and {world} process{'es' if world > 1 else ''} were started",
+            f"-ng {asked.num_gpus}, and {started}",
             rule="world-size",
             why="each GPU is trained on by a process of its own.",
-            fix=f"torchrun --nproc-per-node {asked.num_gpus} -m {asked.line(*asked.machine, *asked.sizes)}",
+            fix=f"torchrun --nproc-per-node {asked.num_gpus} -m "
+            + asked.line(*asked.machine, *asked.cut, *asked.sizes),
         )
-    return torch_device("cpu" if name == "cpu" else "auto")
+    return torch_device("cpu" if asked.gpu == CPU else "auto")
 
 
 def _not_here(asked: Asked, what: str) -> InvalidArgument:
@@ -447,11 +471,12 @@ def _compared(asked: Asked, wanted: Wanted, device: torch.device, steps: int, ho
     from stepgraph.bench.compare import compare, plan, run_all, seconds_left
     from stepgraph.bench.jobs import JobServer, Record
     from stepgraph.bench.mechanisms import mechanisms_for, select
-    from stepgraph.bench.results import ResultFile, machine_facts, write_whole
+    from stepgraph.bench.results import ResultFile, check_writable, machine_facts, write_whole
     from stepgraph.config.environment import Environment
 
     if how.html is not None:
         report_html.check_place(how.html)
+    check_writable(how.json_file(asked.recipe))
     cfg, cuts, parameters = configured(wanted, device)
     known = mechanisms_for(cfg, Environment.read(device.type))
     chosen = select(how.only, known) if how.only is not None else known
@@ -460,6 +485,7 @@ def _compared(asked: Asked, wanted: Wanted, device: torch.device, steps: int, ho
     request = {"config": cfg.to_dict(), "device": str(device), "steps": steps}
     file = ResultFile(how.json_file(asked.recipe), request, machine_facts(device))
     records: list[Record] = file.load() if how.resumes else []
+    file.refuse_foreign()
     jobs = plan(chosen, records)
     with _progress(len(jobs), how.as_json) as on_job, JobServer() as server:
 
@@ -489,7 +515,7 @@ def _compared(asked: Asked, wanted: Wanted, device: torch.device, steps: int, ho
         "report": None if how.html is None else str(how.html),
     }
     failed = any("error" in record for record in records)
-    following = f"open {how.html}" if how.html is not None else asked.same(*_reported(how, file.path))
+    following = f"python -m webbrowser {how.html}" if how.html is not None else asked.same(*_reported(how, file.path))
     code = ExitCode.FINDINGS if failed else ExitCode.OK
     text = _comparison_table(title, found, missing, file.path, facts.get("note"))
     return Result(values, text, next=following, exit_code=code)
@@ -527,7 +553,7 @@ def _comparison_table(
     from rich.table import Table
     from rich.text import Text
 
-    from stepgraph.bench.report_html import AUDITS, audits_in_words
+    from stepgraph.bench.report_html import AUDITS, audits_in_words, remarks
 
     rows = [_cells(row) for row in found.rows]
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, show_edge=False)
@@ -540,9 +566,12 @@ def _comparison_table(
     winner = found.row(found.winner) if found.winner else None
     verdict = f"{winner.mechanism.title}: {found.reason}" if winner is not None else found.reason
     lines = [Text(verdict, "bold"), *(Text(f"not run: {name} ({why})") for name, why in missing.items())]
-    remarks = [Text(AUDITS)] if any(map(audits_in_words, found.rows)) else []
-    remarks += [Text(note)] if note is not None else []
-    return Group(*lines, table, *remarks, Text(f"All figures: {file}"))
+    below = [
+        f"{row.mechanism.title}: {said}" for row in found.rows if row.step_ms is not None and (said := remarks(row))
+    ]
+    below += [AUDITS] if any(map(audits_in_words, found.rows)) else []
+    below += [note] if note is not None else []
+    return Group(*lines, table, *map(Text, below), Text(f"All figures: {file}"))
 
 
 _COLUMNS = ("mechanism", "step ms", "passes", "p90", "audits", "busy", "GiB", "losses against eager")

@@ -28,6 +28,7 @@ ROOMS = (
     "ran",
     "tree",
     "plain",
+    "strict_json",
     "signature",
     "native",
     "order",

@@ -19,6 +19,7 @@ import stepgraph
 from stepgraph.bench.run import Memory, Regions
 from stepgraph.cli import app
 from stepgraph.commands.bench import render
+from stepgraph.config.rules import RULES
 
 PLAIN = {"NO_COLOR": "1", "COLUMNS": "80"}
 GUIDE = (
@@ -81,6 +82,15 @@ def test_bench_needs_a_process_for_each_device() -> None:
     code, values, _ = bench("-mr gpt2_small -g cpu -ng 1 -mb 2", WORLD_SIZE="2", RANK="0")
     assert (code, values["error"]["rule"]) == (2, "world-size")
     assert values["error"]["fix"] == "torchrun --nproc-per-node 1 -m stepgraph bench -mr gpt2_small -g cpu -ng 1 -mb 2"
+    code, values, _ = bench("-mr gpt2_small -g CPU -ng 2 --fit")
+    assert values["error"]["what"] == "-ng 2, and 1 process was started"
+    assert values["error"]["fix"] == "torchrun --nproc-per-node 2 -m stepgraph bench -mr gpt2_small -g cpu -ng 2 --fit"
+
+
+def test_bench_compares_in_one_process_only() -> None:
+    code, values, _ = bench("-mr gpt2_small -g cpu --fit -mb 2 --compare", WORLD_SIZE="2", RANK="0")
+    assert (code, values["error"]["rule"]) == (2, "world-size")
+    assert values["error"]["fix"] == "without torchrun: stepgraph bench -mr gpt2_small -g cpu --fit -mb 2 --compare"
 
 
 @pytest.mark.slow
@@ -140,6 +150,57 @@ def test_bench_prediction_refuses_a_broken_rule() -> None:
     assert values["error"]["rule"] == "preprocess-needs-router"
 
 
+LOCAL, TE = "--cuda_graph_impl local --cuda_graph_scope", "--cuda_graph_impl transformer_engine --cuda_graph_scope"
+DELAYED = "model.delay_wgrad_compute=true"
+RULE_LINES = {
+    "config-value": "-mr gpt2_small optimizer.lr=-1",
+    "rng-tracker": f"-mr gpt2_small {LOCAL} attn rng.te_rng_tracker=false",
+    "full-iteration-impl": f"-mr gpt2_small {TE} full_iteration",
+    "full-iteration-alone": f"-mr gpt2_small {LOCAL} full_iteration,attn",
+    "nan-check-in-graph": f"-mr gpt2_small {LOCAL} full_iteration ddp.check_for_nan_in_grad=true",
+    "moe-and-router": f"-mr qwen3_30b_a3b {TE} moe,moe_router",
+    "preprocess-needs-router": f"-mr qwen3_30b_a3b {TE} moe_preprocess",
+    "moe-scope-without-experts": f"-mr gpt2_small {TE} moe_router",
+    "mlp-scope-without-dense": f"-mr qwen3_30b_a3b {TE} mlp",
+    "scope-without-layers": f"-mr gpt2_small {TE} mamba",
+    "dropless-moe": f"-mr qwen3_30b_a3b {TE} moe model.moe_token_dispatcher_type=alltoall",
+    "static-shapes": "-mr gpt2_small model.variable_seq_lengths=true",
+    "packed-sequence": f"-mr gpt2_small --task sft {TE} attn dataset.packed_sequence=true",
+    "batch-size": "-mr gpt2_small -gb 7 -mb 2",
+    "expandable-segments": f"-mr gpt2_small {TE} attn",
+    "cpu-offloading": f"-mr gpt2_small {TE} attn model.cpu_offloading=true",
+    "full-recompute": f"-mr gpt2_small {TE} attn model.recompute_granularity=full",
+    "moe-recompute": f"-mr qwen3_30b_a3b {TE} attn,moe_router model.recompute_granularity=selective "
+    "model.recompute_modules=moe",
+    "delayed-wgrad-fusion": f"-mr llama3_8b {TE} attn {DELAYED}",
+    "delayed-wgrad-bias": f"-mr gpt2_small {TE} attn {DELAYED} model.gradient_accumulation_fusion=true",
+    "not-run-here": "-mr gpt2_small -tp 2",
+    "gpu-missing": "-mr gpt2_small -g h100 -ng 2",
+    "world-size": "-mr gpt2_small -ng 2",
+}
+ELSEWHERE = {"delayed-wgrad-te-version", "nccl-ddp-warmup"}
+"""Rules for another version of Transformer Engine, and for several GPUs."""
+
+
+def test_bench_has_a_line_for_every_rule() -> None:
+    assert RULE_LINES.keys() | ELSEWHERE == set(map(str, RULES))
+
+
+@no_gpu
+@pytest.mark.parametrize("rule", RULE_LINES)
+def test_bench_answers_a_broken_rule(rule: str) -> None:
+    line = RULE_LINES[rule] if " -g " in RULE_LINES[rule] else f"{RULE_LINES[rule]} -g cpu"
+    segments = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"} if rule == "expandable-segments" else {}
+    code, values, stderr = bench(line, **segments)
+    assert code == 2
+    found = values["error"]
+    assert rule in (found["rule"], *(each["rule"] for each in found.get("violations", ())))
+    assert found["what"]
+    assert found["why"]
+    assert found["fix"]
+    assert f"[{rule}]" in stderr
+
+
 @pytest.mark.parametrize("option", ["--only eager", "--resume", "--report r.html"])
 def test_bench_options_of_a_comparison_need_it(option: str) -> None:
     code, values, stderr = bench(f"-g cpu {option}")
@@ -148,10 +209,27 @@ def test_bench_options_of_a_comparison_need_it(option: str) -> None:
     assert "--compare" in stderr
 
 
-def test_bench_report_is_refused_before_anything_runs(tmp_path: Path) -> None:
-    code, values, _ = bench(f"-g cpu --fit --compare --report {tmp_path}/missing/r.html")
+@pytest.mark.parametrize(
+    ("place", "why"),
+    [
+        ("missing/r.html", "No such file or directory"),
+        ("folder.html", "it is a folder"),
+        ("notes.html", "belongs to something else"),
+        ("taken.html", "it is a folder"),
+        ("/proc/r.html", "/proc: "),
+        ("r.txt", "one HTML file"),
+    ],
+)
+def test_bench_report_is_refused_before_anything_runs(place: str, why: str, tmp_path: Path) -> None:
+    for name in ("folder.html", "taken.json"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "notes.json").write_text("{}")
+    before = sorted(tmp_path.iterdir())
+    code, values, _ = bench(f"-g cpu --fit --compare --report {tmp_path / place}")
     assert (code, values["error"]["rule"]) == (2, "report-file")
-    assert list(tmp_path.iterdir()) == []
+    assert why in values["error"]["why"]
+    assert sorted(tmp_path.iterdir()) == before
+    assert (tmp_path / "notes.json").read_text() == "{}"
 
 
 def test_bench_names_unknown_mechanisms(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

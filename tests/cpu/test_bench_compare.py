@@ -1,8 +1,11 @@
 """The comparison of mechanisms: what is run, how rows are judged, and the report. Nothing is measured here."""
 
+import contextlib
 import dataclasses
 import html.parser
 import io
+import resource
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +16,7 @@ from torch import Tensor, nn
 
 from stepgraph import recipes
 from stepgraph.bench import megatron_core, report_html
-from stepgraph.bench.compare import compare, diverges, largest_gap, left_at, plan, seconds_left
+from stepgraph.bench.compare import Comparison, compare, diverges, largest_gap, left_at, plan, seconds_left
 from stepgraph.bench.mechanisms import CopiedResults, Mechanism, mechanisms_for, named, select
 from stepgraph.bench.results import ResultFile, write_whole
 from stepgraph.bench.run import Clock
@@ -42,6 +45,13 @@ def record(mechanism: Mechanism, number: int, step_ms: float, *losses: float) ->
         "memory": {"reserved": 2**30},
         "timeline_us": [[0.0, 5.0], [10.0, 5.0]],
     }
+
+
+def shown_table(found: Comparison, missing: dict[str, str] | None = None) -> str:
+    shown = Console(width=80, file=io.StringIO())
+    shown.print(_comparison_table("title", found, missing or {}, Path("r.json")))
+    assert isinstance(shown.file, io.StringIO)
+    return shown.file.getvalue()
 
 
 def test_plan_runs_the_second_pass_backwards() -> None:
@@ -104,7 +114,7 @@ def test_rounding_that_training_amplifies_is_no_divergence() -> None:
     assert not diverges(eager, compiled)
     assert not diverges(eager, eager)
     assert not diverges({}, eager)
-    for step, loss in (("1", 11.3), ("3", 6.8), ("5", 2.3), ("5", float("nan")), ("2", float("nan"))):
+    for step, loss in (("1", 11.3), ("3", 6.8), ("5", 2.3), ("5", None), ("2", None)):
         assert diverges(eager, compiled | {step: loss})
 
 
@@ -125,7 +135,8 @@ def test_losses_are_not_held_against_an_eager_that_varies() -> None:
     [
         (100.0, 96.0, "eager", 'nothing saves 5 % of its step; "local: full_iteration" saves 4.0 %'),
         (100.0, 95.0, "ours-whole", "1.05 times as fast as eager, with the losses of eager"),
-        (109.0, 93.0, "eager", "nothing saves 9 % of its step, by which its own runs differ; "),
+        (109.0, 93.0, "eager", "nothing saves 8 % of its step, by which runs of one mechanism differ; "),
+        (210.0, 40.0, "ours-whole", "2.50 times as fast as eager"),
         (100.0, 101.0, "eager", "nothing saves 5 % of its step"),
     ],
 )
@@ -177,9 +188,55 @@ def test_failed_mechanism_is_a_row_that_says_so() -> None:
     assert (row.step_ms, row.error) == (None, "CaptureError: no")
 
 
+def test_mechanism_that_fails_in_one_pass_says_so() -> None:
+    failed = {"mechanism": "ours-whole", "pass": 1, "error": "RuntimeError: <gone>"}
+    found = compare([EAGER, OURS], [record(EAGER, 0, 100.0), record(OURS, 0, 25.0), failed])
+    row = found.row("ours-whole")
+    assert row is not None
+    assert (row.step_ms, row.error) == (25.0, "pass 2 failed: RuntimeError: <gone>")
+    assert found.winner == "eager", "nobody relies on what fails now and then"
+    assert "RuntimeError: &lt;gone&gt;" in report_html.render("t", {}, found)
+    assert "local: full_iteration: pass 2 failed: RuntimeError: <gone>" in shown_table(found)
+
+
+def test_eager_that_fails_in_one_pass_is_still_compared_with() -> None:
+    failed = {"mechanism": "eager", "pass": 1, "error": "RuntimeError: gone"}
+    found = compare([EAGER, OURS], [record(EAGER, 0, 100.0), failed, record(OURS, 0, 25.0)])
+    assert found.winner == "ours-whole"
+
+
 def test_comparison_without_eager_has_no_winner() -> None:
     found = compare([EAGER, OURS], [record(OURS, 0, 10.0)])
-    assert found.winner is None
+    assert (found.winner, found.reason) == (None, "eager was not asked for, so there is nothing to compare with")
+    failed = {"mechanism": "eager", "pass": 0, "error": "no"}
+    found = compare([EAGER, OURS], [record(OURS, 0, 10.0), failed])
+    assert (found.winner, found.reason) == (None, "eager failed, so there is nothing to compare with")
+
+
+def test_losses_that_are_not_finite_are_shown_and_compared(tmp_path: Path) -> None:
+    lost = float("nan")
+    records = [record(EAGER, 0, 100.0, 3.0, lost), record(AGAIN, 0, 100.0, 3.0, lost), record(OURS, 0, 50.0, 3.0, lost)]
+    file = ResultFile(tmp_path / "bench.json", {"steps": 2}, {})
+    file.save(records)
+    assert "NaN" not in file.path.read_text()
+    found = compare([EAGER, AGAIN, OURS], file.load())
+    assert (found.eager_equals_eager, found.winner) == (True, "ours-whole")
+    page = report_html.render("t", {}, found)
+    assert "nan" not in page
+    assert "the loss is not finite from step 2" in page
+    file.save([*records[:2], record(OURS, 0, 50.0, 3.0, 2.0)])
+    row = compare([EAGER, AGAIN, OURS], file.load()).row("ours-whole")
+    assert row is not None
+    assert report_html.losses_in_words(row) == "diverge from step 2"
+
+
+def test_counts_of_the_compiler_are_shown() -> None:
+    compiler = {"graphs": 11, "breaks": 1, "cuda_graphs_skipped": 0}
+    records = [record(EAGER, 0, 100.0), record(COMPILED, 0, 50.0) | {"compiler": compiler}]
+    found = compare([EAGER, COMPILED], records)
+    assert "torch.compile: compiled as 11 graphs, 1 break" in shown_table(found)
+    compiler["cuda_graphs_skipped"] = 2
+    assert "11 graphs, 1 break, 2 CUDA graphs skipped" in report_html.render("t", {}, found)
 
 
 def test_losses_are_compared_where_both_have_them() -> None:
@@ -334,6 +391,13 @@ def test_report_is_whole_escaped_and_alone() -> None:
     assert "prefers-color-scheme: dark" in text
 
 
+def test_report_says_where_its_picture_is_cut() -> None:
+    records = [record(EAGER, 0, 10.0) | {"kernels": 2}, record(OURS, 0, 5.0) | {"kernels": 30_000}]
+    page = report_html.render("t", {}, compare([EAGER, OURS], records))
+    assert "local: full_iteration: the first 2 of 30000 kernels." in page
+    assert "eager: the first" not in page
+
+
 def test_report_leaves_out_what_is_not_known() -> None:
     records = [record(EAGER, 0, 10.0), record(OURS, 0, 5.0)]
     for each in records:
@@ -357,6 +421,27 @@ def test_report_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
         report_html.check_place(tmp_path / "report.txt")
 
 
+@contextlib.contextmanager
+def files_of_at_most(size: int) -> Iterator[None]:
+    """Let the system refuse longer files, as a full device does."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_rows_outlive_a_full_device(tmp_path: Path) -> None:
+    file = ResultFile(tmp_path / "bench.json", {"steps": 3}, {})
+    file.save([record(EAGER, 0, 1.0)])
+    with files_of_at_most(4096), pytest.raises(InvalidArgument, match="could not be written") as raised:
+        file.save([record(EAGER, 0, 1.0), record(OURS, 0, 1.0) | {"step_ms_each": [1.0] * 4096}])
+    assert "add --resume" in raised.value.fix
+    assert [found["mechanism"] for found in file.load()] == ["eager"]
+    assert [path.name for path in tmp_path.iterdir()] == ["bench.json"], "nothing half-written is left"
+
+
 def test_results_are_resumed_for_the_same_comparison_only(tmp_path: Path) -> None:
     path = tmp_path / "bench.json"
     file = ResultFile(path, {"steps": 3}, {"GPU": "none"})
@@ -374,10 +459,7 @@ def test_results_are_resumed_for_the_same_comparison_only(tmp_path: Path) -> Non
 def test_table_has_errors_and_no_empty_columns() -> None:
     failed = {"mechanism": "compile", "pass": 0, "error": "RuntimeError: [no]"}
     good = [record(EAGER, 0, 100.0) | {"busy_fraction": None, "memory": {"reserved": None}}, failed]
-    shown = Console(width=80, file=io.StringIO())
-    shown.print(_comparison_table("title", compare([EAGER, COMPILED], good), {"x": "needs a GPU"}, Path("r.json")))
-    assert isinstance(shown.file, io.StringIO)
-    text = " ".join(shown.file.getvalue().split())
+    text = " ".join(shown_table(compare([EAGER, COMPILED], good), {"x": "needs a GPU"}).split())
     assert "RuntimeError: [no]" in text
     assert "not run: x (needs a GPU)" in text
     assert "GiB" not in text
@@ -389,10 +471,7 @@ def test_table_fits_a_terminal() -> None:
     ours = dataclasses.replace(OURS, title=title)
     audits = {"steps": [0, 4, 12], "seconds": 12.5, "in_all": 7}
     records = [record(EAGER, 0, 1234.56), record(ours, 0, 1111.1, 3.0, 2.5) | {"audits": audits}]
-    shown = Console(width=80, file=io.StringIO())
-    shown.print(_comparison_table("title", compare([EAGER, ours], records), {}, Path("r.json")))
-    assert isinstance(shown.file, io.StringIO)
-    text = shown.file.getvalue()
+    text = shown_table(compare([EAGER, ours], records))
     assert max(map(len, text.splitlines())) <= 80
     whole = "".join(text.split())
     for word in ("1234.56", "1111.10", "3:12.50s", "1.00"):
