@@ -442,10 +442,14 @@ def _memory(found: BenchResult) -> str:
         (memory.before_capture, "in use before the capture"),
         (memory.after_capture, "after it"),
     ]
-    shown = [f"{size / 2**30:.2f} GiB {what}" for size, what in parts if size is not None]
+    shown = [f"{_bytes(size)} {what}" for size, what in parts if size is not None]
     if memory.over_eager is not None:
         shown.append(f"{memory.over_eager:.2f} of what the eager warm-up reserved")
     return ", ".join(shown) or "not counted on a CPU"
+
+
+def _bytes(size: int) -> str:
+    return f"{size / 2**30:.2f} GiB" if size >= 2**30 else f"{size / 2**20:.1f} MiB"
 
 
 # -- a comparison
