@@ -7,7 +7,7 @@ is an address where it points into memory of the device in both recordings.
 
 Parameters are read by the driver as plain bytes, and C++ leaves bytes between the members of a structure as they are.
 So a difference counts only if it comes back in a second recording, and if recordings of the unchanged step, before and
-after, do not have it (`lasting`).
+in between, do not have it (`lasting`).
 """
 
 from __future__ import annotations

@@ -44,6 +44,8 @@ _FEW = 16
 MAX_RECORDINGS = 256
 MAX_SECONDS = 120.0
 """Limits of one examination. What they leave open is watched, or `unknown`."""
+_TURNS = 3
+"""How often bytes of nodes must follow a value that no operation shows."""
 _MAX_NUMBERS = 5
 _UNEXPLAINED = "Computed from constants, or out of reach of the watch (docs/limits.md):"
 _MAX_CALLS = 12
@@ -258,33 +260,41 @@ class _Examination:
     def _try(self, moves: Sequence[tuple[HostValue, Any]]) -> _Effect:
         """Record with these values moved, and compare."""
         _, value = moves[0]
-        argument = next((self._leaves_with(*move) for move in moves if move[0].argument is not None), None)
-        with self._moved([move for move in moves if move[0].argument is None]):
-            try:
-                now = self._record(argument)
-                nodes = _node_differences(self._base, now)
-                if nodes:
-                    again = _node_differences(self._base, self._record(argument))
-                    nodes = lasting(nodes, again, self._noise)
-            except NotWarm:
-                return _Effect(value, failure="the step then does something that no eager call did")
-            except (Exception, SystemExit) as error:  # noqa: BLE001 (a step fails in any way when its values are moved)
-                where = error.where if isinstance(error, CaptureRefused | CaptureError) else error_location(error)
-                text = str(error).partition("\n")[0]
-                return _Effect(value, failure=f"another value raises: {type(error).__name__}: {text}", where=where)
-        if nodes:  # bytes that nobody wrote differ from the first recording when all is moved back, too
-            nodes = self._with_cause(nodes)
-        known = {(one.index, one.operation) for one in self._varying}
-        found = [one for one in differences(self._base.log, now.log) if (one.index, one.operation) not in known]
-        if len(now.log) != len(self._base.log):  # operations after the first difference have only changed places
-            found = found[:1]
+        try:
+            now = self._record_moved(moves)
+            known = {(one.index, one.operation) for one in self._varying}
+            found = [one for one in differences(self._base.log, now.log) if (one.index, one.operation) not in known]
+            if len(now.log) != len(self._base.log):  # operations after the first difference have only changed places
+                found = found[:1]
+            nodes = self._following(moves, _node_differences(self._base, now), 1 if found else _TURNS)
+        except NotWarm:
+            return _Effect(value, failure="the step then does something that no eager call did")
+        except (Exception, SystemExit) as error:  # noqa: BLE001 (a step fails in any way when its values are moved)
+            where = error.where if isinstance(error, CaptureRefused | CaptureError) else error_location(error)
+            text = str(error).partition("\n")[0]
+            return _Effect(value, failure=f"another value raises: {type(error).__name__}: {text}", where=where)
         return _Effect(value, tuple(found), tuple(nodes))
 
-    def _with_cause(self, nodes: list[NodeDifference]) -> list[NodeDifference]:
-        """Keep the differences that go away when every value is where it was."""
-        with self._moved():
-            back = _node_differences(self._base, self._record())
-        return lasting(nodes, nodes, back)
+    def _record_moved(self, moves: Sequence[tuple[HostValue, Any]]) -> Rehearsed:
+        argument = next((self._leaves_with(*move) for move in moves if move[0].argument is not None), None)
+        with self._moved([move for move in moves if move[0].argument is None]):
+            return self._record(argument)
+
+    def _following(
+        self, moves: Sequence[tuple[HostValue, Any]], nodes: list[NodeDifference], turns: int
+    ) -> list[NodeDifference]:
+        """Keep the differences that go when all is put back, and come again with the moves, turn after turn.
+
+        Kernels are given structures with bytes that nobody wrote, left over from calls before. They change now and
+        then, by chance together with a value. So there are more turns where only nodes tell that it has an effect.
+        """
+        nodes = lasting(nodes, nodes, self._noise)
+        for _ in range(turns):
+            if nodes:
+                nodes = lasting(nodes, nodes, _node_differences(self._base, self._record_moved(())))
+            if nodes:
+                nodes = lasting(nodes, _node_differences(self._base, self._record_moved(moves)), ())
+        return nodes
 
     # -- judging
 

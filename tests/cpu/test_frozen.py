@@ -6,13 +6,14 @@ import array
 import contextvars
 import dataclasses
 import enum
+import itertools
 import json
 import os
 import random
 import struct
 import sys
 from collections import namedtuple
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,6 +30,7 @@ from stepgraph.inspect.frozen import examine
 from stepgraph.inspect.frozen_probe import FrozenProbe
 from stepgraph.inspect.frozen_report import FrozenReport, FrozenValue, State
 from stepgraph.observe.steps import StepCalls, StepEvents, StepFinder
+from stepgraph.step.rehearsal import Rehearsal, Rehearsed
 
 VALUE: Any = None
 """A number in a global, set by tests."""
@@ -954,6 +956,32 @@ def test_nodes_leave_out_what_does_not_come_back() -> None:
     assert [each.now for each in lasting(moved, again, [])] == ["0.25", "0.25"]
     noise = node_differences(base, kernel(0, 0.75))
     assert lasting(moved, moved, noise) == [each for each in moved if each.now == "9"]
+
+
+@pytest.mark.parametrize(
+    ("garbage", "state"),
+    [
+        ({}, "no effect"),
+        ({2, 3}, "no effect"),  # with the value in both, by chance, and not in the next one
+        ({2, 4}, "no effect"),
+        ({2, 4, 6, 8}, "watched"),  # as often as it is moved, and never in between
+    ],
+)
+def test_bytes_of_nodes_must_follow_a_value(garbage: set[int], state: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    record, seen = Rehearsal.record, itertools.count()
+
+    def with_nodes(rehearsal: Rehearsal, leaves: Sequence[Any] | None = None) -> Rehearsed:
+        count = 9 if next(seen) in garbage else 4
+        return dataclasses.replace(record(rehearsal, leaves), nodes=(kernel(0, 0.5, count),))
+
+    monkeypatch.setattr(Rehearsal, "record", with_nodes)
+    config = SimpleNamespace(unused=3.0)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        _ = config.unused
+        return x * 2
+
+    assert states(stepgraph.frozen(step, torch.ones(4)))["config.unused"] == state
 
 
 def test_sizes_of_torchs_own_layers_are_not_moved() -> None:
