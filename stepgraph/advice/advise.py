@@ -22,6 +22,7 @@ from stepgraph.advice.decide import (
     DO_NOT,
     WHOLE_STEP,
     Advice,
+    Api,
     Barrier,
     Decision,
     EagerPart,
@@ -37,7 +38,7 @@ from stepgraph.advice.decide import (
     choose_scope,
     documented_memory,
     is_part,
-    narrowest,
+    useful_scopes,
     with_barriers,
 )
 from stepgraph.advice.phases import steps_needed
@@ -115,21 +116,20 @@ class AdviceReport:
             return ()
         if self.advice is not None:
             paths = {one["scope"]: tuple(one["paths"]) for one in self.facts["scopes"]}
-            first, last = narrowest(self.advice, paths), self.advice.choice.choice
-            return ladder(self.names, self._target(first), self._target(last))
-        return ladder(self.names, *self._unmeasured())
-
-    def _unmeasured(self) -> tuple[Target, Target]:
-        """What to begin with and where to arrive, without a measurement: by the guides, else by what repeats.
-
-        Single children of a model are not taken for useful scopes.
-        """
-        guide = self.guide
+            last = self._target(self.advice.choice.choice)
+            return ladder(self.names, self._first(useful_scopes(self.advice, paths), last), last)
+        # without a measurement, layers and the words of known models are taken for useful, single children not
         known = [one["scope"] for one in self.facts.get("scopes", ()) if not one.get("is_child")]
-        first = self._target(known[0] if known else WHOLE_STEP)
-        if guide is not None and guide.scope and guide.impl != "none":
-            first = replace(first, words=guide.scope)
-        return first, first if self.barriers else self._target(WHOLE_STEP)
+        last = self._target(WHOLE_STEP)
+        first = self._first(known, last)
+        return ladder(self.names, first, first if self.barriers else last)
+
+    def _first(self, useful: Sequence[str], last: Target) -> Target:
+        """What to begin with: the scope of the guides if it is useful, else the first useful one, else the last."""
+        guide = self.guide
+        if guide is not None and guide.scope and set(guide.scope) <= set(useful):
+            return Target(Api.GRAPH_MODULES, guide.scope)
+        return self._target(useful[0]) if useful else last
 
     @property
     def paste(self) -> tuple[str, ...]:

@@ -87,7 +87,7 @@ def ladder(names: Names, first: Target, last: Target) -> tuple[tuple[str, str], 
 def _last_rung(names: Names, first: Target, last: Target) -> tuple[str, str]:
     """Widen to what was decided on; from there, go on with what the run did not measure."""
     if first != last:
-        return f"Only then widen it to {_spoken(last)}.", line_for(last, names)
+        return f"Only then widen it to {_spoken(last)}; torch.compile and overlap come last.", line_for(last, names)
     if last.is_scope:
         return "Only then widen it, as far as the findings of check allow.", names.command("check")
     return "Only then add torch.compile inside, or overlapped communication.", names.command("advise", "--try")

@@ -274,11 +274,12 @@ def advise_on(measured: Measured) -> Advice:
             best.scope,
             f"the GPU is busy {percent} of the step; this leaves {best.step_ms:.2f} ms of {measured.step_ms:.2f} ms",
         )
-    return Advice(bound, choice, predictions, memory_warnings(measured, allowed))
+    pays = [prediction for prediction in allowed if prediction.gain >= WORTHWHILE]
+    return Advice(bound, choice, predictions, memory_warnings(measured, pays))
 
 
-def memory_warnings(measured: Measured, allowed: Sequence[Prediction]) -> tuple[str, ...]:
-    """Return what the used memory says about the captures that are allowed, before one is tried."""
+def memory_warnings(measured: Measured, pays: Sequence[Prediction]) -> tuple[str, ...]:
+    """Return what the used memory says about the captures that would pay, before one is tried."""
     if not measured.total_bytes or measured.used_bytes < MEMORY_WARNING * measured.total_bytes:
         return ()
     used, total = measured.used_bytes / GIB, measured.total_bytes / GIB
@@ -286,7 +287,7 @@ def memory_warnings(measured: Measured, allowed: Sequence[Prediction]) -> tuple[
         f"{used:.1f} of {total:.1f} GiB are in use before any capture: from {100 * MEMORY_WARNING:.0f} % on a capture "
         "may not fit. Free memory first (a smaller microbatch, recomputation)"
     )
-    least = min(allowed, key=lambda one: one.extra_bytes, default=None)
+    least = min(pays, key=lambda one: one.extra_bytes, default=None)
     if least is None:
         return (f"{warning}.",)
     return (
@@ -558,25 +559,24 @@ def reasons_against(workload: Workload, scope: Sequence[str]) -> tuple[str, ...]
     return tuple(reason for holds, reason in rules if holds)
 
 
-def narrowest(advice: Advice, paths: Mapping[str, Sequence[str]]) -> str:
-    """Return the scope to begin with: of those inside the choice, the allowed one that gains least, but enough.
+def useful_scopes(advice: Advice, paths: Mapping[str, Sequence[str]]) -> tuple[str, ...]:
+    """Return the scopes to begin with: those inside the choice that are allowed and gain enough, the least gain first.
 
     Args:
         advice: The verdict; it must not be "do not".
         paths: The modules of each scope. The whole step has all of them inside.
     """
     choice = advice.choice.choice
-
-    def is_inside(scope: str) -> bool:
-        outer = paths.get(choice, ())
-        return choice == WHOLE_STEP or all(any(is_part(path, one) for one in outer) for path in paths.get(scope, ("",)))
-
+    outer = ("",) if choice == WHOLE_STEP else paths.get(choice, ())
     useful = [
         one
         for one in advice.predictions
-        if one.scope != WHOLE_STEP and not one.forbidden and one.gain >= WORTHWHILE and is_inside(one.scope)
+        if one.scope != WHOLE_STEP
+        and not one.forbidden
+        and one.gain >= WORTHWHILE
+        and all(any(is_part(path, of) for of in outer) for path in paths[one.scope])
     ]
-    return min(useful, key=lambda one: one.gain).scope if useful else choice
+    return tuple(one.scope for one in sorted(useful, key=lambda one: one.gain))
 
 
 def is_part(path: str, of: str) -> bool:

@@ -183,9 +183,9 @@ def _guide(report: AdviceReport) -> Iterator[str]:
     if guide is None:
         return
     if guide.impl == "none":
-        yield f"NVIDIA's guides for Megatron advise against graphs here: {guide.reason}."
+        yield f"NVIDIA's guides for Megatron would not begin yet: {guide.reason}."
     else:
-        yield f"NVIDIA's guides for Megatron begin with the scope {', '.join(guide.scope)}: {guide.reason}."
+        yield f"NVIDIA's guides for Megatron begin such a model with {', '.join(guide.scope)}: {guide.reason}."
     yield "Recomputation, offloading, packed sequences and NaN checks are not seen in a run (docs/advise.md)."
 
 
