@@ -180,11 +180,15 @@ def running_schedule(frame: types.FrameType | None) -> Mapping[str, Any]:
     means "2 or more".
     """
     while frame is not None:
-        module, holder = str(frame.f_globals.get("__name__", "")), frame.f_locals.get("self")
-        if module.startswith(_TORCH_PIPELINES) and hasattr(holder, "_num_stages"):
-            return {"library": "torch", "stages": int(holder._num_stages)}
-        if module.startswith(_MEGATRON_PIPELINES) and frame.f_code.co_name.startswith("forward_backward_"):
-            return {"library": "megatron", "stages": 2 if "_pipelining_with" in frame.f_code.co_name else 1}
+        module, function = str(frame.f_globals.get("__name__", "")), frame.f_code.co_name
+        if module.startswith(_TORCH_PIPELINES):
+            stages = getattr(
+                frame.f_locals.get("self"), "_num_stages", None
+            )  # stages themselves have no such attribute
+            if stages is not None:
+                return {"library": "torch", "stages": int(stages)}
+        if module.startswith(_MEGATRON_PIPELINES) and function.startswith("forward_backward_"):
+            return {"library": "megatron", "stages": 2 if "_pipelining_with" in function else 1}
         frame = frame.f_back
     return {}
 

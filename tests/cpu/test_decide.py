@@ -248,7 +248,7 @@ def test_advice_is_do_not_if_nothing_fits() -> None:
     assert "need least" not in advice.warnings[0], "there is nothing to begin with"
 
 
-def test_memory_warning_of_a_busy_gpu_names_nothing_to_begin_with() -> None:
+def test_memory_warning_of_a_busy_gpu_names_no_capture() -> None:
     advice = advise_on(tight(130, busy_ms=124.0))
     assert advice.choice.choice == "do not"
     assert "need least" not in advice.warnings[0]
