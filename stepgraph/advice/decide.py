@@ -390,7 +390,10 @@ def _choose_megatron_api(program: Program) -> Decision:
         return _use(
             Api.MANAGER, "shapes vary, which a full iteration does not allow: layers have a graph for each shape"
         )
-    return _use(Api.FULL_ITERATION, "the largest gain for a static workload: one graph for all microbatches")
+    return _use(
+        Api.FULL_ITERATION,
+        "the largest gain for a static workload: one graph for all microbatches, and with optimizers= for those too",
+    )
 
 
 def _choose_capture(program: Program) -> Decision:
