@@ -1,8 +1,9 @@
 """`stepgraph.advise` measures a script's training step and says whether graphs would pay, and how to begin.
 
-The script runs unchanged, twice, each time in a process of its own. In the first run a probe measures it (`measure`)
-and stops it. In the second, `stepgraph.check` finds what forbids a capture, and where. The decision itself is pure
-(`decide`). Without a GPU only the second says something.
+The script runs unchanged, twice, each time in a process of its own. In the first run `stepgraph.check` finds what
+forbids a capture, and where; a script that fails, hangs or has no step is answered from it. In the second a probe
+measures the step (`measure`) and stops the script. The decision itself is pure (`decide`), and so is what to type then
+(`bring_up`). Without a GPU only the first run says something.
 
 Example:
     >>> report = stepgraph.advise("train.py", ["--epochs", "1"])
@@ -12,28 +13,32 @@ Example:
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from stepgraph.advice.bring_up import Names, Target, ladder, snippet
 from stepgraph.advice.decide import (
     DO_NOT,
     WHOLE_STEP,
     Advice,
+    Api,
     Barrier,
     Decision,
     EagerPart,
     Framework,
     Measured,
-    Names,
+    ModelKind,
     Program,
     Region,
+    ScopeChoice,
+    Workload,
     advise_on,
     api_for,
+    choose_scope,
     documented_memory,
-    ladder,
-    narrowest,
-    snippet,
+    is_part,
+    useful_scopes,
     with_barriers,
 )
 from stepgraph.advice.phases import steps_needed
@@ -93,37 +98,63 @@ class AdviceReport:
     @property
     def api(self) -> Decision | None:
         """The interface to use, and why."""
-        return None if self.advice is None else api_for(self.advice, program_of(self.facts))
+        return None if self.advice is None else api_for(self.advice.choice.choice, program_of(self.facts))
+
+    @property
+    def guide(self) -> ScopeChoice | None:
+        """What NVIDIA's guides for Megatron say to a model of this kind; None if it has none of their scopes."""
+        words = words_of(self.facts)
+        if not words:
+            return None
+        choice = choose_scope(workload_of(self.facts, self.measured, self.checked))
+        return replace(choice, scope=tuple(word for word in choice.scope if word in words))
 
     @property
     def ladder(self) -> tuple[tuple[str, str], ...]:
-        """The six steps in which graphs are brought up, each with its command.
+        """The six steps in which graphs are brought up, each with its command; none if the answer is "do not"."""
+        if is_no(self):
+            return ()
+        if self.advice is not None:
+            paths = {one["scope"]: tuple(one["paths"]) for one in self.facts["scopes"]}
+            last = self._target(self.advice.choice.choice)
+            return ladder(self.names, self._first(useful_scopes(self.advice, paths), last), last)
+        # without a measurement, layers and the words of known models are taken for useful, single children not
+        known = [one["scope"] for one in self.facts.get("scopes", ()) if not one.get("is_child")]
+        last = self._target(WHOLE_STEP)
+        first = self._first(known, last)
+        return ladder(self.names, first, first if self.barriers else last)
 
-        Without a measurement, layers and the words of known models are taken for useful scopes, single children not.
-        """
-        known = (one["scope"] for one in self.facts.get("scopes", ()) if not one.get("is_child"))
-        first = narrowest(self.advice) if self.advice is not None else next(known, None)
-        return ladder(self.names, self._words().get(first or "", ()))
+    def _first(self, useful: Sequence[str], last: Target) -> Target:
+        """What to begin with: the scope of the guides if it is useful, else the first useful one, else the last."""
+        guide = self.guide
+        if guide is not None and guide.scope and set(guide.scope) <= set(useful):
+            return Target(Api.GRAPH_MODULES, guide.scope)
+        return self._target(useful[0]) if useful else last
 
     @property
     def paste(self) -> tuple[str, ...]:
-        """The lines to paste into the script."""
-        if self.advice is None:
+        """The lines to paste into the script; none if the answer is "do not"."""
+        if self.advice is None or is_no(self):
             return ()
-        choice = self.advice.choice.choice
-        return snippet(choice, self.names, self._words().get(choice, ()))
+        return snippet(self._target(self.advice.choice.choice), self.names)
+
+    @property
+    def try_command(self) -> str:
+        """The command that captures the step whatever was decided."""
+        return self.names.command("advise", "--try")
 
     @property
     def nsys(self) -> str:
         """The command that shows the step in Nsight Systems."""
         return f"nsys profile --cuda-graph-trace=graph {self.names.run}"
 
-    def _words(self) -> dict[str, tuple[str, ...]]:
-        return {one["scope"]: tuple(one["words"]) for one in self.facts.get("scopes", ())}
+    def _target(self, choice: str) -> Target:
+        words = {one["scope"]: tuple(one["words"]) for one in self.facts.get("scopes", ())}
+        return Target(api_for(choice, program_of(self.facts)).choice, words.get(choice, ()))
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values, ready for JSON."""
-        advice, measured, api = self.advice, self.measured, self.api
+        advice, measured, api, guide = self.advice, self.measured, self.api, self.guide
         return {
             "script": str(self.script),
             "verdict": self.verdict,
@@ -140,6 +171,7 @@ class AdviceReport:
             "check": None if self.checked is None else self.checked.to_dict(),
             "trials": [asdict(trial) for trial in self.trials],
             "warnings": list(advice.warnings) if advice is not None else [],
+            "guide": None if guide is None else asdict(guide),
             "ladder": [list(rung) for rung in self.ladder],
             "paste": list(self.paste),
             "nsys": self.nsys,
@@ -152,7 +184,8 @@ class AdviceReport:
 
     def _row(self, prediction: Any) -> dict[str, Any]:
         used = self.measured.used_bytes if self.measured is not None else 0
-        return asdict(prediction) | {"documented_bytes": list(documented_memory(prediction.scope, used))}
+        documented = documented_memory(prediction.scope, used, stages_of(self.facts))
+        return asdict(prediction) | {"documented_bytes": list(documented)}
 
 
 def advise(
@@ -196,6 +229,8 @@ def advise_script(script: Script, *, steps: int, tries: bool, stdout_to_stderr: 
         writes=script.writes,
         stdout_to_stderr=stdout_to_stderr,
     )
+    refuse_graphed(script, checked.outcome)
+    refuse_unjudged(script, checked.outcome)
     options = {"steps": max(steps, MIN_STEPS), "needs_gpu": True}
     # of a step that is a function, all of it is measured: also what comes before its first module and after its last
     named = replace(script, step=script.step or checked.shape.function or None)
@@ -282,28 +317,33 @@ def measured_of(result: Mapping[str, Any], times: StepTimes) -> Measured:
 
 
 def barriers_of(result: Mapping[str, Any], checked: CheckReport | None) -> tuple[Barrier, ...]:
-    """Return what stands in the way of a capture: the findings of `check`, or else the waits that were seen.
+    """Return what stands in the way of a capture: lines of the script, and the kind of program that it is."""
+    paths = {one["scope"]: tuple(one["paths"]) for one in result.get("scopes", ())}
+    found = list(_barrier_lines(result, checked, paths))
+    if checked is not None and checked.shape.library:
+        found.append(Barrier(f"the loop is {checked.shape.library}'s: no function of yours is the step"))
+    if stages_of(result) > 1:
+        found.append(Barrier("the ranks of a pipeline wait for each other within the step"))
+    if program_of(result).has_fp8:
+        found.append(Barrier("fp8: scaling factors are not captured yet", scopes=tuple(paths)))
+    return tuple(found)
+
+
+def _barrier_lines(
+    result: Mapping[str, Any], checked: CheckReport | None, paths: Mapping[str, Sequence[str]]
+) -> Iterator[Barrier]:
+    """The findings of `check`, or else the waits that were seen.
 
     A wait in an optimizer or a GradScaler is no finding: stepgraph captures both without it.
     """
     if checked is None or checked.verdict.api is CheckedApi.UNKNOWN:
-        return tuple(
-            Barrier("host-read", _place(one["file"], one["line"]), tuple(one["scopes"]))
-            for one in result.get("waits_inside", ())
-        )
+        for wait in result.get("waits_inside", ()):
+            yield Barrier("host-read", _place(wait["file"], wait["line"]), tuple(wait["scopes"]))
+        return
     roots = [str(model["class"]) for model in checked.outcome.result.get("models", ())]
-    paths = {one["scope"]: tuple(one["paths"]) for one in result.get("scopes", ())}
-    found = [
-        Barrier(
-            one.rule,
-            "" if one.where is None else _place(one.where.file, one.where.line),
-            scopes_with(one.module, roots, paths),
-        )
-        for one in checked.findings
-    ]
-    if checked.shape.library:
-        found.append(Barrier(f"the loop is {checked.shape.library}'s: no function of yours is the step"))
-    return tuple(found)
+    for one in checked.findings:
+        where = "" if one.where is None else _place(one.where.file, one.where.line)
+        yield Barrier(one.rule, where, scopes_with(one.module, roots, paths))
 
 
 def scopes_with(module: str, roots: Sequence[str], paths: Mapping[str, Sequence[str]]) -> tuple[str, ...]:
@@ -313,12 +353,8 @@ def scopes_with(module: str, roots: Sequence[str], paths: Mapping[str, Sequence[
         >>> scopes_with("GPT.layers.1.attn.proj", ["GPT"], {"attn": ["layers.0.attn", "layers.1.attn"]})
         ('attn',)
     """
-    below = [module.removeprefix(f"{root}.") for root in roots if module.startswith(f"{root}.")]
-    return tuple(
-        scope
-        for scope, known in paths.items()
-        if any(path == one or path.startswith(f"{one}.") for path in below for one in known)
-    )
+    below = [module.removeprefix(root).removeprefix(".") for root in roots if is_part(module, root)]
+    return tuple(scope for scope, known in paths.items() if any(is_part(path, one) for path in below for one in known))
 
 
 def _place(file: str, line: int) -> str:
@@ -326,15 +362,46 @@ def _place(file: str, line: int) -> str:
 
 
 def program_of(result: Mapping[str, Any]) -> Program:
-    """Read the kind of program from plain values."""
+    """Read the kind of program from plain values.
+
+    It is Megatron's if a schedule of Megatron runs the step. Megatron's layers in a loop of the user's are captured as
+    any others.
+    """
     model = result.get("model", {})
-    libraries = model.get("libraries", ())
-    framework: Framework = "torch"
-    if "megatron" in libraries:
-        framework = "megatron"
-    elif "transformer_engine" in libraries:
-        framework = "transformer_engine"
-    return Program(framework=framework, has_fp8=bool(model.get("has_fp8")))
+    schedule, libraries = model.get("schedule", {}).get("library"), model.get("libraries", ())
+    framework: Framework = "transformer_engine" if "transformer_engine" in libraries else "torch"
+    return Program(
+        framework="megatron" if schedule == "megatron" else framework,
+        has_fp8=bool(model.get("has_fp8")),
+        has_pipeline=stages_of(result) > 1,
+        has_torch_pipelining=schedule == "torch",
+    )
+
+
+def stages_of(result: Mapping[str, Any]) -> int:
+    """Return the number of pipeline stages that share the model, 1 without a pipeline."""
+    return int(result.get("model", {}).get("schedule", {}).get("stages", 1))
+
+
+def words_of(result: Mapping[str, Any]) -> frozenset[str]:
+    """Return the scopes of the model that have Megatron's names."""
+    scopes = (one for one in result.get("scopes", ()) if not one.get("is_child"))
+    return frozenset(one["scope"] for one in scopes if list(one["words"]) == [one["scope"]])
+
+
+def workload_of(result: Mapping[str, Any], measured: Measured | None, checked: CheckReport | None) -> Workload:
+    """Read what the guides ask about a training, as far as a run shows it.
+
+    It does not show recomputation, offloading, packed sequences, padded experts or NaN checks on the host.
+    """
+    words = words_of(result)
+    model: ModelKind = "mamba" if "mamba" in words else "moe" if words & {"moe", "moe_router"} else "dense"
+    varies = checked is not None and any(one.rule == "varying-shape" for one in checked.findings)
+    known = Workload(model=model, has_static_shapes=not varies, pipeline_stages=stages_of(result))
+    if measured is None:
+        return known
+    used = measured.used_bytes / measured.total_bytes if measured.total_bytes else 0.0
+    return replace(known, memory_used=used, busy_fraction=measured.busy_fraction)
 
 
 def is_no(report: AdviceReport) -> bool:

@@ -23,8 +23,8 @@ Engine and PyTorch; each row of those guides is a case in the tests of this modu
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from stepgraph.bench.timeline import WORTHWHILE
@@ -37,7 +37,15 @@ MEMORY_WARNING = 0.88
 """The used fraction of the device's memory, before capture, from which a capture may not fit."""
 GIB = 2**30
 WHOLE_STEP = "whole step"
+STAGE = "stage"
+"""The scope that is all of the model in a stage of `torch.distributed.pipelining`."""
 DO_NOT = "do not"
+GUIDES_MEMORY = (
+    "0 to 2 GB for scopes, 10 GB and more with pipelines, and 1.5 to 2 times eager's peak for a whole iteration"
+)
+"""The memory that NVIDIA's guides name for graphs, in one sentence."""
+MEASURED_MEMORY = "up to 1.23 times eager's peak for scopes and 1.17 times for whole steps"
+"""The memory that was measured under benchmarks/results, in one sentence; the tests compare it with the files."""
 
 _GAP_US = 0.30
 """Time between two kernels of a replayed graph."""
@@ -229,7 +237,15 @@ def _prediction(
 ) -> Prediction:
     step_ms = min(step_ms, measured.step_ms)
     gain = 1 - step_ms / measured.step_ms if measured.step_ms > 0 else 0.0
-    return Prediction(scope, step_ms, extra_bytes, gain, tuple(forbidden))
+    return Prediction(scope, step_ms, extra_bytes, gain, (*forbidden, *_too_large(measured, extra_bytes)))
+
+
+def _too_large(measured: Measured, extra_bytes: int) -> tuple[str, ...]:
+    """The sentence that forbids a capture for which the device has too little memory."""
+    needed, total = measured.used_bytes + extra_bytes, measured.total_bytes
+    if not total or needed <= total:
+        return ()
+    return (f"does not fit: needs {needed / GIB:.1f} of {total / GIB:.1f} GiB",)
 
 
 def advise_on(measured: Measured) -> Advice:
@@ -258,23 +274,29 @@ def advise_on(measured: Measured) -> Advice:
             best.scope,
             f"the GPU is busy {percent} of the step; this leaves {best.step_ms:.2f} ms of {measured.step_ms:.2f} ms",
         )
-    return Advice(bound, choice, predictions, memory_warnings(measured))
+    pays = [prediction for prediction in allowed if prediction.gain >= WORTHWHILE]
+    return Advice(bound, choice, predictions, memory_warnings(measured, pays))
 
 
-def memory_warnings(measured: Measured) -> tuple[str, ...]:
-    """Return what the used memory says about a capture, before it is tried."""
+def memory_warnings(measured: Measured, pays: Sequence[Prediction]) -> tuple[str, ...]:
+    """Return what the used memory says about the captures that would pay, before one is tried."""
     if not measured.total_bytes or measured.used_bytes < MEMORY_WARNING * measured.total_bytes:
         return ()
     used, total = measured.used_bytes / GIB, measured.total_bytes / GIB
-    return (
+    warning = (
         f"{used:.1f} of {total:.1f} GiB are in use before any capture: from {100 * MEMORY_WARNING:.0f} % on a capture "
-        "may not fit. Capture the narrowest scope first, or free memory (a smaller microbatch, recomputation).",
+        "may not fit. Free memory first (a smaller microbatch, recomputation)"
+    )
+    least = min(pays, key=lambda one: one.extra_bytes, default=None)
+    if least is None:
+        return (f"{warning}.",)
+    return (
+        f"{warning}, or begin with what is predicted to need least: {least.scope}, +{least.extra_bytes / GIB:.1f} GiB.",
     )
 
 
-def documented_memory(scope: str, eager_peak_bytes: int, pipeline_stages: int = 1) -> tuple[int, int]:
-    """Return the range of additional bytes that NVIDIA's guides name: 0 to 2 GB for scopes, 10 GB and more with
-    pipelines, and a peak of 1.5 to 2 times eager's for a full iteration.
+def documented_memory(scope: str, eager_peak_bytes: int, pipeline_stages: int = 1) -> tuple[int, int | None]:
+    """Return the range of additional bytes that NVIDIA's guides name (`GUIDES_MEMORY`); None means "and more".
 
     Example:
         >>> documented_memory("attn", 40 * 2**30)
@@ -282,7 +304,7 @@ def documented_memory(scope: str, eager_peak_bytes: int, pipeline_stages: int = 
     """
     if scope in ("full_iteration", WHOLE_STEP):
         return eager_peak_bytes // 2, eager_peak_bytes
-    return (0, 2 * GIB) if pipeline_stages <= 1 else (2 * GIB, 10 * GIB)
+    return (0, 2 * GIB) if pipeline_stages <= 1 else (10 * GIB, None)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -308,8 +330,9 @@ class Api(enum.StrEnum):
 
 Framework = Literal["torch", "transformer_engine", "megatron"]
 Wish = Literal["least effort", "training", "per layer", "most speed", "control"]
+Tried = Literal["reduce-overhead", "make_graphed_callables"]
 ModelKind = Literal["dense", "moe", "moe, padded experts", "mamba", "vision-language"]
-Recompute = Literal["none", "selective", "full"]
+Recompute = Literal["none", "selective", "moe", "full"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -317,6 +340,7 @@ class Program:
     """What decides which interface fits."""
 
     framework: Framework = "torch"
+    """The library whose loop runs the step (Megatron), or whose layers the model has (Transformer Engine)."""
     wish: Wish = "training"
     has_fp8: bool = False
     has_pipeline: bool = False
@@ -324,9 +348,9 @@ class Program:
     """The pipeline is a schedule of `torch.distributed.pipelining`."""
     has_static_shapes: bool = True
     has_dynamic_part: bool = False
-    """A part reads data on the host, or its shapes depend on data."""
-    tried: tuple[str, ...] = ()
-    """What was tried and did not suffice: `reduce-overhead`, `make_graphed_callables`."""
+    """A part of the step stays eager: it reads data on the host, or its shapes depend on data."""
+    tried: tuple[Tried, ...] = ()
+    """What was tried and did not suffice."""
 
 
 def choose_api(program: Program) -> Decision:
@@ -336,27 +360,71 @@ def choose_api(program: Program) -> Decision:
         >>> choose_api(Program(framework="megatron", wish="most speed")).choice
         'stepgraph.FullCudaGraphWrapper'
     """
-    wish = program.wish
     if program.has_dynamic_part:
-        return _use(
-            Api.GRAPH_MODULES,
-            "a part of the step cannot be captured: capture the modules that can, and leave the rest eager",
-        )
+        return _use(Api.GRAPH_MODULES, "only these modules become graphs; the rest of the step stays eager")
     if program.framework == "megatron":
-        if wish == "most speed":
-            return _use(Api.FULL_ITERATION, "the largest gain for a static workload: one graph for the iteration")
-        if wish == "control":
-            return _use(Api.CALLABLES, "you choose the callables, their order and their microbatches yourself")
-        return _use(Api.MANAGER, "layers are captured one by one, automatically, with pipelines and FP8")
+        return _choose_megatron_api(program)
+    if program.wish == "most speed":
+        return _choose_capture(program)
     if program.has_torch_pipelining:
         return _use(Api.STAGE, "the schedule of torch.distributed.pipelining gives the order of the graphs")
-    if program.has_fp8 or program.has_pipeline or "make_graphed_callables" in program.tried:
-        return _use(Api.CALLABLES, "FP8 and pipelines need graphs captured ahead, in the order of the schedule")
-    if wish == "per layer":
+    if program.has_pipeline:
+        return _use(Api.CALLABLES, "a pipeline needs graphs captured ahead, in the order of its schedule")
+    if program.has_fp8:
+        return _use(
+            Api.CALLABLES,
+            "FP8 needs the contract of Transformer Engine's graphs; until its FP8 options are implemented they are "
+            "refused, so capture in bf16",
+        )
+    if program.wish == "per layer":
         return _use(Api.GRAPH_MODULES, "each layer is a graph of its own; begin with one and add more")
-    if wish == "control":
+    return _choose_capture(program)
+
+
+def _choose_megatron_api(program: Program) -> Decision:
+    if program.wish == "control":
+        return _use(Api.CALLABLES, "you choose the callables, their order and their microbatches yourself")
+    if program.wish != "most speed":
+        return _use(Api.MANAGER, "layers are captured one by one, automatically, with pipelines and FP8")
+    if not program.has_static_shapes:
+        return _use(
+            Api.MANAGER, "shapes vary, which a full iteration does not allow: layers have a graph for each shape"
+        )
+    return _use(
+        Api.FULL_ITERATION,
+        "the largest gain for a static workload: one graph for all microbatches, and with optimizers= for those too",
+    )
+
+
+def _choose_capture(program: Program) -> Decision:
+    """The reason for a graph of the whole step, by what is known of the program."""
+    if not program.has_static_shapes:
+        return _use(Api.CAPTURE, "shapes vary: give it buckets=, and each size has a graph of its own")
+    if "reduce-overhead" in program.tried:
+        return _use(
+            Api.CAPTURE, "torch.compile makes many small graphs of a step; this makes one, and takes compiled code"
+        )
+    if "make_graphed_callables" in program.tried:
+        return _use(Api.CAPTURE, "callables leave loss and optimizer eager; this captures them too")
+    if program.wish == "control":
         return _use(Api.CAPTURE, "any function of tensors is captured as it is written, optimizer included")
     return _use(Api.CAPTURE, "one line around the step you have; it captures forward, backward and optimizer together")
+
+
+def api_for(choice: str, program: Program) -> Decision:
+    """Return the interface for what is to be captured: the whole step, the stages of a schedule, or a scope.
+
+    Example:
+        >>> api_for("attn", Program(framework="megatron")).choice
+        'stepgraph.graph_modules'
+    """
+    if choice == DO_NOT:
+        return Decision("none", "the step is best left as it is")
+    if choice == WHOLE_STEP:
+        return choose_api(replace(program, wish="most speed"))
+    if choice == STAGE:
+        return choose_api(replace(program, has_torch_pipelining=True))
+    return choose_api(replace(program, has_dynamic_part=True))
 
 
 def _use(api: Api, reason: str) -> Decision:
@@ -369,20 +437,23 @@ class Workload:
 
     model: ModelKind = "dense"
     recompute: Recompute = "none"
+    """`moe`: only experts are recomputed."""
     has_static_shapes: bool = True
     has_cpu_offloading: bool = False
     has_packed_sequences: bool = False
     """With metadata that is no tensor."""
     has_stable_data: bool = True
     """The path of real data is known to work: images and text have the same shapes at every step."""
+    has_settled_objective: bool = True
+    """Loss, data and batch size stay as they are: only the speed is to change."""
     needs_nan_checks: bool = False
-    wants_full_iteration: bool = False
+    """The host reads the loss or gradients to check them."""
     memory_used: float = 0.0
     """Fraction of the device's memory in use before capture."""
     pipeline_stages: int = 1
     busy_fraction: float | None = None
     wished_scope: tuple[str, ...] = ()
-    """The scope that the user needs, if it must be that one."""
+    """The scope that the user needs, if it must be that one: `("full_iteration",)` for all of an iteration."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -392,30 +463,38 @@ class ScopeChoice:
     impl: str
     scope: tuple[str, ...] = ()
     reason: str = ""
-    then: tuple[str, ...] = field(default=())
+    then: tuple[str, ...] = ()
     """The scope to try after this one works."""
 
 
+_FULL_ITERATION = ("full_iteration",)
+_AROUND_EXPERTS = ("attn", "moe_router", "moe_preprocess")
+
+
 def choose_scope(workload: Workload) -> ScopeChoice:
-    """Choose `cuda_graph_impl` and `cuda_graph_scope` for a workload.
+    """Choose `cuda_graph_impl` and `cuda_graph_scope` for a workload, or `none` with the first reason against them.
 
     Example:
         >>> choose_scope(Workload(model="moe")).scope
         ('attn', 'moe_router', 'moe_preprocess')
     """
-    against = reasons_against(workload)
-    if against:
-        return ScopeChoice("none", (), against[0])
+    choice = _scope_that_fits(workload)
+    against = reasons_against(workload, choice.scope)
+    return ScopeChoice("none", (), against[0]) if against else choice
+
+
+def _scope_that_fits(workload: Workload) -> ScopeChoice:
+    """The scope for a workload if nothing speaks against it."""
+    if workload.wished_scope == _FULL_ITERATION:
+        return ScopeChoice("local", _FULL_ITERATION, "the largest gain, under the strictest rules")
+    if workload.wished_scope:
+        return ScopeChoice("transformer_engine", workload.wished_scope, "the scope that was asked for")
     if workload.recompute == "full":
-        return ScopeChoice(
-            "local", ("full_iteration",), "full recomputation runs only with a graph of the full iteration"
-        )
+        return ScopeChoice("local", _FULL_ITERATION, "full recomputation runs only with a graph of the full iteration")
     if workload.has_packed_sequences:
         return ScopeChoice(
-            "local", ("full_iteration",), "scoped graphs take tensors only, and packed sequences pass other metadata"
+            "local", _FULL_ITERATION, "scoped graphs take tensors only, and packed sequences pass other metadata"
         )
-    if workload.wants_full_iteration:
-        return ScopeChoice("local", ("full_iteration",), "the largest gain, under the strictest rules")
     match workload.model:
         case "dense":
             return ScopeChoice("transformer_engine", ("attn",), "attention of a dense model first", ("attn", "mlp"))
@@ -426,128 +505,91 @@ def choose_scope(workload: Workload) -> ScopeChoice:
         case _:
             return ScopeChoice(
                 "transformer_engine",
-                ("attn", "moe_router", "moe_preprocess"),
+                _AROUND_EXPERTS,
                 "without dropped tokens the experts' shapes depend on data, so only what is around them is captured",
             )
 
 
-def reasons_against(workload: Workload) -> tuple[str, ...]:
-    """Return the reasons not to use graphs for a workload; none means that nothing speaks against them."""
-    found = []
-    if not workload.has_static_shapes:
-        found.append("sequence length or batch size varies from step to step: pad to a few lengths first")
-    if workload.has_cpu_offloading:
-        found.append("CPU offloading moves tensors by the host, which no replay repeats")
-    if workload.busy_fraction is not None and workload.busy_fraction > GPU_BOUND:
-        found.append("the GPU is busy already: a graph removes waiting and makes no kernel faster")
-    if workload.memory_used >= MEMORY_WARNING and (workload.pipeline_stages > 1 or workload.wants_full_iteration):
-        found.append("memory is tight, and each pipeline stage, or the full iteration, keeps its buffers")
-    if workload.model == "vision-language" and not workload.has_stable_data:
-        found.append("the data of a model that reads images must have fixed shapes before anything is captured")
-    if workload.needs_nan_checks and (workload.wants_full_iteration or workload.recompute == "full"):
-        found.append(
+def reasons_against(workload: Workload, scope: Sequence[str]) -> tuple[str, ...]:
+    """Return the reasons not to capture a scope of a workload; none means that nothing speaks against it."""
+    is_full, words = tuple(scope) == _FULL_ITERATION, set(scope)
+    rules = (
+        (
+            not workload.has_static_shapes,
+            "sequence length or batch size varies from step to step: pad to a few lengths first",
+        ),
+        (workload.has_cpu_offloading, "CPU offloading moves tensors by the host, which no replay repeats"),
+        (
+            workload.busy_fraction is not None and workload.busy_fraction > GPU_BOUND,
+            "the GPU is busy already: a graph removes waiting and makes no kernel faster",
+        ),
+        (
+            workload.memory_used >= MEMORY_WARNING,
+            "memory is tight, and graphs keep their buffers: free some first"
+            + (", the more so as each pipeline stage keeps its own" if workload.pipeline_stages > 1 else ""),
+        ),
+        (
+            not workload.has_settled_objective,
+            "a graph changes the speed of a training only: settle its objective in eager first",
+        ),
+        (
+            workload.model == "vision-language" and not workload.has_stable_data,
+            "the data of a model that reads images must have fixed shapes before anything is captured",
+        ),
+        (
+            workload.needs_nan_checks and is_full,
             "checks for NaN on the host cannot run inside a full iteration: use the flag on the device "
-            '(rerun_state_machine.check_for_nan_in_loss="device"), or a scope'
-        )
-    if {"moe", "moe_router"} <= set(workload.wished_scope):
-        found.append("the scopes moe and moe_router exclude each other: moe has the router in it")
-    if "moe_preprocess" in workload.wished_scope and "moe_router" not in workload.wished_scope:
-        found.append("the scope moe_preprocess needs moe_router, whose result it reads")
-    if workload.recompute == "full" and workload.wished_scope not in ((), ("full_iteration",)):
-        found.append("full recomputation runs with a graph of the full iteration only, not with scopes")
-    return tuple(found)
+            '(rerun_state_machine.check_for_nan_in_loss="device"), or a scope',
+        ),
+        ({"moe", "moe_router"} <= words, "the scopes moe and moe_router exclude each other: moe has the router in it"),
+        (
+            "moe_preprocess" in words and "moe_router" not in words,
+            "the scope moe_preprocess needs moe_router, whose result it reads",
+        ),
+        (
+            workload.recompute == "moe" and "moe_router" in words,
+            "experts that are recomputed run the router again, so moe_router cannot be a graph of its own",
+        ),
+        (
+            workload.recompute == "full" and not is_full,
+            "full recomputation runs with a graph of the full iteration only, not with scopes",
+        ),
+        (
+            workload.has_packed_sequences and not is_full,
+            "packed sequences pass metadata that is no tensor, which scoped graphs do not take",
+        ),
+    )
+    return tuple(reason for holds, reason in rules if holds)
 
 
-LADDER = (
-    ("Make the eager run stable.", "{run}"),
-    ("Fix the sequence length and the microbatch size.", "stepgraph check {script}"),
-    ("Capture the narrowest useful scope.", "{narrow}"),
-    ("Confirm that replays happen and that memory suffices.", "print({graphs}.report())"),
-    ("Compare eager with replays, without warm-up and capture.", "{verify}"),
-    ("Only then widen the scope.", "{wide}"),
-)
-"""The order in which graphs are brought up, each step with its command."""
-_WHOLE = "Capture the whole step."
+def useful_scopes(advice: Advice, paths: Mapping[str, Sequence[str]]) -> tuple[str, ...]:
+    """Return the scopes to begin with: those inside the choice that are allowed and gain enough, the least gain first.
+
+    Args:
+        advice: The verdict; it must not be "do not".
+        paths: The modules of each scope. The whole step has all of them inside.
+    """
+    choice = advice.choice.choice
+    outer = ("",) if choice == WHOLE_STEP else paths.get(choice, ())
+    useful = [
+        one
+        for one in advice.predictions
+        if one.scope != WHOLE_STEP
+        and not one.forbidden
+        and one.gain >= WORTHWHILE
+        and all(any(is_part(path, of) for of in outer) for path in paths[one.scope])
+    ]
+    return tuple(one.scope for one in sorted(useful, key=lambda one: one.gain))
 
 
-@dataclass(frozen=True, slots=True)
-class Names:
-    """The user's own names, for commands and code to paste."""
-
-    script: str
-    """The script and its arguments, as a command of stepgraph takes them: `train.py -- --epochs 1`."""
-    run: str
-    """The command that runs it: `python train.py --epochs 1`."""
-    model: str = "model"
-    step: str = ""
-    """The function that is one step, if there is one."""
-
-
-def ladder(names: Names, words: Sequence[str] = ()) -> tuple[tuple[str, str], ...]:
-    """Return the steps, with the user's names in their commands; `words` is the narrowest scope.
-
-    Without one the whole step is captured at once, and nothing is left to widen. A step that is not captured in the
-    script yet is named to `verify`.
+def is_part(path: str, of: str) -> bool:
+    """Whether a module is another one, or a part of it, by their paths; the empty path is the model.
 
     Example:
-        >>> ladder(Names("train.py", "python train.py"), ["attn"])[2][1]
-        'graphs = stepgraph.graph_modules(model, scope=["attn"])'
+        >>> is_part("layers.1.attn", "layers.1"), is_part("layers.10", "layers.1")
+        (True, False)
     """
-    wide = _capture_line(names) or "step = stepgraph.capture(train_step)  # your loop's body, as a function"
-    narrow = wide if not words else "graphs = " + _modules_line(names, words)
-    graphs = wide.partition(" = ")[0] if not words else "graphs"
-    target, dashes, args = names.script.partition(" -- ")
-    named = f" --step {names.step}" if names.step and not words else ""
-    verify = f"stepgraph verify {target}{named}{dashes}{args}"
-    filled = tuple(
-        (what, how.format(run=names.run, script=names.script, narrow=narrow, wide=wide, graphs=graphs, verify=verify))
-        for what, how in LADDER
-    )
-    return filled if words else (*filled[:2], (_WHOLE, narrow), *filled[3:-1])
-
-
-def snippet(choice: str, names: Names, words: Sequence[str] = ()) -> tuple[str, ...]:
-    """Return the lines to paste for a choice; none for "do not"."""
-    if choice == DO_NOT:
-        return ()
-    if choice != WHOLE_STEP:
-        return ("import stepgraph", "", "graphs = " + _modules_line(names, words) + "  # before the loop")
-    line = _capture_line(names)
-    if line:
-        return ("import stepgraph", "", f"{line}  # before the loop")
-    return (
-        "import stepgraph",
-        "",
-        "@stepgraph.capture",
-        "def train_step(batch):  # the body of your loop, from the forward to optimizer.step()",
-        "    ...",
-        "    return loss",
-    )
-
-
-def _capture_line(names: Names) -> str:
-    owner, dot, name = names.step.rpartition(":")[2].rpartition(".")
-    if not name:
-        return ""
-    path = f"{owner[:1].lower()}{owner[1:]}{dot}{name}"
-    return f"{path} = stepgraph.capture({path})"
-
-
-def _modules_line(names: Names, words: Sequence[str]) -> str:
-    scope = ", ".join(f'"{word}"' for word in words)
-    return (
-        f"stepgraph.graph_modules({names.model}, scope=[{scope}])"
-        if words
-        else (f"stepgraph.graph_modules({names.model})")
-    )
-
-
-def narrowest(advice: Advice) -> str | None:
-    """Return the allowed scope that captures least and still gains enough; None if only the whole step does."""
-    useful = [
-        one for one in advice.predictions if one.scope != WHOLE_STEP and not one.forbidden and one.gain >= WORTHWHILE
-    ]
-    return min(useful, key=lambda one: one.gain).scope if useful else None
+    return not of or path == of or path.startswith(f"{of}.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -573,12 +615,3 @@ def with_barriers(measured: Measured, barriers: Sequence[Barrier]) -> Measured:
 
     regions = tuple(replace(one, forbidden=(*one.forbidden, *against(one.scope))) for one in measured.regions)
     return replace(measured, regions=regions, whole_step_forbidden=(*measured.whole_step_forbidden, *against(None)))
-
-
-def api_for(advice: Advice, program: Program) -> Decision:
-    """Return the interface for what is to be captured."""
-    if advice.choice.choice == DO_NOT:
-        return Decision("none", "the step is best left as it is")
-    if advice.choice.choice != WHOLE_STEP:
-        return choose_api(replace(program, has_dynamic_part=True))
-    return choose_api(program)

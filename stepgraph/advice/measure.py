@@ -17,7 +17,7 @@ from torch.autograd.profiler import record_function
 from torch.nn.modules import module as torch_module
 
 from stepgraph.advice.optimizers import SteppedOptimizers
-from stepgraph.advice.parts import BEGIN, REACH, Scope, StepTrace, find_scopes, marked
+from stepgraph.advice.parts import BEGIN, REACH, Scope, StepTrace, find_scopes, marked, stage_scope
 from stepgraph.advice.phases import MODELS_STEP, Phase, phase_of
 from stepgraph.backends.threads import replaced
 from stepgraph.bench.measure import elapsed_ms, mark, traced
@@ -30,6 +30,7 @@ from stepgraph.script.probe import RunningScript
 GRAPHED = "the script uses stepgraph already"
 _SYNCHRONIZING = "called a synchronizing CUDA operation"
 _PROTOTYPE = "Synchronization debug mode is a prototype"
+_TORCH_PIPELINES, _MEGATRON_PIPELINES = "torch.distributed.pipelining", "megatron.core.pipeline_parallel"
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +145,8 @@ class Models:
         self.all: list[torch.nn.Module] = []
         self.largest: torch.nn.Module | None = None
         self.name = ""
+        self.schedule: Mapping[str, Any] = {}
+        """The schedule that calls the models; see `running_schedule`."""
 
     @contextlib.contextmanager
     def noting(self) -> Iterator[None]:
@@ -152,6 +155,7 @@ class Models:
         def called(module: torch.nn.Module, args: Any) -> None:
             if torch.is_grad_enabled():
                 self._called[id(module)] = module
+                self.schedule = self.schedule or running_schedule(sys._getframe(1))
 
         handle = torch_module.register_module_forward_pre_hook(called)
         try:
@@ -167,6 +171,26 @@ class Models:
         self.largest = max(models, key=lambda m: sum(p.numel() for p in m.parameters()), default=None)
         self.name = _users_name(self.largest)
         self._called.clear()
+
+
+def running_schedule(frame: types.FrameType | None) -> Mapping[str, Any]:
+    """Return the schedule among the callers of a frame: its library, and its stages. Empty if there is none.
+
+    The functions of Megatron's schedules have names that say whether there are several stages, not how many: 2 then
+    means "2 or more".
+    """
+    while frame is not None:
+        module, function = str(frame.f_globals.get("__name__", "")), frame.f_code.co_name
+        if module.startswith(_TORCH_PIPELINES):
+            stages = getattr(
+                frame.f_locals.get("self"), "_num_stages", None
+            )  # stages themselves have no such attribute
+            if stages is not None:
+                return {"library": "torch", "stages": int(stages)}
+        if module.startswith(_MEGATRON_PIPELINES) and function.startswith("forward_backward_"):
+            return {"library": "megatron", "stages": 2 if "_pipelining_with" in function else 1}
+        frame = frame.f_back
+    return {}
 
 
 def _users_name(model: torch.nn.Module | None) -> str:
@@ -281,7 +305,9 @@ class MeasureProbe:
             self._over_steps.close()
             self._models.settle()
             if self._models.largest is not None:
-                self._scopes = find_scopes(self._models.largest)
+                in_stage = self._models.schedule.get("library") == "torch"
+                stage = (stage_scope(self._models.largest),) if in_stage else ()
+                self._scopes = (*find_scopes(self._models.largest), *stage)
         if phase_of(index + 1, self._steps) is Phase.OVER:
             self._script.stop()
 
@@ -364,6 +390,7 @@ def _described(models: Models) -> dict[str, Any]:
         "gradient_bytes": sum(p.numel() * p.element_size() for p in parameters if p.requires_grad),
         "libraries": sorted(kinds & {"megatron", "transformer_engine"}),
         "has_fp8": any(getattr(module, "fp8_initialized", False) for module in model.modules()),
+        "schedule": dict(models.schedule),
     }
 
 

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch.autograd.profiler import record_function
 
+from stepgraph.advice.decide import STAGE
 from stepgraph.bench.timeline import union_length
 from stepgraph.errors import InvalidArgument
 from stepgraph.modules.scopes import WORDS, Part, ScopeRegistry
@@ -71,6 +72,11 @@ def _resolved(registry: ScopeRegistry, model: torch.nn.Module, name: str, words:
     except InvalidArgument:
         return None
     return Scope(name, words, tuple(parts)) if parts else None
+
+
+def stage_scope(model: torch.nn.Module) -> Scope:
+    """Return the scope that is all of a model which a pipeline's schedule calls for each microbatch."""
+    return Scope(STAGE, (), (Part("", model),))
 
 
 def _by_structure(model: torch.nn.Module) -> tuple[Scope, ...]:

@@ -68,7 +68,11 @@ def render(report: AdviceReport) -> RenderableType:
         parts += [Text(f"  {reason}.") for reason in report.cannot_judge]
         parts += [Text(line) for line in _without_a_gpu(report)]
     parts += [Text(f"note: {note}") for note in report.outcome.notes]
-    parts += [Text(), Text("To bring graphs up, one step at a time:", style="bold"), *_ladder(report)]
+    if report.ladder:
+        parts += [Text(line) for line in _guide(report)]
+        parts += [Text(), Text("To bring graphs up, one step at a time:", style="bold"), *_ladder(report)]
+    elif not report.trials:
+        parts += [Text("To capture it nevertheless, and measure that:"), code_line(f"    {report.try_command}")]
     if report.paste:
         parts += [Text(), Text("To paste:", style="bold"), *(code_line(f"    {line}") for line in report.paste)]
     parts += [
@@ -161,12 +165,28 @@ def _shortened(why: str) -> str:
 
 
 def _legend(report: AdviceReport) -> Sequence[str]:
+    from stepgraph.advice.decide import GUIDES_MEMORY, MEASURED_MEMORY
+
     assert report.advice is not None
-    found = ["Predicted; memory beside eager's. NVIDIA's guides name 0 to 2 GB for scopes, and 1.5 to 2 times"]
-    found.append("eager's peak for a whole iteration; here up to 1.2 and 1.4 times were measured (docs/advise.md).")
+    found = [
+        f"Predicted; memory beside eager's. NVIDIA's guides name {GUIDES_MEMORY}. "
+        f"Here {MEASURED_MEMORY} were measured (docs/advise.md)."
+    ]
     if report.facts["has_compiled_code"]:
         found.append("Compiled code runs in the step, so its parts were not measured one by one.")
     return [*found, *report.advice.warnings]
+
+
+def _guide(report: AdviceReport) -> Iterator[str]:
+    """What NVIDIA's guides say to such a model, and what they ask that a run does not show."""
+    guide = report.guide
+    if guide is None:
+        return
+    if guide.impl == "none":
+        yield f"NVIDIA's guides for Megatron would not begin yet: {guide.reason}."
+    else:
+        yield f"NVIDIA's guides for Megatron begin such a model with {', '.join(guide.scope)}: {guide.reason}."
+    yield "Recomputation, offloading, packed sequences and NaN checks are not seen in a run (docs/advise.md)."
 
 
 def _optimizers(measured: Measured) -> Iterator[str]:
@@ -195,7 +215,8 @@ def _verdict(report: AdviceReport) -> Sequence[Any]:
 
 
 def _spoken(choice: str) -> str:
-    return "the whole step" if choice == "whole step" else f"the scope {choice}"
+    known = {"whole step": "the whole step", "stage": "the stages of the schedule"}
+    return known.get(choice, f"the scope {choice}")
 
 
 def _ladder(report: AdviceReport) -> Iterator[RenderableType]:

@@ -10,44 +10,50 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from rich.console import Console
 from torch import nn
+from typer.testing import CliRunner
 
+from stepgraph.advice import advise as advise_file
 from stepgraph.advice.advise import (
     AdviceReport,
+    advise_script,
     is_no,
     program_of,
     reasons_unmeasured,
     refuse_graphed,
     report_of,
     scopes_with,
+    workload_of,
 )
+from stepgraph.advice.bring_up import Names, Target, ladder, snippet
 from stepgraph.advice.decide import (
-    DO_NOT,
+    GUIDES_MEMORY,
+    MEASURED_MEMORY,
     Advice,
+    Api,
     Barrier,
     Bound,
     Decision,
     Measured,
-    Names,
     Prediction,
     Program,
     Region,
+    Workload,
     advise_on,
-    api_for,
-    ladder,
-    narrowest,
     predict_whole_step,
-    snippet,
+    useful_scopes,
     with_barriers,
 )
 from stepgraph.advice.measure import Models, Wait, Waits, _lines
-from stepgraph.advice.parts import BEGIN, REACH, find_scopes, mark_of, marked, shares_of
+from stepgraph.advice.parts import BEGIN, REACH, find_scopes, mark_of, marked, shares_of, stage_scope
 from stepgraph.advice.phases import HOST_STEPS, WARMUP, Phase, phase_of, steps_needed
 from stepgraph.advice.trial import Trial, _trial
 from stepgraph.bench.measure import traced
+from stepgraph.cli import app
 from stepgraph.commands.advise import _next, render
-from stepgraph.errors import Location, NoStepError
+from stepgraph.errors import Location, NoStepError, ScriptError
 from stepgraph.inspect.check import CheckReport
 from stepgraph.inspect.findings import Seen, StepShape, collect, judge
 from stepgraph.models import GPT, GPTConfig, MoEConfig, MoEGPT
@@ -188,6 +194,61 @@ def test_models_are_the_outermost_modules_that_ran() -> None:
     assert (len(models.all), models.name) == (2, "large")
 
 
+MEGATRON_SCHEDULES = """
+def forward_backward_no_pipelining(model, x):
+    model(x)
+
+def forward_backward_pipelining_without_interleaving(model, x):
+    model(x)
+"""
+
+
+@pytest.mark.parametrize(
+    ("function", "stages"),
+    [("forward_backward_no_pipelining", 1), ("forward_backward_pipelining_without_interleaving", 2)],
+)
+def test_models_know_the_schedule_of_megatron(function: str, stages: int) -> None:
+    library: dict[str, Any] = {"__name__": "megatron.core.pipeline_parallel.schedules"}
+    exec(MEGATRON_SCHEDULES, library)
+    models = Models()
+    with models.noting():
+        library[function](nn.Linear(4, 4), torch.randn(1, 4))
+    assert models.schedule == {"library": "megatron", "stages": stages}
+
+
+def test_models_know_the_schedule_of_torch() -> None:
+    from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        part = nn.Linear(4, 4)
+        schedule = ScheduleGPipe(PipelineStage(part, 0, 1, CPU), 2, loss_fn=nn.functional.mse_loss)
+        models = Models()
+        with models.noting():
+            schedule.step(torch.randn(4, 4), target=torch.randn(4, 4))
+    finally:
+        dist.destroy_process_group()
+    models.settle()
+    assert models.largest is part
+    assert models.schedule == {"library": "torch", "stages": 1}
+
+
+def test_models_without_a_schedule_have_none() -> None:
+    models = Models()
+    with models.noting():
+        nn.Linear(4, 4)(torch.randn(1, 4))
+    assert models.schedule == {}
+
+
+def test_stage_has_all_of_its_model_in_it() -> None:
+    model = nn.Sequential(*[block() for _ in range(4)])
+    scopes = (*find_scopes(model), stage_scope(model))
+    trace = profiled(model, torch.randn(2, 4), scopes)
+    _, shares = shares_of(trace, scopes)
+    assert (shares["stage"].calls, shares["layers"].calls) == (1, 4)
+    assert shares["stage"].host_us > shares["layers"].host_us
+
+
 def test_waits_are_in_the_step_or_between_steps() -> None:
     waits = Waits()
     waits.note("wait")
@@ -274,7 +335,7 @@ def test_report_captures_a_launch_bound_step() -> None:
     assert report.verdict == "launch-bound"
     assert report.advice is not None
     assert report.advice.choice.choice == "whole step"
-    assert report.paste == ("import stepgraph", "", "train_step = stepgraph.capture(train_step)  # before the loop")
+    assert report.paste == ("import stepgraph", "", "# before the loop", "train_step = stepgraph.capture(train_step)")
     assert report.nsys == "nsys profile --cuda-graph-trace=graph python train.py --epochs 1"
     text = text_of(report)
     for part in (
@@ -348,8 +409,136 @@ def test_graphed_scripts_are_refused_by_name() -> None:
 
 def test_report_says_do_not_to_a_busy_gpu() -> None:
     report = reported(checked(), busy_ms=9.9)
-    assert (report.verdict, is_no(report), report.paste) == ("GPU-bound", True, ())
-    assert "GPU-bound: do not use graphs here: the GPU is busy 99 % of the step" in text_of(report)
+    assert (report.verdict, is_no(report), report.paste, report.ladder) == ("GPU-bound", True, (), ())
+    text = text_of(report)
+    assert "GPU-bound: do not use graphs here: the GPU is busy 99 % of the step" in text
+    assert "stepgraph advise train.py --try -- --epochs 1" in text
+    for part in ("To bring graphs up", "To paste", "Use stepgraph", "begin with"):
+        assert part not in text, part
+
+
+def test_report_of_a_tried_step_does_not_say_how_to_try() -> None:
+    tried = dataclasses.replace(reported(checked(), busy_ms=9.9), trials=(Trial("whole step", 9.8, 2**30),))
+    assert "--try --" not in text_of(tried)
+
+
+@pytest.mark.parametrize("options", [[], ["--json"]])
+def test_command_exits_with_0_if_the_answer_is_do_not(options: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(advise_file, "advise_script", lambda *args, **kwargs: reported(checked(), busy_ms=9.9))
+    done = CliRunner().invoke(app, ["advise", "train.py", *options], env={"NO_COLOR": "1"})
+    assert done.exit_code == 0
+    assert "do not" in done.stdout
+
+
+IN_MEGATRON = {"model": {"class": "GPTModel", "name": "net", "schedule": {"library": "megatron", "stages": 1}}}
+IN_PIPELINE = {"model": {"class": "GPTModel", "name": "net", "schedule": {"library": "megatron", "stages": 2}}}
+IN_STAGE = {"model": {"class": "GPT", "name": "net", "schedule": {"library": "torch", "stages": 4}}}
+MEGATRON_LAYERS = {"model": {"class": "Net", "name": "net", "libraries": ["megatron", "transformer_engine"]}}
+STAGE_ROW = {"scope": "stage", "words": [], "paths": [""], "calls": 4, "host_fraction": 0.9, "kernels": 900}
+AGREEING = {
+    "plain torch": ({}, "the whole step", "stepgraph.capture"),
+    "Megatron's layers in the user's loop": (MEGATRON_LAYERS, "the whole step", "stepgraph.capture"),
+    "Megatron's schedule": (IN_MEGATRON, "the whole step", "stepgraph.FullCudaGraphWrapper"),
+    "Megatron's schedule of a pipeline": (IN_PIPELINE, "the scope attn", "stepgraph.graph_modules"),
+    "a stage of torch's pipelines": (
+        IN_STAGE | {"scopes": [STAGE_ROW]},
+        "the stages of the schedule",
+        "stepgraph.graph_stage",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", AGREEING)
+def test_report_agrees_with_itself(case: str) -> None:
+    changes, captured, api = AGREEING[case]
+    report = reported(checked(), **changes)
+    text = text_of(report)
+    assert f"launch-bound: capture {captured}:" in text
+    assert f"Use {api}:" in text
+    assert report.paste[-1].partition(" = ")[2].startswith(f"{api}(")
+    assert len(report.ladder) == 6
+    rungs = " ".join(how for _, how in report.ladder)
+    assert report.paste[-1] in rungs
+    named = {f"stepgraph.{word}" for word in ("capture(", "FullCudaGraphWrapper(", "graph_stage(", "CudaGraphManager(")}
+    assert {one for one in named if one in rungs} <= {f"{api}("}
+
+
+def test_report_of_a_pipeline_forbids_the_whole_step() -> None:
+    report = reported(checked(), **IN_PIPELINE)
+    assert report.advice is not None
+    (whole,) = (one for one in report.advice.predictions if one.scope == "whole step")
+    assert whole.forbidden == ("the ranks of a pipeline wait for each other within the step",)
+    rows = {row["scope"]: row["documented_bytes"] for row in report.to_dict()["predictions"]}
+    assert rows["attn"] == [10 * 2**30, None]
+
+
+def test_report_of_fp8_layers_says_do_not() -> None:
+    report = reported(checked(), model={"class": "Net", "name": "net", "has_fp8": True})
+    assert is_no(report)
+    text = text_of(report)
+    assert "fp8: scaling factors are not captured yet" in text
+    assert "make_graphed_callables" not in text
+
+
+def test_report_says_what_does_not_fit() -> None:
+    memory = {"activation_bytes": 2**30, "used_bytes": 130 * 2**30, "total_bytes": 140 * 2**30}
+    text = text_of(reported(checked(), memory=memory))
+    assert "does not fit: needs 143.0 of 140.0 GiB" in text
+    assert "begin with what is predicted to need least: whole step, +3.9 GiB" in text
+    assert "would not begin yet: memory is tight" in text, "what the guides say of it"
+
+
+def test_report_has_the_memory_of_guides_and_results() -> None:
+    text = text_of(reported(checked()))
+    assert GUIDES_MEMORY in text
+    assert MEASURED_MEMORY in text
+
+
+def test_report_names_the_scope_of_the_guides() -> None:
+    text = text_of(reported(checked()))
+    assert "guides for Megatron begin such a model with attn: attention of a dense model first." in text
+    assert "NaN checks are not seen in a run" in text
+    row = {"paths": ["layers.0"], "calls": 1, "host_fraction": 0.3, "kernels": 9}
+    layers = row | {"scope": "layers", "words": ["layers.*"]}
+    unknown = reported(checked(), scopes=[layers])
+    assert (unknown.guide, unknown.to_dict()["guide"]) == (None, None)
+    experts = [row | {"scope": word, "words": [word]} for word in ("attn", "moe_router", "moe_preprocess")]
+    without = reported(checked(), 3, gpu=None, scopes=experts)
+    assert (
+        without.ladder[2][1] == 'graphs = stepgraph.graph_modules(net, scope=["attn", "moe_router", "moe_preprocess"])'
+    )
+
+
+def test_workload_is_read_from_a_run() -> None:
+    measured = Measured(10, 2, 9, 10, used_bytes=2**30, total_bytes=2**32)
+    scope = {"scope": "moe_router", "words": ["moe_router"]}
+    known = workload_of(IN_PIPELINE | {"scopes": [scope]}, measured, checked())
+    assert known == Workload(model="moe", memory_used=0.25, pipeline_stages=2, busy_fraction=0.2)
+    seen = Seen("varying-shape", "x", Location("model.py", 7, "forward"), step=2)
+    assert workload_of({"scopes": [{"scope": "mamba", "words": ["mamba"]}]}, None, checked(seen)) == Workload(
+        model="mamba", has_static_shapes=False
+    )
+
+
+UNJUDGED = {
+    "raised": (Outcome(Status.FAILED, {}, 0, exception="RuntimeError: broken"), "script-failed"),
+    "timed out": (Outcome(Status.TIMED_OUT, {}, 2), "script-timeout"),
+    "exited": (Outcome(Status.COMPLETED, {}, 0), "no-step"),
+    "graphed": (Outcome(Status.STOPPED, {"is_graphed": True}, 3), "script-graphed"),
+}
+
+
+@pytest.mark.parametrize("case", UNJUDGED)
+def test_advise_runs_a_script_once_that_cannot_be_judged(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def runs_again(*args: Any, **kwargs: Any) -> Outcome:
+        raise AssertionError("the script ran again")
+
+    outcome, rule = UNJUDGED[case]
+    monkeypatch.setattr(advise_file, "check", lambda *args, **kwargs: dataclasses.replace(checked(), outcome=outcome))
+    monkeypatch.setattr(advise_file, "run_script", runs_again)
+    with pytest.raises(ScriptError) as refused:
+        advise_script(Script("train.py"), steps=20, tries=False, stdout_to_stderr=False)
+    assert refused.value.rule == rule
 
 
 def test_report_forbids_the_scopes_that_findings_are_in() -> None:
@@ -361,7 +550,7 @@ def test_report_forbids_the_scopes_that_findings_are_in() -> None:
     assert report.advice.choice.choice == "mlp"
     assert report.api is not None
     assert report.api.choice == "stepgraph.graph_modules"
-    assert 'graphs = stepgraph.graph_modules(net, scope=["mlp"])  # before the loop' in report.paste
+    assert 'graphs = stepgraph.graph_modules(net, scope=["mlp"])' in report.paste
     assert "host-read at model.py:7" in text_of(report)
 
 
@@ -432,8 +621,11 @@ def test_report_is_plain_values() -> None:
     ("model", "expected"),
     [
         ({}, Program()),
-        ({"libraries": ["megatron", "transformer_engine"]}, Program("megatron")),
+        ({"libraries": ["megatron", "transformer_engine"]}, Program("transformer_engine")),
         ({"libraries": ["transformer_engine"], "has_fp8": True}, Program("transformer_engine", has_fp8=True)),
+        (IN_MEGATRON["model"], Program("megatron")),
+        (IN_PIPELINE["model"], Program("megatron", has_pipeline=True)),
+        (IN_STAGE["model"], Program(has_pipeline=True, has_torch_pipelining=True)),
     ],
 )
 def test_program_is_read_from_the_model(model: dict[str, Any], expected: Program) -> None:
@@ -445,6 +637,7 @@ def test_modules_are_matched_by_whole_segments() -> None:
     assert scopes_with("Net.layers.10.norm", ["Net"], paths) == ("ten",)
     assert scopes_with("Net", ["Net"], paths) == ()
     assert scopes_with("", ["Net"], paths) == ()
+    assert scopes_with("Net", ["Net"], paths | {"stage": [""]}) == ("stage",), "a stage has all of the model in it"
 
 
 # -- decisions
@@ -466,17 +659,33 @@ def test_barriers_of_the_step_do_not_forbid_its_parts() -> None:
     assert advise_on(found).choice.choice == "attn"
 
 
-def test_narrowest_scope_is_the_smallest_useful_one() -> None:
-    rows = [Prediction("attn", 8, 0, 0.2), Prediction("mlp", 9.8, 0, 0.02), Prediction("layers", 5, 0, 0.5)]
-    advice = Advice(Bound.LAUNCHES, Decision("layers", ""), (*rows, Prediction("whole step", 1, 0, 0.9)))
-    assert narrowest(advice) == "attn"
-    assert narrowest(dataclasses.replace(advice, predictions=advice.predictions[1:2])) is None
+def test_useful_scopes_are_inside_the_choice_and_gain_enough() -> None:
+    rows = [Prediction("attn", 8, 0, 0.2), Prediction("mlp", 9, 0, 0.1), Prediction("layers", 5, 0, 0.5)]
+    paths = {"attn": ["layers.0.attn"], "mlp": ["layers.0.mlp"], "layers": ["layers.0"]}
+
+    def useful(choice: str, *of: Prediction) -> tuple[str, ...]:
+        predictions = (*of, Prediction("whole step", 1, 0, 0.9))
+        return useful_scopes(Advice(Bound.LAUNCHES, Decision(choice, ""), predictions), paths)
+
+    assert useful("whole step", *rows) == useful("layers", *rows) == ("mlp", "attn", "layers")
+    assert useful("attn", *rows) == ("attn",), "an mlp cannot be widened to attention"
+    assert useful("whole step", Prediction("mlp", 9.8, 0, 0.02)) == (), "2 % are not useful"
+    assert useful("whole step", Prediction("mlp", 9, 0, 0.1, ("host-read",))) == ()
+
+
+def test_ladder_begins_with_the_scope_of_the_guides() -> None:
+    report = reported(checked())
+    assert report.ladder[2][1] == 'graphs = stepgraph.graph_modules(net, scope=["attn"])'
+    seen = Seen("host-read", ".item()", Location("model.py", 7, "forward"), module="GPT.layers.0.attn.proj", step=2)
+    assert reported(checked(seen)).ladder[2][1] == 'graphs = stepgraph.graph_modules(net, scope=["mlp"])'
+
+
+NAMES = Names("train.py -- --lr 1", "python train.py --lr 1", "net", "Trainer.fit_batch")
+ATTENTION = Target(Api.GRAPH_MODULES, ("attn",))
 
 
 def test_ladder_is_filled_with_the_users_names() -> None:
-    names = Names("train.py -- --lr 1", "python train.py --lr 1", "net", "Trainer.fit_batch")
-    lines = [how for _, how in ladder(names, ["attn"])]
-    assert lines == [
+    assert [how for _, how in ladder(NAMES, ATTENTION, Target(Api.CAPTURE))] == [
         "python train.py --lr 1",
         "stepgraph check train.py -- --lr 1",
         'graphs = stepgraph.graph_modules(net, scope=["attn"])',
@@ -484,16 +693,30 @@ def test_ladder_is_filled_with_the_users_names() -> None:
         "stepgraph verify train.py -- --lr 1",
         "trainer.fit_batch = stepgraph.capture(trainer.fit_batch)",
     ]
-    assert ladder(names)[3][1] == "print(trainer.fit_batch.report())"
 
 
-def test_ladder_of_a_whole_step_names_it_and_captures_it_once() -> None:
-    lines = [how for _, how in ladder(Names("train.py -- --lr 1", "python train.py --lr 1", "net", "kd_step"))]
-    assert lines[2:] == [
+def test_ladder_of_a_whole_step_ends_with_further_features() -> None:
+    names = dataclasses.replace(NAMES, step="kd_step")
+    rungs = ladder(names, Target(Api.CAPTURE), Target(Api.CAPTURE))
+    assert [how for _, how in rungs][2:] == [
         "kd_step = stepgraph.capture(kd_step)",
         "print(kd_step.report())",
         "stepgraph verify train.py --step kd_step -- --lr 1",
+        "stepgraph advise train.py --try -- --lr 1",
     ]
+    assert rungs[2][0] == "Capture the whole step."
+    assert "torch.compile" in rungs[5][0]
+    assert "overlapped" in rungs[5][0]
+
+
+def test_ladder_of_a_scope_ends_with_what_forbids_more() -> None:
+    rungs = ladder(NAMES, ATTENTION, ATTENTION)
+    assert len(rungs) == 6
+    assert "widen" in rungs[5][0]
+    assert rungs[5][1] == "stepgraph check train.py -- --lr 1"
+    wider = ladder(NAMES, ATTENTION, Target(Api.GRAPH_MODULES))
+    assert "widen it to the scope of whole layers" in wider[5][0]
+    assert wider[5][1] == "graphs = stepgraph.graph_modules(net)"
 
 
 def test_report_spells_scopes_that_are_children() -> None:
@@ -503,28 +726,18 @@ def test_report_spells_scopes_that_are_children() -> None:
 
 
 @pytest.mark.parametrize(
-    ("choice", "step", "words", "expected"),
+    ("target", "step", "expected"),
     [
-        (DO_NOT, "f", (), ""),
-        ("whole step", "f", (), "f = stepgraph.capture(f)"),
-        ("whole step", "loop:f", (), "f = stepgraph.capture(f)"),
-        ("whole step", "", (), "@stepgraph.capture"),
-        ("attn", "f", ("attn",), 'stepgraph.graph_modules(model, scope=["attn"])'),
-        ("layers", "f", (), "stepgraph.graph_modules(model)"),
+        (Target(Api.CAPTURE), "f", "f = stepgraph.capture(f)"),
+        (Target(Api.CAPTURE), "loop:f", "f = stepgraph.capture(f)"),
+        (Target(Api.CAPTURE), "", "@stepgraph.capture"),
+        (ATTENTION, "f", 'stepgraph.graph_modules(model, scope=["attn"])'),
+        (Target(Api.GRAPH_MODULES), "f", "stepgraph.graph_modules(model)"),
+        *((Target(api), "f", f"{api}(") for api in Api),
     ],
 )
-def test_snippet_fits_the_choice(choice: str, step: str, words: tuple[str, ...], expected: str) -> None:
-    assert expected in "\n".join(snippet(choice, Names("a.py", "python a.py", step=step), words))
-
-
-def test_api_follows_what_is_captured() -> None:
-    def advice(choice: str) -> Advice:
-        return Advice(Bound.LAUNCHES, Decision(choice, ""), ())
-
-    assert api_for(advice(DO_NOT), Program()).choice == "none"
-    assert api_for(advice("attn"), Program()).choice == "stepgraph.graph_modules"
-    assert api_for(advice("whole step"), Program()).choice == "stepgraph.capture"
-    assert api_for(advice("whole step"), Program("megatron", "most speed")).choice == "stepgraph.FullCudaGraphWrapper"
+def test_snippet_is_of_the_interface_that_is_named(target: Target, step: str, expected: str) -> None:
+    assert expected in "\n".join(snippet(target, Names("a.py", "python a.py", step=step)))
 
 
 @pytest.mark.parametrize(

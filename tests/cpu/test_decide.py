@@ -12,7 +12,11 @@ from hypothesis import strategies as st
 
 from stepgraph.advice.decide import (
     GIB,
-    LADDER,
+    GUIDES_MEMORY,
+    MEASURED_MEMORY,
+    STAGE,
+    WHOLE_STEP,
+    Api,
     Bound,
     EagerPart,
     Measured,
@@ -20,19 +24,20 @@ from stepgraph.advice.decide import (
     Region,
     Workload,
     advise_on,
+    api_for,
     bound_of,
     choose_api,
     choose_scope,
     documented_memory,
     predict,
     predict_whole_step,
-    reasons_against,
     scope_bytes,
     whole_step_bytes,
     whole_step_ms,
 )
 
-RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "benchmarks" / "results"
 MIB = 2**20
 
 GPT2_SMALL = Measured(step_ms=124.8, busy_ms=26.5, host_ms=124.0, kernels=4400, small_kernels=3900)
@@ -203,129 +208,287 @@ def test_predictions_stay_between_floor_and_eager(
     assert 0 <= measured.busy_fraction <= 1
 
 
+# -- memory
+
+
+def tight(used: float, **changes: Any) -> Measured:
+    """A launch-bound step on a device of 140 GiB."""
+    attn = Region("attn", num_modules=12, host_ms=60.0, kernels=2000)
+    base = dataclasses.replace(GPT2_SMALL, used_bytes=int(used * GIB), total_bytes=140 * GIB, regions=(attn,))
+    return dataclasses.replace(base, **changes)
+
+
 def test_memory_is_warned_about_from_88_percent() -> None:
-    total = 79 * GIB
-    free = dataclasses.replace(GPT2_SMALL, used_bytes=60 * GIB, total_bytes=total)
-    assert advise_on(free).warnings == ()
-    tight = dataclasses.replace(GPT2_SMALL, used_bytes=70 * GIB, total_bytes=total)
-    (warning,) = advise_on(tight).warnings
-    assert "70.0 of 79.0 GiB" in warning
+    assert advise_on(tight(120)).warnings == ()
+    (warning,) = advise_on(tight(124)).warnings
+    assert "124.0 of 140.0 GiB" in warning
+    assert "88 %" in warning
+
+
+def test_memory_warning_names_what_is_predicted_to_need_least() -> None:
+    advice = advise_on(tight(130))
+    rows = {one.scope: one for one in advice.predictions}
+    assert rows["attn"].extra_bytes > rows["whole step"].extra_bytes
+    (warning,) = advice.warnings
+    assert "need least: whole step, +3.9 GiB" in warning
+    assert "narrowest" not in warning
+
+
+def test_prediction_that_does_not_fit_is_forbidden() -> None:
+    advice = advise_on(tight(130))
+    rows = {one.scope: one.forbidden for one in advice.predictions}
+    assert rows == {"whole step": (), "attn": ("does not fit: needs 143.0 of 140.0 GiB",)}
+    assert advice.choice.choice == "whole step"
+
+
+def test_advice_is_do_not_if_nothing_fits() -> None:
+    advice = advise_on(tight(139))
+    assert advice.choice.choice == "do not"
+    assert "does not fit: needs 143.2 of 140.0 GiB" in advice.choice.reason
+    assert "need least" not in advice.warnings[0], "there is nothing to begin with"
+
+
+def test_memory_warning_of_a_busy_gpu_names_no_capture() -> None:
+    advice = advise_on(tight(130, busy_ms=124.0))
+    assert advice.choice.choice == "do not"
+    assert "need least" not in advice.warnings[0]
+
+
+def test_prediction_without_a_known_total_is_allowed() -> None:
+    assert all(not one.forbidden for one in predict(tight(1000, total_bytes=0)))
 
 
 @pytest.mark.parametrize(
     ("scope", "stages", "expected"),
     [
         ("attn", 1, (0, 2 * GIB)),
-        ("attn", 4, (2 * GIB, 10 * GIB)),
+        ("attn", 4, (10 * GIB, None)),
         ("whole step", 1, (20 * GIB, 40 * GIB)),
         ("full_iteration", 1, (20 * GIB, 40 * GIB)),
     ],
 )
-def test_documented_memory_of_the_guides(scope: str, stages: int, expected: tuple[int, int]) -> None:
+def test_documented_memory_of_the_guides(scope: str, stages: int, expected: tuple[int, int | None]) -> None:
     assert documented_memory(scope, 40 * GIB, stages) == expected
 
 
+def test_memory_sentences_stand_on_the_page_too() -> None:
+    page = " ".join((ROOT / "docs" / "advise.md").read_text().split())
+    assert GUIDES_MEMORY in page
+    assert MEASURED_MEMORY in page
+    assert "10 GB and more with pipelines" in GUIDES_MEMORY
+
+
+def test_memory_sentence_is_what_was_measured() -> None:
+    def ratio(file: str, workload: str | None, *names: str) -> float:
+        both = [record(file, workload, name) for name in names]
+        eager, graphed = (one.get("reserved_bytes") or one["memory"]["reserved"] for one in both)
+        return float(graphed / eager)
+
+    trainings = [
+        one["measured_bytes"] / one["eager_bytes"]
+        for file in sorted(RESULTS.glob("*/advise.json"))
+        for one in json.loads(file.read_text())["records"]
+        if one.get("scope") == "whole step" and "eager_bytes" in one
+    ]
+    scopes, whole = max(ratio(*row) for row in SCOPES_MEASURED), max(*trainings, *(ratio(*row) for row in WHOLE))
+    assert f"{scopes:.2f} times eager's peak for scopes and {whole:.2f} times for whole steps" in MEASURED_MEMORY
+
+
+# -- the rows of the guides: each is a case, with a part of the reason
+
+
 API_GUIDE = {
-    "quick experiment, boundaries unknown": (Program(wish="least effort"), "capture"),
-    "training with autograd, no FP8, no pipeline": (Program(), "capture"),
-    "any model with FP8": (Program(has_fp8=True), "make_graphed_callables"),
-    "any model with a pipeline": (Program(has_pipeline=True), "make_graphed_callables"),
-    "Megatron, per layer, automatic": (Program("megatron", "per layer"), "CudaGraphManager"),
-    "maximum speed, full iteration": (Program("megatron", "most speed"), "FullCudaGraphWrapper"),
-    "full manual control": (Program(wish="control"), "capture"),
+    "quick experiment, boundaries unknown": (Program(wish="least effort"), "capture", "one line"),
+    "training with autograd, no FP8, no pipeline": (Program(), "capture", "forward, backward and optimizer"),
+    "any model with FP8": (Program(has_fp8=True), "make_graphed_callables", "FP8"),
+    "any model with a pipeline": (Program(has_pipeline=True), "make_graphed_callables", "order of its schedule"),
+    "Megatron, per layer, automatic": (Program("megatron", "per layer"), "CudaGraphManager", "one by one"),
+    "maximum speed, full iteration": (Program("megatron", "most speed"), "FullCudaGraphWrapper", "largest gain"),
+    "full manual control": (Program(wish="control"), "capture", "any function"),
 }
 FLOWCHART = {
-    "Megatron with FP8: most speed, static": (Program("megatron", "most speed", has_fp8=True), "FullCudaGraphWrapper"),
-    "Megatron with a pipeline: automatic": (Program("megatron", "training", has_pipeline=True), "CudaGraphManager"),
-    "Megatron with FP8: control": (Program("megatron", "control", has_fp8=True), "make_graphed_callables"),
-    "Transformer Engine: FP8": (Program("transformer_engine", has_fp8=True), "make_graphed_callables"),
-    "Transformer Engine: pipeline": (Program("transformer_engine", has_pipeline=True), "make_graphed_callables"),
-    "general: zero effort": (Program(wish="least effort"), "capture"),
-    "general: training loop": (Program(wish="training"), "capture"),
-    "general: control": (Program(wish="control"), "capture"),
+    "Megatron with FP8: most speed, static": (
+        Program("megatron", "most speed", has_fp8=True),
+        "FullCudaGraphWrapper",
+        "static",
+    ),
+    "Megatron: most speed, shapes vary": (
+        Program("megatron", "most speed", has_static_shapes=False),
+        "CudaGraphManager",
+        "shapes vary",
+    ),
+    "Megatron with a pipeline: automatic": (
+        Program("megatron", "training", has_pipeline=True),
+        "CudaGraphManager",
+        "pipelines",
+    ),
+    "Megatron with FP8: control": (
+        Program("megatron", "control", has_fp8=True),
+        "make_graphed_callables",
+        "you choose",
+    ),
+    "Transformer Engine: FP8": (
+        Program("transformer_engine", has_fp8=True),
+        "make_graphed_callables",
+        "Transformer Engine",
+    ),
+    "Transformer Engine: pipeline": (
+        Program("transformer_engine", has_pipeline=True),
+        "make_graphed_callables",
+        "pipeline",
+    ),
+    "general: zero effort": (Program(wish="least effort"), "capture", "one line"),
+    "general: training loop": (Program(wish="training"), "capture", "backward"),
+    "general: control": (Program(wish="control"), "capture", "as it is written"),
 }
 NAVIGATION = {
-    "torch.compile gives too little": (Program(tried=("reduce-overhead",)), "capture"),
+    "torch.compile gives too little": (Program(tried=("reduce-overhead",)), "capture", "many small graphs"),
     "make_graphed_callables cannot do FP8": (
         Program(has_fp8=True, tried=("make_graphed_callables",)),
         "make_graphed_callables",
+        "FP8",
     ),
     "make_graphed_callables cannot do pipelines": (
         Program(has_pipeline=True, tried=("make_graphed_callables",)),
         "make_graphed_callables",
+        "pipeline",
     ),
-    "Megatron per layer": (Program("megatron", "per layer"), "CudaGraphManager"),
-    "best speed with Megatron": (Program("megatron", "most speed"), "FullCudaGraphWrapper"),
-    "best speed without Megatron": (Program(wish="most speed"), "capture"),
-    "something is too hard to capture": (Program(has_dynamic_part=True), "graph_modules"),
-    "start small": (Program(wish="per layer"), "graph_modules"),
+    "make_graphed_callables gives too little": (
+        Program(tried=("make_graphed_callables",)),
+        "capture",
+        "loss and optimizer",
+    ),
+    "Megatron per layer": (Program("megatron", "per layer"), "CudaGraphManager", "automatically"),
+    "best speed with Megatron": (Program("megatron", "most speed"), "FullCudaGraphWrapper", "one graph"),
+    "best speed without Megatron": (Program(wish="most speed"), "capture", "optimizer"),
+    "best speed, shapes vary": (Program(wish="most speed", has_static_shapes=False), "capture", "buckets="),
+    "something is too hard to capture": (Program(has_dynamic_part=True), "graph_modules", "stays eager"),
+    "start small": (Program(wish="per layer"), "graph_modules", "begin with one"),
     "a schedule of torch.distributed.pipelining": (
         Program(has_pipeline=True, has_torch_pipelining=True),
         "graph_stage",
+        "schedule",
     ),
 }
 
 
 @pytest.mark.parametrize("case", [*API_GUIDE, *FLOWCHART, *NAVIGATION])
 def test_choice_of_the_interface(case: str) -> None:
-    program, expected = (API_GUIDE | FLOWCHART | NAVIGATION)[case]
+    program, expected, word = (API_GUIDE | FLOWCHART | NAVIGATION)[case]
     decision = choose_api(program)
     assert decision.choice == f"stepgraph.{expected}"
-    assert decision.reason
+    assert word in decision.reason
 
 
-SCOPES = {
-    "dense": (Workload(), "transformer_engine", ("attn",)),
-    "dropless experts": (
-        Workload(model="moe"),
-        "transformer_engine",
-        ("attn", "moe_router", "moe_preprocess"),
+PROGRAMS = (
+    Program(),
+    Program(has_fp8=True),
+    Program("transformer_engine", has_fp8=True),
+    Program("megatron"),
+    Program("megatron", has_pipeline=True),
+    Program(has_pipeline=True, has_torch_pipelining=True),
+)
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_api_captures_what_was_chosen(program: Program) -> None:
+    whole = api_for(WHOLE_STEP, program)
+    assert whole.choice in (Api.CAPTURE, Api.FULL_ITERATION)
+    assert whole.choice == Api.CAPTURE or program.framework == "megatron"
+    assert "one by one" not in whole.reason
+    assert api_for("attn", program).choice == Api.GRAPH_MODULES
+    assert "these modules" in api_for("attn", program).reason
+    assert api_for("do not", program).choice == "none"
+    if program.has_torch_pipelining:
+        assert api_for(STAGE, program).choice == Api.STAGE
+
+
+ATTENTION = ("transformer_engine", ("attn",))
+AROUND_EXPERTS = ("transformer_engine", ("attn", "moe_router", "moe_preprocess"))
+FULL = ("local", ("full_iteration",))
+NONE = ("none", ())
+WANTS_FULL = Workload(wished_scope=("full_iteration",))
+QUICK_DECISION = {
+    "dense": (Workload(), ATTENTION, "attention"),
+    "dropless experts": (Workload(model="moe"), AROUND_EXPERTS, "depend on data"),
+    "images, stable data": (Workload(model="vision-language"), AROUND_EXPERTS, "depend on data"),
+    "images, before the data is stable": (
+        Workload(model="vision-language", has_stable_data=False),
+        NONE,
+        "reads images",
     ),
-    "images, stable data": (
-        Workload(model="vision-language"),
-        "transformer_engine",
-        ("attn", "moe_router", "moe_preprocess"),
+    "padded experts": (Workload(model="moe, padded experts"), ("transformer_engine", ("attn", "moe")), "capacity"),
+    "mamba": (Workload(model="mamba"), ("transformer_engine", ("mamba", "attn")), "both kinds"),
+    "full iteration is wanted": (WANTS_FULL, FULL, "strictest rules"),
+    "selective recomputation": (Workload(recompute="selective"), ATTENTION, "attention"),
+    "full recomputation": (Workload(recompute="full"), FULL, "full recomputation"),
+}
+WHEN = {
+    "static sequence length and microbatch": (Workload(has_static_shapes=True), ATTENTION, "attention"),
+    "the GPU waits for the host": (Workload(busy_fraction=0.5), ATTENTION, "attention"),
+    "spare memory": (Workload(memory_used=0.6), ATTENTION, "attention"),
+    "unchanged objective": (Workload(has_settled_objective=True), ATTENTION, "attention"),
+    "a scope is the safer first one": (Workload(), ATTENTION, "first"),
+    "the largest reduction is wanted": (WANTS_FULL, FULL, "largest gain"),
+}
+WHEN_NOT = {
+    "varying shapes": (Workload(has_static_shapes=False), NONE, "varies"),
+    "the GPU is busy": (Workload(busy_fraction=0.97), NONE, "busy"),
+    "the objective still changes": (Workload(has_settled_objective=False), NONE, "objective"),
+    "CPU offloading": (Workload(has_cpu_offloading=True), NONE, "offloading"),
+    "tight memory, one stage, one scope": (Workload(memory_used=0.9), NONE, "memory is tight"),
+    "tight memory with a pipeline": (Workload(memory_used=0.9, pipeline_stages=4), NONE, "each pipeline stage"),
+    "tight memory with a full iteration": (
+        dataclasses.replace(WANTS_FULL, memory_used=0.9),
+        NONE,
+        "memory is tight",
     ),
-    "images, before the data is stable": (Workload(model="vision-language", has_stable_data=False), "none", ()),
-    "padded experts": (Workload(model="moe, padded experts"), "transformer_engine", ("attn", "moe")),
-    "mamba": (Workload(model="mamba"), "transformer_engine", ("mamba", "attn")),
-    "full iteration is wanted": (Workload(wants_full_iteration=True), "local", ("full_iteration",)),
-    "selective recomputation": (Workload(recompute="selective"), "transformer_engine", ("attn",)),
-    "full recomputation": (Workload(recompute="full"), "local", ("full_iteration",)),
-    "full recomputation and checks on the host": (Workload(recompute="full", needs_nan_checks=True), "none", ()),
-    "full recomputation with a scope": (Workload(recompute="full", wished_scope=("attn",)), "none", ()),
-    "scopes that exclude each other": (Workload(model="moe", wished_scope=("moe", "moe_router")), "none", ()),
-    "a scope without the one it needs": (Workload(model="moe", wished_scope=("attn", "moe_preprocess")), "none", ()),
-    "packed sequences": (Workload(has_packed_sequences=True), "local", ("full_iteration",)),
-    "varying shapes": (Workload(has_static_shapes=False), "none", ()),
-    "CPU offloading": (Workload(has_cpu_offloading=True), "none", ()),
-    "tight memory with a pipeline": (Workload(memory_used=0.9, pipeline_stages=4), "none", ()),
-    "tight memory, one stage, one scope": (Workload(memory_used=0.9), "transformer_engine", ("attn",)),
+    "tight memory with full recomputation": (Workload(recompute="full", memory_used=0.95), NONE, "memory is tight"),
     "checks that conflict with a full iteration": (
-        Workload(wants_full_iteration=True, needs_nan_checks=True),
-        "none",
-        (),
+        dataclasses.replace(WANTS_FULL, needs_nan_checks=True),
+        NONE,
+        "checks for NaN",
     ),
-    "checks beside a scope": (Workload(needs_nan_checks=True), "transformer_engine", ("attn",)),
-    "the GPU is busy": (Workload(busy_fraction=0.97), "none", ()),
-    "the GPU waits": (Workload(busy_fraction=0.5), "transformer_engine", ("attn",)),
+    "full recomputation and checks on the host": (
+        Workload(recompute="full", needs_nan_checks=True),
+        NONE,
+        "checks for NaN",
+    ),
+    "packed sequences and checks on the host": (
+        Workload(has_packed_sequences=True, needs_nan_checks=True),
+        NONE,
+        "checks for NaN",
+    ),
+    "checks beside a scope": (Workload(needs_nan_checks=True), ATTENTION, "attention"),
+    "scopes that exclude each other": (Workload(wished_scope=("moe", "moe_router")), NONE, "exclude each other"),
+    "a scope without the one it needs": (Workload(wished_scope=("attn", "moe_preprocess")), NONE, "needs moe_router"),
+    "recomputed experts with their router": (Workload(model="moe", recompute="moe"), NONE, "recomputed"),
+    "recomputed experts without their router": (
+        Workload(model="moe", recompute="moe", wished_scope=("attn",)),
+        ATTENTION,
+        "asked for",
+    ),
+    "full recomputation with a scope": (
+        Workload(recompute="full", wished_scope=("attn",)),
+        NONE,
+        "full recomputation",
+    ),
+    "packed sequences": (Workload(has_packed_sequences=True), FULL, "packed sequences"),
+    "packed sequences with a scope": (
+        Workload(has_packed_sequences=True, wished_scope=("attn",)),
+        NONE,
+        "packed sequences",
+    ),
 }
 
 
-@pytest.mark.parametrize("case", SCOPES)
+@pytest.mark.parametrize("case", [*QUICK_DECISION, *WHEN, *WHEN_NOT])
 def test_choice_of_the_scope(case: str) -> None:
-    workload, impl, scope = SCOPES[case]
+    workload, expected, word = (QUICK_DECISION | WHEN | WHEN_NOT)[case]
     choice = choose_scope(workload)
-    assert (choice.impl, choice.scope) == (impl, scope)
-    assert choice.reason
-    assert (impl == "none") == bool(reasons_against(workload))
+    assert (choice.impl, choice.scope) == expected
+    assert word in choice.reason
 
 
 def test_dense_scope_widens_to_the_mlp() -> None:
     assert choose_scope(Workload()).then == ("attn", "mlp")
-
-
-def test_ladder_has_the_six_steps() -> None:
-    assert len(LADDER) == 6
-    assert "eager" in LADDER[0][0]
-    assert "widen" in LADDER[-1][0]

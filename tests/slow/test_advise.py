@@ -144,6 +144,23 @@ def test_advise_answers_scripts_without_steps(program: str, code: int, rule: str
     assert "stepgraph/advice" not in stderr, "the traceback is the script's alone"
 
 
+FAILING = {
+    "hangs": ("import time\ntime.sleep(600)\n", 3, "script-timeout"),
+    "raises": ("raise RuntimeError('broken')\n", 3, "script-failed"),
+    "exits": ("raise SystemExit(0)\n", 1, "no-step"),
+}
+
+
+@long
+@pytest.mark.parametrize("case", FAILING)
+def test_advise_runs_a_script_once_that_fails(case: str) -> None:
+    program, code, rule = FAILING[case]
+    begun = "with open('starts.txt', 'a') as file:\n    print('start', file=file)\n"
+    found, values, _ = advised(begun + program, "--timeout", "12")
+    assert (found, values["error"]["rule"]) == (code, rule)
+    assert Path("starts.txt").read_text().split() == ["start"]
+
+
 def test_advise_refuses_a_script_that_is_not_there() -> None:
     done = CliRunner().invoke(app, ["advise", "no_such_file.py"], env={"NO_COLOR": "1"})
     assert done.exit_code == 2
