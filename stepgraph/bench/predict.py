@@ -1,6 +1,7 @@
 """What a run would need and could reach on a machine that is not here: `stepgraph bench --dry-run`.
 
-Memory is the estimate of `recipes.memory`, divided as the parallel sizes divide the model. Time has a lower bound only:
+Memory is the estimate of `recipes.memory`, divided as the parallel sizes divide the model. It is the memory of
+stepgraph's own models, with the whole state of the optimizer on each data-parallel rank. Time has a lower bound only:
 the operations of the model at the GPU's peak. How far above it a real step lies is measured, not predicted.
 """
 
@@ -77,10 +78,12 @@ def predict(cfg: ConfigContainer, gpu: Gpu, num_gpus: int, environment: Environm
     model = cfg.model
     stages = model.tensor_model_parallel_size * model.pipeline_model_parallel_size
     experts = model.expert_model_parallel_size if model.num_moe_experts else 1
-    state = memory.weights + memory.gradients + memory.optimizer
+    state = memory.weights
+    if cfg.peft.scheme is None:  # the gradients and the state of adapters are small
+        state += memory.gradients + memory.optimizer
     held = _experts_share(cfg)
     per_gpu = state * ((1 - held) / stages + held / (stages * experts)) + (
-        memory.activations / model.tensor_model_parallel_size
+        memory.activations / (model.tensor_model_parallel_size * model.context_parallel_size)
     )
     return MachinePrediction(
         gpu, num_gpus, memory, int(per_gpu), flops_per_step(cfg), tuple(broken_rules(found, known, ("run",)))

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from stepgraph.bench.hardware import Gpu
     from stepgraph.bench.predict import MachinePrediction
     from stepgraph.bench.run import BenchResult
+    from stepgraph.recipes.machines import MachineSettings
 
 _FAMILIES = {
     "gpt": ("gpt2_small",),
@@ -43,6 +44,10 @@ _LONG_S = 60.0
 """The time left is shown if it is longer."""
 _STEPS, _SEED = 20, 1234
 _ON_CPU = "A CPU's times say nothing about a GPU's: this run shows that everything works."
+_NEEDS_MORE = (
+    ". It does not fit with stepgraph's models and the optimizer's whole state on each rank; NVIDIA's settings are for "
+    "fused kernels and a sharded optimizer."
+)
 _FP8 = ("fp8_cs", "fp8_ds", "fp8_mx", "fp8_sc")
 
 
@@ -94,7 +99,14 @@ GpuName = Annotated[
 ]
 ComputeDtype = Annotated[str, typer.Option("-c", "--compute-dtype", metavar="NAME", help="bf16.")]
 NumGpus = Annotated[
-    int | None, typer.Option("-ng", "--num-gpus", min=1, help="Number of GPUs; default: 1, or torchrun's processes.")
+    int | None,
+    typer.Option(
+        "-ng",
+        "--num-gpus",
+        min=1,
+        help="Number of GPUs; default: torchrun's processes, or those published for -g.",
+        show_default=False,
+    ),
 ]
 Tensor = Annotated[int | None, _size("-tp", "--tensor-model-parallel-size", help="Tensor parallelism.")]
 Pipeline = Annotated[int | None, _size("-pp", "--pipeline-model-parallel-size", help="Pipeline stages.")]
@@ -171,17 +183,20 @@ def bench(
 ) -> Result:
     """Measure a recipe's training step: time, TFLOP/s, how busy the GPU is, memory, replays, and the loss."""
     given = dict(locals())
+    from stepgraph.recipes.machines import machine_settings
+
     name = _recipe(family, recipe)
     _refuse_dtype(compute_dtype)
     _refuse_dispatcher(dispatcher)
     words = [f"{setting}={given[key]}" for key, setting in _SETTINGS.items() if given[key] is not None]
-    wanted = read(name, task, [*words, *(overrides or [])], bool(fit))
-    sizes = (*_typed(given, _ON_ONE), *_run_options(steps, seed), *map(shlex.quote, overrides or ()))
+    words += overrides or []
     world = int(os.environ.get("WORLD_SIZE", "1"))
     named = gpu.lower() if gpu is not None else None
-    asked = Asked(
-        name, task, named, num_gpus or (1 if dry_run else world), dispatcher, _typed(given, _PARALLEL), sizes, fit
-    )
+    count = num_gpus or (None if dry_run else world)
+    machine = machine_settings(name, task, named, count, words, divides=dry_run and not fit)
+    wanted = read(name, task, [*machine.words, *words], bool(fit))
+    sizes = (*_typed(given, _ON_ONE), *_run_options(steps, seed), *map(shlex.quote, overrides or ()))
+    asked = Asked(name, task, named, machine.num_gpus, dispatcher, _typed(given, _PARALLEL), sizes, fit, machine)
     if dry_run:
         _refuse_with_dry_run({"--compare": compares, "--only": only, "--resume": resume, "--report": report})
         return _predicted(asked, wanted)
@@ -210,8 +225,16 @@ class Asked:
     """The parallel sizes, as they were typed."""
     sizes: tuple[str, ...] = ()
     """The other sizes, the scope and settings, which hold on one GPU too."""
-    fits: bool | None = False
+    fits: bool | None = None
     """As typed; None if it was not."""
+    published: MachineSettings | None = None
+    """The settings that `-g` has laid over the recipe."""
+
+    @property
+    def machine_settings(self) -> dict[str, Any] | None:
+        """What `-g` has laid over the recipe, for JSON; None without `-g`."""
+        settings = self.published.settings if self.published is not None else None
+        return None if settings is None else dict(settings)
 
     @property
     def machine(self) -> tuple[str, ...]:
@@ -389,9 +412,19 @@ def _measured(asked: Asked, wanted: Wanted, device: torch.device, steps: int, as
         "cuda_graph_impl": cfg.model.cuda_graph_impl,
         "cuda_graph_scope": scope,
         "moe_token_dispatcher_type": asked.dispatcher,
+        "machine_settings": asked.machine_settings,
     }
     text = render(found, f"{asked.recipe}, {cfg.model.cuda_graph_impl}: {', '.join(scope) or 'no scope'}", cuts)
-    return Result(values, text, next=asked.same("--compare"))
+    return Result(values, _below_settings(asked, text), next=asked.same("--compare"))
+
+
+def _below_settings(asked: Asked, text: RenderableType) -> RenderableType:
+    """A text below the line that names the settings of the GPU, if there is one."""
+    from rich.console import Group
+    from rich.text import Text
+
+    line = asked.published.line if asked.published is not None else None
+    return text if line is None else Group(Text(line), text)
 
 
 def render(found: BenchResult, title: str, cuts: list[str]) -> RenderableType:
@@ -515,6 +548,7 @@ def _compared(asked: Asked, wanted: Wanted, device: torch.device, steps: int, ho
         "eager_equals_eager": found.eager_equals_eager,
         "not_run": missing,
         "rows": records,
+        "machine_settings": asked.machine_settings,
         "file": str(file.path),
         "report": None if how.html is None else str(how.html),
     }
@@ -522,7 +556,7 @@ def _compared(asked: Asked, wanted: Wanted, device: torch.device, steps: int, ho
     following = f"python -m webbrowser {how.html}" if how.html is not None else asked.same(*_reported(how, file.path))
     code = ExitCode.FINDINGS if failed else ExitCode.OK
     text = _comparison_table(title, found, missing, file.path, facts.get("note"))
-    return Result(values, text, next=following, exit_code=code)
+    return Result(values, _below_settings(asked, text), next=following, exit_code=code)
 
 
 def _reported(how: Reporting, file: Path) -> list[str]:
@@ -628,7 +662,9 @@ def _predicted(asked: Asked, wanted: Wanted) -> Result:
         cfg, cuts = fitted.config, [str(change) for change in fitted.cuts]
     found = predict(cfg, gpu, asked.num_gpus)
     values = found.to_dict() | {"recipe": asked.recipe, "task": asked.task, "cuts": cuts, "dry_run": True}
-    return Result(values, _shown(asked, gpu, found, cuts), next=asked.line("--fit -ng 1", *asked.sizes))
+    values["machine_settings"] = asked.machine_settings
+    text = _below_settings(asked, _shown(asked, gpu, found, cuts))
+    return Result(values, text, next=asked.line("--fit -ng 1", *asked.sizes))
 
 
 def _shown(asked: Asked, gpu: Gpu, found: MachinePrediction, cuts: list[str]) -> RenderableType:
@@ -638,6 +674,8 @@ def _shown(asked: Asked, gpu: Gpu, found: MachinePrediction, cuts: list[str]) ->
 
     share = f"{100 * found.memory_fraction:.0f} % of {gpu.memory_bytes / 1e9:.0f} GB"
     does_not_fit = ". It does not fit: more stages, a smaller microbatch, or recomputation."
+    if asked.machine_settings and not asked.parallel:
+        does_not_fit = _NEEDS_MORE
     rows = [
         (
             "memory",

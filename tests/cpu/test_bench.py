@@ -102,6 +102,7 @@ def test_bench_predicts_the_line_of_the_guide() -> None:
     assert 0 < values["memory_fraction"] < 1
     assert values["fastest_ms"] == pytest.approx(values["flops"] / 16 / 989e9)
     assert values["not_run_here"] == ["not-run-here"]
+    assert values["machine_settings"] == {"train.global_batch_size": 1024, "train.micro_batch_size": 1}
     scope = "--cuda_graph_impl transformer_engine --cuda_graph_scope attn,moe_router,moe_preprocess"
     assert values["next"] == f"stepgraph bench -mr qwen3_30b_a3b --fit -ng 1 {scope}"
 
@@ -111,9 +112,39 @@ def test_bench_prediction_fits_and_names_what_is_not_run() -> None:
     done = CliRunner().invoke(app, ["bench", *GUIDE.split(), "--dry-run"], env=PLAIN)
     *lines, following = done.stdout.splitlines()
     assert [line for line in lines if len(line.rstrip()) > 80] == []
-    assert all(line.startswith(("memory ", "operations ", "not run here ", " ")) for line in lines[1:])
+    assert lines[0] == "settings of h100: global_batch_size=1024, micro_batch_size=1", "the rest was typed"
+    assert all(line.startswith(("memory ", "operations ", "not run here ", " ")) for line in lines[2:])
     assert "model.tensor_model_parallel_size=2; model.expert_model_parallel_size=4" in " ".join(done.stdout.split())
     assert following.startswith("Next: stepgraph bench -mr qwen3_30b_a3b")
+
+
+@pytest.mark.slow
+def test_bench_predicts_with_the_settings_of_the_gpu() -> None:
+    _, hopper, _ = bench("-mr llama3_8b -g h100 --dry-run")
+    _, blackwell, _ = bench("-mr llama3_8b -g b200 --dry-run")
+    assert (hopper["num_gpus"], blackwell["num_gpus"]) == (8, 8)
+    assert hopper["machine_settings"]["model.context_parallel_size"] == 2
+    assert hopper["machine_settings"]["model.cuda_graph_impl"] == "none"
+    assert blackwell["machine_settings"]["model.cuda_graph_scope"] == ["full_iteration"]
+    assert blackwell["machine_settings"]["train.micro_batch_size"] == 2
+    assert (hopper["not_run_here"], blackwell["not_run_here"]) == (["not-run-here"], [])
+    _, typed, _ = bench("-mr llama3_8b -g b200 --dry-run -ng 16 -mb 1 --cuda_graph_scope attn")
+    assert (typed["num_gpus"], typed["machine_settings"]) == (16, {"train.global_batch_size": 256})
+
+
+@pytest.mark.slow
+def test_bench_says_where_no_settings_are_published() -> None:
+    done = CliRunner().invoke(app, ["bench", "-g", "h200", "--dry-run"], env=PLAIN)
+    line, title, *_ = done.stdout.splitlines()
+    assert line == "no settings are published for gpt2_small on h200; the recipe's own are used"
+    assert title == "gpt2_small on 1 h200: a valid configuration; nothing was run"
+
+
+def test_bench_refuses_gpus_that_published_sizes_do_not_fit() -> None:
+    code, values, _ = bench("-mr llama3_70b -g h100 -ng 8 --dry-run")
+    assert (code, values["error"]["rule"]) == (2, "world-size")
+    assert "not a multiple of 32" in values["error"]["what"]
+    assert "-ng 64" in values["error"]["fix"]
 
 
 @pytest.mark.slow
@@ -261,6 +292,7 @@ def test_bench_measures_a_small_run_on_the_cpu() -> None:
     assert len(values["step_ms_each"]) == values["steps"] == 2
     assert values["step_ms_p10"] <= values["step_ms"] <= values["step_ms_p90"]
     assert (values["gpu"], values["mfu"], values["busy_fraction"], values["kernels"]) == ("cpu", None, None, None)
+    assert values["machine_settings"] is None, "a CPU is no GPU of the table"
     assert values["replays"] >= 2
     model = "model.num_layers=1 model.hidden_size=32 model.num_attention_heads=2 model.vocab_size=128"
     same = f"stepgraph bench -mr gpt2_small -g cpu --fit -gb 1 -mb 1 -sl 16 --steps 2 {model}"

@@ -162,7 +162,8 @@ def test_build_hands_compute_settings_to_the_model() -> None:
 @pytest.mark.usefixtures("new_processes")
 def test_recipes_import_no_torch() -> None:
     program = (
-        "import sys, stepgraph.recipes as r; [x.make() for x in r.RECIPES.values()]; print('torch' in sys.modules)"
+        "import sys, stepgraph.recipes.machines, stepgraph.recipes as r; "
+        "[x.make() for x in r.RECIPES.values()]; print('torch' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
