@@ -66,7 +66,7 @@ def objects_of(kind: type[_T], generation: int | None = None) -> list[_T]:
     # A chain drops its list when asked for more than the list has. The None makes `compress` ask both chains for more.
     objects = itertools.chain(itertools.chain.from_iterable(first), [None])
     with collector_at_rest():  # a collection would run Python code
-        return list(itertools.compress(objects, selectors))  # type: ignore[arg-type]
+        return list(itertools.compress(objects, selectors))
 
 
 def address(value: object) -> int:
