@@ -3,8 +3,9 @@
 A command is a function that returns a `Result`. It prints nothing itself, except a progress bar on stderr. The class
 `Command` around it reads the options, runs the function, and prints the result: for people, with the next command to
 type as the last line, or with `--json` as one JSON object alone on stdout. An error of stepgraph becomes its message on
-stderr and exit code 2, without a traceback. Ctrl-C, SIGTERM and `--timeout` arrive as one exception, which captures
-hold back until their state is consistent; they differ in the exit code only.
+stderr and exit code 2, without a traceback. So does a stdout that cannot be written (`printing`). Ctrl-C, SIGTERM and
+`--timeout` arrive as one exception, which captures hold back until their state is consistent; they differ in the exit
+code only.
 
 Example:
     >>> def rules(as_json: AsJson = False) -> Result:
@@ -15,6 +16,8 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import errno
+import os
 import re
 import signal
 import sys
@@ -22,7 +25,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import FrameType, MappingProxyType
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 import typer
 import typer.core
@@ -45,7 +48,7 @@ class ExitCode(enum.IntEnum):
     FINDINGS = 1
     """There are findings or differences, or no judgement is possible."""
     USAGE = 2
-    """Wrong usage, a bad configuration, a broken rule, or hardware that is not there."""
+    """Wrong usage, a bad configuration, a broken rule, hardware that is not there, or a stdout that is full."""
     SCRIPT = 3
     """The user's script failed, or ran past the time limit."""
     INTERRUPTED = 130
@@ -110,7 +113,8 @@ class _StrictOptions:
         try:
             if unknown is not None:
                 ctx.fail(_no_such_option(self, unknown))
-            return list(super().parse_args(ctx, list(args)))  # type: ignore[misc]
+            with printing():  # --help and --version
+                return list(super().parse_args(ctx, list(args)))  # type: ignore[misc]
         except _UsageError as error:
             hint = _hint(self, getattr(error, "option_name", ""), args)
             if hint:
@@ -143,7 +147,7 @@ class Command(_StrictOptions, typer.core.TyperCommand):
             else:
                 values = {**ended.result.values, "error": {"what": reason}}
                 result = replace(ended.result, values=values, exit_code=code)
-                typer.echo(reason, err=True)
+                _say(reason)
         except StepgraphError as error:
             if isinstance(error, ScriptError) and not is_first_rank():  # all ranks raise it, and the first prints it
                 raise typer.Exit(_code_of(error)) from None
@@ -154,10 +158,10 @@ class Command(_StrictOptions, typer.core.TyperCommand):
             raise
         if not isinstance(result, Result):
             return result
-        if as_json:
-            typer.echo(envelope(ctx.info_name, result.exit_code, {**result.values, "next": result.next}, result.schema))
-        else:
-            _print_for_people(result)
+        values = {**result.values, "next": result.next}
+        with printing(result.exit_code):
+            text = envelope(ctx.info_name, result.exit_code, values, result.schema) if as_json else _for_people(result)
+            typer.echo(text, color=True)  # rich has left colours out where they do not belong
         raise typer.Exit(result.exit_code)
 
 
@@ -252,13 +256,49 @@ def torch_device(name: str) -> torch.device:
     return device
 
 
-def _print_for_people(result: Result) -> None:
+@contextlib.contextmanager
+def printing(exit_code: ExitCode = ExitCode.OK) -> Iterator[None]:
+    """Print on stdout in this block. If stdout cannot be written, the command ends.
+
+    A reader that is gone (`| head`) has had enough, and the exit code stays. A full device is an error, reported on
+    stderr. Its exit code is 2, unless the command ends with an error's code anyway.
+    """
+    try:
+        yield
+    except OSError as error:
+        _discard(sys.stdout)
+        if error.errno == errno.EPIPE:
+            raise typer.Exit(exit_code) from None
+        _say(
+            f"Error: stdout cannot be written: {error.strerror or error}. Why: the file or device behind it takes no "
+            "more. Fix: free space there, or redirect stdout to another file."
+        )
+        raise typer.Exit(max(exit_code, ExitCode.USAGE)) from None
+
+
+def _say(message: str) -> None:
+    """Print on stderr. If that fails too, the exit code alone tells."""
+    try:
+        typer.echo(message, err=True)
+    except OSError:
+        _discard(sys.stderr)
+
+
+def _discard(stream: TextIO) -> None:
+    """Drop what a stream could not write: Python would write it again at its end, and fail with a code of its own."""
+    with contextlib.suppress(OSError), open(os.devnull, "wb") as null:  # in tests there may be no file behind it
+        os.dup2(null.fileno(), stream.fileno())
+
+
+def _for_people(result: Result) -> str:
     from rich.console import Console
     from rich.text import Text
 
     console = Console(highlight=False)
-    console.print(result.text, crop=False)  # lines of code are longer than the screen rather than cut
-    console.print(Text.assemble("Next: ", (result.next, "bold")), soft_wrap=True)
+    with console.capture() as text:  # if rich printed, it would exit with 1 where the reader is gone
+        console.print(result.text, crop=False)  # lines of code are longer than the screen rather than cut
+        console.print(Text.assemble("Next: ", (result.next, "bold")), soft_wrap=True)
+    return text.get().removesuffix("\n")
 
 
 def code_line(line: str) -> RenderableType:
@@ -276,16 +316,18 @@ def _code_of(error: StepgraphError) -> ExitCode:
 
 def _fail(ctx: Any, as_json: bool, exit_code: ExitCode, error: Mapping[str, Any], message: str) -> None:
     """Say on stderr what went wrong, and exit; of several ranks, the first alone prints JSON."""
+    _say(message if is_first_rank() else f"rank {rank()}: {message}")
     if as_json and is_first_rank():
-        typer.echo(envelope(ctx.info_name, exit_code, {"error": error}))
-    typer.echo(message if is_first_rank() else f"rank {rank()}: {message}", err=True)
+        with printing(exit_code):
+            typer.echo(envelope(ctx.info_name, exit_code, {"error": error}))
     raise typer.Exit(exit_code) from None
 
 
 def _report_usage(ctx: Any, error: Any, as_json: bool) -> None:
     """With `--json`, wrong usage is reported as JSON too; typer prints it on stderr."""
     if as_json and is_first_rank():
-        typer.echo(envelope(ctx.info_name, ExitCode.USAGE, {"error": {"what": error.format_message()}}))
+        with contextlib.suppress(typer.Exit), printing(ExitCode.USAGE):  # the error itself is yet to be printed
+            typer.echo(envelope(ctx.info_name, ExitCode.USAGE, {"error": {"what": error.format_message()}}))
 
 
 def _options(command: Any) -> dict[str, Any]:

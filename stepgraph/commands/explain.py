@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, BinaryIO
 
 import typer
 
-from stepgraph.commands.base import AsJson, ExitCode, Result
+from stepgraph.commands.base import AsJson, ExitCode, Result, printing
 from stepgraph.inspect.explain import Candidate, Explanation
 from stepgraph.inspect.explain import explain as explain_text
 
@@ -39,7 +39,8 @@ def explain(
     elif text or not sys.stdin.isatty():
         given, note = _read(sys.stdin.buffer)
     else:
-        typer.echo(context.get_help())
+        with printing(ExitCode.USAGE):
+            typer.echo(context.get_help())
         raise typer.Exit(ExitCode.USAGE)
     if not given.strip():
         what = note or "there is nothing to explain: the text is empty."

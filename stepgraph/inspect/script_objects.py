@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import types
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import Optimizer
 
+from stepgraph.collector import objects_of
 from stepgraph.errors import Location
 from stepgraph.frames import is_engines
 from stepgraph.inspect.findings import Seen
@@ -37,13 +37,10 @@ class ScriptObjects:
 
     def look_around(self) -> None:
         """Find the models and optimizers that are alive; whole models first, since their parts are named by them."""
-        modules: dict[int, torch.nn.Module] = {}
-        for value in gc.get_objects():
-            kind = type(value)
-            if issubclass(kind, Optimizer) and "param_groups" in vars(value):  # else a wrapper around another one
-                self.touched.add_optimizer(value)
-            elif issubclass(kind, torch.nn.Module) and "_modules" in vars(value):
-                modules[id(value)] = value
+        for optimizer in objects_of(Optimizer):
+            if "param_groups" in vars(optimizer):  # else a wrapper around another one
+                self.touched.add_optimizer(optimizer)
+        modules = {id(module): module for module in objects_of(torch.nn.Module) if "_modules" in vars(module)}
         parts = {id(part) for module in modules.values() for part in module.children()}
         for key, module in modules.items():
             if key not in parts:
@@ -68,9 +65,9 @@ class ScriptObjects:
         wanted = {code for code in codes if code.co_name != _MODULE_CODE}
         new = wanted - self._functions.keys()
         self._functions |= {code: [] for code in new}
-        for value in gc.get_objects() if new else ():
-            if type(value) is types.FunctionType and value.__code__ in new:
-                self._functions[value.__code__].append(value)
+        for function in objects_of(types.FunctionType) if new else ():
+            if function.__code__ in new:
+                self._functions[function.__code__].append(function)
         return [function for code in wanted for function in self._functions[code]]
 
     @property

@@ -35,6 +35,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from stepgraph.backends import Backend
+from stepgraph.collector import objects_of
 from stepgraph.config.environment import blocking_wait
 from stepgraph.errors import CaptureError
 from stepgraph.native.row import GuardRow
@@ -266,5 +267,4 @@ def reduced_parameters() -> frozenset[int]:
     """The parameters, by id, of all DDPs of the process. Nothing on a parameter says that a reducer waits for it."""
     if not (dist.is_available() and dist.is_initialized()):
         return frozenset()
-    found = [each for each in gc.get_objects() if issubclass(type(each), DistributedDataParallel)]
-    return frozenset(id(parameter) for ddp in found for parameter in ddp.parameters())
+    return frozenset(id(parameter) for ddp in objects_of(DistributedDataParallel) for parameter in ddp.parameters())

@@ -4,6 +4,10 @@ In eager each call puts a new tensor there. A replay runs no Python, so the tens
 graph's own memory, overwritten by each replay. Where the code names the place, the watch has seen it in warm-up. For
 deeper places Python's garbage collector is asked: it knows every tensor that was made while the step was recorded, and
 who holds it afterwards.
+
+`gc.get_referrers` refers to tuples, and must not keep one that another thread is filling (see `collector`). It is asked
+for the holders of a tensor that the recording made, and of the few objects that lead to it. Another thread would have
+to fill a tuple with one of these at that very moment.
 """
 
 from __future__ import annotations
@@ -19,7 +23,7 @@ from typing import Any
 
 import torch
 
-from stepgraph.collector import collector_at_rest
+from stepgraph.collector import address, addresses, collector_at_rest, objects_of
 from stepgraph.observe.finder import Spot, spots_of
 from stepgraph.plain import attributes_of
 from stepgraph.values.naming import Label
@@ -41,7 +45,7 @@ def setting_apart() -> Iterator[None]:
 def is_newborn(value: object) -> bool:
     """Whether an object was made in the block."""
     with _SEARCHING:
-        return any(value is young for young in gc.get_objects(generation=0))
+        return any(value is young for young in objects_of(type(value), generation=0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,15 +83,15 @@ def kept_tensor(
     """
     with _SEARCHING:
         gc.collect(0)  # what nobody holds is gone
-        young = gc.get_objects(generation=1)
+        young = addresses(generation=1)
+        made = objects_of(torch.Tensor, generation=1)
         known_ids = {id(tensor) for tensor in known}
         wrapped = torch._C._functorch.is_functorch_wrapped_tensor  # those of torch.func have no memory of their own
-        new = (o for o in young if isinstance(o, torch.Tensor) and id(o) not in known_ids)
-        tensors = recorded([o for o in new if not wrapped(o)])
+        tensors = recorded([o for o in made if id(o) not in known_ids and not wrapped(o)])
         if not tensors:
             return None
-        look = _Look({id(o) for o in young}, spots_of(step), ignore)
-        look.ours.add(id(young))
+        look = _Look(young, spots_of(step), ignore)
+        look.ours.add(id(made))
         return look.holder(tensors, _DEPTH)
 
 
@@ -106,7 +110,7 @@ class _Look:
         for holder in holders:
             if id(holder) in self.ours or isinstance(holder, (types.FrameType, torch.Tensor)):
                 continue
-            if id(holder) in self._young:
+            if address(holder) in self._young:
                 if not isinstance(holder, types.CellType):  # a variable of a call that is over, or of one under way
                     new.append(holder)
                 continue

@@ -1,4 +1,4 @@
-"""Runs in the script's process: `python -m stepgraph.script.child REQUEST`.
+"""Runs in the script's process, which begins in `start`.
 
 The script becomes `__main__` (`main_module`). Around it the probe watches, files are listed (`files`), and without a
 GPU `cuda` stands for the CPU (`cuda_on_cpu`). However the script ends, the probe's result and the script's own
@@ -279,12 +279,3 @@ def main(request_file: str) -> None:
     end = ending(running, lambda: run_watched(request, running, probe)) | {"time": time.time()}
     sys.stdout.flush()
     running.tell("end", end | {"result": dict(probe.result())})
-
-
-if __name__ == "__main__":
-    root = str(Path(__file__).parents[2])
-    if root not in sys.path[1:]:  # the first one is the current folder, and makes room for the script's
-        sys.path.append(root)
-    from stepgraph.script import child  # not this `__main__`, whose place the script takes
-
-    child.main(sys.argv[1])

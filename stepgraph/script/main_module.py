@@ -133,6 +133,7 @@ class MainModule:
 
     def __init__(self, script: Script, step: NamedStep | None = None) -> None:
         self._step = step
+        _add_folder(script)  # where Python looks for the module, too
         self._spec = _module_spec(script.target) if script.is_module else None
         loader: Any
         if self._spec is None:
@@ -144,15 +145,8 @@ class MainModule:
             argv0 = self._path
         self._loader = loader
         sys.argv[:] = [argv0, *script.args]
-        self._set_path()
         if step is not None and step.module in (script.target if script.is_module else "", "__main__"):
             step.module = "__main__"
-
-    def _set_path(self) -> None:
-        """`sys.path[0]` is the script's folder, or with `-m` the current one; Python's safe path has neither."""
-        if not sys.flags.safe_path:
-            folder = os.getcwd() if self._spec is not None else os.path.dirname(os.path.realpath(self._path))
-            sys.path[:] = [folder, *sys.path[1:]]
 
     def run(self) -> None:
         """Run the script."""
@@ -187,6 +181,12 @@ class MainModule:
         step.mark(tree, self._path)
         vars(main)[_MARK] = step.wrap
         return compile(tree, self._path, "exec", dont_inherit=True)
+
+
+def _add_folder(script: Script) -> None:
+    """Make `sys.path[0]` the script's folder, or with `-m` the current one; Python's safe path has neither."""
+    if not sys.flags.safe_path:
+        sys.path.insert(0, os.getcwd() if script.is_module else os.path.dirname(os.path.realpath(script.target)))
 
 
 def _module_spec(name: str) -> importlib.machinery.ModuleSpec:

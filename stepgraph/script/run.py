@@ -63,7 +63,7 @@ def run_script(
         answer, file = Path(folder, "answer.jsonl"), Path(folder, "request.json")
         file.write_text(Request(script, probe, options or {}, str(answer)).to_json(), encoding="utf-8")
         process = subprocess.Popen(
-            [sys.executable, "-m", "stepgraph.script.child", str(file)],
+            [sys.executable, str(Path(__file__).with_name("start.py")), str(file)],
             stdout=2 if stdout_to_stderr else None,
             env=os.environ | OFFLINE | meeting(script.timeout),
             start_new_session=True,

@@ -302,6 +302,14 @@ def test_cuda_graphs_are_named_in_one_backend_only() -> None:
             assert not graphs, name_of(path)
 
 
+def test_tracked_objects_are_listed_in_one_file_only() -> None:
+    """A list of all objects breaks tuples that other threads are filling: see collector.py."""
+    for path in FILES:
+        names = {dotted(node) for node in ast.walk(tree_of(path)) if isinstance(node, ast.Attribute)}
+        names |= set(imports_of(path))
+        assert ("gc.get_objects" in names) == (path == PACKAGE / "collector.py"), name_of(path)
+
+
 def test_modules_hold_no_mutable_state() -> None:
     for path in FILES:
         module = tree_of(path)

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from stepgraph.catalogue import entry
-from stepgraph.commands.base import Result, _print_for_people
+from stepgraph.commands.base import Result, _for_people
 from stepgraph.commands.check import render
 from stepgraph.errors import Location
 from stepgraph.inspect.check import CheckReport, report_of
@@ -142,12 +142,12 @@ def test_judge_pastes_with_the_users_names() -> None:
     assert parts.paste[1] == 'stepgraph.graph_modules(net, ["layers.*", "head"])  # before the loop'
 
 
-def test_command_never_wraps_lines_of_code(capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_never_wraps_lines_of_code() -> None:
     shape = StepShape(steps=5, models=("net",), clean_modules=("a_long_name.of_a_module",) * 9)
     findings = collect([seen()])
     report = CheckReport("train.py", judge(findings, shape), tuple(findings), (), shape, Outcome(Status.STOPPED, {}, 5))
-    _print_for_people(Result({}, render(report), "stepgraph rules"))
-    assert f"    {report.verdict.paste[1]}" in [line.rstrip() for line in capsys.readouterr().out.splitlines()]
+    text = _for_people(Result({}, render(report), "stepgraph rules"))
+    assert f"    {report.verdict.paste[1]}" in [line.rstrip() for line in text.splitlines()]
 
 
 def test_clean_parts_are_the_outermost_without_a_finding() -> None:

@@ -23,6 +23,7 @@ from stepgraph.bench.demo import SETTLING_STEPS, DemoResult, DemoRun, run_demo
 from stepgraph.cli import COMMANDS, app
 from stepgraph.commands.base import CONTEXT_SETTINGS, AsJson, Command, ExitCode, Result, Stopped, Stops, envelope
 from stepgraph.errors import InvalidArgument
+from tests.forked import NONE
 
 ROOT = Path(__file__).parents[2]
 PLAIN = {"NO_COLOR": "1", "COLUMNS": "80"}
@@ -304,6 +305,59 @@ def test_result_is_printed_for_people_or_programs() -> None:
     text = runner.invoke(small, ["findings"], env=PLAIN)
     assert text.exit_code == 1
     assert text.stdout == "a library prints this\nscope attn\nNext: stepgraph demo\n"
+
+
+PRINTING = [["rules"], ["rules", "--json"], ["rules", "--help"], ["--version"], ["check", "no.py", "--json"]]
+
+
+def ran_into(stdout: int, args: list[str]) -> "subprocess.CompletedProcess[str]":
+    """A command whose stdout is this file."""
+    command = [sys.executable, "-m", "stepgraph", *args]
+    environment = os.environ | PLAIN | NONE
+    return subprocess.run(command, stdout=stdout, stderr=subprocess.PIPE, text=True, cwd=ROOT, env=environment)
+
+
+needs_full_device = pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs Linux's /dev/full")
+
+
+@needs_full_device
+@pytest.mark.parametrize("unbuffered", ["", "1"], ids=["buffered", "unbuffered"])
+@pytest.mark.parametrize("args", PRINTING, ids=" ".join)
+def test_stdout_that_is_full_is_an_error_of_the_machine(
+    args: list[str], unbuffered: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONUNBUFFERED", unbuffered)
+    with open("/dev/full", "wb") as full:
+        done = ran_into(full.fileno(), args)
+    assert done.returncode == ExitCode.USAGE
+    line = done.stderr.splitlines()[-1]
+    assert re.fullmatch(r"Error: stdout cannot be written: No space .*\. Why: .*\. Fix: .*\.", line)
+    assert "Traceback" not in done.stderr
+    assert "Exception ignored" not in done.stderr
+
+
+@pytest.mark.parametrize("args", PRINTING, ids=" ".join)
+def test_stdout_whose_reader_is_gone_is_no_error(args: list[str]) -> None:
+    """As with `| head`."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = ran_into(writer, args)
+    os.close(writer)
+    if "check" in args:
+        assert done.returncode == ExitCode.USAGE
+        assert "[script-missing]" in done.stderr.splitlines()[0]
+        assert "stdout" not in done.stderr
+    else:
+        assert done.stderr == ""
+        assert done.returncode == (1 if "--help" in args else 0), "typer prints the help, and rich exits with 1"
+
+
+@needs_full_device
+def test_stdout_and_stderr_that_are_full_are_an_error() -> None:
+    with open("/dev/full", "wb") as full:
+        command = [sys.executable, "-m", "stepgraph", "rules"]
+        done = subprocess.run(command, stdout=full, stderr=full, cwd=ROOT, env=os.environ | NONE)
+    assert done.returncode == ExitCode.USAGE
 
 
 def test_envelope_comes_first() -> None:

@@ -1,4 +1,4 @@
-"""The garbage collector at rest: one switch of the process, for all who want it off."""
+"""The garbage collector: one switch of the process, for all who want it off, and the objects that it tracks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from stepgraph.collector import collector_at_rest
+from stepgraph.collector import address, addresses, collector_at_rest, objects_of
 
 ROOT = Path(__file__).parents[2]
 
@@ -122,3 +122,91 @@ def test_state_of_a_generator_is_read_without_a_collection() -> None:
     """torch holds the generator's lock while it makes the tensor: a collection there that reads it, too, never ends."""
     program = _READING_IN_A_COLLECTION
     subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True, timeout=100)
+
+
+class Kind:
+    pass
+
+
+class SubKind(Kind):
+    pass
+
+
+class Proxy:
+    """Says that it is of another class, by code of its own."""
+
+    @property
+    def __class__(self) -> type:  # type: ignore[override]
+        raise AssertionError("code of a class has run")
+
+
+def test_objects_of_a_type_are_those_of_its_subclasses_too() -> None:
+    gc.collect()
+    one, two, proxy = Kind(), SubKind(), Proxy()
+    assert {id(found) for found in objects_of(Kind)} == {id(one), id(two)}
+    assert objects_of(SubKind, generation=0) == [two]
+    assert objects_of(SubKind, generation=1) == []
+    assert objects_of(Proxy) == [proxy]
+
+
+def test_addresses_are_those_of_one_generation() -> None:
+    gc.collect()
+    young, held = [Kind()], (Kind(),)
+    assert address(young) in addresses(0)
+    assert address(held) in addresses(0), "tuples too"
+    gc.collect(0)
+    assert address(held) not in addresses(0)
+    assert address(held) in addresses(1)
+
+
+def test_objects_that_were_not_asked_for_are_not_held() -> None:
+    """No cycle keeps them until the next collection."""
+    other = (Kind(), [])
+    count = sys.getrefcount(other)
+    with collector_at_rest():
+        for generation in (None, 0):
+            objects_of(SubKind, generation)
+        addresses(0)
+        assert sys.getrefcount(other) == count
+
+
+_TUPLES_BESIDE_A_LOOK = """
+import sys, threading, time
+from stepgraph.collector import addresses, objects_of
+
+class Kind:
+    pass
+
+def fill():
+    while time.monotonic() < end:
+        try:
+            tuple(number for number in range(50))
+        except SystemError as error:
+            errors.append(error)
+
+def ignore(*event):
+    pass
+
+sys.addaudithook(ignore)  # Python code at each `id`, among others
+sys.setprofile(ignore)  # and after each call of C code
+sys.setswitchinterval(1e-5)
+errors, end = [], time.monotonic() + 2
+threads = [threading.Thread(target=fill) for _ in range(2)]
+for thread in threads:
+    thread.start()
+while time.monotonic() < end:
+    for _ in range(20):
+        objects_of(Kind, generation=0)
+        addresses(0)
+    objects_of(Kind)
+for thread in threads:
+    thread.join()
+print(len(errors), errors[:1])
+"""
+
+
+def test_objects_of_leaves_tuples_that_other_threads_fill() -> None:
+    """A reference to a tuple that is being filled makes Python raise SystemError in the thread that fills it."""
+    command = [sys.executable, "-c", _TUPLES_BESIDE_A_LOOK]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
+    assert done.stdout == "0 []\n", done.stdout + done.stderr

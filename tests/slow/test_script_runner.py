@@ -82,6 +82,37 @@ def test_main_is_as_python_sets_it(target: str, is_module: bool) -> None:
     assert ours == pythons
 
 
+SEES = """
+import json, sys
+open(sys.argv[1], "w").write(json.dumps(sys.path))
+"""
+
+
+@pytest.mark.parametrize(
+    ("target", "is_module", "variables"),
+    [
+        ("../elsewhere/train.py", False, {}),
+        ("../elsewhere/train.py", False, {"PYTHONSAFEPATH": "1"}),
+        ("pkg.train", True, {}),
+    ],
+    ids=["script", "safe path", "module"],
+)
+def test_path_is_as_python_sets_it(
+    target: str, is_module: bool, variables: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A module in the current folder hides none that torch and stepgraph import."""
+    written("here/numpy.py", "raise RuntimeError('the current folder is on the path')")
+    for name in ("elsewhere/train.py", "here/pkg/train.py"):
+        written(name, SEES)
+    monkeypatch.chdir("here")
+    for name, value in (NONE | variables).items():
+        monkeypatch.setenv(name, value)
+    outcome = run_script(Script(target, ("ours",), is_module), PROBE)
+    assert outcome.status is Status.COMPLETED, outcome.exception
+    subprocess.run([sys.executable, *(["-m"] if is_module else []), target, "pythons"], check=True)
+    assert json.loads(Path("ours").read_text()) == json.loads(Path("pythons").read_text())
+
+
 def test_offline_variables_and_own_group() -> None:
     outcome = ran(
         "import os\nassert os.environ['WANDB_MODE'] == 'disabled'\nassert os.environ['HF_HUB_OFFLINE'] == '1'\n"

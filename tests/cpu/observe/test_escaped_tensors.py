@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
+import sys
 import threading
+import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
+import pytest
 import torch
 
-from stepgraph.observe.escaped_tensors import kept_tensor, setting_apart
+from stepgraph.observe.escaped_tensors import is_newborn, kept_tensor, setting_apart
+
+
+@pytest.fixture
+def eager_switches() -> Iterator[None]:
+    """Threads take turns as often as they can."""
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    yield
+    sys.setswitchinterval(interval)
 
 
 def test_search_in_another_thread_does_not_count_as_a_holder() -> None:
@@ -32,3 +45,33 @@ def test_search_in_another_thread_does_not_count_as_a_holder() -> None:
         ended.set()
     assert tensor.item() == 1234.5
     assert place is None
+
+
+def test_new_tuple_that_holds_a_tensor_is_no_place() -> None:
+    """It is what remains of the call, as any container that was made in it."""
+    with setting_apart():
+        held = (torch.full((1,), 1234.5),)
+        place = kept_tensor([], lambda found: [new for new in found if new.tolist() == [1234.5]], kept_tensor)
+    assert held[0].item() == 1234.5
+    assert place is None
+
+
+@pytest.mark.usefixtures("eager_switches")
+@pytest.mark.parametrize(
+    "search",
+    [lambda: is_newborn(threading.current_thread()), lambda: kept_tensor([], lambda _: [], kept_tensor)],
+    ids=["is_newborn", "kept_tensor"],
+)
+def test_search_leaves_tuples_that_other_threads_fill(search: Callable[[], object]) -> None:
+    """A reference to a tuple that is being filled makes Python raise SystemError in the thread that fills it."""
+    end = time.monotonic() + 1.5
+
+    def fill() -> None:
+        while time.monotonic() < end:
+            tuple(number for number in range(50))
+
+    with ThreadPoolExecutor(1) as other:
+        filling = other.submit(fill)
+        while not filling.done():
+            search()
+        filling.result()
