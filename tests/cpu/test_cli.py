@@ -321,6 +321,7 @@ needs_full_device = pytest.mark.skipif(not Path("/dev/full").exists(), reason="n
 
 
 @needs_full_device
+@pytest.mark.slow
 @pytest.mark.parametrize("unbuffered", ["", "1"], ids=["buffered", "unbuffered"])
 @pytest.mark.parametrize("args", PRINTING, ids=" ".join)
 def test_stdout_that_is_full_is_an_error_of_the_machine(
@@ -336,6 +337,7 @@ def test_stdout_that_is_full_is_an_error_of_the_machine(
     assert "Exception ignored" not in done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("args", PRINTING, ids=" ".join)
 def test_stdout_whose_reader_is_gone_is_no_error(args: list[str]) -> None:
     """As with `| head`."""
