@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import subprocess
-import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,7 +13,7 @@ from types import TracebackType
 from typing import Any
 
 from stepgraph.bench.server import STDERR
-from stepgraph.script.processes import GRACE_S, end_group
+from stepgraph.script.processes import GRACE_S, end_group, own_program
 
 Record = dict[str, Any]
 WORKER = "stepgraph.bench.worker"
@@ -75,7 +74,7 @@ class JobServer:
             return self._server
         with self._log.open("wb") as log:
             self._server = subprocess.Popen(
-                [sys.executable, "-m", "stepgraph.bench.server", self._module],
+                own_program("stepgraph.bench.server", self._module),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,

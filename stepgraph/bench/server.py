@@ -1,4 +1,4 @@
-"""Runs jobs one at a time, each in a process that is forked from this one: `python -m stepgraph.bench.server`.
+"""Runs jobs one at a time, each in a process that is forked from this one. `JobServer` starts it.
 
 Most of the time of a short job is spent in importing torch and stepgraph. The server imports them once and then forks:
 a job inherits the modules and nothing else, for the server starts neither CUDA nor threads nor processes. So each job
@@ -11,7 +11,7 @@ its process, and how it ended. A job ends with its whole session. When stdin end
 not outlive who started them, however it ended.
 
 A job on a GPU that cannot start CUDA after the fork, because a library started it in the server, becomes a process
-started anew: `python -m stepgraph.bench.server MODULE --one`, which reads one request from stdin.
+started anew, with `--one`, which reads one request from stdin.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from pathlib import Path
 from types import FrameType, ModuleType
 from typing import IO, Any, NoReturn
 
-from stepgraph.script.processes import end_group
+from stepgraph.script.processes import end_group, own_program
 from stepgraph.strict_json import as_json
 
 _POLL_S = 0.02
@@ -110,7 +110,7 @@ def _become(jobs: ModuleType, job: dict[str, Any]) -> NoReturn:
             os.dup2(opened, number)
             os.close(opened)
         if str(job["request"].get("device", "")).startswith("cuda") and not _cuda_starts():
-            os.execv(sys.executable, [sys.executable, "-m", "stepgraph.bench.server", jobs.__name__, "--one"])
+            os.execv(sys.executable, own_program("stepgraph.bench.server", jobs.__name__, "--one"))
         code = run_one(jobs, job["request"], process="forked")
     except BaseException:  # noqa: BLE001 (an exit, too, must not run the server's own code)
         traceback.print_exc()
@@ -160,13 +160,9 @@ def _stop(number: int, frame: FrameType | None) -> NoReturn:
     sys.exit(128 + number)
 
 
-def main() -> None:
-    """Serve the jobs of the module that the command line names, or run one."""
-    if sys.argv[2:] == ["--one"]:
-        sys.exit(run_one(importlib.import_module(sys.argv[1]), json.load(sys.stdin), process="new"))
+def main(module: str, *options: str) -> None:
+    """Serve the jobs of a module, or with `--one` run one."""
+    if options == ("--one",):
+        sys.exit(run_one(importlib.import_module(module), json.load(sys.stdin), process="new"))
     signal.signal(signal.SIGTERM, _stop)
-    serve(importlib.import_module(sys.argv[1]), sys.stdin.buffer, _own_stdout())
-
-
-if __name__ == "__main__":
-    main()
+    serve(importlib.import_module(module), sys.stdin.buffer, _own_stdout())

@@ -1,15 +1,13 @@
-"""One mechanism of a comparison, measured in a process of its own: `python -m stepgraph.bench.worker`.
+"""One mechanism of a comparison, measured in a process of its own, which `server` starts.
 
-The request is one JSON object on stdin, the record one JSON object in the file that the request names. Each mechanism
-has its own process: none inherits another's allocator, compiled code or CUDA context. A comparison forks these
-processes from a server that has imported torch (`server`).
+No mechanism inherits another's allocator, compiled code or CUDA context. The processes are forked from a server that
+has imported torch.
 """
 
 from __future__ import annotations
 
 import contextlib
 import importlib
-import json
 import os
 import sys
 from collections.abc import Iterator
@@ -20,7 +18,7 @@ import torch
 from stepgraph.bench.hardware import gpu_of
 from stepgraph.bench.mechanisms import all_mechanisms, named
 from stepgraph.bench.run import benchmark
-from stepgraph.bench.server import attempted, run_one
+from stepgraph.bench.server import attempted
 from stepgraph.config.container import ConfigContainer
 from stepgraph.config.environment import Environment
 
@@ -87,12 +85,3 @@ def _environment(**variables: str) -> Iterator[None]:
                 del os.environ[name]
             else:
                 os.environ[name] = value
-
-
-def main() -> int:
-    """Measure what stdin asks for, in this process."""
-    return run_one(sys.modules[__name__], json.load(sys.stdin), process="new")
-
-
-if __name__ == "__main__":
-    sys.exit(main())

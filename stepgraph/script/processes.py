@@ -1,16 +1,22 @@
-"""Ends a process with its family: its session, its group, and all processes below them. Imports no torch."""
+"""Starts programs of stepgraph, and ends a process with its family: session, group, and all below. Imports no torch."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 GRACE_S = 5.0
 """Seconds between SIGTERM and SIGKILL."""
+
+
+def own_program(module: str, *args: str) -> list[str]:
+    """Return the command that runs `main` of a module of ours; the current folder hides no imports (`start`)."""
+    return [sys.executable, str(Path(__file__).with_name("start.py")), module, *args]
 
 
 def end_group(leader: int, poll: Callable[[], object]) -> None:

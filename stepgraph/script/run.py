@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Mapping
@@ -20,7 +19,7 @@ from types import MappingProxyType
 from typing import Any
 
 from stepgraph.errors import InvalidArgument, NoStepError, ScriptError
-from stepgraph.script.processes import GRACE_S, end_group
+from stepgraph.script.processes import GRACE_S, end_group, own_program
 from stepgraph.script.ranks import exchanged, meeting, rank
 from stepgraph.script.request import Answer, Outcome, Request, Script, Status, WrittenFile
 
@@ -63,7 +62,7 @@ def run_script(
         answer, file = Path(folder, "answer.jsonl"), Path(folder, "request.json")
         file.write_text(Request(script, probe, options or {}, str(answer)).to_json(), encoding="utf-8")
         process = subprocess.Popen(
-            [sys.executable, str(Path(__file__).with_name("start.py")), str(file)],
+            own_program("stepgraph.script.child", str(file)),
             stdout=2 if stdout_to_stderr else None,
             env=os.environ | OFFLINE | meeting(script.timeout),
             start_new_session=True,

@@ -1,17 +1,18 @@
-"""The program of the script's process, run as a file: `python stepgraph/script/start.py REQUEST`.
+"""Starts a program of stepgraph in a process of its own, run as a file: `python stepgraph/script/start.py MODULE ...`.
 
 `python -m` would put the current folder on `sys.path`, where a file `numpy.py` hides the library from torch. A file
-puts its own folder there, which is removed before anything is imported. The folder of the script is added later, by
-`main_module`. This file is `__main__` until the script takes its place.
+puts its own folder there, which is removed before anything is imported. The module's `main` gets the other arguments.
+This file is `__main__` until a script takes its place, whose folder `main_module` adds.
 """
 
 import sys
 
 
 def main() -> None:
-    """Import the copy of stepgraph that this file belongs to, and run the request."""
+    """Import the copy of stepgraph that this file belongs to, and run the module."""
     if not sys.flags.safe_path:
         del sys.path[0]
+    import importlib
     from pathlib import Path
 
     root = str(Path(__file__).parents[2])
@@ -21,9 +22,7 @@ def main() -> None:
     del sys.path[0]
     if root not in sys.path:
         sys.path.append(root)
-    from stepgraph.script import child
-
-    child.main(sys.argv[1])
+    importlib.import_module(sys.argv[1]).main(*sys.argv[2:])
 
 
 if __name__ == "__main__":

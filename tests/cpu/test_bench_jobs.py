@@ -16,15 +16,16 @@ from typing import Any
 import pytest
 
 from stepgraph.bench.jobs import JobServer
+from stepgraph.script.processes import own_program
 
 pytestmark = pytest.mark.usefixtures("new_processes")
-JOBS = "tests.bench_jobs"
+ROOT, JOBS = Path(__file__).parents[2], "tests.bench_jobs"
 WAIT_S = 20.0
 
 
 @pytest.fixture(scope="module")
 def jobs() -> Iterator[JobServer]:
-    with JobServer(JOBS) as server:
+    with JobServer(JOBS, [ROOT]) as server:
         yield server
 
 
@@ -78,10 +79,18 @@ def test_job_without_a_record_says_how_it_ended(jobs: JobServer, do: str, error:
     assert run(jobs, do) == {"error": error}
 
 
+@pytest.mark.slow
+def test_files_of_the_current_folder_hide_no_imports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "json.py").write_text("raise SystemExit('not this one')")
+    monkeypatch.chdir(tmp_path)
+    with JobServer(JOBS, [ROOT]) as server:
+        assert "error" not in run(server, "write")
+
+
 def test_one_job_runs_without_a_server(tmp_path: Path) -> None:
     request = {"do": "write", "file": str(tmp_path / "record.json")}
-    command = [sys.executable, "-m", "stepgraph.bench.server", JOBS, "--one"]
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    command = own_program("stepgraph.bench.server", JOBS, "--one")
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
     (tmp_path / "request.json").write_text(json.dumps(request))
     with (tmp_path / "request.json").open() as given:
         done = subprocess.run(command, stdin=given, env=environment, capture_output=True, text=True, check=False)
@@ -100,7 +109,7 @@ def test_job_out_of_time_ends_with_its_children(jobs: JobServer, tmp_path: Path)
 
 @pytest.mark.slow
 def test_server_that_dies_is_started_again(tmp_path: Path) -> None:
-    with JobServer(JOBS) as jobs:
+    with JobServer(JOBS, [ROOT]) as jobs:
         record = run(jobs, "kill the server", told=str(tmp_path / "told"))
         assert record["error"].startswith("the server of jobs ended with -9")
         facts = told(tmp_path / "told")
@@ -112,7 +121,7 @@ def test_server_that_dies_is_started_again(tmp_path: Path) -> None:
 
 def test_server_that_cannot_prepare_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("STEPGRAPH_TEST_PREPARE", "fail")
-    with JobServer(JOBS) as jobs:
+    with JobServer(JOBS, [ROOT]) as jobs:
         record = run(jobs, "write")
     assert record["error"] == "the server of jobs ended with 1: RuntimeError: cannot prepare"
 
