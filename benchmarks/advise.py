@@ -48,7 +48,7 @@ from whole_step_report import Record, Rows, as_page, number
 from stepgraph.advice.decide import DO_NOT, WHOLE_STEP, WORTHWHILE, Bound
 from stepgraph.bench import worker as bench_worker
 from stepgraph.bench.jobs import JobServer
-from stepgraph.bench.measure import elapsed_ms, mark
+from stepgraph.bench.measure import elapsed_ms, mark, peaks_of
 from stepgraph.bench.server import attempted
 
 TIME_TARGET, MEMORY_TARGET = 10.0, 15.0
@@ -201,9 +201,8 @@ class Measured:
         """After the last timed step: times, memory and the report; then free the graphs."""
         self._marks.append(mark(self._device))
         self.found["measured_ms"] = self._median()
-        on_gpu = self._device.type == "cuda"
-        self.found["measured_bytes"] = torch.cuda.max_memory_reserved(self._device) if on_gpu else None
-        self.found["measured_allocated_bytes"] = torch.cuda.max_memory_allocated(self._device) if on_gpu else None
+        peaks = peaks_of(self._device)
+        self.found |= {"measured_bytes": peaks.reserved, "measured_allocated_bytes": peaks.allocated}
         report = self._graphs.report()
         self.found["audits"] = report.audits - self._audits
         told = report.to_dict()
