@@ -17,7 +17,7 @@ from typing import Any
 
 from stepgraph.bench.jobs import JobServer, Record
 from stepgraph.bench.mechanisms import Mechanism
-from stepgraph.bench.timeline import WORTHWHILE
+from stepgraph.bench.timeline import WORTHWHILE, StepTimes, quantile
 
 PASSES = 2
 Losses = Mapping[str, float | None]
@@ -52,6 +52,10 @@ class Row:
     """Whether those losses differ from run to run, so that no mechanism can have them."""
     figures: Mapping[str, Any]
     """The record of the faster pass."""
+    p90_ms: float | None = None
+    """Of the steps without an audit, in all passes; None in files without single steps."""
+    audits: tuple[int, float] = (0, 0.0)
+    """Timed steps with an audit in all passes, and the seconds that they added."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +178,21 @@ def _row(
         is_compared=bool(reference),
         reference_varies=mechanism.reference == "eager" and not eager_equals_eager,
         figures=best,
+        p90_ms=_p90(good),
+        audits=(
+            sum(len(_audits(record)["steps"]) for record in good),
+            sum(_audits(record)["seconds"] for record in good),
+        ),
     )
+
+
+def _audits(record: Record) -> Mapping[str, Any]:
+    return record.get("audits") or {"steps": (), "seconds": 0.0}
+
+
+def _p90(records: Sequence[Record]) -> float | None:
+    times = [StepTimes(tuple(r.get("step_ms_each", ())), frozenset(_audits(r)["steps"])).steady for r in records]
+    return quantile([time for each in times for time in each], 0.9) if all(times) else None
 
 
 def left_at(reference: Losses, losses: Losses) -> int | None:

@@ -3,7 +3,8 @@
 A matrix product with a weight costs two operations for each of its elements and each token in the forward, and twice
 that in the backward. Attention adds the products of queries with keys, and of their weights with values; half of them
 are masked out in causal attention and are not counted. A token passes the experts that it chooses, not all. Recomputed
-operations are not counted: they are a price of the run, not its work. This is how MFU is defined.
+operations are not counted: they are a price of the run, not its work. This is how MFU is defined. Weights that LoRA
+freezes get no gradient, so their backward is as large as the forward; the adapters are small and left out.
 
 The scan of Mamba layers, norms, activations and the softmax are left out; they are small beside the products.
 """
@@ -19,8 +20,8 @@ from stepgraph.models.attention import CoreAttention
 from stepgraph.models.experts import Experts
 from stepgraph.recipes.build import build_model
 
-_TRAINING = 3
-"""Forward, and a backward of twice the size."""
+_TRAINING, _FROZEN = 3, 2
+"""The forward with its backward, as multiples of the forward: of trained weights, and of frozen ones."""
 
 
 def flops_per_step(cfg: ConfigContainer) -> int:
@@ -30,17 +31,18 @@ def flops_per_step(cfg: ConfigContainer) -> int:
         >>> flops_per_step(recipes.llama3_8b()) / 1e15
     """
     tokens = cfg.train.global_batch_size * cfg.model.seq_length
-    return int(_TRAINING * tokens * forward_flops_per_token(cfg))
+    weights, attention = forward_flops_per_token(cfg)
+    return int(tokens * ((_TRAINING if cfg.peft.scheme is None else _FROZEN) * weights + _TRAINING * attention))
 
 
-def forward_flops_per_token(cfg: ConfigContainer) -> float:
+def forward_flops_per_token(cfg: ConfigContainer) -> tuple[float, float]:
     """Return the operations of one token's forward: products with weights, and those inside attention."""
     with torch.device("meta"):
         model = build_model(cfg.model)
     share = cfg.model.moe_router_topk / cfg.model.num_moe_experts if cfg.model.num_moe_experts else 1.0
-    found = sum(2 * _weights(module, share) for module in model.modules())
+    weights = sum(2 * _weights(module, share) for module in model.modules())
     inner = [module for module in model.modules() if isinstance(module, CoreAttention)]
-    return found + sum(_attention(cfg.model, module.window) for module in inner)
+    return weights, sum(_attention(cfg.model, module.window) for module in inner)
 
 
 def _weights(module: torch.nn.Module, share: float) -> float:

@@ -210,7 +210,7 @@ def cells_of(row: Row) -> list[str]:
         row.mechanism.title,
         f"{row.step_ms:.2f}",
         "" if row.spread is None else f"{100 * row.spread:.1f} %",
-        _or_nothing(figures.get("step_ms_p90_steady"), "{:.2f}"),
+        _or_nothing(row.p90_ms, "{:.2f}"),
         audits_in_words(row),
         f"{figures['tflops_per_gpu']:.1f}",
         _or_nothing(_percent(figures.get("busy_fraction")), "{:.0f} %"),
@@ -235,8 +235,8 @@ AUDITS = (
 
 def audits_in_words(row: Row) -> str:
     """How many timed steps had an audit, and the time that they added; empty if none had."""
-    audits = row.figures.get("audits") or {}
-    return f"{len(audits['steps'])}: {audits['seconds']:.2f} s" if audits.get("steps") else ""
+    steps, seconds = row.audits
+    return f"{steps}: {seconds:.2f} s" if steps else ""
 
 
 def losses_in_words(row: Row) -> str:

@@ -510,6 +510,7 @@ def _compared(asked: Asked, wanted: Wanted, device: torch.device, steps: int, ho
     from stepgraph.bench.mechanisms import mechanisms_for, select
     from stepgraph.bench.results import ResultFile, check_writable, machine_facts, write_whole
     from stepgraph.config.environment import Environment
+    from stepgraph.session.report import counted
 
     if how.html is not None:
         report_html.check_place(how.html)
@@ -531,10 +532,16 @@ def _compared(asked: Asked, wanted: Wanted, device: torch.device, steps: int, ho
             file.save(records)
             on_job(record, seconds_left(jobs, records))
 
-        run_all(server, jobs, request, how.job_timeout, keep)
+        try:
+            run_all(server, jobs, request, how.job_timeout, keep)
+        except BaseException:
+            if records:
+                kept = counted(len(records), "rows")
+                typer.echo(f"{kept} kept in {file.path}: --resume goes on from there", err=True)
+            raise
     found = compare(chosen, records)
     title = f"{asked.recipe}, {asked.task}, {parameters:,} parameters"
-    facts = file.facts | ({"cut": "; ".join(cuts)} if cuts else {})
+    facts = file.facts | {"command": asked.same(*_options(how))} | ({"cut": "; ".join(cuts)} if cuts else {})
     facts |= {"not run": "; ".join(f"{name}: {why}" for name, why in missing.items())} if missing else {}
     facts |= {"note": _ON_CPU} if device.type == "cpu" else {}
     if how.html is not None:
@@ -555,14 +562,17 @@ def _compared(asked: Asked, wanted: Wanted, device: torch.device, steps: int, ho
     failed = any("error" in record for record in records)
     following = f"python -m webbrowser {how.html}" if how.html is not None else asked.same(*_reported(how, file.path))
     code = ExitCode.FINDINGS if failed else ExitCode.OK
-    text = _comparison_table(title, found, missing, file.path, facts.get("note"))
+    text = _comparison_table(title, found, missing, file.path, facts.get("note"), facts.get("cut"))
     return Result(values, _below_settings(asked, text), next=following, exit_code=code)
+
+
+def _options(how: Reporting) -> list[str]:
+    return ["--compare", *(["--only", shlex.quote(how.only)] if how.only is not None else [])]
 
 
 def _reported(how: Reporting, file: Path) -> list[str]:
     """The words that make the report of a comparison which is done: its rows are taken from its file."""
-    only = ["--only", shlex.quote(how.only)] if how.only is not None else []
-    return ["--compare", *only, "--resume", "--report", str(file.with_suffix(".html"))]
+    return [*_options(how), "--resume", "--report", str(file.with_suffix(".html"))]
 
 
 @contextlib.contextmanager
@@ -584,7 +594,12 @@ def _progress(total: int, quiet: bool) -> Iterator[Callable[[Any, float | None],
 
 
 def _comparison_table(
-    title: str, found: Comparison, missing: dict[str, str], file: Path, note: str | None = None
+    title: str,
+    found: Comparison,
+    missing: dict[str, str],
+    file: Path,
+    note: str | None = None,
+    cut: str | None = None,
 ) -> RenderableType:
     from rich import box
     from rich.console import Group
@@ -603,7 +618,8 @@ def _comparison_table(
         table.add_row(Text(row[0]), *(Text(row[place]) for place in shown))
     winner = found.row(found.winner) if found.winner else None
     verdict = f"{winner.mechanism.title}: {found.reason}" if winner is not None else found.reason
-    lines = [Text(verdict, "bold"), *(Text(f"not run: {name} ({why})") for name, why in missing.items())]
+    lines = [Text(f"cut to fit this machine: {cut}")] if cut else []
+    lines += [Text(verdict, "bold"), *(Text(f"not run: {name} ({why})") for name, why in missing.items())]
     below = [
         f"{row.mechanism.title}: {said}" for row in found.rows if row.step_ms is not None and (said := remarks(row))
     ]
@@ -621,13 +637,12 @@ def _cells(row: Row) -> list[str]:
 
     if row.step_ms is None:
         return [row.mechanism.title, "failed", *[""] * 5, row.error or ""]
-    p90 = row.figures.get("step_ms_p90_steady")  # not in files of before
     busy, reserved = row.figures.get("busy_fraction"), row.figures["memory"]["reserved"]
     return [
         row.mechanism.title,
         f"{row.step_ms:.2f}",
         "" if row.spread is None else f"{100 * row.spread:.1f} %",
-        "" if p90 is None else f"{p90:.2f}",
+        "" if row.p90_ms is None else f"{row.p90_ms:.2f}",
         audits_in_words(row),
         "" if busy is None else f"{100 * busy:.0f} %",
         "" if reserved is None else f"{reserved / 2**30:.2f}",
@@ -667,13 +682,18 @@ def _predicted(asked: Asked, wanted: Wanted) -> Result:
     return Result(values, text, next=asked.line("--fit -ng 1", *asked.sizes))
 
 
+def _tera(flops: int) -> str:
+    return f"{flops / 1e12:,.0f}" if flops >= 1e13 else f"{flops / 1e12:.2g}"
+
+
 def _shown(asked: Asked, gpu: Gpu, found: MachinePrediction, cuts: list[str]) -> RenderableType:
+    import torch
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text
 
     share = f"{100 * found.memory_fraction:.0f} % of {gpu.memory_bytes / 1e9:.0f} GB"
-    does_not_fit = ". It does not fit: more stages, a smaller microbatch, or recomputation."
+    does_not_fit = ". It does not fit: divide it further, make the microbatch smaller, or recompute more."
     if asked.machine_settings and not asked.parallel:
         does_not_fit = _NEEDS_MORE
     rows = [
@@ -684,7 +704,7 @@ def _shown(asked: Asked, gpu: Gpu, found: MachinePrediction, cuts: list[str]) ->
         ),
         (
             "operations",
-            f"{found.flops / 1e12:,.0f} TFLOP an iteration: {found.fastest_ms:,.1f} ms at the GPUs' peak, the "
+            f"{_tera(found.flops)} TFLOP an iteration: {found.fastest_ms:,.1f} ms at the GPUs' peak, the "
             "shortest time that is possible",
         ),
     ]
@@ -695,6 +715,7 @@ def _shown(asked: Asked, gpu: Gpu, found: MachinePrediction, cuts: list[str]) ->
     table.add_column(no_wrap=True)
     for name, text in rows:
         table.add_row(name, Text(text))
-    title = f"{asked.recipe} on {found.num_gpus} {gpu.name}: a valid configuration; nothing was run"
-    cut = [Text(f"cut to fit a {gpu.name}: " + "; ".join(cuts))] if cuts else []
+    assumed = "" if asked.gpu or torch.cuda.is_available() else ", since no -g names another"
+    title = f"{asked.recipe} on {found.num_gpus} {gpu.name}{assumed}: a valid configuration; nothing was run"
+    cut = [Text(f"cut to fit one {gpu.name}: " + "; ".join(cuts))] if cuts else []
     return Group(*cut, Text(title), table)

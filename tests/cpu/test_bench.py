@@ -263,6 +263,25 @@ def test_bench_report_is_refused_before_anything_runs(place: str, why: str, tmp_
     assert (tmp_path / "notes.json").read_text() == "{}"
 
 
+def test_bench_that_is_stopped_says_what_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stopped(server: Any, jobs: Any, request: Any, timeout_s: float, keep: Any) -> None:
+        keep({"mechanism": "eager", "pass": 0, "step_ms": 1.0, "losses": {}})
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("stepgraph.bench.compare.run_all", stopped)
+    line = f"{TINY} --compare --only eager --report {tmp_path}/r.html"
+    done = CliRunner().invoke(app, ["bench", *line.split()], env=PLAIN | {"COLUMNS": "500"})
+    assert done.exit_code == 130
+    assert f"1 row kept in {tmp_path}/r.json: --resume goes on from there" in done.stderr
+    assert json.loads((tmp_path / "r.json").read_text())["records"][0]["mechanism"] == "eager"
+
+
+@no_gpu
+def test_bench_prediction_names_the_gpu_that_it_assumes() -> None:
+    done = CliRunner().invoke(app, ["bench", "--dry-run"], env=PLAIN)
+    assert "gpt2_small on 1 h100, since no -g names another: a valid configuration" in " ".join(done.stdout.split())
+
+
 def test_bench_names_unknown_mechanisms(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     code, values, _ = bench(f"{TINY} --compare --only eagr")

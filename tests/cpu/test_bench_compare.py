@@ -302,6 +302,19 @@ def test_audited_steps_are_shown_beside_the_others() -> None:
     assert report_html.AUDITS not in report_html.render("t", {}, compare([EAGER], [record(EAGER, 0, 100.0)]))
 
 
+def test_p90_and_audits_are_those_of_all_passes() -> None:
+    passes = [(10.0, 11.0, 90.0), (20.0, 21.0, 80.0)]
+    records = [
+        record(OURS, number, each[1])
+        | {"step_ms_each": list(each), "audits": {"steps": [2], "seconds": 0.25, "in_all": 1}}
+        for number, each in enumerate(passes)
+    ]
+    row = compare([EAGER, OURS], [record(EAGER, 0, 100.0), *records]).row("ours-whole")
+    assert row is not None
+    assert row.p90_ms == pytest.approx(20.7), "of 10, 11, 20 and 21"
+    assert report_html.audits_in_words(row) == "2: 0.50 s"
+
+
 def test_clock_tells_which_steps_had_an_audit() -> None:
     clock = Clock(torch.device("cpu"), first=2, steps=3)
     audits = iter((1, 1, 2, 2))

@@ -28,15 +28,24 @@ def test_flops_of_a_dense_model_follow_six_per_weight() -> None:
 def test_flops_count_chosen_experts_only() -> None:
     cfg = recipes.qwen3_30b_a3b()
     active = 3.3e9
-    assert forward_flops_per_token(cfg) == pytest.approx(2 * active, rel=0.35)
+    before = sum(forward_flops_per_token(cfg))
+    assert before == pytest.approx(2 * active, rel=0.35)
     cfg.model.moe_router_topk *= 2
-    assert forward_flops_per_token(cfg) > 1.3 * forward_flops_per_token(recipes.qwen3_30b_a3b())
+    assert sum(forward_flops_per_token(cfg)) > 1.3 * before
 
 
 def test_flops_of_tied_embeddings_count_the_output_once() -> None:
     tied, apart = recipes.gpt2_small(), recipes.gpt2_small()
     apart.model.share_embeddings_and_output_weights = False
     assert forward_flops_per_token(tied) == forward_flops_per_token(apart)
+
+
+def test_flops_of_lora_leave_out_gradients_of_frozen_weights() -> None:
+    whole, lora = recipes.llama3_8b(), recipes.llama3_8b()
+    lora.peft.scheme = "lora"
+    weights, _ = forward_flops_per_token(whole)
+    tokens = whole.train.global_batch_size * whole.model.seq_length
+    assert flops_per_step(whole) - flops_per_step(lora) == pytest.approx(tokens * weights)
 
 
 @pytest.mark.parametrize("name", recipes.RECIPES)
