@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shlex
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -23,7 +23,10 @@ if TYPE_CHECKING:
 
     from stepgraph.bench.compare import Comparison, Row
     from stepgraph.bench.hardware import Gpu
+    from stepgraph.bench.jobs import Record
+    from stepgraph.bench.mechanisms import Mechanism
     from stepgraph.bench.predict import MachinePrediction
+    from stepgraph.bench.results import ResultFile
     from stepgraph.bench.run import BenchResult
     from stepgraph.recipes.machines import MachineSettings
 
@@ -505,12 +508,10 @@ class Reporting:
 
 def _compared(asked: Asked, wanted: Wanted, device: torch.device, steps: int, how: Reporting) -> Result:
     from stepgraph.bench import report_html
-    from stepgraph.bench.compare import compare, plan, run_all, seconds_left
-    from stepgraph.bench.jobs import JobServer, Record
+    from stepgraph.bench.compare import compare
     from stepgraph.bench.mechanisms import mechanisms_for, select
     from stepgraph.bench.results import ResultFile, check_writable, machine_facts, write_whole
     from stepgraph.config.environment import Environment
-    from stepgraph.session.report import counted
 
     if how.html is not None:
         report_html.check_place(how.html)
@@ -522,23 +523,7 @@ def _compared(asked: Asked, wanted: Wanted, device: torch.device, steps: int, ho
     chosen = [m for m in chosen if m.title not in missing]
     request = {"config": cfg.to_dict(), "device": str(device), "steps": steps}
     file = ResultFile(how.json_file(asked.recipe), request, machine_facts(device))
-    records: list[Record] = file.load() if how.resumes else []
-    file.refuse_foreign()
-    jobs = plan(chosen, records)
-    with _progress(len(jobs), how.as_json) as on_job, JobServer() as server:
-
-        def keep(record: Record) -> None:
-            records.append(record)
-            file.save(records)
-            on_job(record, seconds_left(jobs, records))
-
-        try:
-            run_all(server, jobs, request, how.job_timeout, keep)
-        except BaseException:
-            if records:
-                kept = counted(len(records), "rows")
-                typer.echo(f"{kept} kept in {file.path}: --resume goes on from there", err=True)
-            raise
+    records = _run(chosen, file, how)
     found = compare(chosen, records)
     title = f"{asked.recipe}, {asked.task}, {parameters:,} parameters"
     facts = file.facts | {"command": asked.same(*_options(how))} | ({"cut": "; ".join(cuts)} if cuts else {})
@@ -564,6 +549,32 @@ def _compared(asked: Asked, wanted: Wanted, device: torch.device, steps: int, ho
     code = ExitCode.FINDINGS if failed else ExitCode.OK
     text = _comparison_table(title, found, missing, file.path, facts.get("note"), facts.get("cut"))
     return Result(values, _below_settings(asked, text), next=following, exit_code=code)
+
+
+def _run(mechanisms: Sequence[Mechanism], file: ResultFile, how: Reporting) -> list[Record]:
+    """Run what the file does not have yet, writing each row to it; return all rows."""
+    from stepgraph.bench.compare import plan, run_all, seconds_left
+    from stepgraph.bench.jobs import JobServer
+    from stepgraph.session.report import counted
+
+    records: list[Record] = file.load() if how.resumes else []
+    file.refuse_foreign()
+    jobs = plan(mechanisms, records)
+    with _progress(len(jobs), how.as_json) as on_job, JobServer() as server:
+
+        def keep(record: Record) -> None:
+            records.append(record)
+            file.save(records)
+            on_job(record, seconds_left(jobs, records))
+
+        try:
+            run_all(server, jobs, file.request, how.job_timeout, keep)
+        except BaseException:
+            if records:
+                kept = counted(len(records), "rows")
+                typer.echo(f"{kept} kept in {file.path}: --resume goes on from there", err=True)
+            raise
+    return records
 
 
 def _options(how: Reporting) -> list[str]:
