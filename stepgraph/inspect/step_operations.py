@@ -44,15 +44,18 @@ _RANDOM = frozenset(("rand", "randn", "randint", "randperm", "normal", "rand_lik
 """Functions of torch that draw random numbers into a new tensor."""
 _WATCHED = (torch.Tensor.data, torch.Tensor.requires_grad)
 """What a step may set of a tensor, and a graph does not record."""
+_SCALERS_FILE = sys.modules[torch.amp.GradScaler.__module__].__file__
 _OPTIMIZERS = "optimizers"
 """The owner of the sections of all optimizers."""
 
 
 class OwnLines(Vocabulary):
-    """A vocabulary whose lines are the user's own, not a library's."""
+    """A vocabulary whose lines are the user's own, not a library's. A GradScaler's own work is in no log."""
 
     def kind_of(self, code: types.CodeType) -> int:
         found = super().kind_of(code)
+        if code.co_filename == _SCALERS_FILE:
+            found = self.kinds[code] = self.LEFT_OUT
         if found == self.USER and not is_own_code(code):
             found = self.kinds[code] = self.NOBODY
         return found

@@ -11,9 +11,14 @@ result, the number of results since. A tensor from before the call has the name 
 else a number of its own for as long as it lives. In backward the line is the user's own where their Python code runs
 there, else that of the forward operation whose gradient is computed, found by autograd's sequence numbers.
 
-Not noted are the engine's own operations (`left_out`), those of a GradScaler, which are cuts or have their own guards,
-and work on the host where the step is for another device: no graph contains it. The steps of optimizers are sections of
-the log, because one that runs between graphs is not recorded.
+Not noted are the engine's own operations (`left_out`), and work on the host where the step is for another device: no
+graph contains it. The steps of optimizers and the calls of a GradScaler are sections of the log, because one that runs
+between graphs is not recorded.
+
+A call does more than operations. It steps an optimizer, leaves gradients, modes and plain results. These are *events*:
+notes that stand between operations, for the step of each optimizer, each call of a GradScaler, and the end of the call.
+An event holds the object and its arguments, and all that Python can find at that moment (`OpLog.left`). So two equal
+logs have the same cuts at the same places, with the same gradients, and leave the same behind.
 
 The four parts of a note are numbers into a `Vocabulary` that logs share. Layers and microbatches repeat each other's
 parts, so that a note costs 16 bytes and two logs are compared as arrays.
@@ -22,6 +27,7 @@ parts, so that a note costs 16 bytes and two logs are compared as arrays.
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import operator
 import os
@@ -30,7 +36,7 @@ import types
 import weakref
 from array import array
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -40,6 +46,8 @@ from torch.utils import _python_dispatch as dispatch
 from stepgraph.errors import Location
 from stepgraph.frames import is_user
 from stepgraph.ran import Unnoted
+from stepgraph.signature import is_plain
+from stepgraph.tree import flatten
 
 _V = TypeVar("_V")
 _first = operator.itemgetter(0)
@@ -55,8 +63,6 @@ _UNSEEN = frozenset({"profiler"})
 _NOBODY, _USER, _BACKWARD, _LEFT_OUT, _COLLECTIVE = range(5)
 _BACKWARD_FILE = torch.autograd.graph.__file__
 """Where Python enters autograd's engine: frames above it have called backward."""
-_SCALERS_FILE = sys.modules[torch.amp.GradScaler.__module__].__file__
-"""The file whose operations are in no log."""
 _COLLECTIVES_FILE = os.path.join("torch", "distributed", "distributed_c10d.py")
 """What a collective does besides itself belongs to the process group."""
 
@@ -81,6 +87,28 @@ class _ByMemory(Generic[_V]):
         return _ByMemory(self._held)
 
 
+class _Identities:
+    """Names for objects, each the same as long as the object lives."""
+
+    def __init__(self) -> None:
+        self._names: dict[int, tuple[Callable[[], Any], str]] = {}
+        self._count = itertools.count(1)
+
+    def of(self, value: object) -> str:
+        found = self._names.get(id(value))
+        if found is None or found[0]() is not value:
+            try:
+                alive: Callable[[], Any] = weakref.ref(value)
+            except TypeError:  # no weak references to it: keep it, so that no other object gets its id
+                alive = functools.partial(_itself, value)
+            found = self._names[id(value)] = alive, f"{type(value).__name__} (object {next(self._count)})"
+        return found[1]
+
+
+def _itself(value: object) -> object:
+    return value
+
+
 class Operation(NamedTuple):
     """An operation of the dispatcher, and its number."""
 
@@ -93,8 +121,8 @@ class Operation(NamedTuple):
 class Vocabulary:
     """The parts of notes, each with a number; and numbers for memory that no log has a name for."""
 
-    NOBODY, USER = _NOBODY, _USER
-    """Kinds of code: whose lines are no user's, and whose are."""
+    NOBODY, USER, LEFT_OUT = _NOBODY, _USER, _LEFT_OUT
+    """Kinds of code: whose lines are no user's, whose are, and whose operations are in no log."""
 
     def __init__(self) -> None:
         self._numbers: dict[Hashable, int] = {}
@@ -107,6 +135,7 @@ class Vocabulary:
         self.kinds: dict[types.CodeType, int] = {}
         self.casts: _ByMemory[str] = _ByMemory()
         """The name of the cast, of a tensor with a name, that autocast keeps in some memory for later calls."""
+        self.identities = _Identities()
 
     def number(self, part: Hashable) -> int:
         found = self._numbers.get(part)
@@ -144,8 +173,6 @@ class Vocabulary:
             found = _USER if is_user(file) else _NOBODY
             if file == _BACKWARD_FILE:
                 found = _BACKWARD
-            elif file == _SCALERS_FILE:
-                found = _LEFT_OUT
             elif file.endswith(_COLLECTIVES_FILE):
                 found = _COLLECTIVE
             self.kinds[code] = found
@@ -215,7 +242,7 @@ class Log:
     vocabulary: Vocabulary
     notes: array[int]
     sections: tuple[tuple[int, int, Hashable], ...] = ()
-    """The steps of optimizers: first note, the note after the last, whose it is."""
+    """The steps of optimizers and the calls of scalers: first note, the note after the last, whose it is."""
     serial: int = 0
     shared: Mapping[Hashable, Hashable] = field(default_factory=dict)
     """Arguments that share their memory with others, by the first of them."""
@@ -229,21 +256,36 @@ class Log:
         return tuple(parts[number] for number in self.notes[index * FIELDS : (index + 1) * FIELDS])
 
     def without(self, owners: Iterable[Hashable]) -> Log:
-        """The log without the steps of these optimizers."""
+        """The log without the sections of these owners, and of all within them."""
         gone = set(owners)
         notes, begin = array("I"), 0
-        for start, end, owner in self.sections:
-            if owner in gone:
+        for start, end in sorted((start, end) for start, end, owner in self.sections if owner in gone):
+            if start >= begin:  # else it is within one that is gone already
                 notes += self.notes[begin * FIELDS : start * FIELDS]
                 begin = end
         return replace(self, notes=notes + self.notes[begin * FIELDS :], sections=()) if begin else self
+
+
+    def operations(self) -> Log:
+        """The log without its events: the same program in another process has other objects."""
+        notes = array("I")
+        for begin in range(0, len(self.notes), FIELDS):
+            if not isinstance(self.vocabulary.parts[self.notes[begin]], Event):
+                notes += self.notes[begin : begin + FIELDS]
+        return replace(self, notes=notes, sections=())
+
+
+class Event(str):
+    """The name of something that a call does between operations."""
+
+    __slots__ = ()
 
 
 class OpLog(dispatch.TorchDispatchMode):
     """Notes the operations that run while it is entered. `arguments` are the leaves of the call.
 
     `roles` are names for tensors that were there before. `device` is the step's, so that work on the host is not its
-    own. A graph cannot be seen into: what has one runs its own code meanwhile (`current_log`). `keeps_casts`: autocast
+    own. `objects` are known from before the call, by id. A graph cannot be seen into: what has one runs its own code meanwhile (`current_log`). `keeps_casts`: autocast
     keeps the casts of weights for this call and others of its region, so which call makes one means nothing. A cast
     then has a name, and is not noted. `finds_arguments`: the arguments are not known, as of a loop's body. Each tensor
     from before that has no name is one, numbered in the order of first use. The shapes of results are noted then, too.
@@ -268,10 +310,12 @@ class OpLog(dispatch.TorchDispatchMode):
         roles: Roles | None = None,
         device: torch.device | None = None,
         *,
+        objects: Container[int] = (),
         keeps_casts: bool = False,
         finds_arguments: bool = False,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._objects, self._made_objects = objects, _Identities()
         self._keeps_casts = keeps_casts
         self._vocabulary, self._roles = vocabulary, roles or Roles()
         self._device = device.type if device is not None and device.type != "cpu" else None
@@ -289,6 +333,8 @@ class OpLog(dispatch.TorchDispatchMode):
         self._hidden = 0
         """The number of blocks around the call whose operations are not noted."""
         self._nameless = itertools.count()
+        self.left: Callable[[], Iterable[Any]] = tuple
+        """Names and values of all that Python can find now, besides what the operations have made."""
 
     def finish(self) -> Log:
         """The notes so far."""
@@ -304,12 +350,29 @@ class OpLog(dispatch.TorchDispatchMode):
     # -- what is told
 
     def begin_section(self, owner: Hashable, name: str) -> None:
-        """The step of an optimizer begins; a subclass's step calls its parent's."""
+        """The step of an optimizer begins, or a call of a scaler; a subclass's step calls its parent's."""
         self._sections.begin(owner, name, len(self._notes) // FIELDS)
 
     def end_section(self, owner: Hashable) -> None:
-        """The step of an optimizer ends."""
+        """The same ends."""
         self._sections.end(owner, len(self._notes) // FIELDS)
+
+    def note_event(self, name: str, *about: Any) -> None:
+        """Note what happens between operations, with all that the call has left so far."""
+        if not self._hidden:
+            with _unseen(), Unnoted():
+                self.note_call(Event(name), [*about, *self.left()])
+
+    def identity(self, value: object) -> str:
+        """A name for an optimizer or scaler: the same in all logs, unless the call has made it."""
+        if id(value) in self._objects:
+            return self._vocabulary.identities.of(value)
+        return f"{self._made_objects.of(value)}, made in the call"
+
+    def has_made(self, tensor: torch.Tensor) -> bool:
+        """Whether the call has made the memory of a tensor."""
+        storage = storage_of(tensor)
+        return storage is not None and self._births.name(storage) is not None
 
     def is_same(self, one: torch.Tensor, other: torch.Tensor) -> None:
         """The engine has put one tensor in the place of another, which the call has made."""
@@ -349,8 +412,15 @@ class OpLog(dispatch.TorchDispatchMode):
         """Whether operations are not noted now."""
         return bool(self._hidden)
 
-    def note_result(self, leaves: Iterable[Any]) -> None:
-        self.note_call("the result", [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)])
+    def note_result(self, result: Any, *about: Any) -> None:
+        """At the end of the call, note its result: which tensors it holds, all plain values, and how it is built."""
+        leaves, structure = flatten(result)
+        self.note_event("the result", *about, structure, *map(self._as_result, leaves))
+
+    def _as_result(self, leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor) or type(leaf) in BY_VALUE:
+            return leaf
+        return f"{type(leaf).__name__} {leaf!r}" if is_plain(leaf) else self._vocabulary.identities.of(leaf)
 
     # -- what is seen
 
@@ -509,26 +579,27 @@ class OpLog(dispatch.TorchDispatchMode):
 
 
 class _Sections:
-    """The steps of optimizers in a log; one inside another belongs to the outer one."""
+    """The steps of optimizers and the calls of scalers in a log, one inside another."""
 
     def __init__(self) -> None:
         self.done: list[tuple[int, int, Hashable]] = []
-        self.name = ""
-        """The optimizer whose step runs now; "" outside of any."""
-        self._owner: Hashable = None
-        self._start = self._depth = 0
+        self._open: list[tuple[Hashable, str, int]] = []
+
+    @property
+    def name(self) -> str:
+        """The optimizer or scaler that runs now; "" outside of any."""
+        return self._open[-1][1] if self._open else ""
 
     def begin(self, owner: Hashable, name: str, note: int) -> None:
-        if not self._depth:
-            self._start, self._owner, self.name = note, owner, name
-        self._depth += self._owner == owner
+        self._open.append((owner, name, note))
 
     def end(self, owner: Hashable, note: int) -> None:
-        if self._depth and self._owner == owner:
-            self._depth -= 1
-            if not self._depth:
-                self.done.append((self._start, note, owner))
-                self.name = ""
+        while any(owner == one for one, _, _ in self._open):
+            last, _, start = self._open.pop()  # one that has failed within was not ended
+            if last == owner:
+                if all(owner != outer for outer, _, _ in self._open):  # else a subclass's step called its parent's
+                    self.done.append((start, note, owner))
+                return
 
 
 class _Births:

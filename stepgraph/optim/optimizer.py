@@ -14,7 +14,7 @@ import contextlib
 import functools
 import importlib
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
@@ -25,6 +25,7 @@ from stepgraph.backends import Backend
 from stepgraph.backends.threads import replaced
 from stepgraph.catalogue import entry
 from stepgraph.errors import CaptureError
+from stepgraph.oplog import OpLog, current_log
 from stepgraph.optim.steps import all_have_hooks, has_other_step, shadowed, step_hooks
 from stepgraph.plain import MISSING
 
@@ -150,6 +151,12 @@ class HostCounters:
         torch._foreach_add_(self._counting, self._steps)
 
 
+def note_step(log: OpLog, optimizer: Optimizer, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Note in a log that an optimizer steps now, with its arguments."""
+    about = (*args, *(part for item in kwargs.items() for part in item))
+    log.note_event(f"{type(optimizer).__name__}.step", log.identity(optimizer), *about)
+
+
 @contextlib.contextmanager
 def cut_at(
     optimizers: Sequence[Optimizer], cut: Cut, before: Callable[[Optimizer], None], imitate: Callable[[Optimizer], Any]
@@ -172,6 +179,9 @@ def cut_at(
                 "where a closure is recorded (fused=True). For LBFGS, capture the closure and step outside of it.",
             )
         before(optimizer)
+        log = current_log()
+        if log is not None:
+            note_step(log, optimizer, args, kwargs)
         # looked up then: a scheduler made later wraps it
         return cut(name, lambda: optimizer.step(**kwargs), functools.partial(imitate, optimizer))
 

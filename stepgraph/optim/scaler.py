@@ -5,8 +5,9 @@ A fused optimizer takes the scale and the overflow flag as tensors on the device
 to read the flag on the host. Then `unscale_`, `step` and `update` each end a segment and are called between two graphs,
 as eager would. They keep a small state machine in Python, so either all of them are recorded or none is.
 
-Scalers are found by what the step does: their methods are watched on the class while it runs. A recorded scaler is
-guarded from then on, and guards must know it beforehand. So a scaler that is deeper in the step's objects than
+Scalers are found by what the step does: their methods are watched on the class while it runs. Each call is an event of
+the operation log, and what it runs a section (`noting_scalers`). A recorded scaler is guarded from then on, and guards
+must know it beforehand. So a scaler that is deeper in the step's objects than
 `reachable` looks is never recorded, and its calls are cuts. `scaler.scale(loss)` multiplies with a tensor on the device
 and is always recorded.
 """
@@ -15,13 +16,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
 from torch.optim.optimizer import Optimizer
 
 from stepgraph.backends.threads import replaced
+from stepgraph.oplog import OpLog
 from stepgraph.optim.optimizer import Cut
 
 _CALLS = ("unscale_", "step", "update")
@@ -46,11 +48,33 @@ def noticing_scalers(see: Callable[[_Scaler], None], take: _Take | None = None) 
         return method(scaler, *args, **kwargs)
 
     with contextlib.ExitStack() as stack:
-        for kind in _with_subclasses(torch.amp.GradScaler):
-            for name in _METHODS:
-                if name in vars(kind):
-                    stack.enter_context(replaced(kind, name, functools.partial(noticed, name)))
+        for kind, name in _methods(_METHODS):
+            stack.enter_context(replaced(kind, name, functools.partial(noticed, name)))
         yield
+
+
+@contextlib.contextmanager
+def noting_scalers(log: OpLog) -> Iterator[None]:
+    """Note each call of a GradScaler in this block in a log, disabled ones too, and its operations as a section."""
+
+    def noted(name: str, method: Callable[..., Any], scaler: _Scaler, /, *args: Any, **kwargs: Any) -> Any:
+        about = [log.identity(arg) if isinstance(arg, Optimizer) else arg for arg in (*args, *kwargs.values())]
+        log.note_event(f"GradScaler.{name}", log.identity(scaler), *about)
+        log.begin_section(id(scaler), f"GradScaler.{name}")
+        try:
+            return method(scaler, *args, **kwargs)
+        finally:
+            log.end_section(id(scaler))
+
+    with contextlib.ExitStack() as stack:
+        for kind, name in _methods(_CALLS):
+            stack.enter_context(replaced(kind, name, functools.partial(noted, name)))
+        yield
+
+
+def _methods(names: Iterable[str]) -> list[tuple[type[_Scaler], str]]:
+    kinds = _with_subclasses(torch.amp.GradScaler)
+    return [(kind, name) for kind in kinds for name in names if name in vars(kind)]
 
 
 def _with_subclasses(kind: type[_Scaler]) -> list[type]:
@@ -80,6 +104,8 @@ class ScalerCapture:
         self._is_calling = False
         self.stepped: set[int] = set()
         """Optimizers that a scaler stepped, by id."""
+        self.between: list[_Scaler] = []
+        """Scalers whose calls were cut."""
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
@@ -126,6 +152,7 @@ class ScalerCapture:
             finally:
                 self._is_calling = False
         self._was_cut = True
+        self.between.append(scaler)
         imitate = functools.partial(self._imitate, optimizers[0]) if name == "step" and optimizers else None
         return self._cut(f"GradScaler.{name}", functools.partial(original, scaler, *args, **kwargs), imitate)
 

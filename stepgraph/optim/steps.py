@@ -31,21 +31,28 @@ STEP_HOOKS_OF_ALL: tuple[Mapping[int, Any], ...] = tuple(
 
 @contextlib.contextmanager
 def at_optimizer_steps(
-    before: Callable[[Optimizer], None] | None = None, after: Callable[[Optimizer, Any], None] | None = None
+    before: Callable[[Optimizer], None] | None = None,
+    after: Callable[[Optimizer, Any], None] | None = None,
+    *,
+    called: Callable[[Optimizer, tuple[Any, ...], dict[str, Any]], None] | None = None,
 ) -> Iterator[None]:
     """Report each optimizer that steps in this block for a step that this thread calls.
 
-    `after` is also given the step's result. Both run around the hooks of the optimizer itself, once for each step: that
-    a subclass's step calls its parent's, which torch reports too, does not count.
+    `after` is also given the step's result, `called` its arguments. All run around the hooks of the optimizer itself,
+    once for each step: that a subclass's step calls its parent's, which torch reports too, does not count.
     """
     is_ours = for_this_thread()
     under_way: Counter[int] = Counter()
 
-    def begun(optimizer: Optimizer, *_: Any) -> None:
+    def begun(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if is_ours():
             under_way[id(optimizer)] += 1
-            if before is not None and under_way[id(optimizer)] == 1:
+            if under_way[id(optimizer)] > 1:
+                return
+            if before is not None:
                 before(optimizer)
+            if called is not None:
+                called(optimizer, args[1:], kwargs)
 
     def ended(optimizer: Optimizer, *_: Any) -> None:
         if is_ours():

@@ -60,7 +60,7 @@ def run_call(
     log = shared.logs.of_call(target.module, leaves, call.ambient, device)
     with noting(log):
         value = shared.warming(kind.ran.noted(run))
-        note_forward(log, value, leaves)
+        note_forward(log, target.module, value, leaves)
     call.log = log.finish()
     kind.proof.add(call.log)
     given = set(map(id, tensors.values()))

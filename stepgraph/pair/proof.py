@@ -59,10 +59,10 @@ def noting(log: OpLog) -> Iterator[None]:
         yield
 
 
-def note_forward(log: OpLog, result: Any, arguments: Sequence[Any]) -> None:
-    """At the end of a forward, note its result and its part of autograd's graph."""
+def note_forward(log: OpLog, module: torch.nn.Module, result: Any, arguments: Sequence[Any]) -> None:
+    """At the end of a forward, note its result, its part of autograd's graph, and the modes that it leaves."""
+    log.note_result(result, "modes", *(inner.training for inner in module.modules()))
     results = [leaf for leaf in flatten(result)[0] if isinstance(leaf, torch.Tensor)]
-    log.note_result(results)
     stop = [a.grad_fn for a in arguments if isinstance(a, torch.Tensor) and a.grad_fn is not None]
     names = [node.name() for node in nodes_behind(results, stop)]
     log.note_call("autograd's graph", [name for name in names if not name.endswith("AccumulateGrad")])

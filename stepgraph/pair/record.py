@@ -157,7 +157,7 @@ class PairCapture:
 
         def run(graph: Graph) -> tuple[StaticOutputs, tuple[int, ...]]:
             made = self._original()(*args, **kwargs)
-            note_forward(notes, made, leaves)
+            note_forward(notes, self.module, made, leaves)
             with left_out():
                 result = self._result(made, tensors)
                 mutated = tuple([i for i, t in tensors.items() if version_of(t) != versions[i]])

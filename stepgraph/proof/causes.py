@@ -240,7 +240,7 @@ def changed_between(
     if kinds & {"outputs", "gradients", "arguments", "buffers", "tensors"}:
         optimizers = [id(optimizer) for program in programs for optimizer in program.optimizers.values()]
         before, now = before.without(optimizers), now.without(optimizers)
-    return first_difference(before, now)
+    return first_difference(before.operations(), now.operations())
 
 
 def _hooks_of(program: Program) -> list[tuple[str, tuple[Any, Any]]]:

@@ -1,7 +1,8 @@
-"""The operations of a graph are compared with those of the step, before the graph is used and while it is used.
+"""A recording is compared whole with the step that it stands for, before its graph is used and while it is used.
 
-The log of a call (`oplog`) is compared twice. Before a graph is used, the recording must have the operations of the
-last eager call of the same kind. Code that checks whether it is being captured may take another path; then a warning
+The log of a call (`oplog`) holds its operations, and the events between them: what each cut calls, the gradients, modes
+and results that the call leaves (`left_behind`). Logs are compared twice. Before a graph is used, the recording must be
+the last eager call of the same kind. Code that checks whether it is being captured may take another path; then a warning
 names the place. While a graph is used, at the first, second, fourth, ... replay and later at long intervals, the call
 is recorded once more, which has no effect, and compared with the recording in use (the *audit*). A difference means
 that the step's Python would now do something else, whatever the cause: the new recording replaces the old one.
@@ -16,7 +17,7 @@ import contextlib
 import enum
 import weakref
 from collections import Counter
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,7 +30,10 @@ from stepgraph.frames import warn_user
 from stepgraph.guards.protocol import Change
 from stepgraph.observe.step_objects import StepObjects, numbered
 from stepgraph.oplog import Difference, Log, OpLog, Roles, Vocabulary, first_difference, noting_unseen
+from stepgraph.optim.optimizer import note_step
+from stepgraph.optim.scaler import noting_scalers
 from stepgraph.optim.steps import at_optimizer_steps
+from stepgraph.session.left_behind import LeftBehind
 
 _DOUBLES_UNTIL = 64
 """Replays up to which the next audit comes after twice as many, and then after four times as many."""
@@ -75,6 +79,8 @@ class CallProof:
     """The first difference from eager calls, if the recording took another path."""
     agreed: int = 0
     """Number of replays at the last audit that agreed."""
+    between: Sequence[Any] = ()
+    """Optimizers and scalers that run between graphs: an eager log has their work, and the recording has not."""
 
 
 class Harmless:
@@ -173,33 +179,42 @@ class StepLogs:
         touched: StepObjects,
         device: torch.device,
         ignored: Iterable[tuple[str, torch.Tensor]] = (),
+        arguments: Iterable[tuple[str, torch.Tensor]] = (),
     ) -> Iterator[OpLog]:
-        """Log the operations of a call on these arguments. `ignored` are named tensors that may differ each time."""
+        """Log the operations and events of a call on these leaves.
+
+        `ignored` are named tensors that may differ each time. `arguments` are leaves of autograd that may be left with
+        another gradient.
+        """
         roles = roles_of(touched)
         for name, tensor in ignored:
             roles.add(name, tensor)
         for index, leaf in enumerate(leaves):
             if isinstance(leaf, torch.Tensor) and leaf.is_leaf and leaf.grad is not None:
                 roles.add(f"the gradient of argument {index}", leaf.grad)
-        log = OpLog(self._vocabulary, leaves, roles, device)
+        log = OpLog(self._vocabulary, leaves, roles, device, objects=touched.known())
+        left = LeftBehind(touched, log, arguments)
+        log.left = left.now
 
-        def begin(optimizer: Optimizer) -> None:
+        def begin(optimizer: Optimizer, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+            note_step(log, optimizer, args, kwargs)
             log.begin_section(id(optimizer), type(optimizer).__name__)
 
         def end(optimizer: Optimizer, _: Any) -> None:
             log.end_section(id(optimizer))
+            left.forgive(optimizer)
 
-        with noting_unseen(), at_optimizer_steps(begin, end), log:
+        with noting_unseen(), at_optimizer_steps(after=end, called=begin), noting_scalers(log), log:
             yield log
 
-    def agree(self, eager: Log, recording: Log, outside: Iterable[Optimizer]) -> bool:
-        """Check that a recording runs the operations of an eager call, optimizers between graphs aside."""
-        left_out = [id(optimizer) for optimizer in outside]
+    def agree(self, eager: Log, recording: Log, outside: Iterable[Any]) -> bool:
+        """Check that a recording is the eager call, but for the work between graphs."""
+        left_out = list(map(id, outside))
         return first_difference(eager.without(left_out), recording.without(left_out)) is None
 
-    def judge(self, eager: Sequence[Log], recording: Log, outside: Iterable[Optimizer]) -> Verdict:
-        """Compare a recording with eager calls, without the work of optimizers that run between graphs."""
-        left_out = [id(optimizer) for optimizer in outside]
+    def judge(self, eager: Sequence[Log], recording: Log, outside: Iterable[Any]) -> Verdict:
+        """Compare a recording with eager calls, without the work of the optimizers and scalers between graphs."""
+        left_out = list(map(id, outside))
         return judge([log.without(left_out) for log in eager], recording.without(left_out))
 
 

@@ -114,6 +114,11 @@ class Recorded:
     random: NamesGuard
     replicas: Replicas
 
+    @property
+    def between(self) -> list[Any]:
+        """The optimizers and scalers that run between graphs."""
+        return [*self.outside, *self.made.scalers.between]
+
 
 class StepCapture:
     """Records one signature of a step."""
@@ -292,10 +297,10 @@ class StepCapture:
         log, due = recorded.made.log, next_audit(self._options.audit, 0)
         eager = site.eager.logs.of(recorded.kind)
         if not eager:
-            return CallProof(log, Shown.LATER if ahead else Shown.NOT, due)
+            return CallProof(log, Shown.LATER if ahead else Shown.NOT, due, between=recorded.between)
         changed = site.eager.values.changed() if site.eager.values is not None else []
         try:
-            verdict = self.logs.judge(eager, log, recorded.outside)
+            verdict = self.logs.judge(eager, log, recorded.between)
         except NotWarm:
             raise NotWarm(values=changed) from None
         if verdict.found is not None:
@@ -306,7 +311,8 @@ class StepCapture:
             if self._options.strict:
                 raise other_path(self.name, verdict.found)
         self.harmless.add(changed)
-        return CallProof(log, Shown.EQUAL if verdict.found is None else Shown.OTHER_PATH, due, verdict.found)
+        shown = Shown.EQUAL if verdict.found is None else Shown.OTHER_PATH
+        return CallProof(log, shown, due, verdict.found, between=recorded.between)
 
     def keep(self, site: Site, recorded: Recorded, proof: CallProof, *, ahead: bool = False) -> CapturedCall:
         """Make a recording take effect. `ahead`: it is for a later call, and every `.grad` stays unchanged."""
@@ -458,9 +464,10 @@ class StepCapture:
         device = self._session.backend.device
         looking_on = site.touched.ran.noting() if looks_on else contextlib.nullcontext()
         ignored = tensors_in(site.with_objects(self._function), self._options.ignore)
-        with looking_on, self.logs.noting(leaves, site.touched, device, ignored) as log:
+        arguments = site.arguments_with_grad(leaves)
+        with looking_on, self.logs.noting(leaves, site.touched, device, ignored, arguments) as log:
             result = self._function(*args, **kwargs)
-            log.note_result(flatten(result)[0])
+            log.note_result(result)
         return StaticOutputs(detached(result)), log.finish()
 
     def _late(self, site: Site, optimizer: Optimizer) -> NoReturn:

@@ -156,6 +156,12 @@ class Site:
         """Yield (name, leaf, key) for the leaves of a call of this site."""
         return zip(self._call.names(), leaves, self._call.leaves, strict=True)
 
+    def arguments_with_grad(self, leaves: Sequence[Any]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the arguments that a call may leave with another gradient, except those from another device."""
+        for name, leaf, key in self.with_keys(leaves):
+            if isinstance(leaf, torch.Tensor) and leaf.is_leaf and leaf.device in key:
+                yield name, leaf
+
     def sign_as(self, leaves: tuple[Hashable, ...]) -> Signature:
         """Return the signature of similar calls with other leaves."""
         return replace(self._call, leaves=leaves)

@@ -258,10 +258,8 @@ class CapturedStep(Generic[P, R]):
 
     def _is_shown_now(self, site: Site, call: CapturedCall) -> bool:
         """Check that a graph recorded ahead has the operations of an eager call of its kind: only then use it."""
-        placements = self._capture.placements(site)
-        outside = [o for o in site.touched.optimizers if not placements[id(o)].inside]
         eager = site.eager.logs.of(site.kind())
-        if eager and self._capture.logs.agree(eager[-1], call.proof.log, outside):
+        if eager and self._capture.logs.agree(eager[-1], call.proof.log, call.proof.between):
             call.proof.shown = Shown.EQUAL
             return True
         if eager:  # it is captured again, as any other
@@ -330,7 +328,8 @@ class CapturedStep(Generic[P, R]):
         call.parts.chain.free()
         self._counts.recapture_reasons[why] += 1
         self._counts.captures += 1
-        proof = CallProof(recorded.made.log, call.proof.shown, next_audit(self._options.audit, 0))
+        due = next_audit(self._options.audit, 0)
+        proof = CallProof(recorded.made.log, call.proof.shown, due, between=recorded.between)
         new = self._capture.keep(site, recorded, proof)
         site.calls.insert(0, new)
         result = self._run(new, given.leaves)  # even if the step stays eager: its Python has run for this call

@@ -133,9 +133,11 @@ class WarmUp:
         """Call the step and log its operations. A call that creates optimizer state is not compared with others."""
         site, optimizers = self._site, self._site.touched.optimizers
         num_before, device = num_states(optimizers), self._session.backend.device
-        with logs.noting(self._moved, site.touched, device, tensors_in(self._whole, self._options.ignore)) as log:
+        ignored = tensors_in(self._whole, self._options.ignore)
+        arguments = site.arguments_with_grad(self._moved)
+        with logs.noting(self._moved, site.touched, device, ignored, arguments) as log:
             result = self._step(*call[0], **call[1])
-            log.note_result(flatten(result)[0])
+            log.note_result(result)
         if num_states(optimizers) == num_before:
             site.eager.logs.add(self._kind, log.finish())
         return result

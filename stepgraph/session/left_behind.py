@@ -1,0 +1,72 @@
+"""What a call leaves behind besides the values that its operations compute: gradients, modes, state of optimizers.
+
+A replay installs all of this, so it belongs to the comparison of recordings. At each event of a log, and at the end of
+the call, it is written down: for each parameter with a gradient which tensor that is, so that gradients that were
+cleared, swapped or shared show; each module whose mode has changed; the entries that the step itself has put into the
+state of an optimizer, or taken out. What an optimizer's own step does to its state is no effect of the step, since it
+may run between graphs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch.optim.optimizer import Optimizer
+
+from stepgraph.observe.step_objects import StepObjects, numbered
+from stepgraph.oplog import OpLog
+
+
+class LeftBehind:
+    """The changes that one call has made to the objects it touches, since it began."""
+
+    def __init__(self, touched: StepObjects, log: OpLog, arguments: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """`arguments` are leaves of autograd among the call's arguments, with their names."""
+        self._touched, self._log = touched, log
+        self._modes = [(module, module.training) for module in touched.all_modules]
+        self._grads: list[tuple[str, torch.Tensor, torch.Tensor | None]] = []
+        taken: set[str] = set()
+        for parameter in touched.all_parameters:
+            name = numbered(touched.name(parameter), taken)
+            taken.add(name)
+            self._grads.append((f"{name}.grad", parameter, parameter.grad))
+        self._grads += [(f"{name}.grad", leaf, leaf.grad) for name, leaf in arguments]
+        self._states: dict[int, tuple[Optimizer, dict[tuple[int, Any], int]]] = {}
+        for optimizer in touched.all_optimizers:
+            self.forgive(optimizer)
+
+    def forgive(self, optimizer: Optimizer) -> None:
+        """Expect the state of an optimizer as it is now: its own step has run."""
+        self._states[id(optimizer)] = optimizer, _entries(optimizer)
+
+    def now(self) -> Iterator[Any]:
+        """Names and tensors of all that was changed so far; changes of an optimizer's state are given once."""
+        for name, tensor, before in self._grads:
+            grad = tensor.grad
+            if grad is not None and grad is before and not self._log.has_made(grad):
+                yield f"{name} as found"
+            elif grad is not None:
+                yield name
+                yield grad
+        for module, mode in self._modes:
+            if module.training != mode:
+                yield f"{self._touched.name(module)}.training = {not mode}"
+        for optimizer, before in list(self._states.values()):
+            after = _entries(optimizer)
+            if after != before:
+                gone, new = before.keys() - after.keys(), after.keys() - before.keys()
+                other = sum(after[key] != before[key] for key in after.keys() & before.keys())
+                yield f"{type(optimizer).__name__}.state: {len(gone)} gone, {len(new)} new, {other} replaced"
+                self.forgive(optimizer)
+
+
+def _entries(optimizer: Optimizer) -> dict[tuple[int, Any], int]:
+    """The entries of an optimizer's state: which object is at which key of which parameter."""
+    found: dict[tuple[int, Any], int] = {}
+    for parameter, state in dict.items(optimizer.state):  # past the subclass that notes reads
+        found[id(parameter), None] = 0
+        if isinstance(state, dict):
+            found |= {(id(parameter), key): id(value) for key, value in state.items() if isinstance(value, torch.Tensor)}
+    return found
