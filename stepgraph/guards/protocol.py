@@ -1,8 +1,8 @@
 """The guard protocol: what a guard reports, and the one place that asks all guards of a graph.
 
 A graph bakes in addresses, numbers, modules, hooks and host values. One guard watches each kind, and reports a change
-with the remedy for it. A `GuardSet` asks its guards in the order of their remedies, the heaviest first, and reports
-the first kind of change that it finds.
+with the remedy for it. A `GuardSet` asks all its guards, since several things may change between two calls, and reports
+the changes with the heaviest remedy: a lighter one would leave a change unanswered that needs the heavier.
 
 Nearly all calls find nothing changed. For these each guard also states its expectations as entries of one `GuardRow`,
 which is checked in C (`FastCheck`). A row compares objects by identity, so it can fail although nothing changed. Then
@@ -28,9 +28,12 @@ class Remedy(enum.Enum):
     """The answer to a change, from the heaviest to the lightest."""
 
     START_OVER = "run eagerly, then capture again"
-    AUDIT = "record again, and compare the operations"
-    RECAPTURE = "record again"
     MOVE_OUT = "run the optimizer between graphs, and record again"
+    RECAPTURE = "record again"
+    AUDIT = "record again, and compare the operations"
+
+
+_FROM_HEAVIEST = list(Remedy)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,18 +65,18 @@ class Guard(Protocol):
 
 
 class GuardSet:
-    """The guards of one graph, in the order of their remedies."""
+    """The guards of one graph."""
 
     def __init__(self, guards: Iterable[Guard]) -> None:
         self.guards = tuple(guards)
 
     def changed(self) -> Sequence[Change]:
-        """Return the changes of the first guard that reports any."""
-        for guard in self.guards:
-            found = guard.changed()
-            if found:
-                return found
-        return ()
+        """Ask all guards. Return the changes with the heaviest remedy."""
+        found = [change for guard in self.guards for change in guard.changed()]
+        if len(found) < 2:
+            return found
+        heaviest = min((change.remedy for change in found), key=_FROM_HEAVIEST.index)
+        return [change for change in found if change.remedy is heaviest]
 
     def expect(self, row: GuardRow) -> None:
         """Add the entries of all guards to a row."""

@@ -105,7 +105,7 @@ class _Identities:
         return found[1]
 
 
-def _itself(value: object) -> object:
+def _itself(value: Any) -> Any:
     return value
 
 
@@ -335,6 +335,8 @@ class OpLog(dispatch.TorchDispatchMode):
         self._nameless = itertools.count()
         self.left: Callable[[], Iterable[Any]] = tuple
         """Names and values of all that Python can find now, besides what the operations have made."""
+        self.after_step: Callable[[Any], None] = _itself
+        """Called after the step of an optimizer, or what stands for it: its changes are its own."""
 
     def finish(self) -> Log:
         """The notes so far."""

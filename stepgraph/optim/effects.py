@@ -24,6 +24,8 @@ class OptimizerEffects:
         """The gradients that a step under way has found."""
         self._returning: set[int] = set()
         self._cleared: dict[int, list[weakref.ref[torch.Tensor]]] = {}
+        self._with_state: dict[int, list[weakref.ref[torch.Tensor]]] = {}
+        """The parameters that have state after its step."""
 
     def begin(self, optimizer: Optimizer) -> None:
         """Its step begins."""
@@ -36,6 +38,12 @@ class OptimizerEffects:
             self._returning.add(id(optimizer))
         cleared = self._cleared.setdefault(id(optimizer), [])
         cleared += [weakref.ref(p) for p, grad in before if grad is not None and p.grad is None]
+        self._with_state[id(optimizer)] = [weakref.ref(p) for p, _ in before if p in optimizer.state]
+
+    def with_state(self, optimizer: Optimizer) -> list[torch.Tensor]:
+        """The parameters that have state after its step."""
+        found = (parameter() for parameter in self._with_state.get(id(optimizer), ()))
+        return [parameter for parameter in found if parameter is not None]
 
     def imitate(self, optimizer: Optimizer) -> Any:
         """In a recording, in the place of the optimizer's step: leave what it leaves."""

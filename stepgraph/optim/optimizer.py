@@ -93,31 +93,39 @@ def check_forced(optimizer: Optimizer, mode: str, placement: Placement) -> None:
         raise CaptureError(what, rule=row.id, entry=row)
 
 
-class BornState:
-    """Finds optimizer state that a recording made: its zeros would be written again at each replay.
+class KeptState:
+    """The state of optimizers before a recording, which must leave it as it is.
 
-    Optimizers make their state at the first step that finds gradients. If warm-up had none, the recording is dropped,
-    with what it made, and the step runs eagerly once more.
+    Optimizers make their state at the first step that finds gradients. If warm-up had none, a recording would make it,
+    and write its zeros again at each replay. A step may also take out the state of an optimizer that runs inside the
+    graph. Then its next step is a first one, which no graph repeats.
     """
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
-        self._before = [(o, {p: dict(state) for p, state in o.state.items()}) for o in optimizers]
+        self._before = [
+            (optimizer, {p: (inner, dict(inner)) for p, inner in dict.items(optimizer.state) if isinstance(inner, dict)})
+            for optimizer in optimizers
+        ]
 
-    def rollback(self) -> bool:
-        """Drop what was not there before; whether there was any."""
-        found = False
+    def rollback(self) -> tuple[list[Optimizer], bool]:
+        """Restore it. Return the optimizers that have lost state meanwhile, and whether any has other state."""
+        lost, is_other = [], False
         for optimizer, before in self._before:
-            for parameter, state in list(optimizer.state.items()):
-                earlier = before.get(parameter, {})
-                if all(value is earlier.get(key, MISSING) for key, value in state.items()):
-                    continue
-                found = True
-                if parameter in before:
-                    state.clear()
-                    state.update(earlier)
-                else:
-                    del optimizer.state[parameter]
-        return found
+            now = {p: dict(inner) for p, inner in dict.items(optimizer.state) if isinstance(inner, dict)}
+            for parameter, (inner, earlier) in before.items():
+                entries, is_same = now.get(parameter, {}), dict.get(optimizer.state, parameter) is inner
+                if not is_same or earlier.keys() - entries.keys():
+                    lost.append(optimizer)
+                same = (entries.get(key, MISSING) is value for key, value in earlier.items())
+                if not is_same or len(entries) != len(earlier) or not all(same):
+                    is_other = True
+                    inner.clear()
+                    inner.update(earlier)
+                    optimizer.state[parameter] = inner
+            for parameter in now.keys() - before.keys():
+                is_other = is_other or bool(now[parameter])
+                del optimizer.state[parameter]
+        return lost, is_other
 
 
 class HostCounters:

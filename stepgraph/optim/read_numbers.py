@@ -5,7 +5,8 @@ reads `optimizer.param_groups[0]["lr"]` or `scheduler.get_last_lr()`, the number
 `optimizer.state` the address. While a step is recorded, optimizers between graphs do not run, so whoever reads a number
 or state of theirs then is the step. What was read is watched from then on.
 
-A number that the step writes would be written at the capture and never again. That is refused.
+A number that the step writes would be written at the capture and never again. That is refused. Entries of the state that
+it takes out (`optimizer.state.clear()`) are a cut: it happens between graphs, at each replay.
 """
 
 from __future__ import annotations
@@ -16,10 +17,14 @@ import struct
 from collections.abc import Callable, ItemsView, Iterable, Iterator, Sequence, ValuesView
 from typing import Any, NoReturn
 
+import torch
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import Optimizer
 
 from stepgraph.errors import CaptureError
+from stepgraph.oplog import current_log
+from stepgraph.optim.effects import OptimizerEffects
+from stepgraph.optim.optimizer import Cut
 from stepgraph.optim.steps import shadowed
 
 Reads = dict[tuple[str, int], Callable[[], Any]]
@@ -34,11 +39,21 @@ class ReadNumbers:
         self.states: dict[int, Optimizer] = {}
         """Optimizers whose state was read, by id."""
 
+    def imitate(self, effects: OptimizerEffects, optimizer: Optimizer) -> Any:
+        """In a recording, in the place of the optimizer's step: leave what it leaves, its state in the view too."""
+        if isinstance(optimizer.state, _NotingState):
+            optimizer.state.fill(effects.with_state(optimizer))
+        result, log = effects.imitate(optimizer), current_log()
+        if log is not None:
+            log.after_step(optimizer)
+        return result
+
     @contextlib.contextmanager
-    def noting(self, objects: Iterable[Any], running: Sequence[Optimizer] = ()) -> Iterator[None]:
+    def noting(self, objects: Iterable[Any], cut: Cut, running: Sequence[Optimizer] = ()) -> Iterator[None]:
         """While recording: note what is read from the optimizers and schedulers among these objects.
 
-        Optimizers that are `running` meanwhile read their own numbers, as do others that share groups with them.
+        Optimizers that are `running` meanwhile read their own numbers, as do others that share groups with them. Each
+        change of the others' state is a `cut`.
         """
         seen = {id(optimizer.param_groups) for optimizer in running}
         with contextlib.ExitStack() as stack:
@@ -47,7 +62,7 @@ class ReadNumbers:
                     seen.add(id(value.param_groups))
                     groups = [_NotingGroup(value, i, self.found) for i in range(len(value.param_groups))]
                     stack.enter_context(_exchanged(value.param_groups, groups))
-                    stack.enter_context(shadowed(value, "state", _NotingState(value, self.states)))
+                    stack.enter_context(shadowed(value, "state", _NotingState(value, self.states, cut)))
                 elif isinstance(value, LRScheduler):
                     stack.enter_context(shadowed(value, "get_last_lr", functools.partial(self._last_lr, value)))
             yield
@@ -121,11 +136,11 @@ class _NotingGroup(dict[str, Any]):
 
 
 class _NotingState(dict[Any, Any]):
-    """An optimizer's state that notes whether anything is read from it."""
+    """An optimizer's state that notes whether anything is read from it, and cuts the recording where it is changed."""
 
-    def __init__(self, optimizer: Optimizer, found: dict[int, Optimizer]) -> None:
+    def __init__(self, optimizer: Optimizer, found: dict[int, Optimizer], cut: Cut) -> None:
         super().__init__(optimizer.state)
-        self._optimizer, self._found = optimizer, found
+        self._optimizer, self._found, self._cut = optimizer, found, cut
 
     def _note(self) -> None:
         self._found[id(self._optimizer)] = self._optimizer
@@ -135,7 +150,7 @@ class _NotingState(dict[Any, Any]):
         return super().__getitem__(key)
 
     def __missing__(self, key: Any) -> Any:
-        return self.setdefault(key, {})
+        return super().setdefault(key, {})
 
     def get(self, key: Any, default: Any = None) -> Any:
         self._note()
@@ -152,6 +167,35 @@ class _NotingState(dict[Any, Any]):
     def values(self) -> Any:
         self._note()
         return super().values()
+
+    def fill(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Let these have state: the optimizer's step, which does not run now, makes it."""
+        for parameter in parameters:
+            super().setdefault(parameter, {})
+
+    def _take_out(self, method: str, *args: Any) -> Any:
+        optimizer = self._optimizer
+
+        def between() -> None:
+            with contextlib.suppress(KeyError):  # the recording has shown whether the step minds
+                getattr(optimizer.state, method)(*args)
+
+        self._cut(f"{type(optimizer).__name__}.state.{method}", between, None)
+        return getattr(super(), method)(*args)
+
+    def clear(self) -> None:
+        self._take_out("clear")
+
+    def pop(self, key: Any, *default: Any) -> Any:
+        return self._take_out("pop", key, *default)
+
+    def __delitem__(self, key: Any) -> None:
+        self._take_out("__delitem__", key)
+
+    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
+        raise _written(f"{type(self._optimizer).__name__}.state")
+
+    __setitem__ = update = popitem = setdefault = __ior__ = _refuse
 
 
 @contextlib.contextmanager

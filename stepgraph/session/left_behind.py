@@ -2,8 +2,8 @@
 
 A replay installs all of this, so it belongs to the comparison of recordings. At each event of a log, and at the end of
 the call, it is written down: for each parameter with a gradient which tensor that is, so that gradients that were
-cleared, swapped or shared show; each module whose mode has changed; the entries that the step itself has put into the
-state of an optimizer, or taken out. What an optimizer's own step does to its state is no effect of the step, since it
+cleared, swapped or shared show; each module whose mode has changed; what the step itself has taken out of the state of
+an optimizer. What an optimizer's own step does to its state is no effect of the step, since it
 may run between graphs.
 """
 
@@ -33,13 +33,13 @@ class LeftBehind:
             taken.add(name)
             self._grads.append((f"{name}.grad", parameter, parameter.grad))
         self._grads += [(f"{name}.grad", leaf, leaf.grad) for name, leaf in arguments]
-        self._states: dict[int, tuple[Optimizer, dict[tuple[int, Any], int]]] = {}
+        self._states: dict[int, tuple[Optimizer, frozenset[int]]] = {}
         for optimizer in touched.all_optimizers:
             self.forgive(optimizer)
 
     def forgive(self, optimizer: Optimizer) -> None:
         """Expect the state of an optimizer as it is now: its own step has run."""
-        self._states[id(optimizer)] = optimizer, _entries(optimizer)
+        self._states[id(optimizer)] = optimizer, _with_state(optimizer)
 
     def now(self) -> Iterator[Any]:
         """Names and tensors of all that was changed so far; changes of an optimizer's state are given once."""
@@ -54,19 +54,11 @@ class LeftBehind:
             if module.training != mode:
                 yield f"{self._touched.name(module)}.training = {not mode}"
         for optimizer, before in list(self._states.values()):
-            after = _entries(optimizer)
-            if after != before:
-                gone, new = before.keys() - after.keys(), after.keys() - before.keys()
-                other = sum(after[key] != before[key] for key in after.keys() & before.keys())
-                yield f"{type(optimizer).__name__}.state: {len(gone)} gone, {len(new)} new, {other} replaced"
+            if lost := len(before - _with_state(optimizer)):
+                yield f"{type(optimizer).__name__}.state: {lost} of {len(before)} gone"
                 self.forgive(optimizer)
 
 
-def _entries(optimizer: Optimizer) -> dict[tuple[int, Any], int]:
-    """The entries of an optimizer's state: which object is at which key of which parameter."""
-    found: dict[tuple[int, Any], int] = {}
-    for parameter, state in dict.items(optimizer.state):  # past the subclass that notes reads
-        found[id(parameter), None] = 0
-        if isinstance(state, dict):
-            found |= {(id(parameter), key): id(value) for key, value in state.items() if isinstance(value, torch.Tensor)}
-    return found
+def _with_state(optimizer: Optimizer) -> frozenset[int]:
+    """The parameters that an optimizer has state of, by id."""
+    return frozenset(map(id, dict.keys(optimizer.state)))  # past the subclass that notes reads

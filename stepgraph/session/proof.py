@@ -3,7 +3,7 @@
 The log of a call (`oplog`) holds its operations, and the events between them: what each cut calls, the gradients, modes
 and results that the call leaves (`left_behind`). Logs are compared twice. Before a graph is used, the recording must be
 the last eager call of the same kind. Code that checks whether it is being captured may take another path; then a warning
-names the place. While a graph is used, at the first, second, fourth, ... replay and later at long intervals, the call
+names the place. While a graph is used, often at first and later at long intervals (`next_audit`), the call
 is recorded once more, which has no effect, and compared with the recording in use (the *audit*). A difference means
 that the step's Python would now do something else, whatever the cause: the new recording replaces the old one.
 
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import math
 import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
@@ -35,8 +36,8 @@ from stepgraph.optim.scaler import noting_scalers
 from stepgraph.optim.steps import at_optimizer_steps
 from stepgraph.session.left_behind import LeftBehind
 
-_DOUBLES_UNTIL = 64
-"""Replays up to which the next audit comes after twice as many, and then after four times as many."""
+_MANY_UNTIL = 64
+"""Replays up to which the next audit comes after 1.6 times as many, and then after four times as many."""
 _LONGEST_PERIOD = 50_000
 """Most replays between two audits. The cost of an audit is small beside that many steps."""
 NEVER = -1
@@ -46,13 +47,27 @@ _CALLS_PER_AUDIT = 128
 
 
 def next_audit(audit: str | int, replays: int) -> int:
-    """Return the number of replays at which the next audit is due, given the `replays` since the capture."""
+    """Return the number of replays at which the next audit is due, given the `replays` since the capture.
+
+    A condition that holds at every second or third call, and that no guard sees, must not fall between all audits. So
+    neighbouring counts share no factor, and odd and even ones alternate: 1, 2, 3, 4, 7, 12, 19, 30, 49, 78, 313, ...
+    With `audit=n` there is one audit in each n replays, at the first of them, then the second, and so on.
+
+    Example:
+        >>> next_audit("auto", 7), next_audit(10, 10)
+        (12, 21)
+    """
     if audit is False:
         return NEVER
-    if audit == "auto":
-        growth = 2 if replays < _DOUBLES_UNTIL else 4
-        return max(replays + 1, min(growth * replays, replays + _LONGEST_PERIOD))
-    return (replays // int(audit) + 1) * int(audit)
+    if audit != "auto":
+        every = int(audit)
+        window = replays // every
+        return (window + 1) * every + window % every
+    growth = 8 if replays < _MANY_UNTIL else 20
+    due = max(replays + 1, min(growth * replays // 5, replays + _LONGEST_PERIOD))
+    while replays and (due % 2 == replays % 2 or math.gcd(due, replays) > 1):
+        due += 1
+    return due
 
 
 class Shown(enum.Enum):
@@ -194,7 +209,7 @@ class StepLogs:
                 roles.add(f"the gradient of argument {index}", leaf.grad)
         log = OpLog(self._vocabulary, leaves, roles, device, objects=touched.known())
         left = LeftBehind(touched, log, arguments)
-        log.left = left.now
+        log.left, log.after_step = left.now, left.forgive
 
         def begin(optimizer: Optimizer, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
             note_step(log, optimizer, args, kwargs)

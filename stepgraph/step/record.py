@@ -33,8 +33,8 @@ from stepgraph.observe.step_objects import StepObjects, numbered
 from stepgraph.oplog import Log
 from stepgraph.optim.effects import refuse_unknown_results
 from stepgraph.optim.optimizer import (
-    BornState,
     HostCounters,
+    KeptState,
     Placement,
     captured_inside,
     check_forced,
@@ -209,7 +209,7 @@ class StepCapture:
         while True:
             inputs.watch()
             inputs.watch_state(leaves, _own_tensors(site, objects))
-            counters, born = HostCounters(inside, self._session.backend), BornState(inside)
+            counters, state = HostCounters(inside, self._session.backend), KeptState([*inside, *outside])
             try:
                 with replicas.recording(self._session.drop_graphs):
                     made = self._record(
@@ -219,8 +219,13 @@ class StepCapture:
                     )
             finally:
                 counters.rollback()
-                made_state = born.rollback()
-            if made_state:
+                lost, has_other_state = state.rollback()
+            leaving = {id(o): f"the step takes out state of {type(o).__name__}" for o in lost if o in inside}
+            if leaving:
+                made.drop()
+                self.moved.update(leaving)
+                return self.record(site, given, raise_held, looks_on=looks_on, is_again=is_again)
+            if has_other_state:
                 made.drop()
                 self._surprised(site, own_change(self.name, "makes new state of an optimizer at each call"))
             if made.grads.entries_unused and made.scalers.is_sound:
@@ -390,6 +395,9 @@ class StepCapture:
 
     def _surprised(self, site: Site, error: CaptureError) -> NoReturn:
         """Ask for one more eager call, since the recording showed what none has; if that goes on, raise the error."""
+        changed = site.eager.values.changed() if site.eager.values is not None else []
+        if changed:  # they may be why
+            raise NotWarm(values=changed)
         if not site.learnt.may_be_surprised():
             raise error
         raise NotWarm
@@ -409,18 +417,18 @@ class StepCapture:
         recorder = ChainRecorder(self._session, self._options.generators)
         grads = self._grads(site, recorder, moves_gradients)
         found = scalers_among(objects)
-        imitate = site.effects.imitate
+        read = ReadNumbers()
+        imitate = functools.partial(read.imitate, site.effects)
         scalers = ScalerCapture(found, inside, recorder.cut, imitate, whole=not site.learnt.cut_scalers)
         flags = flags_of(site, self._options, self._function)
         known = {id(o) for o in inside}
-        read = ReadNumbers()
         with contextlib.ExitStack() as stack:
             stack.enter_context(surroundings(self._options.optimizer, self._session.backend))
             stack.enter_context(cut_at(outside, recorder.cut, flags.see_optimizer, imitate))
             stack.enter_context(scalers.recording())
             stack.enter_context(flags.at_optimizers())
             stack.enter_context(captured_inside(inside))
-            stack.enter_context(read.noting([*outside, *objects], running=inside))
+            stack.enter_context(read.noting([*outside, *objects], recorder.cut, running=inside))
             stack.enter_context(refusing_writes(inside))
             stack.enter_context(setting_apart())
             stack.enter_context(grads.moving_at_once())

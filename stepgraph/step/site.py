@@ -272,8 +272,9 @@ class Site:
         """Note something that an eager call did and no replay can repeat."""
         self.obstacles[rule] = Obstacle(rule, what, where=where)
 
-    def note_unmoved(self, generators: list[torch.Generator]) -> None:
-        self._warmth.unmoved[self._mode()] = generators
+    def note_unmoved(self, generators: list[torch.Generator], before: dict[int, bool]) -> None:
+        """Note the generators that an eager call, begun in these modes, has not advanced."""
+        self._warmth.unmoved[self._mode_of(before)] = generators
 
     def modes(self) -> dict[int, bool]:
         """Return the `training` flag of each known module, by id."""
@@ -282,4 +283,7 @@ class Site:
     def count_warm_call(self, before: dict[int, bool]) -> None:
         """Count an eager call that began in these modes."""
         self._warmth.watched += 1
-        self._warmth.calls[frozenset(id(m) for m in self.touched.all_modules if before.get(id(m), m.training))] += 1
+        self._warmth.calls[self._mode_of(before)] += 1
+
+    def _mode_of(self, before: dict[int, bool]) -> frozenset[int]:
+        return frozenset(id(m) for m in self.touched.all_modules if before.get(id(m), m.training))

@@ -68,7 +68,7 @@ class WarmUp:
         self._step, self._given, self._site, self._session, self._options = step, given, site, session, options
         backend, touched = session.backend, site.touched
         self._moved = on_device(given.leaves, backend)
-        self._kind = site.kind()
+        self._kind, self._modes = site.kind(), site.modes()
         self._whole = site.with_objects(step)
         self._values: Watch | None = None
         if site.is_last_warm_call(options.warmup):
@@ -151,7 +151,7 @@ class WarmUp:
         for key, changed in numbers.items():
             if key not in ended and self._options.optimizer != "capturable":
                 site.note_obstacle("host-value", f"the step itself changes {changed}")
-        site.note_unmoved(watched.generators.unmoved())
+        site.note_unmoved(watched.generators.unmoved(), self._modes)
         site.obstacles |= {obstacle.rule: obstacle for obstacle in watched.obstacles()}
         if self._values is not None:
             libraries = watched.changed_values(users=False)
